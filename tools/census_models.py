@@ -12,14 +12,24 @@ from hyper_parallel.trainer.small_sizes import FAMILY_SIZES, HEADS, HIDDEN, SIZE
 SEQ_LEN = 32
 """Tokens of a sequence of the census."""
 
+_ENCODERS = (
+    *("bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie"),
+    *("megatron-bert", "rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer"),
+    *("xlm-roberta", "xlm-roberta-xl", "xmod"),
+)
+CAUSAL: dict[str, dict[str, Any]] = {
+    **{name: {"is_decoder": True} for name in _ENCODERS},
+    "xlm": {"causal": True},
+}
+"""Values that make a type causal, where its own values make it an encoder."""
+
 
 def tiny(name: str) -> dict[str, Any]:
     """The config of a model type, shrunk."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    config = shrunk(
-        CONFIG_MAPPING[name], FAMILY_SIZES.get(name, {}), itertools.count(302)
-    ).to_dict()
+    own = FAMILY_SIZES.get(name, {}) | CAUSAL.get(name, {})
+    config = shrunk(CONFIG_MAPPING[name], own, itertools.count(302)).to_dict()
     return {"model_type": name, **{k: v for k, v in config.items() if k != "transformers_version"}}
 
 

@@ -38,7 +38,7 @@ def run(model_type: str, folder: Path) -> dict[str, str]:
     from transformers import AutoTokenizer
 
     from hyper_parallel.backends.torch._forward import keep_float64
-    from hyper_parallel.backends.torch.properties import prepare_model
+    from hyper_parallel.backends.torch.measure_properties import prepare_model
     from hyper_parallel.trainer._decode import Sampling
     from hyper_parallel.trainer._generate import Generator
 

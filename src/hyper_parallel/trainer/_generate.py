@@ -6,6 +6,7 @@ token. Greedy decoding gives the tokens of full recomputation. One device; with 
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -147,7 +148,9 @@ def load(
         )
     loop_over_experts(model, model.dtype)
     source = Path(base) if Path(base).is_dir() else None
-    file = ConfigFile(model.config.to_dict(), str(export), str(export), source)
+    file = ConfigFile(
+        json.loads(model.config.to_json_string(use_diff=False)), str(export), str(export), source
+    )
     with suppress(ModelUnreadable):  # a class that only transformers knows: its own cache is used
         attach_properties(model, properties_of(file, trusted=trusted))
     return model.to(where).eval(), tokenizer

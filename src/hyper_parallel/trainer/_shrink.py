@@ -51,7 +51,14 @@ def shrunk(
     found: dict[str, Any] = {}
     for key, value in config.items():
         found[key] = value
-        if isinstance(value, Mapping) and key.endswith("_config"):
+        if isinstance(value, Mapping) and depth > LAYERS and _by_layer(value):
+            choices = {"narrow": narrow, "keep_vocabulary": keep_vocabulary, "unused": unused}
+            found[key] = {
+                str(at): shrunk(value[i], **choices)
+                for at, i in enumerate(map(str, kept))
+                if i in value
+            }
+        elif isinstance(value, Mapping) and key.endswith("_config"):
             found[key] = shrunk(
                 value, narrow=narrow, keep_vocabulary=keep_vocabulary, unused=unused
             )
@@ -96,8 +103,9 @@ def merge_sizes(config: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, 
     merged = dict(config)
     for key, value in own.items():
         old = merged.get(key)
-        inner = isinstance(value, Mapping) and isinstance(old, Mapping) and key.endswith("_config")
-        merged[key] = merge_sizes(old, value) if inner else value
+        merged[key] = value
+        if isinstance(value, Mapping) and isinstance(old, Mapping) and not _by_layer(value):
+            merged[key] = merge_sizes(old, value) if key.endswith("_config") else value
     return merged
 
 
@@ -126,6 +134,13 @@ def _short_spans(config: Mapping[str, Any]) -> dict[str, Any]:
         else:
             short[key] = value
     return short
+
+
+def _by_layer(value: Mapping[str, Any]) -> bool:
+    """Return whether a mapping has a config for each of some layers, by their numbers."""
+    return bool(value) and all(
+        str(key).isdigit() and isinstance(one, Mapping) for key, one in value.items()
+    )
 
 
 def _layers_kept(config: Mapping[str, Any], depth: int) -> list[int]:

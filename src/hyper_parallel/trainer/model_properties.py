@@ -16,8 +16,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from hyper_parallel.backends.torch import properties as measuring
-from hyper_parallel.backends.torch._forward import loop_over_experts
+from hyper_parallel.backends.torch import measure_properties as measuring
 from hyper_parallel.config import LoadedRecipe
 from hyper_parallel.errors import Contradiction, ForkUnsafe, HyperParallelError
 from hyper_parallel.model import ConfigFile, ModelProperties, read_config
@@ -31,8 +30,6 @@ logger = logging.getLogger(__name__)
 
 _MOST_LAYERS: Final = 40
 _TIMEOUT_S: Final = 60.0
-_LONGEST: Final = MOST_POSITIONS + MOST_POSITIONS // 2
-"""Tokens of the text that tells whether a model remembers what it has read: beyond its positions."""
 _UNRELATED: Final = (
     "architectures", "bos_token_id", "dtype", "eos_token_id", "id2label", "label2id", "name_or_path", "pad_token_id",
     "tokenizer_class", "torch_dtype", "transformers_version", "use_cache", "_name_or_path",
@@ -191,7 +188,7 @@ def measure_config(
     choices: dict[str, Any] = {"attention": attention, "trusted": trusted, "scores": scores}
     whole: Any = model_from_config(file, torch.float32, **choices)
     # A config may leave out any size; the class fills it in.
-    complete = json.loads(json.dumps(whole.config.to_dict(), default=str))
+    complete = json.loads(whole.config.to_json_string(use_diff=False))
     unmeasured, why = ModelProperties(type(whole).__name__), "no small copy of the model was found"
     for how, most, values in small_configs({**complete, **file.values}):
         try:
@@ -209,7 +206,7 @@ def measure_config(
             line = (str(error).strip().splitlines() or [""])[0][:160]
             why = error.got if isinstance(error, HyperParallelError) else line
             continue
-        measured = measuring.measure_properties(model, _LONGEST)
+        measured = measuring.measure_properties(model, MOST_POSITIONS)
         note = (
             f"{how}, {size:,} parameters, {layers} layers, transformers {version('transformers')}"
         )
@@ -234,5 +231,6 @@ def _random_model(file: ConfigFile, choices: Mapping[str, Any]) -> nn.Module:
         model = model_from_config(file, torch.float64, device="cpu", **choices)
     for parameter in model.parameters():  # some types keep parameters in float32
         parameter.data = parameter.data.double()
-    loop_over_experts(model, torch.float64)
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")  # grouped matrix products have no float64
     return model

@@ -32,7 +32,7 @@ SIZES: Final[dict[str, Any]] = {
         ("hidden_size_per_layer_input mamba_d_state mamba_d_ssm ssm_state_size", 8),
         ("n_group topk_group first_k_dense_replace n_shared_experts num_expert_group", 1),
         ("num_experts_per_tok num_experts_per_token moe_topk moe_top_k zero_expert_num", 2),
-        ("q_lora_rank image_size rel_extent mamba_chunk_size chunk_size", 16),
+        ("q_lora_rank qk_head_dim image_size rel_extent mamba_chunk_size chunk_size", 16),
         ("mamba_dt_rank patch_size index_topk rotary_dim", 4),
         ("vocab_size vocab_size_per_layer_input encoder_hash_byte_group_vocab", VOCAB),
         ("embd_pdrop resid_pdrop attn_pdrop emb_pdrop dropout attention_dropout", 0.0),

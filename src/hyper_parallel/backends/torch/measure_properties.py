@@ -80,12 +80,13 @@ def prepare_model(model: nn.Module) -> None:
     keep_float64(model)
 
 
-def measure_properties(model: nn.Module, longest: int) -> ModelProperties:
+def measure_properties(model: nn.Module, positions: int) -> ModelProperties:
     """Measure a model.
 
     Args:
         model: As `prepare_model` leaves it.
-        longest: Tokens of the text that may have an effect on later ones; a model that cannot read so many reads fewer.
+        positions: Length up to which the model was made, in tokens. What it remembers is measured with longer texts,
+            where it can read them.
 
     Returns:
         All properties; one whose measurement raises an exception has `holds` None and the exception as its reason.
@@ -100,7 +101,7 @@ def measure_properties(model: nn.Module, longest: int) -> ModelProperties:
             "growing_cache": _answer(texts.growing_cache),
             "fixed_cache": _answer(texts.fixed_cache),
             "slot_cache": _answer(texts.slot_cache),
-            "history_independent": _answer(lambda: texts.history(longest)),
+            "history_independent": _answer(lambda: texts.history(positions)),
         }
         idle: tuple[str, ...] = ()
         with suppress(Exception):  # code of any model may raise anything
@@ -203,14 +204,23 @@ class _Texts:
             _difference(packed[0][:_BEFORE], first),
         )
 
-    def history(self, longest: int) -> float:
-        """Read a long text; return the change of the logits of a short one read afterwards."""
-        before = self.alone.clone()
+    def history(self, positions: int) -> float:
+        """Read a longer text; return the change of the logits of a text that is read before and afterwards.
+
+        Two texts are read again: a short one, and one beyond the positions of the model but shorter than the other.
+        """
+        middle, longest = positions + positions // 4, positions + positions // 2
         try:
-            self.run(self._drawn[1:2, :longest])
+            return self._history((_DOCUMENT, middle), longest)
         except (IndexError, RuntimeError):  # beyond a table of positions
-            self.run(self._drawn[1:2, : 3 * _DOCUMENT])
-        return _difference(self.run(self.document[None])[0], before)
+            return self._history((_DOCUMENT, 2 * _DOCUMENT), 3 * _DOCUMENT)
+
+    def _history(self, lengths: tuple[int, int], longest: int) -> float:
+        texts = [self._drawn[:1, :length] for length in lengths]
+        before = [self.run(text) for text in texts]
+        self.run(self._drawn[1:2, :longest])
+        after = [self.run(text) for text in reversed(texts)][::-1]
+        return max(_difference(a, b) for a, b in zip(after, before, strict=True))
 
     def growing_cache(self) -> float:
         """Decode with the model's own cache; return the largest difference from the whole text."""

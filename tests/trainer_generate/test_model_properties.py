@@ -1,0 +1,169 @@
+"""Properties of models are measured: what leaks, what is causal, which caches equal the whole text."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from hyper_parallel.errors import Contradiction
+from hyper_parallel.model import ConfigFile, ModelProperties, read_config
+from hyper_parallel.topology import cache_dir
+from hyper_parallel.trainer._generate import Generator, Sampling
+from hyper_parallel.trainer.data import load_tokenizer
+from hyper_parallel.trainer.model_properties import measure_config, properties_of
+from tests.e2e.runs import command
+
+pytestmark = pytest.mark.torch
+
+SIZES = {
+    "vocab_size": 320, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "initializer_range": 0.3,
+}  # fmt: skip
+CONFIGS = {
+    "llama": {"model_type": "llama", **SIZES},
+    "sliding": {"model_type": "mistral", **SIZES, "sliding_window": 4096},
+    "experts": {
+        "model_type": "qwen3_moe", **SIZES, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+        "head_dim": 8,
+    },
+    "explicit masks": {
+        "model_type": "gpt_oss", **SIZES, "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8,
+    },
+    "linear attention": {
+        "model_type": "minimax", **SIZES, "num_local_experts": 2, "num_experts_per_tok": 1, "head_dim": 8,
+    },
+    "state space": {"model_type": "mamba", "vocab_size": 320, "hidden_size": 32, "num_hidden_layers": 2},
+    "bidirectional": {
+        "model_type": "bert", **SIZES, "is_decoder": False, "bos_token_id": None, "eos_token_id": None,
+    },
+    "growing rope": {
+        "model_type": "llama", **SIZES, "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0},
+    },
+}  # fmt: skip
+LACKS = {
+    "linear attention": {"documents_independent"},
+    "state space": {"documents_independent"},
+    "bidirectional": {"causal", "documents_independent", "padding_inert", "growing_cache"},
+    "growing rope": {"history_independent"},
+}
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def file_of(config):
+    return ConfigFile(config, "model", "model")
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_property_that_a_class_lacks_is_measured_and_no_other(name):
+    measured = measure_config(file_of(CONFIGS[name]))
+    answers = measured.questions()
+    assert {n for n, answer in answers.items() if answer.holds is False} == LACKS.get(name, set())
+    assert answers["causal"].holds is not None
+    assert not any(answer.error for answer in answers.values())
+    assert all(a.difference > 1e-4 for a in answers.values() if a.holds is False)
+
+
+def test_a_config_of_any_size_is_measured_on_a_small_copy():
+    """Keys that a config leaves out have the sizes of the class, billions of parameters here."""
+    measured = measure_config(file_of({"model_type": "qwen3_next"}))
+    assert measured.documents_independent.holds is False
+    assert measured.causal.holds
+
+
+def test_answers_are_measured_once_for_a_config():
+    first = properties_of(file_of(CONFIGS["llama"]))
+    (stored,) = (cache_dir() / "properties").glob("*.json")
+    values = json.loads(stored.read_text())
+    stored.write_text(json.dumps(values | {"measured_on": "read from the cache"}))
+    named = {**CONFIGS["llama"], "transformers_version": "4.0", "pad_token_id": 7}
+    assert properties_of(file_of(named)).measured_on == "read from the cache"
+    other = properties_of(file_of({**CONFIGS["llama"], "num_key_value_heads": 4}))
+    assert other.measured_on == first.measured_on.replace("36,000", "38,048")
+    stored.write_text("damaged")
+    assert properties_of(file_of(CONFIGS["llama"])) == first
+
+
+@pytest.fixture
+def place(tmp_path):
+    """A recipe of instruction tuning without a model."""
+    turns = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "an answer"}]
+    lines = [json.dumps({"messages": turns}) for _ in range(8)]
+    (tmp_path / "chat.jsonl").write_text("\n".join(lines) + "\n")
+    (tmp_path / "recipe.yaml").write_text(
+        f"stage: sft\ndata: {{source: {tmp_path}/chat.jsonl, seq_len: 32, vocab_size: 320, holdout: 0}}\n"
+        "training: {steps: 1, dtype: float64, tokens_per_step: 32}\n"
+        f"parallel: {{dp_shard: 1}}\ncheckpoint: {{export: false}}\noutput_dir: {tmp_path}/out\n"
+    )
+    return tmp_path
+
+
+def dry(place, name, *words, **keys):
+    path = place / "model.json"
+    path.write_text(json.dumps(CONFIGS[name] | keys))
+    return command("train", f"{place}/recipe.yaml", "--dry-run", f"model.path={path}", *words)
+
+
+def test_packing_is_refused_where_documents_see_each_other_and_nowhere_else(place):
+    for name in ("sliding", "experts"):
+        dry(place, name)
+    with pytest.raises(Contradiction, match="do see each other") as refused:
+        dry(place, "linear attention")
+    dry(place, "linear attention", refused.value.hint)
+
+
+def test_a_model_that_sees_its_labels_is_refused(place):
+    with pytest.raises(Contradiction, match="not causal") as refused:
+        dry(place, "bidirectional", "data.packing=false")
+    assert refused.value.hint.startswith('set "is_decoder": true in ')
+    dry(place, "bidirectional", "data.packing=false", is_decoder=True)
+
+
+def test_a_plan_and_doctor_say_what_was_measured(place):
+    path = place / "model.json"
+    path.write_text(json.dumps(CONFIGS["llama"]))
+    command("train", f"{place}/recipe.yaml", f"model.path={path}", "data.packing=false")
+    plan = json.loads((place / "out" / "plan.json").read_text())
+    shown = json.loads(command("doctor", "--model", str(path), "--json").stdout)
+    assert plan["properties"] == shown
+    assert shown["model_class"] == "LlamaForCausalLM"
+    text = command("doctor", "--model", str(path)).stdout
+    assert "packed documents do not see each other: yes" in text
+    assert isinstance(properties_of(read_config(str(path))), ModelProperties)
+
+
+def greedy(model, ids, count):
+    """Tokens from a forward pass of the whole text for each."""
+    ids = list(ids)
+    with torch.no_grad():
+        for _ in range(count):
+            ids.append(
+                int(model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].argmax())
+            )
+    return ids[-count:]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "dory", **SIZES, "head_dim": 8},
+        {"model_type": "moshi", **SIZES, "ffn_dim": 48, "head_dim": 8},
+        CONFIGS["bidirectional"],
+    ],
+    ids=["state outside of the cache", "other state", "bidirectional"],
+)
+def test_generation_equals_the_whole_text_alone_and_in_a_batch(run_dir, tmp_path, config):
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.float64)
+    model.eval().save_pretrained(tmp_path / "export")
+    load_tokenizer(run_dir / "export").save_pretrained(str(tmp_path / "export"))
+    generator = Generator(tmp_path, device="cpu", dtype="float64")
+    prompts, sampling = ("def f1", "return 12 and more", "x"), Sampling(6, temperature=0.0)
+    whole = [greedy(model, generator.encode(prompt), 6) for prompt in prompts]
+    assert [list(generator.generate(p, sampling).token_ids) for p in prompts] == whole
+    batch = generator.generate_batch(prompts, sampling, slots=2)
+    assert [list(made.token_ids) for made in batch] == whole
