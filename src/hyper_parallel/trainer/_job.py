@@ -316,7 +316,7 @@ def prepare_job(loaded: LoadedRecipe, *, progress: bool = True) -> Job:
         check_rows(loaded, plan)
     packed = prepare(
         recipe.data,
-        stage="sft" if recipe.stage == "grpo" else recipe.stage,  # both read answers to prompts
+        stage=recipe.stage,
         model_path=recipe.model.path,
         seed=recipe.training.seed,
         progress=progress,
