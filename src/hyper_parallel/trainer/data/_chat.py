@@ -230,12 +230,19 @@ def answer_of(messages: Sequence[Message], num_context: int) -> str:
     return "\n".join(turn["content"] for turn in messages[num_context:])
 
 
-def stop_ids(tokenizer: Any) -> set[int]:
-    """Tokens that end an answer: end-of-text, and the special token the template writes behind an answer."""
-    stops = {tokenizer.eos_token_id} - {None}
-    if tokenizer.chat_template:
-        messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "XYZ"}]
-        behind = render(tokenizer, messages).rpartition("XYZ")[2]
-        first = tokenizer(behind, add_special_tokens=False)["input_ids"][:1]
+def stop_ids(
+    tokenizer: Any, eos: int | Sequence[int] | None = None, *, chat: bool = True
+) -> set[int]:
+    """Return the tokens that end a text; generation, rollouts and samples of a run all ask here.
+
+    Args:
+        tokenizer: Of the model; its end-of-text token is one.
+        eos: `eos_token_id` of the model's generation config: one token, or several.
+        chat: The text is an answer: the special token that the chat template writes behind an answer ends it too.
+    """
+    own = [eos] if eos is None or isinstance(eos, int) else eos
+    stops = {tokenizer.eos_token_id, *own} - {None}
+    if chat and tokenizer.chat_template:
+        first = tokenizer(_end_marker(tokenizer), add_special_tokens=False)["input_ids"][:1]
         stops |= {i for i in first if i in tokenizer.added_tokens_decoder}
     return stops

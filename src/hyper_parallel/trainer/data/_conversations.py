@@ -99,6 +99,14 @@ class _Prompt(_Completion):
     """A prompt for which completions are sampled; its own completion, if it has one, is the answer."""
 
     completion: str | list[_Turn] = []
+    answer: Any = None
+
+    def conversations(self) -> Iterator[Conversation]:
+        """The one conversation of the record; without a completion its answer is the column `answer`."""
+        prompt, completion = _turns(self.prompt, "user"), _turns(self.completion, "assistant")
+        if not completion and isinstance(self.answer, str | int | float):
+            completion = [_message("assistant", str(self.answer))]
+        yield _joined(prompt, completion)
 
 
 class _Preference(BaseModel):

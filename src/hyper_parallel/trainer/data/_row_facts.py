@@ -22,7 +22,7 @@ class DocumentFacts:
     Attributes:
         good: Whether its answer is a good one.
         margins: Wanted difference of the two scores of its pair.
-        records: Columns of its record and its answer, as a line of JSON.
+        records: Columns of its record, its answer among them, as a line of JSON.
         columns: Names of the columns of all records, in their order.
     """
 
@@ -51,9 +51,13 @@ class DocumentFacts:
                 allowed="a finite number under `margin` in every record, or in none",
             )
         if stage == "grpo":
-            self.columns |= dict.fromkeys(document.columns)
-            answer = answer_of(document.messages, document.num_context)
-            record = {"columns": dict(document.columns), "answer": answer}
+            record, answer = (
+                dict(document.columns),
+                answer_of(document.messages, document.num_context),
+            )
+            if answer:
+                record.setdefault("answer", answer)
+            self.columns |= dict.fromkeys(record)
             self.records[start] = _json_line(record, document.where)
 
     def write(self, path: Path, starts: Sequence[int]) -> None:

@@ -102,7 +102,7 @@ class PackedSequences:
         return () if self._records is None else self._records.columns
 
     def records(self, indices: Int64) -> list[Mapping[str, Any]]:
-        """`columns` and `answer` of the record of each row."""
+        """Columns of the record of each row."""
         assert self._records is not None
         return [self._records.read(int(index)) for index in indices]
 
