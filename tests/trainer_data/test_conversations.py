@@ -7,6 +7,7 @@ import pytest
 
 from hyper_parallel.errors import NoData
 from hyper_parallel.trainer.data import load_tokenizer
+from hyper_parallel.trainer.data._batches import JoinedSequences
 from hyper_parallel.trainer.data._conversations import conversations_of, num_context, shape_of
 
 pytestmark = pytest.mark.unit
@@ -34,6 +35,7 @@ PREFERENCES = {
     "text prompt and answer": ("q", "a:x u:y a:z", "w", ["u:q a:x u:y a:z", "u:q a:w"], 1),
     "prompt that ends with an answer": ("u:q a:r", "u:p a:x", "u:o a:y", ["u:q a:r u:p a:x", "u:q a:r u:o a:y"], 2),
     "a turn like the prompt, later": ("u:q", "a:x u:q a:z", "a:w", ["u:q a:x u:q a:z", "u:q a:w"], 1),
+    "a turn like a text prompt, later": ("q", "a:x u:q a:z", "a:v u:q a:w", ["u:q a:x u:q a:z", "u:q a:v u:q a:w"], 1),
     # An answer that begins with the prompt's turns is the whole conversation.
     "whole": ("u:q", "u:q a:x", "u:q a:y", ["u:q a:x", "u:q a:y"], 1),
     "whole, text prompt": ("q", "u:q a:x", "u:q a:y", ["u:q a:x", "u:q a:y"], 1),
@@ -41,6 +43,8 @@ PREFERENCES = {
     "whole, several turns": ("u:q", "u:q a:r u:p a:x", "u:q a:r u:p a:y", ["u:q a:r u:p a:x", "u:q a:r u:p a:y"], 3),
     "whole, text prompt is the last question": ("p", "u:q a:r u:p a:x", "u:q a:r u:p a:y",
                                                 ["u:q a:r u:p a:x", "u:q a:r u:p a:y"], 3),
+    "whole, white space in answers": ("u:q a:r u:p", "u:q a:r_ u:p a:x", "u:q a:r u:p a:y",
+                                      ["u:q a:r  u:p a:x", "u:q a:r u:p a:y"], 3),
     "whole on one side": ("u:q", "u:q a:x", "a:y", ["u:q a:x", "u:q a:y"], 1),
     "system in the prompt": ("s:b u:q", "u:q a:x", "u:q a:y", ["s:b u:q a:x", "s:b u:q a:y"], 2),
     "system in the answers": ("q", "s:b u:q a:x", "s:b u:q a:y", ["s:b u:q a:x", "s:b u:q a:y"], 2),
@@ -215,15 +219,31 @@ def test_prompts_of_rollouts_end_before_the_last_answer_and_keep_the_columns(tmp
         {"prompt": turns("u:one a:two u:three"), "completion": "", "ground_truth": "x"},
         {"prompt": "five", "ground_truth": ["y", 1.5], "text": "t"},
         {"prompt": "six", "completion": "<b> 7 ", "ground_truth": None},
+        {"prompt": turns("s:b u:eight"), "answer": 9},
     ]
-    packed, texts, targets = packed_texts(make, write(tmp_path / "a.jsonl", records * 2), "grpo")
+    path = write(tmp_path / "a.jsonl", records * 2)
+    packed, texts, targets = packed_texts(make, path, "grpo")
     end = "<|endoftext|>"
-    assert targets == [end, end, f"<b> 7 {end}"] * 2
-    asked = "<|im_start|>user\none<|im_end|>\n<|im_start|>assistant\ntwo<|im_end|>\n<|im_start|>user\nthree<|im_end|>\n"
-    assert texts[0].startswith(asked + "<|im_start|>assistant\n")
-    assert packed.train.columns == ("ground_truth", "text")
-    rows = packed.train.records(np.array([2, 1, 0]))
-    assert [row["answer"] for row in rows] == ["<b> 7 ", "", ""]
-    assert [row["columns"] for row in rows] == [
-        {"ground_truth": None}, {"ground_truth": ["y", 1.5], "text": "t"}, {"ground_truth": "x"},
-    ]  # fmt: skip
+    assert targets == [end, end, f"<b> 7 {end}", f"9{end}"] * 2
+    said = ("user\none", "assistant\ntwo", "user\nthree")
+    asked = "".join(f"<|im_start|>{text}<|im_end|>\n" for text in said)
+    assert texts[0] == asked + "<|im_start|>assistant\n"
+    assert packed.train.columns == ("ground_truth", "text", "answer")
+    assert packed.train.records(np.array([3, 2, 1, 0])) == [
+        {"answer": 9},
+        {"ground_truth": None, "answer": "<b> 7 "},
+        {"ground_truth": ["y", 1.5], "text": "t"},
+        {"ground_truth": "x"},
+    ]
+
+
+@pytest.mark.torch
+def test_columns_of_several_sources_are_read_as_each_alone(tmp_path, make):
+    first = write(tmp_path / "a.jsonl", [{"prompt": f"p{i}", "level": i} for i in range(3)])
+    second = write(tmp_path / "b.jsonl", [{"prompt": f"q{i}", "truth": str(i)} for i in range(2)])
+    values = {"stage": "grpo", "seq_len": 64, "packing": False, "holdout": 0}
+    parts = [make(path, **values).train for path in (first, second)]
+    joined = JoinedSequences(parts)
+    assert joined.columns == ("level", "truth")
+    assert joined.records(np.array([4, 1])) == [{"truth": "1"}, {"level": 1}]
+    assert not joined.has_margins

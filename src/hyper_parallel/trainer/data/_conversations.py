@@ -164,7 +164,8 @@ class _Preference(BaseModel):
         if all(_repeats(prompt, answer) or _quotes(answer, text) for answer in answers):
             system, _ = _split_system(prompt)
             whole = [a if a[0]["role"] == "system" else [*system, *a] for a in answers]
-            shared = _num_shared(whole)
+            named = [_joined(prompt, a).num_prompt or 0 for a in answers if _repeats(prompt, a)]
+            shared = max(_num_shared(whole), min(named, default=0))
             yield from (Conversation(tuple(turns), shared) for turns in whole)
             return
         yield from (_joined(prompt, answer) for answer in answers)
@@ -199,8 +200,10 @@ def _same(one: Message, other: Message) -> bool:
 
 
 def _quotes(answer: Sequence[Message], prompt: Message | None) -> bool:
-    """Whether a prompt that is a text is a turn of an answer, which then holds the whole conversation."""
-    return prompt is not None and any(_same(turn, prompt) for turn in answer)
+    """Whether a prompt that is a text is a turn of an answer that is opened by the user: a whole conversation."""
+    _, turns = _split_system(answer)
+    opened = prompt is not None and turns[:1] and turns[0]["role"] == "user"
+    return bool(opened) and any(_same(turn, prompt) for turn in turns if prompt)
 
 
 def _repeats(prompt: Sequence[Message], answer: Sequence[Message]) -> bool:

@@ -31,6 +31,7 @@ class DocumentFacts:
     records: dict[int, bytes] = field(default_factory=dict)
     columns: dict[str, None] = field(default_factory=dict)
     _num_documents: int = 0
+    _num_margins: int = 0
 
     def add(self, start: int, document: Document, stage: str) -> None:
         """Keep the facts of a document that `stage` reads.
@@ -42,8 +43,9 @@ class DocumentFacts:
             self.good[start] = document.good
         if document.margin is not None:
             self.margins[start] = document.margin
+            self._num_margins += 1
         self._num_documents += 1
-        if len(self.margins) not in (0, self._num_documents):
+        if self._num_margins not in (0, self._num_documents):
             raise NoData(
                 "some pairs have a margin, and others have none",
                 where=document.where,
