@@ -49,6 +49,7 @@ PREFERENCES = {
     "system in the prompt": ("s:b u:q", "u:q a:x", "u:q a:y", ["s:b u:q a:x", "s:b u:q a:y"], 2),
     "system in the answers": ("q", "s:b u:q a:x", "s:b u:q a:y", ["s:b u:q a:x", "s:b u:q a:y"], 2),
     "system in both": ("s:b u:q", "s:b u:q a:x", "s:b u:q a:y", ["s:b u:q a:x", "s:b u:q a:y"], 2),
+    "system in answers that continue": ("q", "s:b a:x", "s:b a:y", ["s:b u:q a:x", "s:b u:q a:y"], 2),
     "prompt of the system alone": ("s:b", "u:q a:x", "u:q a:y", ["s:b u:q a:x", "s:b u:q a:y"], 2),
     # Without a prompt it is what both have in common.
     "implicit": (None, "u:q a:x", "u:q a:y", ["u:q a:x", "u:q a:y"], 1),

@@ -227,12 +227,13 @@ def _num_shared(whole: Sequence[Sequence[Message]]) -> int:
 
 def _joined(prompt: Sequence[Message], answer: Sequence[Message]) -> Conversation:
     """The conversation of a prompt and what continues it; an answer that repeats the prompt is all of it."""
-    if prompt and _repeats(prompt, answer):
-        system, asked = _split_system(prompt)
-        own, turns = _split_system(answer)
-        first = own or system
-        return Conversation((*first, *turns), len(first) + len(asked))
-    return Conversation((*prompt, *answer), len(prompt))
+    (system, asked), (own, turns) = _split_system(prompt), _split_system(answer)
+    repeats = bool(prompt) and _repeats(prompt, answer)
+    if system and own and not repeats:
+        return Conversation((*prompt, *answer), len(prompt))
+    first = own or system
+    behind = turns[len(asked) :] if repeats else turns
+    return Conversation((*first, *asked, *behind), len(first) + len(asked))
 
 
 _Model = type[_Sharegpt | _Alpaca | _Completion | _Preference]
