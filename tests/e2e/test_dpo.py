@@ -14,7 +14,7 @@ from hyper_parallel.backends.torch._forward import keep_float64
 from hyper_parallel.config import Dpo, load_recipe
 from hyper_parallel.errors import CheckpointMismatch, Contradiction
 from hyper_parallel.trainer._job import prepare_job
-from hyper_parallel.trainer.data._records import conversations_of, shape_of
+from hyper_parallel.trainer.data._conversations import conversations_of, shape_of
 from hyper_parallel.trainer.stages._dpo import DpoStage
 from hyper_parallel.trainer.stages._pair_scores import PairScores
 from tests.e2e.runs import (
@@ -172,7 +172,7 @@ def test_losses_are_those_of_their_papers():
 def test_pairs_are_read_in_the_formats_of_trl_and_llamafactory(record):
     assert shape_of(record, "text", "here") == "preference"
     asked = {"role": "user", "content": "q"}
-    assert conversations_of(record, "preference", "here") == [
+    assert [one.messages for one in conversations_of(record, "preference", "here")] == [
         (asked, {"role": "assistant", "content": answer}) for answer in "ab"
     ]
 

@@ -5,10 +5,19 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+import hyper_parallel as hp
 from hyper_parallel.backends.torch._forward import keep_float64
+from hyper_parallel.config import Grpo
 from hyper_parallel.errors import BadValue, Contradiction, NotImportable
 from hyper_parallel.trainer.data import load_tokenizer
-from hyper_parallel.trainer.stages._rewards import exact_match, prefix_match
+from hyper_parallel.trainer.stages._grpo import GrpoStage
+from hyper_parallel.trainer.stages._rewards import (
+    check_columns,
+    exact_match,
+    prefix_match,
+    score,
+)
+from hyper_parallel.trainer.stages._rollouts import Sampler
 from hyper_parallel.trainer.stages._sampling import sample, uniform
 from tests.e2e.runs import CONFIG, QUESTIONS, make_stage_place, rows, train, write_records
 
@@ -23,7 +32,27 @@ def digits(prompts, completions, answer, **_):
 
 def wrong(prompts, completions, answer):
     return [float("nan")] * len(completions)
+
+def in_words(completions, ground_truth, levels=None, **kw):
+    """Keeps its keywords, and rewards the length."""
+    import json
+    from pathlib import Path
+    kept = {**kw, "completions": completions, "ground_truth": ground_truth, "levels": levels}
+    with Path("seen.jsonl").open("a") as file:
+        file.write(json.dumps(kept) + "\\n")
+    return [len(text) + len(truth) for text, truth in zip(completions, ground_truth)]
+
+def without(completions, solution, *, difficulty, **_):
+    return [0.0] * len(completions)
 '''
+TALKS = [
+    {
+        "prompt": [{"role": "system", "content": "brief"}, {"role": "user", "content": f"{a}?"},
+                   {"role": "assistant", "content": "say"}, {"role": "user", "content": f"{a}+{b}="}],
+        "ground_truth": str(a + b), "levels": [a, b],
+    }
+    for a in range(4) for b in range(4)
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -249,6 +278,111 @@ def test_a_sequence_is_drawn_alike_in_any_batch(place):
         assert torch.equal(alone.tokens[0, : alone.ends[0]], made.tokens[i, : made.ends[i]])
 
 
+def test_a_prompt_of_several_turns_is_completed_behind_the_last_and_rewards_read_the_columns(place):
+    write_records(place / "talks.jsonl", TALKS)
+    words = ("data.source=talks.jsonl", "data.seq_len=160", "training.tokens_per_step=2560")
+    words = (
+        *words,
+        "training.steps=1",
+        "training.lr=1e-30",
+        "data.holdout=0.25",
+        "parallel.dp_shard=2",
+    )
+    rewards = "grpo.reward_funcs=[own_rewards.in_words]"
+    train(place, place / "talks", *words, rewards, "training.eval_every=1")
+    seen = rows(place / "seen.jsonl")
+    sizes = {len(call["completions"]) for call in seen}
+    assert sizes == {4, 8}, "two shares of a step, and four held-out prompts"
+    for call in seen:
+        assert {*call} == {"prompts", "completions", "completion_ids", "ground_truth", "levels"}
+        facts = (
+            call[k] for k in ("prompts", "completions", "completion_ids", "ground_truth", "levels")
+        )
+        for prompt, text, ids, truth, (a, b) in zip(*facts, strict=True):
+            assert (
+                prompt == f"system\nbrief\nuser\n{a}?\nassistant\nsay\nuser\n{a}+{b}=\nassistant\n"
+            )
+            assert truth == str(a + b)
+            assert len(ids) <= 3
+            assert "say" not in text
+    (row,) = rows(place / "talks" / "metrics.jsonl")
+    trained = [call for call in seen if len(call["completions"]) == 8]
+    lengths = [
+        len(t) + len(g)
+        for call in trained
+        for t, g in zip(call["completions"], call["ground_truth"], strict=True)
+    ]
+    assert row["rollout"]["reward"] == pytest.approx(np.mean(lengths), rel=1e-12)
+
+
+def test_a_function_gets_the_columns_that_it_names():
+    given = {"prompts": ["p"] * 2, "completions": ["a", "b"], "completion_ids": [[1], [2]]}
+    given |= {"ground_truth": ["1", "2"], "level": [None, 3]}
+
+    def named(completions, *, level, other=None):
+        assert other is None
+        return [0 if one is None else np.float32(one) for one in level]
+
+    class Called:
+        def __call__(self, ground_truth, **more):
+            assert {*more} == {*given} - {"ground_truth"}
+            return [int(one) for one in ground_truth]
+
+    assert score("named", named, given, {"rows": []}) == [0.0, 3.0]
+    assert score("called", Called(), given, {"rows": []}) == [1.0, 2.0]
+    assert score("exact_match", exact_match, {**given, "answer": ["a", 7]}, {"rows": []}) == [
+        1.0,
+        0.0,
+    ]
+    check_columns("named", named, ("level",), "here")
+    for function, columns, match in (
+        (named, (), "level"),
+        (exact_match, ("level",), "answer"),
+        (Called(), ("answer",), "ground_truth"),
+    ):
+        with pytest.raises(
+            Contradiction, match="wants a column that the data does not have"
+        ) as caught:
+            check_columns("named", function, columns, "here")
+        assert caught.value.got == match
+        assert [*caught.value.allowed] == ["prompts", "completions", "completion_ids", *columns]
+    for function in (
+        lambda completions, **_: completions[0]["content"],
+        lambda completions: [1.0, None],
+    ):
+        with pytest.raises(BadValue):
+            score("fails", function, given, {})
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
+def test_records_are_means_over_tokens_whatever_the_loss_weighs(loss_type):
+    """Two microbatches; advantages of 0 are among them."""
+    torch.manual_seed(0)
+    plan = hp.plan_of(torch.nn.Linear(2, 2), "", hp.Workload(5, tokens_per_step=20, microbatch=2))
+    settings = Grpo(loss_type=loss_type, beta=0.5, num_iterations=2, epsilon=0.1, epsilon_high=0.3)
+    stage = GrpoStage(Sampler(None, None, settings, 0), plan, 0)
+    logprobs, before, proximal = 0.3 * torch.randn(3, 4, 5, dtype=torch.float64)
+    counted = torch.arange(5) < torch.tensor([5, 3, 2, 4])[:, None]
+    advantages = torch.tensor([1.0, -1.0, 0.0, 2.0], dtype=torch.float64)
+    per_token = counted / counted.sum()
+    if loss_type == "grpo":
+        per_token = counted / counted.sum(1, keepdim=True) / 4
+    batch = {"advantages": advantages, "weights": per_token.double(), "rollout_logprobs": proximal,
+             "proximal_logprobs": proximal, "reference_logprobs": before}  # fmt: skip
+    parts = ({name: value[at : at + 2] for name, value in batch.items()} for at in (0, 2))
+    losses = [stage.objective(logprobs[2 * i : 2 * i + 2], part) for i, part in enumerate(parts)]
+    ratio, gained = (logprobs - proximal).exp(), advantages[:, None]
+    divergence = (before - logprobs).exp() - (before - logprobs) - 1
+    least = torch.minimum(ratio * gained, ratio.clamp(0.9, 1.3) * gained)
+    wanted = ((0.5 * divergence - least) * per_token).sum()
+    assert sum(losses).item() == pytest.approx(wanted.item(), rel=1e-12)
+    found = stage.record()["rollout"]
+    assert found["kl"] == pytest.approx(float(divergence[counted].mean()), rel=1e-12)
+    cut = ((ratio < 0.9) & (gained < 0)) | ((ratio > 1.3) & (gained > 0))
+    assert 0 < cut[counted].sum() < counted.sum()
+    assert found["clip_ratio"] == pytest.approx(float(cut[counted].double().mean()), rel=1e-12)
+
+
 def test_rewards_by_name():
     assert exact_match([" 12", "1", ""], answer=["12", "12", ""]) == [1.0, 0.0, 1.0]
     assert prefix_match(["12", "13", "123", "2"], answer=["12"] * 4) == [1.0, 0.5, 2 / 3, 0.0]
@@ -264,6 +398,7 @@ def test_rewards_by_name():
         (["grpo.reward_funcs=[own_rewards.none]"], NotImportable, "no such function"),
         (["grpo.reward_weights=[1.0]"], Contradiction, "one weight for every reward"),
         (["grpo.reward_funcs=[own_rewards.wrong]"], BadValue, "one finite number"),
+        (["grpo.reward_funcs=[own_rewards.without]"], Contradiction, "wants a column"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else None,
 )

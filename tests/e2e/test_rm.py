@@ -28,6 +28,7 @@ from tests.e2e.runs import (
     make_stage_place,
     rows,
     train,
+    write_records,
 )
 
 pytestmark = pytest.mark.e2e
@@ -95,6 +96,34 @@ def test_the_last_step_is_that_of_plain_transformers_on_the_exported_model(place
     padding = config["pad_token_id"]
     assert [int((row != padding).nonzero()[-1]) for row in ids] == read.int().argmax(1).tolist()
     assert len(config["id2label"]) == 1
+
+
+def test_scores_are_to_differ_by_the_margin_of_their_pair(place):
+    pairs = [{**pair, "margin": 0.5 * i - 1} for i, pair in enumerate(PAIRS)]
+    write_records(place / "margins.jsonl", pairs)
+    words = (f"data.source={place / 'margins.jsonl'}", "data.holdout=0.25", "training.steps=2")
+    axes = ("parallel.pp=2", "parallel.cp=2", "training.lr=1e-30", "checkpoint.export=true")
+    train(place, place / "margins", CENTRED, *words, *axes)
+    kept = load_recipe(place / "margins" / "config.yaml", ["checkpoint.resume=never"])
+    packed = prepare_job(kept, progress=False).packed
+
+    def wanted(part, at):
+        ids, _ = part.read(at)
+        scores = scored(place / "margins" / "export", torch.from_numpy(ids))
+        chosen, rejected = scores[0::2], scores[1::2]
+        margins = torch.from_numpy(part.margins(at))[0::2]
+        assert margins.unique().numel() > 2
+        loss = -logsigmoid(chosen - rejected - margins).mean()
+        return float(loss + 0.05 * ((chosen + rejected) ** 2).mean())
+
+    job = prepare_job(kept, progress=False)
+    steps = rows(place / "margins" / "metrics.jsonl")
+    for step in (0, 1):
+        loss = wanted(packed.train, job.train_batches().step_batch(step))
+        assert steps[step]["loss"] == pytest.approx(loss, rel=1e-9)
+    held = rows(place / "margins" / "eval.jsonl")[0]
+    loss = wanted(packed.holdout, np.arange(len(packed.holdout)))
+    assert held["loss"] == pytest.approx(loss, rel=1e-9)
 
 
 def test_an_answer_that_is_too_long_is_scored_where_it_is_cut(place):
@@ -202,6 +231,12 @@ def test_the_loss_is_that_of_its_formula():
         assert loss.item() == pytest.approx(wanted.mean().item(), rel=1e-12)
         loss.backward()
         assert ((given.grad != 0) == (targets != IGNORE_INDEX)).all()
+        apart = torch.tensor([0.5, 0.5, -2.0, -2.0], dtype=torch.float64)
+        loss = stage.objective(scores, {"shift_labels": targets, "margin": apart})
+        wanted = (
+            wanted + logsigmoid(r[0::2] - r[1::2]) - logsigmoid(r[0::2] - r[1::2] - apart[0::2])
+        )
+        assert loss.item() == pytest.approx(wanted.mean().item(), rel=1e-12)
 
 
 def test_what_does_not_go_together_is_refused_by_name(place):

@@ -85,10 +85,68 @@ def test_a_template_that_refuses_a_conversation_names_the_record(tokenizer):
     assert "roles must alternate" in caught.value.got
 
 
-def test_an_opening_turn_of_the_assistant_is_context(tokenizer):
-    greeting = [{"role": "assistant", "content": "Hello."}, *MESSAGES[1:3]]
+def marked(template):
+    """The template with the words of the assistant and the marker behind them marked."""
+    words = "{{ message['content'] }}<|im_end|>"
+    mark = "{% generation %}" + words + "{% endgeneration %}"
+    choice = "{% if message['role'] == 'assistant' %}" + mark + "{% else %}" + words + "{% endif %}"
+    return template.replace(f"{words}\n", choice + "{{ '\n' }}")  # a line end behind a block is cut
+
+
+SYSTEM, ASKED = MESSAGES[:2]
+FORMS = {
+    "opening": [{"role": "assistant", "content": "Hello."}, *MESSAGES[1:3]],
+    "opening behind system": [SYSTEM, {"role": "assistant", "content": "Hello. "}, *MESSAGES[1:3]],
+    "opening alone": [{"role": "assistant", "content": "Hello."}],
+    "empty": [ASKED, {"role": "assistant", "content": ""}, *MESSAGES[3:]],
+    "empty at the end": [*MESSAGES[:4], {"role": "assistant", "content": ""}],
+    "empty opening": [{"role": "assistant", "content": ""}, *MESSAGES[1:3]],
+    "white space": [ASKED, {"role": "assistant", "content": " \n"}, *MESSAGES[3:]],
+    "in a row": [*MESSAGES[:3], {"role": "assistant", "content": "and more"}],
+    "no answer": [*MESSAGES[:4]],
+    "several": MESSAGES,
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_templates_with_and_without_marks_have_the_same_targets(tokenizer, form):
+    messages = FORMS[form]
+    for context in range(len(messages) + 1):
+        tokenizer.chat_template = CHATML
+        ids, mask = encode_conversation(tokenizer, messages, num_context=context)
+        tokenizer.chat_template = marked(CHATML)
+        assert encode_conversation(tokenizer, messages, num_context=context) == (ids, mask)
+        answers = [m["content"] for m in messages[context:] if m["role"] == "assistant"]
+        learnt = [i for i, one in zip(ids, mask, strict=True) if one]
+        assert tokenizer.decode(learnt) == "".join(f"{words}<|im_end|>" for words in answers)
+
+
+def test_the_first_turn_is_found_where_the_template_adds_to_the_last_one_or_drops_it(tokenizer):
+    greeting = FORMS["opening"]
+    tokenizer.chat_template = REASONING
+    for messages, wanted in (
+        (greeting, ["Hello.<|im_end|>", "<think>\n\n</think>\n\n 4 \u00fcber<|im_end|>"]),
+        (greeting[:1], ["<think>\n\n</think>\n\nHello.<|im_end|>"]),
+        (FORMS["empty"][:3], ["<|im_end|>"]),
+    ):
+        text, spans = assistant_spans(tokenizer, messages)
+        assert [text[a:b] for a, b in spans] == wanted
+    tokenizer.chat_template = CHATML.replace(
+        "for message in messages",
+        "for message in messages[(messages[0].role == 'assistant') | int:]",
+    )
     text, spans = assistant_spans(tokenizer, greeting)
-    assert [text[a:b] for a, b in spans] == [" 4 \u00fcber<|im_end|>"]
+    assert [text[a:b] for a, b in spans if a < b] == [" 4 \u00fcber<|im_end|>"]
+
+
+def test_a_marked_template_that_changes_the_prompt_afterwards_is_refused(tokenizer):
+    # Earlier answers lose their words once a later answer is there, so the prompt of a pair is not what was sampled.
+    tokenizer.chat_template = marked(CHATML).replace(
+        "{% generation %}",
+        "{% generation %}{% if loop.index < 3 and messages|length > 4 %}gone{% endif %}",
+    )
+    with pytest.raises(BadValue, match="differently once more turns follow"):
+        encode_conversation(tokenizer, MESSAGES[1:] + MESSAGES[3:], "chat.jsonl:7", 3)
 
 
 def test_answers_end_at_the_marker_of_the_template(tokenizer):

@@ -5,13 +5,16 @@ import os
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 import typer
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers.generation import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 from typer.testing import CliRunner
 
 from hyper_parallel.cli._generate_command import generate as command
+from hyper_parallel.config import load_recipe
 from hyper_parallel.errors import (
     BadValue,
     BudgetImpossible,
@@ -29,6 +32,11 @@ from hyper_parallel.trainer._generate import (
     decode_tokens,
     stream_text,
 )
+from hyper_parallel.trainer._job import prepare_job
+from hyper_parallel.trainer._texts import PromptBatch
+from hyper_parallel.trainer.data import stop_ids
+from hyper_parallel.trainer.stages._rollouts import Sampler
+from hyper_parallel.trainer.stages._sampling import Weights
 from tests.trainer_generate.conftest import SIZES
 
 pytestmark = pytest.mark.torch
@@ -82,12 +90,73 @@ def test_a_sample_follows_the_distribution_cut_at_top_p_or_top_k(cut):
     assert torch.equal(logprobs, expected)
 
 
+def test_the_distribution_is_that_of_transformers_processors():
+    """Temperature, top_k, top_p of what is left: draws in the middle and near the ends of every share."""
+    random = torch.Generator().manual_seed(0)
+    for case in range(48):
+        logits = 2 * torch.randn(1, 12, generator=random, dtype=torch.float64)
+        temperature, top_k, top_p = (
+            (0.5, 1.0, 1.7)[case % 3],
+            case % 8,
+            (1.0, 0.9, 0.6, 0.2)[case % 4],
+        )
+        if top_p == 1:  # tokens that are as likely as the last one stay
+            logits = logits.round()
+        wanted = TemperatureLogitsWarper(temperature)(None, logits)
+        wanted = TopKLogitsWarper(top_k)(None, wanted) if top_k else wanted
+        wanted = TopPLogitsWarper(top_p)(None, wanted) if top_p < 1 else wanted
+        shares = wanted.softmax(-1)[0]
+        ends = shares.cumsum(0)
+        tokens = (shares > 0).nonzero()[:, 0]
+        for place in (1e-6, 0.5, 1 - 1e-6):
+            drawn = (ends - shares + place * shares)[tokens]
+            sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
+            chosen, _ = choose(logits.expand(len(tokens), -1), drawn, sampling)
+            assert chosen.long().tolist() == tokens.tolist(), (case, shares)
+
+
 def test_a_stop_token_ends_the_text_and_is_not_part_of_it(generator):
     free = list(decode_tokens(generator.model, [5], Sampling(20, temperature=0)))
     stop = free[7]
     first = free.index(stop)
     stopped = decode_tokens(generator.model, [5], Sampling(20, temperature=0), {stop})
     assert list(stopped) == free[:first]
+
+
+def test_rollouts_end_where_an_answer_of_generate_ends(run_dir, tmp_path):
+    """Tokens that only generation_config.json lists: completions that began with two of them end there."""
+    export = copy_export(run_dir, tmp_path / "model")
+    asked = [{"prompt": text, "completion": "x"} for text in ("f1", "f2")]
+    (tmp_path / "records.jsonl").write_text("".join(json.dumps(record) + "\n" for record in asked))
+    recipe = {
+        "model": {"path": str(export)}, "stage": "grpo", "output_dir": str(tmp_path / "run"),
+        "data": {"source": str(tmp_path / "records.jsonl"), "packing": False, "holdout": 0, "seq_len": 48,
+                 "cache_dir": str(tmp_path / "cache")},
+        "training": {"steps": 1, "tokens_per_step": 96, "microbatch": 2}, "parallel": {"dp_shard": 1},
+        "grpo": {"max_completion_length": 4, "num_generations": 2},
+    }  # fmt: skip
+    (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))
+
+    def completions():
+        job = prepare_job(load_recipe(tmp_path / "recipe.yaml"), progress=False)
+        generator = Generator(export, device="cpu")
+        sampler = Sampler.of_job(job, generator.model)
+        names = ("input_ids", "shift_labels")
+        read = map(torch.from_numpy, job.packed.train.read(np.arange(2)))
+        rows = [dict(zip(names, read, strict=True))]
+        made = sampler.complete(rows, 1, 0, 2, Weights())
+        batch = PromptBatch(generator._texts, ["a"], Sampling(4), chat=True)
+        assert stop_ids(sampler.tokenizer, sampler.eos) == batch.stops
+        return made.tokens, sampler.prompts(rows)[1], made.ends
+
+    tokens, starts, ends = completions()
+    assert (ends > starts + 1).all()
+    first = tokens[torch.arange(2), starts].tolist()
+    config = json.loads((export / "generation_config.json").read_text())
+    (export / "generation_config.json").write_text(json.dumps({**config, "eos_token_id": first}))
+    again, _, ends = completions()
+    assert (ends == starts + 1).all()
+    assert again[torch.arange(2), starts].tolist() == first
 
 
 def test_streaming_gives_whole_characters_and_the_same_text(generator):

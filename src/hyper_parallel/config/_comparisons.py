@@ -26,7 +26,7 @@ class Grpo(Section):
     reward_funcs: tuple[str, ...] = Field(default=("exact_match",), min_length=1)
     """What is rewarded: `exact_match` (1 for the answer), `prefix_match` (share of its characters that are right before
     the first wrong one), `environment` (what `grpo.environment` gave), dotted paths of functions of `prompts`,
-    `completions` and `answer`, as TRL's, or directories of reward models, such as `stage: rm` exports."""
+    `completions` and columns of the data, as TRL's, or directories of reward models, such as `stage: rm` exports."""
     reward_weights: tuple[float, ...] | None = None
     """Weight of each reward. None: 1."""
     num_generations: int = Field(default=8, ge=2)

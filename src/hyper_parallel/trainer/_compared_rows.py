@@ -8,6 +8,7 @@ from hyper_parallel.config import PAIRED, LoadedRecipe
 from hyper_parallel.errors import Contradiction
 from hyper_parallel.ir import Plan
 from hyper_parallel.trainer._user_code import load_function
+from hyper_parallel.trainer.data import PackedData, Stream
 
 
 def check_rows(loaded: LoadedRecipe, plan: Plan) -> None:
@@ -50,15 +51,25 @@ def check_rows(loaded: LoadedRecipe, plan: Plan) -> None:
         )
 
 
-def check_reward_models(loaded: LoadedRecipe, tokenizer_dir: str) -> None:
-    """Refuse reward models that cannot score what the run's tokenizer writes; see `ModelReward.check`."""
-    from hyper_parallel.trainer.stages._model_reward import ModelReward
-    from hyper_parallel.trainer.stages._rewards import reward_functions
+def check_rewards(loaded: LoadedRecipe, packed: PackedData) -> None:
+    """Refuse rewards that the data or the run's tokenizer does not serve.
 
-    where = loaded.where("grpo.reward_funcs")
-    for reward in reward_functions(loaded.recipe.grpo.reward_funcs, where):
+    Raises:
+        Contradiction: HP104 naming a parameter of a function that is no column; and as `ModelReward.check`.
+    """
+    from hyper_parallel.trainer.stages._model_reward import ModelReward
+    from hyper_parallel.trainer.stages._rewards import check_columns, reward_functions
+
+    where, names = loaded.where("grpo.reward_funcs"), loaded.recipe.grpo.reward_funcs
+    splits = [
+        s for s in (packed.train, packed.holdout) if s is not None and not isinstance(s, Stream)
+    ]
+    for name, reward in zip(names, reward_functions(names, where), strict=True):
         if isinstance(reward, ModelReward):
-            reward.check(tokenizer_dir, where)
+            reward.check(packed.tokenizer_dir, where)
+        for split in splits:
+            if len(split):
+                check_columns(name, reward, split.columns, where)
 
 
 def _check_rollout_ranks(loaded: LoadedRecipe, rows: int, microbatch: int) -> None:

@@ -40,7 +40,8 @@ class Sampling:
     Attributes:
         max_new_tokens: Limit of the continuation.
         temperature: 0: the most likely token; else logits are divided by it and a token is drawn.
-        top_p: Draw from the smallest set of tokens whose probability reaches this (Holtzman et al. 2020).
+        top_p: Draw from the smallest set of tokens whose probability, among those that `top_k` leaves, reaches this
+            (Holtzman et al. 2020).
         seed: Of the draws; the same seed gives the same text.
         top_k: Draw from so many tokens, the most likely ones; 0: from all.
         stop: Texts that end the continuation, which ends before them.
@@ -268,18 +269,30 @@ def choose(logits: Tensor, drawn: Tensor, sampling: Sampling) -> tuple[Tensor, T
     if sampling.temperature == 0:
         token = logits.argmax(-1, keepdim=True)
     else:
-        kept = (logp / sampling.temperature).softmax(-1)
-        if sampling.top_k or sampling.top_p < 1:
-            ranked, order = kept.sort(dim=-1, descending=True, stable=True)
-            # A token stays when the more likely ones have not reached top_p yet; the first always stays.
-            ranked = ranked.masked_fill(ranked.cumsum(-1) - ranked >= sampling.top_p, 0)
-            ranked[:, sampling.top_k or logits.shape[-1] :] = 0
-            kept = torch.zeros_like(kept).scatter_(-1, order, ranked)
+        kept = _cut(logp / sampling.temperature, sampling)
         total = kept.cumsum(-1)
         # Rounding may leave a number at the last value, which the search passes by.
         token = torch.searchsorted(total, drawn[:, None] * total[:, -1:], right=True)
         token = token.clamp_(max=logits.shape[-1] - 1)
     return token[:, 0].double(), logp.gather(-1, token)[:, 0]
+
+
+def _cut(scores: Tensor, sampling: Sampling) -> Tensor:
+    """Return the probabilities [B, V] that tokens are drawn by, up to a factor: top_k first, and top_p of what is left.
+
+    Tokens that are as likely as the last of the `top_k` stay, as in transformers.
+    """
+    top_k, top_p = min(sampling.top_k, scores.shape[-1]), sampling.top_p
+    if top_k:
+        least = scores.topk(top_k, dim=-1).values[:, -1:]
+        scores = scores.masked_fill(scores < least, -math.inf)
+    kept = scores.softmax(-1)
+    if top_p < 1:
+        ranked, order = kept.sort(dim=-1, descending=True, stable=True)
+        # A token stays when the more likely ones have not reached top_p yet; the first always stays.
+        ranked = ranked.masked_fill(ranked.cumsum(-1) - ranked >= top_p, 0)
+        kept = torch.zeros_like(kept).scatter_(-1, order, ranked)
+    return kept
 
 
 def numbers(*key: int, length: int) -> NDArray[np.float64]:

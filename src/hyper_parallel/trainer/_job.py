@@ -25,7 +25,7 @@ from hyper_parallel.config import (
 from hyper_parallel.errors import CheckpointCorrupt, Contradiction, TokenizerMissing
 from hyper_parallel.ir import Plan
 from hyper_parallel.topology import find_accelerators, load_topology
-from hyper_parallel.trainer._compared_rows import check_reward_models, check_rows
+from hyper_parallel.trainer._compared_rows import check_rewards, check_rows
 from hyper_parallel.trainer._elastic import on_started, with_roles
 from hyper_parallel.trainer._files import (
     check_writable,
@@ -315,14 +315,14 @@ def prepare_job(loaded: LoadedRecipe, *, progress: bool = True) -> Job:
         check_rows(loaded, plan)
     packed = prepare(
         recipe.data,
-        stage="sft" if recipe.stage == "grpo" else recipe.stage,  # both read answers to prompts
+        stage=recipe.stage,
         model_path=recipe.model.path,
         seed=recipe.training.seed,
         progress=progress,
         vocab_limit=len(model.get_input_embeddings().weight),
     )
     if recipe.stage == "grpo":
-        check_reward_models(loaded, packed.tokenizer_dir)
+        check_rewards(loaded, packed)
     kept = model_files(model, packed.tokenizer_dir, weights)
     job = Job(recipe, plan, packed, output_dir, weights, kept, _is_this_machine(recipe.topology))
     batches, _ = job.train_batches(), job.holdout_batches()

@@ -62,8 +62,7 @@ class Texts:
         self.tokenizer = tokenizer
         self._context = getattr(config, "max_position_embeddings", None)
         self._vocabulary = config.get_text_config(decoder=True).vocab_size
-        own = stops if isinstance(stops, list) else [stops]
-        self._stops = {tokenizer.eos_token_id, *own}
+        self._eos = stops
 
     def encode(self, prompt: str, *, chat: bool = False) -> list[int]:
         """Tokens of a prompt; with `chat`, wrapped as a user's turn. An empty prompt is a document's beginning.
@@ -115,8 +114,7 @@ class Texts:
 
     def stops(self, *, chat: bool) -> set[int]:
         """Tokens that end a text: the tokenizer's, the model's own list, in a chat the template's."""
-        more = stop_ids(self.tokenizer) if chat else set()
-        return (self._stops | more) - {None}
+        return stop_ids(self.tokenizer, self._eos, chat=chat)
 
     def ended(self, sampling: Sampling) -> Callable[[Running], bool] | None:
         """Whether a stop text has just appeared; None where there are none."""

@@ -6,7 +6,8 @@ without a template gets `PLAIN`, which needs no special token but the end-of-tex
 A template that marks the assistant's words itself, between `{% generation %}` and `{% endgeneration %}`, decides the
 loss mask. For any other it is found from text alone: the assistant's turn i begins where the rendering of the
 turns before it, with the generation prompt, ends. The template must therefore render a conversation's beginning the
-same way whether or not more turns follow it; a template that does not is refused by name.
+same way whether or not more turns follow it; a template that does not is refused by name. In both, turns of the prompt
+are no targets, and a token is a target when it holds a character of the assistant's.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from hyper_parallel.errors import BadValue
-from hyper_parallel.trainer.data._records import Message
+from hyper_parallel.trainer.data._conversations import Message
 
+_WORDS: Final = "XYZ"
+"""Words of an answer that shows what a template writes around it."""
 _MARKS: Final = re.compile(r"\{%-?\+?\s*generation\b")
 
 CHATML = (
@@ -54,52 +57,110 @@ def render(
 
 
 def assistant_spans(
-    tokenizer: Any, messages: Sequence[Message], where: str = ""
+    tokenizer: Any, messages: Sequence[Message], where: str = "", num_context: int = 0
 ) -> tuple[str, list[tuple[int, int]]]:
-    """Text of a conversation and the [start, end) characters the assistant wrote, its end marker included."""
+    """Return the text of a conversation and the [start, end) characters of the assistant's turns with end markers.
+
+    Args:
+        tokenizer: With a chat template.
+        messages: All turns.
+        where: Place of the record, for errors.
+        num_context: Leading turns that have no span.
+    """
     full = render(tokenizer, messages, where=where)
     spans = []
     for i, message in enumerate(messages):
-        # A conversation that the assistant opens has no prompt to answer there: that turn is context, not a target.
-        if message["role"] != "assistant" or i == 0 or not message["content"].strip():
+        if message["role"] != "assistant" or i < num_context:
             continue
-        before = render(tokenizer, messages[:i], prompt=True, where=where)
-        upto = render(tokenizer, messages[: i + 1], where=where)
-        end = _turn_end(full, before, upto, message["content"].strip())
-        if end is None:
-            raise BadValue(
-                "the chat template writes a conversation differently once more turns follow, so the assistant's "
-                "tokens cannot be told from the others",
-                where=f"{where}, turn {i + 1}",
-                got=repr(full[max(0, len(before) - 40) : len(before) + 40]),
-                allowed=f"a text that begins with {upto[-80:]!r}",
-            )
+        opens = all(turn["role"] == "system" for turn in messages[:i])
+        find = _opening_turn if opens else _later_turn
+        span = find(tokenizer, messages, i, full, where)
+        if span is None:
+            raise _unstable(f"{where}, turn {i + 1}", full)
+        start, end = span
         # White space behind the end marker belongs to the template; generation stops at the marker.
-        spans.append((len(before), len(before) + len(full[len(before) : end].rstrip())))
+        spans.append((start, start + len(full[start:end].rstrip())))
     return full, spans
 
 
-def _turn_end(full: str, before: str, upto: str, words: str) -> int | None:
-    """Where the assistant's turn ends in the `full` text; None when it cannot be told.
+def _unstable(where: str, full: str) -> BadValue:
+    return BadValue(
+        "the chat template writes a conversation differently once more turns follow, so the assistant's "
+        "tokens cannot be told from the others",
+        where=where,
+        got=repr(full[-80:]),
+        allowed="a text whose beginning stays the same when turns are added",
+    )
 
-    `before` is what comes before it, with the generation prompt; `upto` the text up to its end; `words` what it says.
+
+def _later_turn(
+    tokenizer: Any, messages: Sequence[Message], i: int, full: str, where: str
+) -> tuple[int, int] | None:
+    """Return where turn `i`, which answers a user, begins and ends in the `full` text; None when it cannot be told."""
+    before = render(tokenizer, messages[:i], prompt=True, where=where)
+    upto = render(tokenizer, messages[: i + 1], where=where)
+    words = messages[i]["content"].strip()
+    behind = upto[upto.rfind(words) + len(words) :] if words else _end_marker(tokenizer)
+    end = _turn_end(full, before, upto, words, behind)
+    return None if end is None else (len(before), end)
+
+
+def _opening_turn(
+    tokenizer: Any, messages: Sequence[Message], i: int, full: str, where: str
+) -> tuple[int, int] | None:
+    """Return as `_later_turn` for a turn `i` before any of a user, where no generation prompt shows where it begins."""
+    shown = [
+        *messages[:i],
+        {"role": "assistant", "content": _WORDS},
+        {"role": "user", "content": "a"},
+    ]
+    header, found, _ = render(tokenizer, shown, where=where).partition(_WORDS)
+    if not found:  # the template leaves the turn out
+        return len(full), len(full)
+    if not full.startswith(header):
+        return None
+    marker = _end_marker(tokenizer)
+    for words in (messages[i]["content"], messages[i]["content"].strip()):
+        at = full.find(words + marker, len(header))
+        if at >= 0:
+            return len(header), at + len(words + marker)
+    return None
+
+
+def _end_marker(tokenizer: Any) -> str:
+    """Return the text that a template writes behind the words of an answer, without white space at its end."""
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _WORDS}]
+    return render(tokenizer, messages).rpartition(_WORDS)[2].rstrip()
+
+
+def _turn_end(full: str, before: str, upto: str, words: str, behind: str) -> int | None:
+    """Return where the assistant's turn ends in the `full` text; None when it cannot be told.
+
+    Args:
+        full: Text of the whole conversation.
+        before: Text before the turn, with the generation prompt.
+        upto: Text of the conversation up to the turn.
+        words: Words of the turn, without white space around them.
+        behind: Text that the template writes behind the words.
     """
     if not full.startswith(before):
         return None
     if full.startswith(upto):
         return len(upto)
     # Some templates add a reasoning block to the last turn only (Qwen3): the words and the marker must follow.
-    at = upto.rfind(words)
-    turn = full[len(before) :]
-    if at < 0 or not turn.lstrip().startswith(words + upto[at + len(words) :]):
+    turn = full[len(before) :].lstrip()
+    if words not in upto or not turn.startswith(words + behind):
         return None
-    return len(full) - len(turn.lstrip()) + len(upto) - at
+    return len(full) - len(turn) + len(words + behind)
 
 
 def encode_conversation(
-    tokenizer: Any, messages: Sequence[Message], where: str = ""
+    tokenizer: Any, messages: Sequence[Message], where: str = "", num_context: int = 0
 ) -> tuple[list[int], list[bool]]:
-    """Tokens of a conversation and, for each, whether the assistant wrote it."""
+    """Return the tokens of a conversation and, for each, whether it is a target.
+
+    Targets are the assistant's tokens in all turns but the first `num_context`.
+    """
     if not tokenizer.is_fast:
         raise BadValue(
             "stage sft needs a tokenizer that reports character offsets",
@@ -108,24 +169,80 @@ def encode_conversation(
             allowed="a tokenizer with a tokenizer.json",
         )
     if _MARKS.search(tokenizer.chat_template):
-        render(tokenizer, messages, where=where)  # refuses what the template refuses
-        given = tokenizer.apply_chat_template(
-            list(messages), tokenize=True, return_dict=True, return_assistant_tokens_mask=True
-        )
-        return list(given["input_ids"]), [bool(one) for one in given["assistant_masks"]]
-    text, spans = assistant_spans(tokenizer, messages, where)
+        return _encode_marked(tokenizer, messages, where, num_context)
+    text, spans = assistant_spans(tokenizer, messages, where, num_context)
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     offsets = encoded["offset_mapping"]
-    mask = [any(start <= first < end for start, end in spans) for first, _ in offsets]
+    mask = [any(a <= first < b or first < a < last for a, b in spans) for first, last in offsets]
     return list(encoded["input_ids"]), mask
 
 
-def stop_ids(tokenizer: Any) -> set[int]:
-    """Tokens that end an answer: end-of-text, and the special token the template writes behind an answer."""
-    stops = {tokenizer.eos_token_id} - {None}
-    if tokenizer.chat_template:
-        messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "XYZ"}]
-        behind = render(tokenizer, messages).rpartition("XYZ")[2]
-        first = tokenizer(behind, add_special_tokens=False)["input_ids"][:1]
+def _encode_marked(
+    tokenizer: Any, messages: Sequence[Message], where: str, num_context: int
+) -> tuple[list[int], list[bool]]:
+    """Return as `encode_conversation` for a template that marks the assistant's words."""
+    full = render(tokenizer, messages, where=where)  # refuses what the template refuses
+    encoded = tokenizer.apply_chat_template(
+        list(messages),
+        tokenize=True,
+        return_dict=True,
+        return_assistant_tokens_mask=True,
+        tokenizer_kwargs={"return_offsets_mapping": True},
+    )
+    later = [
+        i for i, turn in enumerate(messages) if turn["role"] == "assistant" and i >= num_context
+    ]
+    start = 0 if later else len(full)
+    if later and any(turn["role"] == "assistant" for turn in messages[: later[0]]):
+        context = render(tokenizer, messages[: later[0]], where=where)
+        if not full.startswith(context.rstrip()):
+            raise _unstable(f"{where}, turn {later[0] + 1}", full)
+        # A generation prompt may hold text that the conversation does not, such as an empty reasoning block.
+        before = render(tokenizer, messages[: later[0]], prompt=True, where=where)
+        pairs = enumerate(zip(before, full, strict=False))
+        start = next((i for i, (a, b) in pairs if a != b), min(len(before), len(full)))
+    marks = zip(encoded["assistant_masks"], encoded["offset_mapping"], strict=True)
+    return list(encoded["input_ids"]), [bool(one) and last > start for one, (_, last) in marks]
+
+
+def encode_prompt(
+    tokenizer: Any, messages: Sequence[Message], where: str = "", num_context: int = 0
+) -> tuple[list[int], list[bool]]:
+    """Return the tokens of a prompt up to where the model speaks, then those of its answer, which are marked.
+
+    The prompt is the first `num_context` turns with the generation prompt. End-of-text closes the answer, so that one
+    without words is marked too.
+    """
+    if not num_context:
+        return [], []
+    prompt = render(tokenizer, messages[:num_context], prompt=True, where=where)
+    texts = (prompt, answer_of(messages, num_context))
+    asked, said = (
+        list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]) if text else []
+        for text in texts
+    )
+    said.append(tokenizer.eos_token_id)
+    return [*asked, *said], [False] * len(asked) + [True] * len(said)
+
+
+def answer_of(messages: Sequence[Message], num_context: int) -> str:
+    """Return the words of the turns behind a prompt."""
+    return "\n".join(turn["content"] for turn in messages[num_context:])
+
+
+def stop_ids(
+    tokenizer: Any, eos: int | Sequence[int] | None = None, *, chat: bool = True
+) -> set[int]:
+    """Return the tokens that end a text; generation, rollouts and samples of a run all ask here.
+
+    Args:
+        tokenizer: Of the model; its end-of-text token is one.
+        eos: `eos_token_id` of the model's generation config: one token, or several.
+        chat: The text is an answer: the special token that the chat template writes behind an answer ends it too.
+    """
+    own = [eos] if eos is None or isinstance(eos, int) else eos
+    stops = {tokenizer.eos_token_id, *own} - {None}
+    if chat and tokenizer.chat_template:
+        first = tokenizer(_end_marker(tokenizer), add_special_tokens=False)["input_ids"][:1]
         stops |= {i for i in first if i in tokenizer.added_tokens_decoder}
     return stops

@@ -7,7 +7,7 @@ document; the tokens of each part copied, in document order, into its final arra
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO, Any
@@ -17,9 +17,10 @@ from numpy.typing import NDArray
 
 from hyper_parallel.config import PAIRED, Data
 from hyper_parallel.errors import NoData
-from hyper_parallel.trainer.data._batches import IGNORE_INDEX, PackedSequences
 from hyper_parallel.trainer.data._cache import byte_bar
-from hyper_parallel.trainer.data._chat import encode_conversation, render
+from hyper_parallel.trainer.data._chat import encode_conversation, encode_prompt, render
+from hyper_parallel.trainer.data._row_facts import DocumentFacts
+from hyper_parallel.trainer.data._sequences import IGNORE_INDEX, PackedSequences
 from hyper_parallel.trainer.data._sources import Document, Source, with_mismatched
 from hyper_parallel.trainer.data._tokenizer import Tokenizer
 from hyper_parallel.units import MiB
@@ -36,7 +37,7 @@ class Flat:
     spans: list[slice]  # of every document
     learn: NDArray[np.bool_] | None = None  # whether a token is a target, [T]; None: all are
     pairs: bool = False  # two neighbours are answers to one prompt
-    good: frozenset[int] | None = None  # where documents begin whose answer is good; None: unknown
+    facts: DocumentFacts = field(default_factory=DocumentFacts)
     scored: bool = False  # the one target is the last token itself, which says that it is read
 
 
@@ -85,8 +86,7 @@ def tokenise(source: Source, tokenizer: Tokenizer, stage: str, directory: Path, 
     """Tokens of every document, text closed by the end-of-text token, in unnamed files in `directory`."""
     dtype = token_dtype(tokenizer.vocab_size)
     spans: list[slice] = []
-    good: set[int] = set()
-    end = 0
+    facts, end = DocumentFacts(), 0
     found = source.documents()
     with (
         byte_bar("tokenise", source.num_bytes, show) as advance,
@@ -96,10 +96,8 @@ def tokenise(source: Source, tokenizer: Tokenizer, stage: str, directory: Path, 
         for batch in _batches(with_mismatched(found) if stage == "kto" else found):
             encoded = encode(batch, tokenizer.hf, stage)
             for document, (ids, learn) in zip(batch, encoded, strict=True):
-                if stage in PAIRED:
-                    learn = last_answer(learn)
                 spans.append(slice(end, end + len(ids)))
-                good |= {end} if document.good else set()
+                facts.add(end, document, stage)
                 end += len(ids)
                 tokens_file.write(np.asarray(ids, dtype))
                 learn_file.write(np.asarray(learn, np.bool_))
@@ -108,8 +106,7 @@ def tokenise(source: Source, tokenizer: Tokenizer, stage: str, directory: Path, 
         learn = None if stage == "pt" else _map(learn_file, np.bool_)
         if stage == "kto" and spans:  # the first prompt's other answer is the last record's
             spans.insert(1, spans.pop())
-        labels = frozenset(good) if stage == "kto" else None
-        return Flat(tokens, spans, learn, stage in PAIRED, labels, stage == "rm")
+        return Flat(tokens, spans, learn, stage in PAIRED, facts, stage == "rm")
 
 
 def _map(file: IO[bytes], dtype: Any) -> NDArray[Any]:
@@ -132,10 +129,11 @@ def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
 def encode(
     batch: list[Document], hf: Any, stage: str
 ) -> Iterator[tuple[Sequence[int], Sequence[bool]]]:
-    """Tokens of each document; of a conversation also whether the assistant wrote them."""
+    """Tokens of each document; of a conversation also whether they are targets."""
     if stage != "pt":
+        encode_one = encode_prompt if stage == "grpo" else encode_conversation
         for document in batch:
-            yield encode_conversation(hf, document.messages, document.where)
+            yield encode_one(hf, document.messages, document.where, document.num_context)
         return
     texts = [d.text or render(hf, d.messages, where=d.where) for d in batch]
     if hf.is_fast:
@@ -148,16 +146,6 @@ def encode(
         encoded = hf(texts, add_special_tokens=False, verbose=False)["input_ids"]
     for ids in encoded:
         yield [*ids, hf.eos_token_id], ()
-
-
-def last_answer(learn: Sequence[bool]) -> NDArray[np.bool_]:
-    """Of tokens that an assistant wrote those of its last turn: earlier ones belong to the prompt of a comparison."""
-    mask = np.asarray(learn, np.bool_)
-    wrote = np.flatnonzero(mask)
-    gaps = np.flatnonzero(np.diff(wrote) > 1)
-    if len(gaps):
-        mask[: wrote[gaps[-1]] + 1] = False
-    return mask
 
 
 def split_documents(
@@ -238,9 +226,7 @@ def write_rows(
         if flat.pairs:  # both or neither
             counts = [counts[i] and counts[i ^ 1] for i in range(len(counts))]
         used = [k for k, count in zip(kept, counts, strict=True) if count]
-        if flat.good is not None:
-            good = np.array([k.start in flat.good for k in used], np.bool_)
-            np.save(path.with_name(f"{path.name}_good.npy"), good)
+        flat.facts.write(path, [k.start for k in used])
     lengths = [_length(s) - more for s in used]
     rows = first_fit(lengths, seq_len) if data.packing else [[i] for i in range(len(used))]
     inputs = np.empty((len(rows), seq_len), flat.tokens.dtype)

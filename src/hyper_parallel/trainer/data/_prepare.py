@@ -9,9 +9,9 @@ from typing import Any
 
 from hyper_parallel.config import PAIRED, Data
 from hyper_parallel.errors import BadValue, NoData
-from hyper_parallel.trainer.data._batches import JoinedSequences, PackedSequences
 from hyper_parallel.trainer.data._cache import cache_root, digest, entry
 from hyper_parallel.trainer.data._pack import pack, tokenise
+from hyper_parallel.trainer.data._sequences import JoinedSequences, PackedSequences
 from hyper_parallel.trainer.data._sources import Source, resolve
 from hyper_parallel.trainer.data._streaming import Place, Stream
 from hyper_parallel.trainer.data._tokenizer import has_tokenizer, obtain
@@ -19,6 +19,8 @@ from hyper_parallel.trainer.data._tokenizer import has_tokenizer, obtain
 logger = logging.getLogger(__name__)
 
 _VERSION = 1
+_TARGETS = "targets behind the prompt"
+"""Rule by which conversations are masked; in the key of their entries."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ def prepare(
 
     Args:
         data: Section `data` of the recipe.
-        stage: `pt` (every token is a target) or `sft` (the assistant's tokens are).
+        stage: Stage of the recipe: with `pt` every token is a target, else those of answers are.
         model_path: `model.path` of the recipe; its tokenizer is used when it has one.
         seed: Draws the held-out documents.
         progress: Show bars on stderr.
@@ -117,12 +119,14 @@ def prepare(
         matters = [_VERSION, source.identity(), tokenizer.fingerprint, data.seq_len]
         rows: list[Any] = [data.packing, masked] if masked or not data.packing else []
         rows += ["last answer"] if stage in PAIRED else []
+        rows += [_TARGETS] if stage != "pt" else []
         key = digest([*matters, stage, data.holdout, seed, *rows])
         directory, meta = entry(cache / "packed", key, build)
         for note in meta["notes"]:
             logger.warning("%s: %s", data.source, note)
-        # Positions change no token and no order, which is what a checkpoint's place in the data means.
-        files = {n: file for n, file in meta["files"].items() if not n.endswith("_positions.npy")}
+        # These change no token and no order, which is what a checkpoint's place in the data means.
+        besides = ("_positions.npy", "_records.jsonl", ".ends.npy", ".keys.json")
+        files = {n: file for n, file in meta["files"].items() if not n.endswith(besides)}
         arrays = {name: file["sha256"] for name, file in files.items()}
         return PackedData(
             train=PackedSequences(directory, "train", data.seq_len),
@@ -150,6 +154,7 @@ def prepare(
     next(stream.rows(Place()))  # a source without a sequence is refused here
     settings = [data.seq_len, data.packing, stream.masked, data.max_bytes, data.text_key]
     settings += [data.max_records] if data.max_records else []
+    settings += [_TARGETS] if stage != "pt" else []
     # A recipe may name the source from its own folder, and the run's copy of the recipe from the root.
     path = Path(source.name).expanduser()
     name = str(path.absolute()) if path.exists() else source.name

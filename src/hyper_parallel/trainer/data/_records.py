@@ -1,4 +1,4 @@
-"""Records: lines and arrays of JSON, rows of CSV, TSV and parquet, and what a conversation looks like in them.
+"""Records: lines and arrays of JSON, rows of CSV, TSV and parquet.
 
 JSON and CSV are read with the standard library and not through Arrow: an error names the file and the line, records
 may differ in their keys, and text that looks like a date or a number stays text. Parquet goes through `datasets` as a
@@ -11,119 +11,11 @@ import csv
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final, Literal
-
-from pydantic import AliasChoices, BaseModel, Field, TypeAdapter, ValidationError
+from typing import Any
 
 from hyper_parallel.errors import MissingDependency, NoData
 
-Message = dict[str, str]
-"""One turn of a conversation: `role` (system, user or assistant) and `content`."""
-
 Record = Mapping[str, Any]
-
-_SAME_ROLE: Final = {"human": "user", "gpt": "assistant"}
-_TURNS: Final = ("conversations", "messages")
-
-
-class _Turn(BaseModel):
-    role: Literal["system", "user", "human", "assistant", "gpt"] = Field(
-        validation_alias=AliasChoices("from", "role")
-    )
-    content: str = Field(validation_alias=AliasChoices("value", "content"))
-
-
-class _Sharegpt(BaseModel):
-    """A sharegpt (`conversations`: from, value) or OpenAI (`messages`: role, content) record."""
-
-    system: str | None = None
-    turns: list[_Turn] = Field(validation_alias=AliasChoices(*_TURNS))
-
-    def exchanges(self) -> Iterator[tuple[str, str]]:
-        """Role and content of every turn."""
-        return ((_SAME_ROLE.get(t.role, t.role), t.content) for t in self.turns)
-
-
-class _Alpaca(BaseModel):
-    """An alpaca record: history pairs, then the instruction with its input, and the output."""
-
-    system: str | None = None
-    history: list[tuple[str, str]] = []
-    instruction: str
-    input: str = ""
-    output: str
-
-    def exchanges(self) -> Iterator[tuple[str, str]]:
-        """Role and content of every turn."""
-        question = "\n".join(t for t in (self.instruction, self.input) if t)
-        for asked, answer in (*self.history, (question, self.output)):
-            yield "user", asked
-            yield "assistant", answer
-
-
-class _Completion(BaseModel):
-    """A prompt and its completion, each a text or turns."""
-
-    system: str | None = None
-    prompt: str | list[_Turn]
-    completion: str | list[_Turn]
-
-    def exchanges(self) -> Iterator[tuple[str, str]]:
-        """Role and content of every turn."""
-        for role, part in (("user", self.prompt), ("assistant", self.completion)):
-            if isinstance(part, str):
-                yield role, part
-            else:
-                yield from _Sharegpt.model_construct(turns=part).exchanges()
-
-
-class _Preference(BaseModel):
-    """Two answers to one prompt: of TRL (`prompt`), alpaca (`instruction`, `input`) or sharegpt (`conversations`)."""
-
-    system: str | None = None
-    prompt: str | list[_Turn] | None = None
-    turns: list[_Turn] = Field(default=[], validation_alias=AliasChoices(*_TURNS))
-    instruction: str = ""
-    input: str = ""
-    chosen: str | list[_Turn] | _Turn
-    rejected: str | list[_Turn] | _Turn
-
-    def exchanges(self, *, chosen: bool = True) -> Iterator[tuple[str, str]]:
-        """Role and content of every turn, with the answer that was chosen or the other one."""
-        question = "\n".join(t for t in (self.instruction, self.input) if t)
-        asked = self.turns if self.prompt is None else self.prompt
-        answer = self.chosen if chosen else self.rejected
-        # An answer of TRL's may hold the whole conversation.
-        whole = isinstance(answer, list) and len(answer) > 1
-        parts = [("user", question)] if question else [] if whole else [("user", asked)]
-        answer = [answer] if isinstance(answer, _Turn) else answer
-        for role, part in (*parts, ("assistant", answer)):
-            if isinstance(part, str):
-                yield role, part
-            else:
-                yield from _Sharegpt.model_construct(turns=part).exchanges()
-
-
-_LABELS: Final = ("label", "kto_tag")
-_LABEL: Final = TypeAdapter(bool)
-
-_CONVERSATIONS: Final[
-    dict[str, tuple[type[_Sharegpt | _Alpaca | _Completion | _Preference], str]]
-] = {
-    "sharegpt": (
-        _Sharegpt,
-        "`conversations` with from and value, or `messages` with role and content",
-    ),
-    "alpaca": (_Alpaca, "instruction, output; optional: input, system, history"),
-    "prompt_completion": (_Completion, "prompt, completion: texts or lists of turns"),
-    "preference": (
-        _Preference,
-        "chosen, rejected: texts, turns or lists of turns; prompt, instruction or conversations",
-    ),
-}
-"""How a conversation is read, and what its record holds in words."""
-CONVERSATIONS: Final = frozenset(_CONVERSATIONS)
-"""Shapes of records that are conversations."""
 
 
 def read_records(path: Path) -> Iterator[tuple[str, Record]]:
@@ -260,26 +152,6 @@ def _read_parquet(path: Path) -> Iterator[tuple[str, Any]]:
         ) from error
 
 
-def shape_of(record: Record, text_key: str, where: str) -> str:
-    """Which shape a record has: that of a conversation, or `records` (text under `text_key`)."""
-    shape = _conversation(record)
-    if shape == "prompt_completion" and isinstance(record.get(text_key), str):
-        shape = None
-    if shape is None:
-        text_of(record, text_key, where)
-    return shape or "records"
-
-
-def _conversation(record: Record) -> str | None:
-    if "chosen" in record and "rejected" in record:
-        return "preference"
-    if any(isinstance(record.get(key), list) for key in _TURNS):
-        return "sharegpt"
-    if "instruction" in record and "output" in record:
-        return "alpaca"
-    return "prompt_completion" if "prompt" in record and "completion" in record else None
-
-
 def text_of(record: Record, text_key: str, where: str) -> str:
     """Text of a record."""
     value = record.get(text_key)
@@ -293,45 +165,3 @@ def text_of(record: Record, text_key: str, where: str) -> str:
         allowed=f"a string under `{text_key}`; sharegpt, alpaca or prompt_completion records",
         hint=f"data.text_key={max(texts, key=lambda key: texts[key])}" if texts else None,
     )
-
-
-def conversations_of(record: Record, shape: str, where: str) -> list[tuple[Message, ...]]:
-    """Turns of a record's conversation, the system's first; of a preference two, that with the chosen answer first.
-
-    NoData (HP602) names the turn that is wrong.
-    """
-    model, allowed = _CONVERSATIONS[shape]
-    try:
-        read = model.model_validate({k: v for k, v in record.items() if v is not None})
-    except ValidationError as error:
-        problem, other = error.errors(include_url=False)[0], _conversation(record)
-        turn = next((f", turn {part + 1}" for part in problem["loc"] if isinstance(part, int)), "")
-        key, found = ".".join(map(str, problem["loc"])), problem["input"]
-        raise NoData(
-            f"a record is not {shape}: `{key}`, {problem['msg']}",
-            where=where + turn,
-            got=sorted(found) if isinstance(found, dict) else f"{found!r:.60}",
-            allowed=allowed,
-            hint=f"data.format={other}" if other not in (None, shape) else None,
-        ) from error
-    except RecursionError as error:
-        raise NoData("values are nested too deep", where=where) from error
-    first = [("system", read.system)] if read.system else []
-    found = [read.exchanges()]
-    if isinstance(read, _Preference):
-        found.append(read.exchanges(chosen=False))
-    return [tuple({"role": r, "content": c} for r, c in (*first, *turns)) for turns in found]
-
-
-def label_of(record: Record, where: str) -> bool:
-    """Whether a record's answer is a good one, by its key `label` (TRL) or `kto_tag` (LlamaFactory); HP602 without."""
-    found = [record[key] for key in _LABELS if record.get(key) is not None]
-    try:
-        return _LABEL.validate_python(found[0] if found else None)
-    except ValidationError as error:
-        raise NoData(
-            "a record does not say whether its answer is good",
-            where=where,
-            got=f"{found[0]!r:.60}" if found else sorted(record),
-            allowed=f"true or false under {' or '.join(_LABELS)}",
-        ) from error

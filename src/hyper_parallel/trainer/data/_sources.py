@@ -10,23 +10,24 @@ import difflib
 import itertools
 import sysconfig
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from hyper_parallel.config import COMPARED, Data
 from hyper_parallel.errors import Contradiction, NoData
-from hyper_parallel.trainer.data._records import (
+from hyper_parallel.trainer.data._conversations import (
     CONVERSATIONS,
     Message,
-    Record,
+    columns_of,
     conversations_of,
     label_of,
-    read_records,
+    margin_of,
+    num_context,
     shape_of,
-    text_of,
 )
+from hyper_parallel.trainer.data._records import Record, read_records, text_of
 from hyper_parallel.trainer.data._tables import Table, is_table, open_table
 
 STDLIB = "python-stdlib"
@@ -53,13 +54,25 @@ _FORMATS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One text or one conversation, with the place it came from."""
+    """One text or one conversation, with the place it came from.
+
+    Attributes:
+        where: Place of the record.
+        text: The text; empty for a conversation.
+        messages: Turns of the conversation.
+        num_context: Leading turns that are no targets.
+        good: Whether the last answer is a good one, with `stage: kto`.
+        margin: Wanted difference of the two scores of a pair, with `stage: rm`; None: the record has none.
+        columns: Keys of the record that rewards may read, with `stage: grpo`.
+    """
 
     where: str
     text: str = ""
     messages: tuple[Message, ...] = ()
+    num_context: int = 0
     good: bool = False
-    """Whether the last answer is a good one, where records say so."""
+    margin: float | None = None
+    columns: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def plain(self) -> str:
@@ -84,8 +97,8 @@ class Source:
     max_bytes: int | None
     table: Table | None = None
     max_records: int | None = None
-    labelled: bool = False
-    """Whether every record says if its answer is good."""
+    stage: str = "pt"
+    """Stage that reads it, which decides what a record must hold."""
     counts: Counter[str] = field(default_factory=Counter)
     """What was left out, by reason."""
 
@@ -140,9 +153,22 @@ class Source:
             if self.shape == "records":
                 yield [Document(where, text_of(record, self.text_key, where))]
             else:
-                found = conversations_of(record, self.shape, where)
-                good = self.labelled and label_of(record, where)
-                yield [Document(where, messages=messages, good=good) for messages in found]
+                yield self._conversations(where, record)
+
+    def _conversations(self, where: str, record: Record) -> list[Document]:
+        """The conversation of a record, or the two of a pair."""
+        stage = self.stage
+        return [
+            Document(
+                where,
+                messages=one.messages,
+                num_context=num_context(one, stage),
+                good=stage == "kto" and label_of(record, where),
+                margin=margin_of(record, where) if stage == "rm" else None,
+                columns=columns_of(record) if stage == "grpo" else {},
+            )
+            for one in conversations_of(record, self.shape, where, stage)
+        ]
 
     def _text_document(self, path: Path) -> Document | None:
         try:
@@ -190,13 +216,11 @@ def resolve(data: Data, stage: str) -> Source:
                 hint=f"data.{key}=null",
             )
     files = _files(data) if table is None else []
-    shape = _shape(files, table, data)
+    shape = _shape(files, table, data, stage)
     limits = data.max_bytes, table, data.max_records
-    source = Source(
-        data.source, shape, tuple(files), data.text_key, *limits, labelled=stage == "kto"
-    )
+    source = Source(data.source, shape, tuple(files), data.text_key, *limits, stage=stage)
     pairs = shape == "preference"
-    turns = stage in ("sft", "kto") and not source.is_conversations
+    turns = stage in ("sft", "kto", "grpo") and not source.is_conversations
     if (stage in ("dpo", "orpo", "rm")) != pairs or turns:
         wanted = {"sft": "the assistant's turns", **COMPARED}.get(stage, "one text each")
         held = "pairs" if pairs else "conversations" if source.is_conversations else "plain text"
@@ -204,7 +228,7 @@ def resolve(data: Data, stage: str) -> Source:
             f"`stage: {stage}` trains on {wanted}, and the source holds {held}",
             where=f"data.source: {data.source}",
             got=f"stage={stage}, records={shape}",
-            allowed="dpo, orpo, rm: preference; sft, kto: sharegpt, alpaca, prompt_completion; pt: any other",
+            allowed="dpo, orpo, rm: preference; sft, kto, grpo: sharegpt, alpaca, prompt_completion; pt: any other",
             hint=f"stage={'dpo' if pairs else 'sft' if source.is_conversations else 'pt'}",
         )
     return source
@@ -222,12 +246,18 @@ def with_mismatched(documents: Iterable[Document]) -> Iterator[Document]:
             raise NoData("a conversation with a label ends with an answer", where=document.where)
         yield document
         if before is not None:
-            yield replace(document, messages=(*document.messages[:-1], before.messages[-1]))
+            yield _with_answer_of(document, before)
         first, before = first or document, document
     if first is not None and before is not None:
         if first is before:
             raise NoData("one record alone has no answer to another prompt", where=first.where)
-        yield replace(first, messages=(*first.messages[:-1], before.messages[-1]))
+        yield _with_answer_of(first, before)
+
+
+def _with_answer_of(one: Document, other: Document) -> Document:
+    """The prompt of a conversation with the answer of another one."""
+    prompt, answer = one.messages[: one.num_context], other.messages[other.num_context :]
+    return replace(one, messages=(*prompt, *answer))
 
 
 def _records(files: Sequence[Path], table: Table | None) -> Iterator[tuple[str, Record]]:
@@ -304,12 +334,12 @@ def _kind(path: Path) -> str:
     return _KINDS.get(path.suffix, "text")
 
 
-def _shape(files: Sequence[Path], table: Table | None, data: Data) -> str:
+def _shape(files: Sequence[Path], table: Table | None, data: Data, stage: str) -> str:
     if data.format != "auto" and not (table and data.format == "text"):
         return "records" if data.format in _RECORDS else data.format
     if table is None and _kind(files[0]) == "text":
         return "text"
     for where, record in _records(files[:1], table):
-        return shape_of(record, data.text_key, where)
+        return shape_of(record, data.text_key, where, stage)
     what = "the dataset holds no row" if table else "the first data file holds no record"
     raise NoData(what, where=table.name if table else str(files[0]))

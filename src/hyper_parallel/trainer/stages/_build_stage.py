@@ -9,7 +9,6 @@ from torch import nn
 
 from hyper_parallel.backends.torch import data_share
 from hyper_parallel.config import Dpo
-from hyper_parallel.trainer.data import load_tokenizer
 from hyper_parallel.trainer.stages import LearningStage
 from hyper_parallel.trainer.stages._dpo import WITHOUT_REFERENCE, DpoStage
 from hyper_parallel.trainer.stages._grpo import GrpoStage
@@ -40,8 +39,7 @@ def build_stage(
     recipe, (share, _) = job.recipe, data_share(model)
     before = job.resume_dir.parent if done else None
     if recipe.stage == "grpo":
-        tokenizer = load_tokenizer(job.packed.tokenizer_dir)
-        sampler = Sampler(model, tokenizer, recipe.grpo, recipe.training.seed)
+        sampler = Sampler.of_job(job, model)
         others = None
         if recipe.grpo.rollout_ranks:
             others = Publisher(job, world, model, done // recipe.grpo.num_iterations, origin_s)

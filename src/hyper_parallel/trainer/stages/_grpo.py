@@ -108,7 +108,7 @@ class GrpoStage:
         real = torch.from_numpy(rows >= 0).to(microbatches[0]["input_ids"].device)
         given = [{name: torch.cat([part[name] for part in microbatches])[real] for name in names}]
         made = self.sampler.complete(given, 0, self.rank * len(rows), size, Weights())
-        rewards, each = self._reward(made, given)
+        rewards, each = self._reward(made, given, batches.sequences, rows[rows >= 0])
         lengths = made.sampled.sum(1).double()
         counts = [rewards.sum(), real.sum(), lengths.sum(), made.stopped.sum(), *each]
         reward, total, tokens, stopped, *named = self._sum(counts)
@@ -138,7 +138,7 @@ class GrpoStage:
         rollout, iteration = divmod(step - 1, self.settings.num_iterations)
         if iteration == 0 or self._kept is None:
             self._proximal.clear()
-            parts, tokens = self._rollout(microbatches, rollout + 1)
+            parts, tokens = self._rollout(microbatches, rows, rollout + 1)
             if self.settings.num_iterations > 1:
                 self._kept, self._first = (parts, tokens, self._record), True
             return parts, tokens
@@ -150,7 +150,7 @@ class GrpoStage:
         ], tokens
 
     def _rollout(
-        self, microbatches: list[dict[str, Tensor]], step: int
+        self, microbatches: list[dict[str, Tensor]], rows: NDArray[np.int64], step: int
     ) -> tuple[list[dict[str, Tensor]], int]:
         """New completions, of rollout `step`, from 1."""
         size = len(microbatches[0]["input_ids"])
@@ -162,7 +162,7 @@ class GrpoStage:
             self.others.publish(step - 1, self._batches.state_dict(step - 1))
             device = microbatches[0]["input_ids"].device
             made = self.others.take(step, self.rank * count, count, device)
-        rewards, each = self._reward(made, microbatches)
+        rewards, each = self._reward(made, microbatches, self._batches.sequences, rows)
         groups = rewards.view(-1, self.settings.num_generations)
         spread = groups.std(1, keepdim=True)
         advantages = groups - groups.mean(1, keepdim=True)
@@ -278,9 +278,9 @@ class GrpoStage:
             return loss
         # Schulman's estimate from one sample, never negative; weights without advantages add up to 1 over the step.
         apart = (batch["reference_logprobs"] - logprobs) * counts
-        divergence = ((apart.exp() - apart - 1) * batch["weights"].to(ratio.dtype)).sum()
-        self._divergence.append(divergence.detach())
-        return loss + self.settings.beta * divergence
+        each = apart.exp() - apart - 1
+        self._divergence.append(torch.stack([each.detach().double().sum(), counts.sum()]))
+        return loss + self.settings.beta * (each * batch["weights"].to(ratio.dtype)).sum()
 
     def rejects(self) -> bool | None:
         """Whether too few samples are effective."""
@@ -304,30 +304,43 @@ class GrpoStage:
             clipped, count = self._sum(list(torch.stack(self._clipped).sum(0)))
             found["clip_ratio"] = clipped / count
         if self._divergence:
-            (found["kl"],) = self._sum([torch.stack(self._divergence).sum()])
+            divergence, count = self._sum(list(torch.stack(self._divergence).sum(0)))
+            found["kl"] = divergence / max(count, 1.0)
         return {"rollout": found}
 
     def _reward(
-        self, made: Completions, microbatches: list[dict[str, Tensor]]
+        self,
+        made: Completions,
+        microbatches: list[dict[str, Tensor]],
+        sequences: Any,
+        rows: NDArray[np.int64],
     ) -> tuple[Tensor, list[Tensor]]:
-        """Weighted rewards [N] of this rank's completions, and the sum of each function."""
+        """Return the weighted rewards [N] of this rank's completions, and the sum of each function.
+
+        Args:
+            made: The completions.
+            microbatches: Rows of their prompts.
+            sequences: The data.
+            rows: Number of each of these rows in the data.
+        """
         text, starts = self.sampler.text, self.sampler.prompts(microbatches)[1]
-        spans = zip(made.tokens, starts.tolist(), made.ends.tolist(), strict=True)
-        texts = [(text(row[:start]), text(row[start:end])) for row, start, end in spans]
+        spans = [*zip(made.tokens, starts.tolist(), made.ends.tolist(), strict=True)]
+        records = sequences.records(rows)
         given = {
-            "prompts": [prompt for prompt, _ in texts],
-            "completions": [completion for _, completion in texts],
-            "answer": self.sampler.answers(microbatches),
+            **{name: [record.get(name) for record in records] for name in sequences.columns},
+            "prompts": [text(row[:start]) for row, start, _ in spans],
+            "completions": [text(row[start:end]) for row, start, end in spans],
+            "completion_ids": [row[start:end].tolist() for row, start, end in spans],
         }
         names = self.settings.reward_funcs
-        more = {
+        own = {
             "rows": [row[:end].tolist() for row, end in zip(made.tokens, made.ends, strict=True)],
             "stopped": made.stopped.tolist(),
             "environment_rewards": made.rewards.tolist(),
             "microbatch": self.plan.workload.microbatch or 1,
             "device": starts.device,
         }
-        scores = [score(n, f, given, more) for n, f in zip(names, self._rewards, strict=True)]
+        scores = [score(n, f, given, own) for n, f in zip(names, self._rewards, strict=True)]
         found = torch.tensor(scores, dtype=torch.float64, device=starts.device)
         weights = found.new_tensor(self.settings.reward_weights or [1.0] * len(names))
         return weights @ found, list(found.sum(1))

@@ -18,9 +18,11 @@ that newer weights find half done go on under these, each token with its version
 
 from __future__ import annotations
 
+import json
 import math
 import signal
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -40,7 +42,7 @@ from hyper_parallel.trainer.checkpoints._manifest import steps
 from hyper_parallel.trainer.data import load_tokenizer, stop_ids
 from hyper_parallel.trainer.data._batches import IGNORE_INDEX
 from hyper_parallel.trainer.engine._gauges import SpanRecorder
-from hyper_parallel.trainer.engine._model import build_model, routing_of
+from hyper_parallel.trainer.engine._model import GENERATION, build_model, routing_of
 from hyper_parallel.trainer.stages._environments import WHERE, Environments
 from hyper_parallel.trainer.stages._reference_weights import ReferenceWeights
 from hyper_parallel.trainer.stages._rollout_folder import RolloutFolder
@@ -66,12 +68,21 @@ class Sampler:
         tokenizer: Of the run.
         settings: Section `grpo` of the recipe.
         seed: `training.seed`.
+        eos: `eos_token_id` of the model's generation config.
     """
 
     model: nn.Module
     tokenizer: Any
     settings: Grpo
     seed: int
+    eos: int | Sequence[int] | None = None
+
+    @classmethod
+    def of_job(cls, job: Job, model: nn.Module) -> Sampler:
+        """Return the sampler of a run, which ends completions where `generate` ends the answers of its export."""
+        tokenizer, recipe = load_tokenizer(job.packed.tokenizer_dir), job.recipe
+        eos = json.loads(job.model_files.get(GENERATION, "{}")).get("eos_token_id")
+        return cls(model, tokenizer, recipe.grpo, recipe.training.seed, eos)
 
     def prompts(self, microbatches: list[dict[str, Tensor]]) -> tuple[Tensor, Tensor]:
         """[N, S + 1] prompts of rows whose labels are the answers, padded behind, and [N] their lengths."""
@@ -119,7 +130,7 @@ class Sampler:
             self.model,
             prompts,
             starts,
-            stops=stop_ids(self.tokenizer),
+            stops=stop_ids(self.tokenizer, self.eos),
             max_completion_length=length,
             draws=torch.from_numpy(draws.reshape(-1, length)).to(prompts.device),
             microbatch=microbatch,
@@ -234,7 +245,7 @@ def sample_rank(job: Job, copy: int) -> None:
         writes = world.rank % grpo.copy_tp == 0
         beat = (lambda phase: None) if world.pulse is None else world.pulse.beat
         folder = RolloutFolder(job.output_dir / "rollouts", beat)
-        sampler = Sampler(model, load_tokenizer(job.packed.tokenizer_dir), grpo, training.seed)
+        sampler = Sampler.of_job(job, model)
         published = Checkpointer(folder.policy, keep=1, asynchronous=False, fingerprint=None)
         if (begin := folder.begun()) is None:
             return
