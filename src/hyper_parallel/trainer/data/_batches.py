@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hyper_parallel.errors import BatchMismatch, CheckpointMismatch, NoData
+from hyper_parallel.trainer.data._batch import Batch, Int64
 
 logger = logging.getLogger(__name__)
 
@@ -27,8 +27,6 @@ IGNORE_INDEX = -100
 """Label of a position that carries no loss (the default `ignore_index` of cross entropy)."""
 
 _BLOCK = 1024  # sequences of a mixture whose shares are exact to one
-
-Int64 = NDArray[np.int64]
 
 
 class PackedSequences:
@@ -38,7 +36,8 @@ class PackedSequences:
     S, its labels the last S. Neighbours share one token, so every token of the stream except the first is a label
     exactly once per epoch. Fewer than S tokens at the end of the stream are not used. Conversations, and
     texts that are kept apart, are stored as [N, S] inputs and [N, S] labels, already shifted, -100 where there is
-    nothing to learn, and [N, S] positions that begin at 0 with each where attention is blocked between them.
+    nothing to learn, and [N, S] positions that begin at 0 with each where attention is blocked between them. The rest
+    of a row is padding.
     """
 
     def __init__(self, directory: str | Path, split: str, seq_len: int) -> None:
@@ -52,6 +51,8 @@ class PackedSequences:
         self._num_valid = np.load(counts) if counts.exists() else None
         good = self.directory / f"{split}_good.npy"
         self._good = np.load(good) if good.exists() else None
+        real = self.directory / f"{split}_num_real.npy"
+        self._num_real = np.load(real) if real.exists() else None
         positions = self.directory / f"{split}_positions.npy"
         self._positions = np.load(positions, mmap_mode="r") if positions.exists() else None
 
@@ -88,6 +89,15 @@ class PackedSequences:
         inputs[~real] = 0
         labels[~real] = IGNORE_INDEX
         return inputs, labels
+
+    def num_real(self, indices: Int64) -> Int64 | None:
+        """Tokens of each row before its padding, none of a dummy row; None: no row is padded."""
+        dummy = indices < 0
+        if self._num_real is None and not dummy.any():
+            return None
+        rows = np.maximum(indices, 0)
+        found = self.seq_len if self._num_real is None else self._num_real[rows].astype(np.int64)
+        return np.where(dummy, 0, found)
 
     def desirable(self, indices: Int64) -> NDArray[np.bool_]:
         """Whether the answer of each row is a good one; the data is labelled."""
@@ -133,6 +143,15 @@ class JoinedSequences:
             found[:, at] = part.read(inside)
         return found[0], found[1]
 
+    def num_real(self, indices: Int64) -> Int64 | None:
+        """As `PackedSequences.num_real`."""
+        found = np.full(len(indices), self.parts[0].seq_len, np.int64)
+        padded = False
+        for part, inside, at in self._each(indices):
+            if (counts := part.num_real(inside)) is not None:
+                found[at], padded = counts, True
+        return found if padded else None
+
     def desirable(self, indices: Int64) -> NDArray[np.bool_]:
         """As `PackedSequences.desirable`."""
         found = np.empty(len(indices), np.bool_)
@@ -149,18 +168,6 @@ class JoinedSequences:
             for row, place in zip(found, at, strict=True):
                 rows[place] = row
         return np.stack(rows)
-
-
-@dataclass(frozen=True)
-class Batch:
-    """One microbatch of one data-parallel rank."""
-
-    input_ids: Int64  # [B, S]
-    shift_labels: Int64  # [B, S]; the label at t is the token at t + 1, -100 where there is no loss
-    num_valid: int  # labels that are not -100
-    position_ids: Int64 | None = (
-        None  # [B, S], 0 where a document begins; None: a row is one document
-    )
 
 
 def check_cut(
@@ -336,7 +343,10 @@ class Batches:
         check_cut(self.sequences_per_step, dp_rank, dp_size, microbatch, accumulation)
         mine = self.step_batch(step).reshape(dp_size, accumulation, microbatch)[dp_rank]
         read = self.sequences
-        return [Batch(*read.read(i), read.num_valid(i), read.positions(i)) for i in mine]
+        return [
+            Batch(*read.read(i), read.num_valid(i), read.positions(i), read.num_real(i))
+            for i in mine
+        ]
 
     def sequences_seen(self, step: int) -> int:
         """Sequences read before a step, those of a resumed run's earlier batch sizes included."""

@@ -117,12 +117,13 @@ def prepare(
         matters = [_VERSION, source.identity(), tokenizer.fingerprint, data.seq_len]
         rows: list[Any] = [data.packing, masked] if masked or not data.packing else []
         rows += ["last answer"] if stage in PAIRED else []
-        key = digest([*matters, stage, data.holdout, seed, *rows])
+        key = digest([*matters, stage, data.holdout, seed, *rows, "num_real"])
         directory, meta = entry(cache / "packed", key, build)
         for note in meta["notes"]:
             logger.warning("%s: %s", data.source, note)
-        # Positions change no token and no order, which is what a checkpoint's place in the data means.
-        files = {n: file for n, file in meta["files"].items() if not n.endswith("_positions.npy")}
+        # These change no token and no order, which is what a checkpoint's place in the data means.
+        extra = ("_positions.npy", "_num_real.npy")
+        files = {n: file for n, file in meta["files"].items() if not n.endswith(extra)}
         arrays = {name: file["sha256"] for name, file in files.items()}
         return PackedData(
             train=PackedSequences(directory, "train", data.seq_len),
