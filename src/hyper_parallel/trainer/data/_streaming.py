@@ -159,7 +159,7 @@ class StreamBatches:
 
     def num_valid(self, step: int) -> int:
         """Labels with loss in a step over all ranks; every rank knows it without communication."""
-        return sum(int((labels != IGNORE_INDEX).sum()) for _, labels, _ in self._step(step))
+        return sum(int((labels != IGNORE_INDEX).sum()) for _, labels, *_ in self._step(step))
 
     def microbatches(
         self, step: int, dp_rank: int, dp_size: int, microbatch: int, accumulation: int
