@@ -128,11 +128,15 @@ class _Forward:
 
     def __init__(self, module: nn.Module, name: str, state: ExpertState) -> None:
         self.module, self.inner, self.name, self.state = module, module.forward, name, state
+        self.in_batch = False
         self.in_parts = any(True for child in module.children() for _ in child.parameters())
 
     def __call__(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        """[N, D] of hidden [N, D], index [N, k] and weights [N, k]."""
-        rows = hidden.shape[0]
+        """[N, D] of hidden [N, D], index [N, k] and weights [N, k]; some have [B, S, D] for [N, D]."""
+        shape, rows = hidden.shape, index.shape[0]
+        self.in_batch = hidden.dim() == 3
+        if self.in_batch:
+            hidden = hidden.reshape(-1, shape[-1])
         tokens = self.state.tokens
         kept = tokens.among(rows, hidden.device)
         real = tokens.real(kept, rows)
@@ -145,7 +149,8 @@ class _Forward:
             out = self._work(hidden, index, weights)
         else:
             out = self._dispatched(hidden, index, weights, real)
-        return out if kept is None else place(out, kept, rows)
+        out = out if kept is None else place(out, kept, rows)
+        return out.reshape(shape) if self.in_batch else out
 
     def _dispatched(
         self, hidden: Tensor, index: Tensor, weights: Tensor, real: Tensor | None
@@ -176,5 +181,8 @@ class _Forward:
         """The model's own code; every parameter has a gradient on every rank, and so has the router."""
         if not len(hidden):
             return touch(hidden, (*self.module.parameters(), weights))
-        out = self.inner(hidden, index, weights)
+        if self.in_batch:
+            out = self.inner(hidden.unsqueeze(0), index, weights).squeeze(0)
+        else:
+            out = self.inner(hidden, index, weights)
         return touch(out, self.module.parameters()) if self.in_parts else out
