@@ -109,9 +109,9 @@ def apply_plan(
 
     # What lies where; only this rank's part stays.
     shard_plan = resolve_layouts(model, plan)
-    check_routing(model, routing)
+    check_routing(model, routing, alone=strategy.world_size == 1)
     balance = BalanceLoss.of(model, routing, strategy, mesh, ranks.world_group, ranks.device)
-    forbid_own_loss(model)
+    forbid_own_loss(model, routing, strategy)
     expert_group = None if ranks.expert_mesh is None else ranks.expert_mesh["ep"].get_group()
     experts = expert_state(
         model,

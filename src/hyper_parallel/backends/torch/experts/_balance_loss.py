@@ -94,7 +94,7 @@ class BalanceLoss:
         Raises:
             UnsupportedSharding: HP205 for a loss that the model adds and that is not known.
         """
-        facts = balanced_loss(model, routing)
+        facts = balanced_loss(model, routing, strategy.world_size == 1)
         if facts is None:
             return None
         wanted = routing.aux_loss_coef
@@ -231,12 +231,14 @@ class BalanceLoss:
         return sums[0] / sums[1]
 
 
-def forbid_own_loss(model: nn.Module) -> None:
+def forbid_own_loss(model: nn.Module, routing: Routing, strategy: Strategy) -> None:
     """Keep a model from adding its own router loss, which is that of one rank's tokens, whether or not ours is added.
 
-    Its router logits are not returned either.
+    Its router logits are not returned either. A loss that is not known stays on one rank.
     """
-    if router_loss_facts(model) is None:
+    facts = router_loss_facts(model)
+    own = facts is not None and not facts.known and routing.aux_loss_coef is None
+    if facts is None or (own and strategy.world_size == 1):
         return
 
     def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:

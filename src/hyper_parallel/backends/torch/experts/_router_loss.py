@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any, Final
 
@@ -25,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from hyper_parallel.backends.torch._forward import float64_kept
-from hyper_parallel.backends.torch._resolve import decoder_of
+from hyper_parallel.backends.torch._resolve import decoder_of, text_config
 
 FLAG: Final = "output_router_logits"
 """Argument and config key by which models of transformers add the loss of their routers."""
@@ -79,13 +80,20 @@ def router_loss_facts(model: nn.Module) -> RouterLoss | None:
     Returns:
         The facts; None for a model that adds no such loss.
     """
-    hollow = _hollow(model)
-    if hollow is None:
+    if FLAG not in inspect.signature(type(model).forward).parameters:
         return None
-    routers = tuple(_routers(model))
+    configured = bool(getattr(text_config(model), FLAG, False))
+    unknown = RouterLoss(math.nan, configured, 0, 0, 0.0, False, ())
+    if (hollow := _hollow(model)) is None:
+        return unknown
+    routers, runs = tuple(_routers(model)), False
     for product_keys in (False, True):
         for size in _sizes(model, routers):
-            found = _measure(hollow, size, product_keys)
+            try:
+                found = _measure(hollow, size, product_keys)
+            except (RuntimeError, IndexError, ValueError, TypeError, AttributeError):
+                continue  # logits of another size
+            runs = True
             if found is None:
                 continue
             coefficient, requested, top_k, scale = found
@@ -94,10 +102,10 @@ def router_loss_facts(model: nn.Module) -> RouterLoss | None:
                 return RouterLoss(
                     coefficient, requested, experts, top_k, scale, product_keys, routers
                 )
-            unknown = RouterLoss(coefficient, requested, 0, 0, 0.0, product_keys, routers)
+            unknown = replace(unknown, coefficient=coefficient, requested=requested)
             if not product_keys:
                 return unknown
-    return None
+    return None if runs and math.isnan(unknown.coefficient) else unknown
 
 
 def causal_form(model: nn.Module) -> nn.Module | None:
@@ -145,9 +153,7 @@ class _DecoderOutput:
 
 
 def _hollow(model: nn.Module) -> nn.Module | None:
-    """Return a copy of the outermost module with stand-ins for decoder and head; None when its forward has no flag."""
-    if FLAG not in inspect.signature(type(model).forward).parameters:
-        return None
+    """Return a copy of the outermost module with stand-ins for decoder and head; None when it has no such parts."""
     prefix = getattr(model, "base_model_prefix", "")
     base, head = model._modules.get(prefix), getattr(model, "get_output_embeddings", lambda: None)()
     names = [n for n, m in model._modules.items() if m is not None and (m is base or m is head)]
@@ -180,7 +186,7 @@ def _run(hollow: nn.Module, logits: tuple[Tensor, ...], **flag: bool) -> tuple[T
 def _measure(
     hollow: nn.Module, size: int, product_keys: bool
 ) -> tuple[float, bool, int, float] | None:
-    """Return coefficient, requested, top_k (0: not the known definition) and scale; None: logits of another size."""
+    """Return coefficient, requested, top_k (0: not the known definition) and scale; None: there is no such loss."""
     generator = torch.Generator().manual_seed(7)
     shape = (2, _TOKENS, size) if product_keys else (_TOKENS, size)
     losses, ratios = [], []
@@ -189,12 +195,9 @@ def _measure(
             torch.randn(shape, dtype=torch.float64, generator=generator).requires_grad_()
             for _ in range(_LAYERS)
         )
-        try:
-            on, aux = _run(hollow, logits, **{FLAG: True})
-            off, _ = _run(hollow, logits, **{FLAG: False})
-            usual, _ = _run(hollow, logits)
-        except (RuntimeError, IndexError, ValueError, TypeError, AttributeError):
-            return None
+        on, aux = _run(hollow, logits, **{FLAG: True})
+        off, _ = _run(hollow, logits, **{FLAG: False})
+        usual, _ = _run(hollow, logits)
         added = on - off
         aux = added if not isinstance(aux, Tensor) else aux
         if not aux.requires_grad:

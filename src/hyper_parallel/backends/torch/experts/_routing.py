@@ -118,23 +118,29 @@ def counts_now() -> bool:
     return torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
 
 
-def check_routing(model: nn.Module, routing: Routing, where: str | None = None) -> None:
+def check_routing(
+    model: nn.Module, routing: Routing, where: str | None = None, alone: bool = False
+) -> str | None:
     """Refuse choices about routing that a model has nothing for.
 
     Args:
         model: On any device, meta included.
         routing: The choices.
         where: Where they were made, for errors.
+        alone: As of `balanced_loss`.
+
+    Returns:
+        The loss that a step adds for the routers, in words; None: it adds none.
 
     Raises:
-        UnsupportedSharding: HP205 with the first of them.
+        UnsupportedSharding: HP205 with the first of them, and for a router loss that is not known.
     """
     experts = any(name.rpartition(".")[2] == "experts" for name, _ in model.named_modules())
     biases = any(name.rpartition(".")[2] == _BIAS for name, _ in model.named_buffers())
-    loss = bool(routing.aux_loss_coef) and balanced_loss(model, routing) is not None
+    facts = balanced_loss(model, routing, alone)
     for key, what, has in (
         ("capacity_factor", "routed experts", experts),
-        ("aux_loss_coef", "load-balancing loss", loss),
+        ("aux_loss_coef", "load-balancing loss", facts is not None),
         ("bias_update_rate", "router biases to balance", biases),
     ):
         asked = getattr(routing, key)
@@ -145,12 +151,27 @@ def check_routing(model: nn.Module, routing: Routing, where: str | None = None) 
                 got=f"{key}={asked}",
                 hint=f"moe.{key}={'0' if key == 'bias_update_rate' else 'null'}",
             )
+    return None if facts is None else _in_words(facts, routing.aux_loss_coef)
 
 
-def balanced_loss(model: nn.Module, routing: Routing) -> RouterLoss | None:
-    """Return the router loss that a step adds; None when it adds none.
+def _in_words(facts: RouterLoss, wanted: float | None) -> str:
+    """Return what a step adds for the routers of a model, in words."""
+    weight = f"{facts.coefficient:g} (the model's own)" if wanted is None else f"{wanted:g}"
+    return (
+        f"weight {weight}, {len(facts.routers)} routers of {facts.num_experts} experts; "
+        "of each microbatch over all data ranks, weighted by its targets"
+    )
+
+
+def balanced_loss(model: nn.Module, routing: Routing, alone: bool = False) -> RouterLoss | None:
+    """Return the router loss that a step adds; None when it adds none, or when the model adds its own on one rank.
 
     A model without a language head, such as a reward model, has the loss of its causal language model on request.
+
+    Args:
+        model: On any device, meta included.
+        routing: The choices.
+        alone: There is one rank, where a loss that is not known can stay the model's own.
 
     Raises:
         UnsupportedSharding: HP205 when the model adds a loss that is not known.
@@ -160,12 +181,14 @@ def balanced_loss(model: nn.Module, routing: Routing) -> RouterLoss | None:
         facts = router_loss_facts(causal)
     if facts is None or not (wanted if wanted is not None else facts.requested):
         return None
+    if not facts.known and alone and wanted is None:
+        return None
     if not facts.known:
         raise UnsupportedSharding(
             "the router loss of this model is none that can be computed over ranks",
             where=type(model).__name__,
             allowed="the load-balancing loss of routers [tokens, experts], E * sum of f_e P_e",
-            hint="config.output_router_logits = False, moe.aux_loss_coef=0",
+            hint="moe.aux_loss_coef=0",
         )
     return facts
 
