@@ -84,8 +84,9 @@ def router_loss_facts(model: nn.Module) -> RouterLoss | None:
         return None
     configured = bool(getattr(text_config(model), FLAG, False))
     unknown = RouterLoss(math.nan, configured, 0, 0, 0.0, False, ())
-    if (hollow := _hollow(model)) is None:
-        return unknown
+    hollow = _hollow(model)
+    if hollow is None or getattr(model.config, "is_encoder_decoder", False):
+        return unknown  # an encoder has routers of its own
     routers, runs = tuple(_routers(model)), False
     for product_keys in (False, True):
         for size in _sizes(model, routers):
@@ -139,14 +140,14 @@ class _StandIn(nn.Module):
 
 
 class _DecoderOutput:
-    """Output of the stand-in decoder: hidden states, router logits, and None for everything else."""
+    """Output of the stand-in decoder: hidden states, router logits by any name, and None for everything else."""
 
     def __init__(self, logits: tuple[Tensor, ...]) -> None:
         self.last_hidden_state = torch.zeros(1, _TOKENS, 1, dtype=torch.float64)
         self.router_logits = logits
 
     def __getattr__(self, name: str) -> Any:
-        return None
+        return self.__dict__["router_logits"] if "router" in name else None
 
     def __getitem__(self, index: Any) -> Any:
         return (self.last_hidden_state, self.router_logits)[index]
@@ -199,7 +200,8 @@ def _measure(
         off, _ = _run(hollow, logits, **{FLAG: False})
         usual, _ = _run(hollow, logits)
         added = on - off
-        aux = added if not isinstance(aux, Tensor) else aux
+        named = isinstance(aux, Tensor)
+        aux = aux if named else added
         if not aux.requires_grad:
             return None
         aux, added = aux.detach(), added.detach()
@@ -212,7 +214,10 @@ def _measure(
     if len(same) != 1:
         return coefficient, requested, 0, 0.0
     top_k = int(same) + 1
-    scale = float(Fraction(float(spread[0, int(same)])).limit_denominator(_MOST_CHOICES))
+    ratio = float(spread[0, int(same)])
+    if not named:  # only the weighted loss is known
+        coefficient, ratio = ratio, 1.0
+    scale = float(Fraction(ratio).limit_denominator(_MOST_CHOICES))
     return float(f"{coefficient:.12g}"), requested, top_k, scale
 
 
