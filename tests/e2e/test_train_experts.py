@@ -114,7 +114,11 @@ def _padded(place: Path, name: str, seq_len: int, *overrides: str) -> dict:
 
 
 @pytest.mark.parametrize(
-    ("common", "layout"), [((), ("parallel.tp=2",)), (("moe.capacity_factor=0.75",), ())]
+    ("common", "layout"),
+    [
+        ((), ("parallel.tp=2",)),
+        pytest.param(("moe.capacity_factor=0.75",), (), marks=pytest.mark.slow),
+    ],
 )
 def test_padding_is_routed_to_no_expert(
     place: Path, common: tuple[str, ...], layout: tuple[str, ...]

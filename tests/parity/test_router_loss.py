@@ -229,6 +229,24 @@ def test_padding_counts_in_no_loss_statistic_or_bias() -> None:
         assert statistics.aux_loss == pytest.approx(alone[2].aux_loss, rel=1e-10)
 
 
+def test_padding_takes_no_place_of_a_capacity() -> None:
+    found = []
+    with World.join("cpu") as world:
+        for width in (0, 9):
+            model = _build(_QWEN)
+            routing = Routing(capacity_factor=1.0)
+            parallelize(model, plan_of(model, ""), world, routing=routing)
+            ids, labels, real = (
+                torch.nn.functional.pad(x, (0, width), value=fill)
+                for x, fill in ((IDS, 0), (IDS, -100), (torch.ones_like(IDS), 0))
+            )
+            batch = {"input_ids": ids, "labels": labels, "token_mask": real.bool()}
+            loss = float(forward_backward(model, [batch]))
+            found.append((loss, _norm(model), end_step(model).dropped))
+    assert found[0][2] > 0
+    assert found[1] == pytest.approx(found[0], rel=1e-10)
+
+
 def test_router_logits_that_are_asked_for_in_a_call_are_refused() -> None:
     model = _build(_DBRX)
     hp.parallelize(model, plan_of(model, ""))
