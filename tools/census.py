@@ -131,6 +131,7 @@ def plain_step(model: Any, file: Path) -> dict[str, float]:
     import torch
     from torch.nn.functional import cross_entropy
 
+    from hyper_parallel.backends.torch import router_loss_facts
     from hyper_parallel.backends.torch._forward import keep_float64
     from hyper_parallel.config import load_recipe
     from hyper_parallel.trainer._job import prepare_job
@@ -147,22 +148,13 @@ def plain_step(model: Any, file: Path) -> dict[str, float]:
         ids, targets = torch.from_numpy(part.input_ids), torch.from_numpy(part.shift_labels)
         out = model(input_ids=ids, use_cache=False)
         loss = cross_entropy(out.logits.flatten(0, 1), targets.flatten(), reduction="sum") / valid
-        if getattr(out, "aux_loss", None) is not None:
-            text = model.config.get_text_config()
-            loss = (
-                loss
-                + balance_coefficient(text) * out.aux_loss * int((targets != -100).sum()) / valid
-            )
+        if getattr(out, "aux_loss", None) is not None and (facts := router_loss_facts(model)):
+            share = int((targets != -100).sum()) / valid
+            loss = loss + facts.coefficient * out.aux_loss * share
         loss.backward()
         total += float(loss.detach())
     grads = [p.grad.double() for p in model.parameters() if p.grad is not None]
     return {"loss": total, "grad_norm": float(sum(g.square().sum() for g in grads)) ** 0.5}
-
-
-def balance_coefficient(config: Any) -> float:
-    """Weight of the balance loss, by the names that configs have for it."""
-    names = ("router_aux_loss_coef", "aux_loss_coef")
-    return next((getattr(config, n) for n in names if hasattr(config, n)), 0.0)
 
 
 def run_cell(file: Path, folder: Path, changes: list[str]) -> tuple[str, list[dict[str, float]]]:

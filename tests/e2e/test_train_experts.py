@@ -93,3 +93,40 @@ def test_experts_of_any_width_train_in_bfloat16(place: Path) -> None:
         ):
             assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-2)
             assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=5e-2)
+
+
+def _padded(place: Path, name: str, seq_len: int, *overrides: str) -> dict:
+    """One step on the same eight conversations of different lengths, each in a row of its own."""
+    lines = [
+        json.dumps({"messages": [{"role": "user", "content": f"{i}?" * (1 + i % 3)},
+                                 {"role": "assistant", "content": f"{i + 1}!" * (1 + i % 4)}]})
+        for i in range(8)
+    ]  # fmt: skip
+    (place / "chat.jsonl").write_text("\n".join(lines))
+    (row,) = _train(
+        place, name, "stage=sft", f"data.source={place}/chat.jsonl", "data.packing=false", "data.holdout=0",
+        f"data.seq_len={seq_len}", "training.tokens_per_step=null", "training.microbatch=4",
+        "training.accumulation_steps=2", "checkpoint.resume=never",
+        "training.steps=1", "training.warmup_steps=0", "checkpoint.export=false", "training.max_grad_norm=null",
+        "moe.aux_loss_coef=0.5", *overrides,
+    )  # fmt: skip
+    return row
+
+
+@pytest.mark.parametrize(
+    ("common", "layout"),
+    [
+        ((), ("parallel.tp=2",)),
+        pytest.param(("moe.capacity_factor=0.75",), (), marks=pytest.mark.slow),
+    ],
+)
+def test_padding_is_routed_to_no_expert(
+    place: Path, common: tuple[str, ...], layout: tuple[str, ...]
+) -> None:
+    short = _padded(place, "short", 64, *common)
+    long = _padded(place, "long", 96, *common, *layout)
+    assert short["routing"]["aux_loss"] > 1
+    assert (short["routing"]["dropped"] > 0) == bool(common)
+    for key in ("loss", "grad_norm"):
+        assert long[key] == pytest.approx(short[key], rel=1e-10)
+    assert long["routing"] == pytest.approx(short["routing"], rel=1e-10)

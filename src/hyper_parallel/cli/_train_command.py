@@ -145,7 +145,14 @@ def _train(
         if job.weights is None:
             weights = f"from scratch, drawn with training.seed={loaded.recipe.training.seed}"
         console.print(
-            startup_panel(job.plan, job.data_line(), str(job.output_dir), weights, job.on_topology)
+            startup_panel(
+                job.plan,
+                job.data_line(),
+                str(job.output_dir),
+                weights,
+                job.on_topology,
+                job.router_loss,
+            )
         )
     words = ["train", str(loaded.path), *overrides]
     if dry_run:

@@ -324,7 +324,7 @@ class Moe(Section):
     """Routing of mixture-of-experts models; a model that has nothing for a choice refuses it."""
 
     aux_loss_coef: float | None = Field(default=None, ge=0)
-    """Weight of the load-balancing loss. None: the model's `router_aux_loss_coef` when its config asks for it."""
+    """Weight of the load-balancing loss. None: the weight with which the model itself adds it, if it does."""
     bias_update_rate: float = Field(default=0.0, ge=0)
     """Step of the router biases towards equal load after each optimizer step (DeepSeek-V3: 0.001); 0: fixed."""
     capacity_factor: float | None = Field(default=None, gt=0)

@@ -72,6 +72,7 @@ class Job:
         model_files: Name to text of the model's config files, as the run and its exports keep them.
         on_topology: Whether this machine is the plan's topology; else their times are not compared.
         restarted: Whether its ranks were lost and are started again: they go on from its own checkpoints.
+        router_loss: The loss that is added for the routers of experts, in words; None: there is none.
     """
 
     recipe: Recipe
@@ -82,6 +83,7 @@ class Job:
     model_files: Mapping[str, str]
     on_topology: bool
     restarted: bool = False
+    router_loss: str | None = None
 
     @property
     def worlds(self) -> tuple[int, ...]:
@@ -307,7 +309,7 @@ def prepare_job(loaded: LoadedRecipe, *, progress: bool = True) -> Job:
     for path in recipe.training.callbacks:
         load_class(path, Callback, loaded.where("training.callbacks"))
     check_parameters(model, plan, loaded.where("model.path"))
-    check_routing(model, routing_of(recipe), loaded.where("moe"))
+    routed = check_routing(model, routing_of(recipe), loaded.where("moe"))
     check_positions(model, recipe.data.seq_len, loaded.where("data.seq_len"))
     plan = replace(plan, properties=check_properties(loaded))
     check_flow(model, plan)
@@ -324,7 +326,8 @@ def prepare_job(loaded: LoadedRecipe, *, progress: bool = True) -> Job:
     if recipe.stage == "grpo":
         check_rewards(loaded, packed)
     kept = model_files(model, packed.tokenizer_dir, weights)
-    job = Job(recipe, plan, packed, output_dir, weights, kept, _is_this_machine(recipe.topology))
+    here = _is_this_machine(recipe.topology)
+    job = Job(recipe, plan, packed, output_dir, weights, kept, here, router_loss=routed)
     batches, _ = job.train_batches(), job.holdout_batches()
     if (epochs := recipe.training.epochs) is not None and isinstance(batches, Batches):
         rows = epochs * batches.num_sequences * batches.unit

@@ -29,6 +29,8 @@ from hyper_parallel.backends.torch._step import (
 )
 from hyper_parallel.backends.torch._user_objective import token_logprobs
 from hyper_parallel.backends.torch.data._fsdp import FLAT
+from hyper_parallel.backends.torch.experts._padding import TOKEN_MASK
+from hyper_parallel.backends.torch.experts._router_loss import RouterLoss, router_loss_facts
 from hyper_parallel.backends.torch.experts._routing import (
     Routing,
     RoutingStatistics,
@@ -43,9 +45,11 @@ from hyper_parallel.backends.torch.weights._tensor_files import WeightFiles
 
 __all__ = [
     "FLAT",
+    "TOKEN_MASK",
     "CommCounter",
     "Handle",
     "Ranks",
+    "RouterLoss",
     "Routing",
     "RoutingStatistics",
     "WeightFiles",
@@ -72,6 +76,7 @@ __all__ = [
     "purpose",
     "read_model",
     "resolve_layouts",
+    "router_loss_facts",
     "routing_statistics",
     "shifted",
     "token_logprobs",

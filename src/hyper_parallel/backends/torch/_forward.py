@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hyper_parallel.backends.torch._swap import SWAP, Swap
 from hyper_parallel.backends.torch.context._state import ContextState
+from hyper_parallel.backends.torch.experts._padding import Tokens
 from hyper_parallel.backends.torch.tensor._state import TpState
 from hyper_parallel.ir import Strategy
 
@@ -50,6 +51,11 @@ class _KeepFloat64(TorchFunctionMode):
                 args = tuple(torch.float64 if a is torch.float32 else a for a in args)
                 kwargs = {k: torch.float64 if v is torch.float32 else v for k, v in kwargs.items()}
         return func(*args, **kwargs)
+
+
+def float64_kept() -> TorchFunctionMode:
+    """Return a context in which no operation narrows float64."""
+    return _KeepFloat64()
 
 
 def keep_float64(model: nn.Module) -> None:
@@ -99,6 +105,7 @@ def recompute_layers(
     tp: TpState | None,
     context: ContextState | None,
     exact: bool,
+    tokens: Tokens,
 ) -> None:
     """Drop the activations of the layers that a strategy names, of each stage's, and recompute them in backward.
 
@@ -107,11 +114,15 @@ def recompute_layers(
     layers = [layer for stage in stages for layer in stage]
     places = iter(range(len(layers)))
     for i in strategy.recomputed([[next(places) for _ in stage] for stage in stages]):
-        recompute(layers[i], tp, exact, context)
+        recompute(layers[i], tp, exact, context, tokens)
 
 
 def recompute(
-    layer: nn.Module, tp: TpState | None, exact: bool, context: ContextState | None = None
+    layer: nn.Module,
+    tp: TpState | None,
+    exact: bool,
+    context: ContextState | None = None,
+    tokens: Tokens | None = None,
 ) -> None:
     """`recompute_layers` for one layer."""
     inner = layer.forward
@@ -120,10 +131,13 @@ def recompute(
     def forward(*args: Any, **kwargs: Any) -> Any:
         batch = tp.batch if tp is not None else ()
         view = context.view if context is not None else None
+        padding = tokens.padding if tokens is not None else None
 
         def run(*args: Any, **kwargs: Any) -> Any:
             if context is not None:
                 context.view = view
+            if tokens is not None:
+                tokens.padding = padding
             if tp is not None:
                 tp.batch = batch  # another batch may have passed before backward runs this again
                 tp.recomputed = True

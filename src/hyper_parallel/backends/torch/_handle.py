@@ -76,6 +76,11 @@ class Handle:
         """Where this rank computes."""
         return self.ranks.device
 
+    @property
+    def routes(self) -> bool:
+        """Whether the model routes tokens to experts."""
+        return self.experts is not None or self.balance is not None
+
     def copies(self, name: str) -> int:
         """Ranks that hold the same elements of a parameter."""
         layout = self.layouts[name]

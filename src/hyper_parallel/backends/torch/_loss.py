@@ -137,9 +137,12 @@ def cross_entropy(
 
 
 def loss_function(
-    tp: TpState | None, add: Callable[[Tensor], Tensor] | None
+    tp: TpState | None, add: Callable[[Tensor, Tensor], Tensor] | None
 ) -> Callable[..., Tensor]:
-    """The loss a Hugging Face model calls, for logits as a layout leaves them; `add` adds what else belongs to it."""
+    """The loss a Hugging Face model calls, for logits as a layout leaves them.
+
+    `add(loss, share)` adds the loss of routers, `share` being the valid targets over what the loss is divided by.
+    """
 
     def causal_lm_loss(
         logits: Tensor,
@@ -161,7 +164,9 @@ def loss_function(
         if isinstance(count, Tensor):
             count = count.to(total.device)
         loss = total / count
-        return loss if add is None else add(loss)
+        if add is None:
+            return loss
+        return add(loss, (targets != ignore_index).sum().double() / count)
 
     return causal_lm_loss
 

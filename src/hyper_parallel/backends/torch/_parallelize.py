@@ -28,8 +28,9 @@ from hyper_parallel.backends.torch.context._apply import (
 )
 from hyper_parallel.backends.torch.data._fsdp import shard_data_parallel
 from hyper_parallel.backends.torch.experts._apply import apply_to_experts, expert_state
-from hyper_parallel.backends.torch.experts._balance_loss import BalanceLoss
+from hyper_parallel.backends.torch.experts._balance_loss import BalanceLoss, forbid_own_loss
 from hyper_parallel.backends.torch.experts._list import divide_lists
+from hyper_parallel.backends.torch.experts._padding import Tokens, watch_padding
 from hyper_parallel.backends.torch.experts._routing import Routing, check_routing
 from hyper_parallel.backends.torch.pipeline._apply import Pipeline
 from hyper_parallel.backends.torch.pipeline._stages import cut_model, follow_stages
@@ -108,7 +109,9 @@ def apply_plan(
 
     # What lies where; only this rank's part stays.
     shard_plan = resolve_layouts(model, plan)
-    check_routing(model, routing)
+    check_routing(model, routing, alone=strategy.world_size == 1)
+    balance = BalanceLoss.of(model, routing, strategy, mesh, ranks.world_group, ranks.device)
+    forbid_own_loss(model, routing, strategy)
     expert_group = None if ranks.expert_mesh is None else ranks.expert_mesh["ep"].get_group()
     experts = expert_state(
         model,
@@ -140,20 +143,21 @@ def apply_plan(
     if tp is not None and by_modules:
         apply_tensor_parallel(model, decoder, shard_plan.styles, tp, strategy)
     by_stage = [layers_of(model)] if stages is None else list(stages.layers.values())
-    recompute_layers(by_stage, strategy, tp, context, exact=compute == torch.float64)
+    tokens = Tokens(None if tp is not None and tp.whole_stream else tp, context)
+    watch_padding(model, tokens)
+    recompute_layers(by_stage, strategy, tp, context, compute == torch.float64, tokens)
     if compute == torch.float64:
         keep_float64(model)
     loop_over_experts(model, compute)
     if experts is not None:
-        stream = None if tp is not None and tp.whole_stream else tp
-        apply_to_experts(model, experts, stream, context, in_decoder=decoder is not None)
-    balance = BalanceLoss.of(model, experts, plan, mesh)
+        apply_to_experts(model, experts, tokens, in_decoder=decoder is not None)
+    if balance is not None:
+        balance.watch(model, tokens)
     if tp is not None and not by_modules:
         apply_tensor_parallel(model, decoder, shard_plan.styles, tp, strategy)
     tap = None
     if has_causal_loss(model):
-        whole = balance is not None and stages is None
-        usual = loss_function(tp, balance.add_to if whole else None)
+        usual = loss_function(tp, None if balance is None else balance.adds)
         model.loss_function = tap = LossTap(usual, tp, context)
         loss_of_logits(model)
     elif scores_tokens(model):

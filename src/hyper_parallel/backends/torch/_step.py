@@ -119,7 +119,9 @@ def _run(
     def loss_of(i: int) -> Tensor:
         part = microbatches[i]
         if objective is not None:
-            return scaled(objective_loss(model, attached, part, objective, over))
+            strategy = attached.plan.strategy
+            share = 1 / (len(microbatches) * strategy.dp * strategy.cp)
+            return scaled(objective_loss(model, attached, part, objective, over, share))
         given = dict(part)
         if "labels" not in given:
             given = {"labels": targets_of(model, part), **given}
@@ -127,7 +129,7 @@ def _run(
 
     if attached.pipeline is not None:
         parts = [for_stages(model, p, objective) for p in microbatches]
-        total = attached.pipeline.run(model, parts, loss_of, span, train)
+        total = attached.pipeline.run(model, parts, loss_of, span, train, scale)
     else:
         total = torch.zeros((), dtype=torch.float64, device=attached.device)
         for i in range(len(microbatches)):
@@ -245,9 +247,8 @@ def count_routing(model: nn.Module) -> tuple[Tensor, Tensor | None] | None:
     """
     attached = handle(model)
     total = None if attached.experts is None else collect_routing(model, attached.experts)
-    if total is None:
-        return None
-    return total, None if attached.balance is None else attached.balance.mean()
+    loss = None if attached.balance is None else attached.balance.mean()
+    return None if total is None else (total, loss)
 
 
 def end_step(model: nn.Module) -> RoutingStatistics | None:

@@ -21,6 +21,7 @@ from hyper_parallel.backends.torch._handle import Handle, handle
 from hyper_parallel.backends.torch._loss import cross_entropy, shifted
 from hyper_parallel.backends.torch._loss_tap import cut_batch
 from hyper_parallel.backends.torch._token_scores import scores_tokens
+from hyper_parallel.backends.torch.experts._padding import TOKEN_MASK
 from hyper_parallel.errors import BadObjective, BadValue, NoLoss, UnsupportedSharding
 from hyper_parallel.ir import Purpose
 
@@ -85,8 +86,12 @@ def objective_loss(
     batch: Mapping[str, Any],
     objective: Objective,
     over: Over | None,
+    share: float,
 ) -> Tensor:
-    """Root of the backward of one microbatch; the values add up over cp and data ranks to that of the objective."""
+    """Root of the backward of one microbatch; the values add up over cp and data ranks to that of the objective.
+
+    `share` is what the microbatch of this rank weighs in the router loss of the step.
+    """
     scores = over is None and scores_tokens(model)
     over = over or ("logprobs" if scores or _gives_loss(model, attached) else "output")
     value: Tensor
@@ -113,8 +118,9 @@ def objective_loss(
     repeats = attached.context is not None and attached.context.group.rank() > 0
     if over != "logits" and repeats:
         value = value - value.detach()
-    whole = attached.balance is not None and attached.pipeline is None
-    return attached.balance.add_to(value) if whole and torch.is_grad_enabled() else value
+    if attached.balance is None or not torch.is_grad_enabled():
+        return value
+    return attached.balance.adds(value, share)
 
 
 def _value(objective: Objective, first: Any, batch: Mapping[str, Any]) -> Tensor:
@@ -266,4 +272,8 @@ def _for_model(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
     """The items of a batch that the model's forward has a name for, targets left out; all, where it names none."""
     named, free = _named(model), _free(model)
     targets = ("labels", "shift_labels")
-    return {k: v for k, v in batch.items() if k not in targets and (free or k in named)}
+    return {
+        k: v
+        for k, v in batch.items()
+        if k not in targets and (free or k in named or k == TOKEN_MASK)
+    }

@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 
 from hyper_parallel.errors import BatchMismatch, CheckpointMismatch, NoData
+from hyper_parallel.trainer.data._batch import Batch
 from hyper_parallel.trainer.data._sequences import (
     IGNORE_INDEX,
     Int64,
@@ -30,18 +30,6 @@ __all__ = ["IGNORE_INDEX", "Batch", "Batches", "Int64", "JoinedSequences", "Pack
 logger = logging.getLogger(__name__)
 
 _BLOCK = 1024  # sequences of a mixture whose shares are exact to one
-
-
-@dataclass(frozen=True)
-class Batch:
-    """One microbatch of one data-parallel rank."""
-
-    input_ids: Int64  # [B, S]
-    shift_labels: Int64  # [B, S]; the label at t is the token at t + 1, -100 where there is no loss
-    num_valid: int  # labels that are not -100
-    position_ids: Int64 | None = (
-        None  # [B, S], 0 where a document begins; None: a row is one document
-    )
 
 
 def check_cut(
@@ -217,7 +205,10 @@ class Batches:
         check_cut(self.sequences_per_step, dp_rank, dp_size, microbatch, accumulation)
         mine = self.step_batch(step).reshape(dp_size, accumulation, microbatch)[dp_rank]
         read = self.sequences
-        return [Batch(*read.read(i), read.num_valid(i), read.positions(i)) for i in mine]
+        return [
+            Batch(*read.read(i), read.num_valid(i), read.positions(i), read.num_real(i))
+            for i in mine
+        ]
 
     def sequences_seen(self, step: int) -> int:
         """Sequences read before a step, those of a resumed run's earlier batch sizes included."""

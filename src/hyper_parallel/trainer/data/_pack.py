@@ -210,7 +210,7 @@ def write_rows(
     it shares with others, or without packing of its own. A longer text is cut into pieces that share one token, so
     that every token but its first is a label once; a longer conversation keeps its first `seq_len` + 1 tokens, of which
     `seq_len` are scored. One without a token to learn is left out. Positions begin at 0 with every document and with
-    the padding. Returns how many were cut, in words.
+    the padding, and the number of tokens before it is kept for each row. Returns how many were cut, in words.
     """
     seq_len, learn = data.seq_len, flat.learn
     more = 0 if flat.scored else 1  # tokens that are a label only
@@ -231,11 +231,13 @@ def write_rows(
     rows = first_fit(lengths, seq_len) if data.packing else [[i] for i in range(len(used))]
     inputs = np.empty((len(rows), seq_len), flat.tokens.dtype)
     labels, positions = (np.empty((len(rows), seq_len), np.int32) for _ in range(2))
+    num_real = np.empty(len(rows), np.int32)
     for row, members in enumerate(rows):
         pieces = [_piece(flat, used[member], pad_id) for member in members]
-        inputs[row], labels[row], positions[row] = fill_row(pieces, seq_len, pad_id)
+        filled = fill_row(pieces, seq_len, pad_id)
+        inputs[row], labels[row], positions[row], num_real[row] = filled
     num_valid = (labels != IGNORE_INDEX).sum(1, dtype=np.int64)
-    arrays = {"": inputs, "_labels": labels, "_num_valid": num_valid}
+    arrays = {"": inputs, "_labels": labels, "_num_valid": num_valid, "_num_real": num_real}
     for name, array in {**arrays, **({"_positions": positions} if masked else {})}.items():
         np.save(path.with_name(f"{path.name}{name}.npy"), array)
     if learn is None:
@@ -265,13 +267,14 @@ def _piece(flat: Flat, span: slice, pad_id: int) -> tuple[NDArray[Any], NDArray[
 
 def fill_row(
     pieces: Sequence[tuple[NDArray[Any], NDArray[Any]]], seq_len: int, pad_id: int
-) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
-    """Inputs, labels and positions of a row, [S] each, of pieces with their targets and of padding."""
-    room = seq_len - sum(len(tokens) for tokens, _ in pieces)
+) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any], int]:
+    """Inputs, labels and positions of a row, [S] each, of pieces and of padding, and the tokens before the padding."""
+    num_real = sum(len(tokens) for tokens, _ in pieces)
+    room = seq_len - num_real
     padding = (np.full(room, pad_id), np.full(room, IGNORE_INDEX))
     inputs, labels = (np.concatenate(part) for part in zip(*pieces, padding, strict=True))
     positions = [np.arange(len(tokens)) for tokens, _ in (*pieces, padding)]
-    return inputs, labels, np.concatenate(positions)
+    return inputs, labels, np.concatenate(positions), num_real
 
 
 def first_fit(lengths: list[int], capacity: int) -> list[list[int]]:

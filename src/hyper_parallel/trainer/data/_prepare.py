@@ -120,13 +120,13 @@ def prepare(
         rows: list[Any] = [data.packing, masked] if masked or not data.packing else []
         rows += ["last answer"] if stage in PAIRED else []
         rows += [_TARGETS] if stage != "pt" else []
-        key = digest([*matters, stage, data.holdout, seed, *rows])
+        key = digest([*matters, stage, data.holdout, seed, *rows, "num_real"])
         directory, meta = entry(cache / "packed", key, build)
         for note in meta["notes"]:
             logger.warning("%s: %s", data.source, note)
         # These change no token and no order, which is what a checkpoint's place in the data means.
-        besides = ("_positions.npy", "_records.jsonl", ".ends.npy", ".keys.json")
-        files = {n: file for n, file in meta["files"].items() if not n.endswith(besides)}
+        extra = ("_positions.npy", "_num_real.npy", "_records.jsonl", ".ends.npy", ".keys.json")
+        files = {n: file for n, file in meta["files"].items() if not n.endswith(extra)}
         arrays = {name: file["sha256"] for name, file in files.items()}
         return PackedData(
             train=PackedSequences(directory, "train", data.seq_len),

@@ -24,7 +24,8 @@ class PackedSequences:
     S, its labels the last S. Neighbours share one token, so every token of the stream except the first is a label
     exactly once per epoch. Fewer than S tokens at the end of the stream are not used. Conversations, and
     texts that are kept apart, are stored as [N, S] inputs and [N, S] labels, already shifted, -100 where there is
-    nothing to learn, and [N, S] positions that begin at 0 with each where attention is blocked between them.
+    nothing to learn, and [N, S] positions that begin at 0 with each where attention is blocked between them. The rest
+    of a row is padding.
     """
 
     def __init__(self, directory: str | Path, split: str, seq_len: int) -> None:
@@ -42,6 +43,8 @@ class PackedSequences:
         self._margins = np.load(margins) if margins.exists() else None
         records = self.directory / f"{split}_records.jsonl"
         self._records = RecordFile(records) if records.exists() else None
+        real = self.directory / f"{split}_num_real.npy"
+        self._num_real = np.load(real) if real.exists() else None
         positions = self.directory / f"{split}_positions.npy"
         self._positions = np.load(positions, mmap_mode="r") if positions.exists() else None
 
@@ -78,6 +81,15 @@ class PackedSequences:
         inputs[~real] = 0
         labels[~real] = IGNORE_INDEX
         return inputs, labels
+
+    def num_real(self, indices: Int64) -> Int64 | None:
+        """Tokens of each row before its padding, none of a dummy row; None: no row is padded."""
+        dummy = indices < 0
+        if self._num_real is None and not dummy.any():
+            return None
+        rows = np.maximum(indices, 0)
+        found = self.seq_len if self._num_real is None else self._num_real[rows].astype(np.int64)
+        return np.where(dummy, 0, found)
 
     def desirable(self, indices: Int64) -> NDArray[np.bool_]:
         """Whether the answer of each row is a good one; the data is labelled."""
@@ -143,6 +155,15 @@ class JoinedSequences:
         for part, inside, at in self._each(indices):
             found[:, at] = part.read(inside)
         return found[0], found[1]
+
+    def num_real(self, indices: Int64) -> Int64 | None:
+        """As `PackedSequences.num_real`."""
+        found = np.full(len(indices), self.parts[0].seq_len, np.int64)
+        padded = False
+        for part, inside, at in self._each(indices):
+            if (counts := part.num_real(inside)) is not None:
+                found[at], padded = counts, True
+        return found if padded else None
 
     def desirable(self, indices: Int64) -> NDArray[np.bool_]:
         """As `PackedSequences.desirable`."""

@@ -30,7 +30,7 @@ from hyper_parallel.trainer.data._sources import Source
 _BLOCK = 256  # documents that are shuffled together, and all that a resumed run tokenises twice
 _KEPT = 4  # steps that can be asked for again
 
-Row = tuple[NDArray[Any], NDArray[Any], NDArray[Any]]
+Row = tuple[NDArray[Any], NDArray[Any], NDArray[Any], int]
 """Inputs, shifted labels and positions, [S] each."""
 
 
@@ -102,7 +102,7 @@ class Stream:
             count = max(0, (len(tokens) - 1) // size)
             for begin in range(0, count * size, size):
                 window = tokens[begin : begin + size + 1]
-                yield place(begin + size), (window[:-1], window[1:], np.arange(size))
+                yield place(begin + size), (window[:-1], window[1:], np.arange(size), size)
             done = count * size
             starts = [(0, place(done)), *((s - done, p) for s, p in starts if s > done)]
             tokens = tokens[done:]
@@ -159,7 +159,7 @@ class StreamBatches:
 
     def num_valid(self, step: int) -> int:
         """Labels with loss in a step over all ranks; every rank knows it without communication."""
-        return sum(int((labels != IGNORE_INDEX).sum()) for _, labels, _ in self._step(step))
+        return sum(int((labels != IGNORE_INDEX).sum()) for _, labels, *_ in self._step(step))
 
     def microbatches(
         self, step: int, dp_rank: int, dp_size: int, microbatch: int, accumulation: int
@@ -170,13 +170,13 @@ class StreamBatches:
         first = dp_rank * accumulation * microbatch
         batches = []
         for begin in range(first, first + accumulation * microbatch, microbatch):
-            inputs, labels, positions = (
+            inputs, labels, positions, num_real = (
                 np.stack(part).astype(np.int64)
                 for part in zip(*rows[begin : begin + microbatch], strict=True)
             )
             valid = int((labels != IGNORE_INDEX).sum())
             kept: Int64 | None = positions if self.stream.masked else None
-            batches.append(Batch(inputs, labels, valid, kept))
+            batches.append(Batch(inputs, labels, valid, kept, num_real))
         return batches
 
     def sequences_seen(self, step: int) -> int:

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from hyper_parallel.backends.torch import (
+    TOKEN_MASK,
     clip_grad_norm_,
     count_routing,
     forward_backward,
@@ -263,11 +264,7 @@ class Loop:
             return self._fetch(batches, step - 1, lr, share)
 
     def gradients(self, inputs: StepInputs) -> tuple[Tensor, Tensor]:
-        """Forward, backward and clipping of one step; reads no value.
-
-        Returns:
-            This rank's share of the loss, and the global gradient norm before clipping.
-        """
+        """Return this rank's share of the loss and the global gradient norm before clipping; reads no value."""
         span = self.recorder.span
         scale = 1.0 if self.scale is None else self.scale.value
         if self.stage is None:
@@ -354,7 +351,7 @@ class Loop:
 
     def count_routing(self) -> Routing:
         """What the experts of the step were given."""
-        if handle(self.model).experts is None:
+        if not handle(self.model).routes:
             return None
         with self.recorder.span("routing", "communication"):
             return count_routing(self.model)
@@ -381,10 +378,12 @@ class Loop:
         dp, microbatch = self.plan.strategy.dp, self.plan.workload.microbatch or 1
         rounds = batches.sequences_per_step // (dp * microbatch)
         parts = batches.microbatches(index, share, dp, microbatch, rounds)
+        names = ["input_ids", "shift_labels", "position_ids"]
+        names += [TOKEN_MASK] if handle(self.model).routes else []
         tensors = [
             {
                 name: torch.from_numpy(array).to(self.world.device, non_blocking=True)
-                for name in ("input_ids", "shift_labels", "position_ids")
+                for name in names
                 if (array := getattr(b, name)) is not None
             }
             for b in parts

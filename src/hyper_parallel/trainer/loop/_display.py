@@ -51,7 +51,12 @@ class Display:
 
 
 def startup_panel(
-    plan: Plan, data: str, output_dir: str, weights: str, on_topology: bool = True
+    plan: Plan,
+    data: str,
+    output_dir: str,
+    weights: str,
+    on_topology: bool = True,
+    router_loss: str | None = None,
 ) -> Panel:
     """Topology, model, mesh, plan, prediction and data of a run at a glance."""
     work = plan.workload
@@ -66,6 +71,7 @@ def startup_panel(
         "mesh": str(plan.mesh),
         "step": f"{tokens} tokens: {batch} per data rank, {work.compute_dtype}",
         "data": data,
+        **({} if router_loss is None else {"router loss": router_loss}),
         "plan": plan.fingerprint,
         "predicted step": f"{format_seconds(plan.whole_step_s)}, MFU {plan.predicted_mfu:.1%}"
         + _of_roles(plan)

@@ -31,6 +31,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from hyper_parallel.backends.torch import TOKEN_MASK
 from hyper_parallel.backends.torch._slots import why_no_slots
 from hyper_parallel.ir import Plan
 from hyper_parallel.trainer.data._batches import IGNORE_INDEX
@@ -234,6 +235,7 @@ class GrpoStage:
         return {
             "input_ids": made.tokens[:, :-1],
             "shift_labels": made.labels,
+            TOKEN_MASK: made.real,
             "advantages": advantages,
             "rollout_logprobs": made.logprobs[:, 1:],
         }

@@ -54,6 +54,12 @@ class Completions:
         return self.versions != NOT_SAMPLED
 
     @property
+    def real(self) -> Tensor:
+        """[N, S] whether a token comes before the last one of its row, so that a next one follows."""
+        places = torch.arange(self.tokens.shape[1] - 1, device=self.ends.device)
+        return places < self.ends[:, None] - 1
+
+    @property
     def labels(self) -> Tensor:
         """[N, S] the sampled token that comes after each; `IGNORE_INDEX` where none does."""
         return torch.where(self.sampled, self.tokens, IGNORE_INDEX)[:, 1:]

@@ -13,25 +13,23 @@ router and experts are summed over the ranks like those of norms.
 from __future__ import annotations
 
 import inspect
-import math
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hyper_parallel.backends.torch.context._state import ContextState
-from hyper_parallel.backends.torch.experts._dispatch import dispatch, place, touch
+from hyper_parallel.backends.torch.experts._dispatch import Capacity, dispatch, place, touch
 from hyper_parallel.backends.torch.experts._list import ExpertList, ListBlock, is_list
+from hyper_parallel.backends.torch.experts._padding import Tokens
 from hyper_parallel.backends.torch.experts._routing import (
     ExpertState,
     LayerRouting,
     Routing,
-    Tokens,
+    count_rows,
     counts_now,
 )
 from hyper_parallel.backends.torch.tensor._gradients import show_local
-from hyper_parallel.backends.torch.tensor._state import TpState
 from hyper_parallel.errors import UnsupportedSharding
 
 
@@ -61,8 +59,7 @@ def expert_state(
 def apply_to_experts(
     model: nn.Module,
     state: ExpertState,
-    tp: TpState | None,
-    context: ContextState | None,
+    tokens: Tokens,
     in_decoder: bool,
 ) -> None:
     """Put dispatch around every module of experts on this rank.
@@ -70,11 +67,11 @@ def apply_to_experts(
     Refused are experts that are not called with tokens, indices and weights, or that lie in a module whose activations
     every tensor-parallel rank holds (not `in_decoder`, a Hugging Face model with a list of decoder layers).
     """
-    group, capacity = state.group, state.options.capacity_factor
+    group, capacity, tp = state.group, state.options.capacity_factor, tokens.tp
     plain = group is None and tp is None and capacity is None
     modules = dict(model.named_modules())
     state.modules = tuple(name for name in state.num_experts if name in modules)
-    state.tokens = Tokens(tp, context)
+    state.tokens = tokens
     for name in state.modules:
         module, block = modules[name], modules[name.rpartition(".")[0]]
         divided = isinstance(module, ExpertList)
@@ -131,27 +128,40 @@ class _Forward:
 
     def __init__(self, module: nn.Module, name: str, state: ExpertState) -> None:
         self.module, self.inner, self.name, self.state = module, module.forward, name, state
+        self.in_batch = False
         self.in_parts = any(True for child in module.children() for _ in child.parameters())
 
     def __call__(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        """[N, D] of hidden [N, D], index [N, k] and weights [N, k]."""
-        rows = hidden.shape[0]
-        kept = self.state.tokens.among(rows, hidden.device)
+        """[N, D] of hidden [N, D], index [N, k] and weights [N, k]; some have [B, S, D] for [N, D]."""
+        shape, rows = hidden.shape, index.shape[0]
+        self.in_batch = hidden.dim() == 3
+        if self.in_batch:
+            hidden = hidden.reshape(-1, shape[-1])
+        tokens = self.state.tokens
+        kept = tokens.among(rows, hidden.device)
+        real = tokens.real(kept, rows)
         if kept is not None:
             hidden, index, weights = hidden[kept], index[kept], weights[kept]
         if self.state.group is None and self.state.options.capacity_factor is None:
             if counts_now():
-                load = torch.bincount(index.reshape(-1), minlength=self.module.num_experts)
-                self.state.layers[self.name].add(load, index.numel())
+                load = count_rows(index, self.module.num_experts, real)
+                self.state.layers[self.name].add(load, load.sum())
             out = self._work(hidden, index, weights)
         else:
-            out = self._dispatched(hidden, index, weights)
-        return out if kept is None else place(out, kept, rows)
+            out = self._dispatched(hidden, index, weights, real)
+        out = out if kept is None else place(out, kept, rows)
+        return out.reshape(shape) if self.in_batch else out
 
-    def _dispatched(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    def _dispatched(
+        self, hidden: Tensor, index: Tensor, weights: Tensor, real: Tensor | None
+    ) -> Tensor:
         group, factor = self.state.group, self.state.options.capacity_factor
         num_experts: int = self.module.num_experts
-        limit = None if factor is None else math.ceil(factor * index.numel() / num_experts)
+        capacity = None if factor is None else Capacity.of(factor, index, num_experts, real)
+        padding = self.state.tokens.padding
+        # Padding takes no place of a capacity, and is left out where nobody reads its results.
+        computed = real if capacity is not None or (padding and padding.unread) else None
+        load = count_rows(index, num_experts, real) if real is not None and counts_now() else None
 
         def work(rows: Tensor, local_expert: Tensor) -> Tensor:
             ones = weights.new_ones(len(rows), 1)
@@ -163,7 +173,7 @@ class _Forward:
                 self.module.num_experts = num_experts
 
         layer = self.state.layers[self.name]
-        back = dispatch(hidden, index, num_experts, group, limit, layer, work)
+        back = dispatch(hidden, index, num_experts, group, capacity, layer, work, computed, load)
         back = back.view(*index.shape, hidden.shape[1])
         return (back * weights.unsqueeze(-1)).sum(1).to(hidden.dtype)
 
@@ -171,5 +181,8 @@ class _Forward:
         """The model's own code; every parameter has a gradient on every rank, and so has the router."""
         if not len(hidden):
             return touch(hidden, (*self.module.parameters(), weights))
-        out = self.inner(hidden, index, weights)
+        if self.in_batch:
+            out = self.inner(hidden.unsqueeze(0), index, weights).squeeze(0)
+        else:
+            out = self.inner(hidden, index, weights)
         return touch(out, self.module.parameters()) if self.in_parts else out

@@ -2,12 +2,15 @@
 
 The auxiliary loss is the one Hugging Face models compute on one device (Switch Transformer, Fedus et al. 2021,
 equations 4 to 6, over all layers at once): with f_e the rows of expert e and P_e the sum of its probabilities, both
-over the tokens of all layers, divided by the number n of (layer, token) pairs,
+over the real tokens of all layers, divided by the number n of (layer, token) pairs,
 
     aux = E * sum_e f_e P_e
 
 It is not a sum over tokens, so f and n are added up over all ranks before backward. f has no gradient; the gradient of
 P is a sum over tokens, hence each rank's own share of it is exact and needs no communication in backward.
+
+A microbatch weighs as much as in the cross entropy: valid targets over the divisor of the loss, added up over ranks.
+The microbatches of a step, however many and however long, then have the weight 1 together.
 
 A pipeline stage has some of the layers. So what was routed travels with the activations, 2 E + 1 numbers per
 microbatch, and every stage adds its own. The last stage adds them up over the data-parallel ranks, which gives the
@@ -25,93 +28,111 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from hyper_parallel.backends.torch._collectives import all_reduce
-from hyper_parallel.backends.torch.experts._routing import ExpertState, counts_now
+from hyper_parallel.backends.torch.experts._padding import Tokens
+from hyper_parallel.backends.torch.experts._router_loss import (
+    FLAG,
+    RouterLoss,
+    expert_logits,
+    load_balance,
+    router_loss_facts,
+)
+from hyper_parallel.backends.torch.experts._routing import (
+    Routing,
+    balanced_loss,
+    count_rows,
+    counts_now,
+)
 from hyper_parallel.errors import UnsupportedSharding
-from hyper_parallel.ir import Plan, Purpose
-
-_ROUTERS = ("gate", "router")
+from hyper_parallel.ir import Purpose, Strategy
 
 
 class BalanceLoss:
-    """The auxiliary loss of this rank's layers; the ranks of `groups`, one after another, are all of one stage."""
+    """The auxiliary loss of this rank's layers.
+
+    Args:
+        facts: The loss of the model on one device.
+        coefficient: Its weight.
+        strategy: Degrees of the layout.
+        groups: Groups whose ranks, one group after another, are all ranks of one pipeline stage.
+        world_group: All ranks; None on one.
+        device: Where the ranks compute.
+    """
 
     def __init__(
         self,
-        state: ExpertState,
-        plan: Plan,
-        groups: list[dist.ProcessGroup],
+        facts: RouterLoss,
         coefficient: float,
-        top_k: int,
+        strategy: Strategy,
+        groups: list[dist.ProcessGroup],
+        world_group: dist.ProcessGroup | None,
+        device: torch.device,
     ) -> None:
-        self._state, self._groups, self._top_k = state, groups, top_k
-        self._weight = coefficient / (plan.workload.accumulation_steps or 1)
+        self._facts, self._groups, self._world, self._device = facts, groups, world_group, device
+        self._weight = coefficient * facts.scale
+        self._staged, self._copies = strategy.pp > 1, strategy.tp
         # Ranks whose losses are added up for the loss of the step.
-        self._reporting = plan.strategy.dp * plan.strategy.cp
-        # Of the running pass: router logits [rows, E] per layer and which rows are tokens (None: all), and the weight
-        # of each token (None: all count).
-        self._logits: list[tuple[Tensor, Tensor | None]] = []
-        self._mask: Tensor | None = None
-        # Of the microbatches of the step so far, before weighting, over all ranks.
-        self._losses: list[Tensor] = []
+        self._reporting = strategy.dp * strategy.cp
+        self._tokens = Tokens()
+        # Of the running pass: router logits per layer; this rank's share of the step's cross entropy, as a weight.
+        self._logits: list[Tensor] = []
+        self._share: Tensor | float = 0.0
+        # Of the microbatches of the step so far, over all ranks: weighted sum of their losses, and sum of weights.
+        self._sums: Tensor | None = None
 
     @classmethod
     def of(
-        cls, model: nn.Module, state: ExpertState | None, plan: Plan, mesh: DeviceMesh | None
+        cls,
+        model: nn.Module,
+        routing: Routing,
+        strategy: Strategy,
+        mesh: DeviceMesh | None,
+        world_group: dist.ProcessGroup | None,
+        device: torch.device,
     ) -> BalanceLoss | None:
-        """The loss whose weight is the choice, else what the model's config asks for; None when that is none.
+        """Return the loss of a whole model, before it is cut; None when a step adds none.
 
-        The model is kept from computing its own, which would be that of one rank's tokens.
+        Raises:
+            UnsupportedSharding: HP205 for a loss that the model adds and that is not known.
         """
-        if state is None:
+        facts = balanced_loss(model, routing, strategy.world_size == 1)
+        if facts is None:
             return None
-        config, coefficient = getattr(model, "config", None), state.options.aux_loss_coef
-        own = getattr(config, "router_aux_loss_coef", None)
-        if coefficient is None and getattr(config, "output_router_logits", False):
-            coefficient = own
-        groups = [] if state.world_group is None else [state.world_group]
-        if state.staged and mesh is not None:
+        wanted = routing.aux_loss_coef
+        coefficient = facts.coefficient if wanted is None else wanted
+        groups = [] if world_group is None else [world_group]
+        if strategy.pp > 1 and mesh is not None:
             names = [n for n in mesh.mesh_dim_names or () if n != "pp" and mesh[n].size() > 1]
             groups = [mesh.get_group(n) for n in names]
-        top_k = config.num_experts_per_tok if coefficient else 0
-        balance = cls(state, plan, groups, float(coefficient or 0.0), top_k)
-        if own is not None:
-            model.register_forward_pre_hook(balance._begin, with_kwargs=True)
-        if not coefficient:
-            return None
-        for name in state.modules:
-            balance._record(_router(model, name))
-        return balance
+        return cls(facts, coefficient, strategy, groups, world_group, device)
 
-    def _begin(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+    def watch(self, model: nn.Module, tokens: Tokens) -> None:
+        """Record the router logits of the modules that are on this rank."""
+        self._tokens = tokens
+        modules = dict(model.named_modules())
+        for name, output in self._facts.routers:
+            if name in modules:
+                self._record(modules[name], output)
+        model.register_forward_pre_hook(self._begin)
+
+    def _begin(self, module: nn.Module, args: Any) -> None:
         self._logits.clear()
-        if kwargs.get("output_router_logits"):
-            raise UnsupportedSharding(
-                "router logits are not returned; `loss` already has the auxiliary loss of all ranks",
-                where=type(module).__name__,
-                hint="moe.aux_loss_coef=0.001",
-            )
-        mask = kwargs.get("attention_mask")
-        self._mask = mask.reshape(-1) if isinstance(mask, Tensor) and mask.dim() == 2 else None
-        return args, {**kwargs, "output_router_logits": False}
+        self._share = 0.0
 
-    def _record(self, router: nn.Module) -> None:
+    def _record(self, router: nn.Module, output: int) -> None:
         inner = router.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            output = inner(*args, **kwargs)
+            result = inner(*args, **kwargs)
             if counts_now():
-                logits = output[0] if isinstance(output, tuple) else output
-                # Taken out later: what recompute makes again must be the same operations.
-                kept = self._state.tokens.among(logits.shape[0], logits.device)
-                self._logits.append((logits, kept))
-            return output
+                self._logits.append(result[output] if isinstance(result, tuple) else result)
+            return result
 
         router.forward = forward
 
     def messages(self) -> tuple[Tensor, Tensor]:
         """Memory for what comes with activations, [2 E + 1], and for what comes with gradients, [E]."""
-        width = self._state.width
-        new = torch.empty(2 * width + 1, dtype=torch.float64, device=self._state.device)
+        width = self._facts.num_experts
+        new = torch.empty(2 * width + 1, dtype=torch.float64, device=self._device)
         return new, new.new_empty(width)
 
     def add(self, before: Tensor | None) -> tuple[Tensor | None, Tensor]:
@@ -126,76 +147,107 @@ class BalanceLoss:
 
     def close(self, total: Tensor) -> tuple[Tensor, Tensor]:
         """Behind the last layer: this rank's share of the weighted loss, and [E] its derivative for all stages."""
+        share = total.new_zeros(1) + self._share / self._copies
+        sums = torch.cat((total, share))
         for group in self._groups:
-            all_reduce(total, group, Purpose.BALANCE_LOSS)
-        num_experts = len(total) // 2
-        load, probability, number = total.split((num_experts, num_experts, 1))
+            all_reduce(sums, group, Purpose.BALANCE_LOSS)
+        num_experts = self._facts.num_experts
+        load, probability, number, weight = sums.split((num_experts, num_experts, 1, 1))
+        number = number.clamp(min=1)
+        value = load_balance(load, probability, number)
+        weight = weight.squeeze(0)
+        value = value.squeeze(0)
+        sums = torch.stack((weight * value * self._facts.scale, weight))
+        self._sums = sums if self._sums is None else self._sums + sums
         slope = num_experts * load / number.square()
-        value = (slope * probability).sum()
-        self._losses.append(value)
-        return self._weight * value / self._reporting, self._weight * slope
+        if self._tokens.tp is None:
+            # Each tensor-parallel rank has counted all tokens, and has the whole gradient.
+            slope = slope * self._copies
+        weight = self._weight * weight
+        return weight * value / self._reporting, weight * slope
 
-    def add_to(self, loss: Tensor) -> Tensor:
-        """`loss` of a whole model and this rank's share; its gradient is that of the tokens of this rank."""
+    def take_share(self, loss: Tensor, share: Tensor | float) -> Tensor:
+        """Return `loss`, whose microbatch has this share of the step on this rank; a stage adds its own in `close`."""
+        self._share = share
+        return loss
+
+    def add_to(self, loss: Tensor, share: Tensor | float) -> Tensor:
+        """Return `loss` of a whole model and this rank's part; its gradient is that of the tokens of this rank.
+
+        Args:
+            loss: Loss of a microbatch on this rank.
+            share: This rank's share of the step's cross entropy: valid targets over the divisor of the loss.
+        """
+        self._share = share
         own, total = self.add(None)
         if own is None:
             return loss
         value, slope = self.close(total)
-        share = (slope.to(own.dtype) * own).sum()
-        share = share + (value - share.double()).to(share.dtype).detach()
-        return loss + share.to(loss.dtype)
+        part = (slope.to(own.dtype) * own).sum()
+        part = part + (value - part.double()).to(part.dtype).detach()
+        return loss + part.to(loss.dtype)
+
+    @property
+    def adds(self) -> Any:
+        """What the loss function does with the loss of a microbatch and its share."""
+        return self.take_share if self._staged else self.add_to
 
     def _routed(self) -> tuple[Tensor, Tensor]:
-        """What the layers of the running pass routed on this rank; their logits are let go.
+        """Return what the layers of the running pass routed on this rank; their logits are let go.
 
         Returns:
             [E] sums of probabilities, with their graph, and [2 E + 1] float64 without: rows of each expert, the same
             sums, and how many (layer, token) pairs there were.
         """
-        logits = [every if kept is None else every[kept] for every, kept in self._logits]
+        every, num_experts = self._logits.copy(), self._facts.num_experts
         self._logits.clear()
-        (tokens, num_experts), like = logits[0].shape, logits[0]
-        mask = self._mask
-        if mask is not None:
-            mask = self._state.tokens.own(mask.to(like.device).double())
+        like = every[0]
         wide = torch.promote_types(like.dtype, torch.float32)
         counts = like.new_zeros(num_experts, dtype=torch.float64)
-        own = like.new_zeros(num_experts, dtype=wide)
-        for layer in logits:
+        own, number = like.new_zeros(num_experts, dtype=wide), counts.new_zeros(1)
+        for logits in every:
+            layer = expert_logits(logits, self._facts.product_keys)
+            kept, real = self._tokens.own(len(layer), layer.device)
+            layer = layer if kept is None else layer[kept]
             probabilities = torch.softmax(layer, dim=-1)
-            chosen = torch.topk(probabilities, self._top_k, dim=-1).indices.reshape(-1)
+            chosen = torch.topk(probabilities, self._facts.top_k, dim=-1).indices
+            counts += count_rows(chosen, num_experts, real)
             probabilities = probabilities.to(wide)
-            weights = None if mask is None else mask.repeat_interleave(self._top_k)
-            counts += torch.bincount(chosen, weights, minlength=num_experts)
-            own = own + (probabilities if mask is None else probabilities * mask.unsqueeze(-1)).sum(
-                0
-            )
-        rows = len(logits) * (float(tokens) if mask is None else mask.sum())
-        return own, torch.cat((counts, own.detach().double(), counts.new_zeros(1) + rows))
+            if real is not None:
+                probabilities = probabilities * real.unsqueeze(-1)
+            own = own + probabilities.sum(0)
+            number = number + (len(layer) if real is None else real.sum())
+        return own, torch.cat((counts, own.detach().double(), number))
 
     def mean(self) -> Tensor | None:
-        """Of the microbatches of a step, which ends; of a pipeline only the last stage knows it. NaN: none had one."""
-        losses, self._losses = self._losses, []
-        state = self._state
-        if not (losses or state.staged):
-            return None
-        both = torch.zeros(2, device=state.device, dtype=torch.float64)
-        if losses:
-            both += torch.stack([torch.stack(losses).mean().double(), both.new_ones(())])
-        if state.staged:
-            all_reduce(both, state.world_group, Purpose.BALANCE_LOSS)
-        return both[0] / both[1]
+        """Return the loss before weighting, mean over the microbatches of the step, which ends; None: none had one."""
+        sums, self._sums = self._sums, None
+        if sums is None:
+            if not self._staged:
+                return None
+            sums = torch.zeros(2, dtype=torch.float64, device=self._device)
+        if self._staged and self._world is not None:  # only the last stage knows it
+            all_reduce(sums, self._world, Purpose.BALANCE_LOSS)
+        return sums[0] / sums[1]
 
 
-def _router(model: nn.Module, experts: str) -> nn.Module:
-    """The router beside a module of experts."""
-    block = model.get_submodule(experts.rpartition(".")[0])
-    for name in _ROUTERS:
-        if isinstance(router := getattr(block, name, None), nn.Module):
-            return router
-    raise UnsupportedSharding(
-        "no router was found beside the experts",
-        where=experts,
-        got=", ".join(name for name, _ in block.named_children()),
-        allowed=_ROUTERS,
-    )
+def forbid_own_loss(model: nn.Module, routing: Routing, strategy: Strategy) -> None:
+    """Keep a model from adding its own router loss, which is that of one rank's tokens, whether or not ours is added.
+
+    Its router logits are not returned either. A loss that is not known stays on one rank.
+    """
+    facts = router_loss_facts(model)
+    own = facts is not None and not facts.known and routing.aux_loss_coef is None
+    if facts is None or (own and strategy.world_size == 1):
+        return
+
+    def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        if kwargs.get(FLAG):
+            raise UnsupportedSharding(
+                "router logits are not returned; `loss` already has the auxiliary loss of all ranks",
+                where=type(module).__name__,
+                hint="moe.aux_loss_coef=0.001",
+            )
+        return args, {**kwargs, FLAG: False}
+
+    model.register_forward_pre_hook(before, with_kwargs=True)

@@ -18,9 +18,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hyper_parallel.backends.torch._collectives import all_reduce
-from hyper_parallel.backends.torch.context._state import ContextState
-from hyper_parallel.backends.torch.tensor._collectives import piece_size
-from hyper_parallel.backends.torch.tensor._state import TpState
+from hyper_parallel.backends.torch.experts._padding import Tokens
+from hyper_parallel.backends.torch.experts._router_loss import (
+    RouterLoss,
+    causal_form,
+    router_loss_facts,
+)
 from hyper_parallel.errors import UnsupportedSharding
 from hyper_parallel.ir import Purpose
 
@@ -32,8 +35,8 @@ class Routing:
     """Choices about routing; the defaults are what the model does by itself.
 
     Attributes:
-        aux_loss_coef: Weight of the auxiliary load-balancing loss. None: `router_aux_loss_coef` of the model's config
-            when its `output_router_logits` is true, else 0.
+        aux_loss_coef: Weight of the auxiliary load-balancing loss. None: the weight with which the model itself adds
+            that loss, 0 when it does not.
         bias_update_rate: Step of the router biases after each optimizer step; 0 leaves them.
         capacity_factor: An expert takes at most ceil(factor * rows / experts) of the rows of one rank and pass, first
             tokens first; the others add nothing to their token. None: no limit.
@@ -42,40 +45,6 @@ class Routing:
     aux_loss_coef: float | None = None
     bias_update_rate: float = 0.0
     capacity_factor: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Tokens:
-    """Tells the tokens among the rows of a layer from the padding of tensor and of context parallelism."""
-
-    tp: TpState | None
-    context: ContextState | None
-
-    def among(self, rows: int, device: torch.device) -> Tensor | None:
-        """Indices of the rows that are tokens; None: all of them."""
-        start, total = 0, rows
-        if self.tp is not None and self.tp.by_sequence:
-            real = self.tp.grid.places(self.tp.rank) >= 0
-            return None if bool(real.all()) else real.nonzero().squeeze(1).to(device)
-        if self.tp is not None:
-            total = math.prod(self.tp.batch)
-            assert piece_size(total, self.tp.degree) == rows, f"{rows} rows of {total} tokens"
-            start = min(self.tp.rank * rows, total)
-        stop = min(start + rows, total)
-        view = self.context.view if self.context is not None else None
-        if view is not None and view.cut.padded != view.cut.seq_len:
-            assert self.context is not None
-            held = torch.tensor(view.cut.positions(self.context.group.rank())) < view.cut.seq_len
-            real = held.repeat(total // len(held))[start:stop]
-            return real.nonzero().squeeze(1).to(device)
-        return torch.arange(stop - start, device=device) if stop - start < rows else None
-
-    def own(self, values: Tensor) -> Tensor:
-        """Of one value per token of the batch those of this rank's tokens, in the order of their rows."""
-        if self.tp is None:
-            return values
-        places = self.tp.grid.places(self.tp.rank).to(values.device)
-        return values[places[places >= 0]]
 
 
 @dataclass(slots=True)
@@ -116,7 +85,7 @@ class ExpertState:
     staged: bool
     device: torch.device
     modules: tuple[str, ...] = ()
-    tokens: Tokens = field(default_factory=lambda: Tokens(None, None))
+    tokens: Tokens = field(default_factory=Tokens)
     layers: dict[str, LayerRouting] = field(default_factory=dict)
 
     @property
@@ -149,23 +118,29 @@ def counts_now() -> bool:
     return torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
 
 
-def check_routing(model: nn.Module, routing: Routing, where: str | None = None) -> None:
+def check_routing(
+    model: nn.Module, routing: Routing, where: str | None = None, alone: bool = False
+) -> str | None:
     """Refuse choices about routing that a model has nothing for.
 
     Args:
         model: On any device, meta included.
         routing: The choices.
         where: Where they were made, for errors.
+        alone: As of `balanced_loss`.
+
+    Returns:
+        The loss that a step adds for the routers, in words; None: it adds none.
 
     Raises:
-        UnsupportedSharding: HP205 with the first of them.
+        UnsupportedSharding: HP205 with the first of them, and for a router loss that is not known.
     """
     experts = any(name.rpartition(".")[2] == "experts" for name, _ in model.named_modules())
     biases = any(name.rpartition(".")[2] == _BIAS for name, _ in model.named_buffers())
-    loss = getattr(getattr(model, "config", None), "router_aux_loss_coef", None) is not None
+    facts = balanced_loss(model, routing, alone)
     for key, what, has in (
         ("capacity_factor", "routed experts", experts),
-        ("aux_loss_coef", "load-balancing loss", loss),
+        ("aux_loss_coef", "load-balancing loss", facts is not None),
         ("bias_update_rate", "router biases to balance", biases),
     ):
         asked = getattr(routing, key)
@@ -176,6 +151,54 @@ def check_routing(model: nn.Module, routing: Routing, where: str | None = None) 
                 got=f"{key}={asked}",
                 hint=f"moe.{key}={'0' if key == 'bias_update_rate' else 'null'}",
             )
+    return None if facts is None else _in_words(facts, routing.aux_loss_coef)
+
+
+def _in_words(facts: RouterLoss, wanted: float | None) -> str:
+    """Return what a step adds for the routers of a model, in words."""
+    weight = f"{facts.coefficient:g} (the model's own)" if wanted is None else f"{wanted:g}"
+    return (
+        f"weight {weight}, {len(facts.routers)} routers of {facts.num_experts} experts; "
+        "of each microbatch over all data ranks, weighted by its targets"
+    )
+
+
+def balanced_loss(model: nn.Module, routing: Routing, alone: bool = False) -> RouterLoss | None:
+    """Return the router loss that a step adds; None when it adds none, or when the model adds its own on one rank.
+
+    A model without a language head, such as a reward model, has the loss of its causal language model on request.
+
+    Args:
+        model: On any device, meta included.
+        routing: The choices.
+        alone: There is one rank, where a loss that is not known can stay the model's own.
+
+    Raises:
+        UnsupportedSharding: HP205 when the model adds a loss that is not known.
+    """
+    facts, wanted = router_loss_facts(model), routing.aux_loss_coef
+    if facts is None and wanted and (causal := causal_form(model)) is not None:
+        facts = router_loss_facts(causal)
+    if facts is None or not (wanted if wanted is not None else facts.requested):
+        return None
+    if not facts.known and alone and wanted is None:
+        return None
+    if not facts.known:
+        raise UnsupportedSharding(
+            "the router loss of this model is none that can be computed over ranks",
+            where=type(model).__name__,
+            allowed="the load-balancing loss of routers [tokens, experts], E * sum of f_e P_e",
+            hint="moe.aux_loss_coef=0",
+        )
+    return facts
+
+
+def count_rows(index: Tensor, num_experts: int, real: Tensor | None) -> Tensor:
+    """Return the [E] rows of each expert among `index` [N, k]; of real tokens [N] only, None: all are."""
+    if real is None:
+        return torch.bincount(index.reshape(-1), minlength=num_experts)
+    counted = real.unsqueeze(1).expand_as(index).reshape(-1).long()
+    return counted.new_zeros(num_experts).index_add_(0, index.reshape(-1), counted)
 
 
 def collect_routing(model: nn.Module, state: ExpertState) -> Tensor | None:

@@ -73,9 +73,13 @@ class Pipeline:
         loss_of: LossOf,
         span: Span,
         train: bool,
+        scale: float = 1.0,
     ) -> Tensor:
-        """Forward and, to train, backward of all microbatches; the loss on the rank of the last stage, 0 elsewhere."""
-        running = _PipelinePass(self, model, microbatches, loss_of, span, train)
+        """Forward and, to train, backward of all microbatches; the loss on the rank of the last stage, 0 elsewhere.
+
+        `scale` is a factor that the losses of `loss_of` have, and that of the routers gets too.
+        """
+        running = _PipelinePass(self, model, microbatches, loss_of, span, train, scale)
         if not train:
             return running.run()
         gradients = None if self.tp is None else self.tp.gradients
@@ -188,7 +192,9 @@ class _PipelinePass:
         loss_of: LossOf,
         span: Span,
         train: bool,
+        scale: float,
     ) -> None:
+        self._scale = scale
         self._pipeline, self._model, self._microbatches = pipeline, model, microbatches
         self._loss_of, self._span, self._train = loss_of, span, train
         self._splits = pipeline.splits(model)
@@ -255,7 +261,7 @@ class _PipelinePass:
             roots += [] if mine is None else [mine]
             more = (total,)
             if stage == last:
-                share, slope = self._balance.close(total)
+                share, slope = (self._scale * part for part in self._balance.close(total))
                 self._total += share
                 self._slopes[i] = slope
         if stage < last:
