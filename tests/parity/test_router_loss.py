@@ -9,7 +9,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    Qwen3MoeForCausalLM,
+)
 
 import hyper_parallel as hp
 from hyper_parallel.backends.torch import router_loss_facts
@@ -116,6 +121,15 @@ def test_the_coefficient_is_that_of_the_model_and_not_of_its_config() -> None:
     model = _build(_QWEN, meta=True)
     model.router_aux_loss_coef = 0.7
     assert router_loss_facts(model).coefficient == 0.7
+
+
+def test_a_class_that_passes_all_arguments_on_has_the_loss_of_its_base() -> None:
+    class Derived(Qwen3MoeForCausalLM):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return super().forward(*args, **kwargs)
+
+    derived = Derived(AutoConfig.for_model(**_SIZES, **_QWEN))
+    assert router_loss_facts(derived) == router_loss_facts(_build(_QWEN, meta=True))
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,7 @@ def router_loss_facts(model: nn.Module) -> RouterLoss | None:
     Returns:
         The facts; None for a model that adds no such loss.
     """
-    if FLAG not in inspect.signature(type(model).forward).parameters:
+    if not _takes_flag(type(model)):
         return None
     configured = bool(getattr(text_config(model), FLAG, False))
     unknown = RouterLoss(math.nan, configured, 0, 0, 0.0, False, ())
@@ -122,6 +122,16 @@ def causal_form(model: nn.Module) -> nn.Module | None:
     with torch.device("meta"):
         found: nn.Module = AutoModelForCausalLM.from_config(config)
     return found
+
+
+def _takes_flag(kind: type[nn.Module]) -> bool:
+    """Return whether a forward takes router logits as an argument, maybe for that of a class it derives from."""
+    own = inspect.signature(kind.forward).parameters
+    rest = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in own.values())
+    bases = [base.forward for base in kind.__mro__[1:] if "forward" in vars(base)]
+    return FLAG in own or (
+        rest and any(FLAG in inspect.signature(forward).parameters for forward in bases)
+    )
 
 
 class _StandIn(nn.Module):
