@@ -73,7 +73,7 @@ def assistant_spans(
         if message["role"] != "assistant" or i < num_context:
             continue
         opens = all(turn["role"] == "system" for turn in messages[:i])
-        find = _opening_turn if opens else _later_turn
+        find = _turn_by_header if opens else _later_turn
         span = find(tokenizer, messages, i, full, where)
         if span is None:
             raise _unstable(f"{where}, turn {i + 1}", full)
@@ -99,8 +99,10 @@ def _later_turn(
     """Return where turn `i`, which answers a user, begins and ends in the `full` text; None when it cannot be told."""
     before = render(tokenizer, messages[:i], prompt=True, where=where)
     upto = render(tokenizer, messages[: i + 1], where=where)
-    if not full.startswith(before):
-        return None
+    if not full.startswith(
+        before
+    ):  # a generation prompt may begin a reasoning block that earlier turns lack
+        return _turn_by_header(tokenizer, messages, i, full, where)
     if full.startswith(upto):
         return len(before), len(upto)
     # Some templates add a reasoning block to the last turn only (Qwen3): the words and the marker must follow.
@@ -111,24 +113,26 @@ def _later_turn(
     return (len(before), len(full) - len(turn) + len(said)) if turn.startswith(said) else None
 
 
-def _opening_turn(
+def _turn_by_header(
     tokenizer: Any, messages: Sequence[Message], i: int, full: str, where: str
 ) -> tuple[int, int] | None:
-    """Return as `_later_turn` for a turn `i` before any of a user, where no generation prompt shows where it begins."""
+    """Return as `_later_turn` by the text that the template writes before other words in the same place."""
     shown = [
         *messages[:i],
         {"role": "assistant", "content": _WORDS},
         {"role": "user", "content": "a"},
     ]
     header, found, _ = render(tokenizer, shown, where=where).partition(_WORDS)
-    if not found:  # the template leaves the turn out
-        return len(full), len(full)
+    if not found:  # some templates leave a turn before any of the user out
+        left_out = all(turn["role"] != "user" for turn in messages[:i])
+        return (len(full), len(full)) if left_out else None
     if not full.startswith(header):
         return None
     marker = _end_marker(tokenizer)
     for words in (messages[i]["content"], messages[i]["content"].strip()):
         at = full.find(words + marker, len(header))
-        if at >= 0:
+        is_last = i == len(messages) - 1  # which alone may have a reasoning block before its words
+        if at >= 0 and (is_last or not full[len(header) : at].strip()):
             return len(header), at + len(words + marker)
     return None
 
