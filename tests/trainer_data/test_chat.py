@@ -139,6 +139,32 @@ def test_the_first_turn_is_found_where_the_template_adds_to_the_last_one_or_drop
     assert [text[a:b] for a, b in spans if a < b] == [" 4 \u00fcber<|im_end|>"]
 
 
+def test_a_generation_prompt_may_begin_a_reasoning_block_that_earlier_turns_lack(tokenizer):
+    tokenizer.chat_template = REASONING.replace(
+        "assistant\n{% endif %}", "assistant\n<think>\n{% endif %}"
+    )
+    for form in ("several", "empty"):
+        text, spans = assistant_spans(tokenizer, FORMS[form])
+        *earlier, last = [m["content"] for m in FORMS[form] if m["role"] == "assistant"]
+        wanted = [*(f"{words}<|im_end|>" for words in earlier), f"\n</think>\n\n{last}<|im_end|>"]
+        assert [text[a:b] for a, b in spans] == wanted
+
+
+def test_what_closes_the_whole_conversation_is_no_end_marker(tokenizer):
+    tokenizer.chat_template = (
+        CHATML + "{% if not add_generation_prompt %}{{ eos_token }}{% endif %}"
+    )
+    for form in ("opening", "empty", "several", "white space"):
+        text, spans = assistant_spans(tokenizer, FORMS[form])
+        answers = [m["content"] for m in FORMS[form] if m["role"] == "assistant"]
+        closed = [
+            *(f"{words}<|im_end|>" for words in answers[:-1]),
+            f"{answers[-1]}<|im_end|>\n<|endoftext|>",
+        ]
+        assert [text[a:b] for a, b in spans] == closed
+    assert tokenizer.convert_tokens_to_ids("<|im_end|>") in stop_ids(tokenizer)
+
+
 def test_a_marked_template_that_changes_the_prompt_afterwards_is_refused(tokenizer):
     # Earlier answers lose their words once a later answer is there, so the prompt of a pair is not what was sampled.
     tokenizer.chat_template = marked(CHATML).replace(

@@ -73,7 +73,7 @@ def assistant_spans(
         if message["role"] != "assistant" or i < num_context:
             continue
         opens = all(turn["role"] == "system" for turn in messages[:i])
-        find = _opening_turn if opens else _later_turn
+        find = _turn_by_header if opens else _later_turn
         span = find(tokenizer, messages, i, full, where)
         if span is None:
             raise _unstable(f"{where}, turn {i + 1}", full)
@@ -99,59 +99,69 @@ def _later_turn(
     """Return where turn `i`, which answers a user, begins and ends in the `full` text; None when it cannot be told."""
     before = render(tokenizer, messages[:i], prompt=True, where=where)
     upto = render(tokenizer, messages[: i + 1], where=where)
-    words = messages[i]["content"].strip()
-    behind = upto[upto.rfind(words) + len(words) :] if words else _end_marker(tokenizer)
-    end = _turn_end(full, before, upto, words, behind)
-    return None if end is None else (len(before), end)
+    if not full.startswith(
+        before
+    ):  # a generation prompt may begin a reasoning block that earlier turns lack
+        return _turn_by_header(tokenizer, messages, i, full, where)
+    if full.startswith(upto):
+        return len(before), len(upto)
+    # Some templates add a reasoning block to the last turn only (Qwen3): the words and the marker must follow.
+    turn, said = (
+        full[len(before) :].lstrip(),
+        messages[i]["content"].strip() + _end_marker(tokenizer),
+    )
+    return (len(before), len(full) - len(turn) + len(said)) if turn.startswith(said) else None
 
 
-def _opening_turn(
+def _turn_by_header(
     tokenizer: Any, messages: Sequence[Message], i: int, full: str, where: str
 ) -> tuple[int, int] | None:
-    """Return as `_later_turn` for a turn `i` before any of a user, where no generation prompt shows where it begins."""
+    """Return as `_later_turn` by the text that the template writes before other words in the same place."""
     shown = [
         *messages[:i],
         {"role": "assistant", "content": _WORDS},
         {"role": "user", "content": "a"},
     ]
     header, found, _ = render(tokenizer, shown, where=where).partition(_WORDS)
-    if not found:  # the template leaves the turn out
-        return len(full), len(full)
+    if not found:  # some templates leave a turn before any of the user out
+        left_out = all(turn["role"] != "user" for turn in messages[:i])
+        return (len(full), len(full)) if left_out else None
     if not full.startswith(header):
         return None
     marker = _end_marker(tokenizer)
     for words in (messages[i]["content"], messages[i]["content"].strip()):
         at = full.find(words + marker, len(header))
-        if at >= 0:
+        is_last = i == len(messages) - 1  # which alone may have a reasoning block before its words
+        if at >= 0 and (is_last or not full[len(header) : at].strip()):
             return len(header), at + len(words + marker)
     return None
 
 
+def _behind_answer(tokenizer: Any, *turns: Message) -> str:
+    """Return the text that a template writes behind the words of an answer, before `turns`."""
+    answered: list[Message] = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": _WORDS},
+    ]
+    return render(tokenizer, [*answered, *turns]).rpartition(_WORDS)[2]
+
+
 def _end_marker(tokenizer: Any) -> str:
-    """Return the text that a template writes behind the words of an answer, without white space at its end."""
-    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _WORDS}]
-    return render(tokenizer, messages).rpartition(_WORDS)[2].rstrip()
+    """Return the text that a template writes behind an answer wherever it stands, without white space at its end."""
+    last = _behind_answer(tokenizer)
+    later = _behind_answer(tokenizer, {"role": "user", "content": "a"})
+    if later.startswith(last):
+        return last.rstrip()
+    # Some templates close the whole conversation (Phi-3): whole tokens that are there in both cases are the marker.
+    shared = _num_shared_characters(last, later)
+    encoded = tokenizer(later, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    ends = [end for _, end in encoded["offset_mapping"] if end <= shared]
+    return later[: max(ends, default=0)].rstrip()
 
 
-def _turn_end(full: str, before: str, upto: str, words: str, behind: str) -> int | None:
-    """Return where the assistant's turn ends in the `full` text; None when it cannot be told.
-
-    Args:
-        full: Text of the whole conversation.
-        before: Text before the turn, with the generation prompt.
-        upto: Text of the conversation up to the turn.
-        words: Words of the turn, without white space around them.
-        behind: Text that the template writes behind the words.
-    """
-    if not full.startswith(before):
-        return None
-    if full.startswith(upto):
-        return len(upto)
-    # Some templates add a reasoning block to the last turn only (Qwen3): the words and the marker must follow.
-    turn = full[len(before) :].lstrip()
-    if words not in upto or not turn.startswith(words + behind):
-        return None
-    return len(full) - len(turn) + len(words + behind)
+def _num_shared_characters(one: str, other: str) -> int:
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 def encode_conversation(
@@ -199,8 +209,7 @@ def _encode_marked(
             raise _unstable(f"{where}, turn {later[0] + 1}", full)
         # A generation prompt may hold text that the conversation does not, such as an empty reasoning block.
         before = render(tokenizer, messages[: later[0]], prompt=True, where=where)
-        pairs = enumerate(zip(before, full, strict=False))
-        start = next((i for i, (a, b) in pairs if a != b), min(len(before), len(full)))
+        start = _num_shared_characters(before, full)
     marks = zip(encoded["assistant_masks"], encoded["offset_mapping"], strict=True)
     return list(encoded["input_ids"]), [bool(one) and last > start for one, (_, last) in marks]
 
@@ -243,6 +252,6 @@ def stop_ids(
     own = [eos] if eos is None or isinstance(eos, int) else eos
     stops = {tokenizer.eos_token_id, *own} - {None}
     if chat and tokenizer.chat_template:
-        first = tokenizer(_end_marker(tokenizer), add_special_tokens=False)["input_ids"][:1]
+        first = tokenizer(_behind_answer(tokenizer), add_special_tokens=False)["input_ids"][:1]
         stops |= {i for i in first if i in tokenizer.added_tokens_decoder}
     return stops
