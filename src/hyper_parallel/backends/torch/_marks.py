@@ -22,7 +22,7 @@ IDS, POSITIONS, OWN = 1, 2, 4
 FIRST = 3
 """First bit that is free for others."""
 _aten = torch.ops.aten
-_FILLS = {
+FILLS = {
     *(_aten.zeros, _aten.ones, _aten.empty, _aten.full, _aten.rand, _aten.scalar_tensor),
     *(_aten.zeros_like, _aten.ones_like, _aten.empty_like, _aten.full_like, _aten.empty_strided),
     *(_aten.new_zeros, _aten.new_ones, _aten.new_empty, _aten.new_full, _aten.new_empty_strided),
@@ -166,7 +166,7 @@ class Marks(TorchDispatchMode):
         self, packet: Any, args: tuple[Any, ...], given: list[Tensor], out: Tensor, marks: int
     ) -> int:
         """Marks of a result, and a note when it shows a token something of another one."""
-        if packet in _FILLS:
+        if packet in FILLS:
             return 0
         before = max([_power(t) for t in given], default=0)
         after = _power(out) if out.numel() else before  # an empty part leaves nothing out

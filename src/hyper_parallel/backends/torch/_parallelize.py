@@ -39,8 +39,10 @@ from hyper_parallel.backends.torch.tensor._apply import (
     tensor_state,
     watch_gradients,
 )
+from hyper_parallel.backends.torch.tensor._trial_summands import find_summands
 from hyper_parallel.errors import UnsupportedSharding
 from hyper_parallel.ir import Plan, Strategy
+from hyper_parallel.shard import ShardPlan
 
 
 def check_flow(model: nn.Module, plan: Plan) -> None:
@@ -56,6 +58,15 @@ def check_flow(model: nn.Module, plan: Plan) -> None:
     if plan.strategy.pp > 1:
         follow_stages(model, plan)
     follow_attention(model, plan.strategy)
+    if plan.strategy.tp > 1:
+        _summands(model, resolve_layouts(model, plan), plan.strategy)
+
+
+def _summands(model: nn.Module, shard_plan: ShardPlan, strategy: Strategy) -> frozenset[str] | None:
+    """Return the result of `find_summands` where activations are whole on every rank; None: they are cut, or no tp."""
+    if strategy.tp == 1 or not (shard_plan.whole_stream or decoder_of(model) is None):
+        return None
+    return find_summands(model, shard_plan.layouts, shard_plan.styles, strategy)
 
 
 def unsplit_axes(model: nn.Module) -> tuple[tuple[str, str], ...]:
@@ -120,6 +131,7 @@ def apply_plan(
         ranks.device,
     )
     calls = follow_attention(model, strategy)
+    summands = _summands(model, shard_plan, strategy)
     stages = cut_model(model, plan, mesh)
     divide_lists(model, experts)
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
@@ -174,8 +186,8 @@ def apply_plan(
         pipeline = Pipeline(
             model, stages, strategy, group, ranks.device, tp, context, balance, fsdp
         )
-    if tp is not None and (decoder is not None or tp.whole_stream):
-        watch_gradients(model, layouts, shard_plan.styles, tp)
+    if tp is not None:
+        watch_gradients(model, layouts, tp, summands)
 
     rooms = (tp, context, experts, balance, pipeline, fsdp, tap)
     attach(model, Handle(plan, ranks, layouts, shapes, *rooms, average))

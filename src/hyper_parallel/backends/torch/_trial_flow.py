@@ -69,7 +69,11 @@ def follow(model: nn.Module) -> PassFlow:
 
 def refused(model: nn.Module, why: str, axis: str) -> UnsupportedSharding:
     """The refusal of an axis."""
-    what = {"pp": "cannot be cut into pipeline stages", "cp": "cannot cut its sequences over ranks"}
+    what = {
+        "pp": "cannot be cut into pipeline stages",
+        "cp": "cannot cut its sequences over ranks",
+        "tp": "cannot be split over tensor-parallel ranks",
+    }
     return UnsupportedSharding(
         f"{type(model).__name__} {what[axis]}: {why}",
         where=f"parallel.{axis}",
