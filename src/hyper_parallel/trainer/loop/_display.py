@@ -51,9 +51,23 @@ class Display:
 
 
 def startup_panel(
-    plan: Plan, data: str, output_dir: str, weights: str, on_topology: bool = True
+    plan: Plan,
+    data: str,
+    output_dir: str,
+    weights: str,
+    on_topology: bool = True,
+    trained: str = "",
 ) -> Panel:
-    """Topology, model, mesh, plan, prediction and data of a run at a glance."""
+    """Topology, model, mesh, plan, prediction and data of a run at a glance.
+
+    Args:
+        plan: The plan of the run.
+        data: What is read and how often.
+        output_dir: Directory of the run.
+        weights: Origin of the weights.
+        on_topology: This machine is the topology of the plan.
+        trained: Adapters and trained parameters; empty when all parameters are trained.
+    """
     work = plan.workload
     share = plan.memory_bytes / plan.memory_capacity_bytes if plan.memory_capacity_bytes else 0.0
     tokens, params = format_count(work.tokens_per_step or 0), format_count(plan.model.num_params)
@@ -63,6 +77,7 @@ def startup_panel(
         + ("" if on_topology else "; not this machine, so no time is compared with the prediction"),
         "model": f"{plan.model.name} ({plan.model.family}), {params} parameters",
         "weights": weights,
+        **({"trained": trained} if trained else {}),
         "mesh": str(plan.mesh),
         "step": f"{tokens} tokens: {batch} per data rank, {work.compute_dtype}",
         "data": data,

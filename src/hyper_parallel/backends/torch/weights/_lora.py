@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +29,7 @@ from hyper_parallel.backends.torch.weights._initialise import (
     module_seed,
     named_tensors,
 )
+from hyper_parallel.backends.torch.weights._linear_map import OUT_IN, weight_order
 from hyper_parallel.backends.torch.weights._ranges import copy_full
 from hyper_parallel.errors import NotDivisible, UnsupportedSharding
 from hyper_parallel.ir import Layout, Strategy
@@ -44,8 +45,15 @@ class Adapter:
     dropout: float
 
 
-def adapt(module: nn.Linear, a: Tensor, b: Tensor, adapter: Adapter) -> None:
-    """Give a linear module an adapter of A [r, in] and B [out, r]; its own parameters stay as they are."""
+def adapt(module: nn.Module, a: Tensor, b: Tensor, adapter: Adapter) -> None:
+    """Give a linear module an adapter of A [r, in] and B [out, r]; its own parameters stay as they are.
+
+    Args:
+        module: One of `linear_maps`.
+        a: A.
+        b: B.
+        adapter: Scaling and dropout.
+    """
     module.register_parameter(LORA_A, nn.Parameter(a.detach()))
     module.register_parameter(LORA_B, nn.Parameter(b.detach()))
     module.__dict__["adapter"] = adapter
@@ -57,7 +65,7 @@ def has_adapters(model: nn.Module) -> bool:
     return next(adapted(model), None) is not None
 
 
-def adapted(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
+def adapted(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """Name and module of everything that has an adapter."""
     for name, module in model.named_modules():
         if LORA_A in module._parameters:
@@ -71,8 +79,8 @@ def delta(module: nn.Module, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return F.linear(F.linear(x, a), b) * adapter.scaling
 
 
-def _forward(module: nn.Linear, x: Tensor) -> Tensor:
-    plain = F.linear(x, module.weight, module.bias)
+def _forward(module: nn.Module, x: Tensor) -> Tensor:
+    plain: Tensor = type(module).forward(module, x)
     return plain + delta(module, x, module.lora_A, module.lora_B)
 
 
@@ -106,6 +114,7 @@ def adapter_layouts(
                 allowed="parallel.ep=1, or lora.target_modules without the experts",
                 hint="parallel.ep=1",
             )
+        # A weight [in, out] of another class than nn.Linear is not cut by tensor parallelism.
         rows, columns = ([a for a in on if a in _TENSOR_AXES] for on in weight.axes)
         parts, rank = weight.parts_of(0), module.lora_A.shape[0]
         shards = strategy.mesh().degree(strategy.fsdp_axes)
@@ -150,6 +159,7 @@ def merge_adapters(model: nn.Module) -> None:
     """Add every adapter of a model of plain tensors to its weight, and take it away."""
     for _, module in [*adapted(model)]:
         product = module.lora_B @ module.lora_A * module.__dict__.pop("adapter").scaling
+        product = product if weight_order(module) == OUT_IN else product.t()
         module.weight += product.to(module.weight.dtype)
         for name in (LORA_A, LORA_B):
             del module._parameters[name]
