@@ -29,7 +29,7 @@ FILLS = {
 }
 """Operators that read the shape of their input at most, and give the same to every token."""
 _REPEATS = {_aten.expand, _aten.repeat}
-_ALONG = {
+ALONG = {
     *(_aten.cumsum, _aten.cumprod, _aten.cummax, _aten.cummin, _aten.logcumsumexp, _aten.roll),
     *(_aten.flip, _aten.tril, _aten.triu, _aten._softmax, _aten._log_softmax),
     *(_aten.sort, _aten.topk),
@@ -231,7 +231,7 @@ def _power(tensor: Tensor) -> int:
 
 def _along_tokens(packet: Any, args: tuple[Any, ...]) -> bool:
     """Whether an operator works along a dim of tokens."""
-    if packet not in _ALONG or not args[0].dim():
+    if packet not in ALONG or not args[0].dim():
         return False
     if packet in (_aten.tril, _aten.triu):
         return any(n % TOKENS == 0 for n in args[0].shape[-2:])

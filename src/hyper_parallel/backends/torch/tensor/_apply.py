@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from hyper_parallel.backends.torch._collectives import sum_both, sum_forward
-from hyper_parallel.backends.torch._resolve import final_norm
+from hyper_parallel.backends.torch._structure import final_norm
 from hyper_parallel.backends.torch._token_scores import head_of
 from hyper_parallel.backends.torch.tensor._collectives import join
 from hyper_parallel.backends.torch.tensor._gradients import Summed, show_local
@@ -36,12 +36,11 @@ from hyper_parallel.backends.torch.tensor._projections import (
 from hyper_parallel.backends.torch.tensor._span_attention import SpanAttention
 from hyper_parallel.backends.torch.tensor._spread_norm import SpreadNorm
 from hyper_parallel.backends.torch.tensor._state import TP, TpState, X, Y
-from hyper_parallel.backends.torch.tensor._trial_summands import INTO, SPLIT
+from hyper_parallel.backends.torch.tensor._tensor_trial import INTO, SPLIT, TensorTrial
 from hyper_parallel.backends.torch.tensor._whole_stream import (
     join_when_read,
     share_random_numbers,
     show_whole,
-    takes_split_logits,
     tied_heads,
     whole_input,
 )
@@ -82,13 +81,23 @@ def apply_tensor_parallel(
     styles: dict[str, str],
     state: TpState,
     strategy: Strategy,
+    trial: TensorTrial | None,
 ) -> None:
-    """Put tensor parallelism around the modules of a model, its parameters already DTensors."""
+    """Put tensor parallelism around the modules of a model, its parameters already DTensors.
+
+    Args:
+        model: The model; changed in place.
+        decoder: Its base and its decoder layers, or None.
+        styles: Module or parameter name to its style.
+        state: State of its tensor parallelism.
+        strategy: The strategy of the plan.
+        trial: Result of `try_forward` where activations are whole on every rank.
+    """
     parallel = TensorParallel(model, styles, state, strategy)
     if decoder is not None and not state.whole_stream:
         parallel.apply_to_decoder(*decoder)
     elif strategy.tp_y == 1:
-        parallel.apply_to_modules()
+        parallel.apply_to_modules(trial is not None and trial.splits_logits)
     else:
         raise UnsupportedSharding(
             "two-dimensional tensor parallelism needs a Hugging Face model with a list of decoder layers",
@@ -101,7 +110,7 @@ def watch_gradients(
     model: nn.Module,
     layouts: dict[str, Layout],
     state: TpState,
-    summands: frozenset[str] | None,
+    trial: TensorTrial | None,
 ) -> None:
     """Sum the gradients of parameters that some tensor-parallel axis does not cut; called after FSDP was put around.
 
@@ -109,8 +118,8 @@ def watch_gradients(
         model: A model that passed through `apply_tensor_parallel`.
         layouts: Parameter name to its layout.
         state: State of its tensor parallelism.
-        summands: Whole parameters of which a rank has a summand of the gradient, from `find_summands`; None: all,
-            because activations are cut over the ranks.
+        trial: Result of `try_forward`; None: each rank has a summand of all gradients of whole parameters, because
+            activations are cut over the ranks.
     """
     axes = TP if Y in state.groups else X
 
@@ -119,7 +128,7 @@ def watch_gradients(
             cuts = layouts[name].sharding_axes
             missing = tuple(a for a in axes if a not in cuts)
             # Experts are reduced over the ranks that hold the same ones.
-            if missing and "ep" not in cuts and (summands is None or name in summands):
+            if missing and "ep" not in cuts and (trial is None or name in trial.summands):
                 yield param, state.groups[missing]
 
     state.gradients.watch(find)
@@ -209,7 +218,7 @@ class TensorParallel:
         _wrap(final_norm(base), lambda inner, *a, **k: self.state.leave(inner(*a, **k)))
         self._guard()
 
-    def apply_to_modules(self) -> None:
+    def apply_to_modules(self, splits_logits: bool) -> None:
         """Wrap what is split of any model: activations between blocks are whole on every rank."""
         state, config = self.state, self.config
         split = {n: s for n, s in self.styles.items() if s in SPLIT}
@@ -235,7 +244,7 @@ class TensorParallel:
                     exchange_packed(module, owner, style, config, state)
                 shared = None if style == "head" else region
                 _wrap(module, partial(whole_input, state.group, shared))
-                if style == "head" and takes_split_logits(self.model):
+                if style == "head" and splits_logits:
                     _wrap(module, self._split_logits)
                 elif style == "head":
                     _wrap(module, lambda inner, x: join(inner(x), -1, state.group))

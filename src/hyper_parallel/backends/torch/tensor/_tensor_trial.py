@@ -10,19 +10,25 @@ follows values that vary over an axis of the mesh:
     result of any operator                         a part if one of its arguments is
 
 A parameter, or a value made from it, that meets a part in an operator has a summand.
+
+The same run tells whether logits may stay split over the vocabulary: whether all that happens to them before and beside
+`loss_function` is the same for every column.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from hyper_parallel.backends.torch._marks import FILLS, FIRST, Marks
+from hyper_parallel.backends.torch._loss import has_causal_loss
+from hyper_parallel.backends.torch._marks import ALONG, FILLS, FIRST, Marks
 from hyper_parallel.backends.torch._trial_flow import as_it_was, run_hollow
+from hyper_parallel.backends.torch.tensor._whole_stream import tied_heads
 from hyper_parallel.errors import UnsupportedSharding
 from hyper_parallel.ir import Layout, Strategy
 
@@ -34,8 +40,23 @@ SPLIT: Final = (*INTO, *_BACK, "norm_heads")
 """Styles of modules that work on a part of a weight."""
 _PART: Final = 1 << FIRST
 """Mark of values that are one rank's part."""
-_BITS: Final = FIRST + 1
+_LOGITS: Final = 1 << FIRST + 1
+"""Mark of logits."""
+_BITS: Final = FIRST + 2
 """First bit of a parameter."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorTrial:
+    """Result of the trial.
+
+    Attributes:
+        summands: Whole parameters of which each tensor-parallel rank computes one summand of the gradient.
+        splits_logits: The loss of the model takes the logits of a part of the vocabulary.
+    """
+
+    summands: frozenset[str]
+    splits_logits: bool = False
 
 
 def summand_owners(
@@ -56,13 +77,13 @@ def summand_owners(
     return frozenset(cut | {n for n, style in styles.items() if style in ("inner", "kv_replicate")})
 
 
-def find_summands(
+def try_forward(
     model: nn.Module,
     layouts: Mapping[str, Layout],
     styles: Mapping[str, str],
     strategy: Strategy,
-) -> frozenset[str]:
-    """Return the whole parameters of which each tensor-parallel rank computes one summand of the gradient.
+) -> TensorTrial:
+    """Run a model once, as it is, and follow the parts that tensor parallelism would make.
 
     Activations between split modules are whole on every rank. The modules of the model are not wrapped yet.
 
@@ -83,17 +104,16 @@ def find_summands(
     # The bias of a row-wise projection is added after the sum over ranks.
     known -= {n for n in known if n.endswith(".bias") and styles.get(_module(n)) == "rowwise"}
     others = [n for n in whole if _module(n) not in owners]
-    if not hasattr(model, "config") or not others:
-        return frozenset(known)
+    if not hasattr(model, "config"):
+        return TensorTrial(frozenset(known))
     try:
-        return frozenset(known) | _SummandTrial(model, styles, others).run()
+        found = _SummandTrial(model, styles, others).run()
     except UnsupportedSharding as error:
         if error.__cause__ is None or strategy.rules:
             raise
-        # The forward does not run without values.
-        return frozenset(
-            known
-        )  # `derived_rules` names all modules between the projections that it splits
+        # The forward does not run without values; `derived_rules` names all modules between split projections.
+        return TensorTrial(frozenset(known))
+    return replace(found, summands=found.summands | known)
 
 
 class _Parts(Marks):
@@ -102,18 +122,24 @@ class _Parts(Marks):
     Attributes:
         summands: Bits of parameters that met a part.
         complete: Bits of parameters that a split module, which sums the gradients of its input, was given.
+        vocabulary: Columns of the logits.
+        tells_columns: An operator told columns of the logits apart.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.summands = 0
         self.complete = 0
+        self.vocabulary = 0
+        self.tells_columns = False
 
     def _watched(
         self, packet: Any, args: tuple[Any, ...], given: list[Tensor], out: Tensor, marks: int
     ) -> int:
         if packet in FILLS:
             return 0
+        if marks & _LOGITS and not self._is_same_for_columns(packet, given, out):
+            self.tells_columns = True
         if not marks & _PART:  # integers and booleans have no gradient
             return marks if out.is_floating_point() else 0
         if out.is_floating_point():
@@ -122,16 +148,28 @@ class _Parts(Marks):
                 self.summands |= 0 if own & _PART else own >> _BITS
         return _PART
 
+    def _is_same_for_columns(self, packet: Any, given: list[Tensor], out: Tensor) -> bool:
+        """Return whether an operator on logits does the same with every column, whatever its number."""
+        name, size = packet.__name__, self.vocabulary
+        if not out.dim() or out.shape[-1] != size or packet in ALONG:
+            return False
+        if any(word in name for word in ("index", "scatter", "gather", "masked", "layer_norm")):
+            return False
+        return not any(size in t.shape for t in given if not self.of(t) & _LOGITS)
+
 
 class _SummandTrial:
     """One run of a model's forward."""
 
     def __init__(self, model: nn.Module, styles: Mapping[str, str], names: Sequence[str]) -> None:
-        self.model, self.styles, self.names = model, styles, names
+        split = {n: style for n, style in styles.items() if style in SPLIT}
+        tied = tied_heads(dict(model.named_modules()), split)
+        self.model, self.styles, self.names = model, split | dict.fromkeys(tied, "head"), names
         self.marks = _Parts()
+        self.loss_taken = False
 
-    def run(self) -> frozenset[str]:
-        """Return the parameters that meet a part."""
+    def run(self) -> TensorTrial:
+        """Run the model once."""
         model, marks = self.model, self.marks
         for i, name in enumerate(self.names):
             marks.set(model.get_parameter(name), 1 << _BITS + i)
@@ -143,6 +181,8 @@ class _SummandTrial:
         ]
         try:
             with as_it_was(model):
+                if has_causal_loss(model):
+                    model.loss_function = self._loss
                 output = run_hollow(model, marks, "tp")
         finally:
             for hook in hooks:
@@ -157,7 +197,14 @@ class _SummandTrial:
                 got="tensor parallelism beside modules that stay whole",
                 hint="parallel.tp=1",
             )
-        return frozenset(n for i, n in enumerate(self.names) if marks.summands >> i & 1)
+        met = frozenset(n for i, n in enumerate(self.names) if marks.summands >> i & 1)
+        return TensorTrial(met, self.loss_taken and not marks.tells_columns)
+
+    def _loss(self, logits: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        whole = logits.shape[-1] == self.marks.vocabulary
+        self.loss_taken = whole and bool(self.marks.of(logits) & _LOGITS)
+        self.marks.complete |= self.marks.of(logits) >> _BITS
+        return logits.new_zeros(())
 
     def _hook(self, style: str) -> Callable[..., None]:
         def after(module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
@@ -167,7 +214,9 @@ class _SummandTrial:
                 marks.complete |= 0 if given & _PART else given >> _BITS
             for leaf in tree_leaves(out):
                 if isinstance(leaf, torch.Tensor):
-                    marks.set(leaf, _PART if style in INTO else 0)
+                    if style == "head":
+                        marks.vocabulary = leaf.shape[-1]
+                    marks.set(leaf, _PART if style in INTO else _LOGITS * (style == "head"))
 
         return after
 
