@@ -70,7 +70,9 @@ def _cell(check: Any) -> str:
     try:
         return str(check())
     except Exception as error:
-        return refusal_or_failure(error)
+        cell = refusal_or_failure(error)
+        # A rank that ended with an error of its own, or a parameter that does not lie as planned, is no refusal.
+        return f"fails: {one_line(error)}" if cell.startswith(("HP601", "HP206")) else cell
 
 
 def _switch_off_router_loss(model: Any) -> None:

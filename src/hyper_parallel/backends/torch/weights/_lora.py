@@ -72,10 +72,26 @@ def adapted(model: nn.Module) -> Iterator[tuple[str, Any]]:
             yield canonical_name(name), module
 
 
-def delta(module: nn.Module, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """What an adapter adds to the product of its module."""
+def delta(
+    module: nn.Module, x: Tensor, a: Tensor, b: Tensor, part: tuple[int, int] = (0, 1)
+) -> Tensor:
+    """Return what an adapter adds to the product of its module.
+
+    Args:
+        module: Has an adapter.
+        x: Its input, or a part of the features of it.
+        a: A, or its columns for these features.
+        b: B.
+        part: Which part of how many equal ones `x` is, on ranks that draw the same random numbers: every rank draws
+            the mask of all features and takes its part.
+    """
     adapter: Adapter = module.__dict__["adapter"]
-    x = F.dropout(x, adapter.dropout, module.training)
+    index, count = part
+    if count == 1 or not module.training or adapter.dropout == 0.0:
+        x = F.dropout(x, adapter.dropout, module.training)
+    else:
+        whole = x.new_ones(*x.shape[:-1], count * x.shape[-1])
+        x = x * F.dropout(whole, adapter.dropout).chunk(count, -1)[index]
     return F.linear(F.linear(x, a), b) * adapter.scaling
 
 
