@@ -11,9 +11,11 @@ import yaml
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from hyper_parallel.backends.torch import read_model
 from hyper_parallel.backends.torch.weights._lora import adapted, merge_adapters
-from hyper_parallel.config import Lora
+from hyper_parallel.config import Lora, Recipe
 from hyper_parallel.errors import HyperParallelError
+from hyper_parallel.planner._trained import trained_share
 from hyper_parallel.trainer.engine._adapters import trained_of
 
 peft = pytest.importorskip("peft")
@@ -75,6 +77,12 @@ def test_all_linear_adapts_every_class_of_linear_module(family) -> None:
     _, words = trained_of(model)
     elements = sum(p.numel() for p in model.parameters() if p.requires_grad)
     assert words.startswith(f"{len(names)} adapters, {elements:,} of ")
+    recipe = {"model": {"path": "x"}, "data": {"source": "x"}, "lora": {"r": 4}}
+    estimate = trained_share(read_model(model, "x"), Recipe.model_validate(recipe))
+    counted = {n for n, _ in model.named_modules() if n.endswith("mamba.out_proj")}
+    more = sum(4 * sum(model.get_submodule(n).weight.shape) for n in counted)  # which peft refuses
+    base = sum(p.numel() for n, p in model.named_parameters() if ".lora_" not in n)
+    assert estimate == pytest.approx((elements + more) / base)
     assert len(names) == 2 * {"gpt2": 4, "falcon": 4, "falcon_h1": 8}[family]
     theirs = peft.get_peft_model(
         plain, peft.LoraConfig(target_modules=names, r=4, lora_alpha=16)

@@ -12,6 +12,7 @@ Source: Hu et al. 2021, "LoRA", arXiv:2106.09685; the scaling r^-1/2 of Kalajdzi
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -172,8 +173,20 @@ def initialise_adapters(model: nn.Module, seed: int, *, gaussian: bool = False) 
 
 @torch.no_grad()
 def merge_adapters(model: nn.Module) -> None:
-    """Add every adapter of a model of plain tensors to its weight, and take it away."""
-    for _, module in [*adapted(model)]:
+    """Add every adapter of a model of plain tensors to its weight, and take it away.
+
+    Raises:
+        UnsupportedSharding: HP205 for a weight that other modules use too.
+    """
+    owners = Counter(id(p) for m in model.modules() for p in m._parameters.values())
+    for name, module in [*adapted(model)]:
+        if owners[id(module.weight)] > 1:
+            raise UnsupportedSharding(
+                "an adapter cannot be added to a weight that several modules share",
+                where=name,
+                allowed="an export without --merge",
+                hint="hyper-parallel checkpoint export RUN_DIR",
+            )
         product = module.lora_B @ module.lora_A * module.__dict__.pop("adapter").scaling
         product = product if weight_order(module) == OUT_IN else product.t()
         module.weight += product.to(module.weight.dtype)
