@@ -40,13 +40,16 @@ def model_types() -> list[str]:
 
 def run(model_type: str, folder: Path) -> dict[str, str]:
     """Return the cells of one model type."""
+    from hyper_parallel.backends.torch._forward import keep_float64
+
     try:
         model = plain_model(model_type)
         _switch_off_router_loss(model)
         full = _plain_step(copy.deepcopy(model))
         ids, _ = _batch()
         # Some classes take labels with images only.
-        model(input_ids=ids, labels=ids, use_cache=False)
+        keep_float64(labelled := copy.deepcopy(model))
+        labelled(input_ids=ids, labels=ids, use_cache=False)
     except Exception as error:
         return {"peft": f"skipped: {one_line(error)}"}
     cells = {}

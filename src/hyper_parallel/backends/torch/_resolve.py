@@ -19,7 +19,7 @@ from hyper_parallel.backends.torch._structure import (
 from hyper_parallel.backends.torch._token_scores import SCORE, scores_tokens
 from hyper_parallel.backends.torch._trial_flow import count_norm_calls
 from hyper_parallel.backends.torch.weights._initialise import base_parameters
-from hyper_parallel.backends.torch.weights._lora import adapter_layouts
+from hyper_parallel.backends.torch.weights._lora import adapter_layouts, has_adapters
 from hyper_parallel.errors import PlanMismatch, UnsupportedSharding
 from hyper_parallel.ir import Layout, Plan, Rule
 from hyper_parallel.shard import (
@@ -81,6 +81,13 @@ def resolve_layouts(model: nn.Module, plan: Plan) -> ShardPlan:
             got=f"tp={strategy.tp} cp={strategy.cp} pp={strategy.pp}",
             allowed="dp_replicate, dp_shard",
             hint="parallel.tp=1 parallel.cp=1 parallel.pp=1",
+        )
+    if has_adapters(model) and is_reversible(model):
+        raise UnsupportedSharding(
+            "layers that run again in backward need gradients of their inputs, and the embedding is frozen",
+            where="lora",
+            got=type(model).__name__,
+            hint="lora=null",
         )
     _compare(shard_plan.layouts, plan, model)
     adapters = adapter_layouts(model, shard_plan.layouts, plan.strategy)
