@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from hyper_parallel.backends.torch.weights._initialise import (
     LORA_A,
     LORA_B,
+    base_parameters,
     canonical_name,
     is_adapter,
     module_seed,
@@ -113,6 +114,8 @@ def adapter_layouts(
     """
     found: dict[str, Layout] = {}
     shapes = (strategy.attention_shape, strategy.mlp_shape)
+    # A weight that several modules share has the name of the first one.
+    names = {id(p): canonical_name(n) for n, p in base_parameters(model)}
     for name, module in adapted(model):
         if strategy.tp_y > 1 and "weight" in shapes:
             raise UnsupportedSharding(
@@ -122,7 +125,7 @@ def adapter_layouts(
                 allowed="1d and 2d",
                 hint="parallel.attention_shape=2d parallel.mlp_shape=2d",
             )
-        weight = layouts[f"{name}.weight"]
+        weight = layouts[names[id(module.weight)]]
         if weight.one_of or "ep" in weight.sharding_axes:
             raise UnsupportedSharding(
                 "adapters of experts are not spread over ranks",
