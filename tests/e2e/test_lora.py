@@ -1,6 +1,7 @@
 """Adapters: `lora` in a recipe, on every layout, and in the format of peft."""
 
 import json
+import shlex
 import sys
 import warnings
 
@@ -12,12 +13,14 @@ from transformers import AutoModelForCausalLM
 
 from hyper_parallel.errors import (
     BadValue,
+    CheckpointMismatch,
     Contradiction,
     MissingDependency,
     UnsupportedSharding,
     WeightsUnreadable,
 )
 from hyper_parallel.ir import Plan
+from hyper_parallel.trainer.checkpoints._adapter import take_adapter
 from tests.e2e.runs import CURVE, assert_same_curve, command, curve, make_place, train
 
 peft = pytest.importorskip("peft")
@@ -121,6 +124,44 @@ def test_a_run_begins_with_the_adapter_that_another_has_written(place, one_rank,
     words = (*LORA, f"checkpoint.from_dir={tmp_path / 'at'}", "training.steps=2", *CURVE)
     train(place, tmp_path / "on", *words)
     assert curve(tmp_path / "on")[0][0] < curve(one_rank)[0][0] - 0.01
+
+
+def test_an_imported_adapter_keeps_its_scale(place, tmp_path):
+    """Rank and factor of some modules differ; the recipe has to say the same."""
+    base = AutoModelForCausalLM.from_pretrained(place / "base" / "export", dtype="auto")
+    config = peft.LoraConfig(
+        r=4, lora_alpha=64, use_rslora=True, target_modules=["q_proj", "k_proj", "up_proj"],
+        rank_pattern={"q_proj": 2}, alpha_pattern={"k_proj": 8},
+    )  # fmt: skip
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # peft's own, about transformers
+        model = peft.get_peft_model(base, config)
+    torch.manual_seed(0)
+    for name, p in model.named_parameters():
+        if ".lora_" in name:
+            p.data = torch.randn(p.shape, dtype=torch.float64) * 0.1
+    model.save_pretrained(tmp_path / "adapter")
+    plain = AutoModelForCausalLM.from_pretrained(place / "base" / "export", dtype="auto")
+    take_adapter(plain, tmp_path / "adapter")
+    torch.testing.assert_close(_logits(plain), _logits(model), rtol=1e-10, atol=1e-12)
+    where = tmp_path / "at"
+    command("checkpoint", "import", str(tmp_path / "adapter"), str(where), "--dtype=float64")
+    words = ("lora.r=4", "lora.target_modules=[q_proj, k_proj, up_proj]", "training.steps=2")
+    words = (*words, f"checkpoint.from_dir={where}", *CURVE)
+    with pytest.raises(CheckpointMismatch, match="lora_alpha") as raised:
+        train(place, tmp_path / "no", *words, "--dry-run")
+    mend = shlex.split(raised.value.hint)
+    train(place, tmp_path / "on", *words, *mend)
+    merged = model.merge_and_unload()
+    merged.save_pretrained(tmp_path / "merged")
+    same = (
+        f"model.path={tmp_path / 'merged'}",
+        "lora.r=4",
+        f"data.tokenizer={place / 'base' / 'export'}",
+    )
+    train(place, tmp_path / "merged_run", *same, "training.steps=2", *CURVE)
+    first = [curve(tmp_path / run)[0][0] for run in ("on", "merged_run")]
+    assert first[0] == pytest.approx(first[1], rel=1e-10)
 
 
 @pytest.mark.parametrize(

@@ -144,16 +144,8 @@ def _train(
         weights = f"pretrained, {job.weights}"
         if job.weights is None:
             weights = f"from scratch, drawn with training.seed={loaded.recipe.training.seed}"
-        console.print(
-            startup_panel(
-                job.plan,
-                job.data_line(),
-                str(job.output_dir),
-                weights,
-                job.on_topology,
-                job.router_loss,
-            )
-        )
+        about = (job.data_line(), str(job.output_dir), weights, job.on_topology)
+        console.print(startup_panel(job.plan, *about, job.trained, job.router_loss))
     words = ["train", str(loaded.path), *overrides]
     if dry_run:
         if main:

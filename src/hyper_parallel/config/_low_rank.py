@@ -30,6 +30,10 @@ class Lora(Section):
     """Linear modules that get one: ends of their names (`[q_proj, v_proj]`), a regular expression, or all-linear."""
     use_rslora: bool = False
     """Multiply by `lora_alpha / sqrt(r)` instead."""
+    rank_pattern: dict[str, Annotated[int, Field(ge=1)]] = Field(default_factory=dict)
+    """Other ranks: end of a module's name, or a regular expression, to the rank."""
+    alpha_pattern: dict[str, Annotated[float, Field(gt=0)]] = Field(default_factory=dict)
+    """Other values of `lora_alpha`, likewise."""
     modules_to_save: tuple[str, ...] = ()
     """Ends of the names of modules that are trained whole and written with the adapter, such as norms."""
     init_lora_weights: Literal[True, "gaussian"] = True

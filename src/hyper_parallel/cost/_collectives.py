@@ -169,7 +169,7 @@ class _Step:
         s, total = self.strategy, 0
         shards = s.dp_shard * s.cp
         for param in params:
-            if "ep" in self.cuts(param):
+            if "ep" in self.cuts(param) or not param.shape:  # FSDP has no scalars
                 continue
             axes = self.layouts[param.name].axes
             rows, *columns = (

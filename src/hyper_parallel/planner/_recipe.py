@@ -36,6 +36,7 @@ def plan_recipe(
     world_size: int | None = None,
     where: Callable[[str], str] = str,
     model: ModelSpec | None = None,
+    trained: float | None = None,
 ) -> Plan:
     """The plan that a recipe trains with.
 
@@ -50,6 +51,7 @@ def plan_recipe(
             machine without one.
         where: Tells where the value of a key was set, for errors; `LoadedRecipe.where`.
         model: The recipe's model, where it has been read already; None: it is read from `model.path`.
+        trained: Elements with a gradient over the parameters of the model; None: estimated from the specification.
 
     Raises:
         DegreesMismatch: HP301 when explicit degrees do not multiply to the ranks.
@@ -61,7 +63,7 @@ def plan_recipe(
         culprit = where(_culprit(strategy))
         check_degrees(strategy, parallel.world_size, where("parallel.world_size"))
         check_degrees(strategy, world_size, culprit)
-        request = _request(recipe, model, strategy.world_size)
+        request = _request(recipe, model, strategy.world_size, trained)
         if recipe.stage == "grpo":
             request = request.beside(strategy.world_size + recipe.grpo.sampling_ranks)
         plan = evaluate(request, strategy, culprit, world_size or parallel.world_size)
@@ -84,7 +86,7 @@ def plan_recipe(
         schedule_file=strategy.schedule_file,
         stage_layers=strategy.stage_layers,
     )
-    request = _request(recipe, model, world_size or parallel.world_size)
+    request = _request(recipe, model, world_size or parallel.world_size, trained)
     pins = _pins(recipe, strategy, where)
     request = replace(request, from_recipe=True, executable=True, pins=pins, base=base)
     if recipe.stage == "grpo":
@@ -96,7 +98,9 @@ def plan_recipe(
     return search(request.with_headroom())
 
 
-def _request(recipe: Recipe, model: ModelSpec | None, num_devices: int | None) -> PlanRequest:
+def _request(
+    recipe: Recipe, model: ModelSpec | None, num_devices: int | None, trained: float | None
+) -> PlanRequest:
     """Model, machine and work of a recipe; where it names no batch number, one sequence per rank and step.
 
     With a goal of `offload` the budget is what a device may hold, and host memory holds the rest.
@@ -115,7 +119,8 @@ def _request(recipe: Recipe, model: ModelSpec | None, num_devices: int | None) -
         optimizer=t.optimizer,
     )
     request = resolve(model or recipe.model.path, recipe.topology, workload, num_devices)
-    if (share := trained_share(request.model, recipe)) != 1.0:
+    share = trained_share(request.model, recipe) if trained is None else trained
+    if share != 1.0:
         workload = replace(request.workload, trained=share)
         note = f"{share:.3%} of the parameters are trained; passes are timed as if all were"
         request = replace(request, workload=workload, notes=(*request.notes, note))

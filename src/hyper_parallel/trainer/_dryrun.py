@@ -14,6 +14,7 @@ from hyper_parallel.errors import BadValue, Contradiction
 from hyper_parallel.ir import Plan
 from hyper_parallel.topology import Supernode, load_topology
 from hyper_parallel.trainer._trace import TracedRank, trace_rank
+from hyper_parallel.trainer.engine._adapters import trained_of
 from hyper_parallel.trainer.engine._model import build_model, read_spec
 
 _ALLOCATOR_BLOCK = 512
@@ -85,7 +86,7 @@ def dry_run(
             hint="stage=dpo",
         )
     spec = read_spec(recipe.model.path, loaded.where("model.path"))
-    plan = plan_recipe(recipe, num_ranks, loaded.where, spec)
+    plan = plan_recipe(recipe, num_ranks, loaded.where, spec, trained_of(build_model(recipe))[0])
     size = plan.strategy.world_size
     if rank is not None and not 0 <= rank < size:
         raise BadValue(

@@ -71,6 +71,7 @@ class Job:
         weights: Directory of the pretrained weights; None: the model starts from random ones.
         model_files: Name to text of the model's config files, as the run and its exports keep them.
         on_topology: Whether this machine is the plan's topology; else their times are not compared.
+        trained: Adapters and trained parameters in words; empty when all parameters are trained.
         restarted: Whether its ranks were lost and are started again: they go on from its own checkpoints.
         router_loss: The loss that is added for the routers of experts, in words; None: there is none.
     """
@@ -82,6 +83,7 @@ class Job:
     weights: Path | None
     model_files: Mapping[str, str]
     on_topology: bool
+    trained: str = ""
     restarted: bool = False
     router_loss: str | None = None
 
@@ -249,6 +251,7 @@ def prepare_job(loaded: LoadedRecipe, *, progress: bool = True) -> Job:
     from hyper_parallel.backends.torch import WeightFiles, check_flow, check_routing
     from hyper_parallel.planner import plan_recipe
     from hyper_parallel.trainer.data import prepare
+    from hyper_parallel.trainer.engine._adapters import trained_of
     from hyper_parallel.trainer.engine._model import (
         build_model,
         check_parameters,
@@ -299,10 +302,9 @@ def prepare_job(loaded: LoadedRecipe, *, progress: bool = True) -> Job:
             allowed="a directory with config.json, weights and tokenizer, such as RUN_DIR/export",
             hint="set `lora=null` or `checkpoint.export=false`, or `model.path=RUN_DIR/export`",
         )
-    plan = plan_recipe(recipe, training_ranks, loaded.where, spec)
-    loaded = with_roles(loaded, plan)
-    recipe = loaded.recipe
-    model = build_model(recipe)
+    share, trained = trained_of(model := build_model(recipe))
+    plan = plan_recipe(recipe, training_ranks, loaded.where, spec, share)
+    recipe = (loaded := with_roles(loaded, plan)).recipe
     check_offload(recipe, plan, model, loaded.where)
     check_optimizer(recipe, plan, loaded.where)
     check_trackers(recipe.training.report_to, loaded.where("training.report_to"))
@@ -327,7 +329,7 @@ def prepare_job(loaded: LoadedRecipe, *, progress: bool = True) -> Job:
         check_rewards(loaded, packed)
     kept = model_files(model, packed.tokenizer_dir, weights)
     here = _is_this_machine(recipe.topology)
-    job = Job(recipe, plan, packed, output_dir, weights, kept, here, router_loss=routed)
+    job = Job(recipe, plan, packed, output_dir, weights, kept, here, trained, router_loss=routed)
     batches, _ = job.train_batches(), job.holdout_batches()
     if (epochs := recipe.training.epochs) is not None and isinstance(batches, Batches):
         rows = epochs * batches.num_sequences * batches.unit

@@ -22,14 +22,14 @@ IDS, POSITIONS, OWN = 1, 2, 4
 FIRST = 3
 """First bit that is free for others."""
 _aten = torch.ops.aten
-_FILLS = {
+FILLS = {
     *(_aten.zeros, _aten.ones, _aten.empty, _aten.full, _aten.rand, _aten.scalar_tensor),
     *(_aten.zeros_like, _aten.ones_like, _aten.empty_like, _aten.full_like, _aten.empty_strided),
     *(_aten.new_zeros, _aten.new_ones, _aten.new_empty, _aten.new_full, _aten.new_empty_strided),
 }
 """Operators that read the shape of their input at most, and give the same to every token."""
 _REPEATS = {_aten.expand, _aten.repeat}
-_ALONG = {
+ALONG = {
     *(_aten.cumsum, _aten.cumprod, _aten.cummax, _aten.cummin, _aten.logcumsumexp, _aten.roll),
     *(_aten.flip, _aten.tril, _aten.triu, _aten._softmax, _aten._log_softmax),
     *(_aten.sort, _aten.topk),
@@ -166,7 +166,7 @@ class Marks(TorchDispatchMode):
         self, packet: Any, args: tuple[Any, ...], given: list[Tensor], out: Tensor, marks: int
     ) -> int:
         """Marks of a result, and a note when it shows a token something of another one."""
-        if packet in _FILLS:
+        if packet in FILLS:
             return 0
         before = max([_power(t) for t in given], default=0)
         after = _power(out) if out.numel() else before  # an empty part leaves nothing out
@@ -231,7 +231,7 @@ def _power(tensor: Tensor) -> int:
 
 def _along_tokens(packet: Any, args: tuple[Any, ...]) -> bool:
     """Whether an operator works along a dim of tokens."""
-    if packet not in _ALONG or not args[0].dim():
+    if packet not in ALONG or not args[0].dim():
         return False
     if packet in (_aten.tril, _aten.triu):
         return any(n % TOKENS == 0 for n in args[0].shape[-2:])

@@ -13,12 +13,8 @@ from hyper_parallel.backends.torch._handle import Handle, Ranks, attach
 from hyper_parallel.backends.torch._loss import has_causal_loss, loss_function, loss_of_logits
 from hyper_parallel.backends.torch._loss_tap import LossTap
 from hyper_parallel.backends.torch._placement import place_parameters
-from hyper_parallel.backends.torch._resolve import (
-    decoder_of,
-    is_reversible,
-    layers_of,
-    resolve_layouts,
-)
+from hyper_parallel.backends.torch._resolve import is_reversible, resolve_layouts
+from hyper_parallel.backends.torch._structure import decoder_of, layers_of
 from hyper_parallel.backends.torch._token_scores import scores_tokens
 from hyper_parallel.backends.torch._trial_flow import follow
 from hyper_parallel.backends.torch.context._apply import (
@@ -40,8 +36,10 @@ from hyper_parallel.backends.torch.tensor._apply import (
     tensor_state,
     watch_gradients,
 )
+from hyper_parallel.backends.torch.tensor._tensor_trial import TensorTrial, try_forward
 from hyper_parallel.errors import UnsupportedSharding
 from hyper_parallel.ir import Plan, Strategy
+from hyper_parallel.shard import ShardPlan
 
 
 def check_flow(model: nn.Module, plan: Plan) -> None:
@@ -57,6 +55,17 @@ def check_flow(model: nn.Module, plan: Plan) -> None:
     if plan.strategy.pp > 1:
         follow_stages(model, plan)
     follow_attention(model, plan.strategy)
+    if plan.strategy.tp > 1:
+        _tensor_trial(model, resolve_layouts(model, plan), plan.strategy)
+
+
+def _tensor_trial(
+    model: nn.Module, shard_plan: ShardPlan, strategy: Strategy
+) -> TensorTrial | None:
+    """Return the result of `try_forward` where activations are whole on every rank; None: they are cut, or no tp."""
+    if strategy.tp == 1 or not (shard_plan.whole_stream or decoder_of(model) is None):
+        return None
+    return try_forward(model, shard_plan.layouts, shard_plan.styles, strategy)
 
 
 def unsplit_axes(model: nn.Module) -> tuple[tuple[str, str], ...]:
@@ -123,6 +132,7 @@ def apply_plan(
         ranks.device,
     )
     calls = follow_attention(model, strategy)
+    trial = _tensor_trial(model, shard_plan, strategy)
     stages = cut_model(model, plan, mesh)
     divide_lists(model, experts)
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
@@ -141,7 +151,7 @@ def apply_plan(
         mask_documents(decoder[0], compute)
     by_modules = tp is not None and (decoder is None or tp.whole_stream)
     if tp is not None and by_modules:
-        apply_tensor_parallel(model, decoder, shard_plan.styles, tp, strategy)
+        apply_tensor_parallel(model, decoder, shard_plan.styles, tp, strategy, trial)
     by_stage = [layers_of(model)] if stages is None else list(stages.layers.values())
     tokens = Tokens(None if tp is not None and tp.whole_stream else tp, context)
     watch_padding(model, tokens)
@@ -154,7 +164,7 @@ def apply_plan(
     if balance is not None:
         balance.watch(model, tokens)
     if tp is not None and not by_modules:
-        apply_tensor_parallel(model, decoder, shard_plan.styles, tp, strategy)
+        apply_tensor_parallel(model, decoder, shard_plan.styles, tp, strategy, trial)
     tap = None
     if has_causal_loss(model):
         usual = loss_function(tp, None if balance is None else balance.adds)
@@ -178,8 +188,8 @@ def apply_plan(
         pipeline = Pipeline(
             model, stages, strategy, group, ranks.device, tp, context, balance, fsdp
         )
-    if tp is not None and (decoder is not None or tp.whole_stream):
-        watch_gradients(model, layouts, shard_plan.styles, tp)
+    if tp is not None:
+        watch_gradients(model, layouts, tp, trial)
 
     rooms = (tp, context, experts, balance, pipeline, fsdp, tap)
     attach(model, Handle(plan, ranks, layouts, shapes, *rooms, average))

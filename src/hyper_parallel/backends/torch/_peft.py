@@ -15,9 +15,16 @@ from typing import Any
 
 from torch import nn
 
+from hyper_parallel.backends.torch._target_names import (
+    adaptable_modules,
+    all_linear,
+    check_names,
+    last_names,
+    target_hint,
+)
 from hyper_parallel.backends.torch._token_scores import head_of
+from hyper_parallel.backends.torch.weights._linear_map import IN_OUT, weight_order
 from hyper_parallel.backends.torch.weights._lora import Adapter, adapt
-from hyper_parallel.config import NAMES_OF_EXPERTS
 from hyper_parallel.errors import (
     BadValue,
     MissingDependency,
@@ -78,13 +85,14 @@ def add_adapters(model: nn.Module, config: Any, where: str = _KEYS) -> None:
         where: Origin of the choice of modules, for errors.
 
     Raises:
-        BadValue: HP102 when no module is chosen. UnsupportedSharding: HP205 for one that is no linear module.
+        BadValue: HP102 when a name fits no module. UnsupportedSharding: HP205 for a module that takes no adapter.
     """
-    peft, linear = import_peft(), _linear_modules(model)
-    fused = any(".experts." in name and p.dim() == 3 for name, p in model.named_parameters())
-    if config.target_modules == "all-linear" and fused:
-        # peft would take all experts of a layer, as one parameter, for linear modules of these names.
-        config.target_modules = sorted(linear - {*NAMES_OF_EXPERTS})
+    peft, takes = import_peft(), adaptable_modules(model)
+    check_names(model, config, takes, where)
+    if config.target_modules == "all-linear":
+        config.target_modules = all_linear(model, takes)
+    if takes and all(weight_order(m) == IN_OUT for m in takes.values()):
+        config.fan_in_fan_out = True
     given = copy.copy(config)
     try:
         peft.inject_adapter_in_model(config, model)
@@ -93,17 +101,10 @@ def add_adapters(model: nn.Module, config: Any, where: str = _KEYS) -> None:
             "peft puts no adapter on this model",
             where=where,
             got=str(error).partition("\n")[0][:200],
-            allowed=sorted(linear),
-            hint="lora.target_modules=all-linear",
+            allowed=last_names(takes),
+            hint=target_hint(last_names(takes)),
         ) from error
     absorb_adapters(model, given)
-
-
-def _linear_modules(model: nn.Module) -> set[str]:
-    """Ends of the names of linear modules, but the head."""
-    head = head_of(model)
-    modules = (n for n, m in model.named_modules() if type(m) is nn.Linear and m is not head)
-    return {name.rpartition(".")[2] for name in modules}
 
 
 def absorb_adapters(model: nn.Module, config: Any, name: str = "default") -> None:
@@ -117,12 +118,21 @@ def absorb_adapters(model: nn.Module, config: Any, name: str = "default") -> Non
     Raises:
         UnsupportedSharding: HP205 for adapters of something else than a linear module, and for kinds other than LoRA.
     """
-    from peft.tuners.lora import Linear
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils import ModulesToSaveWrapper
 
-    head = head_of(model)
     uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
+    layers = {n: m for n, m in model.named_modules() if isinstance(m, BaseTunerLayer)}
+    refused = {n: why for n, m in layers.items() if (why := _why_refused(model, m, name))}
+    if refused:
+        path, why = next(iter(refused.items()))
+        raise UnsupportedSharding(
+            "only one plain LoRA adapter of linear modules inside of the model is trained",
+            where=f"{_KEYS}: {path}",
+            got=why,
+            allowed="nn.Linear and Conv1D, but not the head",
+            hint=target_hint(last_names(layers.keys() - refused.keys()) or ["all-linear"]),
+        )
     for path, layer in [*model.named_modules()]:
         if isinstance(layer, ModulesToSaveWrapper):
             whole, trained = layer.original_module, layer.modules_to_save[name]
@@ -139,21 +149,24 @@ def absorb_adapters(model: nn.Module, config: Any, name: str = "default") -> Non
                 if not mine.is_meta:
                     mine.data.copy_(theirs.data)
             model.set_submodule(path, whole)
-        elif isinstance(layer, BaseTunerLayer):
+        elif path in layers:
             base = layer.get_base_layer()
-            plain = isinstance(layer, Linear) and type(base) is nn.Linear and layer is not head
-            variant = plain and (name in layer.lora_variant or layer.lora_bias.get(name))
-            if not plain or variant or layer.merged or list(layer.active_adapters) != [name]:
-                raise UnsupportedSharding(
-                    "only one plain LoRA adapter of linear modules inside of the model is trained",
-                    where=f"{_KEYS}: {path}",
-                    got=f"{type(layer).__name__} around {type(base).__name__}",
-                    allowed="nn.Linear, but not the head",
-                    hint="'lora.target_modules=[q_proj, v_proj]'",
-                )
             a, b = (part[name].weight for part in (layer.lora_A, layer.lora_B))
             drop = getattr(layer.lora_dropout[name], "p", 0.0)
             adapt(base, a, b, Adapter(float(layer.scaling[name]), drop))
             model.set_submodule(path, base)
     model.__dict__.pop("peft_config", None)
     model.__dict__[CONFIGURATION] = config
+
+
+def _why_refused(model: nn.Module, layer: Any, name: str) -> str | None:
+    """Return what peft has put around what, where an adapter of this kind is not trained; None: it is."""
+    from peft.tuners.lora import Linear
+
+    base = layer.get_base_layer()
+    plain = isinstance(layer, Linear) and layer is not head_of(model)
+    if plain and not layer.merged and list(layer.active_adapters) == [name]:
+        variant = name in layer.lora_variant or layer.lora_bias.get(name)
+        if not variant and weight_order(base) is not None:
+            return None
+    return f"{type(layer).__name__} around {type(base).__name__}"

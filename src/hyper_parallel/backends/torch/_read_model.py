@@ -13,7 +13,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hyper_parallel.backends.torch._resolve import block_list, module_rules, text_config
+from hyper_parallel.backends.torch._resolve import module_rules
+from hyper_parallel.backends.torch._structure import block_list, text_config
 from hyper_parallel.backends.torch.weights._initialise import base_parameters
 from hyper_parallel.model import AttentionSpec, Block, MlpSpec, ModelSpec, ParamSpec
 

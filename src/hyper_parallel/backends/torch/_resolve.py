@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import re
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
-from torch import Tensor, nn
+from torch import nn
 
+from hyper_parallel.backends.torch._structure import (
+    decoder_of,
+    final_norm,
+    layers_of,
+    text_config,
+)
 from hyper_parallel.backends.torch._token_scores import SCORE, scores_tokens
+from hyper_parallel.backends.torch._trial_flow import count_norm_calls
 from hyper_parallel.backends.torch.weights._initialise import base_parameters
-from hyper_parallel.backends.torch.weights._lora import adapter_layouts
+from hyper_parallel.backends.torch.weights._lora import adapter_layouts, has_adapters
 from hyper_parallel.errors import PlanMismatch, UnsupportedSharding
 from hyper_parallel.ir import Layout, Plan, Rule
 from hyper_parallel.shard import (
@@ -26,131 +31,8 @@ from hyper_parallel.shard import (
     plan_layouts,
 )
 
-
-class PlaceholderModule(nn.Module):
-    """Stands where a module that another rank holds stood; returns its first argument.
-
-    Plain attributes and properties of that module and its class (`attention_type` of a layer, say) stay readable.
-    """
-
-    def __init__(self, original: nn.Module) -> None:
-        super().__init__()
-        values = dict(vars(original))
-        for key in {*dir(type(original))} - {*dir(nn.Module)}:
-            with suppress(Exception):  # a property of another kind of module, say
-                if isinstance(value := getattr(original, key), str | int | float | tuple):
-                    values[key] = value
-        for key, value in values.items():
-            if not key.startswith("_") and not isinstance(value, Tensor | nn.Module):
-                self.__dict__[key] = value
-
-    def forward(self, first: Any, *args: Any, **kwargs: Any) -> Any:
-        return first
-
-
-class SlotList(nn.ModuleList):
-    """A list of modules that shows stand-ins for them while whoever iterates it runs."""
-
-    def slots(self) -> list[Any] | None:
-        """The stand-ins; None: the modules themselves."""
-        raise NotImplementedError
-
-    def __iter__(self) -> Iterator[Any]:
-        slots = self.slots()
-        return super().__iter__() if slots is None else iter(slots)
-
-    def __getitem__(self, index: Any) -> Any:
-        if (slots := self.slots()) is not None:
-            return slots[index]
-        chosen = list(self._modules.values())[index]
-        return nn.ModuleList(chosen) if isinstance(index, slice) else chosen
-
-
-def decoder_of(model: nn.Module) -> tuple[nn.Module, nn.ModuleList] | None:
-    """The base model and its decoder layers, for a Hugging Face model with such a list; None for any other module.
-
-    The base is the innermost module around the list that says which module embeds its inputs.
-    """
-    prefix = getattr(model, "base_model_prefix", None)
-    if prefix is None or not hasattr(model, "config"):
-        return None
-    base = getattr(model, prefix, model)
-    layers = getattr(base, "layers", None)
-    if isinstance(layers, nn.ModuleList) and len(layers):
-        return base, layers
-    if (found := block_list(model)) is None:
-        return None
-    path, layers = found
-    while path := path.rpartition(".")[0]:
-        if hasattr(base := model.get_submodule(path), "get_input_embeddings"):
-            return base, layers
-    return model, layers
-
-
-def block_list(model: nn.Module) -> tuple[str, nn.ModuleList] | None:
-    """Name and members of the list of layers that most of a model lies in; None for a model without one.
-
-    Of the outermost lists, those in a module of the language part's config come first, then those of classes that the
-    model says not to split (`_no_split_modules`).
-    """
-    config = getattr(model, "config", None)
-    text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else None
-    parts = [
-        n for n, m in model.named_modules() if text is not None and m.__dict__.get("config") is text
-    ]
-    lists: dict[str, nn.ModuleList] = {}
-    for name, module in model.named_modules():
-        inside = any(name.startswith(f"{outer}.") for outer in lists)
-        if (
-            isinstance(module, nn.ModuleList)
-            and not inside
-            and next(module.parameters(), None) is not None
-        ):
-            lists[name] = module
-    whole = set(getattr(model, "_no_split_modules", None) or ())
-    of_text = {n: m for n, m in lists.items() if any(n.startswith(f"{p}.") for p in parts if p)}
-    lists = of_text or lists
-    named = {n: m for n, m in lists.items() if any(type(layer).__name__ in whole for layer in m)}
-    sizes = {n: sum(p.numel() for p in m.parameters()) for n, m in (named or lists).items()}
-    if not sizes:
-        return None
-    best = max(sizes, key=sizes.__getitem__)
-    return best, lists[best]
-
-
-def layers_of(model: nn.Module) -> list[nn.Module]:
-    """Layers of the model's decoder, or of its `block_list`; none when it has no such list."""
-    decoder = decoder_of(model)
-    if decoder is not None:
-        return list(decoder[1])
-    found = block_list(model)
-    return [] if found is None else list(found[1])
-
-
-def text_config(model: nn.Module) -> Any:
-    """The Hugging Face config of the model's language part; None for a module without one.
-
-    Where layers have values of their own it is that of the first layer: the common one refuses to give them.
-    """
-    config = getattr(model, "config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    return text.per_layer_config[0] if getattr(text, "is_heterogeneous", False) else text
-
-
-def final_norm(base: nn.Module) -> nn.Module:
-    """The norm that follows the layers: by name, or the last one beside them."""
-    for name in ("norm", "final_layernorm", "final_layer_norm", "ln_f"):
-        if isinstance(norm := getattr(base, name, None), nn.Module):
-            return norm
-    for module in reversed([*base.children()]):
-        if "norm" in type(module).__name__.lower():
-            return module
-    raise UnsupportedSharding(
-        "no final norm was found after the decoder layers",
-        where=type(base).__name__,
-        got=", ".join(name for name, _ in base.named_children()),
-        allowed="norm, final_layernorm, final_layer_norm, ln_f, or a module of a class *Norm*",
-    )
+_WIDTH_OF_INPUT: Final = ("TrOCRAttention",)
+"""Classes that give their inner result the width of their input by shape; a rank has less."""
 
 
 def resolve_layouts(model: nn.Module, plan: Plan) -> ShardPlan:
@@ -199,6 +81,13 @@ def resolve_layouts(model: nn.Module, plan: Plan) -> ShardPlan:
             got=f"tp={strategy.tp} cp={strategy.cp} pp={strategy.pp}",
             allowed="dp_replicate, dp_shard",
             hint="parallel.tp=1 parallel.cp=1 parallel.pp=1",
+        )
+    if has_adapters(model) and is_reversible(model):
+        raise UnsupportedSharding(
+            "layers that run again in backward need gradients of their inputs, and the embedding is frozen",
+            where="lora",
+            got=type(model).__name__,
+            hint="lora=null",
         )
     _compare(shard_plan.layouts, plan, model)
     adapters = adapter_layouts(model, shard_plan.layouts, plan.strategy)
@@ -261,7 +150,11 @@ def module_rules(model: nn.Module) -> tuple[Rule, ...]:
     choosers = {n for n, m in model.named_modules() if hasattr(m, "set_attention_type")}
     choosers -= {n.rpartition(".")[0] for n in choosers}
     linear = [n for n in linear if ".".join(n.split(".")[:-2]) not in choosers]
-    linear = [n for n in linear if not _joins_to_input(model.get_submodule(n.rpartition(".")[0]))]
+    linear = [
+        n
+        for n in linear
+        if type(model.get_submodule(n.rpartition(".")[0])).__name__ not in _WIDTH_OF_INPUT
+    ]
     # Of modules that share a parameter only one has its name; the others would not be split.
     names = {id(p): name for name, p in model.named_parameters()}
     shared |= {
@@ -277,22 +170,6 @@ def module_rules(model: nn.Module) -> tuple[Rule, ...]:
     if covers(shapes.items(), found, heads, kv_heads, head_dim) and not _has_decoder(model):
         return tuple(rule for rule in found if rule.style != "vocab")  # so that the stream is whole
     return found
-
-
-@functools.lru_cache(maxsize=256)  # layers are many, their classes few
-def _source(kind: type[nn.Module]) -> str | None:
-    """The text of a module's forward pass; None: there is none."""
-    with suppress(OSError, TypeError):
-        return inspect.getsource(kind.forward)
-    return None
-
-
-def _joins_to_input(module: nn.Module) -> bool:
-    """Whether a module gives its inner result the width of its input, by a name for it; a rank has less."""
-    if (source := _source(type(module))) is not None:
-        named = re.search(r", ([a-z]\w*) = hidden_states\.(?:size\(\)|shape\b)", source)
-        return named is not None and f", {named[1]})" in source
-    return False
 
 
 def _end_rules(model: nn.Module) -> tuple[Rule, ...]:
@@ -338,14 +215,21 @@ def _has_decoder(model: nn.Module) -> bool:
     """
     if (decoder := decoder_of(model)) is None:
         return False
-    base = decoder[0]
-    with suppress(UnsupportedSharding):  # no norm
+    base, layers = decoder
+    try:
         norm = final_norm(base)
-        if (source := _source(type(base))) is None:
-            return False
-        calls = [source.count(f"self.{n}(") for n, m in base.named_children() if m is norm]
-        return calls in ([], [0], [1])
-    return False
+    except UnsupportedSharding:
+        return False
+    memo = _memo(type(model), type(base))
+    if "calls" not in memo:
+        memo["calls"] = count_norm_calls(model, layers, norm)
+    return memo["calls"] <= 1
+
+
+@functools.lru_cache(maxsize=256)
+def _memo(model: type[nn.Module], base: type[nn.Module]) -> dict[str, int]:
+    """Return what has been measured of the models of a class."""
+    return {}
 
 
 def _heads(config: Any, default: int) -> tuple[int, int, int]:

@@ -7,13 +7,15 @@ token, of which an objective takes those it wants; the weights are the same.
 
 from __future__ import annotations
 
-import inspect
+from contextlib import suppress
 from types import MethodType
 from typing import Any, Final
 
 from torch import Tensor, nn
 
-from hyper_parallel.errors import ModelUnreadable
+from hyper_parallel.backends.torch._marks import Marks
+from hyper_parallel.backends.torch._trial_flow import as_it_was, run_hollow
+from hyper_parallel.errors import ModelUnreadable, UnsupportedSharding
 
 SCORE: Final = "score"
 """Name of the head in the models of transformers."""
@@ -41,8 +43,7 @@ def score_every_token(model: nn.Module) -> None:
     """
     head, base = getattr(model, SCORE, None), getattr(model, model.base_model_prefix, None)
     linear = isinstance(head, nn.Linear) and head.out_features == 1 and head.bias is None
-    source = inspect.getsource(inspect.unwrap(type(model).forward))
-    if not (linear and base is not None and f"self.{SCORE}(hidden_states)" in source):
+    if not (linear and base is not None and _reads_last_hidden_state(model, base, head)):
         raise ModelUnreadable(
             f"{type(model).__name__} has no head `{SCORE}` that maps the last hidden state to one number",
             where="stage=rm",
@@ -52,6 +53,24 @@ def score_every_token(model: nn.Module) -> None:
     model.__dict__[_SCORES] = True
     model.loss_function = lambda logits, *_, **__: logits.sum()  # until a layout puts its own there
     model.forward = MethodType(_forward, model)
+
+
+def _reads_last_hidden_state(model: nn.Module, base: nn.Module, head: nn.Module) -> bool:
+    """Return whether a forward pass gives its head the very tensor that the base returns, in a run without values."""
+    results: list[Any] = []
+    read: list[Any] = []
+    hooks = (
+        base.register_forward_hook(lambda _, __, output: results.append(output[0])),
+        head.register_forward_pre_hook(lambda _, args: read.append(args[0] if args else None)),
+    )
+    try:
+        # The loss of a class, which follows, is none of next tokens and may not run.
+        with as_it_was(model), suppress(UnsupportedSharding):
+            run_hollow(model, Marks(), "tp")
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return len(results) == len(read) == 1 and results[0] is read[0]
 
 
 def _forward(

@@ -8,7 +8,7 @@ interface it also tells whether tokens see each other anywhere else, and where t
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from hyper_parallel.backends.torch._marks import FIRST, IDS, TOKENS, Marks
-from hyper_parallel.backends.torch._resolve import (
+from hyper_parallel.backends.torch._structure import (
     PlaceholderModule,
     SlotList,
     decoder_of,
@@ -69,7 +69,11 @@ def follow(model: nn.Module) -> PassFlow:
 
 def refused(model: nn.Module, why: str, axis: str) -> UnsupportedSharding:
     """The refusal of an axis."""
-    what = {"pp": "cannot be cut into pipeline stages", "cp": "cannot cut its sequences over ranks"}
+    what = {
+        "pp": "cannot be cut into pipeline stages",
+        "cp": "cannot cut its sequences over ranks",
+        "tp": "cannot be split over tensor-parallel ranks",
+    }
     return UnsupportedSharding(
         f"{type(model).__name__} {what[axis]}: {why}",
         where=f"parallel.{axis}",
@@ -101,6 +105,56 @@ def run_hollow(model: nn.Module, marks: Marks, axis: str, **more: Tensor) -> Any
     except Exception as error:
         why = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:160]}"
         raise refused(model, f"its forward does not run without values ({why})", axis) from error
+
+
+def count_norm_calls(model: nn.Module, layers: nn.ModuleList, norm: nn.Module) -> int:
+    """Return how often a forward pass of the model calls a norm outside of its layers.
+
+    The first layer runs, and its result stands for those of the others. A forward that does not run without values
+    counts the calls before it ends.
+    """
+    calls = [0]
+
+    def count(*_: Any) -> None:
+        calls[0] += 1
+
+    path = next(name for name, module in model.named_modules() if module is layers)
+    hook = norm.register_forward_pre_hook(count)
+    try:
+        with as_it_was(model), suppress(UnsupportedSharding):
+            model.set_submodule(path, _FirstLayerOnly(layers))
+            run_hollow(model, Marks(), "tp")
+    finally:
+        model.set_submodule(path, layers)
+        hook.remove()
+    return calls[0]
+
+
+class _FirstLayerOnly(SlotList):
+    """A list whose first layer runs, and gives its result in place of the others."""
+
+    def __init__(self, layers: nn.ModuleList) -> None:
+        super().__init__(layers)
+        self._slots = [_ResultOfFirst(layer, i, self) for i, layer in enumerate(layers)]
+        self.result: Any = None
+
+    def slots(self) -> list[Any]:
+        return self._slots
+
+
+class _ResultOfFirst:
+    """A layer in the list."""
+
+    def __init__(self, layer: nn.Module, index: int, owner: _FirstLayerOnly) -> None:
+        self._layer, self._index, self._owner = layer, index, owner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._layer, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._index == 0:
+            self._owner.result = self._layer(*args, **kwargs)
+        return self._owner.result
 
 
 class _Trial(SlotList):

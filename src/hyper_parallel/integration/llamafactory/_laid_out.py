@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import hyper_parallel as hp
-from hyper_parallel.backends.torch._resolve import layers_of
+from hyper_parallel.backends.torch._structure import layers_of
 from hyper_parallel.backends.torch._swap import swap_layers
 from hyper_parallel.backends.torch.weights._lora import has_adapters
 from hyper_parallel.errors import UnsupportedSharding

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -16,7 +17,7 @@ from hyper_parallel.backends.torch._peft import (
     import_peft,
 )
 from hyper_parallel.backends.torch.weights._initialise import is_adapter
-from hyper_parallel.errors import WeightsUnreadable
+from hyper_parallel.errors import UnsupportedSharding, WeightsUnreadable
 from hyper_parallel.trainer._files import copy_files, replace_directory
 from hyper_parallel.trainer.checkpoints._export import Held, open_hidden
 from hyper_parallel.trainer.checkpoints._named_state import MODEL, model_tensors
@@ -25,6 +26,15 @@ from hyper_parallel.trainer.checkpoints._rank_group import RankGroup
 from hyper_parallel.trainer.data import TOKENIZER_FILES
 
 _WEIGHTS = "adapter_model.safetensors"
+_READ = (
+    "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "lora_dropout", "target_modules",
+    "modules_to_save", "exclude_modules", "layers_to_transform", "layers_pattern", "fan_in_fan_out",
+    "init_lora_weights", "task_type", "peft_type", "auto_mapping", "base_model_name_or_path", "revision",
+    "inference_mode", "peft_version", "runtime_config",
+)  # fmt: skip
+"""Values of a `peft.LoraConfig` that peft applies when it chooses modules and factors, or that change nothing."""
+_CHANGE_WEIGHTS = ("pissa", "olora", "corda", "loftq")
+"""Ways to initialise an adapter that also change the weights beside it."""
 
 
 def export_adapter(
@@ -72,14 +82,18 @@ def export_adapter(
     return out
 
 
-def take_adapter(model: nn.Module, directory: Path) -> None:
+def take_adapter(model: nn.Module, directory: Path) -> dict[str, Any]:
     """Give a model, on the meta device or not, the adapters of a directory that peft wrote.
+
+    Returns:
+        The values of a recipe by dotted key that decide the scale of the adapters.
 
     Raises:
         WeightsUnreadable: HP703 when the tensors are not those that the directory's configuration asks for.
+        UnsupportedSharding: HP205 for adapters that are more than LoRA of linear modules.
     """
     peft = import_peft()
-    config = peft.LoraConfig.from_pretrained(directory)
+    config = _read_config(peft, directory)
     config.inference_mode = False
     add_adapters(model, config, str(directory / ADAPTER_CONFIG))
     allocate_trained(model)
@@ -96,6 +110,36 @@ def take_adapter(model: nn.Module, directory: Path) -> None:
     with torch.no_grad():
         for key, parameter in mine.items():
             parameter.copy_(stored[key])
+    patterns = {k: dict(getattr(config, k) or {}) for k in ("rank_pattern", "alpha_pattern")}
+    values = {k: getattr(config, k) for k in ("r", "lora_alpha", "use_rslora")} | patterns
+    return {f"lora.{key}": value for key, value in values.items()}
+
+
+def _read_config(peft: Any, directory: Path) -> Any:
+    """Return the `peft.LoraConfig` of a directory; refuse values that change more than what is trained here."""
+    file = directory / ADAPTER_CONFIG
+    try:
+        config = peft.PeftConfig.from_pretrained(directory)
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise WeightsUnreadable(
+            "the configuration of the adapter cannot be read",
+            where=str(file),
+            got=str(error).partition("\n")[0][:200],
+        ) from error
+    kind, plain = type(config), peft.LoraConfig()
+    given = vars(config)
+    more = [k for k, v in given.items() if k not in _READ and v and v != getattr(plain, k, None)]
+    if str(given.get("init_lora_weights")).partition("_")[0] in _CHANGE_WEIGHTS:
+        more.append("init_lora_weights")
+    if kind is not peft.LoraConfig or more:
+        raise UnsupportedSharding(
+            "only plain LoRA adapters of linear modules are read",
+            where=str(file),
+            got=", ".join(f"{k}={given[k]!r}" for k in more) or kind.__name__,
+            allowed="keys of the section `lora`",
+            hint="merge it with peft (`merge_and_unload`), and train on from the merged model",
+        )
+    return config
 
 
 def _key(name: str) -> str:

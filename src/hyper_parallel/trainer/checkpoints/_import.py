@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from hyper_parallel.backends.torch import load_pretrained
 from hyper_parallel.backends.torch._peft import ADAPTER_CONFIG, base_of
@@ -57,12 +58,16 @@ def import_checkpoint(
         model, spec = build_model(recipe), read_spec(path, path, trusted=trusted)
     except UnknownModel as error:
         raise ModelUnreadable(error.what, where=path, hint=error.hint) from error
-    take_adapter(model, model_dir) if is_adapter else load_pretrained(model, path)
+    facts: dict[str, Any] = {}
+    if is_adapter:
+        facts = {"run": take_adapter(model, model_dir)}
+    else:
+        load_pretrained(model, path)
     saver = Checkpointer(
         directory,
         keep=1,
         asynchronous=False,
         fingerprint={"model": spec.fingerprint, "param_dtype": dtype},
     )
-    saver.save(0, model, None, {})
+    saver.save(0, model, None, facts)
     return directory / files.step_name(0)

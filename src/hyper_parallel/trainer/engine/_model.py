@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import difflib
-import fnmatch
 import logging
 import re
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import nn
 
 from hyper_parallel.backends.torch import Routing, read_model, resolve_layouts, unsplit_axes
-from hyper_parallel.backends.torch._peft import add_adapters, import_peft
-from hyper_parallel.backends.torch._token_scores import SCORE, scores_tokens
+from hyper_parallel.backends.torch._peft import add_adapters
+from hyper_parallel.backends.torch._token_scores import scores_tokens
 from hyper_parallel.config import Recipe
 from hyper_parallel.errors import (
     BadValue,
@@ -33,6 +30,7 @@ from hyper_parallel.model import (
     read_config,
 )
 from hyper_parallel.trainer.data import has_tokenizer, load_tokenizer
+from hyper_parallel.trainer.engine._adapters import freeze, lora_config
 from hyper_parallel.trainer.engine._auto_model import model_from_config
 
 logger = logging.getLogger(__name__)
@@ -72,49 +70,6 @@ def build_model(recipe: Recipe) -> nn.Module:
         add_adapters(model, lora_config(recipe))
     freeze(model, recipe.training.freeze)
     return model
-
-
-def lora_config(recipe: Recipe) -> Any:
-    """The recipe's `lora` section as a `peft.LoraConfig`."""
-    assert recipe.lora is not None
-    values, path = recipe.lora.model_dump(mode="json"), Path(recipe.model.path).expanduser()
-    scores = recipe.stage == "rm"
-    whole = [*values["modules_to_save"], *([SCORE] if scores else [])]
-    return import_peft().LoraConfig(
-        **values | {"modules_to_save": whole or None},
-        base_model_name_or_path=str(path.resolve()) if path.exists() else recipe.model.path,
-        task_type="SEQ_CLS" if scores else "CAUSAL_LM",
-    )
-
-
-def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
-    """Let the parameters that globs over their names fit stay as they are.
-
-    Raises:
-        BadValue: HP102 for a pattern that fits no parameter, and when nothing is left to train.
-    """
-    where = "training.freeze"
-    names = [name for name, _ in model.named_parameters()]
-    for pattern in patterns:
-        matches = fnmatch.filter(names, pattern)
-        if not matches:
-            near = difflib.get_close_matches(pattern, names, n=1, cutoff=0.0)
-            raise BadValue(
-                "no parameter has a name like this",
-                where=where,
-                got=pattern,
-                allowed="globs such as model.embed_tokens.* over the names of parameters",
-                hint=f"'training.freeze=[{near[0]}]'",
-            )
-        for name in matches:
-            model.get_parameter(name).requires_grad_(False)
-    if not any(p.requires_grad for p in model.parameters()):
-        raise BadValue(
-            "all parameters are frozen, and nothing is left to train",
-            where=where,
-            got=list(patterns),
-            hint="training.freeze=[]",
-        )
 
 
 def read_spec(

@@ -56,9 +56,20 @@ def startup_panel(
     output_dir: str,
     weights: str,
     on_topology: bool = True,
+    trained: str = "",
     router_loss: str | None = None,
 ) -> Panel:
-    """Topology, model, mesh, plan, prediction and data of a run at a glance."""
+    """Topology, model, mesh, plan, prediction and data of a run at a glance.
+
+    Args:
+        plan: The plan of the run.
+        data: What is read and how often.
+        output_dir: Directory of the run.
+        weights: Origin of the weights.
+        on_topology: This machine is the topology of the plan.
+        trained: Adapters and trained parameters; empty when all parameters are trained.
+        router_loss: The loss that is added for the routers of experts; None: there is none.
+    """
     work = plan.workload
     share = plan.memory_bytes / plan.memory_capacity_bytes if plan.memory_capacity_bytes else 0.0
     tokens, params = format_count(work.tokens_per_step or 0), format_count(plan.model.num_params)
@@ -68,6 +79,7 @@ def startup_panel(
         + ("" if on_topology else "; not this machine, so no time is compared with the prediction"),
         "model": f"{plan.model.name} ({plan.model.family}), {params} parameters",
         "weights": weights,
+        **({"trained": trained} if trained else {}),
         "mesh": str(plan.mesh),
         "step": f"{tokens} tokens: {batch} per data rank, {work.compute_dtype}",
         "data": data,

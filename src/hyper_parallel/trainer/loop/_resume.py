@@ -14,10 +14,16 @@ if TYPE_CHECKING:
     from hyper_parallel.trainer._job import Job
 
 _CONFIG: Final = "model.config"
+LORA_SCALE: Final = tuple(
+    f"lora.{key}" for key in ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern")
+)
+"""Keys that decide the factor of an adapter's product: with another one the same values are another model."""
 _FIXED: Final = (
-    _CONFIG, "moe", "stage", "data.mask_documents", "training.dtype", "training.optimizer", "training.seed",
+    *LORA_SCALE, _CONFIG, "moe", "stage", "data.mask_documents", "training.dtype", "training.optimizer",
+    "training.seed",
 )  # fmt: skip
 """Keys, and sections, that decide what is learned; the data has a fingerprint of its own."""
+_PATTERNS: Final = ("lora.rank_pattern.", "lora.alpha_pattern.")
 _UNSAID: Final = ("output_dir", "data.cache_dir", "checkpoint.resume", "checkpoint.from_dir")
 """Keys that say where files are and nothing of the run."""
 _UNREAD: Final = (
@@ -36,6 +42,12 @@ def run_facts(job: Job) -> dict[str, Any]:
     facts = dict(_leaves(recipe.model_dump(mode="json", exclude={"parallel": True})))
     config = _leaves(json.loads(job.model_files["config.json"]), _CONFIG)
     facts |= {k: v for k, v in config if k.rpartition(".")[2] not in _UNREAD}
+    if recipe.lora is not None:  # patterns are values, not sections
+        facts = {k: v for k, v in facts.items() if not k.startswith(_PATTERNS)}
+        facts |= {
+            "lora.rank_pattern": recipe.lora.rank_pattern,
+            "lora.alpha_pattern": recipe.lora.alpha_pattern,
+        }
     facts["parallel"] = str(plan.strategy)
     facts["training.tokens_per_step"] = plan.workload.tokens_per_step
     facts["data.mask_documents"] = recipe.data.masks(recipe.stage)
@@ -59,7 +71,7 @@ def check_resume(saved: dict[str, Any] | None, job: Job, run: Path) -> Changes:
     refused = [k for k in changed if any(k == f or k.startswith(f"{f}.") for f in _FIXED)]
     if refused:
         key, *more = refused
-        mend = [f"{k}={_text(changed[k][0])}" for k in refused if not k.startswith(_CONFIG)]
+        mend = [_override(k, changed[k][0]) for k in refused if not k.startswith(_CONFIG)]
         if any(k.startswith(_CONFIG) for k in refused):
             mend += [f"model.path={run / 'model'}", "model.init=random"]
         raise CheckpointMismatch(
@@ -84,6 +96,12 @@ def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
             yield from _leaves(inner, f"{key}.{name}" if key else name)
     else:
         yield key, value
+
+
+def _override(key: str, value: Any) -> str:
+    """Return the word of a command line that sets a key."""
+    word = f"{key}={_text(value)}"
+    return f"'{word}'" if isinstance(value, dict | list) else word
 
 
 def _text(value: Any) -> str:

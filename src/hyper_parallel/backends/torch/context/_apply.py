@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from hyper_parallel.backends.torch._forward import cache_argument
-from hyper_parallel.backends.torch._resolve import decoder_of
+from hyper_parallel.backends.torch._structure import decoder_of
 from hyper_parallel.backends.torch._trial_flow import refused
 from hyper_parallel.backends.torch.context._attention import ATTRIBUTE, INTERFACE
 from hyper_parallel.backends.torch.context._state import TOKENS, ContextState

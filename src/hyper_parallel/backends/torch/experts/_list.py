@@ -21,7 +21,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from hyper_parallel.backends.torch._resolve import PlaceholderModule, SlotList
+from hyper_parallel.backends.torch._structure import PlaceholderModule, SlotList
 from hyper_parallel.backends.torch.experts._dispatch import dispatch, place, touch
 from hyper_parallel.backends.torch.experts._routing import ExpertState
 from hyper_parallel.errors import UnsupportedSharding

@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_leaves
 
 from hyper_parallel.backends.torch._read_model import read_model
-from hyper_parallel.backends.torch._resolve import PlaceholderModule, SlotList
+from hyper_parallel.backends.torch._structure import PlaceholderModule, SlotList
 from hyper_parallel.backends.torch._trial_flow import PassFlow, follow, refused
 from hyper_parallel.cost import check_stage_layers, stage_layers
 from hyper_parallel.errors import UnsupportedSharding

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from hyper_parallel.backends.torch._collectives import sum_both, sum_forward
-from hyper_parallel.backends.torch._resolve import final_norm
+from hyper_parallel.backends.torch._structure import final_norm
 from hyper_parallel.backends.torch._token_scores import head_of
 from hyper_parallel.backends.torch.tensor._collectives import join
 from hyper_parallel.backends.torch.tensor._gradients import Summed, show_local
@@ -36,23 +36,20 @@ from hyper_parallel.backends.torch.tensor._projections import (
 from hyper_parallel.backends.torch.tensor._span_attention import SpanAttention
 from hyper_parallel.backends.torch.tensor._spread_norm import SpreadNorm
 from hyper_parallel.backends.torch.tensor._state import TP, TpState, X, Y
+from hyper_parallel.backends.torch.tensor._tensor_trial import INTO, SPLIT, TensorTrial
 from hyper_parallel.backends.torch.tensor._whole_stream import (
     join_when_read,
     share_random_numbers,
     show_whole,
-    takes_split_logits,
     tied_heads,
     whole_input,
 )
-from hyper_parallel.backends.torch.weights._initialise import is_adapter
 from hyper_parallel.cost import LINEAR_ENTRY
 from hyper_parallel.errors import UnsupportedSharding
 from hyper_parallel.ir import Layout, Purpose, Strategy
 from hyper_parallel.shard import block_program
 
 Forward = Callable[..., Any]
-_INTO = ("colwise", "kv_replicate", "qkv", "gate_up")
-"""Styles of projections into a split width; the modules that own one are regions."""
 
 
 def tensor_mesh(mesh: DeviceMesh | None, strategy: Strategy) -> DeviceMesh | None:
@@ -84,13 +81,23 @@ def apply_tensor_parallel(
     styles: dict[str, str],
     state: TpState,
     strategy: Strategy,
+    trial: TensorTrial | None,
 ) -> None:
-    """Put tensor parallelism around the modules of a model, its parameters already DTensors."""
+    """Put tensor parallelism around the modules of a model, its parameters already DTensors.
+
+    Args:
+        model: The model; changed in place.
+        decoder: Its base and its decoder layers, or None.
+        styles: Module or parameter name to its style.
+        state: State of its tensor parallelism.
+        strategy: The strategy of the plan.
+        trial: Result of `try_forward` where activations are whole on every rank.
+    """
     parallel = TensorParallel(model, styles, state, strategy)
     if decoder is not None and not state.whole_stream:
         parallel.apply_to_decoder(*decoder)
     elif strategy.tp_y == 1:
-        parallel.apply_to_modules()
+        parallel.apply_to_modules(trial is not None and trial.splits_logits)
     else:
         raise UnsupportedSharding(
             "two-dimensional tensor parallelism needs a Hugging Face model with a list of decoder layers",
@@ -100,11 +107,19 @@ def apply_tensor_parallel(
 
 
 def watch_gradients(
-    model: nn.Module, layouts: dict[str, Layout], styles: dict[str, str], state: TpState
+    model: nn.Module,
+    layouts: dict[str, Layout],
+    state: TpState,
+    trial: TensorTrial | None,
 ) -> None:
     """Sum the gradients of parameters that some tensor-parallel axis does not cut; called after FSDP was put around.
 
-    Where the stream is whole these are parameters between split projections: of others every rank has the gradient.
+    Args:
+        model: A model that passed through `apply_tensor_parallel`.
+        layouts: Parameter name to its layout.
+        state: State of its tensor parallelism.
+        trial: Result of `try_forward`; None: each rank has a summand of all gradients of whole parameters, because
+            activations are cut over the ranks.
     """
     axes = TP if Y in state.groups else X
 
@@ -112,14 +127,8 @@ def watch_gradients(
         for name, param in model.named_parameters():
             cuts = layouts[name].sharding_axes
             missing = tuple(a for a in axes if a not in cuts)
-            summand = not state.whole_stream or styles.get(_parent(name)) in (
-                "inner",
-                "kv_replicate",
-            )
-            # One axis cuts one of the two parameters of an adapter; of the other each rank has a summand.
-            adapts = is_adapter(name) and styles.get(_parent(name), "replicate") != "replicate"
             # Experts are reduced over the ranks that hold the same ones.
-            if missing and (summand or adapts) and "ep" not in cuts:
+            if missing and "ep" not in cuts and (trial is None or name in trial.summands):
                 yield param, state.groups[missing]
 
     state.gradients.watch(find)
@@ -145,7 +154,7 @@ class TensorParallel:
         self.config = None if config is None else config.get_text_config()
         self.regions: dict[str, Region] = {}
         if self.config is not None and not state.whole_stream:
-            inside = [_parent(n) for n, s in self.styles.items() if s in _INTO]
+            inside = [_parent(n) for n, s in self.styles.items() if s in INTO]
             self.regions = {n: self._make_region(n) for n in dict.fromkeys(inside)}
 
     def _make_region(self, name: str) -> Region:
@@ -184,9 +193,8 @@ class TensorParallel:
             module = self.modules[name]
             rows = self._key_value_rows(module) if style == "kv_replicate" else None
             if style == "norm_heads" or (rows and not isinstance(module, nn.Linear)):
-                inside = partial(SpreadNorm, self.state.group, name, Purpose.NORMS_OVER_HEADS)
-                show_local(module, self.state.gradients, inside, rows)
-            elif style in _INTO:
+                self._norm_over_heads(module, name, rows)
+            elif style in INTO:
                 colwise(module, name, self._region_of(name), rows)
                 if style in ("qkv", "gate_up"):
                     owner = self.modules[_parent(name)]
@@ -210,12 +218,12 @@ class TensorParallel:
         _wrap(final_norm(base), lambda inner, *a, **k: self.state.leave(inner(*a, **k)))
         self._guard()
 
-    def apply_to_modules(self) -> None:
+    def apply_to_modules(self, splits_logits: bool) -> None:
         """Wrap what is split of any model: activations between blocks are whole on every rank."""
         state, config = self.state, self.config
-        split = {n: s for n, s in self.styles.items() if s in (*_INTO, "rowwise", "vocab", "head")}
+        split = {n: s for n, s in self.styles.items() if s in SPLIT}
         split |= dict.fromkeys(tied_heads(self.modules, split), "head")
-        for name in dict.fromkeys(_parent(n) for n, s in split.items() if s in _INTO):
+        for name in dict.fromkeys(_parent(n) for n, s in split.items() if s in INTO):
             owner = self.modules[name]
             if config is not None and (hasattr(owner, "q_proj") or hasattr(owner, "query")):
                 show_local_heads(owner, config, state.degree)
@@ -223,6 +231,8 @@ class TensorParallel:
             module, region = self.modules[name], self._region_of(name)
             if style == "rowwise":
                 rowwise(module, name, region)
+            elif style == "norm_heads":
+                self._norm_over_heads(module, name, None)
             elif style == "vocab":
                 self._embedding(module, sum_forward)
                 join_when_read(self.model, module, state.gradients, state.group)
@@ -234,13 +244,18 @@ class TensorParallel:
                     exchange_packed(module, owner, style, config, state)
                 shared = None if style == "head" else region
                 _wrap(module, partial(whole_input, state.group, shared))
-                if style == "head" and takes_split_logits(self.model):
+                if style == "head" and splits_logits:
                     _wrap(module, self._split_logits)
                 elif style == "head":
                     _wrap(module, lambda inner, x: join(inner(x), -1, state.group))
         show_whole(self.model, split, state.gradients)
         if config is not None:
             self._guard()
+
+    def _norm_over_heads(self, module: nn.Module, name: str, rows: slice | None) -> None:
+        """Compute the statistics of a norm over the heads of all ranks."""
+        inside = partial(SpreadNorm, self.state.group, name, Purpose.NORMS_OVER_HEADS)
+        show_local(module, self.state.gradients, inside, rows)
 
     def _split_logits(self, inner: Forward, x: Tensor) -> Tensor:
         self.state.head = "vocabulary"

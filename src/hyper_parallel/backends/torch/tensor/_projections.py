@@ -142,10 +142,13 @@ class Region:
             lambda part: gather(part, 0, y, Purpose.WEIGHT_GATHER), weight, use, self.scope
         )
 
-    def adapter(self, module: nn.Module, x: Tensor, rows: slice | None = None) -> Tensor:
-        """This rank's part of what an adapter adds to a product, or rows of it."""
-        b = self.state.local(module.lora_B, rows)
-        return delta(module, x, self.state.local(module.lora_A), b)
+    def adapter(
+        self, module: nn.Module, x: Tensor, rows: slice | None = None, *, is_part: bool = False
+    ) -> Tensor:
+        """Return this rank's part of an adapter's product, or rows of it; `is_part`: `x` is a part of the width."""
+        state, b = self.state, self.state.local(module.lora_B, rows)
+        part = (state.rank, state.degree) if is_part and state.same_random else (0, 1)
+        return delta(module, x, state.local(module.lora_A), b, part)
 
     def inner(self, x: Tensor) -> Tensor:
         """What a 2d block left on the y ranks, heads, spans or tokens, together again."""
@@ -218,7 +221,7 @@ def rowwise(module: nn.Module, name: str, region: Region) -> None:
         def product(weight: Tensor) -> Tensor:
             def of(whole: Tensor) -> Tensor:
                 out = F.linear(whole, weight)
-                return out + region.adapter(module, whole) if is_adapted else out
+                return out + region.adapter(module, whole, is_part=True) if is_adapted else out
 
             return state.gathered(region.inner, x, of, region.input_scope) if inner else of(x)
 

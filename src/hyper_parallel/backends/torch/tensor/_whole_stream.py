@@ -11,9 +11,7 @@ Source: Shoeybi et al. 2019 (Megatron-LM), section 3, the operators f and g.
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -22,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from hyper_parallel.backends.torch._collectives import sum_backward
-from hyper_parallel.backends.torch._resolve import layers_of
+from hyper_parallel.backends.torch._structure import layers_of
 from hyper_parallel.backends.torch.tensor._collectives import join
 from hyper_parallel.backends.torch.tensor._gradients import TpGradients, show_local, to_local
 from hyper_parallel.backends.torch.tensor._projections import Region
@@ -56,17 +54,6 @@ def tied_heads(modules: Mapping[str, nn.Module], split: Mapping[str, str]) -> li
         for name, module in modules.items()
         if isinstance(module, nn.Linear) and any(module.weight is weight for weight in weights)
     ]
-
-
-def takes_split_logits(model: nn.Module) -> bool:
-    """Whether the loss of a model is its `loss_function`, which takes the logits of a part of the vocabulary.
-
-    Some models cut columns of the logits off before, or mask some of them by their number.
-    """
-    with suppress(OSError, TypeError):  # no source
-        source = inspect.getsource(type(model).forward)
-        return "self.loss_function(" in source and "logits[" not in source
-    return False
 
 
 class _Joined(dict[str, Any]):

@@ -12,10 +12,11 @@ Source: Hu et al. 2021, "LoRA", arXiv:2106.09685; the scaling r^-1/2 of Kalajdzi
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
@@ -24,11 +25,13 @@ from torch import Tensor, nn
 from hyper_parallel.backends.torch.weights._initialise import (
     LORA_A,
     LORA_B,
+    base_parameters,
     canonical_name,
     is_adapter,
     module_seed,
     named_tensors,
 )
+from hyper_parallel.backends.torch.weights._linear_map import OUT_IN, weight_order
 from hyper_parallel.backends.torch.weights._ranges import copy_full
 from hyper_parallel.errors import NotDivisible, UnsupportedSharding
 from hyper_parallel.ir import Layout, Strategy
@@ -44,8 +47,15 @@ class Adapter:
     dropout: float
 
 
-def adapt(module: nn.Linear, a: Tensor, b: Tensor, adapter: Adapter) -> None:
-    """Give a linear module an adapter of A [r, in] and B [out, r]; its own parameters stay as they are."""
+def adapt(module: nn.Module, a: Tensor, b: Tensor, adapter: Adapter) -> None:
+    """Give a linear module an adapter of A [r, in] and B [out, r]; its own parameters stay as they are.
+
+    Args:
+        module: One of `linear_maps`.
+        a: A.
+        b: B.
+        adapter: Scaling and dropout.
+    """
     module.register_parameter(LORA_A, nn.Parameter(a.detach()))
     module.register_parameter(LORA_B, nn.Parameter(b.detach()))
     module.__dict__["adapter"] = adapter
@@ -57,22 +67,38 @@ def has_adapters(model: nn.Module) -> bool:
     return next(adapted(model), None) is not None
 
 
-def adapted(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
+def adapted(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """Name and module of everything that has an adapter."""
     for name, module in model.named_modules():
         if LORA_A in module._parameters:
             yield canonical_name(name), module
 
 
-def delta(module: nn.Module, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """What an adapter adds to the product of its module."""
+def delta(
+    module: nn.Module, x: Tensor, a: Tensor, b: Tensor, part: tuple[int, int] = (0, 1)
+) -> Tensor:
+    """Return what an adapter adds to the product of its module.
+
+    Args:
+        module: Has an adapter.
+        x: Its input, or a part of the features of it.
+        a: A, or its columns for these features.
+        b: B.
+        part: Which part of how many equal ones `x` is, on ranks that draw the same random numbers: every rank draws
+            the mask of all features and takes its part.
+    """
     adapter: Adapter = module.__dict__["adapter"]
-    x = F.dropout(x, adapter.dropout, module.training)
+    index, count = part
+    if count == 1 or not module.training or adapter.dropout == 0.0:
+        x = F.dropout(x, adapter.dropout, module.training)
+    else:
+        whole = x.new_ones(*x.shape[:-1], count * x.shape[-1])
+        x = x * F.dropout(whole, adapter.dropout).chunk(count, -1)[index]
     return F.linear(F.linear(x, a), b) * adapter.scaling
 
 
-def _forward(module: nn.Linear, x: Tensor) -> Tensor:
-    plain = F.linear(x, module.weight, module.bias)
+def _forward(module: nn.Module, x: Tensor) -> Tensor:
+    plain: Tensor = type(module).forward(module, x)
     return plain + delta(module, x, module.lora_A, module.lora_B)
 
 
@@ -88,6 +114,8 @@ def adapter_layouts(
     """
     found: dict[str, Layout] = {}
     shapes = (strategy.attention_shape, strategy.mlp_shape)
+    # A weight that several modules share has the name of the first one.
+    names = {id(p): canonical_name(n) for n, p in base_parameters(model)}
     for name, module in adapted(model):
         if strategy.tp_y > 1 and "weight" in shapes:
             raise UnsupportedSharding(
@@ -97,7 +125,7 @@ def adapter_layouts(
                 allowed="1d and 2d",
                 hint="parallel.attention_shape=2d parallel.mlp_shape=2d",
             )
-        weight = layouts[f"{name}.weight"]
+        weight = layouts[names[id(module.weight)]]
         if weight.one_of or "ep" in weight.sharding_axes:
             raise UnsupportedSharding(
                 "adapters of experts are not spread over ranks",
@@ -106,6 +134,7 @@ def adapter_layouts(
                 allowed="parallel.ep=1, or lora.target_modules without the experts",
                 hint="parallel.ep=1",
             )
+        # A weight [in, out] of another class than nn.Linear is not cut by tensor parallelism.
         rows, columns = ([a for a in on if a in _TENSOR_AXES] for on in weight.axes)
         parts, rank = weight.parts_of(0), module.lora_A.shape[0]
         shards = strategy.mesh().degree(strategy.fsdp_axes)
@@ -147,9 +176,22 @@ def initialise_adapters(model: nn.Module, seed: int, *, gaussian: bool = False) 
 
 @torch.no_grad()
 def merge_adapters(model: nn.Module) -> None:
-    """Add every adapter of a model of plain tensors to its weight, and take it away."""
-    for _, module in [*adapted(model)]:
+    """Add every adapter of a model of plain tensors to its weight, and take it away.
+
+    Raises:
+        UnsupportedSharding: HP205 for a weight that other modules use too.
+    """
+    owners = Counter(id(p) for m in model.modules() for p in m._parameters.values())
+    for name, module in [*adapted(model)]:
+        if owners[id(module.weight)] > 1:
+            raise UnsupportedSharding(
+                "an adapter cannot be added to a weight that several modules share",
+                where=name,
+                allowed="an export without --merge",
+                hint="hyper-parallel checkpoint export RUN_DIR",
+            )
         product = module.lora_B @ module.lora_A * module.__dict__.pop("adapter").scaling
+        product = product if weight_order(module) == OUT_IN else product.t()
         module.weight += product.to(module.weight.dtype)
         for name in (LORA_A, LORA_B):
             del module._parameters[name]

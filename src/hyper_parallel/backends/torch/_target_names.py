@@ -1,0 +1,143 @@
+"""Names of modules that adapters are asked for: which fit, which take one, and names to use instead of wrong ones."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping, Set
+from typing import Any, Final
+
+from torch import nn
+
+from hyper_parallel.backends.torch._token_scores import head_of
+from hyper_parallel.backends.torch.weights._linear_map import is_linear_class, linear_maps
+from hyper_parallel.config import NAMES_OF_EXPERTS
+from hyper_parallel.errors import BadValue, UnsupportedSharding
+
+_MAMBA: Final = ("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h")
+_REFUSED_BY_PEFT: Final = dict.fromkeys(_MAMBA, ("out_proj", "conv1d"))
+"""Names of modules that peft gives no adapter, by model type: fused kernels read their weights."""
+
+
+def adaptable_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules that take an adapter, by name: linear maps, but the head and what peft refuses."""
+    head, config = head_of(model), getattr(model, "config", None)
+    left_out = {*_REFUSED_BY_PEFT.get(getattr(config, "model_type", ""), ())}
+    if any(".experts." in name and p.dim() == 3 for name, p in model.named_parameters()):
+        # By these names peft means the experts of a layer, which are one parameter.
+        left_out |= {*NAMES_OF_EXPERTS}
+    return {
+        name: module
+        for name, module in linear_maps(model).items()
+        if module is not head and _last(name) not in left_out
+    }
+
+
+def all_linear(model: nn.Module, takes: Mapping[str, nn.Module]) -> str | list[str]:
+    """Return the `target_modules` by which peft chooses exactly the modules that take an adapter.
+
+    Raises:
+        UnsupportedSharding: HP205 when there are none.
+    """
+    if not takes:
+        raise UnsupportedSharding(
+            "no module of this model takes an adapter",
+            where="lora.target_modules",
+            got=type(model).__name__,
+            allowed="models with linear modules beside the head",
+            hint="lora=null",
+        )
+    head = head_of(model)
+    modules = dict(model.named_modules())
+    fused = any(".experts." in name and p.dim() == 3 for name, p in model.named_parameters())
+    theirs = {n for n, m in modules.items() if is_linear_class(m) and m is not head}
+    if theirs == takes.keys() and not fused:
+        return "all-linear"
+    ends = last_names(takes)
+    return ends if _fitting(ends, modules) == takes.keys() else sorted(takes)
+
+
+def check_names(model: nn.Module, config: Any, takes: Mapping[str, nn.Module], where: str) -> None:
+    """Refuse names that fit no module, and modules that take no adapter.
+
+    Args:
+        model: The model, before peft.
+        config: A `peft.LoraConfig`.
+        takes: Modules that take an adapter, by name.
+        where: Origin of the names, for errors.
+
+    Raises:
+        BadValue: HP102. UnsupportedSharding: HP205.
+    """
+    modules = {n: m for n, m in model.named_modules() if n}
+    saved, targets = config.modules_to_save or (), config.target_modules
+    owners = [n for n, m in modules.items() if any(True for _ in m.parameters(recurse=False))]
+    if missing := [s for s in saved if not any(n.endswith(s) for n in modules)]:
+        names = last_names(owners)
+        raise BadValue(
+            "no module of the model has this name",
+            where=where.replace("target_modules", "modules_to_save"),
+            got=", ".join(missing),
+            allowed=names,
+            hint=f"'lora.modules_to_save=[{', '.join(_nearest(saved, missing, names))}]'",
+        )
+    if targets == "all-linear" or targets is None:
+        return
+    listed = [targets] if isinstance(targets, str) else sorted(targets)
+    missing = [t for t in listed if not _fitting([t], modules, pattern=isinstance(targets, str))]
+    ends = last_names(takes)
+    if missing:
+        raise BadValue(
+            "no module of the model has this name",
+            where=where,
+            got=", ".join(missing),
+            allowed=ends,
+            hint=target_hint(_nearest(listed, missing, ends) or ["all-linear"], takes),
+        )
+    chosen = _fitting(listed, modules, pattern=isinstance(targets, str))
+    if config.exclude_modules or config.layers_to_transform is not None:
+        return  # peft leaves some of them out; `absorb_adapters` looks at those that it has chosen
+    inside_saved = {n for n in chosen if any(re.match(rf"(^|.*\.){s}($|\..*)", n) for s in saved)}
+    if refused := sorted(chosen - takes.keys() - inside_saved):
+        kept = [t for t in ends if t in listed]
+        raise UnsupportedSharding(
+            "a module that takes no adapter is listed",
+            where=f"{where}: {refused[0]}",
+            got=type(modules[refused[0]]).__name__,
+            allowed=ends,
+            hint=target_hint(kept or ["all-linear"], takes),
+        )
+
+
+def last_names(names: Iterable[str]) -> list[str]:
+    """Return the last parts of names, sorted, each once."""
+    return sorted({_last(name) for name in names})
+
+
+def target_hint(names: list[str], takes: Mapping[str, nn.Module] | None = None) -> str:
+    """Return the override that chooses modules by these names; without adapters where nothing takes one."""
+    if not names or (takes is not None and not takes):
+        return "lora=null"
+    if names == ["all-linear"]:
+        return "lora.target_modules=all-linear"
+    return f"'lora.target_modules=[{', '.join(names)}]'"
+
+
+def _fitting(names: Iterable[str], modules: Iterable[str], pattern: bool = False) -> Set[str]:
+    """Return the modules that peft chooses by ends of names, or by one regular expression."""
+    ends = [*names]
+    if pattern:
+        return {n for n in modules if re.fullmatch(ends[0], n)}
+    return {n for n in modules if any(n == end or n.endswith(f".{end}") for end in ends)}
+
+
+def _nearest(listed: Iterable[str], missing: Iterable[str], names: list[str]) -> list[str]:
+    """Return the listed names that fit, and for each other one the nearest that exists."""
+    found = [name for name in listed if name in names]
+    for name in missing:
+        found += difflib.get_close_matches(name, names, n=1)
+    return [*dict.fromkeys(found)]
+
+
+def _last(name: str) -> str:
+    return name.rpartition(".")[2]

@@ -1,0 +1,82 @@
+"""Modules that compute x W^T + b or x W + b, as measured on random values: these take an adapter."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Final
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+OUT_IN: Final = "out_in"
+"""Order of a weight [out, in], as `nn.Linear` has it."""
+IN_OUT: Final = "in_out"
+"""Order of a weight [in, out], as the `Conv1D` of GPT-2 has it."""
+
+
+def is_linear_class(module: nn.Module) -> bool:
+    """Return whether a module is of a class that peft wraps as a linear module."""
+    from transformers.pytorch_utils import Conv1D
+
+    return isinstance(module, (nn.Linear, Conv1D))
+
+
+def weight_order(module: nn.Module) -> str | None:
+    """Return how the weight of a linear module lies; None for a module that computes something else.
+
+    A class with a forward of its own is measured: random values stand for its parameters, which may be on the meta
+    device.
+    """
+    if type(module).forward is nn.Linear.forward:
+        return OUT_IN
+    names = {n for n, p in module._parameters.items() if p is not None}
+    weight = module._parameters.get("weight")
+    if weight is None or weight.dim() != 2 or not names <= {"weight", "bias", "lora_A", "lora_B"}:
+        return None
+    draws = torch.Generator().manual_seed(0)
+    values = {
+        n: torch.rand(tuple(module.get_parameter(n).shape), generator=draws) - 0.5
+        for n in names & {"weight", "bias"}
+    }
+    for order, matrix in ((OUT_IN, values["weight"]), (IN_OUT, values["weight"].t())):
+        x = torch.rand(2, 3, matrix.shape[1], generator=draws) - 0.5
+        with suppress(Exception), torch.no_grad():
+            found = _plain_forward(module, values, x)
+            expected = F.linear(x, matrix, values.get("bias"))
+            same = found.shape == expected.shape
+            if same and (found - expected).abs().max() <= 1e-4 * expected.abs().max():
+                return order
+    return None
+
+
+def linear_maps(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules of a model whose forward runs and is a linear map of a weight and a bias, by name.
+
+    The smallest module of every class is measured.
+    """
+    inside = [m for m in model.modules() if isinstance(m, nn.MultiheadAttention)]
+    unused = {id(part) for m in inside for part in m.modules()}  # it reads their weights
+    found = {
+        name: module
+        for name, module in model.named_modules()
+        if is_linear_class(module) and id(module) not in unused
+    }
+    smallest: dict[type[nn.Module], nn.Module] = {}
+    for module in sorted(found.values(), key=lambda m: m.weight.numel()):
+        smallest.setdefault(type(module), module)
+    orders = {cls: weight_order(module) for cls, module in smallest.items()}
+    return {name: module for name, module in found.items() if orders[type(module)] is not None}
+
+
+def _plain_forward(
+    module: nn.Module, values: dict[str, torch.Tensor], x: torch.Tensor
+) -> torch.Tensor:
+    """Return the result of the forward of the module's class on other values of its parameters."""
+    kept = module._parameters
+    module.__dict__["_parameters"] = {**kept, **values}
+    try:
+        result: torch.Tensor = type(module).forward(module, x)
+        return result
+    finally:
+        module.__dict__["_parameters"] = kept
