@@ -216,6 +216,8 @@ class Training(Section):
     """Globs over names of parameters that stay as they are, without gradient and state (`model.embed_tokens.*`)."""
     neftune_noise_alpha: float | None = Field(default=None, gt=0)
     """Uniform noise on embeddings while training, at most so much over the root of tokens x features. None: none."""
+    disable_dropout: bool | None = None
+    """Train without dropout, `lora.lora_dropout` included. None: yes in every stage but `pt` and `sft`."""
     recompute: Literal["none", "full"] = "none"
     """Activations redone in backward: none, or all of each decoder layer."""
     recompute_layers: int | None = Field(default=None, ge=1)

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hyper_parallel.backends.torch import load_pretrained, local, materialize
+from hyper_parallel.backends.torch._dropout import original_config
 from hyper_parallel.backends.torch._embedding_noise import EmbeddingNoise
 from hyper_parallel.backends.torch._token_scores import scores_tokens
 from hyper_parallel.backends.torch.memory import spill_mode
@@ -310,7 +311,7 @@ class TorchEngine:
         generation = job.model_dir / GENERATION
         export_hf(
             self._model,
-            self._model.config,
+            original_config(self._model),
             job.packed.tokenizer_dir,
             job.export_dir,
             generation=generation,
