@@ -93,3 +93,15 @@ def test_experts_of_any_width_train_in_bfloat16(place: Path) -> None:
         ):
             assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-2)
             assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=5e-2)
+
+
+@pytest.mark.slow
+def test_muon_learns_on_pipelines_and_replicas_what_it_learns_on_one_rank(place: Path) -> None:
+    muon = ("training.optimizer=muon", "checkpoint.export=false")
+    one = _train(place, "muon", *muon)
+    for axis in ("pp", "dp_replicate"):
+        for mine, theirs in zip(
+            _train(place, f"muon_{axis}", *muon, f"parallel.{axis}=2"), one, strict=True
+        ):
+            assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-10)
+            assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-10)

@@ -22,7 +22,9 @@ KEPT = ("router_jitter_noise",)
 
 
 def model_types() -> list[str]:
-    """Return all causal and image-text types."""
+    """Return all causal and image-text types; children inherit what is imported here."""
+    import hyper_parallel.backends.torch._dropout  # noqa: F401
+
     return causal_types() + image_text_types()
 
 
@@ -81,9 +83,11 @@ def run(model_type: str, folder: Path) -> dict[str, str]:
     import torch
 
     from hyper_parallel.backends.torch._dropout import disable_dropout, original_config
+    from hyper_parallel.backends.torch._forward import keep_float64
 
     try:
         model = rated_model(model_type)
+        keep_float64(model)
         before = logits(model, 1)
     except Exception as error:
         return {"off": f"skipped: {one_line(error)}"}

@@ -196,11 +196,11 @@ class Training(Section):
     min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
     """Last learning rate over the peak one."""
     optimizer: str = "adamw"
-    """adamw, adam, sgd, adafactor, muon (hidden matrices; AdamW for the rest), or the dotted path of a class."""
+    """adamw, adam, sgd, adafactor, muon (linear weights; AdamW for the rest), or the dotted path of a class."""
     optimizer_args: dict[str, Any] = {}
     """More arguments of the optimizer, by the names of its class."""
     weight_decay: float = Field(default=0.1, ge=0)
-    """Decay of matrices; vectors (norms, biases) are not decayed."""
+    """Decay of all parameters but norms, biases, vectors and those of state-space layers."""
     betas: tuple[float, float] = (0.9, 0.95)
     """Moments of adamw and adam."""
     eps: float = Field(default=1e-8, gt=0)

@@ -302,7 +302,7 @@ def prepare_job(loaded: LoadedRecipe, *, progress: bool = True) -> Job:
     recipe = loaded.recipe
     model = build_model(recipe)
     check_offload(recipe, plan, model, loaded.where)
-    check_optimizer(recipe, plan, loaded.where)
+    check_optimizer(recipe, plan, loaded.where, model)
     check_trackers(recipe.training.report_to, loaded.where("training.report_to"))
     for path in recipe.training.callbacks:
         load_class(path, Callback, loaded.where("training.callbacks"))

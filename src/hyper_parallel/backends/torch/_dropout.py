@@ -42,7 +42,7 @@ def disable_dropout(model: nn.Module) -> None:
     for path, part in _configs(config):
         for key, value in [*vars(part).items()]:
             off = None if key in _AUGMENTATIONS else _without_rate(key, value)
-            if value is not None and off != value and (off is not None or key in _AUGMENTATIONS):
+            if off is not value:
                 rates.append((path, key, value))
                 setattr(part, key, off)
     model.__dict__[_ORIGINAL_RATES] = rates
