@@ -139,7 +139,7 @@ def _tiny(model_type):
 @pytest.mark.parametrize("model_type", ROLES)
 def test_a_role_follows_module_and_name_and_decides_weight_decay(model_type):
     model, expected = _tiny(model_type), ROLES[model_type][1]
-    roles = {name: found.role for name, found in parameter_roles(model).items()}
+    roles = {name: found.kind for name, found in parameter_roles(model).items()}
     assert {name: roles[name] for name in expected} == expected
     decayed, undecayed = parameter_groups(model, 0.1)
     names = {id(p): name for name, p in model.named_parameters()}
@@ -160,7 +160,7 @@ def test_muon_orthogonalises_every_expert_alone_and_nothing_but_linear_weights(m
     for name, p in expected.items():
         count = roles[name].num_matrices
         parts = p.view(count, -1, p.shape[-1]) if count else (p,)
-        decay = 0.0 if roles[name].role in ("norm", "bias", "vector", "state") else 0.3
+        decay = 0.0 if roles[name].kind in ("norm", "bias", "vector", "state") else 0.3
         for i, part in enumerate(parts):
             part.requires_grad_(False)
             alone = nn.Parameter(part)  # a view: `expected` is updated
@@ -179,7 +179,7 @@ def test_muon_orthogonalises_every_expert_alone_and_nothing_but_linear_weights(m
         optimizer.step()
     for name, p in model.named_parameters():
         torch.testing.assert_close(p.detach(), expected[name], rtol=1e-12, atol=1e-12)
-    stacked = [r.num_matrices for r in roles.values() if r.role == "stacked"]
+    stacked = [r.num_matrices for r in roles.values() if r.kind == "stacked"]
     assert stacked
     assert {*stacked} == {3}
     assert f"and {sum(stacked)} in {len(stacked)} stacked" in describe_muon(roles)

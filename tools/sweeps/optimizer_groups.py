@@ -152,7 +152,7 @@ def muon_cell(model: Any) -> str:
         for p in group["params"]:
             name = names[id(p)]
             if not group["muon"]:
-                left.add(str(roles[name].role))
+                left.add(str(roles[name].kind))
             elif used.get(name):
                 shapes = matrix_shapes(p, group["num_matrices"])
                 if not any(shape[-2:] in shapes for shape in used[name]):

@@ -27,7 +27,7 @@ from hyper_parallel.backends.torch._token_scores import head_of
 from hyper_parallel.backends.torch.weights._initialise import is_adapter
 
 
-class Role(StrEnum):
+class ParameterKind(StrEnum):
     """What a parameter is; see the module."""
 
     LINEAR = "linear"
@@ -42,7 +42,12 @@ class Role(StrEnum):
     OTHER = "other"
 
 
-UNDECAYED: Final = (Role.NORM, Role.BIAS, Role.STATE, Role.VECTOR)
+UNDECAYED: Final = (
+    ParameterKind.NORM,
+    ParameterKind.BIAS,
+    ParameterKind.STATE,
+    ParameterKind.VECTOR,
+)
 """Roles without weight decay."""
 
 
@@ -51,11 +56,11 @@ class ParameterRole:
     """Role of one parameter.
 
     Attributes:
-        role: What it is.
+        kind: What it is.
         num_matrices: Linear weights in it, one after the other in its rows; 0 for other roles than linear and stacked.
     """
 
-    role: Role
+    kind: ParameterKind
     num_matrices: int = 0
 
 
@@ -81,9 +86,9 @@ def parameter_roles(model: nn.Module) -> dict[str, ParameterRole]:
             if parameter is None:
                 continue
             found = _role(module, path.rpartition(".")[2], name, parameter)
-            if module is head and found.role is Role.LINEAR:
-                found = ParameterRole(Role.HEAD)
-            if id(parameter) not in roles or found.role is Role.EMBEDDING:
+            if module is head and found.kind is ParameterKind.LINEAR:
+                found = ParameterRole(ParameterKind.HEAD)
+            if id(parameter) not in roles or found.kind is ParameterKind.EMBEDDING:
                 roles[id(parameter)] = found
     return {name: roles[id(parameter)] for name, parameter in model.named_parameters()}
 
@@ -98,30 +103,32 @@ def _role(module: nn.Module, module_name: str, name: str, parameter: Tensor) -> 
     rows = next((_FLAT_STACKS[c](module) for c in classes if c in _FLAT_STACKS), 1)
     named_weight = "weight" in name
     if dims == 2 and (rows > 1 or named_weight or is_adapter(name)):
-        return ParameterRole(Role.LINEAR if rows == 1 else Role.STACKED, rows)
+        return ParameterRole(ParameterKind.LINEAR if rows == 1 else ParameterKind.STACKED, rows)
     if dims == 3 and (named_weight or any(_EXPERTS.search(c) for c in classes)):
-        return ParameterRole(Role.STACKED, parameter.shape[0])
-    return ParameterRole(Role.OTHER)
+        return ParameterRole(ParameterKind.STACKED, parameter.shape[0])
+    return ParameterRole(ParameterKind.OTHER)
 
 
-def _simple_role(module: nn.Module, module_name: str, name: str, parameter: Tensor) -> Role | None:
+def _simple_role(
+    module: nn.Module, module_name: str, name: str, parameter: Tensor
+) -> ParameterKind | None:
     """Return a role that needs no look at matrices; None: the parameter may hold some."""
     is_linear = isinstance(module, nn.Linear)
     if "bias" in name or ("bias" in module_name and not is_linear):
-        return Role.BIAS
+        return ParameterKind.BIAS
     if isinstance(module, nn.Embedding):
-        return Role.EMBEDDING if parameter.dim() > 1 else Role.VECTOR
+        return ParameterKind.EMBEDDING if parameter.dim() > 1 else ParameterKind.VECTOR
     if name in _STATE_NAMES:
-        return Role.STATE
+        return ParameterKind.STATE
     if not isinstance(module, _CONVOLUTION) and not is_linear:
         by_class = _NORM.search(type(module).__name__) or _NORM.search(name)
         if by_class or _NORM_PATH.search(module_name):
-            return Role.NORM
+            return ParameterKind.NORM
     if isinstance(module, _CONVOLUTION):
-        return Role.CONVOLUTION if parameter.dim() > 1 else Role.VECTOR
+        return ParameterKind.CONVOLUTION if parameter.dim() > 1 else ParameterKind.VECTOR
     if isinstance(module, _RECURRENT):
-        return Role.OTHER
+        return ParameterKind.OTHER
     is_weight = is_linear and parameter.dim() == 2
     if not is_weight and sum(size > 1 for size in parameter.shape) <= 1:
-        return Role.VECTOR
+        return ParameterKind.VECTOR
     return None

@@ -8,7 +8,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from hyper_parallel.backends.torch._parameter_roles import ParameterRole, Role
+from hyper_parallel.backends.torch._parameter_roles import ParameterKind, ParameterRole
 from hyper_parallel.backends.torch.weights._ranges import local
 
 MATRICES: Final = "num_matrices"
@@ -32,14 +32,14 @@ def muon_groups(
 
 def describe_muon(roles: dict[str, ParameterRole]) -> str:
     """Say how many parameters Muon updates, and which roles are left to AdamW."""
-    stacked = [r for r in roles.values() if r.role is Role.STACKED]
-    single = sum(r.role is Role.LINEAR for r in roles.values())
-    rest = {r.role for r in roles.values()} - {Role.LINEAR, Role.STACKED}
+    stacked = [r for r in roles.values() if r.kind is ParameterKind.STACKED]
+    single = sum(r.kind is ParameterKind.LINEAR for r in roles.values())
+    rest = {r.kind for r in roles.values()} - {ParameterKind.LINEAR, ParameterKind.STACKED}
     text = f"muon: {single} linear weights"
     if stacked:
         text += f" and {sum(r.num_matrices for r in stacked)} in {len(stacked)} stacked parameters"
-    others = [name for name, r in roles.items() if r.role is Role.OTHER]
-    text += f"; adamw: {', '.join(sorted(rest - {Role.OTHER}))}"
+    others = [name for name, r in roles.items() if r.kind is ParameterKind.OTHER]
+    text += f"; adamw: {', '.join(sorted(rest - {ParameterKind.OTHER}))}"
     return text + (f", and {', '.join(others[:3])}{' ...' * (len(others) > 3)}" if others else "")
 
 

@@ -36,7 +36,7 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     """
     decayed, undecayed = [], []
     for name, found in trained_roles(model).items():
-        group = undecayed if found.role in UNDECAYED else decayed
+        group = undecayed if found.kind in UNDECAYED else decayed
         group.append(model.get_parameter(name))
     groups = [
         {"params": decayed, "weight_decay": weight_decay},
