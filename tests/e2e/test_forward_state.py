@@ -1,0 +1,75 @@
+"""A forward pass does not depend on the passes before it: rotary frequencies that follow the longest text."""
+
+import json
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import hyper_parallel as hp
+from hyper_parallel.backends.torch._forward_state import changed_state, reset_before_calls
+from tests.e2e.runs import assert_same_curve, curve, make_stage_place, train
+
+ROPE = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+LLAMA = {
+    **{"model_type": "llama", "vocab_size": 264, "hidden_size": 32, "intermediate_size": 48},
+    **{"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2},
+    **{"max_position_embeddings": 24, "rope_parameters": ROPE},
+}
+TEXTS = [
+    {"prompt": "n " * (1 + 7 * i % 11), "completion": "a b" * (1 + 5 * i % 17)} for i in range(24)
+]
+
+
+def model(rope_type="dynamic", seed=0):
+    torch.manual_seed(seed)
+    config = LlamaConfig(**LLAMA | {"rope_parameters": ROPE | {"rope_type": rope_type}})
+    return LlamaForCausalLM(config).double().eval()
+
+
+def logits(of, length):
+    with torch.no_grad():
+        return of(input_ids=torch.arange(length)[None] + 3, use_cache=False).logits
+
+
+def test_the_change_is_measured_by_name():
+    assert changed_state(model(), lambda: None) == ()
+    dynamic, plain = model(), model("default")
+    assert changed_state(plain, lambda: logits(plain, 60)) == ()
+    assert set(changed_state(dynamic, lambda: logits(dynamic, 60))) == {
+        "model.rotary_emb.inv_freq",
+        "model.rotary_emb.max_seq_len_cached",
+    }
+
+
+def test_a_pass_after_longer_ones_is_that_of_a_new_model():
+    expected = {length: logits(model(), length) for length in (20, 30, 60)}
+    kept = model()
+    assert not torch.equal((logits(kept, 60), logits(kept, 30))[1], expected[30])
+    kept = model()
+    reset_before_calls(kept)
+    for length in (20, 60, 30, 20, 60, 30):
+        assert torch.equal(logits(kept.train(length == 60), length), expected[length])
+    kept.float()
+    half = logits(kept, 30)
+    assert torch.equal((logits(kept, 60), logits(kept, 30))[1], half), "moved after a pass"
+
+
+def test_parallelize_resets_it():
+    work = hp.Workload(60, microbatch=1, compute_dtype="float64", param_dtype="float64")
+    kept, new = (hp.parallelize(m, hp.plan_of(m, "", work)) for m in (model(), model()))
+    logits(kept, 60)
+    assert torch.equal(logits(kept, 30), logits(new, 30))
+
+
+@pytest.mark.e2e
+def test_layouts_and_resumed_runs_with_packed_documents_learn_what_one_rank_learns(tmp_path):
+    place = make_stage_place(
+        tmp_path, "sft", TEXTS, seq_len=128, sequences=4, microbatch=1, data={"packing": True}
+    )
+    (place / "model.json").write_text(json.dumps(LLAMA))
+    train(place, place / "one", "training.steps=4")
+    one = curve(place / "one")
+    train(place, place / "two", "training.steps=2", "parallel.dp_shard=2")
+    train(place, place / "two", "training.steps=4", "parallel.dp_shard=2")
+    assert_same_curve(curve(place / "two"), one)
