@@ -194,7 +194,7 @@ class Training(Section):
     decay_steps: int | None = Field(default=None, ge=0)
     """Steps of the final decay of `wsd`. None: a tenth of the run."""
     min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
-    """Last learning rate over the peak one."""
+    """Learning rate that the decay ends at, one step after the last, over the peak one."""
     optimizer: str = "adamw"
     """adamw, adam, sgd, adafactor, muon (linear weights; AdamW for the rest), or the dotted path of a class."""
     optimizer_args: dict[str, Any] = {}
