@@ -53,6 +53,22 @@ def disable_dropout(model: nn.Module) -> None:
             _disable_on_module(module)
 
 
+def has_dropout(model: nn.Module) -> bool:
+    """Return whether some rate of a model or of its configs is above zero."""
+    holders = [vars(part) for _, part in _configs(getattr(model, "config", None))]
+    for module in model.modules():
+        if type(module).__name__ in _SAMPLING_MODULES:
+            return True
+        if getattr(vars(module).get("adapter"), "dropout", 0.0):
+            return True
+        held = vars(module)
+        is_dropout = _DROPOUT_CLASS.search(type(module).__name__) is not None
+        if is_dropout and any(isinstance(held.get(n), float) and held[n] for n in _SHORT_NAMES):
+            return True
+        holders.append(held)
+    return any(_without_rate(n, v) is not v for held in holders for n, v in held.items())
+
+
 def original_config(model: Any) -> Any:
     """Return the config of a model with the dropout rates it was made with."""
     rates: Rates = model.__dict__.get(_ORIGINAL_RATES, [])

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 class LrSchedule:
     """Learning rate of every step.
 
-    Linear warm-up from `1 / warmup_steps` to 1, then one of four shapes. They begin at 1 in the step after warm-up and would
-    reach `min_ratio` one step after the last, as transformers' schedulers do, so no step trains at a rate of 0:
+    Linear warm-up from `1 / warmup_steps` to 1, then one of four shapes. They begin at 1 in the step after warm-up and
+    would reach `min_ratio` one step after the last, as transformers' schedulers do. No step trains at a rate of 0:
 
     * cosine: half a period of a cosine (Loshchilov and Hutter, SGDR, arXiv:1608.03983, one cycle).
     * linear: a straight line.
