@@ -4,10 +4,11 @@ import json
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel
 
 import hyper_parallel as hp
 from hyper_parallel.backends.torch._forward_state import changed_state, reset_before_calls
+from hyper_parallel.backends.torch._rotary_lengths import rotate_by_document
 from tests.e2e.runs import assert_same_curve, curve, make_stage_place, train
 
 ROPE = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
@@ -62,14 +63,46 @@ def test_parallelize_resets_it():
     assert torch.equal(logits(kept, 30), logits(new, 30))
 
 
+LONGROPE = {
+    **{"rope_type": "longrope", "original_max_position_embeddings": 24, "rope_theta": 10000.0},
+    **{"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [2.0, 3.0, 4.0, 5.0]},
+}
+
+
+@pytest.mark.parametrize("rope", [ROPE, LONGROPE], ids=lambda rope: rope["rope_type"])
+def test_every_document_has_the_frequencies_that_it_has_alone(rope):
+    def rotary():
+        return LlamaModel(LlamaConfig(**LLAMA | {"rope_parameters": rope})).rotary_emb
+
+    def tables(of, positions):
+        return torch.stack(of(torch.zeros(1, dtype=torch.float64), positions))
+
+    rows = ((20, 44), (30, 34), (64,), (10, 10, 44))
+    texts = [[torch.arange(length)[None] for length in row] for row in rows]
+    alone = torch.cat([torch.cat([tables(rotary(), t) for t in row], 2) for row in texts], 1)
+    packed = torch.cat([torch.cat(row, 1) for row in texts])
+    assert not torch.equal(tables(rotary(), packed), alone)
+    by_document = rotary()
+    rotate_by_document(by_document)
+    reset_before_calls(by_document)
+    for _ in range(2):
+        assert torch.equal(tables(by_document, packed), alone)
+        assert torch.equal(tables(by_document, packed[2:]), alone[:, 2:])
+    # One new token of each of two texts, as in generation.
+    new = torch.tensor([[40], [12]])
+    expected = [tables(rotary(), torch.arange(n + 1)[None])[:, :, -1:] for n in (40, 12)]
+    assert torch.equal(tables(by_document, new), torch.cat(expected, 1))
+
+
 @pytest.mark.e2e
 def test_layouts_and_resumed_runs_with_packed_documents_learn_what_one_rank_learns(tmp_path):
     place = make_stage_place(
-        tmp_path, "sft", TEXTS, seq_len=128, sequences=4, microbatch=1, data={"packing": True}
+        tmp_path, "sft", TEXTS, seq_len=128, sequences=4, microbatch=4, data={"packing": True}
     )
     (place / "model.json").write_text(json.dumps(LLAMA))
     train(place, place / "one", "training.steps=4")
     one = curve(place / "one")
-    train(place, place / "two", "training.steps=2", "parallel.dp_shard=2")
-    train(place, place / "two", "training.steps=4", "parallel.dp_shard=2")
+    two = ("parallel.dp_shard=2", "training.microbatch=1")
+    train(place, place / "two", "training.steps=2", *two)
+    train(place, place / "two", "training.steps=4", *two)
     assert_same_curve(curve(place / "two"), one)

@@ -20,6 +20,7 @@ from hyper_parallel.backends.torch._resolve import (
     layers_of,
     resolve_layouts,
 )
+from hyper_parallel.backends.torch._rotary_lengths import document_lengths, rotate_by_document
 from hyper_parallel.backends.torch._token_scores import scores_tokens
 from hyper_parallel.backends.torch._trial_flow import follow
 from hyper_parallel.backends.torch.context._apply import (
@@ -134,6 +135,7 @@ def apply_plan(
     stage_layers = None if stages is None else stages.layers_running
     context = apply_context_parallel(model, decoder, strategy, mesh, stage_layers, calls)
 
+    rotate_by_document(model, document_lengths if context is None else context.own_lengths)
     reset_before_calls(model)
 
     # Forwards, from the inside out: tokens are cut outside of what is recomputed.
