@@ -9,6 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import hyper_parallel as hp
 from hyper_parallel.config import load_recipe
+from hyper_parallel.errors import CaptureUnsupported
 from hyper_parallel.runtime import World, launch
 from hyper_parallel.trainer._job import prepare_job
 from hyper_parallel.trainer.engine._engine import TorchEngine
@@ -108,3 +109,18 @@ def test_whole_parameters_stay_the_same_on_all_ranks_over_steps_of_a_run(tmp_pat
     first, second = launch(rank, 2, timeout_s=60)
     assert first
     assert all(torch.equal(p, second[name]) for name, p in first.items())
+
+
+@pytest.mark.torch
+def test_offload_refuses_masks_of_several_streams_and_its_hint_works(tmp_path):
+    place = make_stage_place(tmp_path, "pt", [{"text": "a b c d " * 40}] * 9)
+    (place / "model.json").write_text(json.dumps({"model_type": "opt", **OPT, "vocab_size": 264}))
+    words = ["parallel.tp=2", "offload.budget=1GiB"]
+
+    def prepare(*more):
+        return prepare_job(load_recipe(place / "recipe.yaml", [*words, *more]), progress=False)
+
+    with pytest.raises(CaptureUnsupported, match="masks of their own") as refusal:
+        prepare()
+    assert refusal.value.code == "HP511"
+    assert prepare(refusal.value.hint).recipe.disables_dropout
