@@ -93,6 +93,9 @@ def run(model_type: str, folder: Path) -> dict[str, str]:
         return {"off": f"skipped: {one_line(error)}"}
     if torch.equal(before, logits(model, 2)):
         return {"off": "skipped: draws nothing"}
+    model.eval()
+    if not torch.equal(logits(model, 1), logits(model, 2)):
+        return {"off": "skipped: draws in evaluation mode too"}
     config = model.config.to_dict()
     disable_dropout(model)
     if original_config(model).to_dict() != config:

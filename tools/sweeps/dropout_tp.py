@@ -13,7 +13,8 @@ TEXT = """
 Shrunk classes with every rate of their config at one half, eager attention, two training passes under `tp=2` from other
 seeds on each rank. Every call of dropout is recorded. Where both ranks drop from equal values (activations that are
 whole on each) their masks must be equal; where they drop from different values (heads, slices of a width, tokens) the
-masks must differ. With activation recomputation the gradients must be the same. `skipped`: the class calls no dropout.
+masks must differ. Dropout of embeddings that ranks cut into tokens afterwards is left out: a rank keeps its own tokens.
+With activation recomputation the gradients must be the same. `skipped`: the class calls no dropout.
 """
 COLUMNS = ("tp",)
 SECONDS = 300
@@ -34,15 +35,17 @@ def record_calls(model_type: str, number: int, recompute: bool) -> tuple[list[An
     import torch.nn.functional as F
 
     import hyper_parallel as hp
-    from hyper_parallel.backends.torch import local
+    from hyper_parallel.backends.torch import handle, local
+    from hyper_parallel.backends.torch._resolve import decoder_of
     from hyper_parallel.runtime import World
 
     model = rated_model(model_type)
     model.set_attn_implementation("eager")
-    plain, calls, inside = F.dropout, [], []
+    plain, calls, inside, cut = F.dropout, [], [], []
 
     def dropout(x: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
-        if inside or not training or not p:
+        own_tokens = cut and cut[0] is None  # each rank keeps its own tokens of these values
+        if inside or not training or not p or own_tokens:
             return plain(x, p, training, inplace)
         inside.append(True)
         before = x.detach().clone()
@@ -57,6 +60,10 @@ def record_calls(model_type: str, number: int, recompute: bool) -> tuple[list[An
         work = hp.Workload(LENGTH, microbatch=1, compute_dtype="float64", param_dtype="float64")
         words = "tp_x=2" + (" recompute=full" if recompute else "")
         net = hp.parallelize(model, hp.plan_of(model, words, work), world)
+        state, decoder = handle(net).tp, decoder_of(net)
+        if decoder is not None and state is not None and not state.whole_stream:
+            net.register_forward_pre_hook(lambda *_: cut.insert(0, None))
+            decoder[1][0].register_forward_pre_hook(lambda *_: cut.insert(0, True))
         F.dropout = dropout
         try:
             for _ in range(2):
