@@ -130,3 +130,15 @@ def test_padding_is_routed_to_no_expert(
     for key in ("loss", "grad_norm"):
         assert long[key] == pytest.approx(short[key], rel=1e-10)
     assert long["routing"] == pytest.approx(short["routing"], rel=1e-10)
+
+
+@pytest.mark.slow
+def test_muon_learns_on_pipelines_and_replicas_what_it_learns_on_one_rank(place: Path) -> None:
+    muon = ("training.optimizer=muon", "checkpoint.export=false")
+    one = _train(place, "muon", *muon)
+    for axis in ("pp", "dp_replicate"):
+        for mine, theirs in zip(
+            _train(place, f"muon_{axis}", *muon, f"parallel.{axis}=2"), one, strict=True
+        ):
+            assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-10)
+            assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-10)

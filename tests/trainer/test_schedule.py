@@ -2,13 +2,15 @@ import itertools
 import math
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import get_scheduler
 
 from hyper_parallel.config import Training
 from hyper_parallel.trainer import LrSchedule
 
-pytestmark = pytest.mark.unit
+pytestmark = pytest.mark.torch
 
 KINDS = ("cosine", "wsd", "linear", "constant")
 schedules = st.builds(
@@ -35,31 +37,49 @@ def test_factor_rises_to_the_peak_and_never_rises_again(schedule):
 
 
 @given(schedules)
-def test_the_last_step_has_the_least_rate(schedule):
+def test_the_decay_ends_one_step_after_the_last_and_every_step_trains(schedule):
     if schedule.steps <= schedule.warmup_steps or schedule.kind == "constant":
         return
-    assert math.isclose(schedule.factor(schedule.steps), schedule.min_ratio, abs_tol=1e-12)
+    assert math.isclose(schedule.factor(schedule.steps + 1), schedule.min_ratio, abs_tol=1e-12)
+    assert all(schedule.factor(step) > 0 for step in range(1, schedule.steps + 1))
 
 
-def test_cosine_is_halfway_at_half_time():
-    schedule = LrSchedule("cosine", peak=2.0, steps=110, warmup_steps=10, min_ratio=0.0)
-    assert schedule.lr(60) == pytest.approx(1.0)
-    assert schedule.lr(5) == pytest.approx(1.0)
-
-
-def test_wsd_is_flat_until_its_decay():
-    schedule = LrSchedule(
-        "wsd", peak=1.0, steps=100, warmup_steps=10, decay_steps=20, min_ratio=0.1
-    )
-    assert {schedule.lr(step) for step in range(10, 81)} == {1.0}
-    assert schedule.lr(90) == pytest.approx(0.55)
-    assert schedule.lr(100) == pytest.approx(0.1)
+@pytest.mark.parametrize(("steps", "warmup"), [(1, 0), (2, 0), (2, 1), (12, 0), (12, 5)])
+@pytest.mark.parametrize(
+    ("kind", "theirs", "options"),
+    [
+        ("linear", "linear", {}),
+        ("cosine", "cosine", {}),
+        ("cosine", "cosine_with_min_lr", {"min_lr_rate": 0.1}),
+        ("constant", "constant_with_warmup", {}),
+        ("wsd", "warmup_stable_decay", {"num_decay_steps": 2, "decay_type": "linear"}),
+    ],
+)
+def test_rates_are_those_of_transformers_one_step_earlier_in_warm_up(
+    kind, theirs, options, steps, warmup
+):
+    decay = min(options.get("num_decay_steps", 0), steps - warmup)
+    options = options | ({"num_decay_steps": decay} if "num_decay_steps" in options else {})
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([parameter], lr=2.0)
+    scheduler = get_scheduler(theirs, optimizer, warmup, steps, scheduler_specific_kwargs=options)
+    ratio = options.get("min_lr_rate", 0.0)
+    schedule = LrSchedule(kind, 2.0, steps, warmup, decay_steps=decay, min_ratio=ratio)
+    for step in range(1, steps + 1):
+        (rate,) = scheduler.get_last_lr()
+        if step <= warmup:
+            assert schedule.lr(step) == pytest.approx(rate + 2.0 / warmup)
+        else:
+            assert schedule.lr(step) == pytest.approx(rate)
+            assert rate > 0
+        optimizer.step()
+        scheduler.step()
 
 
 def test_wsd_decays_over_a_tenth_of_the_run_by_default():
     schedule = LrSchedule.of(Training(steps=200, lr_schedule="wsd", warmup_steps=0, lr=1.0))
-    assert schedule.lr(180) == 1.0
-    assert schedule.lr(181) < 1.0
+    assert schedule.lr(181) == 1.0
+    assert schedule.lr(182) < 1.0
 
 
 def test_the_rate_depends_on_the_step_alone():

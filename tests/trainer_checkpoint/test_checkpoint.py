@@ -366,3 +366,20 @@ def test_buffers_that_are_persistent_are_saved(tmp_path):
     other = nn.BatchNorm1d(3)
     checkpointer(tmp_path).load(other, None)
     assert_same(full_state(other), full_state(model))
+
+
+@pytest.mark.torch
+def test_groups_of_other_members_keep_their_decay_and_refuse_other_differences(tmp_path):
+    model, _ = build(1)
+    first, *rest = model.parameters()
+    for name, key, numbers in (("decay", "weight_decay", (0.1, 0.0)), ("eps", "eps", (1e-8, 1e-6))):
+        groups = [{"params": [first], key: numbers[0]}, {"params": rest, key: numbers[1]}]
+        saver = torch.optim.AdamW(groups, lr=1e-2)
+        train(model, saver)
+        checkpointer(tmp_path / name).save(2, model, saver, {})
+    loaded = torch.optim.AdamW(model.parameters(), lr=1.0, weight_decay=0.3)
+    checkpointer(tmp_path / "decay").load(model, loaded)
+    assert loaded.param_groups[0]["weight_decay"] == 0.3
+    assert loaded.param_groups[0]["lr"] == 1e-2
+    with pytest.raises(CheckpointMismatch, match="other numbers"):
+        checkpointer(tmp_path / "eps").load(model, loaded)

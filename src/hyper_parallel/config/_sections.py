@@ -194,13 +194,13 @@ class Training(Section):
     decay_steps: int | None = Field(default=None, ge=0)
     """Steps of the final decay of `wsd`. None: a tenth of the run."""
     min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
-    """Last learning rate over the peak one."""
+    """Learning rate that the decay ends at, one step after the last, over the peak one."""
     optimizer: str = "adamw"
-    """adamw, adam, sgd, adafactor, muon (hidden matrices; AdamW for the rest), or the dotted path of a class."""
+    """adamw, adam, sgd, adafactor, muon (linear weights; AdamW for the rest), or the dotted path of a class."""
     optimizer_args: dict[str, Any] = {}
     """More arguments of the optimizer, by the names of its class."""
     weight_decay: float = Field(default=0.1, ge=0)
-    """Decay of matrices; vectors (norms, biases) are not decayed."""
+    """Decay of all parameters but norms, biases, vectors and those of state-space layers."""
     betas: tuple[float, float] = (0.9, 0.95)
     """Moments of adamw and adam."""
     eps: float = Field(default=1e-8, gt=0)
@@ -216,6 +216,8 @@ class Training(Section):
     """Globs over names of parameters that stay as they are, without gradient and state (`model.embed_tokens.*`)."""
     neftune_noise_alpha: float | None = Field(default=None, gt=0)
     """Uniform noise on embeddings while training, at most so much over the root of tokens x features. None: none."""
+    disable_dropout: bool | None = None
+    """Train without dropout, `lora.lora_dropout` included. None: yes in every stage but `pt` and `sft`."""
     recompute: Literal["none", "full"] = "none"
     """Activations redone in backward: none, or all of each decoder layer."""
     recompute_layers: int | None = Field(default=None, ge=1)

@@ -64,3 +64,9 @@ class Recipe(Section):
     """Where everything of the run is written."""
     sample_prompt: str | None = None
     """Text to continue after training; None: no sample."""
+
+    @property
+    def disables_dropout(self) -> bool:
+        """Whether the model trains without dropout."""
+        choice = self.training.disable_dropout
+        return self.stage not in ("pt", "sft") if choice is None else choice

@@ -18,8 +18,10 @@ from typing import Any
 import torch
 
 from hyper_parallel.backends.torch._forward import loop_over_experts
+from hyper_parallel.backends.torch._forward_state import reset_before_calls
 from hyper_parallel.backends.torch._handle import attach_properties
 from hyper_parallel.backends.torch._peft import ADAPTER_CONFIG, base_of
+from hyper_parallel.backends.torch._rotary_lengths import rotate_by_document
 from hyper_parallel.backends.torch._slots import OneSlot, SlotSteps, why_no_slots
 from hyper_parallel.backends.torch._static_cache import (
     GrowingSteps,
@@ -130,6 +132,8 @@ def load(
         if adapter.is_file():
             take_adapter(model, export)
             merge_adapters(model)
+        rotate_by_document(model)
+        reset_before_calls(model)
     except HyperParallelError:
         raise
     except Exception as error:

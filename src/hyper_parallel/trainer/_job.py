@@ -306,7 +306,7 @@ def prepare_job(loaded: LoadedRecipe, *, progress: bool = True) -> Job:
     plan = plan_recipe(recipe, training_ranks, loaded.where, spec, share)
     recipe = (loaded := with_roles(loaded, plan)).recipe
     check_offload(recipe, plan, model, loaded.where)
-    check_optimizer(recipe, plan, loaded.where)
+    check_optimizer(recipe, plan, loaded.where, model)
     check_trackers(recipe.training.report_to, loaded.where("training.report_to"))
     for path in recipe.training.callbacks:
         load_class(path, Callback, loaded.where("training.callbacks"))

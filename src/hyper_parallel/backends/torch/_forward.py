@@ -147,6 +147,8 @@ def recompute(
             finally:
                 if tp is not None:
                     tp.recomputed = False
+                    if tp.streams is not None:  # recomputation may end between two projections
+                        tp.streams.join()
 
         swap: Swap | None = getattr(layer, SWAP, None)
         if swap is None or not torch.is_grad_enabled():

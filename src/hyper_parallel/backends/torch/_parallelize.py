@@ -9,11 +9,13 @@ from torch import nn
 
 from hyper_parallel.backends.torch._audit import audit
 from hyper_parallel.backends.torch._forward import keep_float64, loop_over_experts, recompute_layers
+from hyper_parallel.backends.torch._forward_state import reset_before_calls
 from hyper_parallel.backends.torch._handle import Handle, Ranks, attach
 from hyper_parallel.backends.torch._loss import has_causal_loss, loss_function, loss_of_logits
 from hyper_parallel.backends.torch._loss_tap import LossTap
 from hyper_parallel.backends.torch._placement import place_parameters
 from hyper_parallel.backends.torch._resolve import is_reversible, resolve_layouts
+from hyper_parallel.backends.torch._rotary_lengths import document_lengths, rotate_by_document
 from hyper_parallel.backends.torch._structure import decoder_of, layers_of
 from hyper_parallel.backends.torch._token_scores import scores_tokens
 from hyper_parallel.backends.torch._trial_flow import follow
@@ -145,6 +147,9 @@ def apply_plan(
     tp = tensor_state(tp_mesh, strategy, shard_plan.hidden_cut, shard_plan.whole_stream)
     stage_layers = None if stages is None else stages.layers_running
     context = apply_context_parallel(model, decoder, strategy, mesh, stage_layers, calls)
+
+    rotate_by_document(model, document_lengths if context is None else context.own_lengths)
+    reset_before_calls(model)
 
     # Forwards, from the inside out: tokens are cut outside of what is recomputed.
     if context is None and decoder is not None:

@@ -111,7 +111,7 @@ def measure_properties(model: nn.Module, positions: int) -> ModelProperties:
 
 def _decoder_base(model: nn.Module) -> nn.Module | None:
     """Return the decoder without its head; None for a model without a list of layers."""
-    from hyper_parallel.backends.torch._resolve import decoder_of
+    from hyper_parallel.backends.torch._structure import decoder_of
 
     decoder = decoder_of(model)
     return None if decoder is None else decoder[0]

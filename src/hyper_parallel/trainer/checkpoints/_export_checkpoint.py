@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from hyper_parallel.backends.torch import load_pretrained
+from hyper_parallel.backends.torch._dropout import original_config
 from hyper_parallel.backends.torch._token_scores import SCORE
 from hyper_parallel.backends.torch.weights._initialise import allocate_and_fill_buffers
 from hyper_parallel.backends.torch.weights._lora import merge_adapters
@@ -86,5 +87,5 @@ def export_checkpoint(
     if scores and tokenizer_dir is not None:
         take_padding(model, tokenizer_dir)
     generation = model_dir / GENERATION
-    export_hf(model, model.config, tokenizer_dir, out_dir, stored, generation=generation)
+    export_hf(model, original_config(model), tokenizer_dir, out_dir, stored, generation=generation)
     return found

@@ -20,6 +20,8 @@ from hyper_parallel.trainer.checkpoints._named_state import MODEL, SLOTS, groups
 _OF_SCHEDULERS: Final = ("initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum")
 """Numbers that torch's learning rate schedulers add to the groups of an optimizer."""
 
+_DECAY: Final = "weight_decay"
+
 
 def compare_fingerprints(
     saved: dict[str, Any], ours: dict[str, Any], path: Path, index: Index
@@ -99,8 +101,12 @@ def restore_optimizer(
             stored.setdefault(name, {})[key] = entry
     targets = {}
     for group, members in groups_of(model, optimizer):
-        values = saved[next(iter(members))]
-        if other := next((n for n in members if saved[n] != values), None):
+        values = dict(saved[next(iter(members))])
+        if any(saved[n].get(_DECAY) != values.get(_DECAY) for n in members):
+            # Saved with other groups of decayed parameters: this group keeps its own decay.
+            values.pop(_DECAY, None)
+        numbers = {n: {k: v for k, v in saved[n].items() if k in values} for n in members}
+        if other := next((n for n in members if numbers[n] != values), None):
             raise CheckpointMismatch(
                 f"`optimizer.{other}` has other numbers in the checkpoint than the rest of its group",
                 where=str(path),

@@ -17,7 +17,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hyper_parallel.backends.torch import load_pretrained, local, materialize
+from hyper_parallel.backends.torch._dropout import original_config
 from hyper_parallel.backends.torch._embedding_noise import EmbeddingNoise
+from hyper_parallel.backends.torch._rank_seed import mixed, rank_seed
 from hyper_parallel.backends.torch._token_scores import scores_tokens
 from hyper_parallel.backends.torch.memory import spill_mode
 from hyper_parallel.backends.torch.weights._lora import initialise_adapters
@@ -111,7 +113,7 @@ class TorchEngine:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
         self._gauge = MemoryGauge(world.device)
-        torch.manual_seed(_mixed(training.seed, world.rank))
+        torch.manual_seed(mixed(training.seed, world.rank))
         self._assumed, self._spill = None, None
         if self._recipe.offload.on:
             # Until there is a plan, model and optimizer share its budget; the rest of them is in host memory.
@@ -120,8 +122,7 @@ class TorchEngine:
             self._spill = spill_mode(world.device, budget, stays_away=True)
         with self._spill or nullcontext():
             self._model = self._make_model()
-        # Drawn after `parallelize`, which gives ranks that must drop the same one stream of random numbers.
-        self._stream = int(torch.randint(1 << 62, ()))
+        self._stream = rank_seed(self._model, training.seed)
         alpha = training.neftune_noise_alpha
         self._noise = None if alpha is None else EmbeddingNoise.attach(self._model, alpha)
         self._optimizer = build_optimizer(self._model, training)
@@ -310,7 +311,7 @@ class TorchEngine:
         generation = job.model_dir / GENERATION
         export_hf(
             self._model,
-            self._model.config,
+            original_config(self._model),
             job.packed.tokenizer_dir,
             job.export_dir,
             generation=generation,
@@ -357,9 +358,9 @@ class TorchEngine:
 
     def _seed(self, step: int) -> None:
         """Begin the random numbers of a step: a function of seed, rank and step."""
-        number = _mixed(self._stream, step)
+        number = mixed(self._stream, step)
         if self._noise is not None:
-            self._noise.key = _mixed(self._recipe.training.seed, step)  # the same on all ranks
+            self._noise.key = mixed(self._recipe.training.seed, step)  # the same on all ranks
         torch.manual_seed(number)  # of the CPU and of every accelerator
         random.seed(number)
         np.random.seed(number % 2**32)  # noqa: NPY002  the generator that other people's code draws from
@@ -387,8 +388,3 @@ class TorchEngine:
             on_error="continue" if snapshot else choice.on_error,
             keep_best="loss" if choice.keep_best and not snapshot else None,
         )
-
-
-def _mixed(*parts: int) -> int:
-    """A 64-bit seed of several numbers; raw bits of PCG64 are fixed for ever."""
-    return int(np.random.PCG64([4, *(part % 2**64 for part in parts)]).random_raw())

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from hyper_parallel.backends.torch import Routing, read_model, resolve_layouts, unsplit_axes
+from hyper_parallel.backends.torch._dropout import disable_dropout, original_config
 from hyper_parallel.backends.torch._peft import add_adapters
 from hyper_parallel.backends.torch._token_scores import scores_tokens
 from hyper_parallel.config import Recipe
@@ -55,6 +56,8 @@ _LEFT = ("*.index.json", "*.gguf", "consolidated*.pth")
 def build_model(recipe: Recipe) -> nn.Module:
     """The recipe's language model, of text or of images and text, on the meta device, in training mode.
 
+    Without dropout where the recipe disables it.
+
     Raises:
         ModelUnreadable: HP305 when transformers makes no such model of the config.
         HyperParallelError: As `add_adapters` and `freeze`.
@@ -68,6 +71,8 @@ def build_model(recipe: Recipe) -> nn.Module:
     ).train()
     if recipe.lora is not None:
         add_adapters(model, lora_config(recipe))
+    if recipe.disables_dropout:
+        disable_dropout(model)
     freeze(model, recipe.training.freeze)
     return model
 
@@ -234,7 +239,7 @@ def model_files(
     if scores_tokens(model):
         take_padding(model, tokenizer_dir)
     model.config.architectures = [type(model).__name__]
-    files = {"config.json": model.config.to_json_string()}
+    files = {"config.json": original_config(model).to_json_string()}
     if weights is not None and (weights / GENERATION).is_file():
         files[GENERATION] = (weights / GENERATION).read_text(encoding="utf-8")
     elif (generation := getattr(model, "generation_config", None)) is not None:

@@ -10,6 +10,8 @@ from typing import Final
 import torch
 from torch import nn
 
+from hyper_parallel.backends.torch import resolve_layouts
+from hyper_parallel.backends.torch._dropout import has_dropout
 from hyper_parallel.backends.torch._forward import ungrouped_experts
 from hyper_parallel.backends.torch.memory import Measured
 from hyper_parallel.config import Offload, Recipe
@@ -118,10 +120,21 @@ def check_offload(
         where: Origin of a key of the recipe.
 
     Raises:
-        CaptureUnsupported: HP511 for experts whose sizes depend on the data.
+        CaptureUnsupported: HP511 for experts whose sizes depend on the data, and for dropout under tensor parallelism
+            between ranks that hold the stream whole.
     """
     strategy = plan.strategy
-    if not recipe.offload.on or recipe.moe.capacity_factor is not None:
+    if not recipe.offload.on:
+        return
+    if strategy.tp > 1 and has_dropout(model) and resolve_layouts(model, plan).whole_stream:
+        raise CaptureUnsupported(
+            "a memory plan draws all random numbers from one stream, and heads of other ranks need masks of their own",
+            where=where("parallel.tp_x"),
+            got=f"tp={strategy.tp}, a model with dropout",
+            allowed="training.disable_dropout=true, or parallel.tp=1",
+            hint="training.disable_dropout=true",
+        )
+    if recipe.moe.capacity_factor is not None:
         return
     dtype = recipe.training.dtype
     if why := ungrouped_experts(model, getattr(torch, dtype)):

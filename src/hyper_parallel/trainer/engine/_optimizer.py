@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -10,73 +11,45 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from hyper_parallel.backends.torch._token_scores import head_of
+from hyper_parallel.backends.torch._parameter_roles import (
+    UNDECAYED,
+    ParameterRole,
+    parameter_roles,
+)
 from hyper_parallel.backends.torch.weights._ranges import local
 from hyper_parallel.config import Recipe, Training
 from hyper_parallel.errors import BadValue, Contradiction
 from hyper_parallel.ir import Plan
 from hyper_parallel.trainer._user_code import load_class
+from hyper_parallel.trainer.engine._muon import Muon, describe_muon, muon_groups
+
+logger = logging.getLogger(__name__)
 
 _MATRIX_WISE: Final = ("adafactor", "muon")
 """Optimizers that need a whole matrix: what they compute of a shard is something else."""
 
 
-class Muon(torch.optim.Optimizer):
-    """Muon for the hidden matrices, AdamW for embeddings, the head and vectors, with one learning rate.
-
-    Source: Jordan et al. 2024, Muon; updates are scaled to the root mean square of AdamW's as in Liu et al.,
-    arXiv:2502.16982, so that a learning rate of AdamW fits.
-
-    Args:
-        groups: Groups of parameters; those with `muon: True` hold hidden matrices.
-        lr: Learning rate.
-        betas: Moments of AdamW.
-        eps: Epsilon of AdamW.
-        options: Further arguments of `torch.optim.Muon`.
-    """
-
-    def __init__(
-        self,
-        groups: list[dict[str, Any]],
-        lr: float,
-        betas: tuple[float, float] = (0.9, 0.95),
-        eps: float = 1e-8,
-        **options: Any,
-    ) -> None:
-        super().__init__(groups, {"lr": lr})
-        mine = [g for g in self.param_groups if g["muon"]]
-        rest = [g for g in self.param_groups if not g["muon"]]
-        options = {"adjust_lr_fn": "match_rms_adamw", **options}
-        self._parts = [torch.optim.Muon(mine, lr=lr, **options)] if mine else []
-        self._parts += [torch.optim.AdamW(rest, lr=lr, betas=betas, eps=eps)] if rest else []
-        self.param_groups = [g for part in self._parts for g in part.param_groups]
-
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update all parameters, by the groups and the state that this optimizer has now."""
-        loss = None if closure is None else closure()
-        for part in self._parts:
-            muon = isinstance(part, torch.optim.Muon)
-            part.param_groups = [g for g in self.param_groups if g["muon"] == muon]
-            part.state = self.state
-            part.step()
-        return loss
-
-
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Two groups by number of dims: matrices are decayed; vectors (norm weights, biases) are not.
+    """Return two groups by role: with weight decay, and without it (norms, biases, state-space parameters, vectors).
 
-    The number of dims is the logical one, so the groups are the same on every layout.
+    Roles follow module types and logical shapes, so the groups are the same on every layout.
     """
-    matrices, vectors = [], []
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            (matrices if parameter.ndim > 1 else vectors).append(parameter)
+    decayed, undecayed = [], []
+    for name, found in trained_roles(model).items():
+        group = undecayed if found.kind in UNDECAYED else decayed
+        group.append(model.get_parameter(name))
     groups = [
-        {"params": matrices, "weight_decay": weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
+        {"params": decayed, "weight_decay": weight_decay},
+        {"params": undecayed, "weight_decay": 0.0},
     ]
     # A pipeline rank may hold nothing that is trained.
     return [group for group in groups if group["params"]] or groups[:1]
+
+
+def trained_roles(model: nn.Module) -> dict[str, ParameterRole]:
+    """Return the roles of the parameters that are trained, by name."""
+    roles = parameter_roles(model)
+    return {name: roles[name] for name, p in model.named_parameters() if p.requires_grad}
 
 
 def build_optimizer(model: nn.Module, training: Training) -> torch.optim.Optimizer:
@@ -91,7 +64,8 @@ def build_optimizer(model: nn.Module, training: Training) -> torch.optim.Optimiz
     if name in ("adamw", "adam"):  # torch has no sharding rule for the fused SGD
         given["fused"] = True
     if name == "muon":
-        groups = _hidden_apart(model, groups)
+        roles = trained_roles(model)
+        groups = muon_groups(groups, {model.get_parameter(n): role for n, role in roles.items()})
     return optimizer_class(name)(groups, **(given | training.optimizer_args))
 
 
@@ -123,8 +97,12 @@ def optimizer_class(name: str, where: str = "training.optimizer") -> Any:
     return load_class(name, torch.optim.Optimizer, where)
 
 
-def check_optimizer(recipe: Recipe, plan: Plan, where: Callable[[str], str]) -> None:
+def check_optimizer(
+    recipe: Recipe, plan: Plan, where: Callable[[str], str], model: nn.Module
+) -> None:
     """Refuse an optimizer that does not exist, does not take its arguments, or cannot do with the layout.
+
+    For Muon, log which parameters it updates.
 
     Raises:
         BadValue: HP102, NotImportable: HP109, Contradiction: HP104.
@@ -167,19 +145,8 @@ def check_optimizer(recipe: Recipe, plan: Plan, where: Callable[[str], str]) -> 
             allowed=allowed,
             hint="set `training.optimizer_args={}`",
         ) from error
-
-
-def _hidden_apart(model: nn.Module, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The groups, each parted by whether Muon is for it: matrices that are neither embedding nor head."""
-    ends = {p for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
-    head = head_of(model)
-    ends |= set() if head is None else set(head.parameters())
-    parted = []
-    for group in groups:
-        for muon in (True, False):
-            chosen = [p for p in group["params"] if (p.ndim == 2 and p not in ends) == muon]
-            parted.append({**group, "params": chosen, "muon": muon})
-    return [group for group in parted if group["params"]] or parted[:1]
+    if name == "muon":
+        logger.info(describe_muon(trained_roles(model)))
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float | Tensor) -> None:

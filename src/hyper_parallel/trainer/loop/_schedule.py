@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 class LrSchedule:
     """Learning rate of every step.
 
-    Linear warm-up from `1 / warmup_steps` to 1, then one of four shapes that reaches `min_ratio` exactly at the last
-    step (constant never falls):
+    Linear warm-up from `1 / warmup_steps` to 1, then one of four shapes. They begin at 1 in the step after warm-up and
+    would reach `min_ratio` one step after the last, as transformers' schedulers do. No step trains at a rate of 0:
 
     * cosine: half a period of a cosine (Loshchilov and Hutter, SGDR, arXiv:1608.03983, one cycle).
     * linear: a straight line.
@@ -29,7 +29,7 @@ class LrSchedule:
     steps: int  # last step; steps are counted from 1
     warmup_steps: int = 0  # the last of them has the peak rate
     decay_steps: int = 0  # steps of the decay of wsd
-    min_ratio: float = 0.0  # rate of the last step over the peak
+    min_ratio: float = 0.0  # rate over the peak that the decay ends at
 
     @classmethod
     def of(cls, training: Training) -> LrSchedule:
@@ -57,6 +57,6 @@ class LrSchedule:
         start = self.warmup_steps
         if self.kind == "wsd":
             start = max(start, self.steps - self.decay_steps)
-        progress = min(max(step - start, 0) / max(self.steps - start, 1), 1.0)
+        progress = min(max(step - 1 - start, 0) / max(self.steps - start, 1), 1.0)
         fall = (1 - math.cos(math.pi * progress)) / 2 if self.kind == "cosine" else progress
         return 1.0 - (1.0 - self.min_ratio) * fall

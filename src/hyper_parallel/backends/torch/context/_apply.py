@@ -62,10 +62,6 @@ def apply_context_parallel(
             module.config = own
     for module in layers.modules():
         object.__setattr__(module, ATTRIBUTE, context)
-    rope = getattr(config, "rope_parameters", None) or {}  # of all layers, or by kind of layer
-    kinds = {t.get("rope_type") for t in (rope, *rope.values()) if isinstance(t, dict)}
-    if kinds & {"dynamic", "longrope"}:
-        _wrap_rotary(context, base.rotary_emb)
     count_places(base, context.places)
     # Stages of a pipeline have no whole outputs to return.
     running = stage_layers or (lambda: every)
@@ -147,19 +143,6 @@ def _wrap_root(
 
     model.register_forward_pre_hook(before, with_kwargs=True)
     model.register_forward_hook(after, with_kwargs=True)
-
-
-def _wrap_rotary(context: ContextState, rotary: nn.Module) -> None:
-    """Show rotary embeddings whose frequencies follow the largest position that of the whole sequence."""
-    inner = rotary.forward
-
-    def forward(x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
-        assert context.view is not None
-        last = context.view.last.to(position_ids).expand(position_ids.shape[0], 1)
-        tables = inner(x, torch.cat((position_ids, last), dim=1), *args, **kwargs)
-        return tuple(table[:, :-1] for table in tables)
-
-    rotary.forward = forward
 
 
 def join_sequences(context: ContextState, local: Tensor) -> Tensor:

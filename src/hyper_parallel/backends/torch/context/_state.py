@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hyper_parallel.backends.torch._loss import shifted
+from hyper_parallel.backends.torch._rotary_lengths import document_lengths
 from hyper_parallel.ir import Interval, SequenceCut, Strategy
 
 TOKENS = ("input_ids", "inputs_embeds")
@@ -23,8 +24,8 @@ class SequenceView:
     """What attention must know of the sequences of one forward pass."""
 
     cut: SequenceCut
-    last: Tensor
-    """Largest position of the pass, padding left out, a scalar."""
+    lengths: Tensor
+    """[B, padded length / cp] length of the document of each of this rank's tokens, of the whole sequences."""
     documents: Tensor | None = None
     """[B, padded length] number of the document of every position; None: each row is one."""
     bounds: Mapping[Interval, tuple[tuple[int, int], ...]] = field(default_factory=dict)
@@ -74,10 +75,15 @@ class ContextState:
         cut = self.cut(whole.shape[1])
         return _cut(whole, self._positions[whole.shape[1], whole.device], cut, fill)
 
+    def own_lengths(self, _: Tensor) -> Tensor:
+        """Lengths of the documents of this rank's tokens of the running pass."""
+        assert self.view is not None
+        return self.view.lengths
+
     def places(self) -> Tensor:
         """Places of this rank's tokens in the sequences of the running pass; those of padding are the last one's."""
         assert self.view is not None
-        length, device = self.view.cut.seq_len, self.view.last.device
+        length, device = self.view.cut.seq_len, self.view.lengths.device
         return self._positions[length, device].clamp(max=length - 1)
 
     def shard_inputs(self, batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -97,13 +103,13 @@ class ContextState:
         mine = self._positions[length, device]
         positions = given.get("position_ids")
         if positions is None:
-            self.view = SequenceView(cut, torch.tensor(length - 1, device=device))
             given["position_ids"] = mine.unsqueeze(0)
+            self.view = SequenceView(cut, torch.full_like(given["position_ids"], length))
         else:
-            last = positions.max()
+            lengths = _cut(document_lengths(positions), mine, cut, 1)
             tail = positions[:, -1:] + torch.arange(1, cut.padded - length + 1, device=device)
             positions = torch.cat((positions, tail), dim=1)
-            self.view = view_of(cut, positions.expand(tokens.shape[0], -1), last)
+            self.view = view_of(cut, positions.expand(tokens.shape[0], -1), lengths)
             given["position_ids"] = positions.index_select(1, mine)
         labels, targets = given.get("labels"), given.get("shift_labels")
         if targets is None and labels is not None:
@@ -128,7 +134,7 @@ def _cut(whole: Tensor, mine: Tensor, cut: SequenceCut, fill: int) -> Tensor:
     return whole.index_select(1, mine)
 
 
-def view_of(cut: SequenceCut, positions: Tensor, last: Tensor) -> SequenceView:
+def view_of(cut: SequenceCut, positions: Tensor, lengths: Tensor) -> SequenceView:
     """Documents from positions that do not follow on the one before, as transformers reads them."""
     steps = positions.diff(dim=1, prepend=positions[:, :1] - 1)
     documents = (steps != 1).cumsum(dim=1)
@@ -136,6 +142,6 @@ def view_of(cut: SequenceCut, positions: Tensor, last: Tensor) -> SequenceView:
     ends = torch.tensor([p for a, b in spans for p in (a, b - 1)], device=positions.device)
     at = documents.index_select(1, ends).unflatten(1, (-1, 2)).transpose(0, 1).tolist()
     if not any(last for rows in at for _, last in rows):
-        return SequenceView(cut, last)
+        return SequenceView(cut, lengths)
     bounds = {s: tuple((a, b) for a, b in rows) for s, rows in zip(spans, at, strict=True)}
-    return SequenceView(cut, last, documents, bounds)
+    return SequenceView(cut, lengths, documents, bounds)

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from hyper_parallel.backends.torch._forward import float64_kept
-from hyper_parallel.backends.torch._resolve import decoder_of, text_config
+from hyper_parallel.backends.torch._structure import decoder_of, text_config
 
 FLAG: Final = "output_router_logits"
 """Argument and config key by which models of transformers add the loss of their routers."""

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from hyper_parallel.backends.torch._collectives import sum_both, sum_forward
+from hyper_parallel.backends.torch._dropout import has_dropout
 from hyper_parallel.backends.torch._structure import final_norm
 from hyper_parallel.backends.torch._token_scores import head_of
 from hyper_parallel.backends.torch.tensor._collectives import join
@@ -33,6 +34,7 @@ from hyper_parallel.backends.torch.tensor._projections import (
     colwise,
     rowwise,
 )
+from hyper_parallel.backends.torch.tensor._random_streams import RandomStreams
 from hyper_parallel.backends.torch.tensor._span_attention import SpanAttention
 from hyper_parallel.backends.torch.tensor._spread_norm import SpreadNorm
 from hyper_parallel.backends.torch.tensor._state import TP, TpState, X, Y
@@ -227,10 +229,14 @@ class TensorParallel:
             owner = self.modules[name]
             if config is not None and (hasattr(owner, "q_proj") or hasattr(owner, "query")):
                 show_local_heads(owner, config, state.degree)
+        if has_dropout(self.model) and "rowwise" in split.values():
+            state.streams = RandomStreams(state.rank)
         for name, style in split.items():
             module, region = self.modules[name], self._region_of(name)
             if style == "rowwise":
                 rowwise(module, name, region)
+                if state.streams is not None:
+                    _wrap(module, state.streams.run_back)
             elif style == "norm_heads":
                 self._norm_over_heads(module, name, None)
             elif style == "vocab":
@@ -244,6 +250,8 @@ class TensorParallel:
                     exchange_packed(module, owner, style, config, state)
                 shared = None if style == "head" else region
                 _wrap(module, partial(whole_input, state.group, shared))
+                if state.streams is not None and style != "head":
+                    _wrap(module, partial(state.streams.run_into, module))
                 if style == "head" and splits_logits:
                     _wrap(module, self._split_logits)
                 elif style == "head":
@@ -344,6 +352,8 @@ class TensorParallel:
                         where=type(module).__name__,
                         hint=f"{wanted}=False",
                     )
+            if state.streams is not None:
+                state.streams.forget()
             if state.whole_stream and module.training and not state.same_random:
                 share_random_numbers(state.group, next(module.parameters()).device)
                 state.same_random = True

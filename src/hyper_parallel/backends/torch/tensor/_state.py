@@ -12,6 +12,7 @@ from torch import Tensor
 from hyper_parallel.backends.torch._regather import RegatherScope, instead_of
 from hyper_parallel.backends.torch.tensor._collectives import gather, scatter
 from hyper_parallel.backends.torch.tensor._gradients import TpGradients, to_local
+from hyper_parallel.backends.torch.tensor._random_streams import RandomStreams
 from hyper_parallel.backends.torch.tensor._stream import TokenGrid
 from hyper_parallel.ir import Purpose
 
@@ -36,6 +37,7 @@ class TpState:
         head: How logits lie: whole, split over the vocabulary, or over the tokens.
         same_random: The ranks draw the same random numbers, as a whole stream needs when it is trained.
         recomputed: The running layer is recomputed in backward, which gathers its inputs anyway.
+        streams: Random numbers of a whole stream with dropout; None: every rank draws its own.
     """
 
     groups: Mapping[tuple[str, ...], dist.ProcessGroup]
@@ -51,6 +53,7 @@ class TpState:
     head: str = "whole"
     recomputed: bool = False
     same_random: bool = False
+    streams: RandomStreams | None = None
 
     @property
     def group(self) -> dist.ProcessGroup:

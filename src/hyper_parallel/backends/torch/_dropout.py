@@ -1,0 +1,126 @@
+"""Switch dropout off: every random change that models of transformers make to a forward pass in training mode.
+
+    dropout and stochastic-depth modules   their probability (`p`, `drop_prob`)
+    numbers on modules                     rates of functional dropout, attention, LayerDrop and router noise
+    keys of configs                        the same rates, which some forwards read in every pass
+    adapters                               the share of inputs that a LoRA adapter drops
+    modules that sample in training mode   stay in evaluation mode
+
+Rates are recognised by their names. `tools/sweeps/dropout.py` measures for every model type that two passes with
+different seeds are equal afterwards, and equal to a pass in evaluation mode.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, Final
+
+from torch import nn
+
+_RATE: Final = re.compile(r"drop|jitter", re.IGNORECASE)
+"""Names of attributes and config keys that hold a rate."""
+_DROPOUT_CLASS: Final = re.compile(r"drop|stochasticdepth", re.IGNORECASE)
+"""Names of module classes whose probability has a short name."""
+_SHORT_NAMES: Final = ("p", "prob", "rate")
+_AUGMENTATIONS: Final = ("pos_embed_shift", "pos_embed_jitter", "pos_embed_rescale")
+"""Config keys of random changes to the positions of image patches; None switches them off."""
+_SAMPLING_MODULES: Final = ("PhimoeTopKRouter",)
+"""Classes that draw experts at random in training mode. Their number called jitter is a threshold of both modes."""
+_ORIGINAL_RATES: Final = "_hyper_parallel_original_rates"
+
+Rates = list[tuple[tuple[str, ...], str, Any]]
+"""Path of a config inside the model's config, key, and value before dropout was switched off."""
+
+
+def disable_dropout(model: nn.Module) -> None:
+    """Make the forward pass in training mode deterministic; `original_config` keeps the rates for an export."""
+    config = getattr(model, "config", None)
+    rates: Rates = []
+    for path, part in _configs(config):
+        for key, value in [*vars(part).items()]:
+            off = None if key in _AUGMENTATIONS else _without_rate(key, value)
+            if off is not value:
+                rates.append((path, key, value))
+                setattr(part, key, off)
+    model.__dict__[_ORIGINAL_RATES] = rates
+    for module in model.modules():
+        if type(module).__name__ in _SAMPLING_MODULES:
+            _hold_in_evaluation_mode(module)
+        else:
+            _disable_on_module(module)
+
+
+def has_dropout(model: nn.Module) -> bool:
+    """Return whether some rate of a model or of its configs is above zero."""
+    holders = [vars(part) for _, part in _configs(getattr(model, "config", None))]
+    for module in model.modules():
+        if type(module).__name__ in _SAMPLING_MODULES:
+            return True
+        if getattr(vars(module).get("adapter"), "dropout", 0.0):
+            return True
+        held = vars(module)
+        is_dropout = _DROPOUT_CLASS.search(type(module).__name__) is not None
+        if is_dropout and any(isinstance(held.get(n), float) and held[n] for n in _SHORT_NAMES):
+            return True
+        holders.append(held)
+    return any(_without_rate(n, v) is not v for held in holders for n, v in held.items())
+
+
+def original_config(model: Any) -> Any:
+    """Return the config of a model with the dropout rates it was made with."""
+    rates: Rates = model.__dict__.get(_ORIGINAL_RATES, [])
+    if not rates:
+        return model.config
+    config = copy.deepcopy(model.config)
+    parts = dict(_configs(config))
+    for path, key, value in rates:
+        setattr(parts[path], key, value)
+    return config
+
+
+def _configs(config: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield a config of transformers and the configs inside it, each with its path."""
+    if not hasattr(config, "to_dict"):
+        return
+    yield path, config
+    for key, value in [*vars(config).items()]:
+        yield from _configs(value, (*path, key))
+
+
+def _without_rate(name: str, value: Any) -> Any:
+    """Return the value that switches a rate off, or the value itself when it is no rate."""
+    if not _RATE.search(name):
+        return value
+    if isinstance(value, float) and 0 < value <= 1:
+        return 0.0
+    if isinstance(value, (list, tuple)) and all(isinstance(v, float) for v in value):
+        return type(value)(0.0 for _ in value)
+    return value
+
+
+def _disable_on_module(module: nn.Module) -> None:
+    """Set the rates of one module to zero."""
+    is_dropout = _DROPOUT_CLASS.search(type(module).__name__) is not None
+    for name, value in [*vars(module).items()]:
+        if is_dropout and name in _SHORT_NAMES:
+            value_off: Any = 0.0 if isinstance(value, float) else value
+        else:
+            value_off = _without_rate(name, value)
+        if value_off is not value:
+            setattr(module, name, value_off)
+    adapter = vars(module).get("adapter")
+    if adapter is not None and hasattr(adapter, "dropout"):
+        vars(module)["adapter"] = replace(adapter, dropout=0.0)
+
+
+def _hold_in_evaluation_mode(module: nn.Module) -> None:
+    """Keep a module in evaluation mode, whatever mode the model around it is switched to."""
+
+    def train(mode: bool = True) -> nn.Module:
+        return nn.Module.train(module, False)
+
+    vars(module)["train"] = train
+    module.eval()
