@@ -27,6 +27,7 @@ from hyper_parallel.backends.torch.context._apply import (
     mask_documents,
 )
 from hyper_parallel.backends.torch.data._fsdp import shard_data_parallel
+from hyper_parallel.backends.torch.data._unit_order import order_units
 from hyper_parallel.backends.torch.experts._apply import apply_to_experts, expert_state
 from hyper_parallel.backends.torch.experts._balance_loss import BalanceLoss
 from hyper_parallel.backends.torch.experts._list import divide_lists
@@ -84,6 +85,7 @@ def apply_plan(
     routing: Routing | None = None,
     *,
     average: bool = False,
+    one_order: bool = True,
 ) -> nn.Module:
     """Lay a model out as its plan says, in place.
 
@@ -93,6 +95,7 @@ def apply_plan(
         ranks: Where it lives.
         routing: Choices about the routing of experts; None: what the model does by itself.
         average: See `hyper_parallel.parallelize`.
+        one_order: See `hyper_parallel.parallelize`.
 
     Returns:
         The same model: same class, same parameter names.
@@ -168,6 +171,9 @@ def apply_plan(
     fsdp = shard_data_parallel(
         model, layers, modules, layouts, plan, mesh, ranks.expert_mesh, average
     )
+    if strategy.pp == 1:
+        experts_alone = modules if strategy.ep > 1 else ()
+        order_units(model, fsdp, ranks.world_group, experts_alone, one_order)
     pipeline = None
     if stages is not None and mesh is not None:
         group = mesh["pp"].get_group()
