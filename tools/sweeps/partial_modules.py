@@ -100,12 +100,10 @@ def _image_forms(model: Any) -> Iterator[tuple[dict[str, Any], int]]:
             {"pixel_values": several, "pixel_attention_mask": ones},
             {"pixel_values": one, "spatial_shapes": sizes // patch},
         ]
-    for form in forms:
-        if (tokens := _image_tokens(model, form)) is not None:
-            yield form, tokens
-    for form in forms:
-        for tokens in (16, 4, 1, 0, 8, 32):
-            yield form, tokens
+    counted = [(form, tokens) for form in forms if (tokens := _image_tokens(model, form))]
+    yield from counted
+    if not counted:
+        yield from itertools.product(forms, (16, 4, 1, 0))
 
 
 def _image_tokens(model: Any, form: dict[str, Any]) -> int | None:

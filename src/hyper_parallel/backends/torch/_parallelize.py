@@ -12,6 +12,7 @@ from hyper_parallel.backends.torch._forward import keep_float64, loop_over_exper
 from hyper_parallel.backends.torch._handle import Handle, Ranks, attach
 from hyper_parallel.backends.torch._loss import has_causal_loss, loss_function, loss_of_logits
 from hyper_parallel.backends.torch._loss_tap import LossTap
+from hyper_parallel.backends.torch._partial_use import refuse_random_modules
 from hyper_parallel.backends.torch._placement import place_parameters
 from hyper_parallel.backends.torch._resolve import (
     decoder_of,
@@ -54,6 +55,7 @@ def check_flow(model: nn.Module, plan: Plan) -> None:
     Raises:
         UnsupportedSharding: HP205 naming the axis and what does not fit.
     """
+    refuse_random_modules(model, plan.strategy)
     if plan.strategy.pp > 1:
         follow_stages(model, plan)
     follow_attention(model, plan.strategy)
@@ -112,6 +114,7 @@ def apply_plan(
     # What lies where; only this rank's part stays.
     shard_plan = resolve_layouts(model, plan)
     check_routing(model, routing)
+    refuse_random_modules(model, strategy)
     expert_group = None if ranks.expert_mesh is None else ranks.expert_mesh["ep"].get_group()
     experts = expert_state(
         model,

@@ -40,12 +40,14 @@ class _Unit:
         group: FSDP's own group.
         methods: The methods of the group that are wrapped, by name.
         running: Whether this rank is inside of the unit's forward or backward.
+        partial: Parameters whose gradients are added up over microbatches and not over replicas yet.
     """
 
     number: int
     group: Any
     methods: dict[str, Callable[..., Any]] = field(default_factory=dict)
     running: bool = False
+    partial: list[Any] = field(default_factory=list)
 
     @property
     def name(self) -> str:
@@ -219,6 +221,11 @@ class UnitOrder:
             self._unshard(unit, self._backward)
 
     def _reduce(self, unit: _Unit) -> None:
+        group = unit.group
+        if not all(hasattr(p, "_unsharded_param") for p in group.fsdp_params):
+            # No rank has ever run it, and FSDP would ask for gradients of parameters that were never gathered.
+            group._training_state = type(group._training_state)[_POST_BACKWARD]
+            return
         self._complete(unit)
         unit.methods["post_backward"]()
 
@@ -239,19 +246,24 @@ class UnitOrder:
         if not unit.group.reduce_grads or self._backward is None:
             return
         params = unit.trained()
-        lacking = [p for p in params if _gradient(p) is None]
         known = self._backward.learned and unit.number not in self._backward.conditional
+        used = params
         if not known:
             nobody = self._exchange.lowest([int(_gradient(p) is None) for p in params] or [0])
             if any(nobody):
                 self._backward.conditional.add(unit.number)
             used = [p for p, unused in zip(params, nobody, strict=False) if not unused]
-            lacking = [p for p in lacking if p in used]
-        for p in lacking:
+        used = [p for p in params if p in used or p in unit.partial]
+        for p in used:
+            if _gradient(p) is not None:
+                continue
             if known and p.sharded_param.grad is None:
                 self._filled.append(p)
             with _disable_current_modes(), torch.no_grad():
                 p.unsharded_param.grad = torch.full_like(p.unsharded_param, -0.0)
+        _widen_partial(unit, used)
+        # With replicas the sums of all microbatches but the last stay in one buffer, in the order of `used`.
+        unit.partial = [] if unit.group.all_reduce_grads or not unit.group._is_hsdp else used
 
     def _drop_unused(self) -> None:
         """Leave no gradient where no rank had one."""
@@ -320,6 +332,19 @@ def groups_of(state: Any) -> list[Any]:
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
     return [g for g in (state._fsdp_param_group,) if g is not None]
+
+
+def _widen_partial(unit: _Unit, used: list[Any]) -> None:
+    """Make room for more parameters in the buffer of gradients that are not added up over replicas yet."""
+    partial: Tensor | None = unit.group._partial_reduce_output
+    if partial is None or unit.partial == used:
+        return
+    unit.group._wait_for_post_backward()
+    pieces = partial.split([p.padded_sharded_param_size.numel() for p in unit.partial])
+    kept = {id(p): piece for p, piece in zip(unit.partial, pieces, strict=True)}
+    unit.group._partial_reduce_output = torch.cat([
+        kept.get(id(p), partial.new_full((p.padded_sharded_param_size.numel(),), -0.0)) for p in used
+    ])  # fmt: skip
 
 
 def _bind(method: Callable[..., Any], unit: _Unit) -> Callable[..., Any]:
