@@ -160,7 +160,7 @@ class World:
         if BOARD in os.environ:
             ranks, path = os.environ[BOARD].split(" ", 1)
             board, look = Board(Path(path), int(ranks)), _ignore
-        else:
+        elif deadlines is not None or "LOCAL_WORLD_SIZE" in os.environ:
             board = Board(board_of_machine(), int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
             self._board = board.path
             if self.local_rank == 0:
@@ -170,6 +170,8 @@ class World:
                 look = Sentry(board, deadlines, self.local_rank, first, ending).look
             else:
                 look = QuietRanks(board, first).look if self.local_rank == 0 else _ignore
+        else:
+            return
         if deadlines is not None:  # torch's own limit says less, and is not to come first
             self._timeout = timedelta(seconds=max(deadlines.step_s, deadlines.first_step_s) + 60)
         self.pulse = Pulse(board, self.local_rank)

@@ -253,7 +253,8 @@ class UnitOrder:
             if any(nobody):
                 self._backward.conditional.add(unit.number)
             used = [p for p, unused in zip(params, nobody, strict=False) if not unused]
-        used = [p for p in params if p in used or p in unit.partial]
+        either = {id(p) for p in (*used, *unit.partial)}
+        used = [p for p in params if id(p) in either]
         for p in used:
             if _gradient(p) is not None:
                 continue
@@ -271,9 +272,18 @@ class UnitOrder:
         if not filled:
             return
         shards = [_local(p.sharded_param.grad) for p in filled]
-        untouched = torch.stack([((s == 0) & s.signbit()).all() for s in shards]).tolist()
-        for p, unused in zip(filled, untouched, strict=True):
-            if unused:
+        held = [(p, s) for p, s in zip(filled, shards, strict=True) if s.numel()]
+        marks = [((s == 0) & s.signbit()).all() for _, s in held]
+        unused = (
+            dict(zip([p._param_fqn for p, _ in held], torch.stack(marks).tolist(), strict=True))
+            if held
+            else {}
+        )
+        for p in filled:
+            # A rank without elements of a parameter goes by its neighbours in the model.
+            name = p._param_fqn
+            nearest = name if name in unused else max(unused, key=_common_with(name), default=None)
+            if nearest is not None and unused[nearest]:
                 p.sharded_param.grad = None
 
     # Both.
@@ -355,6 +365,15 @@ def _gradient(param: Any) -> Tensor | None:
     accumulated: Tensor | None = param.unsharded_accumulated_grad
     gradient: Tensor | None = param.unsharded_param.grad
     return gradient if accumulated is None else accumulated
+
+
+def _common_with(name: str) -> Callable[[str], int]:
+    """Return a function that counts the modules around a parameter that are around this one too."""
+    mine = name.split(".")
+    return lambda other: next(
+        (i for i, (a, b) in enumerate(zip(mine, other.split("."), strict=False)) if a != b),
+        len(mine),
+    )
 
 
 def _local(tensor: Tensor) -> Tensor:
