@@ -195,3 +195,29 @@ def test_a_second_signal_stops_at_once(place, tmp_path, monkeypatch):
 def test_a_checkpoint_is_saved_when_the_minutes_are_over(place, tmp_path):
     train(place, tmp_path, "checkpoint.every_minutes=1.0e-9", "checkpoint.keep=9", *CURVE)
     assert sorted(published(tmp_path)) == [f"step_{step:08d}" for step in range(1, 5)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["local", "torchrun"])
+def test_a_signal_ends_a_step_that_waits_and_names_the_rank(place, tmp_path, launcher):
+    (tmp_path / "waiting.py").write_text(
+        "import time\n"
+        "from hyper_parallel.trainer import Callback\n"
+        "class Wait(Callback):\n"
+        "    def on_step_end(self, step, row):\n"
+        "        if self.rank == 1 and step == 3:\n"
+        "            time.sleep(1000)\n"
+    )
+    words = ("parallel.dp_shard=2", "training.callbacks=[waiting.Wait]", *CURVE)
+    out = tmp_path / "out"
+    with start(place, out, *words, path=tmp_path, launcher=LAUNCHERS[launcher]) as run:
+        wait_for_steps(run, out, 2)
+        time.sleep(2)
+        run.terminate()
+        signalled = time.monotonic()
+        _, errors = run.communicate(timeout=100)
+    assert time.monotonic() - signalled < 25  # torchrun itself kills after 30
+    assert re.search(r"error\[HP620\]: rank 1 is in \w+ \(waiting\.py:6\)", errors)
+    assert "rank 0 waits for all_reduce" in errors
+    if launcher == "local":
+        assert run.returncode == 143

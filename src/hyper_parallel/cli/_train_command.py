@@ -175,9 +175,12 @@ def _train(
 def _interrupted(job: Job, error: Interrupted) -> str:
     """What became of an interrupted run, and the command that goes on with it."""
     from hyper_parallel.cli._start_elsewhere import torchrun_command
+    from hyper_parallel.errors import RankHung
     from hyper_parallel.trainer import under_torchrun
     from hyper_parallel.trainer.checkpoints._manifest import steps
 
+    if isinstance(error.__cause__, RankHung):  # the step would not have ended
+        sys.stderr.write(error.__cause__.render() + "\n")
     if error.step is None and not steps(job.checkpoint_dir):
         return "interrupted: all ranks were stopped before a checkpoint was saved\n"
     what = "all ranks were stopped; checkpoints written so far are intact"

@@ -18,6 +18,7 @@ class Purpose(StrEnum):
     EXPERT_PARAMETERS = "expert parameters"
     EXPERT_GRADIENTS = "expert gradients"
     REPLICA_GRADIENTS = "replica gradients"
+    UNIT_ORDER = "order of FSDP units"
 
     # Tensor parallelism: borders of blocks
     SEQUENCE_GATHER = "sequence gather"

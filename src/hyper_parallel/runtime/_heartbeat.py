@@ -14,6 +14,7 @@ import os
 import struct
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ _MOVE: Final = struct.Struct("<qqqqq48s")
 _PID: Final = struct.Struct("<q")  # what a move begins with
 _NOTE: Final = struct.Struct("<200s")
 _SLOT_BYTES: Final = _MOVE.size + _NOTE.size
+_IDLE_S: Final = 0.01
+"""Seconds of computing between two looks below which a thread waits."""
 _LOOK_S: Final = 0.5  # a thread that sleeps this long costs no measurable time
 _COMMUNICATION: Final = ("torch/distributed/", "backends/torch/_collectives.py")
 _BETWEEN: Final = (
@@ -148,12 +151,18 @@ class Pulse:
         """Inside, a thread notes what a phase that lasts waits for, and then calls `look`, twice a second."""
         ended = threading.Event()
 
+        main = threading.main_thread().ident or 0
+
         def watch() -> None:
-            before = -1
+            before, computed_s = -1, 0.0
             while not ended.wait(_LOOK_S):
-                if self.beats == before:
+                now_s = _computed_s(main)
+                # A loop without phases begins none, and has moved where it has computed.
+                if self.beats == before and (self._numbers[2] or now_s - computed_s < _IDLE_S):
                     self.note(where_it_stands())
-                before = self.beats
+                elif self._noted:
+                    self.note("")
+                before, computed_s = self.beats, now_s
                 look()
 
         thread = threading.Thread(target=watch, name="heartbeat", daemon=True)
@@ -165,6 +174,13 @@ class Pulse:
             thread.join()
             self._numbers[0] = 0  # its end is no longer a loss
             self.beat("end")
+
+
+def _computed_s(thread: int) -> float:
+    """Return the seconds that a thread has computed; 0 where the system does not say."""
+    if not hasattr(time, "pthread_getcpuclockid"):
+        return 0.0
+    return time.clock_gettime(time.pthread_getcpuclockid(thread))
 
 
 def where_it_stands() -> str:

@@ -21,10 +21,11 @@ import re
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
-from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from multiprocessing.connection import wait
@@ -40,13 +41,14 @@ from hyper_parallel.runtime._fork import (
     start_rank,
 )
 from hyper_parallel.runtime._heartbeat import BOARD, Board, Pulse
-from hyper_parallel.runtime._supervise import Deadlines, Hang, Watch
+from hyper_parallel.runtime._supervise import Deadlines, Hang, QuietRanks, Watch
 
 INIT_METHOD: Final = "HYPER_PARALLEL_INIT_METHOD"
 """Environment variable that tells a forked rank how to meet the others."""
 
 _GRACE_S: Final = 2.0
 _GRACE_OF_KILLED_S: Final = 0.5  # a rank that was killed writes nothing that has to be waited for
+_QUIET_LOOK_S: Final = 2.0
 _LOOK_S: Final = 0.25  # a frozen rank is to be noticed well within a second after its deadline
 _LINES_OF_STACK: Final = 16  # the log has all
 _STACKS_S: Final = 0.5
@@ -74,6 +76,7 @@ def launch(
     echo_rank: int | None = None,
     deadlines: Deadlines | None = None,
     worlds: Sequence[int] = (),
+    ending: Callable[[], bool] = lambda: False,
 ) -> list[Any]:
     """Run `fn(rank)` on `world_size` forked ranks and return their results in rank order.
 
@@ -84,8 +87,9 @@ def launch(
         timeout_s: Seconds after which unfinished ranks are killed; None: no limit.
         threads: CPU threads of each rank.
         echo_rank: Rank that keeps the parent's standard output and error instead of a log file.
-        deadlines: How long a rank may stay in one phase; None: ranks are not watched.
+        deadlines: How long a rank may stay in one phase; None: for ever, and a wait of all ranks is printed only.
         worlds: Ranks of each of several worlds, in rank order; (): one world of all.
+        ending: With deadlines, whether a signal has asked ranks to end after their step; one that waits is then ended.
 
     Raises:
         ForkUnsafe: HP605 when this process is a member of a process group, or another thread of it computes.
@@ -96,8 +100,10 @@ def launch(
     with tempfile.TemporaryDirectory(prefix="hyper_parallel_") as name:
         scratch, logs = Path(name), Path(log_dir or name)
         logs.mkdir(parents=True, exist_ok=True)
-        board = None if deadlines is None else Board(scratch / "board", world_size)
-        watch = None if board is None or deadlines is None else Watch(board, deadlines)
+        board = Board(scratch / "board", world_size)
+        watch: Watch | QuietRanks = QuietRanks(board)
+        if deadlines is not None:
+            watch = Watch(board, deadlines, ending=ending)
         prepare_fork()
         starts = list(accumulate(worlds or (world_size,), initial=0))
         ranks: list[ForkProcess] = []
@@ -108,10 +114,11 @@ def launch(
                     given = (fn, rank, world, scratch, logs, threads, rank == echo_rank, board)
                     process = ForkProcess(target=_child, args=given)
                     start_rank(process, rank, world_size)
-                    if board is not None:
+                    if deadlines is not None:
                         board.started(rank, process.pid or 0)
                     ranks.append(process)
-            failures, hang = _wait(ranks, timeout_s, watch)
+            with _places_on_sigterm(board):
+                failures, hang = _wait(ranks, timeout_s, watch)
         finally:
             for process in ranks:
                 process.kill()
@@ -134,7 +141,7 @@ def _child(
     logs: Path,
     threads: int,
     echo: bool,
-    board: Board | None,
+    board: Board,
 ) -> None:
     """Body of a rank of a world of ranks; never returns."""
     status = 1
@@ -155,9 +162,8 @@ def _child(
             "LOCAL_WORLD_SIZE": str(len(world)),
             INIT_METHOD: f"file://{scratch / f'store_{world.start}'}",
         }
-        if board is not None:
-            os.environ[BOARD] = f"{board.ranks} {board.path}"
-            Pulse(board, rank)
+        os.environ[BOARD] = f"{board.ranks} {board.path}"
+        Pulse(board, rank)
         torch.manual_seed(rank)
         result = fn(rank)
         if torch.distributed.is_initialized():
@@ -193,7 +199,7 @@ def _read(scratch: Path, rank: int) -> _Record:
 
 
 def _wait(
-    ranks: list[ForkProcess], timeout_s: float | None, watch: Watch | None
+    ranks: list[ForkProcess], timeout_s: float | None, watch: Watch | QuietRanks
 ) -> tuple[dict[int, str], Hang | None]:
     """Wait for all ranks, after the first failure for a grace time only.
 
@@ -207,10 +213,9 @@ def _wait(
     deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
     try:
         while running:
-            left = max(deadline - time.monotonic(), 0.0)
-            if watch is not None:
-                left = min(left, _LOOK_S)
-            ended = wait(list(running), None if left == math.inf else left)
+            look_s = _LOOK_S if isinstance(watch, Watch) else _QUIET_LOOK_S
+            left = min(max(deadline - time.monotonic(), 0.0), look_s)
+            ended = wait(list(running), left)
             for rank in map(running.pop, ended):
                 ranks[rank].join()
                 if code := ranks[rank].exitcode:
@@ -218,7 +223,9 @@ def _wait(
                     failures[rank] = killed or f"exit code {code}"
                     grace_s = _GRACE_OF_KILLED_S if killed else _GRACE_S
                     deadline = min(deadline, time.monotonic() + grace_s)
-            if watch is not None and not failures and (hang := watch.look(running.values())):
+            if isinstance(watch, QuietRanks):
+                watch.look()
+            elif not failures and (hang := watch.look(running.values())):
                 _ask_for_stacks({rank: ranks[rank] for rank in running.values()}, hang.stopped)
                 return {}, hang
             if not ended and time.monotonic() >= deadline:
@@ -233,6 +240,28 @@ def _wait(
         _ask_for_stacks({rank: ranks[rank] for rank in running.values()})
         raise
     return failures, None
+
+
+@contextmanager
+def _places_on_sigterm(board: Board) -> Iterator[None]:
+    """Say where every rank is when SIGTERM ends this process, which it does unless the caller handles it."""
+    main = threading.current_thread() is threading.main_thread()
+    if not main or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        yield
+        return
+
+    def end(signum: int, _: Any) -> None:
+        lines = QuietRanks(board).places()
+        sys.stderr.write("".join(f"SIGTERM: {line}\n" for line in lines))
+        sys.stderr.flush()
+        signal.signal(signum, signal.SIG_DFL)
+        os.kill(os.getpid(), signum)  # ranks end with this process
+
+    signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _ask_for_stacks(ranks: dict[int, ForkProcess], stopped: Collection[int] = ()) -> None:

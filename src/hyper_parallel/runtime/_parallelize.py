@@ -21,6 +21,7 @@ def parallelize(
     *,
     routing: Routing | None = None,
     average: bool = False,
+    one_order: bool = True,
 ) -> nn.Module:
     """Apply a plan to an unmodified model, in place.
 
@@ -34,6 +35,9 @@ def parallelize(
         average: Gradients of a plain `loss.backward()` are averaged over the shares of the data (`data_share`), as
             `DistributedDataParallel` does, for loops whose loss is a mean over a rank's own data. False: they are added
             up. `forward_backward` gives the same either way.
+        one_order: Ranks may leave out submodules in a step, but run them in the order and as often as in the first
+            steps. False: order and number of calls may differ between ranks in any step, which costs an exchange
+            between hosts for every module that FSDP gathers.
 
     Returns:
         The same model, same class and parameter names, with its parameters laid out.
@@ -49,12 +53,14 @@ def parallelize(
     strategy = plan.strategy
     mixed = plan.workload.compute_dtype != plan.workload.param_dtype
     if strategy.world_size == 1 and world.world_size == 1 and not mixed:
-        return apply_plan(model, plan, Ranks(None, 0, world.device), routing, average=average)
+        return apply_plan(
+            model, plan, Ranks(None, 0, world.device), routing, average=average, one_order=one_order
+        )
     mesh = world.mesh(strategy, ranks)
     expert_mesh = world.expert_mesh(strategy, ranks)
     position = mesh.mesh.flatten().tolist().index(world.rank)
     placed = Ranks(mesh, position, world.device, world.group(mesh), expert_mesh)
-    return apply_plan(model, plan, placed, routing, average=average)
+    return apply_plan(model, plan, placed, routing, average=average, one_order=one_order)
 
 
 def _end(world: World) -> None:

@@ -30,6 +30,11 @@ _LONGEST_BACKOFF_S: Final = 60.0
 _STOPPED: Final = "tT"  # stopped by a debugger, by a signal: proc(5)
 _GONE: Final = "ZX"
 _LAST_WORDS_S: Final = 0.5
+_ENDING_S: Final = 10.0
+"""Seconds that a phase of a step may last after a signal to end, where no phase before lasted longer."""
+_ENDING_FIRST_S: Final = 20.0  # in the first step, of which no phase is known
+_ENDING_PHASES: Final = 3.0  # of the longest phase so far
+_QUIET_S: Final = 30.0
 _T = TypeVar("_T")
 
 
@@ -94,10 +99,18 @@ class Watch:
         board: The slots.
         deadlines: How long a rank may stay in one phase.
         first: Rank of slot 0.
+        ending: Whether a signal has asked the run to end after the present step, which a step that waits never does.
     """
 
-    def __init__(self, board: Board, deadlines: Deadlines, first: int = 0) -> None:
+    def __init__(
+        self,
+        board: Board,
+        deadlines: Deadlines,
+        first: int = 0,
+        ending: Callable[[], bool] = lambda: False,
+    ) -> None:
         self._board, self._deadlines, self._first = board, deadlines, first
+        self._ending, self._longest_s = ending, 0.0
         self._beats = [0] * board.ranks
         self._still_s = [0.0] * board.ranks
         self._frozen_s = [0.0] * board.ranks
@@ -111,18 +124,62 @@ class Watch:
         states = {rank: process_state(beats[rank].pid) for rank in ranks}
         for rank, beat in enumerate(beats):
             still = beat.beats == self._beats[rank]
+            if not still and beat.step:
+                self._longest_s = max(self._longest_s, self._still_s[rank])
             frozen = _is(states.get(rank, ""), _STOPPED + _GONE)
             self._still_s[rank] = self._still_s[rank] + passed if still else 0.0
             self._frozen_s[rank] = self._frozen_s[rank] + passed if frozen else 0.0
             self._beats[rank] = beat.beats
         if all(
-            self._still_s[rank] <= self._deadlines.of(beats[rank])
+            self._still_s[rank] <= self._deadline_s(beats[rank])
             and self._frozen_s[rank] <= self._deadlines.step_s
             for rank in ranks
         ):
             return None
         seconds = [f or s for f, s in zip(self._frozen_s, self._still_s, strict=True)]
         return hang(beats, seconds, states, self._first)
+
+    def _deadline_s(self, beat: Beat) -> float:
+        deadline_s = self._deadlines.of(beat)
+        if not (beat.step and self._ending()):
+            return deadline_s
+        least_s = _ENDING_S if beat.begun > 1 else _ENDING_FIRST_S
+        return min(deadline_s, max(least_s, _ENDING_PHASES * self._longest_s))
+
+
+class QuietRanks:
+    """Says who waits for whom where no rank of a loop without deadlines moves.
+
+    Args:
+        board: The slots.
+        first: Rank of slot 0.
+    """
+
+    def __init__(self, board: Board, first: int = 0) -> None:
+        self._board, self._first = board, first
+        self._seen: list[tuple[int, str]] = []
+        self._since = time.monotonic()
+        self._next_s = _QUIET_S
+
+    def look(self) -> None:
+        """Warn when all ranks are where they were at the look before, for 30 s, 60, 120."""
+        seen = [(beat.beats, beat.note) for beat in self._board.read()]
+        if seen != self._seen or not any(note.startswith("waits for") for _, note in seen):
+            self._seen, self._since, self._next_s = seen, time.monotonic(), _QUIET_S
+            return
+        still_s = time.monotonic() - self._since
+        if still_s >= self._next_s:
+            self._next_s *= 2
+            where = "; ".join(self.places())
+            sys.stderr.write(f"no rank has moved for {still_s:.0f} s: {where}\n")
+
+    def places(self) -> list[str]:
+        """Return where every rank is that has said so, one line each."""
+        return [
+            f"rank {self._first + slot} {beat.note or 'does not wait'}"
+            for slot, beat in enumerate(self._board.read())
+            if beat.pid
+        ]
 
 
 def hang(
@@ -184,11 +241,14 @@ class Sentry:
         deadlines: How long a rank may stay in one phase.
         slot: Slot of this rank.
         first: Rank of slot 0, by which slots are named.
+        ending: As of `Watch`; called on another thread than the main one, which may wait.
     """
 
-    def __init__(self, board: Board, deadlines: Deadlines, slot: int, first: int) -> None:
+    def __init__(
+        self, board: Board, deadlines: Deadlines, slot: int, first: int, ending: Callable[[], bool]
+    ) -> None:
         self._board, self._slot, self._first = board, slot, first
-        self._watch = Watch(board, deadlines, first)
+        self._watch = Watch(board, deadlines, first, ending)
 
     def look(self) -> None:
         """End this process and the stopped ones when the ranks are held up; the lowest that can says why."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
@@ -29,7 +29,7 @@ from hyper_parallel.ir import AXES, Strategy
 from hyper_parallel.runtime._heartbeat import BOARD, Board, Pulse
 from hyper_parallel.runtime._hosts import Hosts
 from hyper_parallel.runtime._launch import INIT_METHOD, stamp
-from hyper_parallel.runtime._supervise import Deadlines, Sentry, board_of_machine
+from hyper_parallel.runtime._supervise import Deadlines, QuietRanks, Sentry, board_of_machine
 
 _MISMATCH: Final = "Detected mismatch between collectives"
 """What torch says in its debug level DETAIL (ProcessGroupWrapper.cpp)."""
@@ -56,6 +56,7 @@ class World:
         self.device = device
         self.backend = backend
         self.pulse: Pulse | None = None
+        self._board: Path | None = None
         self._owns_group = False
         self._hosts: Hosts | None = None
         self._watched = ExitStack()
@@ -72,6 +73,7 @@ class World:
         *,
         debug: bool = False,
         worlds: Sequence[int] = (),
+        ending: Callable[[], bool] = lambda: False,
     ) -> World:
         """Join the world the environment describes: our launcher's, torchrun's, or a world of one.
 
@@ -82,6 +84,7 @@ class World:
             debug: Have torch compare every collective of all ranks before it runs, which is slow.
             worlds: Ranks of each of several worlds that another launcher's ranks are cut into, in rank order; they have
                 all been started when this returns. Our launcher cuts them itself. (): one world of all.
+            ending: With deadlines, whether a signal has asked ranks to end after their step; one that waits is ended.
 
         Raises:
             DeviceUnavailable: HP502 when this process finds no accelerator of its own.
@@ -99,11 +102,13 @@ class World:
         if debug:
             dist.set_debug_level(dist.DebugLevel.DETAIL)
         if "RANK" in os.environ:
-            world._watch(deadlines)
+            world._watch(deadlines, ending)
         if "RANK" in os.environ and not dist.is_initialized():
             if INIT_METHOD not in os.environ:
                 _variables("MASTER_ADDR", "MASTER_PORT")
             world._open(os.environ.get(INIT_METHOD, "env://"))
+            if world._board is not None and local_rank == 0:  # all ranks have mapped it
+                world._board.unlink(missing_ok=True)
         elif dist.is_initialized():
             world.rank, world.world_size = dist.get_rank(), dist.get_world_size()
             world.backend = dist.get_backend_config()
@@ -150,17 +155,21 @@ class World:
             store = dist.distributed_c10d._get_default_store()
             self._hosts = Hosts(store, self.rank, self.local_rank, self.world_size, each)
 
-    def _watch(self, deadlines: Deadlines | None) -> None:
+    def _watch(self, deadlines: Deadlines | None, ending: Callable[[], bool]) -> None:
         """Say from now on what this rank does, and without our launcher look after the ranks of this machine."""
         if BOARD in os.environ:
             ranks, path = os.environ[BOARD].split(" ", 1)
             board, look = Board(Path(path), int(ranks)), _ignore
-        elif deadlines is not None:
+        elif deadlines is not None or "LOCAL_WORLD_SIZE" in os.environ:
             board = Board(board_of_machine(), int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+            self._board = board.path
             if self.local_rank == 0:
                 self._watched.callback(board.path.unlink, missing_ok=True)
-            launched = launched_rank()[0]
-            look = Sentry(board, deadlines, self.local_rank, launched - self.local_rank).look
+            first = launched_rank()[0] - self.local_rank
+            if deadlines is not None:
+                look = Sentry(board, deadlines, self.local_rank, first, ending).look
+            else:
+                look = QuietRanks(board, first).look if self.local_rank == 0 else _ignore
         else:
             return
         if deadlines is not None:  # torch's own limit says less, and is not to come first

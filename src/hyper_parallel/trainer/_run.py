@@ -13,6 +13,7 @@ from typing import Final
 
 from hyper_parallel.backends.torch.memory import run_folder
 from hyper_parallel.config import LoadedRecipe, with_absolute_paths
+from hyper_parallel.errors import RankHung
 from hyper_parallel.runtime import (
     Deadlines,
     launch,
@@ -77,7 +78,12 @@ def run_job(job: Job) -> Summary | None:
                 now = _on_fewer(now)
             before, again = newest, number > 0 and job.begun_since(start_s)
             logs = job.output_dir / "logs" / (f"restart_{number}" if number else "")
-            return _train(replace(now, restarted=again), stop, logs, snapshots)
+            try:
+                return _train(replace(now, restarted=again), stop, logs, snapshots)
+            except RankHung as error:
+                if not stop.asked:
+                    raise
+                raise Interrupted(stop.signum or signal.SIGTERM) from error
 
         return _finished(with_restarts(attempt, job.recipe.training.max_restarts), stop)
 
@@ -148,6 +154,7 @@ def _train(
             echo_rank=0,
             worlds=job.worlds,
             deadlines=Deadlines(training.timeout_s, training.first_step_timeout_s),
+            ending=lambda: stop.asked,
         )
     summary: Summary | None = results[0]
     return summary

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import select
 import signal
 import threading
 import time
@@ -44,6 +45,13 @@ class StopRequest:
         self._shared = mmap.mmap(-1, 16)  # anonymous memory outlives a fork: wish, step of the end
         self._owner, self._asked, self._first_s = os.getpid(), False, 0.0
         self.signum: int | None = None
+        self._received: int | None = None
+
+    def received(self) -> bool:
+        """Return whether a signal came, also while the main thread waits in a library and handles none."""
+        if self.asked or self._received is None:
+            return self.asked
+        return bool(select.select([self._received], [], [], 0)[0])
 
     @property
     def asked(self) -> bool:
@@ -62,8 +70,11 @@ class StopRequest:
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Take signals as wishes inside; what was ignored stays ignored (nohup). Only a main thread gets signals."""
-        with handled(self._on_signal):
-            yield
+        with handled(self._on_signal), _noted_signals() as self._received:
+            try:
+                yield
+            finally:
+                self._received = None
 
     def _on_signal(self, signum: int, _: Any) -> None:
         self._asked = True
@@ -77,6 +88,23 @@ class StopRequest:
                     os.write(2, f"{name}: {self._promise}; once more: at once\n".encode())
         elif time.monotonic() - self._first_s > _ONE_S:
             raise Interrupted(signum)
+
+
+@contextmanager
+def _noted_signals() -> Iterator[int | None]:
+    """Yield a file that has the number of every handled signal as soon as it comes; None on another thread."""
+    if threading.current_thread() is not threading.main_thread():
+        yield None
+        return
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    try:
+        yield reader
+    finally:
+        signal.set_wakeup_fd(before)
+        os.close(reader)
+        os.close(writer)
 
 
 def interrupt(signum: int, _: Any) -> None:

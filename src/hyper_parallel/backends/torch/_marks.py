@@ -40,14 +40,18 @@ ALONG = {
 class Marks(TorchDispatchMode):
     """Runs operators, and keeps marks for every storage.
 
+    Args:
+        draw: What `torch.rand` draws; at 0 everything is dropped that chance may drop.
+
     Attributes:
         mixes: Operators that let a token see another one.
         guarded: Storages that nothing may write to.
         written: Whether something did.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, draw: float = 0.0) -> None:
         super().__init__()
+        self._draw = draw
         self.mixes: dict[str, None] = {}
         self.guarded: set[int] = set()
         self.written = False
@@ -105,7 +109,7 @@ class Marks(TorchDispatchMode):
             kwargs["device"] = torch.device("meta" if hollow else "cpu")
         out = self._shaped(func, args, kwargs) if hollow else func(*args, **kwargs)
         if packet is _aten.rand:
-            out.zero_()  # what is dropped by chance is dropped here
+            out.fill_(self._draw)
         for leaf in _tensors(out):
             more = self._watched(packet, args, tensors, leaf, marks)
             self.set(leaf, more | self._joined([leaf]))

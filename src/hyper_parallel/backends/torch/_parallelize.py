@@ -13,6 +13,7 @@ from hyper_parallel.backends.torch._forward_state import reset_before_calls
 from hyper_parallel.backends.torch._handle import Handle, Ranks, attach
 from hyper_parallel.backends.torch._loss import has_causal_loss, loss_function, loss_of_logits
 from hyper_parallel.backends.torch._loss_tap import LossTap
+from hyper_parallel.backends.torch._partial_use import refuse_random_modules
 from hyper_parallel.backends.torch._placement import place_parameters
 from hyper_parallel.backends.torch._resolve import is_reversible, resolve_layouts
 from hyper_parallel.backends.torch._rotary_lengths import document_lengths, rotate_by_document
@@ -25,6 +26,7 @@ from hyper_parallel.backends.torch.context._apply import (
     mask_documents,
 )
 from hyper_parallel.backends.torch.data._fsdp import shard_data_parallel
+from hyper_parallel.backends.torch.data._unit_order import order_units
 from hyper_parallel.backends.torch.experts._apply import apply_to_experts, expert_state
 from hyper_parallel.backends.torch.experts._balance_loss import BalanceLoss, forbid_own_loss
 from hyper_parallel.backends.torch.experts._list import divide_lists
@@ -54,6 +56,7 @@ def check_flow(model: nn.Module, plan: Plan) -> None:
     Raises:
         UnsupportedSharding: HP205 naming the axis and what does not fit.
     """
+    refuse_random_modules(model, plan.strategy)
     if plan.strategy.pp > 1:
         follow_stages(model, plan)
     follow_attention(model, plan.strategy)
@@ -96,6 +99,7 @@ def apply_plan(
     routing: Routing | None = None,
     *,
     average: bool = False,
+    one_order: bool = True,
 ) -> nn.Module:
     """Lay a model out as its plan says, in place.
 
@@ -105,6 +109,7 @@ def apply_plan(
         ranks: Where it lives.
         routing: Choices about the routing of experts; None: what the model does by itself.
         average: See `hyper_parallel.parallelize`.
+        one_order: See `hyper_parallel.parallelize`.
 
     Returns:
         The same model: same class, same parameter names.
@@ -123,6 +128,7 @@ def apply_plan(
     check_routing(model, routing, alone=strategy.world_size == 1)
     balance = BalanceLoss.of(model, routing, strategy, mesh, ranks.world_group, ranks.device)
     forbid_own_loss(model, routing, strategy)
+    refuse_random_modules(model, strategy)
     expert_group = None if ranks.expert_mesh is None else ranks.expert_mesh["ep"].get_group()
     experts = expert_state(
         model,
@@ -187,6 +193,9 @@ def apply_plan(
     fsdp = shard_data_parallel(
         model, layers, modules, layouts, plan, mesh, ranks.expert_mesh, average
     )
+    if strategy.pp == 1:
+        experts_alone = modules if strategy.ep > 1 else ()
+        order_units(model, fsdp, ranks.world_group, experts_alone, one_order)
     pipeline = None
     if stages is not None and mesh is not None:
         group = mesh["pp"].get_group()

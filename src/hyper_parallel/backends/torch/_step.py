@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from hyper_parallel.backends.torch._collectives import all_reduce
 from hyper_parallel.backends.torch._handle import Handle, handle
+from hyper_parallel.backends.torch._partial_use import refuse_other_inputs
 from hyper_parallel.backends.torch._user_objective import (
     Objective,
     Over,
@@ -99,6 +100,9 @@ def _run(
     scale: float = 1.0,
 ) -> Tensor:
     attached = handle(model)
+    axes = [axis for axis in ("pp", "cp") if getattr(attached.plan.strategy, axis) > 1]
+    for part in microbatches:
+        refuse_other_inputs(model, axes, for_stages(model, part, objective))
     shares = num_tokens is not None
     if attached.average:  # the loss is one of the whole step already
         scale *= attached.plan.strategy.dp

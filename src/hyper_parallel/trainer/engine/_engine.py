@@ -79,7 +79,8 @@ def train_rank(
     training = job.recipe.training
     deadlines = Deadlines(training.timeout_s, training.first_step_timeout_s)
     debug = training.debug_collectives
-    with World.join(deadlines=deadlines, debug=debug, worlds=job.worlds) as world:
+    ending = (lambda: False) if stop is None else stop.received
+    with World.join(deadlines=deadlines, debug=debug, worlds=job.worlds, ending=ending) as world:
         display = Display(job.recipe.training.steps, world.rank == 0)
         with TorchEngine(job, world, display, flash, snapshots) as engine:
             return Trainer(job, engine, display, stop).train()

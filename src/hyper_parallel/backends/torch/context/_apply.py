@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from hyper_parallel.backends.torch._forward import cache_argument
+from hyper_parallel.backends.torch._partial_use import refuse_other_inputs
 from hyper_parallel.backends.torch._structure import decoder_of
 from hyper_parallel.backends.torch._trial_flow import refused
 from hyper_parallel.backends.torch.context._attention import ATTRIBUTE, INTERFACE
@@ -107,6 +108,7 @@ def _wrap_root(
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         batch = {**dict(zip(names, args, strict=False)), **kwargs}
         _refuse_call(module, batch)
+        refuse_other_inputs(module, ("cp",), batch)
         given = {**context.shard_inputs(batch), "use_cache": False}
         if tables and batch.get("position_ids") is None:
             # RoBERTa's positions begin behind that of padding.

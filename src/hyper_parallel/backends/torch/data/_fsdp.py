@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from torch.utils._pytree import tree_leaves
 
+from hyper_parallel.backends.torch.data._unit_order import groups_of
 from hyper_parallel.errors import UnsupportedSharding
 from hyper_parallel.ir import Layout, Plan, Strategy
 
@@ -168,23 +169,14 @@ def reduce_now(module: nn.Module) -> None:
     assert isinstance(module, FSDPModule)
     module.set_requires_gradient_sync(True, recurse=False)
     module.set_reshard_after_backward(True, recurse=False)
-    for group in _groups(module):
+    for group in groups_of(fully_shard.state(module)):
         group.post_backward()
-
-
-def _groups(module: nn.Module) -> Iterable[Any]:
-    state = fully_shard.state(module)
-    # torch 2.11 has at most one group in a module
-    if hasattr(state, "_fsdp_param_groups"):
-        groups: Iterable[Any] = state._fsdp_param_groups
-        return groups
-    return filter(None, [state._fsdp_param_group])
 
 
 def gathered(modules: Iterable[nn.Module]) -> Iterator[Tensor]:
     """The tensors of gathered parameters, which FSDP empties and refills in place."""
     for module in modules:
-        for group in _groups(module):
+        for group in groups_of(fully_shard.state(module)):
             for parameter in group.fsdp_params:
                 yield from parameter.all_gather_outputs
 

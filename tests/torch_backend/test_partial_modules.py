@@ -1,0 +1,263 @@
+"""Modules that only some ranks run in a step: gradients of one rank, or one coded refusal."""
+
+from __future__ import annotations
+
+import copy
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hyper_parallel as hp
+from hyper_parallel.backends.torch import check_flow
+from hyper_parallel.errors import CollectiveMismatch, UnsupportedSharding
+from hyper_parallel.ir import Strategy
+
+LAYOUTS = ("dp_shard=2", "dp_replicate=2", "dp_shard=2 zero=1")
+
+
+class _Branches(nn.Module):
+    """Blocks of one shape in a list, and a branch beside them of another; the caller says which ones run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.blocks = nn.ModuleList([nn.Linear(6, 6) for _ in range(3)])
+        self.wide = nn.Sequential(nn.Linear(6, 9), nn.Linear(9, 6))
+        self.last = nn.Linear(6, 1)
+
+    def forward(self, x: Tensor, path: Sequence[int], wide: bool = False) -> Tensor:
+        x = self.first(x)
+        for number in path:
+            x = x + torch.tanh(self.blocks[number](x))
+        return self.last(x + self.wide(x) if wide else x).square().sum()
+
+
+Path_ = tuple[int, ...]
+PATHS: dict[str, list[list[tuple[Path_, ...]]]] = {
+    # Of every step, of every rank: the blocks that run in each microbatch.
+    "branches": [[((0,),), ((1,),)]] * 2,
+    "skipped": [[((0, 1, 2),), ((0, 2),)], [((1, 2),), ((0, 1, 2),)]],
+    "order": [[((0, 1, 2),), ((2, 0, 1),)]] * 2,
+    "calls": [[((0, 1, 1, 2),), ((0, 2, 2, 2, 1),)]] * 2,
+    "skipped later": [[((0, 1, 2),), ((0, 1, 2),)], [((0, 1, 2),), ((1,),)], [((0, 2),), ((0, 2),)]],
+    "used later": [[((0,),), ((0,),)], [((0,),), ((0, 1),)], [((2, 0),), ((0,),)]],
+    "microbatches": [[((0, 1), (2,)), ((1,), (0, 1, 2))]] * 2,
+}  # fmt: skip
+
+
+def _gradients(model: nn.Module) -> dict[str, Tensor | None]:
+    whole = {
+        n: getattr(p.grad, "full_tensor", lambda g=p.grad: g)() for n, p in model.named_parameters()
+    }
+    model.zero_grad()
+    return {name: None if g is None else g.clone() for name, g in whole.items()}
+
+
+def _assert_equal(found: Any, expected: Any) -> None:
+    for (loss, gradients), (wanted, right) in zip(found, expected, strict=True):
+        assert loss == pytest.approx(wanted, rel=1e-10)
+        assert {n for n, g in gradients.items() if g is None} == {
+            n for n, g in right.items() if g is None
+        }
+        for name, gradient in gradients.items():
+            if gradient is not None:
+                torch.testing.assert_close(gradient, right[name], rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.dist
+def test_ranks_that_run_different_blocks_repeat_one_rank() -> None:
+    torch.manual_seed(0)
+    model = _Branches().double()
+    data = torch.randn(2, 2, 4, 6, dtype=torch.float64)  # by rank and microbatch
+
+    def step(net: nn.Module, paths: Sequence[Path_], rank: int, share: Callable[..., Any]) -> float:
+        total = 0.0
+        for number, path in enumerate(paths):
+            with share(number == len(paths) - 1):
+                loss = net(data[rank, number], path, wide=rank == 1)
+                loss.backward()
+            total += float(loss.detach())
+        return total
+
+    def alone(steps: Any) -> Any:
+        net = copy.deepcopy(model)
+        for ranks in steps:
+            loss = sum(step(net, p, r, lambda _: torch.enable_grad()) for r, p in enumerate(ranks))
+            yield loss, _gradients(net)
+
+    expected = {name: list(alone(steps)) for name, steps in PATHS.items()}
+
+    def rank(number: int) -> None:
+        with hp.World.join("cpu") as world:
+            for layout in LAYOUTS:
+                for name, steps in PATHS.items():
+                    net = copy.deepcopy(model)
+                    hp.parallelize(net, hp.plan_of(net, layout), world)
+
+                    def share(last: bool, net: nn.Module = net) -> Any:
+                        return torch.enable_grad() if last else hp.accumulate(net)
+
+                    found = []
+                    for ranks in steps:
+                        loss = torch.tensor(
+                            step(net, ranks[number], number, share), dtype=torch.float64
+                        )
+                        torch.distributed.all_reduce(loss)
+                        found.append((float(loss), _gradients(net)))
+                    _assert_equal(found, expected[name])
+
+    hp.launch(rank, 2, timeout_s=100)
+
+
+@pytest.mark.dist
+def test_an_order_that_changes_later_is_refused_and_the_hint_works() -> None:
+    model = _Branches().double()
+    data = torch.randn(2, 4, 6, dtype=torch.float64)
+    orders = [[(0, 1, 2), (0, 1, 2)], [(0, 1, 2), (2, 1, 0)]]
+
+    def losses(one_order: bool) -> Callable[[int], None]:
+        def rank(number: int) -> None:
+            with hp.World.join("cpu") as world:
+                net = copy.deepcopy(model)
+                hp.parallelize(net, hp.plan_of(net, "dp_shard=2"), world, one_order=one_order)
+                for order in orders:
+                    net(data[number], order[number]).backward()
+
+        return rank
+
+    with pytest.raises(CollectiveMismatch, match=r"HP622[\s\S]*blocks\.[\s\S]*one_order=False"):
+        hp.launch(losses(True), 2, timeout_s=60)
+    hp.launch(losses(False), 2, timeout_s=60)
+
+
+def _qwen3_vl() -> nn.Module:
+    from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+
+    text = {
+        "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]},
+    }  # fmt: skip
+    vision = {
+        "depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 32, "patch_size": 4,
+        "spatial_merge_size": 2, "num_position_embeddings": 16, "deepstack_visual_indexes": [0],
+    }  # fmt: skip
+    config = Qwen3VLConfig(
+        text_config=text, vision_config=vision, image_token_id=90, video_token_id=91,
+        vision_start_token_id=92, vision_end_token_id=93,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return Qwen3VLForConditionalGeneration(config).double()
+
+
+@pytest.mark.dist
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")
+def test_one_rank_with_an_image_and_one_without_repeat_one_rank() -> None:
+    model = _qwen3_vl()
+    ids = torch.randint(3, 80, (3, 16))
+    pictured = ids[:1].clone()
+    pictured[0, 2:6] = 90
+    image = {
+        "input_ids": pictured, "labels": pictured.masked_fill(pictured == 90, -100),
+        "pixel_values": torch.randn(16, 96, dtype=torch.float64), "image_grid_thw": torch.tensor([[1, 4, 4]]),
+        "mm_token_type_ids": (pictured == 90).int(),
+    }  # fmt: skip
+    texts = [{"input_ids": row[None], "labels": row[None]} for row in ids]
+    # Two steps: the tower is used by one rank in its second microbatch, then by none.
+    steps = [[[texts[0], image], texts[1:]], [texts[:2], texts[1:]]]
+    alone = hp.parallelize(copy.deepcopy(model), hp.plan_of(model, ""), hp.World.join("cpu"))
+    expected = [
+        (float(hp.forward_backward(alone, a + b)), _gradients(alone)) for a, b in steps
+    ]  # fmt: skip
+
+    def rank(number: int) -> None:
+        with hp.World.join("cpu") as world:
+            for layout in LAYOUTS:
+                net = copy.deepcopy(model)
+                hp.parallelize(net, hp.plan_of(net, layout), world)
+                found = [
+                    (float(hp.forward_backward(net, step[number])), _gradients(net))
+                    for step in steps
+                ]
+                _assert_equal(found, expected)
+            for layout in ("pp=2", "cp=2"):
+                net = copy.deepcopy(model)
+                hp.parallelize(net, hp.plan_of(net, layout), world)
+                with pytest.raises(UnsupportedSharding, match=r"HP205[\s\S]*pixel_values"):
+                    hp.forward_backward(net, [image, image])
+
+    hp.launch(rank, 2, timeout_s=100)
+
+
+@pytest.mark.dist
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")
+def test_layers_left_out_by_chance_repeat_one_rank_or_are_refused() -> None:
+    from transformers import OPTConfig, OPTForCausalLM
+
+    torch.manual_seed(0)
+    model = OPTForCausalLM(OPTConfig(
+        vocab_size=96, hidden_size=32, ffn_dim=48, num_hidden_layers=4, num_attention_heads=4, dropout=0.0,
+        max_position_embeddings=64, word_embed_proj_dim=32, layerdrop=0.5,
+    )).double().train()  # fmt: skip
+    ids = torch.randint(3, 90, (2, 12))
+    for axis in ("tp_x", "cp", "pp"):
+        plan = hp.plan_of(model, Strategy(**{axis: 2}))
+        with pytest.raises(UnsupportedSharding, match=r"HP205[\s\S]*layers\.0[\s\S]*layerdrop"):
+            check_flow(model, plan)
+
+    def step(net: nn.Module, number: int, seed: int) -> float:
+        torch.manual_seed(seed + 100 * number)  # what every rank draws
+        row = ids[number : number + 1]
+        loss = net(input_ids=row, labels=row, num_items_in_batch=torch.tensor(22)).loss
+        loss.backward()
+        return float(loss.detach())
+
+    alone = hp.parallelize(copy.deepcopy(model), hp.plan_of(model, ""), hp.World.join("cpu"))
+    expected = [(sum(step(alone, n, s) for n in (0, 1)), _gradients(alone)) for s in range(4)]
+
+    def rank(number: int) -> None:
+        with hp.World.join("cpu") as world:
+            net = copy.deepcopy(model)
+            hp.parallelize(net, hp.plan_of(net, "dp_shard=2"), world)
+            found = []
+            for seed in range(4):
+                loss = torch.tensor(step(net, number, seed), dtype=torch.float64)
+                torch.distributed.all_reduce(loss)
+                found.append((float(loss), _gradients(net)))
+            _assert_equal(found, expected)
+
+    hp.launch(rank, 2, timeout_s=100)
+
+
+@pytest.mark.dist
+def test_sigterm_ends_ranks_that_wait_and_says_where_they_are(tmp_path: Path) -> None:
+    script = tmp_path / "waits.py"
+    script.write_text(
+        "import sys, time, pathlib, torch, hyper_parallel as hp\n"
+        "def rank(number):\n"
+        "    with hp.World.join('cpu'):\n"
+        "        pathlib.Path(sys.argv[1], str(number)).touch()\n"
+        "        if number:\n"
+        "            time.sleep(1000)\n"
+        "        torch.distributed.all_reduce(torch.ones(1))\n"
+        "hp.launch(rank, 2)\n"
+    )
+    words = [sys.executable, str(script), str(tmp_path)]
+    with subprocess.Popen(words, stderr=subprocess.PIPE, text=True) as process:
+        deadline = time.monotonic() + 60
+        while len(list(tmp_path.glob("[01]"))) < 2 and time.monotonic() < deadline:
+            time.sleep(0.1)
+        time.sleep(2.5)  # ranks look at themselves twice a second
+        process.terminate()
+        _, errors = process.communicate(timeout=20)
+    assert process.returncode == -signal.SIGTERM
+    assert "SIGTERM: rank 0 waits for all_reduce over all ranks" in errors
+    assert "SIGTERM: rank 1 is in rank (waits.py:6)" in errors
