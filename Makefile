@@ -10,7 +10,7 @@
 #   make test-cluster   ranks started by Slurm, Ray and on two hosts, as far as one machine can be them (minutes)
 #   make test-llamafactory   unmodified LlamaFactory with and without us, in an environment of its own (minutes)
 #   make llamafactory-demo  LlamaFactory's own command on our layouts, losses beside its own (minutes the first time)
-#   make peers   runs beside those of TRL on the same tokens, in an environment of its own, recorded in docs/results (an hour)
+#   make peers   runs beside those of TRL on the same tokens, in an environment of its own, recorded in docs/results (minutes)
 #   make docs    the pages of docs/ as a site in build/site
 #   make bench   every benchmark, one after the other, as JSON (hours on 2 cores; each is a script of its own)
 

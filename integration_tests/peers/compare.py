@@ -63,7 +63,7 @@ def compare(row: Row, place: Path) -> dict[str, Any]:
         "losses": largest(map(apart, own["loss"], theirs["loss"])),
         "weights": weights,
     }
-    if own["targets"] and theirs["targets"]:
+    if row.trainer in ("sft", "pt"):  # elsewhere what both answers share may count or not
         differences["targets"] = apart(own["targets"], theirs["targets"])
     found = {"own": own, "trl": theirs, "apart": differences, "worst_parameter": worst}
     return without_nan(found)

@@ -180,6 +180,11 @@ def text_completions(count: int) -> list[Record]:
     return [{"prompt": _question(i), "completion": _good(i)} for i in range(count)]
 
 
+def even_text_completions(count: int) -> list[Record]:
+    """Prompts that are texts of one length, and completions."""
+    return [{"prompt": f"{i}+{i % 3}?", "completion": _good(i)} for i in range(count)]
+
+
 def pairs(count: int) -> list[Record]:
     """Two answers to a prompt of one turn."""
     return [
@@ -248,12 +253,12 @@ def pairs_with_margin(count: int) -> list[Record]:
 
 
 def answers(count: int) -> list[Record]:
-    """Answers that are each good or bad."""
+    """Answers that are each good or bad, one of eight bad: with more of these the KL term is 0."""
     return [
         {
             "prompt": [_user(_question(i))],
-            "completion": [_assistant(_bad(i) if i % 3 else _good(i))],
-            "label": i % 3 == 0,
+            "completion": [_assistant(_bad(i) if i % 8 == 3 else _good(i))],
+            "label": i % 8 != 3,
         }
         for i in range(count)
     ]

@@ -21,7 +21,8 @@ from all records in every step. `make peers` makes the environment and runs all 
 `integration_tests/peers/rows.py`.
 
 Our side computes in float64. So does the model on TRL's side, but most of its trainers compute log-probabilities in
-float32; epsilon is large so that AdamW does not scale the rounding of small gradients up. Differences are relative,
+float32; epsilon is large so that AdamW does not scale the rounding of small gradients up, and 100 times as large for
+IPO, whose gradients are. Differences are relative,
 those of a loss or a norm below 0.01 as if it were 0.01. The difference of weights is the largest one of any parameter
 after step {steps}, over the largest update. `equal` means that all differences are at most {tolerance:g}.
 

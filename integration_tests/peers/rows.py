@@ -135,10 +135,13 @@ _CHATS = {"assistant_only_loss": True}
 _PACKED = {"data.packing": True}
 _BFD = {"packing": True, "packing_strategy": "bfd"}
 _BETA = {"beta": 0.3}
+# Gradients of IPO are tens of times as large as those of the other losses, and so is their rounding beside epsilon.
+_IPO = {"dpo.loss_type": "ipo", "training.eps": 100 * EPSILON}
+_TRL_IPO = {"loss_type": ["ipo"], "adam_epsilon": 100 * EPSILON}
 
 _ALL_TURNS = (
-    "TRL learns from all that follows the prompt, turns of the user and headers of turns too; here the last answer"
-    " counts"
+    "TRL learns from all that follows the prompt, turns of the user and headers of turns too; here from the turns of"
+    " the assistant"
 )
 _LINE_BREAK = (
     "TRL learns the line break behind the end marker too; here an answer ends with its marker"
@@ -148,8 +151,8 @@ _ROUTED = (
     " row with `last tokens left out` compares the rest"
 )
 _OF_MICROBATCHES = (
-    "TRL averages the router's losses of the microbatches; here it is that of all tokens of the step, as in one"
-    " microbatch"
+    "TRL averages the router's losses of the microbatches; here a microbatch weighs as in the cross entropy, by its"
+    " targets"
 )
 _PLAIN_COEFFICIENT = (
     "TRL adds the router's loss where the config has a coefficient; here, as in transformers, where the config has"
@@ -181,10 +184,18 @@ ROWS: Final[tuple[Row, ...]] = (
     Row("sft gpt2 weight decay", "sft", inputs.conversations, model="gpt2 without dropout",
         recipe={"training.weight_decay": 0.1}, config=_CHATS | {"weight_decay": 0.1}),
     Row("sft gpt_oss weight decay", "sft", inputs.conversations, model="gpt_oss",
-        recipe={"training.weight_decay": 0.1}, config=_CHATS | {"weight_decay": 0.1}),
-    Row("sft linear schedule", "sft", inputs.conversations,
+        recipe={"training.weight_decay": 0.1}, config=_CHATS | {"weight_decay": 0.1},
+        reason="transformers decays the sinks of attention; here vectors are not decayed (docs/train.md)"),
+    *(
+        Row(f"sft {kind} schedule", "sft", inputs.conversations,
+            recipe={"training.lr_schedule": kind, "training.min_lr_ratio": 0.0},
+            config=_CHATS | {"lr_scheduler_type": kind})
+        for kind in ("linear", "cosine")
+    ),
+    Row("sft linear schedule with warm-up", "sft", inputs.conversations,
         recipe={"training.lr_schedule": "linear", "training.warmup_steps": 2, "training.min_lr_ratio": 0.0},
-        config=_CHATS | {"lr_scheduler_type": "linear", "warmup_steps": 2}),
+        config=_CHATS | {"lr_scheduler_type": "linear", "warmup_steps": 2},
+        reason="the learning rate of the first of w steps of warm-up is 0 in transformers and 1/w of the peak here"),
     Row("sft qwen3_moe", "sft", inputs.conversations, model="qwen3_moe", config=_CHATS, reason=_ROUTED),
     Row("sft qwen3_moe packed", "sft", inputs.conversations, model="qwen3_moe", recipe=_PACKED, config=_CHATS | _BFD,
         packed_rows=2, reason=_ROUTED),
@@ -222,20 +233,25 @@ ROWS: Final[tuple[Row, ...]] = (
     # Pairs of answers.
     *(
         Row(f"dpo {kind}", "dpo", inputs.pairs, recipe={"dpo.loss_type": kind}, config={"loss_type": [kind]})
-        for kind in ("sigmoid", "hinge", "ipo")
+        for kind in ("sigmoid", "hinge")
     ),
+    Row("dpo ipo", "dpo", inputs.pairs, recipe=_IPO, config=_TRL_IPO),
     Row("dpo beta", "dpo", inputs.pairs, recipe={"dpo.beta": 0.3}, config=_BETA),
     Row("dpo accumulated", "dpo", inputs.pairs, accumulation=4),
     Row("dpo on two ranks", "dpo", inputs.pairs, ranks=2),
     Row("dpo texts", "dpo", inputs.text_pairs, template="plain"),
     Row("dpo prompt of several turns", "dpo", inputs.long_prompt_pairs),
     Row("dpo answers of several turns", "dpo", inputs.long_answer_pairs),
+    Row("dpo ipo, answers of several turns", "dpo", inputs.long_answer_pairs,
+        recipe=_IPO, config=_TRL_IPO, reason=_ALL_TURNS),
     Row("dpo implicit prompt", "dpo", inputs.implicit_pairs),
     Row("dpo implicit prompt, apart from the first answer on", "dpo", inputs.early_apart_pairs, reason=_ALL_TURNS),
     Row("dpo line break after the end marker", "dpo", inputs.pairs, template="line_break",
         reason=_LINE_BREAK),
     Row("dpo gpt2 with dropout", "dpo", inputs.pairs, model="gpt2 with dropout"),
-    Row("dpo llama with attention dropout", "dpo", inputs.pairs, model="llama with attention dropout"),
+    Row("dpo llama with attention dropout", "dpo", inputs.pairs, model="llama with attention dropout",
+        reason="TRL switches dropout modules off, and the attention of this model has dropout as a number; here"
+        " none is left"),
     Row("dpo qwen3_moe", "dpo", inputs.pairs, model="qwen3_moe", reason=_ROUTED),
     Row("dpo qwen3_moe, last tokens left out", "dpo", inputs.pairs, model="qwen3_moe", without_last_tokens=True),
     Row("dpo mixtral, last tokens left out", "dpo", inputs.pairs, model="mixtral", without_last_tokens=True),
@@ -246,15 +262,18 @@ ROWS: Final[tuple[Row, ...]] = (
         " the mean over answers of the mean over their tokens"),
     Row("orpo, cross entropy of answers", "orpo of answers", inputs.pairs),
     Row("orpo gpt2 with dropout", "orpo of answers", inputs.pairs, model="gpt2 with dropout"),
-    Row("orpo qwen3_moe", "orpo of answers", inputs.pairs, model="qwen3_moe", reason=_ROUTED),
+    Row("orpo qwen3_moe, last tokens left out", "orpo of answers", inputs.pairs, model="qwen3_moe",
+        without_last_tokens=True),
     # Good and bad answers.
     Row("kto", "kto", inputs.answers),
     Row("kto weights", "kto", inputs.answers,
         recipe={"kto.beta": 0.3, "kto.desirable_weight": 1.25, "kto.undesirable_weight": 0.75},
         config=_BETA | {"desirable_weight": 1.25, "undesirable_weight": 0.75}),
     Row("kto prompt of several turns", "kto", inputs.long_prompt_answers),
-    Row("kto two steps an epoch", "kto", inputs.answers, steps_per_epoch=2),
-    Row("kto accumulated", "kto", inputs.answers, accumulation=2),
+    Row("kto two steps an epoch", "kto", inputs.answers, steps_per_epoch=2,
+        reason="TRL takes the answers of the KL term from the same microbatch; here from the record before"),
+    Row("kto accumulated", "kto", inputs.answers, accumulation=2,
+        reason="TRL's KL term is that of a microbatch; here it is that of the step"),
     Row("kto gpt2 with dropout", "kto", inputs.answers, model="gpt2 with dropout"),
     Row("kto qwen3_moe, last tokens left out", "kto", inputs.answers, model="qwen3_moe", without_last_tokens=True),
     # Reward models.
@@ -281,13 +300,19 @@ ROWS: Final[tuple[Row, ...]] = (
     Row("grpo divergence", "grpo", inputs.text_completions, template="plain", count=4, recipe={"grpo.beta": 0.2},
         config={"beta": 0.2, "use_bias_correction_kl": False}),
     Row("grpo divergence, TRL's correction", "grpo", inputs.text_completions, template="plain", count=4,
-        recipe={"grpo.beta": 0.2}, config={"beta": 0.2, "use_bias_correction_kl": True}),
+        recipe={"grpo.beta": 0.2}, config={"beta": 0.2, "use_bias_correction_kl": True},
+        reason="TRL's default multiplies the divergence by the ratio of probabilities, which has a gradient; here it is"
+        " taken as in the paper"),
     Row("grpo several iterations", "grpo", inputs.text_completions, template="plain", count=4,
         recipe={"grpo.num_iterations": 2, "grpo.epsilon": 0.01, "grpo.epsilon_high": 0.02},
         config={"num_iterations": 2, "epsilon": 0.01, "epsilon_high": 0.02}),
     Row("grpo on two ranks", "grpo", inputs.text_completions, template="plain", count=4, ranks=2),
-    Row("grpo gpt2 with dropout", "grpo", inputs.text_completions, template="plain", count=4,
+    Row("grpo gpt2 with dropout", "grpo", inputs.even_text_completions, template="plain", count=4,
         model="gpt2 with dropout", config={"disable_dropout": True}),
+    Row("grpo gpt2, prompts of several lengths", "grpo", inputs.text_completions, template="plain", count=4,
+        model="gpt2 without dropout",
+        reason="TRL pads prompts on the left, which moves the learned positions of the tokens behind; here positions"
+        " begin at 0 with every prompt, as in generation"),
     Row("grpo qwen3_moe", "grpo", inputs.text_completions, template="plain", count=4, model="qwen3_moe",
         without_last_tokens=True),
 )  # fmt: skip

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from integration_tests.peers import rewards
+from integration_tests.peers.inputs import MODELS
 from integration_tests.peers.keep_completions import FOLDER
 from integration_tests.peers.last_tokens import leave_out_last_tokens
 from integration_tests.peers.rows import EPSILON, LEARNING_RATE, STEPS, TRAINERS, Row
@@ -133,6 +134,9 @@ def run_trl(row: Row, place: Path) -> tuple[dict[str, Any], dict[str, Tensor], d
     more: dict[str, Any] = {}
     if row.trainer == "grpo":
         more = {"reward_funcs": rewards.many_kinds, "rollout_func": Replay(place, row)}
+    elif row.trainer in ("dpo", "kto") and "num_experts_per_tok" in MODELS[row.model][1]:
+        # TRL would load it with grouped matrix products.
+        more = {"ref_model": load_model(place / "model", scores=False)}
     trainer = _import(TRAINERS[row.trainer].trainer)(
         model=model,
         args=_config(row, place),
