@@ -10,6 +10,7 @@
 #   make test-cluster   ranks started by Slurm, Ray and on two hosts, as far as one machine can be them (minutes)
 #   make test-llamafactory   unmodified LlamaFactory with and without us, in an environment of its own (minutes)
 #   make llamafactory-demo  LlamaFactory's own command on our layouts, losses beside its own (minutes the first time)
+#   make peers   runs beside those of TRL on the same tokens, in an environment of its own, recorded in docs/results (minutes)
 #   make docs    the pages of docs/ as a site in build/site
 #   make bench   every benchmark, one after the other, as JSON (hours on 2 cores; each is a script of its own)
 
@@ -19,7 +20,7 @@ export HF_HUB_OFFLINE ?= 1
 bin := .venv/bin
 out := runs/quickstart
 
-.PHONY: help setup train test test-slow test-accelerator test-cluster test-llamafactory check fuzz fuzz-inputs chaos sweeps docs bench clean llamafactory-demo
+.PHONY: help setup train test test-slow test-accelerator test-cluster test-llamafactory check fuzz fuzz-inputs chaos sweeps peers docs bench clean llamafactory-demo
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -71,6 +72,10 @@ chaos: setup
 sweeps: setup
 	@failed=; for name in $$($(bin)/python tools/sweep.py --list); do echo "== $$name"; $(bin)/python tools/sweep.py $$name || failed="$$failed $$name"; done; \
 	$(bin)/python tools/sweep.py --page; if [ -n "$$failed" ]; then echo "failed:$$failed"; exit 1; fi
+
+peers:
+	@./tools/peers_env.sh
+	build/peers/bin/python tools/peers.py; status=$$?; build/peers/bin/python tools/peers.py --page; exit $$status
 
 docs: setup
 	$(bin)/python -m pip install --quiet -e '.[docs]'
