@@ -327,8 +327,10 @@ def prepare_job(loaded: LoadedRecipe, *, progress: bool = True) -> Job:
     )
     if recipe.stage == "grpo":
         check_rewards(loaded, packed)
-    kept = model_files(model, packed.tokenizer_dir, weights)
-    here = _is_this_machine(recipe.topology)
+    kept, here = (
+        model_files(model, packed.tokenizer_dir, weights),
+        _is_this_machine(recipe.topology),
+    )
     job = Job(recipe, plan, packed, output_dir, weights, kept, here, trained, router_loss=routed)
     batches, _ = job.train_batches(), job.holdout_batches()
     if (epochs := recipe.training.epochs) is not None and isinstance(batches, Batches):

@@ -14,6 +14,7 @@ from hyper_parallel.backends.torch._audit import audit
 from hyper_parallel.backends.torch._collectives import purpose
 from hyper_parallel.backends.torch._handle import Handle, Ranks, handle
 from hyper_parallel.backends.torch._loss import cross_entropy_sum, shifted
+from hyper_parallel.backends.torch._padding import TOKEN_MASK
 from hyper_parallel.backends.torch._parallelize import apply_plan, check_flow, unsplit_axes
 from hyper_parallel.backends.torch._rates import measure_rates
 from hyper_parallel.backends.torch._read_model import read_model
@@ -29,7 +30,6 @@ from hyper_parallel.backends.torch._step import (
 )
 from hyper_parallel.backends.torch._user_objective import token_logprobs
 from hyper_parallel.backends.torch.data._fsdp import FLAT
-from hyper_parallel.backends.torch.experts._padding import TOKEN_MASK
 from hyper_parallel.backends.torch.experts._router_loss import RouterLoss, router_loss_facts
 from hyper_parallel.backends.torch.experts._routing import (
     Routing,

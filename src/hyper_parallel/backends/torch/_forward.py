@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
+from hyper_parallel.backends.torch._padding import Tokens
 from hyper_parallel.backends.torch._swap import SWAP, Swap
 from hyper_parallel.backends.torch.context._state import ContextState
-from hyper_parallel.backends.torch.experts._padding import Tokens
 from hyper_parallel.backends.torch.tensor._state import TpState
 from hyper_parallel.ir import Strategy
 

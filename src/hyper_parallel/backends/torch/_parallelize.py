@@ -13,6 +13,7 @@ from hyper_parallel.backends.torch._forward_state import reset_before_calls
 from hyper_parallel.backends.torch._handle import Handle, Ranks, attach
 from hyper_parallel.backends.torch._loss import has_causal_loss, loss_function, loss_of_logits
 from hyper_parallel.backends.torch._loss_tap import LossTap
+from hyper_parallel.backends.torch._padding import Tokens, watch_padding
 from hyper_parallel.backends.torch._partial_use import refuse_random_modules
 from hyper_parallel.backends.torch._placement import place_parameters
 from hyper_parallel.backends.torch._resolve import is_reversible, resolve_layouts
@@ -30,7 +31,6 @@ from hyper_parallel.backends.torch.data._unit_order import order_units
 from hyper_parallel.backends.torch.experts._apply import apply_to_experts, expert_state
 from hyper_parallel.backends.torch.experts._balance_loss import BalanceLoss, forbid_own_loss
 from hyper_parallel.backends.torch.experts._list import divide_lists
-from hyper_parallel.backends.torch.experts._padding import Tokens, watch_padding
 from hyper_parallel.backends.torch.experts._routing import Routing, check_routing
 from hyper_parallel.backends.torch.pipeline._apply import Pipeline
 from hyper_parallel.backends.torch.pipeline._stages import cut_model, follow_stages

@@ -20,8 +20,8 @@ from hyper_parallel.backends.torch._collectives import purpose, sum_forward
 from hyper_parallel.backends.torch._handle import Handle, handle
 from hyper_parallel.backends.torch._loss import cross_entropy, shifted
 from hyper_parallel.backends.torch._loss_tap import cut_batch
+from hyper_parallel.backends.torch._padding import TOKEN_MASK
 from hyper_parallel.backends.torch._token_scores import scores_tokens
-from hyper_parallel.backends.torch.experts._padding import TOKEN_MASK
 from hyper_parallel.errors import BadObjective, BadValue, NoLoss, UnsupportedSharding
 from hyper_parallel.ir import Purpose
 

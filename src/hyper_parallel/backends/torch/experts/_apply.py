@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from hyper_parallel.backends.torch._padding import Tokens
 from hyper_parallel.backends.torch.experts._dispatch import Capacity, dispatch, place, touch
 from hyper_parallel.backends.torch.experts._list import ExpertList, ListBlock, is_list
-from hyper_parallel.backends.torch.experts._padding import Tokens
 from hyper_parallel.backends.torch.experts._routing import (
     ExpertState,
     LayerRouting,

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from hyper_parallel.backends.torch._collectives import all_reduce
-from hyper_parallel.backends.torch.experts._padding import Tokens
+from hyper_parallel.backends.torch._padding import Tokens
 from hyper_parallel.backends.torch.experts._router_loss import (
     FLAG,
     RouterLoss,

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hyper_parallel.backends.torch._collectives import all_reduce
-from hyper_parallel.backends.torch.experts._padding import Tokens
+from hyper_parallel.backends.torch._padding import Tokens
 from hyper_parallel.backends.torch.experts._router_loss import (
     RouterLoss,
     causal_form,
