@@ -186,13 +186,6 @@ def _check_rules(rules: Sequence[Rule], names: Sequence[str]) -> None:
 def _layout(param: Param, strategy: Strategy, hidden_cut: bool) -> Layout:
     layout = Layout.replicated(len(param.shape), dims=param.dims)
     if not param.shape:
-        if strategy.dp * strategy.cp > 1:
-            raise UnsupportedSharding(
-                f"FSDP takes no scalar, and `{param.name}` is one",
-                got=f"dp_replicate={strategy.dp_replicate}, dp_shard={strategy.dp_shard}, cp={strategy.cp}",
-                allowed="parameters with at least one dim",
-                hint=f"give `{param.name}` the shape [1]",
-            )
         return layout
     if param.style == EXPERTS and strategy.ep > 1:
         return expert_layout(layout, param, strategy)

@@ -266,8 +266,7 @@ def prepare_job(loaded: LoadedRecipe, *, progress: bool = True) -> Job:
     from hyper_parallel.trainer.model_properties import check_properties
 
     training_ranks = _training_ranks(loaded.recipe)
-    loaded = on_started(loaded, training_ranks)
-    recipe = loaded.recipe
+    recipe = (loaded := on_started(loaded, training_ranks)).recipe
     output_dir = Path(recipe.output_dir)
     check_writable(output_dir, "output_dir")
     if recipe.offload.flash_dir is not None:
@@ -284,7 +283,7 @@ def prepare_job(loaded: LoadedRecipe, *, progress: bool = True) -> Job:
     where, searched = loaded.where("model.path"), recipe.parallel.auto
     scores = recipe.stage == "rm"
     spec = read_spec(recipe.model.path, where, trusted=trusted, tried=searched, scores=scores)
-    weights = weights_directory(recipe, loaded.where("model.path"))
+    weights = weights_directory(recipe, where)
     if weights is not None:
         WeightFiles(weights)
         if not (recipe.data.tokenizer or has_tokenizer(weights)):
@@ -327,10 +326,8 @@ def prepare_job(loaded: LoadedRecipe, *, progress: bool = True) -> Job:
     )
     if recipe.stage == "grpo":
         check_rewards(loaded, packed)
-    kept, here = (
-        model_files(model, packed.tokenizer_dir, weights),
-        _is_this_machine(recipe.topology),
-    )
+    kept = model_files(model, packed.tokenizer_dir, weights)
+    here = _is_this_machine(recipe.topology)
     job = Job(recipe, plan, packed, output_dir, weights, kept, here, trained, router_loss=routed)
     batches, _ = job.train_batches(), job.holdout_batches()
     if (epochs := recipe.training.epochs) is not None and isinstance(batches, Batches):

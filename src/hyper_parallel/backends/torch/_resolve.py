@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Final
@@ -21,7 +22,7 @@ from hyper_parallel.backends.torch._trial_flow import count_norm_calls
 from hyper_parallel.backends.torch.weights._initialise import base_parameters
 from hyper_parallel.backends.torch.weights._lora import adapter_layouts, has_adapters
 from hyper_parallel.errors import PlanMismatch, UnsupportedSharding
-from hyper_parallel.ir import Layout, Plan, Rule
+from hyper_parallel.ir import Layout, Plan, Rule, Strategy
 from hyper_parallel.shard import (
     ShardPlan,
     completed_rules,
@@ -52,6 +53,7 @@ def resolve_layouts(model: nn.Module, plan: Plan) -> ShardPlan:
                 got=type(model).__name__,
                 allowed="colwise, rowwise, vocab, head, gate_up, replicate",
             )
+    _require_dims(params, plan.strategy)
     tp = plan.strategy.tp
     # A plain module has no heads to check; what needs them refuses it by name.
     heads, kv_heads, head_dim = _heads(text, tp * plan.strategy.cp)
@@ -97,6 +99,20 @@ def resolve_layouts(model: nn.Module, plan: Plan) -> ShardPlan:
 def is_reversible(model: nn.Module) -> bool:
     """Whether layers compute their inputs from their outputs in backward, as Reformer's do."""
     return any(hasattr(module, "backward_pass") for module in model.modules())
+
+
+def _require_dims(params: Sequence[tuple[str, tuple[int, ...], Any]], strategy: Strategy) -> None:
+    """Refuse parameters without dims where FSDP, which takes none, manages them."""
+    scalar = next((name for name, shape, _ in params if not shape), None)
+    if scalar is not None and strategy.dp * strategy.cp > 1:
+        degrees = f"dp_replicate={strategy.dp_replicate}, dp_shard={strategy.dp_shard}"
+        raise UnsupportedSharding(
+            "FSDP takes no scalar parameter",
+            where=scalar,
+            got=f"{degrees}, cp={strategy.cp}",
+            allowed="parameters with at least one dim",
+            hint=f"give `{scalar}` the shape [1]",
+        )
 
 
 def _require_linear(model: nn.Module, styles: dict[str, str]) -> None:
