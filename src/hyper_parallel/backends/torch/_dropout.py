@@ -53,13 +53,13 @@ def disable_dropout(model: nn.Module) -> None:
             _disable_on_module(module)
 
 
-def has_dropout(model: nn.Module) -> bool:
-    """Return whether some rate of a model or of its configs is above zero."""
+def has_dropout(model: nn.Module, *, adapters: bool = True) -> bool:
+    """Return whether some rate of a model or of its configs is above zero; `adapters`: those of adapters count."""
     holders = [vars(part) for _, part in _configs(getattr(model, "config", None))]
     for module in model.modules():
         if type(module).__name__ in _SAMPLING_MODULES:
             return True
-        if getattr(vars(module).get("adapter"), "dropout", 0.0):
+        if adapters and getattr(vars(module).get("adapter"), "dropout", 0.0):
             return True
         held = vars(module)
         is_dropout = _DROPOUT_CLASS.search(type(module).__name__) is not None

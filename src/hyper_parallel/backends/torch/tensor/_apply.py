@@ -229,7 +229,8 @@ class TensorParallel:
             owner = self.modules[name]
             if config is not None and (hasattr(owner, "q_proj") or hasattr(owner, "query")):
                 show_local_heads(owner, config, state.degree)
-        if has_dropout(self.model) and "rowwise" in split.values():
+        # Adapters draw one mask for the columns of all ranks, and need no stream of their own.
+        if has_dropout(self.model, adapters=False) and "rowwise" in split.values():
             state.streams = RandomStreams(state.rank)
         for name, style in split.items():
             module, region = self.modules[name], self._region_of(name)
