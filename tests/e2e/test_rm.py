@@ -98,6 +98,7 @@ def test_the_last_step_is_that_of_plain_transformers_on_the_exported_model(place
     assert len(config["id2label"]) == 1
 
 
+@pytest.mark.slow
 def test_scores_are_to_differ_by_the_margin_of_their_pair(place):
     pairs = [{**pair, "margin": 0.5 * i - 1} for i, pair in enumerate(PAIRS)]
     write_records(place / "margins.jsonl", pairs)
