@@ -75,6 +75,41 @@ def test_a_config_of_any_size_is_measured_on_a_small_copy():
     assert measured.causal.holds
 
 
+CODE = """
+from transformers import Qwen3Config, Qwen3ForCausalLM
+class StrangeConfig(Qwen3Config):
+    model_type = "strange"
+class StrangeModel(Qwen3ForCausalLM):
+    config_class = StrangeConfig
+    def forward(self, *args, position_ids=None, **kwargs):
+        return super().forward(*args, **kwargs)
+"""
+
+
+def test_code_beside_a_config_is_measured_on_a_small_copy(tmp_path, monkeypatch):
+    """Sizes of billions of parameters; the class ignores positions, so packed documents see each other."""
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "hf"))
+    classes = {"AutoConfig": "code.StrangeConfig", "AutoModelForCausalLM": "code.StrangeModel"}
+    sizes = {
+        "hidden_size": 4096,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "head_dim": 128,
+    }
+    config = {
+        "model_type": "strange",
+        **sizes,
+        "architectures": ["StrangeModel"],
+        "auto_map": classes,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "code.py").write_text(CODE)
+    measured = properties_of(read_config(str(tmp_path)), trusted=True)
+    assert measured.model_class == "StrangeModel"
+    assert measured.causal.holds
+    assert measured.documents_independent.holds is False
+
+
 def test_answers_are_measured_once_for_a_config():
     first = properties_of(file_of(CONFIGS["llama"]))
     (stored,) = (cache_dir() / "properties").glob("*.json")

@@ -56,7 +56,9 @@ def model_from_config(
         auto, kind = AutoModelForCausalLM if trusted else _auto_class(file), "language model"
     try:
         if trusted:
-            config = AutoConfig.from_pretrained(str(file.directory), trust_remote_code=True)
+            stored = AutoConfig.from_pretrained(str(file.directory), trust_remote_code=True)
+            config = type(stored).from_dict(dict(file.values))  # a small copy has other sizes
+            config.name_or_path = stored.name_or_path
         else:
             config = AutoConfig.for_model(**file.values)
         if scores:
