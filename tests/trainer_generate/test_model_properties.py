@@ -6,12 +6,19 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from hyper_parallel.config import load_recipe
 from hyper_parallel.errors import Contradiction
 from hyper_parallel.model import ConfigFile, ModelProperties, read_config
+from hyper_parallel.planner import plan_recipe
 from hyper_parallel.topology import cache_dir
 from hyper_parallel.trainer._generate import Generator, Sampling
 from hyper_parallel.trainer.data import load_tokenizer
-from hyper_parallel.trainer.model_properties import measure_config, properties_of
+from hyper_parallel.trainer.engine._model import read_spec
+from hyper_parallel.trainer.model_properties import (
+    check_properties,
+    measure_config,
+    properties_of,
+)
 from tests.e2e.runs import command
 
 pytestmark = pytest.mark.torch
@@ -149,6 +156,21 @@ def test_packing_is_refused_where_documents_see_each_other_and_nowhere_else(plac
     with pytest.raises(Contradiction, match="do see each other") as refused:
         dry(place, "linear attention")
     dry(place, "linear attention", refused.value.hint)
+
+
+def test_flash_attention_takes_packed_documents_in_rows_of_their_own(place):
+    """It reads positions in batches of one row only; no CPU has it, so the check is asked with a plan of this CPU."""
+    path = place / "model.json"
+    path.write_text(json.dumps(CONFIGS["llama"]))
+    words = (f"model.path={path}", "model.attn_implementation=flash_attention_2", "training.microbatch=2",
+             "training.tokens_per_step=64")  # fmt: skip
+    loaded = load_recipe(place / "recipe.yaml", words)
+    plan = plan_recipe(loaded.recipe, None, loaded.where, read_spec(str(path)))
+    with pytest.raises(Contradiction, match="microbatches of one row") as refused:
+        check_properties(loaded, plan)
+    loaded = load_recipe(place / "recipe.yaml", (*words, refused.value.hint))
+    plan = plan_recipe(loaded.recipe, None, loaded.where, read_spec(str(path)))
+    assert check_properties(loaded, plan).documents_independent.holds
 
 
 def test_a_model_that_sees_its_labels_is_refused(place):

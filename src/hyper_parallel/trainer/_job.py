@@ -312,7 +312,7 @@ def prepare_job(loaded: LoadedRecipe, *, progress: bool = True) -> Job:
     check_parameters(model, plan, loaded.where("model.path"))
     routed = check_routing(model, routing_of(recipe), loaded.where("moe"))
     check_positions(model, recipe.data.seq_len, loaded.where("data.seq_len"))
-    plan = replace(plan, properties=check_properties(loaded))
+    plan = replace(plan, properties=check_properties(loaded, plan))
     check_flow(model, plan)
     if recipe.stage in COMPARED:
         check_rows(loaded, plan)

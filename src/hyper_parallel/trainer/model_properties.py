@@ -19,6 +19,7 @@ from torch import nn
 from hyper_parallel.backends.torch import measure_properties as measuring
 from hyper_parallel.config import LoadedRecipe
 from hyper_parallel.errors import Contradiction, ForkUnsafe, HyperParallelError
+from hyper_parallel.ir import Plan
 from hyper_parallel.model import ConfigFile, ModelProperties, read_config
 from hyper_parallel.runtime import launch
 from hyper_parallel.serde import DecodeError, decode, encode, write_text
@@ -69,8 +70,12 @@ def properties_of(
     return measured
 
 
-def check_properties(loaded: LoadedRecipe) -> ModelProperties:
+def check_properties(loaded: LoadedRecipe, plan: Plan) -> ModelProperties:
     """Return the properties of a recipe's model, and refuse a run whose loss would be of something else.
+
+    Args:
+        loaded: The recipe.
+        plan: The plan of the run.
 
     Raises:
         Contradiction: HP104 when packed documents would see each other, or when a token sees its label.
@@ -99,6 +104,17 @@ def check_properties(loaded: LoadedRecipe) -> ModelProperties:
             got=f"{properties.model_class}, data.packing=true, independent: {measured}",
             allowed="data.packing=false, or data.mask_documents=false to let them see each other",
             hint="data.packing=false",
+        )
+    attention, rows = recipe.model.attn_implementation, plan.workload.microbatch or 1
+    flash = attention is not None and "flash" in attention and plan.strategy.cp == 1
+    if recipe.data.masks(recipe.stage) and flash and rows > 1:
+        # transformers 5.24, modeling_flash_attention_utils.py: positions are read in batches of one row.
+        raise Contradiction(
+            "flash attention keeps packed documents apart only in microbatches of one row",
+            where=loaded.where("model.attn_implementation"),
+            got=f"model.attn_implementation={attention}, {rows} rows in a microbatch",
+            allowed="training.microbatch=1, model.attn_implementation=sdpa, data.packing=false",
+            hint="training.microbatch=1",
         )
     return properties
 
