@@ -117,6 +117,20 @@ def test_code_beside_a_config_is_measured_on_a_small_copy(tmp_path, monkeypatch)
     assert measured.documents_independent.holds is False
 
 
+def test_a_class_that_ends_the_process_is_not_measured_and_tried_again(tmp_path, monkeypatch):
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "hf"))
+    classes = {"AutoConfig": "code.StrangeConfig", "AutoModelForCausalLM": "code.StrangeModel"}
+    config = {"model_type": "strange", **SIZES, "head_dim": 8, "auto_map": classes}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "code.py").write_text(
+        CODE.replace("return super()", "import os; os._exit(3)\n        return super()")
+    )
+    measured = properties_of(read_config(str(tmp_path)), trusted=True)
+    assert measured.causal.holds is None
+    assert measured.causal.reason
+    assert not [*(cache_dir() / "properties").glob("*.json")]
+
+
 def test_answers_are_measured_once_for_a_config():
     first = properties_of(file_of(CONFIGS["llama"]))
     (stored,) = (cache_dir() / "properties").glob("*.json")

@@ -18,7 +18,7 @@ from torch import nn
 
 from hyper_parallel.backends.torch import measure_properties as measuring
 from hyper_parallel.config import LoadedRecipe
-from hyper_parallel.errors import Contradiction, ForkUnsafe, HyperParallelError
+from hyper_parallel.errors import Contradiction, ForkUnsafe, HyperParallelError, RankFailed
 from hyper_parallel.ir import Plan
 from hyper_parallel.model import ConfigFile, ModelProperties, read_config
 from hyper_parallel.runtime import launch
@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 _MOST_LAYERS: Final = 40
 _TIMEOUT_S: Final = 60.0
+_NOTHING: Final = "nothing"
+"""`measured_on` where no copy of the model was measured."""
 _UNRELATED: Final = (
     "architectures", "bos_token_id", "dtype", "eos_token_id", "id2label", "label2id", "name_or_path", "pad_token_id",
     "tokenizer_class", "torch_dtype", "transformers_version", "use_cache", "_name_or_path",
@@ -64,6 +66,10 @@ def properties_of(
     with suppress(OSError, ValueError, DecodeError):
         return decode(ModelProperties, json.loads(path.read_text(encoding="utf-8")))
     measured = _measure_in_child(file, attention, trusted, scores)
+    if (
+        measured.measured_on == _NOTHING
+    ):  # a busy machine may be the reason: the next run tries again
+        return measured
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, json.dumps(encode(measured), indent=1) + "\n")
@@ -185,7 +191,16 @@ def _measure_in_child(
         measured: ModelProperties = launch(measure, 1, timeout_s=_TIMEOUT_S)[0]
     except ForkUnsafe:  # a rank that has joined a process group
         measured = measure_config(file, attention, trusted=trusted, scores=scores)
+    except RankFailed as error:  # the child crashed or did not end
+        logger.warning("the properties of the model could not be measured: %s", error.what)
+        measured = _unmeasured(str(file.values.get("model_type")), error.what)
     return measured
+
+
+def _unmeasured(model_class: str, why: str) -> ModelProperties:
+    """Return properties of which none is measured."""
+    empty = ModelProperties(model_class, measured_on=_NOTHING)
+    return replace(empty, **{n: replace(p, reason=why) for n, p in empty.questions().items()})
 
 
 def measure_config(
@@ -205,7 +220,7 @@ def measure_config(
     whole: Any = model_from_config(file, torch.float32, **choices)
     # A config may leave out any size; the class fills it in.
     complete = json.loads(whole.config.to_json_string(use_diff=False))
-    unmeasured, why = ModelProperties(type(whole).__name__), "no small copy of the model was found"
+    why = "no small copy of the model was found"
     for how, most, values in small_configs({**complete, **file.values}):
         try:
             small = replace(file, values=values)
@@ -227,11 +242,7 @@ def measure_config(
             f"{how}, {size:,} parameters, {layers} layers, transformers {version('transformers')}"
         )
         return replace(measured, measured_on=note)
-    return replace(
-        unmeasured,
-        measured_on="nothing",
-        **{n: replace(p, reason=str(why)) for n, p in unmeasured.questions().items()},
-    )
+    return _unmeasured(type(whole).__name__, str(why))
 
 
 def _num_layers(model: nn.Module) -> int:
