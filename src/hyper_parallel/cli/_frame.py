@@ -87,6 +87,8 @@ def run(app: typer.Typer) -> None:
     """Run the application on the arguments of the process, and exit."""
     # Imports make half a million objects that stay; looking for cycles among them is a sixth of a short run.
     gc.disable()
+    # torch.cuda.is_available would start the driver, which ranks that are forked later could not use.
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     try:
         app(prog_name="hyper-parallel")
     except HyperParallelError as error:

@@ -128,13 +128,14 @@ class LossNotFinite(HyperParallelError, code="HP604"):
 
 
 class ForkUnsafe(HyperParallelError, code="HP605"):
-    """Local ranks were to be forked from a member of a process group, or while another thread computes.
+    """Local ranks were to be forked from a process that cannot be: a member of a process group, or a user of a device.
 
     A fork waits for the lock that a computing thread holds in its library, for ever if it computes on, and a rank
-    inherits what such a thread has locked without the thread.
+    inherits what such a thread has locked without the thread. A rank cannot use a device whose driver was started
+    before the fork, by `tensor.cuda()` for example.
 
     Fix: close the world (`World.close`, or leave its `with` block) before `launch`, or start the ranks with torchrun;
-    let threads end or wait before.
+    let threads end or wait before, and do not use a device in the process that starts the ranks.
     """
 
 

@@ -14,9 +14,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing.context import ForkProcess
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Any, Final
 
-from hyper_parallel.errors import ForkUnsafe, RankFailed
+from hyper_parallel.errors import DeviceUnavailable, ForkUnsafe, RankFailed
+
+if TYPE_CHECKING:
+    import torch
 
 _OMP_PAUSE_SOFT: Final = 1  # settings stay
 _TOKENIZERS: Final = "TOKENIZERS_PARALLELISM"
@@ -133,6 +136,39 @@ def _end_openmp_threads() -> None:
     except AttributeError:  # torch without OpenMP, or an OpenMP before 5.0
         return
     pause(_OMP_PAUSE_SOFT)
+
+
+def device_of_rank(kind: str, local_rank: int) -> torch.device:
+    """Start the device of a rank and return it.
+
+    Raises:
+        DeviceUnavailable: HP603 when there are fewer devices than local ranks.
+        ForkUnsafe: HP605 when the process that forked this rank has started the device's driver.
+    """
+    import torch
+
+    if kind == "cpu":
+        return torch.device("cpu")
+    module: Any = getattr(torch, kind, None)
+    count = module.device_count() if module is not None and module.is_available() else 0
+    if local_rank >= count:
+        raise DeviceUnavailable(
+            f"local rank {local_rank} finds no {kind} device of its own",
+            got=f"{count} {kind} devices",
+            hint="lower the degrees, or start the run on more machines with torchrun",
+        )
+    try:
+        module.set_device(local_rank)
+    except RuntimeError as error:
+        if multiprocessing.parent_process() is None:
+            raise
+        raise ForkUnsafe(  # the driver of a device does not survive a fork
+            f"local rank {local_rank} cannot start its {kind} device",
+            got=(str(error).splitlines() or [""])[0],
+            allowed=f"ranks of a process that has not used {kind} itself",
+            hint="start the ranks with torchrun",
+        ) from error
+    return torch.device(kind, local_rank)
 
 
 @contextmanager

@@ -21,11 +21,11 @@ from hyper_parallel.backends.torch import FLAT
 from hyper_parallel.errors import (
     CollectiveMismatch,
     DegreesMismatch,
-    DeviceUnavailable,
     HyperParallelError,
     LauncherIncomplete,
 )
 from hyper_parallel.ir import AXES, Strategy
+from hyper_parallel.runtime._fork import device_of_rank
 from hyper_parallel.runtime._heartbeat import BOARD, Board, Pulse
 from hyper_parallel.runtime._hosts import Hosts
 from hyper_parallel.runtime._launch import INIT_METHOD, stamp
@@ -97,7 +97,7 @@ class World:
             rank, world_size = part.rank, part.world_size
         found = torch.accelerator.current_accelerator(check_available=True)
         kind = device or ("cpu" if found is None else found.type)
-        world = cls(rank, world_size, local_rank, _device(kind, local_rank), "")
+        world = cls(rank, world_size, local_rank, device_of_rank(kind, local_rank), "")
         world._part = part
         if debug:
             dist.set_debug_level(dist.DebugLevel.DETAIL)
@@ -375,18 +375,3 @@ def _incomplete(what: str, got: str) -> LauncherIncomplete:
         allowed="RANK below WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as torchrun sets them",
         hint="unset RANK WORLD_SIZE",
     )
-
-
-def _device(kind: str, local_rank: int) -> torch.device:
-    if kind == "cpu":
-        return torch.device("cpu")
-    module = getattr(torch, kind, None)
-    count = module.device_count() if module is not None and module.is_available() else 0
-    if local_rank >= count:
-        raise DeviceUnavailable(
-            f"local rank {local_rank} finds no {kind} device of its own",
-            got=f"{count} {kind} devices",
-            hint="lower the degrees, or start the run on more machines with torchrun",
-        )
-    module.set_device(local_rank)
-    return torch.device(kind, local_rank)

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from hyper_parallel.backends.torch import measure_properties as measuring
+from hyper_parallel.backends.torch._driver import driver_untouched
 from hyper_parallel.config import LoadedRecipe
 from hyper_parallel.errors import Contradiction, ForkUnsafe, HyperParallelError, RankFailed
 from hyper_parallel.ir import Plan
@@ -203,6 +204,7 @@ def _unmeasured(model_class: str, why: str) -> ModelProperties:
     return replace(empty, **{n: replace(p, reason=why) for n, p in empty.questions().items()})
 
 
+@driver_untouched()
 def measure_config(
     file: ConfigFile,
     attention: str | None = None,

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from hyper_parallel.backends.torch._driver import driver_untouched
 from hyper_parallel.backends.torch._marks import FIRST, IDS, TOKENS, Marks
 from hyper_parallel.backends.torch._structure import (
     PlaceholderModule,
@@ -98,7 +99,7 @@ def run_hollow(model: nn.Module, marks: Marks, axis: str, **more: Tensor) -> Any
     balanced = getattr(text_config(model), "output_router_logits", None)
     routed = {} if balanced is None else {"output_router_logits": False}
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]), marks:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]), driver_untouched(), marks:
             return model(**given, num_items_in_batch=TOKENS, use_cache=False, **routed)
     except UnsupportedSharding:
         raise
