@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from hyper_parallel.config import load_recipe
 from hyper_parallel.errors import Contradiction
@@ -26,6 +26,10 @@ pytestmark = pytest.mark.torch
 SIZES = {
     "vocab_size": 320, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "initializer_range": 0.3,
+}  # fmt: skip
+VISION = {
+    "model_type": "clip_vision_model", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "image_size": 28, "patch_size": 14, "projection_dim": 32,
 }  # fmt: skip
 CONFIGS = {
     "llama": {"model_type": "llama", **SIZES},
@@ -224,12 +228,33 @@ def greedy(model, ids, count):
         {"model_type": "dory", **SIZES, "head_dim": 8},
         {"model_type": "moshi", **SIZES, "ffn_dim": 48, "head_dim": 8},
         CONFIGS["bidirectional"],
+        {
+            "model_type": "recurrent_gemma",
+            **SIZES,
+            "lru_width": 48,
+            "attention_window_size": 16,
+            "block_types": ["recurrent", "attention"],
+        },
+        {"model_type": "roberta", **SIZES, "is_decoder": True, "pad_token_id": 1},
+        {
+            "model_type": "llava",
+            "text_config": {"model_type": "llama", **SIZES},
+            "vision_config": VISION,
+        },
     ],
-    ids=["state outside of the cache", "other state", "bidirectional"],
+    ids=[
+        "state outside of the cache",
+        "other state",
+        "bidirectional",
+        "state in modules",
+        "own positions",
+        "images",
+    ],
 )
 def test_generation_equals_the_whole_text_alone_and_in_a_batch(run_dir, tmp_path, config):
     torch.manual_seed(1)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.float64)
+    auto = AutoModelForImageTextToText if "vision_config" in config else AutoModelForCausalLM
+    model = auto.from_config(AutoConfig.for_model(**config), dtype=torch.float64)
     model.eval().save_pretrained(tmp_path / "export")
     load_tokenizer(run_dir / "export").save_pretrained(str(tmp_path / "export"))
     generator = Generator(tmp_path, device="cpu", dtype="float64")

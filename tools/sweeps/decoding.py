@@ -18,7 +18,7 @@ TITLE = "Decoding"
 TEXT = """
 Greedy decoding of 8 tokens in float64. `one`: the tokens of one prompt are those of plain transformers reading the
 whole text again for each token. `batch`: five prompts of different lengths in two slots give the tokens of each prompt
-alone.
+alone. Of equal values `topk` takes the first, as in the sweep of packing.
 """
 COLUMNS = ("one", "batch")
 SECONDS = 240
@@ -33,6 +33,14 @@ def model_types() -> list[str]:
 
 def run(model_type: str, folder: Path) -> dict[str, str]:
     """Return the cells of one type."""
+    from hyper_parallel.backends.torch.measure_properties import StableTopK
+
+    with StableTopK():
+        return compared(model_type, folder)
+
+
+def compared(model_type: str, folder: Path) -> dict[str, str]:
+    """Return the cells of one type, where of equal values `topk` takes the first."""
     import torch
     from census import write_tokenizer
     from transformers import AutoTokenizer
@@ -51,6 +59,7 @@ def run(model_type: str, folder: Path) -> dict[str, str]:
         prompts = [tokenizer(text, add_special_tokens=False).input_ids for text in PROMPTS]
         whole = [whole_text(model, prompt) for prompt in prompts]
         model.save_pretrained(folder / "model")
+        stops = stop_tokens(model, tokenizer)
     except Exception as error:
         return dict.fromkeys(COLUMNS, f"skipped: {one_line(error)}")
     sampling = Sampling(NEW_TOKENS, temperature=0.0)
@@ -63,9 +72,9 @@ def run(model_type: str, folder: Path) -> dict[str, str]:
         torch.set_num_threads(1)
         with torch.no_grad():
             one = [generator.generate(text, sampling).token_ids for text in PROMPTS]
-        cells["one"] = compare(one, whole)
+        cells["one"] = compare(one, whole, stops)
         batch = generator.generate_batch(PROMPTS, sampling, slots=2)
-        cells["batch"] = compare([made.token_ids for made in batch], whole)
+        cells["batch"] = compare([made.token_ids for made in batch], whole, stops)
     except BaseException as error:
         cells.setdefault("one", refusal_or_failure(error))
         cells.setdefault("batch", refusal_or_failure(error))
@@ -84,11 +93,22 @@ def whole_text(model: Any, prompt: list[int]) -> list[int]:
     return text[len(prompt) :]
 
 
-def compare(found: list[Any], whole: list[list[int]]) -> str:
-    """Return the cell of continuations, which may end early at a stop token."""
+def stop_tokens(model: Any, tokenizer: Any) -> set[int]:
+    """Return the tokens that end a text: those of the tokenizer, the config and the generation config."""
+    stops = {tokenizer.eos_token_id}
+    for source in (model.config.get_text_config(), model.config, model.generation_config):
+        named = getattr(source, "eos_token_id", None)
+        stops.update(named if isinstance(named, list) else [named])
+    return stops
+
+
+def compare(found: list[Any], whole: list[list[int]], stops: set[int]) -> str:
+    """Return the cell of continuations, which end early before a stop token and nowhere else."""
     for number, (got, want) in enumerate(zip(found, whole, strict=True)):
         got = [*got]
-        same = got == want[: len(got)]
-        if not same or not got:
+        if got and got[-1] in stops:
+            got.pop()
+        ended = len(got) == len(want) or want[len(got)] in stops
+        if got != want[: len(got)] or not ended:
             return f"wrong: prompt {number} gives {got}, the whole text {want}"
     return "ok"

@@ -41,7 +41,7 @@ from hyper_parallel.errors import (
     RunUnreadable,
     WeightsUnreadable,
 )
-from hyper_parallel.model import ConfigFile
+from hyper_parallel.model import ConfigFile, read_config
 from hyper_parallel.trainer._decode import (
     SLOTS,
     Decoder,
@@ -61,6 +61,7 @@ from hyper_parallel.trainer._texts import (
 )
 from hyper_parallel.trainer.checkpoints._adapter import take_adapter
 from hyper_parallel.trainer.data import has_tokenizer, load_tokenizer
+from hyper_parallel.trainer.engine._auto_model import class_of_config
 from hyper_parallel.trainer.model_properties import properties_of
 
 _log = logging.getLogger(__name__)
@@ -110,7 +111,6 @@ def load(
         BadValue: HP102 when the dtype does not exist.
         DeviceUnavailable: HP502 when the machine lacks the device.
     """
-    from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     export = find_export(directory)
@@ -122,7 +122,7 @@ def load(
     if adapter.is_file():
         base = base_of(export)
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
+        model, info = _auto_class(base).from_pretrained(
             base,
             dtype=getattr(torch, dtype) if dtype else "auto",
             local_files_only=True,
@@ -158,6 +158,17 @@ def load(
     with suppress(ModelUnreadable):  # a class that only transformers knows: its own cache is used
         attach_properties(model, properties_of(file, trusted=trusted))
     return model.to(where).eval(), tokenizer
+
+
+def _auto_class(base: str) -> Any:
+    """Return the class of transformers that loads a directory, or a name of the Hub."""
+    from transformers import AutoModelForCausalLM
+
+    with suppress(
+        HyperParallelError
+    ):  # a name of the Hub, or a type that transformers or its code must judge
+        return class_of_config(read_config(base))
+    return AutoModelForCausalLM
 
 
 def check_dtype(dtype: str | None) -> None:

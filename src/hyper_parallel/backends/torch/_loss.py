@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from hyper_parallel.backends.torch._collectives import gather_rows, sum_forward
 from hyper_parallel.backends.torch.tensor._state import TpState
+from hyper_parallel.errors import NoLoss
 from hyper_parallel.ir import Purpose
 
 _BLOCK_ELEMENTS = 1 << 24
@@ -155,6 +156,13 @@ def loss_function(
     ) -> Tensor:
         targets = shifted(labels, ignore_index) if shift_labels is None else shift_labels
         targets = targets.to(logits.device).reshape(-1)
+        rows = logits.numel() // logits.shape[-1]
+        if rows != targets.numel() and (tp is None or tp.head != "tokens"):
+            raise NoLoss(
+                "the model gives logits of other positions than those of its tokens",
+                got=f"logits {tuple(logits.shape)} for {targets.numel()} targets",
+                allowed="logits [B, S, V] for token ids [B, S]",
+            )
         count = num_items_in_batch
         if count is None:
             count = (targets != ignore_index).sum().clamp(min=1)

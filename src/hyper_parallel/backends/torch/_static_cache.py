@@ -260,9 +260,11 @@ class GrowingSteps:
     def _step(self, ids: list[int]) -> Tensor:
         self._text += ids
         read = ids if self._memory else self._text
-        places = torch.arange(len(self._text) - len(read), len(self._text))
-        # Given, because a model may ask its first layer where it is, and a recurrence does not count.
-        wanted = {"logits_to_keep": 1, "position_ids": places.to(self.model.device).unsqueeze(0)}
+        wanted: dict[str, Any] = {"logits_to_keep": 1}
+        if self._caches:
+            # A model may ask its first layer where it is, and a recurrence does not count.
+            places = torch.arange(len(self._text) - len(read), len(self._text))
+            wanted["position_ids"] = places.to(self.model.device).unsqueeze(0)
         with torch.no_grad():
             out = self.model(
                 input_ids=torch.tensor([read], device=self.model.device),

@@ -41,7 +41,7 @@ _NOISE: Final = 0.05
 """Standard deviation that is added to every parameter, so that parts that start at zero have an effect."""
 
 
-class _StableTopK(TorchFunctionMode):
+class StableTopK(TorchFunctionMode):
     """`topk` takes the first of equal values.
 
     Which of several equal values `torch.topk` takes depends on the length of the row. Equal scores are common in small
@@ -91,7 +91,7 @@ def measure_properties(model: nn.Module, positions: int) -> ModelProperties:
     Returns:
         All properties; one whose measurement raises an exception has `holds` None and the exception as its reason.
     """
-    with torch.no_grad(), _StableTopK():
+    with torch.no_grad(), StableTopK():
         texts = _Texts(model)
         answers = {
             "causal": _answer(texts.causal),
@@ -223,19 +223,24 @@ class _Texts:
         return max(_difference(a, b) for a, b in zip(after, before, strict=True))
 
     def growing_cache(self) -> float:
-        """Decode with the model's own cache; return the largest difference from the whole text."""
-        return self._decode(GrowingSteps(self._model))
+        """Decode with the model's own cache; return the largest difference from the whole text.
+
+        The second prompt has one token: a model that keeps state in its modules takes it for a next token.
+        """
+        return max(self._decode(GrowingSteps(self._model), prompt) for prompt in (_PROMPT, 1))
 
     def fixed_cache(self) -> float:
         """Decode with a cache of fixed length; return the largest difference from the whole text."""
         if why := why_no_own_cache(self._model):
             raise _Unmeasured(why)
-        return self._decode(StaticSteps(self._model, _DOCUMENT))
+        return max(
+            self._decode(StaticSteps(self._model, _DOCUMENT), prompt) for prompt in (_PROMPT, 1)
+        )
 
-    def _decode(self, steps: Any) -> float:
-        logits = [steps.prompt(self.document[:_PROMPT].tolist())]
-        logits += [steps.next(int(token)) for token in self.document[_PROMPT:]]
-        return _difference(torch.stack(logits), self.alone[_PROMPT - 1 :])
+    def _decode(self, steps: Any, prompt: int) -> float:
+        logits = [steps.prompt(self.document[:prompt].tolist())]
+        logits += [steps.next(int(token)) for token in self.document[prompt:]]
+        return _difference(torch.stack(logits), self.alone[prompt - 1 :])
 
     def slot_cache(self) -> float:
         """Decode two texts, one of them read in two parts; return the largest difference from each whole text."""

@@ -53,7 +53,7 @@ def model_from_config(
     if scores:
         auto, kind = AutoModelForSequenceClassification, "sequence classifier"
     else:
-        auto, kind = AutoModelForCausalLM if trusted else _auto_class(file), "language model"
+        auto, kind = AutoModelForCausalLM if trusted else class_of_config(file), "language model"
     try:
         if trusted:
             stored = AutoConfig.from_pretrained(str(file.directory), trust_remote_code=True)
@@ -84,10 +84,13 @@ def model_from_config(
     return model
 
 
-def _auto_class(file: ConfigFile) -> Any:
-    """The class of transformers that makes a language model of this type: of text, else of images and text.
+def class_of_config(file: ConfigFile) -> Any:
+    """Return the class of transformers that makes a language model of a config: of text, else of images and text.
 
     Some types are parts of others: their class is the one that the config names, if another type's config makes it too.
+
+    Raises:
+        ModelUnreadable: HP305 when transformers has no language model of this type.
     """
     import transformers
     from transformers.models.auto import modeling_auto as auto
