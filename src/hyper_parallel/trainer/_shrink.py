@@ -63,18 +63,14 @@ def shrunk(
                 value, narrow=narrow, keep_vocabulary=keep_vocabulary, unused=unused
             )
         elif isinstance(value, list) and depth > LAYERS and len(value) == depth:
-            found[key] = [value[i] for i in kept]
+            limit = SIZES.get(key) if narrow else None
+            found[key] = [_at_most(value[i], limit) for i in kept]
         elif key in _POSITIONS or (_WORDS.search(key) and keep_vocabulary):
             continue
         elif _WORDS.search(key) and isinstance(value, int) and value > 2 and key not in SIZES:
             found[key] = next(unused)
-        elif (
-            key in SIZES
-            and isinstance(value, (int, float))
-            and not isinstance(value, bool)
-            and (narrow or key in _DEPTH or isinstance(SIZES[key], float))
-        ):
-            found[key] = type(value)(min(value, SIZES[key]))
+        elif key in SIZES and (narrow or key in _DEPTH or isinstance(SIZES[key], float)):
+            found[key] = _at_most(value, SIZES[key])
     if narrow:
         _fit(config, found)
     return found
@@ -134,6 +130,12 @@ def _short_spans(config: Mapping[str, Any]) -> dict[str, Any]:
         else:
             short[key] = value
     return short
+
+
+def _at_most(value: Any, limit: Any) -> Any:
+    """Return a number that is at most `limit`; anything else, or without a limit, unchanged."""
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return type(value)(min(value, limit)) if number and limit is not None else value
 
 
 def _by_layer(value: Mapping[str, Any]) -> bool:

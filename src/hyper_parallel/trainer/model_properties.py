@@ -66,11 +66,11 @@ def properties_of(
     path = cache_dir() / "properties" / f"{_key(file, attention, scores)}.json"
     with suppress(OSError, ValueError, DecodeError):
         return decode(ModelProperties, json.loads(path.read_text(encoding="utf-8")))
-    measured = _measure_in_child(file, attention, trusted, scores)
-    if (
-        measured.measured_on == _NOTHING
-    ):  # a busy machine may be the reason: the next run tries again
-        return measured
+    try:
+        measured = _measure_in_child(file, attention, trusted, scores)
+    except RankFailed as error:  # code that crashes, or a busy machine: the next run tries again
+        logger.warning("the properties of the model could not be measured: %s", error.what)
+        return _unmeasured(str(file.values.get("model_type")), error.what)
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, json.dumps(encode(measured), indent=1) + "\n")
@@ -183,7 +183,11 @@ def _related(values: Mapping[str, Any]) -> dict[str, Any]:
 def _measure_in_child(
     file: ConfigFile, attention: str | None, trusted: bool, scores: bool
 ) -> ModelProperties:
-    """Measure in a forked process: code of any model may crash, hang, or print."""
+    """Measure in a forked process: code of any model may crash, hang, or print.
+
+    Raises:
+        RankFailed: HP601 when the process crashed or did not end.
+    """
 
     def measure(_: int) -> ModelProperties:
         return measure_config(file, attention, trusted=trusted, scores=scores)
@@ -192,9 +196,6 @@ def _measure_in_child(
         measured: ModelProperties = launch(measure, 1, timeout_s=_TIMEOUT_S)[0]
     except ForkUnsafe:  # a rank that has joined a process group
         measured = measure_config(file, attention, trusted=trusted, scores=scores)
-    except RankFailed as error:  # the child crashed or did not end
-        logger.warning("the properties of the model could not be measured: %s", error.what)
-        measured = _unmeasured(str(file.values.get("model_type")), error.what)
     return measured
 
 
@@ -225,7 +226,7 @@ def measure_config(
     why = "no small copy of the model was found"
     for how, most, values in small_configs({**complete, **file.values}):
         try:
-            small = replace(file, values=values)
+            small = replace(file, values=_chosen(values, complete, file.values))
             meta = model_from_config(small, torch.float64, **choices)
             size, layers = sum(p.numel() for p in meta.parameters()), _num_layers(meta)
             if size > most or layers > _MOST_LAYERS:
@@ -245,6 +246,22 @@ def measure_config(
         )
         return replace(measured, measured_on=note)
     return _unmeasured(type(whole).__name__, str(why))
+
+
+def _chosen(
+    small: Mapping[str, Any], complete: Mapping[str, Any], given: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the values of a small config without defaults of the class: not all survive the way through JSON."""
+    chosen: dict[str, Any] = {}
+    for key, value in small.items():
+        default, own = complete.get(key), given.get(key)
+        if isinstance(value, Mapping) and isinstance(default, Mapping):
+            inner = _chosen(value, default, own if isinstance(own, Mapping) else {})
+            if inner or key in given:
+                chosen[key] = inner
+        elif key in given or value != default:
+            chosen[key] = value
+    return chosen
 
 
 def _num_layers(model: nn.Module) -> int:
