@@ -64,7 +64,7 @@ from hyper_parallel.trainer.data import has_tokenizer, load_tokenizer
 from hyper_parallel.trainer.engine._auto_model import class_of_config
 from hyper_parallel.trainer.model_properties import properties_of
 
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 def find_export(directory: str | Path) -> Path:
@@ -155,8 +155,10 @@ def load(
     file = ConfigFile(
         json.loads(model.config.to_json_string(use_diff=False)), str(export), str(export), source
     )
-    with suppress(ModelUnreadable):  # a class that only transformers knows: its own cache is used
+    try:
         attach_properties(model, properties_of(file, trusted=trusted))
+    except ModelUnreadable as error:  # only transformers can make its class
+        logger.warning("not measured, so decoding trusts the model's own cache: %s", error.what)
     return model.to(where).eval(), tokenizer
 
 
@@ -221,7 +223,7 @@ def decode(
 ) -> None:
     """Continue sequences of a batch in place, to their ends or to an interrupt."""
     if why := why_no_slots(model):
-        _log.warning("every token reads its whole text again: no cache in slots, %s", why)
+        logger.warning("every token reads its whole text again: no cache in slots, %s", why)
     chosen = (batch.sampling, batch.stops, slots)
     decoder = decoder_of(model, sequences, *chosen, ended=batch.ended, interrupt=interrupt)
     for _ in decoder.run():
