@@ -18,6 +18,7 @@ from transformers.cache_utils import StaticLayer
 
 from hyper_parallel.backends.torch._forward import cache_argument, ungrouped_experts
 from hyper_parallel.backends.torch._handle import known_properties
+from hyper_parallel.errors import NoLoss
 
 _PLAIN = {"full_attention", "sliding_attention"}
 
@@ -274,5 +275,12 @@ class GrowingSteps:
             )
         if self._caches:
             self._memory = {name: out[name] for name in out if name in self._parameters}
+        if out.logits.shape[1] not in (1, len(read)):  # block diffusion: a canvas, not the text
+            raise NoLoss(
+                "the model gives logits of other positions than those of its tokens",
+                where=type(self.model).__name__,
+                got=f"{out.logits.shape[1]} positions for {len(read)} tokens",
+                allowed="models that predict the token behind each token of a text",
+            )
         logits: Tensor = out.logits[0, -1]
         return logits

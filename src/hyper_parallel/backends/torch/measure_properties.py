@@ -163,6 +163,8 @@ class _Texts:
         """Return logits [B, S, V] of token ids [B, S] as a training step computes them."""
         given = {} if positions is None else {"position_ids": positions}
         logits: Tensor = self._model(input_ids=ids, use_cache=False, **given).logits
+        if logits.shape[:2] != ids.shape:
+            raise ValueError(f"logits of {logits.shape[1]} positions for {ids.shape[1]} tokens")
         return logits
 
     @property
