@@ -60,7 +60,8 @@ class Texts:
 
     def __init__(self, tokenizer: Any, config: Any, stops: int | list[int] | None) -> None:
         self.tokenizer = tokenizer
-        self._context = getattr(config, "max_position_embeddings", None)
+        context = getattr(config, "max_position_embeddings", None)
+        self._context = context if context and context > 0 else None  # XLNet: -1, no limit
         self._vocabulary = config.get_text_config(decoder=True).vocab_size
         self._eos = stops
 
