@@ -78,7 +78,7 @@ def logps(place, name, ids, targets):
     [
         ("dpo", "tp"),
         pytest.param("orpo", "pp", marks=pytest.mark.slow),
-        ("kto", "cp"),
+        pytest.param("kto", "cp", marks=pytest.mark.slow),
         pytest.param("rm", "pp", marks=pytest.mark.slow),
     ],
 )

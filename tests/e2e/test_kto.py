@@ -33,6 +33,7 @@ def one(place):
     return rows(place / "one" / "metrics.jsonl")
 
 
+@pytest.mark.slow
 def test_every_layout_learns_what_one_rank_does_and_goes_on_bit_for_bit(place, one):
     assert one[0]["preference"]["kl"] == 0, "the model is its reference"
     assert one[1]["preference"]["kl"] > 0.01

@@ -119,6 +119,7 @@ def test_one_rank_from_start_to_export_and_resumed_through_files(place, metered)
     assert not list(flash.iterdir())
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_two_ranks_that_share_parameters_and_state(place, metered):
     given = ("parallel.dp_shard=2", f"model.path={place}/deep.json")

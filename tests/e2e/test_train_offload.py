@@ -21,6 +21,7 @@ from hyper_parallel.ir import Plan
 from hyper_parallel.trainer.checkpoints._manifest import check
 from tests.e2e import runs
 from tests.e2e.runs import CONFIG, curve, rows, write_functions
+from tests.slow import cells
 
 pytestmark = pytest.mark.e2e
 
@@ -127,7 +128,7 @@ def test_a_step_that_recomputes_every_layer(train):
     assert_same_run(mine, train("full recompute", *given), last=3)
 
 
-@pytest.mark.parametrize("reorder", ["true", "false"])
+@pytest.mark.parametrize("reorder", cells(["true", "false"], slow=("false",)))
 def test_two_ranks_of_fsdp(train, reorder):
     given = ("parallel.dp_shard=2", FREE)
     mine = train(

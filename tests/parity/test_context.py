@@ -89,7 +89,7 @@ CASES: dict[str, tuple[int, list[tuple[Setup, Strategy]]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", cells(CASES, slow=("more on 4", "8")))
+@pytest.mark.parametrize("name", cells(CASES, slow=("2", "more on 4", "8")))
 def test_context_parallelism_equals_one_device(name: str) -> None:
     size, cases = CASES[name]
     references = {setup: Reference(setup) for setup, _ in cases}

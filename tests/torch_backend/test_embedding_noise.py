@@ -79,6 +79,7 @@ def test_noise_is_a_function_of_key_and_row_and_is_not_there_in_evaluation(noisy
 
 
 @pytest.mark.e2e
+@pytest.mark.slow
 def test_every_layout_trains_with_the_same_noise(tmp_path):
     place = make_place(tmp_path)
     noise = (

@@ -202,7 +202,9 @@ def programs(odd: bool):
     )
 
 
-@pytest.mark.parametrize(("odd", "equal"), [(False, 0.5), (True, 0.0)])
+@pytest.mark.parametrize(
+    ("odd", "equal"), [(False, 0.5), pytest.param(True, 0.0, marks=pytest.mark.slow)]
+)
 def test_drawn_programs_are_the_plain_ones_or_refused_by_a_code(odd, equal):
     seen: Counter[str] = Counter()
 
