@@ -45,9 +45,13 @@ from hyper_parallel.memory import (
     predicted_timeline,
     summarise,
 )
-from hyper_parallel.runtime import agreed
 from hyper_parallel.trainer.engine._gauges import PhaseSpans
 from hyper_parallel.trainer.engine._loop import Loop, StepInputs, statistics
+from hyper_parallel.trainer.engine._offload_budget import (
+    largest_update_bytes,
+    plan_or_refuse,
+    refuse_above,
+)
 from hyper_parallel.trainer.engine._offload_machine import (
     Assumed,
     measured_machine,
@@ -57,7 +61,6 @@ from hyper_parallel.trainer.engine._offload_record import (
     drift_line,
     excess_line,
     offload_line,
-    refuse_above,
     updates_line,
 )
 from hyper_parallel.trainer.engine._optimizer import set_lr
@@ -138,6 +141,7 @@ class PlannedSteps:
             self._flash.mkdir()
         for line in self._assumed.notes:
             self._note(line)
+        self._spill.require(largest_update_bytes(self._model, self._optimizer))
         plain, empty = self._rehearsed(first)
         # Kernels of an accelerator may add in another order every time.
         self._expected = PlainStep(plain, None if self._on_cpu else self._rehearsed(first)[0])
@@ -150,7 +154,9 @@ class PlannedSteps:
         with self._undone():
             self._captured = self._capture(second, empty)
         self._program = self._assumed.annotate(self._captured.program)
-        self.plan = agreed(self._planned, self._program, self._machine, self._budget)
+        # On an accelerator the allocator decides what suffices.
+        least = self._spill.least_bytes if self._on_cpu else 0
+        self.plan = plan_or_refuse(self._planned, self._budget, least, self._program, self._machine)
         if choice.update_on_host:
             self._say(updates_line(self.plan, bitwise=self._on_cpu))
         self._count("the rehearsal of a step")
@@ -232,13 +238,13 @@ class PlannedSteps:
         _refuse_hidden_state(captured, set(named))
         return captured
 
-    def _planned(self) -> MemoryPlan:
+    def _planned(self, budget_bytes: int | None) -> MemoryPlan:
         choice = self._assumed.choice
         return plan_memory_cached(
             self._program,
             self._machine,
             measured=self._captured.seconds,
-            budget_bytes=self._budget,
+            budget_bytes=budget_bytes,
             max_slowdown=choice.max_slowdown,
             recompute=choice.recompute,
             reorder=choice.reorder,
@@ -339,7 +345,7 @@ class PlannedSteps:
         self._machine: MemoryMachine = machine
         self._replans += 1
         try:
-            plan = self._planned()
+            plan = self._planned(self._budget)
         except HyperParallelError as error:
             self._say(
                 f"offload: waits are longer than planned, and no other plan fits: {error.what}"

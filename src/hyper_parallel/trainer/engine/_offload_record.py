@@ -6,7 +6,6 @@ from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 
 from hyper_parallel.backends.torch.memory import ULPS
-from hyper_parallel.errors import BudgetImpossible
 from hyper_parallel.ir import MemoryPlan, MemoryTerm, Plan, Timeline
 from hyper_parallel.memory import order_peak, order_seconds, peak_by_kind
 from hyper_parallel.runtime import of_ranks
@@ -108,23 +107,6 @@ def updates_line(plan: MemoryPlan, *, bitwise: bool) -> str:
         f"offload: {count} optimizer operators run in host memory; the state after the first step is compared with the "
         f"plain one's {how}"
     )
-
-
-def refuse_above(budget_bytes: int | None, peak_bytes: int, what: str) -> None:
-    """Refuse on all ranks what takes more of the device of one than its budget; every rank must call.
-
-    Raises:
-        BudgetImpossible: HP402 with the bytes of the fullest rank.
-    """
-    most = max(of_ranks(peak_bytes))
-    if budget_bytes is not None and most > budget_bytes:
-        raise BudgetImpossible(
-            f"{what} does not fit {format_bytes(budget_bytes)}",
-            where="offload.budget",
-            got=f"{budget_bytes} bytes",
-            allowed=f"at least {most} bytes ({format_bytes(most)})",
-            hint=f"set `offload.budget={most}`",
-        )
 
 
 def drift_line(step: int, record: OffloadRecord) -> str:

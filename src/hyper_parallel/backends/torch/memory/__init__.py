@@ -10,10 +10,11 @@ from hyper_parallel.backends.torch.memory._cpu_kernels import with_kernel_bytes
 from hyper_parallel.backends.torch.memory._device import Measured, PlannedDevice
 from hyper_parallel.backends.torch.memory._fake_values import FakeKernels, Workspace
 from hyper_parallel.backends.torch.memory._first_step import ULPS, PlainStep, StepOutcome
-from hyper_parallel.backends.torch.memory._lru_spill import LruSpillMode, spill_mode, within_device
+from hyper_parallel.backends.torch.memory._lru_spill import LruSpillMode
 from hyper_parallel.backends.torch.memory._operators import Call, View
 from hyper_parallel.backends.torch.memory._recorder import Recorder, Recording
 from hyper_parallel.backends.torch.memory._run_folder import run_folder
+from hyper_parallel.backends.torch.memory._spill_mode import spill_mode, within_device
 from hyper_parallel.backends.torch.memory._steps import (
     cache_state,
     capture_inference,

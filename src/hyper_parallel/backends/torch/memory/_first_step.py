@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
 from hyper_parallel.backends.torch.memory._captured import Captured
-from hyper_parallel.backends.torch.memory._lru_spill import within_device
 from hyper_parallel.backends.torch.memory._operator_mode import OperatorMode
 from hyper_parallel.backends.torch.memory._operators import numbers_read, tensors_in
+from hyper_parallel.backends.torch.memory._spill_mode import within_device
 from hyper_parallel.backends.torch.memory._unseen import TakenMode
 from hyper_parallel.backends.torch.memory._workspace import has_room
 from hyper_parallel.errors import StepChanged

@@ -20,10 +20,8 @@ from typing import Any, Final, NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_map_only
 
-from hyper_parallel.backends.torch.memory._operators import COMMUNICATION, Call, View, tensors_in
+from hyper_parallel.backends.torch.memory._operators import COMMUNICATION, Call, View
 from hyper_parallel.backends.torch.memory._out_variants import into
 from hyper_parallel.backends.torch.memory._storages import Entry
 from hyper_parallel.backends.torch.memory._streams import DeviceApi
@@ -205,28 +203,3 @@ def in_pieces(
             del mine, made  # before the next piece is made
 
     return run
-
-
-def made_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
-    """Bytes of the storages that an operator will make, by its shapes; None: they do not say."""
-    returns = func._schema.returns
-    if not any("Tensor" in str(r.type) and r.alias_info is None for r in returns):
-        return 0
-    if func.namespace in COMMUNICATION:
-        return 0 if func.namespace == "c10d" else None
-    given: list[torch.Tensor] = []
-
-    def shape(tensor: torch.Tensor) -> torch.Tensor:
-        size, stride = tensor.shape, tensor.stride()
-        given.append(torch.empty_strided(size, stride, dtype=tensor.dtype, device="meta"))
-        return given[-1]
-
-    with _disable_current_modes():
-        try:
-            both = tree_map_only(torch.Tensor, shape, (args, kwargs))
-            args, kwargs = tree_map_only(torch.device, lambda _: torch.device("meta"), both)
-            out = func(*args, **kwargs)
-        except Exception:  # no kernel without bytes, or a result that depends on them
-            return None
-    made = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors_in(out)}
-    return sum(made.values()) - sum(made.get(t.untyped_storage()._cdata, 0) for t in given)

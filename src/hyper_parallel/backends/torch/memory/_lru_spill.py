@@ -9,30 +9,30 @@ the same step with the same bits. It is slow: every copy stops the device.
 from __future__ import annotations
 
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Final, Self
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_flatten
 
 from hyper_parallel.backends.torch.memory._captured import as_view
-from hyper_parallel.backends.torch.memory._kernel_bytes import made_bytes
 from hyper_parallel.backends.torch.memory._operator_mode import OperatorMode
 from hyper_parallel.backends.torch.memory._operators import (
     COMMUNICATION,
     EMPTY,
     TORCH,
+    VIEWS,
     is_message,
     split_lists,
     tensors_in,
     without_work,
     written_leaves,
 )
+from hyper_parallel.backends.torch.memory._result_bytes import ResultBytes
+from hyper_parallel.backends.torch.memory._storage_resizes import StorageResizes
 from hyper_parallel.backends.torch.memory._unseen import TakenMode
-from hyper_parallel.backends.torch.memory._workspace import FILLED, allocatable_bytes
 
 _PLAIN: Final = (torch.Tensor, torch.nn.Parameter)
 Content = torch.UntypedStorage | Callable[[], torch.UntypedStorage]
@@ -50,6 +50,7 @@ class _Known:
         here: It is on the device.
         copy: Its content in host memory; None: it was never there.
         current: The copy is what the storage holds.
+        fixed: It is not moved: its owner resizes it, others have its address, or a message uses it.
         resized: Its owner has resized it.
         blank: It was made empty or elsewhere, and may be one that its owner resizes.
         aside: Another stream has used it.
@@ -61,6 +62,7 @@ class _Known:
     here: bool = True
     copy: Content | None = None
     current: bool = False
+    fixed: bool = False
     resized: bool = False
     blank: bool = False
     aside: bool = False
@@ -70,7 +72,10 @@ class LruSpillMode:
     """Keeps the storages that operators touch within a number of bytes, as far as single operators allow.
 
     Lists that an operator treats one by one (`_fused_adamw_`, `_foreach_*`) are cut where they do not fit together.
-    Collectives are waited for at once.
+    Collectives are waited for at once. The work per operator depends on its own operands, not on how many storages
+    there are: residents are queued by their last use, and owners that resize a storage announce it.
+
+    On a CPU, which only simulates a device, nothing is moved any more once the bytes are known not to suffice.
 
     Args:
         num_bytes: Bytes on the device; None: all of it, nothing is moved.
@@ -80,6 +85,8 @@ class LruSpillMode:
     Attributes:
         peak_bytes: Highest bytes of seen storages on the device, inside of the context.
         moved_bytes: Bytes that have left it.
+        least_bytes: Most bytes that had to be on the device at once: what is not moved, and an operator's operands
+            and results. Below it no device suffices.
         owned: Gives the tensors that their owner empties and refills in place.
     """
 
@@ -87,15 +94,14 @@ class LruSpillMode:
         self, num_bytes: int | None, device: torch.device, *, stays_away: bool = False
     ) -> None:
         self._mode, self._taken = OperatorMode(self._operator), TakenMode(self._take)
+        self._resizes = StorageResizes(self._announced)
         self._most, self._device, self._stays_away = num_bytes, device, stays_away
         self._known: dict[int, _Known] = {}
-        self._here: dict[int, _Known] = {}  # by when they were used
-        # What is not moved: its owner resizes it, others have its address, or a message uses it.
-        self._fixed: dict[int, _Known] = {}
-        self._made: dict[Any, int | None] = {}
-        self._live = self._clock = 0
-        self._owned_peak = self._refill = 0  # bytes of what stays, and of what comes back at once
-        self.peak_bytes = self.moved_bytes = 0
+        # Storages on the device that may leave it, least recently used first.
+        self._here: OrderedDict[int, _Known] = OrderedDict()
+        self._results = ResultBytes()
+        self._live = self._clock = self._fixed_bytes = 0
+        self.peak_bytes = self.moved_bytes = self.least_bytes = 0
         self.owned: Callable[[], Iterable[torch.Tensor]] = tuple
         self._module: Any = torch.get_device_module(device)
         self._stream = lambda: self._module.current_stream(device)
@@ -107,7 +113,7 @@ class LruSpillMode:
         """Take a storage that is empty, and where its bytes are; memory that is given is changed with it."""
         known = self._add(base)
         known.num_bytes, known.here, known.copy, known.current = num_bytes, False, content, True
-        del self._here[base._cdata]
+        self._here.pop(base._cdata, None)
 
     def take(self, base: torch.UntypedStorage) -> Content:
         """Where the bytes of a storage are, which is forgotten: the storage itself when it is not in host memory."""
@@ -167,9 +173,15 @@ class LruSpillMode:
                 self._resized(known, base.nbytes())
         return [known.ref for known in every if known.resized and not known.num_bytes]
 
+    def require(self, num_bytes: int) -> None:
+        """Raise `least_bytes` to what an operator to come needs at once."""
+        self.least_bytes = max(self.least_bytes, num_bytes)
+
     # -- operators -----------------------------------------------------------------------------
 
     def _operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func in VIEWS and self._is_here(args[0]):
+            return func(*args, **kwargs)
         tensors = [t for t in tensors_in(args, kwargs) if self._is_mine(t)]
         new = {key: base.nbytes() for key, base in map(_keyed, tensors) if key not in self._known}
         if new:  # made outside of the context, as data are
@@ -178,7 +190,9 @@ class LruSpillMode:
         for key in new:
             self._known[key].blank = True
         if self._most is not None:
-            if sum(known.num_bytes for known in given.values()) > self._most:
+            made = self._results.of(func, args, kwargs)
+            operands = sum(known.num_bytes for known in given.values() if not known.fixed)
+            if (needed := self._fixed_bytes + operands + (made or 0)) > self._most:
                 parts = split_lists(func, args, kwargs, 0)
                 if len(parts) > 1:
                     outs = [self._operator(func, *part) for part in parts]
@@ -187,7 +201,8 @@ class LruSpillMode:
             for known in given.values():
                 known.used = self._clock
             away = sum(known.num_bytes for known in given.values() if not known.here)
-            self._make_room(away + self._makes(func, args, kwargs))
+            self.require(needed)
+            self._make_room(self._most if made is None else away + made)
         for known in given.values():
             self._bring(known)
         out = func(*args, **kwargs)
@@ -202,8 +217,6 @@ class LruSpillMode:
         for tensor in written:
             if (known := self._see(tensor)) is not None:
                 known.current = False
-        if func.namespace == "fsdp":
-            self._refill = max(self._refill, sum(t.untyped_storage().nbytes() for t in written))
         both = {**given, **{id(k): k for t in tensors_in(out) if (k := self._see(t)) is not None}}
         for known in both.values():
             known.used = self._clock
@@ -213,23 +226,6 @@ class LruSpillMode:
                 self._fix(known)
         self._make_room(0)
         return out
-
-    def _makes(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-        """Bytes that an operator's results will take; all there are, when its shapes do not say so."""
-        assert self._most is not None
-        leaves, nest = tree_flatten((args, kwargs))
-        # A tensor is put on a storage, as when a file is read; as text it would be every byte.
-        put = sum(v.nbytes() for v in leaves if isinstance(v, torch.UntypedStorage))
-        leaves = [v for v in leaves if not isinstance(v, torch.UntypedStorage)]
-        facts = (
-            (v.dtype, v.device, v.shape, v.stride()) if isinstance(v, torch.Tensor) else str(v)
-            for v in leaves
-        )  # fmt: skip
-        key = func, nest, tuple(facts)
-        if key not in self._made:
-            self._made[key] = made_bytes(func, args, kwargs)
-        made = self._made[key]
-        return self._most if made is None else made + put
 
     def _take(self, tensor: torch.Tensor, values: bool) -> None:
         """Python code is given the bytes, or their address."""
@@ -243,6 +239,11 @@ class LruSpillMode:
     def _is_mine(self, tensor: torch.Tensor) -> bool:
         return type(tensor) in _PLAIN and tensor.device.type == self._device.type
 
+    def _is_here(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor's storage is known, on the device and not empty."""
+        known = self._known.get(tensor.untyped_storage()._cdata)
+        return known is not None and known.here and bool(known.num_bytes)
+
     def _see(self, tensor: torch.Tensor) -> _Known | None:
         """What is known of a tensor's storage; it becomes the most recently used one."""
         if not self._is_mine(tensor):
@@ -252,9 +253,8 @@ class LruSpillMode:
         size = base.nbytes()
         if size != (known.num_bytes if known.here else 0):
             self._resized(known, size)
-        if known.here:
-            self._here.pop(base._cdata, None)
-            self._here[base._cdata] = known
+        if base._cdata in self._here:
+            self._here.move_to_end(base._cdata)
         return known
 
     def _add(self, base: torch.UntypedStorage) -> _Known:
@@ -268,31 +268,39 @@ class LruSpillMode:
 
     def _forget(self, key: int, known: _Known) -> None:
         if self._known.get(key) is known:
-            for table in (self._known, self._here, self._fixed):
-                table.pop(key, None)
+            del self._known[key]
+            self._here.pop(key, None)
             self._live -= known.num_bytes if known.here else 0
+            self._fixed_bytes -= known.num_bytes if known.fixed else 0
 
     def _fix(self, known: _Known) -> None:
-        if (base := known.ref()) is not None:
-            self._fixed[base._cdata] = known
+        """Never move a storage again; it is on the device."""
+        if known.fixed or (base := known.ref()) is None:
+            return
+        known.fixed = True
+        self._fixed_bytes += known.num_bytes
+        self._here.pop(base._cdata, None)
 
-    def _follow(self) -> int:
-        """Owners have resized what is theirs; the bytes that they may take before the next operator."""
-        owned = list(self._fixed.values())
-        before = sum(known.num_bytes for known in owned)
-        for known in owned:
-            if (base := known.ref()) is not None and base.nbytes() != known.num_bytes:
-                self._resized(known, base.nbytes())
-        now = sum(known.num_bytes for known in owned)
-        self._refill = max(self._refill, now - before)
-        self._owned_peak = max(self._owned_peak, now)
-        return self._owned_peak + self._refill - now
+    def _announced(self, base: torch.UntypedStorage, num_bytes: int) -> None:
+        """Make room for a storage that is about to be resized by its owner."""
+        known = self._known.get(base._cdata)
+        if known is None or num_bytes == (known.num_bytes if known.here else 0):
+            return
+        self._clock += 1  # no operator runs: what the last one used may leave
+        known.used = self._clock
+        self._resized(known, num_bytes, grown=False)
+        self._make_room(0)
+        self._grow(0)
 
-    def _resized(self, known: _Known, num_bytes: int) -> None:
+    def _resized(self, known: _Known, num_bytes: int, *, grown: bool = True) -> None:
         """Its owner has resized a storage."""
-        self._grow(num_bytes - (known.num_bytes if known.here else 0))
-        known.num_bytes, known.here, known.current, known.resized = num_bytes, True, False, True
         self._fix(known)
+        self._fixed_bytes += num_bytes - known.num_bytes
+        self._live += num_bytes - (known.num_bytes if known.here else 0)
+        known.num_bytes, known.here, known.current, known.resized = num_bytes, True, False, True
+        self.require(self._fixed_bytes)
+        if grown:
+            self._grow(0)
 
     def _grow(self, num_bytes: int) -> None:
         self._live += num_bytes
@@ -303,54 +311,64 @@ class LruSpillMode:
         if known.here or base is None:
             return
         assert known.copy is not None
+        self._settle(known)
         with _disable_current_modes():
             content = known.copy if isinstance(known.copy, torch.UntypedStorage) else known.copy()
+            known.here = True  # before the resize, which is not its owner's
             base.resize_(known.num_bytes)
             base.copy_(content)
-        self._settle(known)
-        known.here, self._here[base._cdata] = True, known
+        self._here[base._cdata] = known
         self._grow(known.num_bytes)
 
     def _make_room(self, num_bytes: int) -> None:
-        """Let what was used longest ago leave until so many bytes fit."""
-        if self._most is None:
+        """Evict least-recently-used storages until `num_bytes` fit."""
+        if self._most is None or (self._device.type == "cpu" and self.least_bytes > self._most):
             return
-        most = self._most - num_bytes - self._follow()
-        for key in list(self._here) if self._live > most else ():
-            if self._live <= most:
-                return
-            known = self._here.get(key)  # storages may end meanwhile
-            base = None if known is None else known.ref()
-            if known is None or base is None or known.used == self._clock or not known.num_bytes:
-                continue
-            if base.nbytes() != known.num_bytes:
+        most, owned = self._most - num_bytes, None
+        while self._live > most and self._here:
+            key, known = next(iter(self._here.items()))
+            base = known.ref()
+            if known.used == self._clock:
+                return  # the running operator uses it, and all behind it
+            if base is None or not known.num_bytes:
+                del self._here[key]
+            elif base.nbytes() != known.num_bytes:
                 self._resized(known, base.nbytes())
-            if key in self._fixed or not base.resizable():
-                continue
-            if known.blank:
+            elif known.blank:
                 known.blank = False
-                if any(_keyed(tensor)[0] == key for tensor in self.owned()):
+                if owned is None:
+                    owned = {_keyed(tensor)[0] for tensor in self.owned()}
+                if key in owned:
                     self._fix(known)
-                    continue
-            self._settle(known)
-            with _disable_current_modes():
-                if not known.current:
-                    if not isinstance(known.copy, torch.UntypedStorage):
-                        known.copy = torch.UntypedStorage(known.num_bytes)
-                    known.copy.copy_(base)
-                    known.current = True
-                base.resize_(0)
-            known.here = False
-            del self._here[key]
-            self._live -= known.num_bytes
-            self.moved_bytes += known.num_bytes
+            else:
+                self._evict(key, known, base)
+
+    def _evict(self, key: int, known: _Known, base: torch.UntypedStorage) -> None:
+        """Copy a storage to host memory, unless there is a current copy, and empty it."""
+        self._settle(known)
+        with _disable_current_modes():
+            if not known.current:
+                if not isinstance(known.copy, torch.UntypedStorage):
+                    known.copy = torch.UntypedStorage(known.num_bytes)
+                known.copy.copy_(base)
+                known.current = True
+            known.here = False  # before the resize, which is not its owner's
+            base.resize_(0)
+        del self._here[key]
+        self._live -= known.num_bytes
+        self.moved_bytes += known.num_bytes
 
     def _settle(self, known: _Known) -> None:
-        """What other streams do with a storage has ended."""
-        if known.aside and self._device.type != "cpu":
+        """Wait for what other streams do with a storage."""
+        if self._device.type != "cpu" and (known.aside or self._stream() != self._compute):
             self._module.synchronize(self._device)
 
     def __enter__(self) -> Self:
+        for known in list(self._known.values()):  # owners may have resized them meanwhile
+            base = known.ref()
+            if known.here and base is not None and base.nbytes() != known.num_bytes:
+                self._resized(known, base.nbytes())
+        self._resizes.__enter__()
         self._mode.__enter__()
         self._taken.__enter__()
         return self
@@ -359,6 +377,7 @@ class LruSpillMode:
         """Bring everything back that still exists, unless it stays away."""
         self._taken.__exit__(*error)
         self._mode.__exit__(*error)
+        self._resizes.__exit__(*error)
         if not self._stays_away:
             peak = self.peak_bytes
             self.bring_back()
@@ -368,31 +387,3 @@ class LruSpillMode:
 def _keyed(tensor: torch.Tensor) -> tuple[int, torch.UntypedStorage]:
     base = tensor.untyped_storage()
     return base._cdata, base
-
-
-def spill_mode(
-    device: torch.device,
-    budget_bytes: int | None = None,
-    *,
-    stays_away: bool = False,
-    owned: Callable[[], Iterable[torch.Tensor]] = tuple,
-) -> LruSpillMode:
-    """For code without a plan: within the budget and, on an accelerator, what is free, less what is left to kernels."""
-    if device.type != "cpu":
-        most = allocatable_bytes(device)
-        budget_bytes = int(FILLED * (most if budget_bytes is None else min(most, budget_bytes)))
-    mode = LruSpillMode(budget_bytes, device, stays_away=stays_away)
-    mode.owned = owned
-    return mode
-
-
-def within_device(
-    device: torch.device, owned: Callable[[], Iterable[torch.Tensor]] = tuple
-) -> AbstractContextManager[Any]:
-    """Around a step without a plan: on an accelerator storages share what is free.
-
-    Args:
-        device: Where the step runs.
-        owned: See `LruSpillMode`.
-    """
-    return nullcontext() if device.type == "cpu" else spill_mode(device, owned=owned)
