@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -18,6 +19,9 @@ logger = logging.getLogger(__name__)
 
 _ATTRIBUTE: Final = "_carried_weights"
 
+CARRIED_FILE: Final = "carried_weights.json"
+"""File beside the config that a run keeps: directory and names of the tensors that its exports carry on."""
+
 
 @dataclass(frozen=True, slots=True)
 class CarriedWeights:
@@ -30,6 +34,21 @@ class CarriedWeights:
 
     directory: Path
     names: tuple[str, ...]
+
+    def to_json(self) -> str:
+        """Return the text of `CARRIED_FILE`."""
+        return json.dumps(
+            {"directory": str(self.directory.resolve()), "names": self.names}, indent=1
+        )
+
+    @classmethod
+    def read(cls, directory: Path) -> CarriedWeights | None:
+        """Return what a directory keeps in `CARRIED_FILE`; None where it has none that can be read."""
+        try:
+            values = json.loads((directory / CARRIED_FILE).read_text(encoding="utf-8"))
+            return cls(Path(values["directory"]), tuple(map(str, values["names"])))
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            return None
 
 
 def remember_carried(model: nn.Module, carried: CarriedWeights) -> None:

@@ -56,11 +56,12 @@ class LoadReport:
 
 
 def check_pretrained(model: nn.Module, directory: str | Path) -> Inventory:
-    """Return the inventory of a model and a directory, or refuse as `load_pretrained` would; loads nothing."""
+    """Return the inventory of a model and a directory, or refuse as `load_pretrained` would; loads no values."""
     files = WeightFiles(directory)
     inventory = take_inventory(model, files)
     if inventory.untied:
         _check_untied(model, inventory, files)
+    remember_carried(model, CarriedWeights(Path(directory), tuple(inventory.names(*CARRIED))))
     return inventory
 
 
@@ -110,8 +111,7 @@ def load_pretrained(
             values = conversion.run(files.read) if into else {}
             for name, stored in into.items():
                 copy_full(targets[name], values[stored], name)
-    carried = tuple(inventory.names(*CARRIED))
-    remember_carried(model, CarriedWeights(Path(directory), carried))
+    remember_carried(model, CarriedWeights(Path(directory), tuple(inventory.names(*CARRIED))))
     _say(inventory, files)
     return LoadReport(
         len(sources), files.bytes_read - read_before, time.perf_counter() - begin, inventory.fates
