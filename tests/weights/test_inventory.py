@@ -18,6 +18,7 @@ import hyper_parallel as hp
 from hyper_parallel.backends.torch.weights._initialise import materialize
 from hyper_parallel.errors import BadValue, WeightsUnreadable
 from hyper_parallel.model import load_model, read_config
+from hyper_parallel.trainer._exported_model import from_pretrained
 from hyper_parallel.trainer.checkpoints._export_checkpoint import export_checkpoint
 from hyper_parallel.trainer.checkpoints._import import import_checkpoint
 from hyper_parallel.trainer.engine._auto_model import model_from_config
@@ -102,6 +103,10 @@ def test_valid_directories_load(tmp_path, form):
     ghosts = {"in the index": [HEAD], "foreign": ["vision.0.weight"]}.get(form, [])
     rewrite(tmp_path, tensors, index=form != "no index", ghosts=ghosts)
     assert torch.equal(logits(ours(tmp_path)), want)
+    if form == "no index":
+        generating, report = from_pretrained(str(tmp_path), torch.float64, trusted=False)
+        assert torch.equal(logits(generating), want)
+        assert not report["missing_keys"]
 
 
 def test_shards_without_an_index_have_to_be_complete(tmp_path):

@@ -31,7 +31,7 @@ TEXT = (
     "bfloat16, which leaves in float32 what transformers leaves."
 )
 COLUMNS = ("shuffled", "without index", "tied", "ghost", "foreign", "missing", "export")
-SECONDS = 180
+SECONDS = 600
 
 Tensors = dict[str, Any]
 

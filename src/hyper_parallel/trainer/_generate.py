@@ -49,6 +49,7 @@ from hyper_parallel.trainer._decode import (
     Sampling,
     decoder_of,
 )
+from hyper_parallel.trainer._exported_model import from_pretrained
 from hyper_parallel.trainer._generate_memory import DeviceMemory
 from hyper_parallel.trainer._pick_device import pick_device
 from hyper_parallel.trainer._texts import (
@@ -110,7 +111,6 @@ def load(
         BadValue: HP102 when the dtype does not exist.
         DeviceUnavailable: HP502 when the machine lacks the device.
     """
-    from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     export = find_export(directory)
@@ -122,13 +122,7 @@ def load(
     if adapter.is_file():
         base = base_of(export)
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
-            base,
-            dtype=getattr(torch, dtype) if dtype else "auto",
-            local_files_only=True,
-            trust_remote_code=trusted,
-            output_loading_info=True,
-        )
+        model, info = from_pretrained(base, getattr(torch, dtype) if dtype else "auto", trusted)
         if adapter.is_file():
             take_adapter(model, export)
             merge_adapters(model)
