@@ -284,9 +284,11 @@ class CheckpointFormat(HyperParallelError, code="HP740"):
 
 
 class WeightsUnreadable(HyperParallelError, code="HP703"):
-    """A weight file of a model directory is missing, truncated, or lacks a parameter.
+    """A weight file of a model directory is missing, truncated, lacks a parameter, or holds an unknown one.
 
-    Fix: fetch the file named again; names and shapes must match `config.json`.
+    Why: transformers would give a missing parameter random values and drop an unknown tensor. Fix: fetch the file named
+    again; names and shapes must match `config.json`. Where the files hold an embedding and a different head, a model
+    that is already parallelized cannot untie the two: set `"tie_word_embeddings": false` in `config.json`.
     """
 
 

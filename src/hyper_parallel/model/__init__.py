@@ -12,11 +12,14 @@ from hyper_parallel.model._load_model import (
     spec_from_config,
 )
 from hyper_parallel.model._model_spec import AttentionSpec, Block, MlpSpec, ModelSpec, ParamSpec
+from hyper_parallel.model._weight_listing import INDEX, SINGLE, WeightListing, list_weight_files
 from hyper_parallel.model.properties import QUESTIONS, ModelProperties, Property
 
 __all__ = [
     "FAMILIES_READ",
+    "INDEX",
     "QUESTIONS",
+    "SINGLE",
     "AttentionSpec",
     "Block",
     "ConfigFile",
@@ -25,8 +28,10 @@ __all__ = [
     "ModelSpec",
     "ParamSpec",
     "Property",
+    "WeightListing",
     "find_preset",
     "is_read",
+    "list_weight_files",
     "load_model",
     "preset_names",
     "read_config",

@@ -16,6 +16,7 @@ from hyper_parallel.model import _gpt2, _llama_like
 from hyper_parallel.model._config_json import STANDARD_KEYS, ConfigView
 from hyper_parallel.model._families import FAMILIES, LLAMA, TEXT_PARTS, Family
 from hyper_parallel.model._model_spec import ModelSpec
+from hyper_parallel.model._weight_listing import with_files_ties
 from hyper_parallel.model._weights import check_weights, read_headers
 from hyper_parallel.units import DTYPE_BYTES
 
@@ -105,7 +106,8 @@ def read_config(path_or_name: str | os.PathLike[str], *, where: str | None = Non
     path = Path(os.path.expanduser(text))  # noqa: PTH111
     if os.path.isfile(path / "config.json"):  # noqa: PTH113
         file = path / "config.json"
-        return ConfigFile(_read_json(file), path.resolve().name, str(file), path)
+        values = with_files_ties(_read_json(file), path)
+        return ConfigFile(values, path.resolve().name, str(file), path)
     if os.path.isfile(path):  # noqa: PTH113
         return ConfigFile(_read_json(path), _name_of(path), str(path))
     preset = find_preset(text)

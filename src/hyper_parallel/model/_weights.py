@@ -1,12 +1,7 @@
-"""Safetensors headers: names, shapes and formats of published weights, read without the weights.
-
-A file starts with the length of its header (8 bytes, little endian), then the header as JSON: name to dtype, shape and
-byte range; the data follows. Source: safetensors format description, `README.md` of the library.
-"""
+"""Names, shapes and formats of published weights, compared with a model; only headers of files are read."""
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections import Counter
@@ -14,13 +9,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
 
 from hyper_parallel.errors import WeightsUnreadable
 from hyper_parallel.model._families import FAMILIES, Experts
 from hyper_parallel.model._model_spec import ModelSpec, ParamSpec
-
-_MAX_HEADER_BYTES = 100_000_000  # the limit of the format's own reader
+from hyper_parallel.model._weight_listing import TensorInfo, list_weight_files, read_tensor_infos
 
 _DTYPES: Mapping[str, str] = MappingProxyType(
     {
@@ -37,86 +30,28 @@ _BUFFERS = ("inv_freq", "e_score_correction_bias", "attn.bias", "attn.masked_bia
 """Ends of names that are in published files but are no parameters."""
 
 
-class TensorInfo(NamedTuple):
-    """One tensor of a file: its format by the file's own word, `BF16`, and its shape as stored."""
-
-    dtype: str
-    shape: tuple[int, ...]
-
-
 def read_headers(directory: Path) -> tuple[dict[str, TensorInfo], tuple[str, ...]]:
-    """Tensors by name, and what was noticed.
-
-    Of `model.safetensors`, or of the shards its index lists; empty when there are no weights.
+    """Return the tensors of the safetensors files of a directory by name, and notes; empty when there are none.
 
     Raises:
         WeightsUnreadable: HP703 naming the file that is missing, truncated or corrupt.
     """
-    index, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
-    if not index.is_file():
-        return (read_header(single) if single.is_file() else {}), ()
-    weight_map = _read_index(index)
-    files = sorted(set(weight_map.values()))
+    listing = list_weight_files(directory)
+    files = [f for f in listing.files if f.endswith(".safetensors")]
     missing = [f for f in files if not os.path.isfile(directory / f)]  # noqa: PTH113  too long a name
-    if len(missing) == len(files):
+    if files and len(missing) == len(files):
         return {}, ("the weight files are not here: names and shapes are unchecked",)
     if missing:
         raise WeightsUnreadable(
             f"{len(missing)} of {len(files)} weight files are missing",
-            where=str(index),
+            where=str(directory / (listing.index or "")),
             got=missing[:3],
             hint=f"fetch `{missing[0]}` again",
         )
     tensors: dict[str, TensorInfo] = {}
     for file in files:
-        tensors |= read_header(directory / file)
-    lost = sorted(set(weight_map) - set(tensors))
-    if lost:
-        raise WeightsUnreadable(
-            "the index lists tensors that its files do not hold",
-            where=str(index),
-            got=lost[:3],
-            hint=f"fetch `{weight_map[lost[0]]}` again",
-        )
+        tensors |= read_tensor_infos(directory / file)
     return tensors, ()
-
-
-def read_header(path: Path) -> dict[str, TensorInfo]:
-    """Tensors of one file.
-
-    Raises:
-        WeightsUnreadable: HP703 when the file is shorter than its header says or the header is not one.
-    """
-    try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            start = file.read(8)
-            length = int.from_bytes(start, "little")
-            if len(start) < 8 or length > _MAX_HEADER_BYTES or 8 + length > size:
-                raise _corrupt(path, f"{size} bytes, header of {length} bytes")
-            raw = file.read(length)
-    except OSError as error:
-        raise _corrupt(path, str(error)) from error
-    try:
-        header = json.loads(raw)
-        header.pop("__metadata__", None)
-        tensors = {
-            str(name): TensorInfo(str(t["dtype"]), tuple(int(s) for s in t["shape"]))
-            for name, t in header.items()
-        }
-        end = max((int(t["data_offsets"][1]) for t in header.values()), default=0)
-    except (
-        ValueError,
-        TypeError,
-        LookupError,
-        AttributeError,
-        OverflowError,
-        RecursionError,
-    ) as error:
-        raise _corrupt(path, f"header: {error!r}") from error
-    if 8 + length + end > size:
-        raise _corrupt(path, f"{size} bytes, {8 + length + end} expected")
-    return tensors
 
 
 def check_weights(
@@ -141,7 +76,9 @@ def check_weights(
     found = _causal_lm_names(tensors, spec)
     experts = FAMILIES[spec.family].experts if spec.family in FAMILIES else None
     wrong, used = [], set()
-    for name, param in spec.named_params():
+    params = dict(spec.named_params())
+    partner = {p.tied_to: name for name, p in params.items() if p.tied_to is not None}
+    for name, param in params.items():
         for option in _stored_as(name, param, experts):
             if all(stored in found for stored, _ in option):
                 wrong += [
@@ -152,7 +89,7 @@ def check_weights(
                 used |= {stored for stored, _ in option}
                 break
         else:
-            if param.tied_to is None:
+            if param.tied_to is None and partner.get(name) not in found:
                 wrong.append(f"{name}: missing")
     extra = [n for n in found if n not in used and not n.endswith(_BUFFERS)]
     notes = list(spec.notes)
@@ -176,24 +113,6 @@ def check_weights(
     if dtype != spec.dtype:
         notes.append(f"the weights are stored in {dtype}, config.json says {spec.dtype}")
     return replace(spec, dtype=dtype, notes=tuple(notes))
-
-
-def _read_index(path: Path) -> dict[str, str]:
-    try:
-        weight_map: Any = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-        files = {str(k): str(v) for k, v in weight_map.items()}
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise _corrupt(path, repr(error)) from error
-    return files
-
-
-def _corrupt(path: Path, got: str) -> WeightsUnreadable:
-    return WeightsUnreadable(
-        f"the weight file `{path.name}` is truncated, corrupt or unreadable",
-        where=str(path),
-        got=got,
-        hint=f"fetch `{path.name}` again",
-    )
 
 
 def _causal_lm_names(tensors: Mapping[str, TensorInfo], spec: ModelSpec) -> dict[str, TensorInfo]:

@@ -10,6 +10,7 @@ from torch import nn
 
 from hyper_parallel.backends.torch import Ranks, Routing, apply_plan
 from hyper_parallel.ir import Plan
+from hyper_parallel.runtime._save_method import attach_save_pretrained
 from hyper_parallel.runtime._world import World
 
 
@@ -40,7 +41,8 @@ def parallelize(
             between hosts for every module that FSDP gathers.
 
     Returns:
-        The same model, same class and parameter names, with its parameters laid out.
+        The same model, same class and parameter names, with its parameters laid out. Its `save_pretrained` writes what
+        `hp.save_pretrained` writes.
 
     Raises:
         DegreesMismatch: HP301 when the plan is for another number of ranks.
@@ -52,15 +54,15 @@ def parallelize(
         atexit.register(_end, world)
     strategy = plan.strategy
     mixed = plan.workload.compute_dtype != plan.workload.param_dtype
-    if strategy.world_size == 1 and world.world_size == 1 and not mixed:
-        return apply_plan(
-            model, plan, Ranks(None, 0, world.device), routing, average=average, one_order=one_order
-        )
-    mesh = world.mesh(strategy, ranks)
-    expert_mesh = world.expert_mesh(strategy, ranks)
-    position = mesh.mesh.flatten().tolist().index(world.rank)
-    placed = Ranks(mesh, position, world.device, world.group(mesh), expert_mesh)
-    return apply_plan(model, plan, placed, routing, average=average, one_order=one_order)
+    placed = Ranks(None, 0, world.device)
+    if strategy.world_size > 1 or world.world_size > 1 or mixed:
+        mesh = world.mesh(strategy, ranks)
+        expert_mesh = world.expert_mesh(strategy, ranks)
+        position = mesh.mesh.flatten().tolist().index(world.rank)
+        placed = Ranks(mesh, position, world.device, world.group(mesh), expert_mesh)
+    apply_plan(model, plan, placed, routing, average=average, one_order=one_order)
+    attach_save_pretrained(model)
+    return model
 
 
 def _end(world: World) -> None:

@@ -10,7 +10,6 @@ import json
 import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,7 +40,7 @@ from hyper_parallel.errors import (
     RunUnreadable,
     WeightsUnreadable,
 )
-from hyper_parallel.model import ConfigFile, read_config
+from hyper_parallel.model import ConfigFile
 from hyper_parallel.trainer._decode import (
     SLOTS,
     Decoder,
@@ -49,6 +48,7 @@ from hyper_parallel.trainer._decode import (
     Sampling,
     decoder_of,
 )
+from hyper_parallel.trainer._exported_model import from_pretrained
 from hyper_parallel.trainer._generate_memory import DeviceMemory
 from hyper_parallel.trainer._pick_device import pick_device
 from hyper_parallel.trainer._texts import (
@@ -61,7 +61,6 @@ from hyper_parallel.trainer._texts import (
 )
 from hyper_parallel.trainer.checkpoints._adapter import take_adapter
 from hyper_parallel.trainer.data import has_tokenizer, load_tokenizer
-from hyper_parallel.trainer.engine._auto_model import class_of_config
 from hyper_parallel.trainer.model_properties import properties_of
 
 logger = logging.getLogger(__name__)
@@ -122,13 +121,7 @@ def load(
     if adapter.is_file():
         base = base_of(export)
     try:
-        model, info = _auto_class(base).from_pretrained(
-            base,
-            dtype=getattr(torch, dtype) if dtype else "auto",
-            local_files_only=True,
-            trust_remote_code=trusted,
-            output_loading_info=True,
-        )
+        model, info = from_pretrained(base, getattr(torch, dtype) if dtype else "auto", trusted)
         if adapter.is_file():
             take_adapter(model, export)
             merge_adapters(model)
@@ -160,17 +153,6 @@ def load(
     except ModelUnreadable as error:  # only transformers can make its class
         logger.warning("not measured, so decoding trusts the model's own cache: %s", error.what)
     return model.to(where).eval(), tokenizer
-
-
-def _auto_class(base: str) -> Any:
-    """Return the class of transformers that loads a directory, or a name of the Hub."""
-    from transformers import AutoModelForCausalLM
-
-    with suppress(
-        HyperParallelError
-    ):  # a name of the Hub, or a type that transformers or its code must judge
-        return class_of_config(read_config(base))
-    return AutoModelForCausalLM
 
 
 def check_dtype(dtype: str | None) -> None:

@@ -16,7 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hyper_parallel.backends.torch import check_flow, data_share, load_pretrained
+from hyper_parallel.backends.torch import (
+    check_flow,
+    check_pretrained,
+    data_share,
+    load_pretrained,
+)
 from hyper_parallel.backends.torch._forward import loop_over_experts
 from hyper_parallel.errors import UnsupportedSharding
 from hyper_parallel.ir import Plan, Strategy, Workload
@@ -146,6 +151,7 @@ def _planned(
     model = model_from_config(file, getattr(torch, dtype), trusted=trusted)
     if (export / GENERATION).is_file():
         model.generation_config = GenerationConfig.from_pretrained(export)
+    check_pretrained(model, export)
     loop_over_experts(model, getattr(torch, dtype))
     formats = dict.fromkeys(("compute_dtype", "param_dtype", "reduce_dtype"), dtype)
     # A schedule is not run; so many microbatches suit every one.

@@ -248,7 +248,7 @@ def prepare_job(loaded: LoadedRecipe, *, progress: bool = True) -> Job:
     Raises:
         HyperParallelError: Anything a user can have got wrong; see docs/train.md.
     """
-    from hyper_parallel.backends.torch import WeightFiles, check_flow, check_routing
+    from hyper_parallel.backends.torch import check_flow, check_pretrained, check_routing
     from hyper_parallel.planner import plan_recipe
     from hyper_parallel.trainer.data import prepare
     from hyper_parallel.trainer.engine._adapters import trained_of
@@ -284,16 +284,14 @@ def prepare_job(loaded: LoadedRecipe, *, progress: bool = True) -> Job:
     scores = recipe.stage == "rm"
     spec = read_spec(recipe.model.path, where, trusted=trusted, tried=searched, scores=scores)
     weights = weights_directory(recipe, where)
-    if weights is not None:
-        WeightFiles(weights)
-        if not (recipe.data.tokenizer or has_tokenizer(weights)):
-            raise TokenizerMissing(
-                "the pretrained weights come without their tokenizer",
-                where=loaded.where("model.path"),
-                got=str(weights),
-                hint="data.tokenizer=<the directory of the model's tokenizer>",
-            )
-    elif recipe.lora is not None and recipe.checkpoint.export:
+    if weights is not None and not (recipe.data.tokenizer or has_tokenizer(weights)):
+        raise TokenizerMissing(
+            "the pretrained weights come without their tokenizer",
+            where=loaded.where("model.path"),
+            got=str(weights),
+            hint="data.tokenizer=<the directory of the model's tokenizer>",
+        )
+    if weights is None and recipe.lora is not None and recipe.checkpoint.export:
         raise Contradiction(
             "an adapter is read beside the weights it was trained on, and the model starts from random ones",
             where=loaded.where("model.path"),
@@ -302,6 +300,8 @@ def prepare_job(loaded: LoadedRecipe, *, progress: bool = True) -> Job:
             hint="set `lora=null` or `checkpoint.export=false`, or `model.path=RUN_DIR/export`",
         )
     share, trained = trained_of(model := build_model(recipe))
+    if weights is not None:
+        check_pretrained(model, weights)
     plan = plan_recipe(recipe, training_ranks, loaded.where, spec, share)
     recipe = (loaded := with_roles(loaded, plan)).recipe
     check_offload(recipe, plan, model, loaded.where)

@@ -39,9 +39,8 @@ from hyper_parallel.backends.torch.experts._routing import (
 )
 from hyper_parallel.backends.torch.memory import CommCounter, cpu_workspace, device_workspace
 from hyper_parallel.backends.torch.weights._initialise import allocate, materialize
-from hyper_parallel.backends.torch.weights._pretrained import load_pretrained
+from hyper_parallel.backends.torch.weights._pretrained import check_pretrained, load_pretrained
 from hyper_parallel.backends.torch.weights._ranges import local
-from hyper_parallel.backends.torch.weights._tensor_files import WeightFiles
 
 __all__ = [
     "FLAT",
@@ -52,12 +51,12 @@ __all__ = [
     "RouterLoss",
     "Routing",
     "RoutingStatistics",
-    "WeightFiles",
     "accumulate",
     "allocate",
     "apply_plan",
     "audit",
     "check_flow",
+    "check_pretrained",
     "check_routing",
     "clip_grad_norm_",
     "count_routing",

@@ -15,10 +15,10 @@ from hyper_parallel.backends.torch.experts._balance_loss import BalanceLoss
 from hyper_parallel.backends.torch.experts._routing import ExpertState
 from hyper_parallel.backends.torch.pipeline._apply import Pipeline
 from hyper_parallel.backends.torch.tensor._state import TpState
+from hyper_parallel.backends.torch.weights._pretrained import HANDLE
 from hyper_parallel.ir import Layout, Plan
 from hyper_parallel.model import ModelProperties
 
-_ATTRIBUTE = "_hyper_parallel"
 _PROPERTIES = "_hyper_parallel_properties"
 
 
@@ -93,12 +93,12 @@ class Handle:
 
 def attach(model: nn.Module, handle: Handle) -> None:
     """Remember the handle on the model itself, so that it lives as long."""
-    object.__setattr__(model, _ATTRIBUTE, handle)
+    object.__setattr__(model, HANDLE, handle)
 
 
 def attached(model: nn.Module) -> Handle | None:
     """What `parallelize` attached to this model; None: it did not pass through it."""
-    found: Handle | None = model.__dict__.get(_ATTRIBUTE)
+    found: Handle | None = model.__dict__.get(HANDLE)
     return found
 
 

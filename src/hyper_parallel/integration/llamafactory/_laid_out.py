@@ -13,11 +13,9 @@ from torch import Tensor, nn
 import hyper_parallel as hp
 from hyper_parallel.backends.torch._structure import layers_of
 from hyper_parallel.backends.torch._swap import swap_layers
-from hyper_parallel.backends.torch.weights._lora import has_adapters
 from hyper_parallel.errors import UnsupportedSharding
 from hyper_parallel.integration.llamafactory._arguments import HyperParallelArguments
 from hyper_parallel.ir import Strategy
-from hyper_parallel.trainer.checkpoints._adapter import export_adapter
 
 FORMATS: Final = {"bf16": "bfloat16", "fp16": "float16"}
 """Words of Accelerate's `mixed_precision`."""
@@ -66,10 +64,7 @@ def without_padding_mask(inputs: dict[str, Any]) -> dict[str, Any]:
 def export(model: nn.Module, target: Path, processing_class: Any) -> None:
     """Write model or adapter and tokenizer among what is in a folder already; every rank calls this."""
     scratch = target / ".export"
-    if has_adapters(model):
-        export_adapter(model, None, scratch)
-    else:
-        hp.save_pretrained(model, scratch)
+    hp.save_pretrained(model, scratch)
     if not dist.is_initialized() or dist.get_rank() == 0:
         for file in scratch.iterdir():
             file.replace(target / file.name)

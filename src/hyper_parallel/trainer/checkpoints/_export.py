@@ -22,10 +22,18 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hyper_parallel.backends.torch._peft import ADAPTER_CONFIG
-from hyper_parallel.backends.torch.weights._huggingface import original_class, twin
-from hyper_parallel.backends.torch.weights._initialise import (
-    canonical_name,
+from hyper_parallel.backends.torch.weights._carried import (
+    CarriedWeights,
+    carried_weights,
+    open_carried,
 )
+from hyper_parallel.backends.torch.weights._huggingface import (
+    original_class,
+    published_dtypes,
+    twin,
+    untied_config,
+)
+from hyper_parallel.backends.torch.weights._initialise import canonical_name
 from hyper_parallel.backends.torch.weights._ranges import local
 from hyper_parallel.errors import ModelUnreadable, OutputNotWritable
 from hyper_parallel.trainer._files import copy_files, replace_directory
@@ -48,6 +56,7 @@ def export_hf(
     generation: Path | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
     at_home: AtHome = Tensor.detach,
+    carried: CarriedWeights | None = None,
 ) -> Path:
     """Write the model, its configuration and its tokenizer; collective over all ranks.
 
@@ -58,10 +67,13 @@ def export_hf(
         config: Its configuration.
         tokenizer_dir: Directory whose tokenizer files are copied; None: no tokenizer.
         out_dir: Created. An earlier export there is replaced; any other non-empty directory is refused.
-        dtype: Stored dtype; None: that of the parameters.
+        dtype: Stored dtype, except of parameters that transformers keeps in float32 when it loads a model of this
+            dtype; None: that of each parameter.
         generation: A `generation_config.json` that is taken along where it exists; else the model's own is written.
         max_file_bytes: Size at which a file is closed.
         at_home: Gives a local tensor on its bytes, where a memory plan has them elsewhere.
+        carried: Tensors of the pretrained files that the model does not use, written unchanged; None: those of the
+            files that the model was loaded from.
 
     Returns:
         `out_dir`.
@@ -81,14 +93,15 @@ def export_hf(
     held = Held.of(ranks, model, state, at_home)
     shapes = {n: v.shape for n, v in reference.state_dict().items() if n in held.owners}
     names = _stored_once(reference, shapes)
-    if dtype is None:
-        dtype = next(v.dtype for v in state.values() if v.is_floating_point())
+    kept = {} if dtype is None else published_dtypes(model, dtype)
+    dtypes = {n: kept.get(n, held.owners[n][1]) for n in names}
     writer: _Writer | None = None
     failure: Exception | None = None
 
     def begin() -> None:
         nonlocal writer
-        writer = _Writer(out, reference, {n: shapes[n] for n in names}, dtype, max_file_bytes)
+        meta = {n: torch.empty(shapes[n], dtype=dtypes[n], device="meta") for n in names}
+        writer = _Writer(out, reference, meta, max_file_bytes, carried or carried_weights(model))
         writer.open()
 
     ranks.on_rank_0(begin)
@@ -105,7 +118,8 @@ def export_hf(
             raise failure
         assert writer is not None
         own = getattr(model, "generation_config", None)
-        writer.close(config, own, generation, tokenizer_dir)
+        stored = _exported_config(config, reference, dtype or _main_dtype(shapes, dtypes))
+        writer.close(stored, own, generation, tokenizer_dir)
 
     ranks.on_rank_0(close)
     return out
@@ -135,16 +149,15 @@ class _Writer:
         self,
         out: Path,
         reference: nn.Module,
-        shapes: dict[str, torch.Size],
-        dtype: torch.dtype,
+        meta: dict[str, Tensor],
         max_file_bytes: int,
+        carried: CarriedWeights | None,
     ) -> None:
         self._out = out
         self._reference = reference
-        self._dtype = dtype
+        self._dtypes = {name: tensor.dtype for name, tensor in meta.items()}
         self._temporary = out.parent / f".{out.name}.tmp"
         # The format of the whole model on the meta device: which file each tensor goes to, known before writing.
-        meta = {n: torch.empty(s, dtype=dtype, device="meta") for n, s in shapes.items()}
         sizes = {
             key: part.nbytes
             for name, tensor in meta.items()
@@ -156,6 +169,8 @@ class _Writer:
                 "the published format of this model joins several parameters in one tensor, which is not supported",
                 got=sorted(expected ^ sizes.keys())[:3],
             )
+        self._carried = open_carried(carried, expected)
+        sizes |= {name: tensor.num_bytes for name, tensor in self._carried.items()}
         self._file_of = _plan(sizes, max_file_bytes)
         self._total_bytes = sum(sizes.values())
         self._left = Counter(self._file_of.values())
@@ -168,19 +183,25 @@ class _Writer:
     def add(self, name: str, full: Tensor) -> None:
         """Take one whole parameter; write the files it completes."""
         if full.is_floating_point():
-            full = full.to(self._dtype)
+            full = full.to(self._dtypes[name])
         for key, part in _published(self._reference, {name: full.cpu()}).items():
-            file = self._file_of[key]
             # A copy: parts of one parameter share storage, which safetensors refuses.
-            self._open.setdefault(file, {})[key] = part.clone(memory_format=torch.contiguous_format)
-            self._left[file] -= 1
-            if self._left[file] == 0:
-                save_file(self._open.pop(file), self._temporary / file, metadata={"format": "pt"})
+            self._put(key, part.clone(memory_format=torch.contiguous_format))
+
+    def _put(self, key: str, tensor: Tensor) -> None:
+        """Add a tensor to its file; write the file when it is complete."""
+        file = self._file_of[key]
+        self._open.setdefault(file, {})[key] = tensor
+        self._left[file] -= 1
+        if self._left[file] == 0:
+            save_file(self._open.pop(file), self._temporary / file, metadata={"format": "pt"})
 
     def close(
         self, config: Any, own: Any, generation: Path | None, tokenizer_dir: str | Path | None
     ) -> None:
         """Write everything else and give the directory its name."""
+        for name, tensor in self._carried.items():
+            self._put(name, tensor.read(()).contiguous())
         assert not self._open, f"tensors never completed: {sorted(self._open)}"
         if len(self._left) > 1:
             index = {
@@ -189,9 +210,6 @@ class _Writer:
             }
             text = json.dumps(index, indent=2) + "\n"
             (self._temporary / "model.safetensors.index.json").write_text(text, encoding="utf-8")
-        config = copy.deepcopy(config)
-        config.architectures = [type(self._reference).__name__]
-        config.dtype = str(self._dtype).removeprefix("torch.")
         config.save_pretrained(self._temporary)
         if generation is not None and generation.is_file():
             shutil.copyfile(generation, self._temporary / GENERATION)
@@ -200,6 +218,24 @@ class _Writer:
         if tokenizer_dir is not None:
             copy_files(Path(tokenizer_dir), self._temporary, TOKENIZER_FILES)
         replace_directory(self._temporary, self._out)
+
+
+def _exported_config(config: Any, reference: nn.Module, dtype: torch.dtype) -> Any:
+    """Return the configuration of an export: class and format of the model, and whether its embeddings are tied."""
+    tied = reference.config.tie_word_embeddings or not config.tie_word_embeddings
+    config = copy.deepcopy(config) if tied else untied_config(config)
+    config.architectures = [type(reference).__name__]
+    config.dtype = str(dtype).removeprefix("torch.")
+    return config
+
+
+def _main_dtype(shapes: Mapping[str, torch.Size], dtypes: Mapping[str, torch.dtype]) -> torch.dtype:
+    """Return the floating-point format of most elements."""
+    elements: Counter[torch.dtype] = Counter()
+    for name, dtype in dtypes.items():
+        if dtype.is_floating_point:
+            elements[dtype] += shapes[name].numel()
+    return elements.most_common(1)[0][0]
 
 
 def _stored_once(reference: nn.Module, state: Iterable[str]) -> list[str]:

@@ -9,10 +9,12 @@ import torch
 from hyper_parallel.backends.torch import load_pretrained
 from hyper_parallel.backends.torch._dropout import original_config
 from hyper_parallel.backends.torch._token_scores import SCORE
+from hyper_parallel.backends.torch.weights._carried import CarriedWeights, carried_of
 from hyper_parallel.backends.torch.weights._initialise import allocate_and_fill_buffers
 from hyper_parallel.backends.torch.weights._lora import merge_adapters
 from hyper_parallel.config import Lora, Model, Recipe
 from hyper_parallel.errors import BadValue, ModelUnreadable, UnknownModel
+from hyper_parallel.model import list_weight_files
 from hyper_parallel.trainer.checkpoints._adapter import allocate_trained, export_adapter
 from hyper_parallel.trainer.checkpoints._checkpointer import Checkpointer, stored_dtypes
 from hyper_parallel.trainer.checkpoints._export import export_hf
@@ -87,5 +89,9 @@ def export_checkpoint(
     if scores and tokenizer_dir is not None:
         take_padding(model, tokenizer_dir)
     generation = model_dir / GENERATION
-    export_hf(model, original_config(model), tokenizer_dir, out_dir, stored, generation=generation)
+    carried = CarriedWeights.read(model_dir)
+    if carried is None and not merge and model_dir.is_dir() and list_weight_files(model_dir).files:
+        carried = carried_of(model, model_dir)
+    config = original_config(model)
+    export_hf(model, config, tokenizer_dir, out_dir, stored, generation=generation, carried=carried)
     return found

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
 from hyper_parallel.backends.torch import load_pretrained
 from hyper_parallel.backends.torch._peft import ADAPTER_CONFIG, base_of
+from hyper_parallel.backends.torch.weights._carried import carried_weights
 from hyper_parallel.config import Model, Recipe, Training
 from hyper_parallel.errors import BadValue, ModelUnreadable, UnknownModel
 from hyper_parallel.trainer.checkpoints import _manifest as files
 from hyper_parallel.trainer.checkpoints._adapter import take_adapter
 from hyper_parallel.trainer.checkpoints._checkpointer import Checkpointer
 from hyper_parallel.trainer.engine._model import build_model, read_spec
+
+logger = logging.getLogger(__name__)
 
 _DTYPES = ("float32", "float64")
 
@@ -63,6 +67,13 @@ def import_checkpoint(
         facts = {"run": take_adapter(model, model_dir)}
     else:
         load_pretrained(model, path)
+        carried = carried_weights(model)
+        if carried is not None and carried.names:
+            logger.warning(
+                "%d tensors that the model does not use are not in the checkpoint, first `%s`: "
+                "`checkpoint export --model %s` writes them beside the model",
+                len(carried.names), carried.names[0], path,
+            )  # fmt: skip
     saver = Checkpointer(
         directory,
         keep=1,

@@ -11,9 +11,11 @@ import torch
 from torch import nn
 
 from hyper_parallel.backends.torch import handle
+from hyper_parallel.backends.torch.weights._lora import has_adapters
 from hyper_parallel.errors import BadValue
+from hyper_parallel.trainer.checkpoints._adapter import export_adapter
 from hyper_parallel.trainer.checkpoints._checkpointer import Checkpointer
-from hyper_parallel.trainer.checkpoints._export import export_hf
+from hyper_parallel.trainer.checkpoints._export import MAX_FILE_BYTES, export_hf
 
 _ALL: Final = sys.maxsize
 
@@ -90,20 +92,32 @@ def load(
 
 
 def save_pretrained(
-    model: nn.Module, path: str | Path, *, tokenizer: str | Path | None = None
+    model: nn.Module,
+    path: str | Path,
+    *,
+    tokenizer: str | Path | None = None,
+    max_file_bytes: int | None = None,
 ) -> None:
     """Write a model of transformers as a directory that `from_pretrained` reads; every rank calls this.
+
+    Tensors of the pretrained files that the model does not use, such as prediction layers, are written unchanged. A
+    model with adapters is written as an adapter of peft.
 
     Args:
         model: A model of transformers that passed through `parallelize`, on any layout.
         path: The directory. An earlier one of this kind is replaced; any other that is not empty is refused.
         tokenizer: Directory whose tokenizer files are copied; None: none.
+        max_file_bytes: Size at which a file of weights is closed; None: 5 GiB.
 
     Raises:
         ModelUnreadable: HP305 for a model that is not one of transformers.
         OutputNotWritable: HP105 when the directory cannot be written.
     """
-    export_hf(model, getattr(model, "config", None), tokenizer, path)
+    if has_adapters(model):
+        export_adapter(model, tokenizer, path)
+        return
+    config = getattr(model, "config", None)
+    export_hf(model, config, tokenizer, path, max_file_bytes=max_file_bytes or MAX_FILE_BYTES)
 
 
 def _check_json(name: str, value: Any) -> None:

@@ -15,6 +15,7 @@ from hyper_parallel.backends.torch import Routing, read_model, resolve_layouts, 
 from hyper_parallel.backends.torch._dropout import disable_dropout, original_config
 from hyper_parallel.backends.torch._peft import add_adapters
 from hyper_parallel.backends.torch._token_scores import scores_tokens
+from hyper_parallel.backends.torch.weights._carried import CARRIED_FILE, carried_weights
 from hyper_parallel.config import Recipe
 from hyper_parallel.errors import (
     BadValue,
@@ -227,7 +228,9 @@ def take_padding(model: nn.Module, tokenizer_dir: str | Path) -> None:
 def model_files(
     model: nn.Module, tokenizer_dir: str | Path, weights: Path | None
 ) -> dict[str, str]:
-    """Name to text of the files that say what a model is: its config, and how it generates as it was published.
+    """Return name to text of the files that say what a model is: its config, and how it generates as published.
+
+    With the tensors of the pretrained files that it does not use, if there are any, for exports.
 
     Args:
         model: As `build_model` gives it; one from scratch takes the tokenizer's first and last token.
@@ -240,6 +243,9 @@ def model_files(
         take_padding(model, tokenizer_dir)
     model.config.architectures = [type(model).__name__]
     files = {"config.json": original_config(model).to_json_string()}
+    carried = carried_weights(model)
+    if carried is not None and carried.names:
+        files[CARRIED_FILE] = carried.to_json()
     if weights is not None and (weights / GENERATION).is_file():
         files[GENERATION] = (weights / GENERATION).read_text(encoding="utf-8")
     elif (generation := getattr(model, "generation_config", None)) is not None:

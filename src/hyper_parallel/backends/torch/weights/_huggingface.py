@@ -12,6 +12,7 @@ import copy
 import functools
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,20 +50,75 @@ class Conversion:
         return {n: v[0] if isinstance(v, list) else v for n, v in made.items()}
 
 
-def twin(model: nn.Module) -> nn.Module | None:
-    """The same Hugging Face model on the meta device, of its original class and unsharded; None for other modules.
+def twin(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module | None:
+    """Return the same Hugging Face model on the meta device, of its original class and unsharded; None for others.
 
-    `fully_shard` replaces the class of a module, which hides from transformers which model it is. All parameters have
-    the widest format of the model's, to which some conversions of weights cast.
+    `fully_shard` replaces the class of a module, which hides from transformers which model it is. Parameters that
+    transformers has untied because files hold different values are untied in the copy.
+
+    Args:
+        model: The model.
+        dtype: Make the copy as transformers makes a model of this format, with its exceptions; None: all parameters
+            have the widest format of the model's, to which some conversions of weights cast.
     """
     cls = original_class(model)
     config = getattr(model, "config", None)
     if config is None or not callable(getattr(model, "get_expanded_tied_weights_keys", None)):
         return None
+    made = _on_meta(cls, copy.deepcopy(config), dtype)
+    tied = getattr(model, "all_tied_weights_keys", None)
+    if tied is not None and not made.all_tied_weights_keys.keys() <= tied.keys():
+        made = _on_meta(cls, untied_config(config), dtype)
     formats = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    if dtype is not None or not formats:
+        return made
+    return made.to(functools.reduce(torch.promote_types, formats))
+
+
+def _on_meta(cls: type[nn.Module], config: Any, dtype: torch.dtype | None) -> Any:
+    """Return a model of a class on the meta device."""
     with torch.device("meta"):
-        made = cls(copy.deepcopy(config))
-        return made.to(functools.reduce(torch.promote_types, formats)) if formats else made
+        return cls(config) if dtype is None else cls._from_config(config, dtype=dtype)
+
+
+def untied_config(config: Any) -> Any:
+    """Return a copy of a config whose embeddings are not tied."""
+    own = copy.deepcopy(config)
+    for part in (own, own.get_text_config()):
+        part.tie_word_embeddings = False
+    return own
+
+
+def tied_names(reference: nn.Module) -> dict[str, str]:
+    """Return which name the class ties to which where the config says so, whatever the config says."""
+    own = copy.deepcopy(reference.config)
+    for part in (own, own.get_text_config()):
+        part.tie_word_embeddings = True
+    with suppress(Exception):  # a class of which tied embeddings are a contradiction
+        return dict(_on_meta(type(reference), own, None).all_tied_weights_keys)
+    return {}
+
+
+def published_dtypes(model: nn.Module, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """Return the format of every parameter and buffer of a model that transformers loads in a format.
+
+    Some stay in float32: the router of deepseek_v3, say.
+    """
+    reference = twin(model, dtype)
+    if reference is None:
+        return {}
+    from transformers.core_model_loading import build_glob_alternation
+
+    state = reference.state_dict()
+    kept = reference._get_dtype_plan(dtype)
+    if not kept:
+        return {name: tensor.dtype for name, tensor in state.items()}
+    pattern, globs, _ = build_glob_alternation(list(kept))
+    found = {name: pattern.search(name) for name in state}
+    return {
+        name: tensor.dtype if (m := found[name]) is None else kept[globs[m.lastgroup]]
+        for name, tensor in state.items()
+    }
 
 
 def original_class(model: nn.Module) -> type[nn.Module]:
@@ -70,20 +126,38 @@ def original_class(model: nn.Module) -> type[nn.Module]:
     return next(c for c in type(model).__mro__ if not issubclass(c, FSDPModule))
 
 
-def boxes(
+@dataclass(frozen=True, slots=True)
+class NameMap:
+    """How the stored names of a directory fill the parameters of a model.
+
+    Attributes:
+        boxes: Stored tensors that fill each parameter.
+        conversions: What only code of transformers makes of stored tensors.
+        unknown: Stored names that belong to no parameter.
+        gaps: Name, or form of the name, of the first stored tensor that a parameter lacks, by the parameter.
+    """
+
+    boxes: dict[str, list[Box]]
+    conversions: list[Conversion]
+    unknown: list[str]
+    gaps: dict[str, str]
+
+
+def map_names(
     reference: nn.Module | None, wanted: set[str], stored: dict[str, tuple[int, ...]]
-) -> tuple[dict[str, list[Box]], list[Conversion], list[str]]:
-    """Boxes of each parameter or buffer `wanted`, what only a conversion gives, and names that belong to none.
+) -> NameMap:
+    """Return how stored tensors, given by name and shape, fill the parameters and buffers `wanted`.
 
     `reference` is the model's `twin`; None: names in the files are parameter names.
     """
     whole = {key: [Box(key, (0,) * len(shape), False)] for key, shape in stored.items()}
     if reference is None:
         unknown = [k for k in stored if k not in wanted]
-        return {k: v for k, v in whole.items() if k in wanted}, [], unknown
+        return NameMap({k: v for k, v in whole.items() if k in wanted}, [], unknown, {})
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import (
         WeightConverter,
+        apply_renamings,
         dot_natural_key,
         rename_source_key,
     )
@@ -94,36 +168,80 @@ def boxes(
     by_pattern = {p: c for c in converters for p in c.source_patterns}
     state = reference.state_dict()
     prefix = reference.base_model_prefix
-    result: dict[str, list[Box]] = {}
-    groups: dict[str, dict[str, list[str]]] = {}
-    unknown = []
+    result = NameMap({}, [], [], {})
+    groups: dict[str, _Sources] = {}
     for key in sorted(stored, key=dot_natural_key):
         name, pattern = rename_source_key(key, renamings, converters, prefix, state)
         if name not in state and key in state:  # transformers does so too
             name, pattern = rename_source_key(key, [], [], prefix, state)
         if name not in wanted:
-            unknown.append(key)
+            result.unknown.append(key)
         elif pattern is None:
-            result.setdefault(name, []).extend(whole[key])
+            result.boxes.setdefault(name, []).extend(whole[key])
         else:
-            groups.setdefault(name, {}).setdefault(pattern, []).append(key)
-    conversions = []
+            number = _number_of(pattern, apply_renamings(key, renamings))
+            groups.setdefault(name, {}).setdefault(pattern, []).append((number, key))
     for name, by_source in groups.items():
         converter = by_pattern[next(iter(by_source))]
+        size = state[name].shape[0] if name in state and state[name].dim() else 0
+        if gap := _gap(converter, by_source, size if _stacks(converter) else None):
+            result.gaps[name] = gap
         parts = _converted(converter, by_source, stored)
         if parts is not None:
-            result[name] = parts
+            result.boxes[name] = parts
         else:
-            conversions.append(Conversion(name, converter, by_source, reference))
-    return result, conversions, unknown
+            keys = {p: [key for _, key in found] for p, found in by_source.items()}
+            result.conversions.append(Conversion(name, converter, keys, reference))
+    return result
+
+
+_Sources = dict[str, list[tuple[int | None, str]]]
+"""Stored names by the pattern of a converter that they match, each with the number in the place of its star."""
+
+
+def _number_of(pattern: str, name: str) -> int | None:
+    """Return the number of an expert in a name; None for a pattern without a star."""
+    if "*." not in pattern:
+        return None
+    with suppress(re.error):
+        found = re.search(pattern.removeprefix("^").replace("*.", r"(\d+)\."), name)
+        if found is not None and found.groups():
+            return int([g for g in found.groups() if g is not None][-1])
+    return None
+
+
+def _stacks(converter: Any) -> bool:
+    """Return whether a converter begins by stacking the tensors of a list along dim 0."""
+    first = converter.operations[0]
+    return (type(first).__name__, getattr(first, "dim", None)) == ("MergeModulelist", 0)
+
+
+def _gap(converter: Any, by_source: _Sources, size: int | None) -> str | None:
+    """Return the first stored name that a parameter lacks, or its form; None where nothing is missing.
+
+    Args:
+        converter: Of the parameter.
+        by_source: The names that are there.
+        size: Number of experts; None where only gaps between numbers are seen.
+    """
+    for found in by_source.values():
+        numbers = {number for number, _ in found if number is not None}
+        expected = range(max(numbers, default=-1) + 1 if size is None else size)
+        if numbers and (missing := min(set(expected) - numbers, default=None)) is not None:
+            number, key = found[0]
+            head, _, tail = key.rpartition(f".{number}.")
+            return f"{head}.{missing}.{tail}"
+    if size is not None and (absent := set(converter.source_patterns) - by_source.keys()):
+        return min(absent)
+    return None
 
 
 def _converted(
-    converter: Any, by_source: dict[str, list[str]], stored: dict[str, tuple[int, ...]]
+    converter: Any, by_source: _Sources, stored: dict[str, tuple[int, ...]]
 ) -> list[Box] | None:
-    """Boxes of a parameter that several stored tensors make up, stacked or side by side; None: it is made otherwise."""
+    """Return boxes of a parameter that stored tensors make up, stacked or side by side; None: it is made otherwise."""
+    stack = _stacks(converter)
     operations = [(type(op).__name__, getattr(op, "dim", None)) for op in converter.operations]
-    stack = operations[:1] == [("MergeModulelist", 0)]
     rest = operations[1:] if stack else operations
     if len(rest) > 1 or any(kind != "Concatenate" for kind, _ in rest) or (not stack and not rest):
         return None
@@ -132,11 +250,11 @@ def _converted(
     start = 0
     for pattern in converter.source_patterns:
         shape: tuple[int, ...] = ()
-        for number, key in enumerate(by_source.get(pattern, [])):
+        for place, (number, key) in enumerate(by_source.get(pattern, [])):
             shape = ((1,) if stack else ()) + stored[key]
             offset = [0] * len(shape)
             if stack:
-                offset[0] = number
+                offset[0] = place if number is None else number
             if axis is not None:
                 offset[axis] = start
             result.append(Box(key, tuple(offset), stack))
@@ -144,7 +262,32 @@ def _converted(
     return result
 
 
-def may_be_unexpected(reference: nn.Module | None, key: str) -> bool:
-    """Whether the model class declares that files may hold this tensor without the model using it."""
+def is_ignored(reference: nn.Module | None, key: str) -> bool:
+    """Return whether the model class declares that files may hold this tensor without the model using it."""
     patterns = getattr(reference, "_keys_to_ignore_on_load_unexpected", None) or []
-    return any(re.search(p, key) for p in [*patterns, r"rotary_emb\.inv_freq$"])
+    return any(re.search(p, key) for p in patterns)
+
+
+def may_be_missing(reference: nn.Module | None, name: str) -> bool:
+    """Return whether the model class declares that files may lack this parameter or buffer."""
+    patterns = getattr(reference, "_keys_to_ignore_on_load_missing", None) or []
+    return any(re.search(p, name) for p in patterns)
+
+
+def names_of_other_classes(reference: nn.Module, stored: dict[str, tuple[int, ...]]) -> set[str]:
+    """Return the names that are parameters of another class of transformers for the same config: a pooler, say."""
+    from transformers.models.auto import modeling_auto as auto
+
+    tables = (
+        auto.MODEL_FOR_PRETRAINING_MAPPING,
+        auto.MODEL_MAPPING,
+        auto.MODEL_FOR_MASKED_LM_MAPPING,
+    )
+    found: set[str] = set()
+    for table in tables:
+        with suppress(Exception):  # no such class, or one that the config does not fit
+            cls = table[type(reference.config)]
+            other = _on_meta(cls, copy.deepcopy(reference.config), None)
+            left = {key: shape for key, shape in stored.items() if key not in found}
+            found |= left.keys() - {*map_names(other, {*other.state_dict()}, left).unknown}
+    return found

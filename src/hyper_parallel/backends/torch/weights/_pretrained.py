@@ -5,44 +5,64 @@ What transformers converts in a way that is more than stacking and joining is re
 
 from __future__ import annotations
 
-import math
+import logging
 import time
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from hyper_parallel.backends.torch._token_scores import SCORE, scores_tokens
-from hyper_parallel.backends.torch.weights._huggingface import (
-    Box,
-    Conversion,
-    boxes,
-    may_be_unexpected,
-    twin,
-)
+from hyper_parallel.backends.torch.weights._carried import CarriedWeights, remember_carried
+from hyper_parallel.backends.torch.weights._huggingface import Box, untied_config
 from hyper_parallel.backends.torch.weights._initialise import (
     allocate_and_fill_buffers,
-    canonical_name,
-    is_adapter,
     named_tensors,
 )
 from hyper_parallel.backends.torch.weights._ranges import Run, copy_full, local, local_ranges
 from hyper_parallel.backends.torch.weights._tensor_files import Ranges, WeightFiles, copy_overlap
+from hyper_parallel.backends.torch.weights.inventory import (
+    CARRIED,
+    Fate,
+    Inventory,
+    stored_tensors,
+    take_inventory,
+)
 from hyper_parallel.errors import WeightsUnreadable
 
-Assigned = list[Box] | tuple[Conversion, str, tuple[int, ...]]
-"""Boxes of stored tensors, or a conversion with the name and shape of its result."""
+logger = logging.getLogger(__name__)
+
+HANDLE: Final = "_hyper_parallel"
+"""Attribute of a model that passed through `parallelize`."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """What one rank did: tensors filled, bytes read from the files, seconds, and stored names not used."""
+    """What one rank did: tensors filled, bytes read from the files, seconds, and the fate of each stored name."""
 
     tensors: int
     bytes_read: int
     seconds: float
-    ignored: tuple[str, ...]
+    fates: dict[str, Fate]
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        """Stored names that are not used."""
+        unused = (*CARRIED, Fate.RECOMPUTED)
+        return tuple(sorted(name for name, fate in self.fates.items() if fate in unused))
+
+
+def check_pretrained(model: nn.Module, directory: str | Path) -> Inventory:
+    """Return the inventory of a model and a directory, or refuse as `load_pretrained` would; loads no values."""
+    files = WeightFiles(directory)
+    inventory = take_inventory(model, files)
+    if inventory.untied:
+        _check_untied(model, inventory, files)
+    remember_carried(model, CarriedWeights(Path(directory), tuple(inventory.names(*CARRIED))))
+    return inventory
 
 
 def load_pretrained(
@@ -55,138 +75,104 @@ def load_pretrained(
     """Fill a model from a Hugging Face directory of safetensors files, or of PyTorch's where there are none.
 
     Names, shapes and file sizes are checked from the headers before the first value is copied. Values are cast to the
-    dtype of each parameter. No communication; every rank reads the directory on its own.
+    dtype of each parameter. No communication; every rank reads the directory on its own. Parameters that the config
+    ties and the files hold with different values are untied, with a warning, as by transformers.
 
     Args:
         model: Module of plain tensors or DTensors, on any device including meta; changed in place.
-        directory: Holds `model.safetensors` or `pytorch_model.bin`, or shards with their index.
+        directory: Holds `model.safetensors` or `pytorch_model.bin`, or shards, with or without their index.
         device: Where plain tensors on the meta device go; None: the CPU.
         seed: Of the first values of a head of scores, where no file holds it; another head is left out then.
 
     Raises:
-        WeightsUnreadable: HP703 naming the file and the parameter: missing, truncated, unexpected, or of another
-            shape.
+        WeightsUnreadable: HP703 naming the file and the parameter: missing, truncated, unexpected, of another shape,
+            or to be untied after `parallelize`.
     """
     begin = time.perf_counter()
-    source = WeightFiles(directory)
-    reference = twin(model)
-    targets = _targets(model)
-    shapes = {name: entry.shape for name, entry in source.tensors.items()}
-    # A pipeline rank holds a part of the model; the files hold all of it.
-    wanted = set(targets) | (set(reference.state_dict()) if reference is not None else set())
-    boxed, conversions, unknown = boxes(reference, wanted, shapes)
-    fresh = {f"{SCORE}.weight"} - boxed.keys() if scores_tokens(model) else set()
-    inside = f"{model.base_model_prefix}." if fresh else ""
-    _check_unknown([key for key in unknown if key.startswith(inside)], reference, source)
-    assigned: dict[str, Assigned] = {**boxed}
-    for conversion in conversions:
-        made = conversion.run(lambda key: torch.empty(shapes[key], device="meta"))
-        assigned |= {name: (conversion, name, tuple(value.shape)) for name, value in made.items()}
-    given = {name: target for name, target in targets.items() if name not in fresh}
-    chosen = _choose(given, assigned, reference, source)
-    for name, parts in chosen.items():
-        _check_shape(name, tuple(targets[name].shape), parts, source)
-    ranges = {name: local_ranges(targets[name], name) for name in chosen}
-    allocate_and_fill_buffers(model, device=device, fresh=fresh, seed=seed)
-    targets = _targets(model)
+    files = WeightFiles(directory)
+    inventory = take_inventory(model, files)
+    if inventory.untied:
+        _check_untied(model, inventory, files)
+        fates = inventory.fates
+        _untie(model, inventory)
+        inventory = take_inventory(model, files)
+        inventory.fates |= {n: f for n, f in fates.items() if f is Fate.TIED_DIFFERENT}
+    sources, targets = inventory.sources, stored_tensors(model)
+    ranges = {name: local_ranges(targets[name], name) for name in sources}
+    allocate_and_fill_buffers(model, device=device, fresh=inventory.fresh, seed=seed)
+    targets = stored_tensors(model)
+    read_before = files.bytes_read
     with torch.no_grad():
-        for name, parts in chosen.items():
+        for name, parts in sources.items():
             for box in parts if isinstance(parts, list) else ():
-                _read_box(source, box, local(targets[name]).detach(), ranges[name])
-        for conversion in conversions:
-            into = {n: p[1] for n, p in chosen.items() if p[0] is conversion}
-            values = conversion.run(source.read) if into else {}
+                _read_box(files, box, local(targets[name]).detach(), ranges[name])
+        for conversion in inventory.conversions:
+            into = {n: p[1] for n, p in sources.items() if p[0] is conversion}
+            values = conversion.run(files.read) if into else {}
             for name, stored in into.items():
                 copy_full(targets[name], values[stored], name)
+    remember_carried(model, CarriedWeights(Path(directory), tuple(inventory.names(*CARRIED))))
+    _say(inventory, files)
     return LoadReport(
-        len(chosen), source.bytes_read, time.perf_counter() - begin, tuple(sorted(unknown))
+        len(sources), files.bytes_read - read_before, time.perf_counter() - begin, inventory.fates
     )
 
 
-def _targets(model: nn.Module) -> dict[str, Tensor]:
-    """What a file can hold: parameters and persistent buffers, by the name in the unwrapped model; no adapters."""
-    skip = {
-        f"{name}.{key}" if name else key
-        for name, module in model.named_modules()
-        for key in module._non_persistent_buffers_set
-    }
-    return {
-        canonical_name(n): t
-        for n, t in named_tensors(model).items()
-        if not (n in skip or is_adapter(n))
-    }
-
-
-def _check_unknown(unknown: list[str], reference: nn.Module | None, source: WeightFiles) -> None:
-    for key in unknown:
-        if not may_be_unexpected(reference, key):
-            raise WeightsUnreadable(
-                f"the model has no parameter for `{key}`",
-                where=str(source.tensors[key].file),
-                hint="check that config.json belongs to these weights",
-            )
-
-
-def _choose(
-    targets: dict[str, Tensor],
-    assigned: dict[str, Assigned],
-    reference: nn.Module | None,
-    source: WeightFiles,
-) -> dict[str, Assigned]:
-    """What fills each tensor; of a tied one any of its names may be in the files, also one of another stage."""
-    names: dict[int, list[str]] = {}
-    for name, tensor in targets.items():
-        names.setdefault(id(tensor), []).append(name)
-    tied: dict[int, list[str]] = {}
-    whole = {} if reference is None else named_tensors(reference)
-    for name, tensor in whole.items():
-        tied.setdefault(id(tensor), []).append(name)
-    chosen = {}
-    for group in names.values():
-        others = [n for name in group if name in whole for n in tied[id(whole[name])]]
-        present = [name for name in (*group, *others) if name in assigned]
-        if not present:
-            raise WeightsUnreadable(
-                f"no file holds the parameter `{group[0]}`",
-                where=str(source.directory),
-                got=f"{len(source.tensors)} tensors in the files",
-            )
-        chosen[group[0]] = assigned[present[0]]
-    return chosen
-
-
-def _check_shape(name: str, shape: tuple[int, ...], parts: Assigned, source: WeightFiles) -> None:
-    """Refuse boxes that reach outside the parameter or do not fill it."""
-    if not isinstance(parts, list):
-        if parts[2] != shape:
-            raise WeightsUnreadable(
-                f"what the files are converted to does not fit the parameter `{name}`",
-                where=str(source.directory),
-                got=f"shape {parts[2]}",
-                allowed=f"shape {shape}",
-            )
-        return
-    filled = 0
-    for box in parts:
-        entry = source.tensors[box.key]
-        size = ((1,) if box.stacked else ()) + entry.shape
-        inside = len(size) == len(shape) and all(
-            o + s <= n for o, s, n in zip(box.offset, size, shape, strict=True)
+def _say(inventory: Inventory, files: WeightFiles) -> None:
+    """Log which stored tensors the model does not use, and which parameters get initial values."""
+    counts = Counter(
+        fate
+        for fate in inventory.fates.values()
+        if fate in (*CARRIED, Fate.RECOMPUTED, Fate.ABSENT)
+    )
+    for fate, count in counts.items():
+        first = inventory.names(fate)[0]
+        logger.info("%s: %d tensors are %s, first `%s`", files.directory, count, fate, first)
+    if inventory.fresh:
+        logger.info(
+            "%s: no file holds %s: initial values",
+            files.directory,
+            ", ".join(sorted(inventory.fresh)),
         )
-        if not inside or (len(parts) == 1 and size != shape):
-            raise WeightsUnreadable(
-                f"`{box.key}` does not fit the parameter `{name}`",
-                where=str(entry.file),
-                got=f"shape {entry.shape}",
-                allowed=f"{'' if len(parts) == 1 else f'one of {len(parts)} parts of '}shape {shape}",
-            )
-        filled += math.prod(size)
-    if filled != math.prod(shape):
+
+
+def _check_untied(model: nn.Module, inventory: Inventory, files: WeightFiles) -> None:
+    """Refuse to untie parameters that already have a layout.
+
+    Raises:
+        WeightsUnreadable: HP703.
+    """
+    laid_out = HANDLE in model.__dict__ or any(isinstance(p, DTensor) for p in model.parameters())
+    name, first = next(iter(inventory.untied.items()))
+    if laid_out:
         raise WeightsUnreadable(
-            f"the files hold {filled} of the {math.prod(shape)} elements of `{name}`",
-            where=str(source.tensors[parts[0].key].file),
-            got=[box.key for box in parts],
+            f"the config ties `{name}` to `{first}`, and the files hold different values of the two",
+            where=str(files.directory),
+            got="a model that passed through `parallelize` with the two tied",
+            allowed="a model whose config has tie_word_embeddings=False",
+            hint=f'set "tie_word_embeddings": false in {files.directory / "config.json"}',
         )
+
+
+def _untie(model: nn.Module, inventory: Inventory) -> None:
+    """Give parameters that the files untie storage of their own, and say so in the config of the model."""
+    tensors: dict[str, Tensor] = named_tensors(model)
+    tied: dict[str, str] = getattr(model, "all_tied_weights_keys", {})
+    for name, first in inventory.untied.items():
+        logger.warning(
+            "the config ties `%s` to `%s`, but the files hold different values: the two are not tied",
+            name, first,
+        )  # fmt: skip
+        old = tensors[name]
+        parent, _, key = name.rpartition(".")
+        own = nn.Parameter(torch.empty_like(old), requires_grad=old.requires_grad)
+        model.get_submodule(parent)._parameters[key] = own
+        for pair in ((name, first), (first, name)):
+            if tied.get(pair[0]) == pair[1]:
+                del tied[pair[0]]
+    config: Any = getattr(model, "config", None)
+    if config is not None:
+        model.config = untied_config(config)
 
 
 def _read_box(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,11 +17,10 @@ from torch import Tensor
 
 from hyper_parallel.backends.torch.weights._ranges import Run
 from hyper_parallel.errors import WeightsUnreadable
+from hyper_parallel.model import INDEX, SINGLE, list_weight_files
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
-_FORMATS = ((INDEX, SINGLE), ("pytorch_model.bin.index.json", "pytorch_model.bin"))
-"""Index and single file of the formats that are read; the first that is there is taken."""
+_CHUNK_ELEMENTS = 1 << 24
+"""Elements of two tensors that are compared at a time."""
 
 Ranges = tuple[tuple[int, int], ...]
 """Start and stop per dim."""
@@ -69,6 +68,11 @@ class Stored:
     shape: tuple[int, ...]
     slices: Any
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the tensor."""
+        return self.read(tuple((0, 0) for _ in self.shape)).element_size() * math.prod(self.shape)
+
     def read(self, ranges: Ranges) -> Tensor:
         """The elements within `ranges`, as they are stored.
 
@@ -111,11 +115,11 @@ def open_tensors(path: Path) -> dict[str, Stored]:
 
 
 class WeightFiles:
-    """The tensors of one model directory: one file or shards with their index, safetensors or PyTorch's own.
+    """Tensors of one model directory: one file or shards, with or without an index, safetensors or PyTorch's own.
 
     Raises:
-        WeightsUnreadable: HP703 when a file is missing or truncated, lies elsewhere, or lacks a tensor that the index
-            promises.
+        WeightsUnreadable: HP703 when a file is missing, truncated or outside of the directory, and when two files hold
+            different values of one name.
     """
 
     def __init__(self, directory: str | Path) -> None:
@@ -123,23 +127,20 @@ class WeightFiles:
         self.bytes_read = 0
         """Bytes of tensor data handed out by `read` so far."""
         self.tensors: dict[str, Stored] = {}
-        there = [pair for pair in _FORMATS if any((self.directory / n).is_file() for n in pair)]
-        self._index_file, single = (there or _FORMATS)[0]
-        promised = self._index()
-        for file in sorted({*promised.values()}) if promised else [single]:
+        listing = list_weight_files(self.directory)
+        for file in listing.files or (SINGLE,):
             path = self.directory / file
             for name, stored in open_tensors(path).items():
-                if name in self.tensors:
+                first = self.tensors.setdefault(name, stored)
+                if first is not stored and not same_values(first, stored):
                     raise WeightsUnreadable(
-                        f"`{name}` is in two files", where=str(path), got=self.tensors[name].file
+                        f"two files hold different values of `{name}`",
+                        where=str(path),
+                        got=str(first.file),
+                        hint=f"remove the file that does not belong to the model from {directory}",
                     )
-                self.tensors[name] = stored
-        for name, file in promised.items():
-            if name not in self.tensors:
-                raise WeightsUnreadable(
-                    f"`{file}` has no tensor `{name}`, which the index places there",
-                    where=str(self.directory / self._index_file),
-                )
+        self.ghosts = {n: f for n, f in listing.promised.items() if n not in self.tensors}
+        """File in which the index places a tensor that it does not hold, by the name of the tensor."""
 
     def read(self, name: str, ranges: Ranges = ()) -> Tensor:
         """The elements of a tensor within `ranges`, as they are stored; none: all of it."""
@@ -147,23 +148,24 @@ class WeightFiles:
         self.bytes_read += part.numel() * part.element_size()
         return part
 
-    def _index(self) -> dict[str, str]:
-        path = self.directory / self._index_file
-        if not path.is_file():
-            return {}
-        try:
-            promised = dict(json.loads(path.read_text(encoding="utf-8"))["weight_map"])
-            outside = [f for f in promised.values() if Path(f).name != f or "\\" in f]
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise WeightsUnreadable(f"the index is damaged ({error})", where=str(path)) from None
-        if outside:
-            raise WeightsUnreadable(
-                "the index names a file outside of its directory",
-                where=str(path),
-                got=outside[0],
-                allowed="names of files beside the index",
-            )
-        return promised
+
+def same_values(first: Stored, second: Stored, dtype: torch.dtype | None = None) -> bool:
+    """Return whether two stored tensors are equal, in the format `dtype` if there is one; reads both in parts."""
+    if first.shape != second.shape:
+        return False
+    a, b = first.slices, second.slices
+    if isinstance(a, Tensor) and isinstance(b, Tensor) and a.data_ptr() == b.data_ptr():
+        return a.stride() == b.stride()
+    rows = first.shape[0] if first.shape else 1
+    step = max(1, _CHUNK_ELEMENTS * rows // max(1, math.prod(first.shape)))
+    for start in range(0, rows, step):
+        ranges = ((start, min(start + step, rows)),) if first.shape else ()
+        pair = [
+            t if dtype is None else t.to(dtype) for t in (first.read(ranges), second.read(ranges))
+        ]
+        if pair[0].dtype != pair[1].dtype or not torch.equal(*pair):
+            return False
+    return True
 
 
 def _mapped(path: Path) -> dict[str, Any]:

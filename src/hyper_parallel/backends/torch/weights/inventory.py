@@ -1,0 +1,370 @@
+"""The inventory of pretrained weights: what a model needs, what its files hold, and what happens to each stored name.
+
+Loading, refusing, exporting and reporting follow from one inventory. Each stored name has one fate; a row of `Fate`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from hyper_parallel.backends.torch._token_scores import SCORE, scores_tokens
+from hyper_parallel.backends.torch.weights._huggingface import (
+    Box,
+    Conversion,
+    NameMap,
+    is_ignored,
+    map_names,
+    may_be_missing,
+    names_of_other_classes,
+    tied_names,
+    twin,
+)
+from hyper_parallel.backends.torch.weights._initialise import (
+    canonical_name,
+    is_adapter,
+    named_tensors,
+)
+from hyper_parallel.backends.torch.weights._tensor_files import WeightFiles, same_values
+from hyper_parallel.errors import WeightsUnreadable
+
+Source = list[Box] | tuple[Conversion, str, tuple[int, ...]]
+"""Boxes of stored tensors, or a conversion with the name and shape of its result."""
+
+
+class Fate(StrEnum):
+    """What happens to a stored name."""
+
+    LOADED = "loaded as it is"
+    RENAMED = "loaded under another name"
+    MERGED = "loaded as one part of a parameter, such as an expert"
+    CONVERTED = "converted by transformers"
+    TIED_EQUAL = "equal to the tensor that it is tied to"
+    TIED_DIFFERENT = "tied by the config, but different in the files: no longer tied"
+    IGNORED = "left out by the model class"
+    OTHER_CLASS = "a parameter of another class of the same family"
+    RECOMPUTED = "a buffer that the model computes"
+    ABSENT = "listed by the index, in no file, and not needed"
+    UNKNOWN = "unknown to the model"
+
+
+CARRIED: Final = (Fate.IGNORED, Fate.OTHER_CLASS)
+"""Fates of tensors that an export writes unchanged."""
+
+_RECOMPUTED: Final = (
+    (r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$", (1, 2, 4)),
+    (r"(^|\.)position_ids$", (1, 2)),
+    (r"(^|\.)token_type_ids$", (1, 2)),
+    (r"attn\.bias$|attention\.bias$", (3, 4)),  # a causal mask; a bias of a projection has one dim
+    (r"attn\.masked_bias$|attention\.masked_bias$", (0,)),
+    (r"(^|\.)embed_positions\._float_tensor$", (1,)),
+    (r"(^|\.)(encoder|decoder)\.version$", (1,)),
+)
+"""Buffers in published files that transformers computes or no longer has: pattern of the name, numbers of dims."""
+
+
+@dataclass(slots=True)
+class Inventory:
+    """What a model needs of a directory, and what happens to each stored name.
+
+    Attributes:
+        fates: Fate of each stored name, and of names that only the index lists.
+        sources: What fills each parameter or buffer of this rank, tied ones under one of their names.
+        fresh: Parameters and buffers that no file holds and that get initial values.
+        untied: Parameters that the model ties and the files do not, by name; each with the name that it was tied to.
+        conversions: Conversions of transformers among the sources.
+        shapes: Shape of each stored tensor.
+    """
+
+    fates: dict[str, Fate] = field(default_factory=dict)
+    sources: dict[str, Source] = field(default_factory=dict)
+    fresh: set[str] = field(default_factory=set)
+    untied: dict[str, str] = field(default_factory=dict)
+    conversions: list[Conversion] = field(default_factory=list)
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+
+    def names(self, *fates: Fate) -> list[str]:
+        """Return the stored names that have one of some fates, sorted."""
+        return sorted(name for name, fate in self.fates.items() if fate in fates)
+
+
+def take_inventory(model: nn.Module, files: WeightFiles) -> Inventory:
+    """Return the inventory of a model and its files; reads headers, and values only of tied names that both are there.
+
+    Args:
+        model: Module of plain tensors or DTensors, on any device including meta; a pipeline rank holds a part.
+        files: The files.
+
+    Raises:
+        WeightsUnreadable: HP703 naming file and parameter: missing, unknown, or of another shape.
+    """
+    return _Stocktaking(model, files).result()
+
+
+class _Stocktaking:
+    """The steps that lead to an inventory."""
+
+    def __init__(self, model: nn.Module, files: WeightFiles) -> None:
+        self._model, self._files = model, files
+        self._reference = twin(model)
+        self._targets = stored_tensors(model)
+        self._inventory = Inventory(shapes={n: t.shape for n, t in files.tensors.items()})
+        self._given: dict[str, Source] = {}
+
+    def result(self) -> Inventory:
+        """Return the inventory, or refuse."""
+        reference, inventory = self._reference, self._inventory
+        # A pipeline rank holds a part of the model; the files hold all of it.
+        wanted = {*self._targets} | ({*reference.state_dict()} if reference is not None else set())
+        names = map_names(reference, wanted, inventory.shapes)
+        inventory.conversions = names.conversions
+        self._record_known(names)
+        if scores_tokens(self._model):
+            inventory.fresh |= {f"{SCORE}.weight"} - self._given.keys()
+        self._judge_unknown(names.unknown)
+        inventory.fates |= dict.fromkeys(self._files.ghosts, Fate.ABSENT)
+        self._choose(names)
+        for name, source in inventory.sources.items():
+            _check_shape(name, tuple(self._targets[name].shape), source, self._files)
+        return inventory
+
+    def _record_known(self, names: NameMap) -> None:
+        """Record what each parameter is made of, and the fates of the names that it takes."""
+        for name, boxes in names.boxes.items():
+            first = self._files.tensors[boxes[0].key]
+            if len(boxes) > 1 and all(not b.stacked and not any(b.offset) for b in boxes):
+                for box in boxes[1:]:
+                    if not same_values(first, self._files.tensors[box.key]):
+                        raise WeightsUnreadable(
+                            f"`{boxes[0].key}` and `{box.key}` are the same parameter, with different values",
+                            where=str(self._files.tensors[box.key].file),
+                            allowed=f"one tensor for `{name}`",
+                        )
+                boxes = boxes[:1]
+            self._given[name] = boxes
+            for box in names.boxes[name]:
+                part = len(boxes) > 1 or box.stacked
+                whole = Fate.LOADED if box.key == name else Fate.RENAMED
+                self._inventory.fates[box.key] = Fate.MERGED if part else whole
+        for conversion in names.conversions:
+            for name, shape in self._converted(conversion).items():
+                self._given[name] = (conversion, name, shape)
+            for keys in conversion.keys.values():
+                self._inventory.fates |= dict.fromkeys(keys, Fate.CONVERTED)
+
+    def _converted(self, conversion: Conversion) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the parameters that a conversion makes.
+
+        Raises:
+            WeightsUnreadable: HP703 when transformers cannot make them of the tensors that are there.
+        """
+        shapes = self._inventory.shapes
+        try:
+            made = conversion.run(lambda key: torch.empty(shapes[key], device="meta"))
+        except Exception as error:  # many classes, of any operation
+            keys = [key for found in conversion.keys.values() for key in found]
+            raise WeightsUnreadable(
+                f"transformers cannot make `{conversion.name}` of the stored tensors ({error})",
+                where=str(self._files.tensors[keys[0]].file),
+                got=keys[:3],
+            ) from None
+        return {name: tuple(value.shape) for name, value in made.items()}
+
+    def _judge_unknown(self, unknown: list[str]) -> None:
+        """Give a fate to each stored name that is no parameter of the model, or refuse the first one without any."""
+        fates, left = self._inventory.fates, {}
+        inside = f"{self._model.base_model_prefix}." if self._inventory.fresh else ""
+        for key in unknown:
+            if _is_recomputed(key, self._inventory.shapes[key]):
+                fates[key] = Fate.RECOMPUTED
+            elif is_ignored(self._reference, key):
+                fates[key] = Fate.IGNORED
+            elif not key.startswith(inside):  # the head of a language model, for one of scores
+                fates[key] = Fate.OTHER_CLASS
+            else:
+                left[key] = self._inventory.shapes[key]
+        if left and self._reference is not None:
+            other = names_of_other_classes(self._reference, left)
+            fates |= dict.fromkeys(other, Fate.OTHER_CLASS)
+            left = {key: shape for key, shape in left.items() if key not in other}
+        fates |= dict.fromkeys(left, Fate.UNKNOWN)
+        for key in left:
+            raise WeightsUnreadable(
+                f"the model has no parameter for `{key}`",
+                where=str(self._files.tensors[key].file),
+                got=f"{len(left)} such tensors" if len(left) > 1 else None,
+                hint="check that config.json belongs to these weights",
+            )
+
+    def _choose(self, names: NameMap) -> None:
+        """Choose what fills each tensor; of a tied one any of its names may be stored, also one of another stage."""
+        inventory, aliases = self._inventory, None
+        for group in self._tied_groups():
+            present = [name for name in group if name in self._given]
+            if not present and aliases is None:
+                aliases = self._aliases_of_files()
+            if not present:
+                present = [
+                    n for name in group for n in (aliases or {}).get(name, ()) if n in self._given
+                ]
+            own = [name for name in group if name in self._targets]
+            if not own:
+                continue
+            if not present:
+                self._leave_out(own[0], names)
+                continue
+            inventory.sources[own[0]] = self._given[present[0]]
+            for name in present:
+                if gap := names.gaps.get(name):
+                    self._refuse_gap(name, gap)
+            for name in present[1:]:
+                equal = self._equal(present[0], name)
+                if not equal:
+                    inventory.untied[name] = present[0]
+                for key in _keys(self._given[name]):
+                    inventory.fates[key] = Fate.TIED_EQUAL if equal else Fate.TIED_DIFFERENT
+
+    def _tied_groups(self) -> Iterator[list[str]]:
+        """Yield the names of each tensor of this rank, then those that it has in the whole model."""
+        groups: dict[int, list[str]] = {}
+        for name, tensor in self._targets.items():
+            groups.setdefault(id(tensor), []).append(name)
+        whole = {} if self._reference is None else named_tensors(self._reference)
+        tied: dict[int, list[str]] = {}
+        for name, tensor in whole.items():
+            tied.setdefault(id(tensor), []).append(name)
+        for group in groups.values():
+            others = [n for name in group if name in whole for n in tied[id(whole[name])]]
+            yield [*dict.fromkeys([*group, *others])]
+
+    def _aliases_of_files(self) -> dict[str, list[str]]:
+        """Return names that hold the same values in the files, as their config ties what the model does not tie."""
+        config: Any = getattr(self._reference, "config", None)
+        if config is None or getattr(config, "tie_word_embeddings", True):
+            return {}
+        with suppress(Exception):  # no config beside the files, or one of another class
+            values, _ = type(config).get_config_dict(self._files.directory, local_files_only=True)
+            if values.get("tie_word_embeddings", type(config)().tie_word_embeddings):
+                pairs = tied_names(self._reference).items()  # type: ignore[arg-type]
+                aliases: dict[str, list[str]] = {}
+                for target, source in pairs:
+                    aliases.setdefault(target, []).append(source)
+                    aliases.setdefault(source, []).append(target)
+                return aliases
+        return {}
+
+    def _leave_out(self, name: str, names: NameMap) -> None:
+        """Let a tensor that no file holds keep its initial values, or refuse it."""
+        optional = may_be_missing(self._reference, name)
+        if name in self._inventory.fresh or optional:
+            self._inventory.fresh.add(name)
+            return
+        if gap := names.gaps.get(name):
+            self._refuse_gap(name, gap)
+        ghosts = self._files.ghosts
+        if name in ghosts:
+            raise WeightsUnreadable(
+                f"`{ghosts[name]}` has no tensor `{name}`, which the index places there",
+                where=str(self._files.directory),
+                hint=f"fetch `{ghosts[name]}` again",
+            )
+        raise WeightsUnreadable(
+            f"no file holds the parameter `{name}`",
+            where=str(self._files.directory),
+            got=f"{len(self._files.tensors)} tensors in the files",
+        )
+
+    def _refuse_gap(self, name: str, gap: str) -> None:
+        ghosts = self._files.ghosts
+        lacks = f"`{ghosts[gap]}` has no tensor" if gap in ghosts else "no file holds"
+        raise WeightsUnreadable(
+            f"{lacks} `{gap}`, one of the elements of `{name}`",
+            where=str(self._files.directory),
+            got=f"{len(_keys(self._given[name]))} parts" if name in self._given else None,
+            hint=f"fetch `{ghosts[gap]}` again" if gap in ghosts else None,
+        )
+
+    def _equal(self, first: str, second: str) -> bool:
+        """Return whether two names that the model ties hold equal values, in the format of the parameter."""
+        keys = [_keys(self._given[name]) for name in (first, second)]
+        dtype = next(t.dtype for n, t in self._wide().items() if n in (first, second))
+        if any(isinstance(self._given[n], tuple) for n in (first, second)) or len(keys[0]) != len(
+            keys[1]
+        ):
+            return False
+        pairs = zip(*keys, strict=True)
+        stored = self._files.tensors
+        return all(same_values(stored[a], stored[b], dtype) for a, b in pairs)
+
+    def _wide(self) -> dict[str, Tensor]:
+        """Return the tensors of the whole model where they are known, and those of this rank."""
+        whole = {} if self._reference is None else self._reference.state_dict()
+        return {**whole, **self._targets}
+
+
+def stored_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return what a file can hold: parameters and persistent buffers, by name in the unwrapped model; no adapters."""
+    skip = {
+        f"{name}.{key}" if name else key
+        for name, module in model.named_modules()
+        for key in module._non_persistent_buffers_set
+    }
+    return {
+        canonical_name(n): t
+        for n, t in named_tensors(model).items()
+        if not (n in skip or is_adapter(n))
+    }
+
+
+def _keys(source: Source) -> list[str]:
+    """Return the stored names that fill a parameter."""
+    if isinstance(source, list):
+        return [box.key for box in source]
+    return [key for keys in source[0].keys.values() for key in keys]
+
+
+def _is_recomputed(key: str, shape: tuple[int, ...]) -> bool:
+    """Return whether a stored tensor is a buffer that transformers computes."""
+    return any(re.search(pattern, key) and len(shape) in dims for pattern, dims in _RECOMPUTED)
+
+
+def _check_shape(name: str, shape: tuple[int, ...], source: Source, files: WeightFiles) -> None:
+    """Refuse boxes that reach outside the parameter or do not fill it."""
+    if not isinstance(source, list):
+        if source[2] != shape:
+            raise WeightsUnreadable(
+                f"what the files are converted to does not fit the parameter `{name}`",
+                where=str(files.directory),
+                got=f"shape {source[2]}",
+                allowed=f"shape {shape}",
+            )
+        return
+    filled = 0
+    for box in source:
+        entry = files.tensors[box.key]
+        size = ((1,) if box.stacked else ()) + entry.shape
+        inside = len(size) == len(shape) and all(
+            o + s <= n for o, s, n in zip(box.offset, size, shape, strict=True)
+        )
+        if not inside or (len(source) == 1 and size != shape):
+            raise WeightsUnreadable(
+                f"`{box.key}` does not fit the parameter `{name}`",
+                where=str(entry.file),
+                got=f"shape {entry.shape}",
+                allowed=f"{'' if len(source) == 1 else f'one of {len(source)} parts of '}shape {shape}",
+            )
+        filled += math.prod(size)
+    if filled != math.prod(shape):
+        raise WeightsUnreadable(
+            f"the files hold {filled} of the {math.prod(shape)} elements of `{name}`",
+            where=str(files.tensors[source[0].key].file),
+            got=[box.key for box in source],
+        )

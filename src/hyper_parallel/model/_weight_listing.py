@@ -1,0 +1,255 @@
+"""The weight files of a model directory, and whether they untie what the config ties; read without a framework."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Final
+
+from hyper_parallel.errors import WeightsUnreadable
+
+logger = logging.getLogger(__name__)
+
+SINGLE: Final = "model.safetensors"
+INDEX: Final = "model.safetensors.index.json"
+_FORMATS: Final = ((SINGLE, INDEX), ("pytorch_model.bin", "pytorch_model.bin.index.json"))
+"""Single file and index of the formats that are read, in the order in which transformers looks for them."""
+
+_HEAD: Final = re.compile(
+    r"(^|\.)(lm_head(\.decoder|\.out_proj)?|cls\.predictions\.decoder|generator_lm_head|output_projection"
+    r"|embed_out|proj_out|pred_layer\.proj|lm_loss|output|decoder|head)\.weight$"
+)
+_EMBEDDING: Final = re.compile(
+    r"(^|\.)(embed_tokens|wte|word_embeddings?|embeddings|tok_embeddings|embed_in|tokens_embed|shared"
+    r"|transformer\.w)\.weight$"
+)
+"""Names of output and input embeddings, of every class of transformers that ties the two."""
+_INSIDE: Final = re.compile(r"\.\d+\.|^mtp\b")
+"""Names inside of layers, and of prediction layers: an embedding or head there is another one."""
+_MAX_HEADER_BYTES: Final = 100_000_000  # the limit of the format's own reader
+_CHUNK_BYTES: Final = 1 << 24
+
+
+@dataclass(frozen=True, slots=True)
+class WeightListing:
+    """Weight files of a directory.
+
+    Attributes:
+        files: Names of the files, sorted; one of them may be missing.
+        index: Name of the index; None where there is none.
+        promised: File of each tensor that the index lists.
+    """
+
+    files: tuple[str, ...]
+    index: str | None
+    promised: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """A tensor of a safetensors file: format in the file's own word (`BF16`), shape, first byte and end in the file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
+def list_weight_files(directory: Path) -> WeightListing:
+    """Return the weight files of a directory; empty where there are none.
+
+    A single file comes first, then an index, then shards without an index, of safetensors before PyTorch's own format.
+
+    Raises:
+        WeightsUnreadable: HP703 for a damaged index, and for shards without an index that are not complete.
+    """
+    for single, index in _FORMATS:
+        if (directory / single).is_file():
+            return WeightListing((single,), None, {})
+        if (directory / index).is_file():
+            promised = _read_index(directory / index)
+            return WeightListing(tuple(sorted({*promised.values()})), index, promised)
+        stem, _, suffix = single.rpartition(".")
+        shards = sorted(f.name for f in directory.glob(f"{stem}-*-of-*.{suffix}"))
+        if shards:
+            return WeightListing(_complete(directory, shards), None, {})
+    return WeightListing((), None, {})
+
+
+def read_tensor_infos(path: Path) -> dict[str, TensorInfo]:
+    """Return the tensors of a safetensors file.
+
+    A file starts with the length of its header (8 bytes, little endian), then the header as JSON: name to dtype, shape
+    and byte range; the data follows. Source: safetensors format description, `README.md` of the library.
+
+    Raises:
+        WeightsUnreadable: HP703 when the file is shorter than its header says or the header is not one.
+    """
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            first = file.read(8)
+            length = int.from_bytes(first, "little")
+            if len(first) < 8 or length > _MAX_HEADER_BYTES or 8 + length > size:
+                raise _corrupt(path, f"{size} bytes, header of {length} bytes")
+            raw = file.read(length)
+    except OSError as error:
+        raise _corrupt(path, str(error)) from error
+    data = 8 + length
+    try:
+        header = json.loads(raw)
+        header.pop("__metadata__", None)
+        tensors = {
+            str(name): TensorInfo(
+                str(t["dtype"]),
+                tuple(int(s) for s in t["shape"]),
+                *(data + int(t["data_offsets"][k]) for k in (0, 1)),
+            )
+            for name, t in header.items()
+        }
+    except (
+        ValueError,
+        TypeError,
+        LookupError,
+        AttributeError,
+        OverflowError,
+        RecursionError,
+    ) as error:
+        raise _corrupt(path, f"header: {error!r}") from error
+    end = max((t.end for t in tensors.values()), default=data)
+    if end > size:
+        raise _corrupt(path, f"{size} bytes, {end} expected")
+    return tensors
+
+
+def with_files_ties(values: Mapping[str, Any], directory: Path) -> Mapping[str, Any]:
+    """Return the values of a config, without tied embeddings where the files hold two different ones.
+
+    Plain transformers unties them in this case too, with a warning. Pickled files are not opened here.
+    """
+    if values.get("tie_word_embeddings") is False:
+        return values
+    try:
+        files = [f for f in list_weight_files(directory).files if f.endswith(".safetensors")]
+        where = {
+            name: (f, info)
+            for f in files
+            for name, info in read_tensor_infos(directory / f).items()
+            if not _INSIDE.search(name)
+        }
+    except WeightsUnreadable:  # the reader of the weights says so
+        return values
+    tables = [(n, *found) for n, found in where.items() if _EMBEDDING.search(n)]
+    for head, (file, info) in where.items():
+        alike = [
+            t for t in tables if _HEAD.search(head) and t[0] != head and t[2].shape == info.shape
+        ]
+        if not alike or any(
+            info.dtype != other.dtype
+            or _same_bytes(_place(directory / file, info), _place(directory / at, other))
+            for _, at, other in alike
+        ):
+            continue
+        if (
+            "tie_word_embeddings" in values
+        ):  # else the default of the class, which is untied for many
+            _warn_once(str(directory), head, alike[0][0])
+        text = {k: {**v, "tie_word_embeddings": False} for k, v in values.items() if _has_tie(v)}
+        return {**values, **text, "tie_word_embeddings": False}
+    return values
+
+
+def _has_tie(part: Any) -> bool:
+    """Return whether a value of a config is the config of a part that ties embeddings."""
+    return isinstance(part, Mapping) and "tie_word_embeddings" in part
+
+
+@lru_cache
+def _warn_once(directory: str, head: str, embedding: str) -> None:
+    """Say once in a process, and in those that it forks, that embeddings are not tied."""
+    logger.warning(
+        "%s: the config ties `%s` to `%s`, but the files hold different values: the two are not tied",
+        directory, head, embedding,
+    )  # fmt: skip
+
+
+_Place = tuple[str, int, int, int]
+"""File, time of its last change, first byte and end."""
+
+
+def _place(path: Path, info: TensorInfo) -> _Place:
+    return str(path), path.stat().st_mtime_ns, info.start, info.end
+
+
+@lru_cache(maxsize=64)  # a config is read several times, and again in forked ranks
+def _same_bytes(first: _Place, second: _Place) -> bool:
+    """Return whether two ranges of files hold the same bytes; stops at the first difference."""
+    left = first[3] - first[2]
+    if left != second[3] - second[2]:
+        return False
+    with Path(first[0]).open("rb") as a, Path(second[0]).open("rb") as b:
+        a.seek(first[2])
+        b.seek(second[2])
+        while left > 0:
+            count = min(left, _CHUNK_BYTES)
+            if a.read(count) != b.read(count):
+                return False
+            left -= count
+    return True
+
+
+def _complete(directory: Path, shards: list[str]) -> tuple[str, ...]:
+    """Return shards that have no index.
+
+    Raises:
+        WeightsUnreadable: HP703 naming the first one that is missing.
+    """
+    stem, suffix = shards[0].split("-")[0], shards[0].rpartition(".")[2]
+    count = shards[0].rpartition("-of-")[2].partition(".")[0]
+    if not count.isdecimal():
+        return tuple(shards)
+    expected = [f"{stem}-{n:0{len(count)}d}-of-{count}.{suffix}" for n in range(1, int(count) + 1)]
+    if missing := [name for name in expected if name not in shards]:
+        raise WeightsUnreadable(
+            f"{len(missing)} of {int(count)} weight files are missing, and there is no index",
+            where=str(directory),
+            got=missing[:3],
+            hint=f"fetch `{missing[0]}` again",
+        )
+    return tuple(expected)
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    """Return the file of each tensor that an index lists.
+
+    Raises:
+        WeightsUnreadable: HP703 when it is damaged or names a file outside of its directory.
+    """
+    try:
+        weight_map: Any = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        files = {str(k): v for k, v in weight_map.items()}
+        outside = [f for f in files.values() if Path(f).name != f or "\\" in f]
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise _corrupt(path, repr(error)) from error
+    if outside:
+        raise WeightsUnreadable(
+            "the index names a file outside of its directory",
+            where=str(path),
+            got=outside[0],
+            allowed="names of files beside the index",
+        )
+    return files
+
+
+def _corrupt(path: Path, got: str) -> WeightsUnreadable:
+    return WeightsUnreadable(
+        f"the weight file `{path.name}` is truncated, corrupt or unreadable",
+        where=str(path),
+        got=got,
+        hint=f"fetch `{path.name}` again",
+    )
