@@ -53,6 +53,8 @@ def batch_of(step):
 def start(model_dir):
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     model.config.use_cache = False
+    # As LlamaFactory does unless it is told otherwise; with FSDP2 not reentrant.
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if Path(model_dir, "freeze").exists():  # as finetuning_type: freeze does
         for name, param in model.named_parameters():
             param.requires_grad_("layers.1." in name)

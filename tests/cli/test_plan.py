@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from hyper_parallel.cli import application
 from hyper_parallel.errors import HyperParallelError
 from hyper_parallel.ir import Plan
+from hyper_parallel.topology import find_accelerators, rank_capacity
 
 ROOT = Path(__file__).resolve().parents[2]
 BIG = ("llama-3-405b", "--topology", "cloudmatrix384", "--devices", "2048")
@@ -57,7 +58,9 @@ def test_plan_prints_a_panel_and_the_next_command(tmp_path):
     pasted = pasted.replace("> recipe.yaml", "")
     spoken = subprocess.run(["sh", "-c", pasted], capture_output=True, text=True).stdout.split("\n")
     assert spoken[0] == f"plan {' '.join(BIG)} --launch ours"
-    assert spoken[1] == "train recipe.yaml"
+    capacity = rank_capacity(len(find_accelerators())).num_ranks
+    larger = int(BIG[BIG.index("--devices") + 1]) > capacity
+    assert spoken[1] == "train recipe.yaml" + " --dry-run" * larger
 
 
 def test_quiet_is_one_line_and_explain_has_everything(tmp_path):

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -24,7 +25,7 @@ from hyper_parallel.integration.llamafactory._keys import REFUSED, SAME, TOGETHE
 from hyper_parallel.integration.llamafactory.context_parallel import shard_inputs_for_cp
 from hyper_parallel.integration.llamafactory.expert_parallel import ep_prepare_model
 from hyper_parallel.trainer.data._chat import CHATML
-from tests.e2e.runs import CONFIG, command, curve
+from tests.e2e.runs import CONFIG, assert_same_curve, command, curve
 
 pytestmark = pytest.mark.e2e
 EXAMPLE = """
@@ -130,6 +131,9 @@ def root(tmp_path_factory):
         "remote": {"hf_hub_url": "a/b"},
     }
     (data / "dataset_info.json").write_text(json.dumps(listed))
+    layout = {"tp_size": 2, "cp_size": 2, "activation_mode": "recompute"}
+    (root / "layout.json").write_text(json.dumps(layout))
+    (root / "swap.json").write_text(json.dumps({"activation_mode": "swap"}))
     (root / "lora.yaml").write_text(EXAMPLE.format(root=root))
     (root / "ours.yaml").write_text(OURS.format(root=root))
     return root
@@ -183,11 +187,23 @@ def said(root, *overrides):
           "checkpoint.resume": "auto"}),
         ("launch.nproc_per_node=4 report_to=[wandb,mlflow] train_from_scratch=true",
          {"parallel.dp_shard": 4, "training.report_to": ("wandb", "mlflow"), "model.init": "random"}),
+        ("launch.nproc_per_node=4 hyper_parallel_ep_size=2 hyper_parallel_token_dispatcher=all_to_all",
+         {"parallel.dp_shard": 4, "parallel.dp_replicate": 1, "parallel.ep": 2}),
+        ("launch.nproc_per_node=8 hyper_parallel_ep_size=2 hyper_parallel_efsdp_size=2",
+         {"parallel.dp_shard": 4, "parallel.dp_replicate": 2, "parallel.ep": 2}),
+        ("launch.nproc_per_node=4 hyper_parallel_ep_size=2 hyper_parallel_efsdp_size=1",
+         {"parallel.dp_shard": 2, "parallel.dp_replicate": 2, "parallel.ep": 2}),
+        ("launch.nproc_per_node=8 hyper_parallel_cp_size=2 hyper_parallel_ep_size=4 hyper_parallel_efsdp_size=2",
+         {"parallel.dp_shard": 4, "parallel.dp_replicate": 1, "parallel.cp": 2, "parallel.ep": 4}),
+        ("launch.nproc_per_node=8 hyper_parallel_args={root}/layout.json disable_gradient_checkpointing=true",
+         {"parallel.dp_shard": 2, "parallel.cp": 2, "parallel.tp_x": 2, "training.recompute": "full"}),
+        ("launch.nproc_per_node=8 hyper_parallel_args={root}/layout.json hyper_parallel_cp_size=4",
+         {"parallel.dp_shard": 1, "parallel.cp": 4, "parallel.tp_x": 2}),
         ("parallel.tp=2 training.lr=0.5", {"parallel.tp_x": 2, "parallel.dp_shard": 1, "training.lr": 0.5}),
     ],
 )  # fmt: skip
 def test_keys_mean_what_they_mean_there(root, words, wanted):
-    found = said(root, *words.split())
+    found = said(root, *words.format(root=root).split())
     wanted = {k: v.format(root=root) if isinstance(v, str) else v for k, v in wanted.items()}
     assert {key: found[key] for key in wanted} == wanted
 
@@ -207,6 +223,17 @@ def test_keys_mean_what_they_mean_there(root, words, wanted):
         ("dataset=remote", "HP104", "hf_hub_url"),
         ("learning_rate=-1", "HP102", "training.lr (from learning_rate)"),
         ("report_to=all", "HP102", "tensorboard, wandb, mlflow"),
+        (
+            "hyper_parallel_token_dispatcher=deredundency",
+            "HP102",
+            "hint: hyper_parallel_token_dispatcher=all_to_all",
+        ),
+        ("hyper_parallel_ep_size=0", "HP102", "ep_size"),
+        (
+            "hyper_parallel_args={root}/swap.json",
+            "HP104",
+            'hint: {{"activation_mode": "recompute"}}',
+        ),
     ],
 )
 def test_what_is_not_done_is_refused_by_name(root, override, code, says):
@@ -215,9 +242,67 @@ def test_what_is_not_done_is_refused_by_name(root, override, code, says):
         (root / "lora.yaml").read_text() + "\nlora_rnk: 8" * override.startswith("lora_rnk")
     )
     with pytest.raises(HyperParallelError) as caught:
-        load_llamafactory(file, [override] if "rnk" not in override else [])
+        load_llamafactory(file, [override.format(root=root)] if "rnk" not in override else [])
     assert caught.value.code == code
-    assert says in caught.value.render()
+    assert says.format(root=root) in caught.value.render()
+
+
+def test_a_file_with_expert_parallel_keys_trains_as_without_them(root):
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    shape = {k: v for k, v in CONFIG.items() if k not in ("architectures", "model_type")}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    torch.manual_seed(0)
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape, **experts))
+    model.save_pretrained(root / "experts")
+    for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        if (root / "model" / file).exists():
+            shutil.copy(root / "model" / file, root / "experts")
+    text = (
+        (root / "lora.yaml").read_text().replace("finetuning_type: lora", "finetuning_type: full")
+    )
+    text = text.replace(f"{root}/model", f"{root}/experts").replace("bf16: true", "bf16: false")
+    keys = {"ep_size": 2, "efsdp_size": 1, "token_dispatcher": "all_to_all"}
+    given = "".join(f"hyper_parallel_{key}: {value}\n" for key, value in keys.items())
+    (root / "experts.yaml").write_text(text)
+    (root / "expert_parallel.yaml").write_text(text + "use_hyper_parallel: true\n" + given)
+    words = ("max_steps=3", "eval_strategy=no", "checkpoint.export=false", "training.dtype=float64")
+    sizes = ("per_device_train_batch_size=4", "gradient_accumulation_steps=2")
+    one, two = (f"output_dir={root}/{name}" for name in ("one_rank", "two_ranks"))
+    command(
+        "train",
+        str(root / "experts.yaml"),
+        *words,
+        *sizes,
+        one,
+        "launch.nproc_per_node=1",
+        "--no-calibrate",
+    )
+    two = (
+        two,
+        "per_device_train_batch_size=2",
+        "gradient_accumulation_steps=2",
+        "launch.nproc_per_node=2",
+    )
+    command("train", str(root / "expert_parallel.yaml"), *words, *two, "--no-calibrate")
+    kept = yaml.safe_load((root / "two_ranks" / "config.yaml").read_text())["parallel"]
+    assert (kept["ep"], kept["dp_shard"]) == (2, 2)
+    assert_same_curve(curve(root / "two_ranks"), curve(root / "one_rank"))
+
+
+@pytest.mark.parametrize(
+    ("finetuning", "wanted"),
+    [
+        ({"hyper_parallel_ep_size": 2, "hyper_parallel_efsdp_size": 1}, {"ep_size": 2, "efsdp_size": None}),
+        ({"hyper_parallel_ep_size": 2, "hyper_parallel_efsdp_size": 2}, {"ep_size": 2, "efsdp_size": 2}),
+        ({"hyper_parallel_args": {"cp_size": 2, "ep_size": 4}, "hyper_parallel_cp_size": 1,
+          "hyper_parallel_ep_size": 2}, {"cp_size": 2, "ep_size": 2}),
+        ({"hyper_parallel_token_dispatcher": "all_to_all"}, {"token_dispatcher": "all_to_all"}),
+    ],
+)  # fmt: skip
+def test_arguments_of_llamafactory_are_read_from_its_keys_and_its_file(finetuning, wanted):
+    given = HyperParallelArguments.from_finetuning_args(SimpleNamespace(**finetuning))
+    assert {name: getattr(given, name) for name in wanted} == wanted
 
 
 def test_a_recipe_of_its_own_is_not_taken_for_one(root):
@@ -261,6 +346,7 @@ def test_a_version_that_is_newer_still_is_told_what_works():
     [
         ({"cp_sise": 2}, "HP101", "cp_size"), ({"token_dispatcher": "deredundency"}, "HP102", "all_to_all"),
         ({"ep_size": 2, "efsdp_size": 4}, "HP301", '"efsdp_size": 2'),
+        ({"ep_size": 2, "efsdp_size": 1, "fsdp_size": 4}, "HP301", '"efsdp_size": 2'),
     ],
 )  # fmt: skip
 def test_arguments_that_are_wrong_are_refused(keys, code, says):

@@ -104,6 +104,11 @@ def test_optimizers_learn_the_same_on_every_layout_and_after_a_checkpoint(place:
     train(place, place / "parts", "training.optimizer=muon", "training.steps=2")
     train(place, place / "parts", "training.optimizer=muon", "parallel.pp=2")
     assert_same_curve(curve(place / "parts"), one["muon"])
+    # Rows and columns of a replicated matrix; its states are read again by one rank.
+    whole = ("training.optimizer=adafactor", "parallel.dp_shard=1")
+    train(place, place / "replicas", *whole, "training.steps=2", "parallel.dp_replicate=2")
+    train(place, place / "replicas", *whole)
+    assert_same_curve(curve(place / "replicas"), one["adafactor"])
 
 
 def test_a_callback_sees_the_run_and_stops_it(place: Path) -> None:
@@ -191,6 +196,7 @@ def test_float16_scales_the_loss_and_a_resumed_run_goes_on_with_its_scale(place:
         (BadValue, ["training.optimizer_args={nesterof: true}"], "nesterof"),
         (Contradiction, ["training.optimizer=muon", "parallel.tp=2"], "tp=2"),
         (Contradiction, ["training.optimizer=adafactor", "parallel.dp_shard=2"], "dp_shard=2"),
+        (Contradiction, ["training.optimizer=torch.optim.Adafactor", "parallel.tp=2"], "tp=2"),
         (Contradiction, ["training.optimizer=sgd", "offload.budget=1GiB"], "offload plans"),
         (Contradiction, ["training.dtype=float16", "offload.budget=1GiB"], "training.dtype=bfloat16"),
         (Contradiction, ["training.profile={start: 4, steps: 2}"], "training.profile.start=3"),

@@ -190,7 +190,8 @@ def plan(
         typer.echo(chosen.one_line())
     else:
         typer.echo(_shown(chosen, explain, gantt))
-        typer.echo("\nnext:\n" + "\n".join(_next(ctx, recipe, topology)))
+        ranks = chosen.strategy.world_size
+        typer.echo("\nnext:\n" + "\n".join(_next(ctx, recipe, topology, ranks)))
     if schedule_csv is not None and not dry_run:
         write_schedule(chosen, schedule_csv)
         typer.echo(f"schedule written to {schedule_csv}", err=True)
@@ -278,13 +279,19 @@ def _shown(plan: Plan, explain: bool, gantt: bool) -> str:
     return "\n\n".join(parts)
 
 
-def _next(ctx: typer.Context, recipe: Path | None, topology: str | None) -> Iterator[str]:
-    """The commands that go on from a plan, as lines to paste: a recipe is written, and trained."""
+def _next(
+    ctx: typer.Context, recipe: Path | None, topology: str | None, ranks: int
+) -> Iterator[str]:
+    """Yield the lines to paste after a plan: write a recipe and train it, or check it where it does not run here."""
+    from hyper_parallel.topology import find_accelerators, rank_capacity
+
     train = ["hyper-parallel", "train", str(recipe or "recipe.yaml")]
     if recipe is None:
         yield from _folded([*map(shlex.quote, _again(ctx)), "--launch", "ours", "> recipe.yaml"])
     elif topology is not None:
         train.append(f"topology={topology}")
+    if ranks > rank_capacity(len(find_accelerators())).num_ranks:
+        train.append("--dry-run")
     yield from _folded(list(map(shlex.quote, train)))
 
 

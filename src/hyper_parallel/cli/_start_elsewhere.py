@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
 import shutil
@@ -28,6 +29,8 @@ def would_start(launcher: str, job: Job, words: Sequence[str]) -> str:
         job: The run.
         words: Arguments of `hyper-parallel` in every rank.
     """
+    from hyper_parallel.runtime import launch_words
+
     ranks, launch = job.ranks, job.recipe.launch
     by_hand = torchrun_command(job, words)
     if launcher == "slurm":
@@ -37,6 +40,13 @@ def would_start(launcher: str, job: Job, words: Sequence[str]) -> str:
     how = f"fork {ranks} ranks"
     if launcher == "ray":
         how = f"start {ranks} actors of Ray on {launch.nnodes} machines"
+    elif ranks > (most := _largest_start(job)):
+        machines = launch_words(ranks, launch.nproc_per_node)
+        command = shlex.join(["hyper-parallel", *_shown(words)])
+        return (
+            f"this machine runs {most} of the {ranks} ranks; on a cluster:\n"
+            f"  {command} --launcher slurm {machines}"
+        )
     return f"would write {job.output_dir}/ and {how}; the same by hand:\n  {by_hand}"
 
 
@@ -73,6 +83,15 @@ def start_elsewhere(launcher: str, job: Job, words: Sequence[str]) -> None:
             "sbatch refuses the job", where=str(script), got=done.stderr.strip()[-500:]
         )
     typer.echo(done.stdout.strip())
+
+
+def _largest_start(job: Job) -> float:
+    """Return the number of ranks that a run may start on this machine."""
+    from hyper_parallel.runtime import local_capacity
+
+    capacity = local_capacity()
+    unlimited = capacity.is_cpu and job.recipe.launch.oversubscribe
+    return math.inf if unlimited else capacity.num_ranks
 
 
 def torchrun_command(job: Job, words: Sequence[str]) -> str:

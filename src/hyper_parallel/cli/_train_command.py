@@ -19,7 +19,7 @@ from hyper_parallel.errors import Contradiction
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from hyper_parallel.config import LoadedRecipe
+    from hyper_parallel.config import LoadedRecipe, Recipe
     from hyper_parallel.trainer import Job, Summary
     from hyper_parallel.trainer._signals import Interrupted
 
@@ -116,6 +116,7 @@ def _train(
     from rich.console import Console
 
     from hyper_parallel.cli._start_elsewhere import start_elsewhere, would_start
+    from hyper_parallel.runtime import check_local_start
     from hyper_parallel.trainer import (
         calibrate_first_run,
         prepare_job,
@@ -131,9 +132,15 @@ def _train(
     main = os.environ.get("RANK", "0") == "0"
     console = Console(stderr=True, highlight=False, quiet=is_quiet())
 
+    words = ["train", str(loaded.path), *overrides]
+
+    def check_ranks(recipe: Recipe, ranks: int) -> None:
+        if not dry_run:
+            check_local_start(recipe, ranks, words)
+
     def prepared() -> Job:
         progress = main and sys.stderr.isatty() and not is_quiet()
-        return prepare_job(loaded, progress=progress)
+        return prepare_job(loaded, progress=progress, check_ranks=check_ranks)
 
     job = prepared()
     collect_cycles()
@@ -146,7 +153,6 @@ def _train(
             weights = f"from scratch, drawn with training.seed={loaded.recipe.training.seed}"
         about = (job.data_line(), str(job.output_dir), weights, job.on_topology)
         console.print(startup_panel(job.plan, *about, job.trained, job.router_loss))
-    words = ["train", str(loaded.path), *overrides]
     if dry_run:
         if main:
             typer.echo(f"{job.plan.explain()}\n\n{would_start(launcher, job, words)}")

@@ -18,6 +18,8 @@ class Launch(Section):
     """Machines."""
     nproc_per_node: int | None = Field(default=None, ge=1)
     """Ranks on each. None: all ranks over `nnodes`."""
+    oversubscribe: bool = False
+    """Start more ranks on the CPU of this machine than its cores and free memory are made for."""
     rdzv_endpoint: Annotated[str, Field(pattern=r"^[^\s:]+:\d+$")] | None = None
     """HOST:PORT of the machine where the agents of torchrun meet. None: one machine alone; with Slurm the first one of
     the job."""

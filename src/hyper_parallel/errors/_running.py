@@ -51,9 +51,14 @@ class MissingDependency(HyperParallelError, code="HP501"):
 
 
 class DeviceUnavailable(HyperParallelError, code="HP502"):
-    """More ranks were asked for than the machine has accelerators, or the device kind is not present.
+    """More ranks were asked for than the machine has accelerators or its CPU runs, or the device kind is not present.
 
-    Fix: lower the degrees, or start the run on more machines with torchrun.
+    Why: ranks that share an accelerator cannot communicate, and ranks that exceed cores and memory never finish their
+    start. A machine without accelerators runs 4 ranks per core, at least 16, and as many as its free memory holds at
+    0.4 GiB each.
+
+    Fix: `--dry-run` shows the plan without a rank; `--launcher torchrun`, `slurm` or `ray` starts the run on machines
+    that hold it; else lower the degrees. On a CPU `launch.oversubscribe=true` starts the ranks all the same.
     """
 
 

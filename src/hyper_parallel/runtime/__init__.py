@@ -33,6 +33,12 @@ from hyper_parallel.runtime._plan_of import plan_of
 from hyper_parallel.runtime._ray import launch_on_ray
 from hyper_parallel.runtime._supervise import Deadlines, with_restarts
 from hyper_parallel.runtime._world import World, launched_rank
+from hyper_parallel.runtime.local_ranks import (
+    check_local_start,
+    check_rank_count,
+    launch_words,
+    local_capacity,
+)
 
 __all__ = [
     "CommCounter",
@@ -46,6 +52,8 @@ __all__ = [
     "accumulate",
     "agreed",
     "audit",
+    "check_local_start",
+    "check_rank_count",
     "clip_grad_norm_",
     "data_share",
     "end_step",
@@ -56,8 +64,10 @@ __all__ = [
     "join_srun",
     "launch",
     "launch_on_ray",
+    "launch_words",
     "launched_rank",
     "load_pretrained",
+    "local_capacity",
     "materialize",
     "of_all",
     "of_ranks",

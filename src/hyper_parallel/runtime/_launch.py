@@ -89,9 +89,11 @@ def launch(
         echo_rank: Rank that keeps the parent's standard output and error instead of a log file.
         deadlines: How long a rank may stay in one phase; None: for ever, and a wait of all ranks is printed only.
         worlds: Ranks of each of several worlds, in rank order; (): one world of all.
-        ending: With deadlines, whether a signal has asked ranks to end after their step; one that waits is then ended.
+        ending: With deadlines, whether a signal has asked ranks to end after their step; one that waits is then ended,
+            and all are ended at once while none has begun a step.
 
     Raises:
+        KeyboardInterrupt: All ranks were ended because `ending` came before the first step.
         ForkUnsafe: HP605 when this process is a member of a process group, or another thread of it computes.
         RankHung: HP620 when a rank is over its deadline; the culprit is named.
         RankFailed: HP601 when a rank cannot be started, or with the first failure in full and a line for each other.
@@ -110,6 +112,8 @@ def launch(
         try:
             with serial_tokenizers():
                 for rank in range(world_size):
+                    if ending():
+                        raise KeyboardInterrupt
                     world = next(range(a, b) for a, b in pairwise(starts) if rank < b)
                     given = (fn, rank, world, scratch, logs, threads, rank == echo_rank, board)
                     process = ForkProcess(target=_child, args=given)
@@ -225,6 +229,8 @@ def _wait(
                     deadline = min(deadline, time.monotonic() + grace_s)
             if isinstance(watch, QuietRanks):
                 watch.look()
+            elif not failures and watch.ends_start():
+                raise KeyboardInterrupt
             elif not failures and (hang := watch.look(running.values())):
                 _ask_for_stacks({rank: ranks[rank] for rank in running.values()}, hang.stopped)
                 return {}, hang

@@ -139,6 +139,10 @@ class Watch:
         seconds = [f or s for f, s in zip(self._frozen_s, self._still_s, strict=True)]
         return hang(beats, seconds, states, self._first)
 
+    def ends_start(self) -> bool:
+        """Return whether a signal has asked the run to end before any rank has begun a step."""
+        return self._ending() and not any(beat.begun for beat in self._board.read())
+
     def _deadline_s(self, beat: Beat) -> float:
         deadline_s = self._deadlines.of(beat)
         if not (beat.step and self._ending()):

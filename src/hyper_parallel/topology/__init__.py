@@ -10,6 +10,7 @@ from hyper_parallel.topology._load_topology import (
     Accelerator,
     detect_local,
     find_accelerators,
+    is_this_machine,
     load_topology,
     preset_names,
     read_topology,
@@ -22,6 +23,7 @@ from hyper_parallel.topology._supernode import (
     Supernode,
     Tier,
 )
+from hyper_parallel.topology.rank_capacity import RankCapacity, rank_capacity
 
 __all__ = [
     "DEFAULT_CPU_RANKS",
@@ -30,14 +32,17 @@ __all__ = [
     "Device",
     "MemoryPool",
     "Quantity",
+    "RankCapacity",
     "Supernode",
     "Tier",
     "cache_dir",
     "detect_local",
     "find_accelerators",
     "forget_measurements",
+    "is_this_machine",
     "load_topology",
     "preset_names",
+    "rank_capacity",
     "rank_threads",
     "read_topology",
 ]

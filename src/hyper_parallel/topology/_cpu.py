@@ -69,6 +69,18 @@ def read_cpu() -> Cpu:
     )
 
 
+def free_memory_bytes() -> int:
+    """Return the bytes that new processes can use without swapping; a container's limit is respected."""
+    available = int(_facts("/proc/meminfo").get("MemAvailable", "0").split()[0]) * 1024
+    available = available or read_cpu().memory_bytes  # not Linux
+    limit, used = (_read(f"/sys/fs/cgroup/memory.{name}").strip() for name in ("max", "current"))
+    if not (limit.isdigit() and used.isdigit()):
+        return available
+    stat = dict(line.split() for line in _read("/sys/fs/cgroup/memory.stat").splitlines())
+    cached = int(stat.get("inactive_file", "0"))  # file cache that the kernel gives up first
+    return max(0, min(available, int(limit) - int(used) + cached))
+
+
 def rank_threads(num_ranks: int) -> int:
     """CPU threads of each local rank: OMP_NUM_THREADS, else an even share of the cores, at least one."""
     return int(os.environ.get("OMP_NUM_THREADS") or max(1, (os.cpu_count() or 1) // num_ranks))

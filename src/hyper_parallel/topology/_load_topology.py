@@ -218,3 +218,13 @@ def detect_local(
         num_devices=count,
         device=device,
     )
+
+
+def is_this_machine(topology: str) -> bool:
+    """Return whether the device of a topology is the one that this machine has."""
+    if topology == "local":
+        return True
+    device, found = load_topology(topology).device, find_accelerators()
+    if not found or not device.reported_as:
+        return device.kind == (found[0].kind if found else "cpu")
+    return any(fnmatch.fnmatchcase(found[0].name, glob) for glob in device.reported_as)

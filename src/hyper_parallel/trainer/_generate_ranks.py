@@ -27,7 +27,14 @@ from hyper_parallel.errors import UnsupportedSharding
 from hyper_parallel.ir import Plan, Strategy, Workload
 from hyper_parallel.model import read_config
 from hyper_parallel.planner import parse_strategy
-from hyper_parallel.runtime import World, launch, parallelize, plan_of
+from hyper_parallel.runtime import (
+    World,
+    check_rank_count,
+    launch,
+    local_capacity,
+    parallelize,
+    plan_of,
+)
 from hyper_parallel.topology import rank_threads
 from hyper_parallel.trainer._decode import SLOTS, Running, Sampling
 from hyper_parallel.trainer._generate import check_dtype, decode, find_export
@@ -74,10 +81,15 @@ def generate_on_ranks(
     Raises:
         UnsupportedSharding: HP205 for the axis that decoding does not have: cp; and as `parallelize`.
         BadValue: HP102 for a word, or a prompt that exceeds the context of the model.
+        DeviceUnavailable: HP502 for more ranks than this machine runs.
         RankFailed: HP601 when a rank died.
     """
     strategy = parse_strategy(parallel)
     _check_axes(strategy)
+    if not under_torchrun():
+        capacity = local_capacity(None if device == "auto" else device.partition(":")[0])
+        hint = "fewer ranks, or torchrun --nnodes=N --nproc-per-node=8 -m hyper_parallel generate"
+        check_rank_count(strategy.world_size, capacity, _WHERE, hint)
     export = find_export(directory)
     check_dtype(dtype)
     model, plan = _planned(export, strategy, dtype, trusted=trusted)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import fnmatch
 import json
 import math
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,7 +23,7 @@ from hyper_parallel.config import (
 )
 from hyper_parallel.errors import CheckpointCorrupt, Contradiction, TokenizerMissing
 from hyper_parallel.ir import Plan
-from hyper_parallel.topology import find_accelerators, load_topology
+from hyper_parallel.topology import is_this_machine
 from hyper_parallel.trainer._compared_rows import check_rewards, check_rows
 from hyper_parallel.trainer._elastic import on_started, with_roles
 from hyper_parallel.trainer._files import (
@@ -238,12 +237,18 @@ def _training_ranks(recipe: Recipe) -> int | None:
     return ranks - sampling
 
 
-def prepare_job(loaded: LoadedRecipe, *, progress: bool = True) -> Job:
+def prepare_job(
+    loaded: LoadedRecipe,
+    *,
+    progress: bool = True,
+    check_ranks: Callable[[Recipe, int], None] = lambda *_: None,
+) -> Job:
     """Check the recipe, prepare its data and plan it; writes nothing but the data's cache.
 
     Args:
         loaded: The recipe with the origins of its values.
         progress: Show progress bars of the data preparation on standard error.
+        check_ranks: Called with the recipe and the number of ranks of all its worlds as soon as the plan has set it.
 
     Raises:
         HyperParallelError: Anything a user can have got wrong; see docs/train.md.
@@ -304,6 +309,7 @@ def prepare_job(loaded: LoadedRecipe, *, progress: bool = True) -> Job:
         check_pretrained(model, weights)
     plan = plan_recipe(recipe, training_ranks, loaded.where, spec, share)
     recipe = (loaded := with_roles(loaded, plan)).recipe
+    check_ranks(recipe, plan.strategy.world_size + recipe.grpo.sampling_ranks)
     check_offload(recipe, plan, model, loaded.where)
     check_optimizer(recipe, plan, loaded.where, model)
     check_trackers(recipe.training.report_to, loaded.where("training.report_to"))
@@ -327,7 +333,7 @@ def prepare_job(loaded: LoadedRecipe, *, progress: bool = True) -> Job:
     if recipe.stage == "grpo":
         check_rewards(loaded, packed)
     kept = model_files(model, packed.tokenizer_dir, weights)
-    here = _is_this_machine(recipe.topology)
+    here = is_this_machine(recipe.topology)
     job = Job(recipe, plan, packed, output_dir, weights, kept, here, trained, router_loss=routed)
     batches, _ = job.train_batches(), job.holdout_batches()
     if (epochs := recipe.training.epochs) is not None and isinstance(batches, Batches):
@@ -337,16 +343,6 @@ def prepare_job(loaded: LoadedRecipe, *, progress: bool = True) -> Job:
         job = replace(job, recipe=loaded.recipe)
     _check_resume(job, loaded)
     return job
-
-
-def _is_this_machine(topology: str) -> bool:
-    """Whether the device of a topology is the one that this machine has."""
-    if topology == "local":
-        return True
-    device, found = load_topology(topology).device, find_accelerators()
-    if not found or not device.reported_as:
-        return device.kind == (found[0].kind if found else "cpu")
-    return any(fnmatch.fnmatchcase(found[0].name, glob) for glob in device.reported_as)
 
 
 def _write_prediction(plan: Plan, path: Path) -> None:

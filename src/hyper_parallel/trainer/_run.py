@@ -16,6 +16,7 @@ from hyper_parallel.config import LoadedRecipe, with_absolute_paths
 from hyper_parallel.errors import RankHung
 from hyper_parallel.runtime import (
     Deadlines,
+    check_local_start,
     launch,
     launch_on_ray,
     launched_rank,
@@ -45,9 +46,11 @@ def run_job(job: Job) -> Summary | None:
 
     Lost ranks are started again as often as the recipe says, and go on from the newest intact checkpoint or snapshot;
     on fewer ranks where the recipe is elastic and a restart saved nothing before ranks were lost again.
-    SIGINT, SIGTERM and SIGHUP end the run after its present step with a checkpoint, a second one at once.
+    SIGINT, SIGTERM and SIGHUP end the run after its present step with a checkpoint; a second one, or one before the
+    first step of local ranks, at once.
 
     Raises:
+        DeviceUnavailable: HP502 when this machine does not run as many ranks.
         SnapshotsTooLarge: HP626 when /dev/shm has no space for `checkpoint.snapshot_every`.
         RunInUse: HP720 when another run writes to the run directory.
         Interrupted: A signal has ended the run; its `step` is that of the checkpoint.
@@ -57,6 +60,7 @@ def run_job(job: Job) -> Summary | None:
         TransferFailed: HP513 when there can be no folder in `offload.flash_dir`.
         HyperParallelError: A coded error of a rank, as it is.
     """
+    check_local_start(job.recipe, job.ranks, ["train", str(job.output_dir / "config.yaml")])
     stop = StopRequest()
     with ExitStack() as stack:
         if os.environ.get("RANK", "0") == "0":
@@ -80,8 +84,8 @@ def run_job(job: Job) -> Summary | None:
             logs = job.output_dir / "logs" / (f"restart_{number}" if number else "")
             try:
                 return _train(replace(now, restarted=again), stop, logs, snapshots)
-            except RankHung as error:
-                if not stop.asked:
+            except (RankHung, KeyboardInterrupt) as error:
+                if isinstance(error, Interrupted) or not stop.asked:
                     raise
                 raise Interrupted(stop.signum or signal.SIGTERM) from error
 

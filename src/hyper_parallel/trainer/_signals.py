@@ -17,6 +17,7 @@ ENDING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 _ONE_S: Final = 1.0
 """Seconds within which signals are one: a launcher passes on what the terminal has sent to everybody."""
+_PROMISE: Final = "ends after this step, with a checkpoint; before the first step at once"
 
 
 class Interrupted(KeyboardInterrupt):
@@ -40,7 +41,7 @@ class Interrupted(KeyboardInterrupt):
 class StopRequest:
     """A wish to end the run after the present step, and what became of it; seen by the ranks forked later."""
 
-    def __init__(self, promise: str = "ends after this step, with a checkpoint") -> None:
+    def __init__(self, promise: str = _PROMISE) -> None:
         self._promise = promise
         self._shared = mmap.mmap(-1, 16)  # anonymous memory outlives a fork: wish, step of the end
         self._owner, self._asked, self._first_s = os.getpid(), False, 0.0

@@ -8,8 +8,8 @@ sizes but no bytes. A `Recorder` writes the step down; its peak and its collecti
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
-from torch.overrides import TorchFunctionMode
 
 from hyper_parallel.backends.torch import allocate, local
 from hyper_parallel.backends.torch.memory import (
@@ -84,14 +83,25 @@ class _NoGauge:
         return 0
 
 
-class _FusedAttention(TorchFunctionMode):
-    """Attention whose values are narrower than its keys as accelerators run it; the CPU's kernel wants equal widths."""
+@contextmanager
+def _fused_attention() -> Iterator[None]:
+    """Run attention whose values are narrower than its keys as accelerators do; the CPU's kernel wants equal widths.
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        attention = func is F.scaled_dot_product_attention
-        if attention and args[0].shape[-1] != args[2].shape[-1]:
-            return _FusedKernel.apply(*args[:3])
-        return func(*args, **(kwargs or {}))
+    The function itself is replaced: torch leaves a `TorchFunctionMode` for the time of a backward pass, so attention
+    that is computed again there would run another kernel than in forward.
+    """
+    plain = F.scaled_dot_product_attention
+
+    def attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if query.shape[-1] == value.shape[-1]:
+            return plain(query, key, value, *args, **kwargs)
+        return _FusedKernel.apply(query, key, value)
+
+    F.scaled_dot_product_attention = attention
+    try:
+        yield
+    finally:
+        F.scaled_dot_product_attention = plain
 
 
 class _FusedKernel(torch.autograd.Function):
@@ -135,7 +145,7 @@ def trace_rank(
     with World.fake(rank, strategy.world_size) as world:
         # Meshes and FSDP's groups are made before fake tensors: they read values of index tensors.
         model = parallelize(build(), plan, world)
-        attention = _FusedAttention() if accelerator else nullcontext()
+        attention = _fused_attention() if accelerator else nullcontext()
         with FakeTensorMode(allow_non_fake_inputs=True), recorder, attention:
             allocate(model, device=world.device)
             optimizer = build_optimizer(model, training)

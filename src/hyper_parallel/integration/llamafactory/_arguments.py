@@ -1,8 +1,9 @@
-"""The JSON file behind LlamaFactory's `hyper_parallel_args`: degrees of the layout, number formats, recompute."""
+"""LlamaFactory's `hyper_parallel_args` and `hyper_parallel_*`: degrees of the layout, number formats, recompute."""
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -14,6 +15,8 @@ from hyper_parallel.errors import BadValue, DegreesMismatch, RecipeUnreadable
 from hyper_parallel.ir import Strategy
 
 _SHORT: Final = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+YAML_KEYS: Final = ("cp_size", "ep_size", "efsdp_size", "token_dispatcher")
+"""Keys that LlamaFactory also has in its own YAML file, as `hyper_parallel_cp_size`."""
 _Dtype = Literal["float32", "float16", "bfloat16"]
 
 
@@ -24,7 +27,7 @@ class HyperParallelArguments(BaseModel):
         tp_size: Ranks of tensor parallelism.
         cp_size: Ranks that share a sequence.
         ep_size: Ranks that share the experts.
-        efsdp_size: Ranks that share the parameters of the same experts; None: all that are left over.
+        efsdp_size: Ranks that share the parameters of the same experts; the rest are replicas. None: all that are left.
         token_dispatcher: `all_to_all`.
         fsdp_size: Ranks that share the parameters; the rest of the data-parallel ranks are replicas. None: all.
         param_dtype: Format of activations and of the parameters in a pass; None: as `bf16`, `fp16` of LlamaFactory say.
@@ -71,12 +74,29 @@ class HyperParallelArguments(BaseModel):
 
     @classmethod
     def from_finetuning_args(cls, finetuning_args: Any) -> HyperParallelArguments:
-        """Read `hyper_parallel_args` of LlamaFactory's arguments: nothing, a dict, or the path of a JSON file.
+        """Read LlamaFactory's arguments: `hyper_parallel_args`, and its keys `hyper_parallel_ep_size` and others.
+
+        A key of LlamaFactory replaces that of `hyper_parallel_args`, unless it has its default.
+
+        Raises:
+            RecipeUnreadable: HP103 when the file of `hyper_parallel_args` cannot be read. As `from_dict`.
+        """
+        given = getattr(finetuning_args, "hyper_parallel_args", None)
+        keys = {key: getattr(finetuning_args, f"hyper_parallel_{key}", None) for key in YAML_KEYS}
+        unset = {"cp_size": 1, "ep_size": 1, "efsdp_size": 1, "token_dispatcher": "all_to_all"}
+        return cls.from_yaml(given, {k: v for k, v in keys.items() if v != unset[k]})
+
+    @classmethod
+    def from_yaml(cls, given: Any, keys: Mapping[str, Any]) -> HyperParallelArguments:
+        """Read the value of `hyper_parallel_args`, and replace what LlamaFactory's own keys set.
+
+        Args:
+            given: Nothing, a dict, or the path of a JSON file.
+            keys: Values of `hyper_parallel_*` by their name behind that; None: not set.
 
         Raises:
             RecipeUnreadable: HP103 when the file cannot be read. As `from_dict`.
         """
-        given = getattr(finetuning_args, "hyper_parallel_args", None)
         where = "hyper_parallel_args"
         if isinstance(given, str):
             where = given
@@ -93,36 +113,42 @@ class HyperParallelArguments(BaseModel):
                 got=type(given).__name__,
                 hint='{"tp_size": 2}',
             )
-        return cls.from_dict(given or {}, where)
+        own = {key: value for key, value in keys.items() if value is not None}
+        return cls.from_dict({**(given or {}), **own}, where)
 
     def validate(self) -> None:
         """Nothing is left to check: what was read is valid. Part of the interface that LlamaFactory calls."""
 
+    @property
+    def smallest_world(self) -> int:
+        """Least number of ranks that holds these degrees."""
+        dense = self.tp_size * self.cp_size * (self.fsdp_size or 1)
+        return math.lcm(dense, self.ep_size * (self.efsdp_size or 1))
+
     def strategy(self, world_size: int) -> Strategy:
-        """The layout on a number of ranks.
+        """Return the layout on a number of ranks.
 
         Raises:
             DegreesMismatch: HP301 when the degrees do not divide the ranks.
         """
-        taken = self.tp_size * self.cp_size
-        rest = max(world_size // taken, 1)
-        shard = min(self.fsdp_size or rest, rest)
-        if world_size % (taken * shard):
+        model_ranks = self.tp_size * self.cp_size
+        shard = self._shard_ranks(world_size, model_ranks)
+        if world_size % (model_ranks * shard):
             raise DegreesMismatch(
                 "the degrees of hyper_parallel_args do not divide the number of ranks",
                 got=f"tp_size={self.tp_size}, cp_size={self.cp_size}, fsdp_size={shard} on {world_size} ranks",
                 hint='{"tp_size": 1, "cp_size": 1}',
             )
-        experts = max(taken * shard // self.ep_size, 1)
+        experts = max(model_ranks * shard // self.ep_size, 1)
         if self.efsdp_size not in (None, experts):
             raise DegreesMismatch(
-                "efsdp_size is what ep_size leaves of the ranks that share parameters",
-                got=f"efsdp_size={self.efsdp_size}, ep_size={self.ep_size} of {taken * shard} ranks",
+                "ep_size and efsdp_size do not fit the ranks that share parameters",
+                got=f"efsdp_size={self.efsdp_size}, ep_size={self.ep_size} of {model_ranks * shard} ranks",
                 allowed=experts,
                 hint=f'{{"ep_size": {self.ep_size}, "efsdp_size": {experts}}}',
             )
         return Strategy(
-            dp_replicate=world_size // (taken * shard),
+            dp_replicate=world_size // (model_ranks * shard),
             dp_shard=shard,
             cp=self.cp_size,
             tp_x=self.tp_size,
@@ -130,3 +156,14 @@ class HyperParallelArguments(BaseModel):
             recompute="none" if self.activation_mode == "none" else "full",
             reshard_after_forward=self.reshard_after_forward is not False,
         )
+
+    def _shard_ranks(self, world_size: int, model_ranks: int) -> int:
+        """Return the ranks that share the parameters of one tensor- and context-parallel rank.
+
+        Where only `efsdp_size` is given, they are as many as share the experts: the rest of the ranks are replicas.
+        """
+        rest = max(world_size // model_ranks, 1)
+        expert_ranks = self.ep_size * (self.efsdp_size or 1)
+        if self.fsdp_size is None and self.efsdp_size and expert_ranks % model_ranks == 0:
+            return min(expert_ranks // model_ranks, rest)
+        return min(self.fsdp_size or rest, rest)

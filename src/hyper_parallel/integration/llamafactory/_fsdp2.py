@@ -19,7 +19,11 @@ from torch.distributed.fsdp import FSDPModule as HSDPModule
 import hyper_parallel as hp
 from hyper_parallel.errors import BadValue, Contradiction
 from hyper_parallel.integration.llamafactory._arguments import HyperParallelArguments
-from hyper_parallel.integration.llamafactory._laid_out import FORMATS, lay_out
+from hyper_parallel.integration.llamafactory._laid_out import (
+    FORMATS,
+    adopt_checkpointing,
+    lay_out,
+)
 
 __all__ = [
     "HSDPModule",
@@ -71,9 +75,9 @@ def fsdp2_prepare_model(
         for param in model.parameters():
             if param.requires_grad:
                 param.data = param.data.float()
-    given = hp_args
+    given = adopt_checkpointing(model, hp_args)
     if hp_args.reshard_after_forward is None:
-        given = hp_args.model_copy(
+        given = given.model_copy(
             update={"reshard_after_forward": bool(plugin.reshard_after_forward)}
         )
     strategy = given.strategy(accelerator.num_processes)

@@ -58,6 +58,7 @@ WORDS: Final[dict[str, Mapping[Any, Any]]] = {
     "mix_strategy": {"concat": "concat"},
     "save_strategy": {"steps": True, "no": False, True: True, False: False},
     "eval_strategy": {"steps": True, "no": False, True: True, False: False},
+    "hyper_parallel_token_dispatcher": {"all_to_all": "all_to_all"},
 }  # fmt: skip
 """Values that a key may have, and what they are in a recipe."""
 
@@ -98,6 +99,11 @@ TOGETHER: Final[dict[str, tuple[str, Any]]] = {
     "metric_for_best_model": ("", None),
     "greater_is_better": ("", None),
     "report_to": ("training.report_to", "none"),
+    "hyper_parallel_args": ("parallel, training.recompute", None),
+    "hyper_parallel_cp_size": ("parallel.cp", None),
+    "hyper_parallel_ep_size": ("parallel.ep", None),
+    "hyper_parallel_efsdp_size": ("parallel.dp_shard, parallel.dp_replicate", None),
+    "hyper_parallel_token_dispatcher": ("", "all_to_all"),
 }
 """Keys that are read together with others; as `SAME`."""
 
@@ -120,7 +126,7 @@ REFUSED: Final = (
     "train_on_prompt", "mask_history", "tokenized_path", "interleave_probs", "eval_on_each_dataset", "do_predict",
     "predict_with_generate", "compute_accuracy", "label_smoothing_factor", "group_by_length", "streaming",
     "freeze_extra_modules", "resize_vocab", "use_llama_pro", "use_dft_loss", "use_asft_loss", "push_to_hub",
-    "resume_from_checkpoint", "load_best_model_at_end", "hyper_parallel_args", "tool_format", "media_dir",
+    "resume_from_checkpoint", "load_best_model_at_end", "tool_format", "media_dir",
 )  # fmt: skip
 """Keys that would change what is learned and are not done here; nothing, false, 0 and none are fine."""
 

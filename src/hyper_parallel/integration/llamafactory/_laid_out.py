@@ -44,6 +44,28 @@ def lay_out(
         swap_layers(layers_of(model), hp_args.activation_swap_inputs)
 
 
+def adopt_checkpointing(
+    model: nn.Module, hp_args: HyperParallelArguments, wanted: bool = False
+) -> HyperParallelArguments:
+    """Switch the checkpointing of transformers off, and return arguments that recompute in its place.
+
+    Both keep the inputs of a layer and compute its activations again. `swap` stays: it keeps other things.
+
+    Args:
+        model: Model of transformers, before it is laid out.
+        hp_args: Layout and formats.
+        wanted: Checkpointing was asked for, and the model has not been told yet.
+    """
+    on = bool(getattr(model, "is_gradient_checkpointing", False))
+    if on:
+        model.gradient_checkpointing_disable()
+        # Reentrant checkpointing needs inputs that require gradients; ours does not.
+        model.disable_input_require_grads()
+    if (on or wanted) and hp_args.activation_mode == "none":
+        return hp_args.model_copy(update={"activation_mode": "recompute"})
+    return hp_args
+
+
 def without_padding_mask(inputs: dict[str, Any]) -> dict[str, Any]:
     """Inputs for ranks that share sequences: padding at the end needs no mask, and others are refused.
 

@@ -24,6 +24,7 @@ from hyper_parallel.errors import Contradiction
 from hyper_parallel.integration.llamafactory._arguments import HyperParallelArguments
 from hyper_parallel.integration.llamafactory._laid_out import (
     FORMATS,
+    adopt_checkpointing,
     export,
     lay_out,
     wait,
@@ -52,6 +53,8 @@ class HyperParallelTrainer(CustomSeq2SeqTrainer):
             kwargs["model"] = kwargs["model"].get_base_model()
             absorb_adapters(kwargs["model"], adapted["default"])
         super().__init__(**kwargs)
+        hp_args = adopt_checkpointing(self.model, hp_args, self.args.gradient_checkpointing)
+        self.args.gradient_checkpointing = False  # transformers would switch it on again
         self._hp_args = hp_args
         self._strategy = hp_args.strategy(self.args.world_size)
         self._same_data = self._strategy.cp * self._strategy.tp
@@ -73,22 +76,17 @@ class HyperParallelTrainer(CustomSeq2SeqTrainer):
             "use_badam": arguments.use_badam,
             "use_galore": arguments.use_galore,
             "use_asft_loss": arguments.use_asft_loss,
-            "gradient_checkpointing": self.args.gradient_checkpointing
-            or getattr(self.model, "is_gradient_checkpointing", False),
             "label_smoothing_factor": bool(self.args.label_smoothing_factor),
             "use_dft_loss or use_eaft_loss with tp_size or cp_size": self.compute_loss_func is not None
             and self._same_data > 1,
         }  # fmt: skip
-        hints = {
-            "gradient_checkpointing": 'disable_gradient_checkpointing: true, and {"activation_mode": "recompute"}',
-        }
         for name, on in taken.items():
             if on:
                 raise Contradiction(
                     f"`{name}` does not go with use_hyper_parallel",
                     where="the arguments of LlamaFactory",
                     got=name,
-                    hint=hints.get(name, "leave one of them out"),
+                    hint="leave one of them out",
                 )
 
     def _lay_out(self) -> None:

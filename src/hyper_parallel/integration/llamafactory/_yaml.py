@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ from hyper_parallel.config import (
     read_mapping,
 )
 from hyper_parallel.errors import BadValue, Contradiction, RecipeUnreadable, UnknownKey
+from hyper_parallel.integration.llamafactory._arguments import YAML_KEYS, HyperParallelArguments
 from hyper_parallel.integration.llamafactory._data import check_template, source_of
 from hyper_parallel.integration.llamafactory._keys import (
     KNOWN,
@@ -32,6 +34,13 @@ from hyper_parallel.topology import find_accelerators
 _OFF: Final = (None, False, 0, "", "none", "null")
 _ALL: Final = 10**6
 """More checkpoints than a run saves."""
+
+_DEGREES: Final = ("dp_replicate", "dp_shard", "cp", "tp_x", "ep")
+_SERVED: Final = {
+    "activation_mode": ("none", "recompute"),
+    "reduce_dtype": (None, "float32"),
+}
+"""Keys of `hyper_parallel_args` that a recipe has not, and the values that are as good as none; the last is a hint."""
 
 Layer = tuple[str, dict[str, Any]]
 """Origin and values by dotted key."""
@@ -83,6 +92,7 @@ def _check(key: str, value: Any, where: str) -> None:
             where=where,
             got=value,
             allowed=list(WORDS[key]),
+            hint=f"{key}={next(iter(WORDS[key]))}" if len(WORDS[key]) == 1 else None,
         )
 
 
@@ -154,8 +164,35 @@ def _layers(v: dict[str, Any], path: Path, overrides: Sequence[str]) -> Iterator
         frozen = _frozen(str(v["model_name_or_path"]), v["freeze_trainable_layers"])
         yield "freeze_trainable_layers", {"training.freeze": frozen}
     yield from _data_layers(v, path)
-    if not any(o.startswith("parallel") for o in overrides):
-        yield "LlamaFactory: data-parallel ranks", {"parallel.dp_shard": _ranks(overrides)}
+    yield from _layout_layers(v, path, overrides)
+
+
+def _layout_layers(v: dict[str, Any], path: Path, overrides: Sequence[str]) -> Iterator[Layer]:
+    """Yield the layout that `hyper_parallel_args` and the keys `hyper_parallel_*` describe, on the ranks of the run."""
+    keys = {key: v[f"hyper_parallel_{key}"] for key in YAML_KEYS}
+    given = HyperParallelArguments.from_yaml(v["hyper_parallel_args"], keys)
+    for name, served in _SERVED.items():
+        if (value := getattr(given, name)) not in served:
+            raise Contradiction(
+                f"`{name}` of hyper_parallel_args is not done here",
+                where=f"{path}: hyper_parallel_args",
+                got=value,
+                allowed=[one for one in served if one is not None],
+                hint=json.dumps({name: served[-1]}),
+            )
+    if given.activation_mode == "recompute":
+        yield "hyper_parallel_args", {"training.recompute": "full"}
+    if given.param_dtype is not None:
+        yield "hyper_parallel_args", {"training.dtype": given.param_dtype}
+    if any(o.startswith("parallel") for o in overrides):
+        return
+    ranks = _ranks(overrides) or given.smallest_world
+    layout = given.strategy(ranks)
+    degrees = {f"parallel.{d}": getattr(layout, d) for d in _DEGREES}
+    if not layout.reshard_after_forward:
+        degrees["parallel.reshard_after_forward"] = False
+    own = given.smallest_world > 1
+    yield f"LlamaFactory: {'hyper_parallel_*' if own else 'data-parallel ranks'}", degrees
 
 
 def _data_layers(v: dict[str, Any], path: Path) -> Iterator[Layer]:
@@ -190,12 +227,12 @@ def _frozen(model: str, layers: int) -> list[str]:
     return sorted([*rest, *(name for name in names if "*" not in name)])
 
 
-def _ranks(overrides: Sequence[str]) -> int:
-    """Ranks of a run that LlamaFactory would start: those of the launcher, or every accelerator, or one."""
+def _ranks(overrides: Sequence[str]) -> int | None:
+    """Return the ranks that LlamaFactory would start: those of the launcher, or every accelerator; None: not said."""
     given = dict(o.split("=", 1) for o in overrides if o.startswith("launch.n"))
     if "launch.nproc_per_node" in given:
         return int(given["launch.nproc_per_node"]) * int(given.get("launch.nnodes", 1))
     if "RANK" in os.environ:
         return int(os.environ.get("WORLD_SIZE", 1))
     tasks = int(os.environ.get("SLURM_NTASKS", 1)) if "SLURM_STEP_ID" in os.environ else 1
-    return tasks if tasks > 1 else len(find_accelerators()) or 1
+    return tasks if tasks > 1 else len(find_accelerators()) or None

@@ -21,12 +21,16 @@ from hyper_parallel.config import Recipe, Training
 from hyper_parallel.errors import BadValue, Contradiction
 from hyper_parallel.ir import Plan
 from hyper_parallel.trainer._user_code import load_class
+from hyper_parallel.trainer.engine._adafactor import Adafactor
 from hyper_parallel.trainer.engine._muon import Muon, describe_muon, muon_groups
 
 logger = logging.getLogger(__name__)
 
-_MATRIX_WISE: Final = ("adafactor", "muon")
-"""Optimizers that need a whole matrix: what they compute of a shard is something else."""
+_MATRIX_WISE: Final = (torch.optim.Adafactor, torch.optim.Muon, Muon)
+"""Optimizers that need a whole matrix: what they compute of a shard is something else. Subclasses are as their base."""
+
+_ON_WHOLE_PARTS: Final[dict[type, type]] = {torch.optim.Adafactor: Adafactor}
+"""Class of torch: ours, which works where torch's has no rule for a replicated parameter."""
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
@@ -80,7 +84,7 @@ def optimizer_class(name: str, where: str = "training.optimizer") -> Any:
         "adamw": torch.optim.AdamW,
         "adam": torch.optim.Adam,
         "sgd": torch.optim.SGD,
-        "adafactor": torch.optim.Adafactor,
+        "adafactor": Adafactor,
         "muon": Muon,
     }
     if name in known:
@@ -94,7 +98,8 @@ def optimizer_class(name: str, where: str = "training.optimizer") -> Any:
             allowed=allowed,
             hint="set `training.optimizer=adamw`",
         )
-    return load_class(name, torch.optim.Optimizer, where)
+    loaded = load_class(name, torch.optim.Optimizer, where)
+    return _ON_WHOLE_PARTS.get(loaded, loaded)
 
 
 def check_optimizer(
@@ -109,10 +114,10 @@ def check_optimizer(
     """
     training, s = recipe.training, plan.strategy
     name, key = training.optimizer, where("training.optimizer")
-    optimizer_class(name, key)
+    chosen = optimizer_class(name, key)
     sharding = {"dp_shard": s.dp_shard, "cp": s.cp, "tp": s.tp_x * s.tp_y, "ep": s.ep}
     cut = [f"{axis}={degree}" for axis, degree in sharding.items() if degree > 1]
-    if name in _MATRIX_WISE and cut:
+    if issubclass(chosen, _MATRIX_WISE) and cut:
         raise Contradiction(
             f"{name} needs whole matrices, and the layout shards them",
             where=key,

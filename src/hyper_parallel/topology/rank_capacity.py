@@ -1,0 +1,50 @@
+"""Number of local ranks that this machine runs at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from hyper_parallel.topology._cpu import free_memory_bytes, read_cpu
+from hyper_parallel.units import GiB, format_bytes
+
+CPU_RANK_BYTES: Final = int(0.4 * GiB)
+"""Memory of a rank on the CPU besides its model: imported libraries that it writes to, buffers of gloo, threads."""
+
+_CPU_RANKS: Final = 16
+_CPU_RANKS_PER_CORE: Final = 4
+"""Ranks on a CPU take turns on the cores: small layouts start everywhere, large ones where there are cores."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankCapacity:
+    """Largest number of local ranks that this machine runs.
+
+    Attributes:
+        num_ranks: Number of ranks, at least one.
+        limit: Resource that sets the number, as a phrase.
+        is_cpu: Whether ranks share the CPU; a rank on an accelerator needs a device of its own.
+    """
+
+    num_ranks: int
+    limit: str
+    is_cpu: bool
+
+
+def rank_capacity(num_accelerators: int) -> RankCapacity:
+    """Return the number of ranks that this machine runs: one per accelerator, or those that its CPU and memory hold.
+
+    Args:
+        num_accelerators: Accelerators that ranks may use; 0: ranks compute on the CPU.
+    """
+    if num_accelerators:
+        return RankCapacity(num_accelerators, f"accelerators: {num_accelerators}", is_cpu=False)
+    cores, free = read_cpu().cores, free_memory_bytes()
+    by_cores = max(_CPU_RANKS, _CPU_RANKS_PER_CORE * cores)
+    by_memory = max(1, free // CPU_RANK_BYTES)
+    if by_memory < by_cores:
+        each = format_bytes(CPU_RANK_BYTES)
+        return RankCapacity(
+            by_memory, f"{format_bytes(free)} of free memory, {each} per rank", is_cpu=True
+        )
+    return RankCapacity(by_cores, f"{cores} cores", is_cpu=True)
