@@ -23,6 +23,7 @@ from hyper_parallel.ir import Plan
 from hyper_parallel.trainer._user_code import load_class
 from hyper_parallel.trainer.engine._adafactor import Adafactor
 from hyper_parallel.trainer.engine._muon import Muon, describe_muon, muon_groups
+from hyper_parallel.trainer.engine.optimizer_trial import check_trial_step
 
 logger = logging.getLogger(__name__)
 
@@ -152,6 +153,14 @@ def check_optimizer(
         ) from error
     if name == "muon":
         logger.info(describe_muon(trained_roles(model)))
+    if "." in name:
+        check_trial_step(
+            lambda layer: build_optimizer(layer, training),
+            name,
+            key,
+            sharded=bool(cut),
+            replicated=s.dp_replicate > 1,
+        )
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float | Tensor) -> None:

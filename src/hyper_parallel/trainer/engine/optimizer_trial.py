@@ -1,0 +1,90 @@
+"""One step of a user's optimizer on a small layer, before any rank starts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Final
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from hyper_parallel.errors import Contradiction
+from hyper_parallel.runtime import World, local_capacity
+
+_SIZE: Final = 4
+_RANKS: Final = 2
+
+
+def check_trial_step(
+    build: Callable[[nn.Module], torch.optim.Optimizer],
+    name: str,
+    where: str,
+    *,
+    sharded: bool,
+    replicated: bool,
+) -> None:
+    """Refuse an optimizer whose step fails on parameters as a layout leaves them.
+
+    An optimizer whose step fails on a plain layer too may need the accelerator of this machine, and passes.
+
+    Args:
+        build: Makes the optimizer of a module.
+        name: Its name in the recipe.
+        where: Origin of the name.
+        sharded: The layout shards parameters.
+        replicated: The layout replicates parameters.
+
+    Raises:
+        Contradiction: HP104 with the first line of the error.
+    """
+    plain = _failure(build, nn.Linear(_SIZE, _SIZE))
+    if plain is not None:
+        if local_capacity().is_cpu:
+            raise _refusal(name, where, "a dense layer on a CPU", plain)
+        return
+    if not (sharded or replicated):
+        return
+    degrees = (_RANKS,) if not replicated else (_RANKS, _RANKS if sharded else 1)
+    with World.fake(0, math.prod(degrees)):
+        failure = _failure(build, _laid_out(degrees))
+    if failure is not None:
+        what = "sharded parameters" if sharded else "replicated parameters"
+        raise _refusal(name, where, what, failure)
+
+
+def _failure(
+    build: Callable[[nn.Module], torch.optim.Optimizer], layer: nn.Module
+) -> Exception | None:
+    """Return what a step of the optimizer raises on the layer; None: nothing."""
+    optimizer = build(layer)
+    for parameter in layer.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    try:
+        optimizer.step()
+    except Exception as error:
+        return error
+    return None
+
+
+def _laid_out(degrees: tuple[int, ...]) -> nn.Module:
+    """Return a layer on a mesh of data-parallel ranks: sharded by the last axis, replicated by the one before it."""
+    layer = nn.Linear(_SIZE, _SIZE)
+    mesh = DeviceMesh("cpu", torch.arange(math.prod(degrees)).view(degrees))
+    placements = [*[Replicate()] * (len(degrees) - 1), Shard(0)]
+    for name, parameter in list(layer.named_parameters()):
+        tensor = DTensor.from_local(parameter.detach(), mesh, placements, run_check=False)
+        setattr(layer, name, nn.Parameter(tensor))
+    return layer
+
+
+def _refusal(name: str, where: str, what: str, error: Exception) -> Contradiction:
+    return Contradiction(
+        f"a step of {name} fails on {what}: {(str(error).splitlines() or [''])[0][:200]}",
+        where=where,
+        got=f"optimizer={name}",
+        allowed="an optimizer that works element by element: adamw, adam, sgd",
+        hint="set `training.optimizer=adamw`",
+    )
