@@ -45,6 +45,10 @@ _QWEN = {
     "model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 3, "output_router_logits": True,
     "router_aux_loss_coef": 1.0,
 }  # fmt: skip
+_OLMOE = {
+    "model_type": "olmoe", "num_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True,
+    "router_aux_loss_coef": 0.5,
+}  # fmt: skip
 _DBRX = {
     "model_type": "dbrx", "d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 64, "vocab_size": 96,
     "output_router_logits": True,
@@ -176,14 +180,22 @@ def test_a_loop_without_a_workload_has_the_weight_of_transformers(lay: str) -> N
                     assert _norm(model) == pytest.approx(halves[0][1], rel=1e-10)
 
 
+CASES_ON_TWO = (
+    (_DBRX, "dp_shard=2"),
+    (_DOGE, "tp=2"),
+    (_HASHED, "dp_shard=2"),
+    (_OLMOE, "cp=2"),  # its forward is given the number of tokens as a tensor
+)
+
+
 def _rank(rank: int) -> list[tuple[float, float]]:
     found = []
     with World.join("cpu") as world:
         # Doge mixes the router scores of the tokens of a batch, which cannot be cut.
-        for values, strategy in ((_DBRX, "dp_shard=2"), (_DOGE, "tp=2"), (_HASHED, "dp_shard=2")):
+        for values, strategy in CASES_ON_TWO:
             model = _build(values)
             parallelize(model, plan_of(model, strategy), world)
-            part = IDS if strategy == "tp=2" else IDS[2 * rank : 2 * rank + 2]
+            part = IDS if strategy in ("tp=2", "cp=2") else IDS[2 * rank : 2 * rank + 2]
             loss = float(forward_backward(model, [{"input_ids": part, "labels": part}]))
             found.append((loss, _norm(model)))
         model = _build(_QWEN)
@@ -201,7 +213,7 @@ def _rank(rank: int) -> list[tuple[float, float]]:
 
 
 def test_router_losses_on_two_ranks_are_those_of_transformers() -> None:
-    expected = [_plain(_build(values), IDS) for values in (_DBRX, _DOGE, _HASHED)]
+    expected = [_plain(_build(values), IDS) for values, _ in CASES_ON_TWO]
     model, loss = _build(_QWEN), 0.0
     keep_float64(model)
     for half in IDS.chunk(2):

@@ -36,7 +36,8 @@ def refuse_other_inputs(model: nn.Module, axes: Sequence[str], batch: Mapping[st
     if not axes:
         return
     for name, value in batch.items():
-        floating = isinstance(value, Tensor) and value.is_floating_point()
+        # A scalar, such as `num_items_in_batch`, goes to the loss.
+        floating = isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 0
         if floating and name not in _TEXT_INPUTS:
             raise UnsupportedSharding(
                 f"`{name}` goes to a module outside of the decoder, which stages and parts of sequences do not share",
