@@ -62,9 +62,7 @@ def stage_elements(
     layers = s.layers if layers is None else layers
     dense = s.dense(layers) + (s.outside if outside is None else outside) / c.tp
     experts = s.experts(layers)
-    # The ranks that hold the same experts: what ep and the cut of an expert leave of dp_shard x cp x tp.
-    share = np.maximum(1.0, s.shards * c.tp / (c.ep * c.etp))
-    return dense + experts, dense / s.shards + experts / share
+    return dense + experts, dense / s.shards + experts / s.expert_shards
 
 
 def state_bytes(s: Setting, elements: tuple[Array, Array]) -> Parts:
@@ -115,23 +113,33 @@ def phases(
     wide = s.reduce_width * trained
     tokens, none = s.tokens, np.zeros(1)
     states = state_bytes(s, stage_elements(s, layers, outside))
-    one, vocabulary = s.dense() + s.experts(), outside / c.tp
+    mean, vocabulary = s.dense() + s.experts(), outside / c.tp
+    dense, experts = s.last_layer
+    one = dense + experts
     piped, several = c.pp > 1, c.accumulation > 1
     copies = np.where(s.copies, width, 0.0)
     root = copies * vocabulary
     # A pipeline's stage gathers its first layer for the next microbatch early.
     most = np.where(piped, layers + 1.0, layers)
-    coming = copies * np.where(c.zero > 2, np.minimum(1.0, most), layers) * one
-    two = copies * np.where(c.zero > 2, np.minimum(2.0, most), layers) * one
+    coming = copies * np.where(c.zero > 2, np.minimum(1.0, most) * one, layers * mean)
+    two = copies * np.where(c.zero > 2, np.minimum(2.0, most) * one, layers * mean)
+    # Experts of expert parallelism are an FSDP group of their own: while its gradients are reduced no other group of
+    # experts is gathered.
+    apart = (c.ep > 1) & ~piped & (c.zero > 2)
+    beside = np.where(apart, copies * np.minimum(2.0, most) * dense, two)
     # Unsharded sums of a pipeline's gradients; without copies the gradients are what they are.
-    sums = np.where(piped & s.copies, wide * (vocabulary + layers * one), 0.0)
+    sums = np.where(piped & s.copies, wide * (vocabulary + layers * mean), 0.0)
     mine = np.where(piped & s.copies, 0.0, states["gradients"])
     before = np.where(several, mine, 0.0)
     outer = vocabulary / np.where(s.sharded, s.shards, 1.0) * wide
     inner = np.maximum(mine - outer, 0.0)
     # Before reduction in the compute format, in reduction wide; a group of one rank makes a wide copy of it all.
     both = width * trained + wide
-    reduced = np.where(s.copies, np.where(s.sharded, both, 2.0 * wide), 0.0)
+    reduced = np.where(s.sharded, both, 2.0 * wide) * dense
+    reduced = reduced + np.where(s.sharded & (s.expert_shards > 1), both, 2.0 * wide) * experts
+    reduced = np.where(s.copies, reduced, 0.0)
+    first = np.where(s.sharded, dense / s.shards + experts / s.expert_shards, one) * s.param_width
+    first = np.where(piped & s.copies, 0.0, np.minimum(first * trained, inner))
     single = np.where(s.copies, np.where(s.sharded, both, 3.0 * wide), 0.0)
     head = np.where(piped, 0.0, copies * (n.head_params / c.tp) * trained)
     # The final norm keeps its input wide, and both formats of its output.
@@ -150,11 +158,11 @@ def phases(
     working = working + 3.0 * scores
     left = np.maximum(saved - layer.freed, 0.0) + layer.worked
     at_end = np.where(several, mine, inner + np.where(s.copies, 0.0, outer))
-    next_buffers = np.where(piped, sums + wide * copies / width * one, head + reduced * one)
+    next_buffers = np.where(piped, sums + wide * copies / width * one, head + reduced)
     columns = (
         # loss, last layer, next layer, end
-        ("gradients", before, before, np.maximum(before, inner / np.maximum(layers, 1.0)), at_end),
-        ("gathered parameters", root + coming, root + two, root + two, np.where(piped, root, 0.0)),
+        ("gradients", before, before, np.maximum(before, first), at_end),
+        ("gathered parameters", root + coming, root + two, root + beside, np.where(piped, root, 0.0)),
         ("gradient buffers", sums, sums + head, next_buffers,
          np.where(piped, sums + np.where(s.copies, wide, 0.0) * vocabulary, single * vocabulary)),
         ("activations", saved + final, saved + layer.worked, left, none),
