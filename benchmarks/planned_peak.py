@@ -91,7 +91,8 @@ def measure(name: str, kind: str, layout: str, layers: int) -> dict[str, Any]:
 
     with tempfile.TemporaryDirectory(prefix="planned_peak_") as folder:
         model, recipe = Path(folder) / f"{name}.json", Path(folder) / "recipe.yaml"
-        model.write_text(json.dumps(read_model(name, layers)))
+        config = read_model(name, layers)
+        model.write_text(json.dumps(config))
         recipe.write_text(
             f"model: {{path: {model}}}\ndata: {{seq_len: {SEQ_LEN}}}\nparallel: {{}}\n"
             f"topology: {TOPOLOGY}\ntraining: {{dtype: bfloat16, microbatch: 1}}\n"
@@ -104,6 +105,8 @@ def measure(name: str, kind: str, layout: str, layers: int) -> dict[str, Any]:
         "model": name,
         "kind": kind,
         "layout": layout,
+        "overrides": overrides_of(layout),
+        "config": config,
         "planned_bytes": result.planned_bytes,
         "traced_bytes": peak.num_bytes,
         "planned_to_traced": ratio,
@@ -140,6 +143,7 @@ def main() -> None:
                 )
     if args.json:
         about = {"machine": machine(), "bar": BAR, "under": UNDER, "layers": args.layers}
+        about |= {"topology": TOPOLOGY, "seq_len": SEQ_LEN}
         print(json.dumps({**about, "rows": rows}, indent=1))
     if not all(row["passed"] for row in rows):
         sys.exit(1)

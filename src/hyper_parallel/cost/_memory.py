@@ -264,13 +264,17 @@ def _layer_memory(s: Setting) -> LayerMemory:
     n, c = s.n, s.c
     one_layer = activation_bytes(s)
     kept = kept_bytes(s, one_layer)
-    exchange = np.zeros(1)
+    exchange = combine = np.zeros(1)
     if n.experts:
         routed = n.experts_per_token / max(n.moe_share, 1e-9) * n.hidden * s.machine.width
         held = 2.0 * s.tokens / c.tp * (routed * s.machine.stack.imbalance)
         exchange = np.where(c.ep > 1, held, 0.0)
+        # Rows of one layer as float32, before and after they are weighted.
+        combine = held * (4.0 / s.machine.width) * n.wide_combine
     worked = np.where((c.recompute > 1) & (c.recompute < SOME), one_layer, 0.0)
-    return LayerMemory(kept, np.where(c.recompute < SOME, kept, one_layer), worked, exchange)
+    return LayerMemory(
+        kept, np.where(c.recompute < SOME, kept, one_layer), worked, exchange, combine
+    )
 
 
 def _phases_of_ranks(s: Setting, stages: Sequence[RankStages]) -> list[Parts]:

@@ -21,6 +21,11 @@ _LATENT_NORM = re.compile(r"(q|kv)_a_layernorm\.weight$")
 _LATENT_VALUES = re.compile(r"\bkv_b_proj\.weight$")
 """Projections whose one output holds the values of all heads beside parts of their keys."""
 
+_CLAMPED = {"gpt_oss": 3.0}
+"""Widths of an expert that its activation keeps beside a plain gate, by family: clamped, shifted and sigmoid values."""
+_WIDE_COMBINE = ("deepseek_v2", "deepseek_v3", "glm4_moe", "glm4_moe_lite")
+"""Families whose router weights are float32, so that outputs of experts are weighted and summed in float32."""
+
 
 @dataclass(frozen=True, slots=True)
 class LayerElements:
@@ -67,6 +72,8 @@ class ModelNumbers:
     sinks: float  # share of the layers whose attention has sinks
     # width of the dense feed-forward part a token visits: dense MLPs and shared experts
     mlp_width: float
+    clamped_widths: float  # widths of a routed expert that an activation with clamps keeps besides
+    wide_combine: bool  # whether outputs of routed experts are summed in float32
     # elements per token that the backward of that part needs: 3f gated, else 2f
     mlp_saved_width: float
     expert_width: int  # width of one routed expert
@@ -139,6 +146,8 @@ class ModelNumbers:
             latent_rest=mean(b.count * _latent_rest(b) for b in decoders),
             sinks=mean(b.count for b in decoders if any("sinks" in p.name for p in b.params)),
             mlp_width=mean(b.count * _dense_width(b) for b in decoders),
+            clamped_widths=_CLAMPED.get(model.family, 0.0),
+            wide_combine=model.family in _WIDE_COMBINE,
             mlp_saved_width=mean(saved),
             expert_width=mlp.intermediate_size if mlp else 0,
             experts=mlp.num_experts if mlp else 0,
@@ -176,7 +185,8 @@ class ModelNumbers:
         activation of its gate; experts also their dispatched inputs and outputs; latent attention the storage that its
         values are a view of.
         """
-        experts = self.experts_per_token * (self.expert_width + self.hidden)
+        wide = (1.0 + self.clamped_widths) * self.expert_width
+        experts = self.experts_per_token * (wide + self.hidden)
         gate = max(0.0, self.mlp_saved_width - 2.0 * self.mlp_width)
         norms = self.norm_bytes * self.hidden + self.head_norm_bytes * self.normed_width
         return norms + width * (self.v_width + gate + experts + self.latent_rest)
