@@ -102,6 +102,10 @@ def test_eight_thousand_ranks_of_a_supernode(recipe):
     (rank,) = found["ranks"]
     peak = rank["peaks"]["hbm"]
     assert peak["num_bytes"] == found["peak_bytes"] == sum(peak["breakdown"].values())
+    terms = {term["name"]: term["bytes"] for term in found["plan"]["memory"]}
+    reserved = terms.pop("device context") + terms.pop("fragmentation")
+    assert (found["planned_bytes"], found["reserved_bytes"]) == (sum(terms.values()), reserved)
+    assert found["planned_to_traced"] == found["planned_bytes"] / found["peak_bytes"] - 1.0
     assert all(num_bytes % 512 == 0 for num_bytes in peak["breakdown"].values())
     sizes = {c["purpose"]: c["sent_bytes"] for c in rank["collectives"]}
     # A number of every rank, the loss, and how many ranks wish to stop and to save.
@@ -113,6 +117,7 @@ def test_the_table_names_rank_peak_and_verdict(recipe):
     text = _run(recipe, "parallel.dp_shard=8", "--dry-run", "-t", "cloudmatrix384", "--rank", "31")
     assert "rank 31 (dp_shard=7 tp_x=3)" in text
     assert "plan predicts" in text
+    assert "planned / traced" in text
     assert "fits:" in text
     assert "fsdp parameters" in text
 

@@ -35,13 +35,15 @@ def every_strategy(request):
             for replicate, shard, zero in space.states(1, dp, x * y * cp, ep * etp):
                 if zero == 1 and request.executable and pp > 1:
                     continue  # no pipeline runs with ZeRO 1
+                if request.pins.get("zero", 0) > 0 and shard * cp == 1 and not request.from_recipe:
+                    continue  # one rank shares nothing, and a pin asks for it
                 if "zero" not in request.pins:
                     if zero == 1 and steps == 1:
                         continue  # one microbatch is reduced once anyway
                     if zero == 0 and shard * cp == 1:
                         continue  # one rank shares nothing
                 block = (att, mlp, ep, etp, u, tokens, gathered)
-                if space.refusal_of(shard, cp, x, y, *block) is not None:
+                if space.refusal_of(shard, cp, x, y, *block, pp=pp) is not None:
                     continue
                 for schedule, vpp in space.schedules(pp, steps):
                     named = dict(zip(AXES, (pp, replicate, shard, cp, x, y), strict=True))

@@ -9,19 +9,21 @@ import numpy as np
 import pytest
 
 from hyper_parallel.config import Recipe
+from hyper_parallel.cost import SHAPES
 from hyper_parallel.errors import (
     Contradiction,
     HyperParallelError,
     NoLegalStrategy,
     UnsupportedSharding,
 )
-from hyper_parallel.ir import Workload
+from hyper_parallel.ir import Strategy, Workload
 from hyper_parallel.model import spec_from_config
 from hyper_parallel.planner import plan, plan_recipe
 from hyper_parallel.planner._pins import check_pins
 from hyper_parallel.planner._plan import search
 from hyper_parallel.planner._refine import find
 from hyper_parallel.planner._request import resolve
+from hyper_parallel.planner._space import Space
 from tests.cost.machines import machine, small_model
 from tests.planner.draws import moe_model
 from tests.planner.exhaustive import every_strategy, least
@@ -175,3 +177,42 @@ def test_layouts_that_are_pinned_and_refused_are_no_lack_of_memory():
     made = plan("megatron-310b", "cloudmatrix384", num_devices=256, pins=pins)
     assert (made.strategy.tp_x, made.strategy.tp_y) == (4, 2)
     assert any("cannot run this plan" in note for note in made.notes)
+
+
+def whole_attention():
+    """A model whose attention no rule cuts: it stays whole under tensor parallelism, which then goes without pp."""
+    rules = tuple(
+        (f"model.layers.*.mlp.{name}_proj", style)
+        for name, style in (("gate", "colwise"), ("up", "colwise"), ("down", "rowwise"))
+    )
+    return replace(small_model(layers=8), rules=rules)
+
+
+def test_no_answer_is_a_pipeline_that_the_layouts_refuse():
+    """With slow links between nodes a pipeline of tensor-parallel nodes is fastest, and refused (HP205)."""
+    asked = (whole_attention(), machine(cluster_bytes_s=1e8), Workload(512, 512 * 64))
+    request = resolve(*asked, 16)
+    for pins in ({}, {"tp": 2}, {"tp": 4}):
+        made = plan(*asked, num_devices=16, pins=pins)
+        assert made.layouts
+        for strategy in (made.strategy, *(r.strategy for r in made.rejected)):
+            assert request.refusal(strategy) is None
+    assert made.strategy.pp == 1
+    faster = plan(*asked, num_devices=16, pins={"tp": 4}, all_layouts=True)
+    assert faster.strategy.pp > 1
+    gain = 1.0 - faster.step_s / made.step_s
+    (note,) = (n for n in made.notes if "which this version cannot run" in n)
+    assert f"{gain:.1%} shorter" in note
+    assert "tensor parallelism goes with one axis" in note
+
+
+@pytest.mark.parametrize("axes", [{"pp": 2}, {"ep": 2}, {"dp_shard": 2}, {"cp": 2}, {}])
+def test_the_search_and_the_layouts_refuse_the_same_degrees(axes):
+    for model in (whole_attention(), *(make() for make in MODELS.values())):
+        request = replace(resolve(model, machine(), Workload(512, 512 * 16), 8), executable=True)
+        space = Space(request)
+        strategy = Strategy(tp_x=2, **{**axes, **({"dp_shard": 2} if "ep" in axes else {})})
+        degrees = (strategy.dp_shard, strategy.cp, 2, 1)
+        block = (SHAPES.index("2d"), SHAPES.index("2d"), strategy.ep, 1, 1, 0, 0)
+        found = space.refusal_of(*degrees, *block, pp=strategy.pp)
+        assert found == request.refusal(strategy)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from hyper_parallel.config import DEGREES, Parallel
+from hyper_parallel.config import DEGREES, Parallel, Recipe
 from hyper_parallel.cost import RECOMPUTE, SCHEDULES, SHAPES, Candidates
 from hyper_parallel.errors import BadValue, NoLegalStrategy
 from hyper_parallel.ir import Strategy, Workload
-from hyper_parallel.planner import plan
+from hyper_parallel.planner import plan, plan_recipe
 from hyper_parallel.planner._pins import EXCLUDABLE, PINNABLE, check_pins
+from hyper_parallel.units import format_bytes
 from tests.cost.machines import machine, small_model
 
 pytestmark = pytest.mark.unit
@@ -61,3 +62,61 @@ def test_a_plan_says_what_space_was_searched():
     (note,) = (n for n in chosen.notes if n.startswith("the space that was searched"))
     for part in ("4 devices", "zero=3", "only what this version runs", "nothing offloaded"):
         assert part in note
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+@pytest.mark.parametrize("devices", [4, 8])
+def test_a_pinned_stage_of_zero_is_answered_with_ranks_that_share_states(zero, devices):
+    """Without the pin, and with it as a mere choice, the fastest plan on slow links has no data parallelism."""
+    asked = (small_model(), machine(node_bytes_s=1e9, cluster_bytes_s=1e8), Workload(512, 512 * 8))
+    for pins in ({"zero": zero}, {"zero": zero, "microbatch": 1}):
+        chosen = plan(*asked, num_devices=devices, pins=pins).strategy
+        assert chosen.dp_shard * chosen.cp > 1
+        assert chosen.zero_stage == zero
+
+
+def test_a_stage_of_zero_that_no_ranks_can_share_is_refused_with_a_pin_that_helps():
+    asked = (small_model(), machine(), Workload(512, 512 * 8))
+    with pytest.raises(NoLegalStrategy, match="zero=2 shards nothing") as caught:
+        plan(*asked, num_devices=4, pins={"zero": 2, "tp": 4})
+    assert caught.value.hint
+    name, _, value = caught.value.hint.removeprefix("--pin ").partition("=")
+    chosen = plan(*asked, num_devices=4, pins={"zero": 2, "tp": 4, name: value}).strategy
+    assert chosen.dp_shard * chosen.cp > 1
+
+
+def test_a_recipe_says_how_states_are_shared_where_they_are():
+    values = {
+        "model": {"path": "llama-3-8b"}, "topology": "dgx-b200", "data": {"seq_len": 512},
+        "parallel": {"auto": True, "world_size": 1, "reshard_after_forward": False},
+    }  # fmt: skip
+    assert plan_recipe(Recipe.model_validate(values)).strategy.dp_shard == 1
+
+
+def test_what_does_not_fit_has_its_full_price_and_fits_in_no_other_way():
+    """Under pins the search knew a lower bound of it only: of a pipeline without schedule, stages and sharding."""
+    asked = ("llama-3-70b", "dgx-h100")
+    chosen = plan(*asked, num_devices=64, pins={"microbatch": 8})
+    lost = [r for r in chosen.rejected if r.reason.startswith("does not fit")]
+    assert lost
+    for one in lost:
+        workload = Workload(8192, chosen.workload.tokens_per_step, microbatch=8)
+        given = plan(*asked, workload, strategy=one.strategy)
+        assert one.step_s == pytest.approx(given.step_s, rel=1e-9)
+        assert one.step_s < chosen.step_s
+        assert one.memory_bytes > chosen.memory_capacity_bytes
+        assert "at microbatch 8" in one.reason
+        degrees = {**one.strategy.degrees(), "microbatch": 1}
+        if "fits at microbatch 1" in one.reason:
+            plan(*asked, num_devices=64, pins=degrees)
+
+
+def test_the_note_of_offload_names_the_bytes_that_stay_on_the_device():
+    model = small_model(4, 1024)
+    for objective in ("step-time", "memory"):
+        made = plan(
+            model, "dgx-h100", Workload(512, 512 * 16), num_devices=2, offload=True, objective=objective,
+        )  # fmt: skip
+        notes = [note for note in made.notes if note.startswith("offload:")]
+        assert all(f"beside {format_bytes(made.memory_bytes)} on" in note for note in notes)
+        assert bool(notes) == (objective == "memory")

@@ -46,6 +46,9 @@ def _as_json(result: DryRun) -> dict[str, object]:
         **encode(result),
         "plan": encode(result.plan),
         "peak_bytes": result.peak_bytes,
+        "planned_bytes": result.planned_bytes,
+        "reserved_bytes": result.reserved_bytes,
+        "planned_to_traced": result.planned_to_traced,
         "fits": result.fits,
         "differences": [differences(rank, result.plan) for rank in result.ranks],
     }
@@ -61,6 +64,10 @@ def _print(result: DryRun, console: Console) -> None:
     for rank in result.ranks:
         _print_rank(rank, result, console)
     total = result.peak_bytes + result.reserved_bytes
+    console.print(
+        f"\npeak of tensors on the fullest traced rank: planned {format_bytes(result.planned_bytes)}, traced "
+        f"{format_bytes(result.peak_bytes)}, planned / traced {result.planned_to_traced:+.1%}"
+    )
     verdict = "fits" if result.fits else "does NOT fit"
     reserved = (
         f" + {format_bytes(result.reserved_bytes)} context and fragmentation as planned"
@@ -68,7 +75,7 @@ def _print(result: DryRun, console: Console) -> None:
         else ""
     )
     console.print(
-        f"\n{verdict}: {format_bytes(result.peak_bytes)}{reserved} of {format_bytes(result.capacity_bytes)} "
+        f"{verdict}: {format_bytes(result.peak_bytes)}{reserved} of {format_bytes(result.capacity_bytes)} "
         f"({total / result.capacity_bytes:.1%}) of {result.device}"
     )
     for note in result.notes:
@@ -87,7 +94,8 @@ def _print_rank(rank: TracedRank, result: DryRun, console: Console) -> None:
     for tier, peak in rank.peaks.items():
         console.print(
             f"peak of a step in {tier}: {format_bytes(peak.num_bytes)} ({peak.num_bytes:,} bytes), in "
-            f"{peak.segment}, {peak.during}; plan predicts {format_bytes(plan.memory_bytes)}"
+            f"{peak.segment}, {peak.during}; plan predicts {format_bytes(plan.tensor_bytes)} of tensors on the "
+            "fullest rank"
         )
         memory = table("live at the peak", "bytes >", "share >")
         for name, num_bytes in peak.breakdown.items():

@@ -25,7 +25,14 @@ from hyper_parallel.cost._cards import (
 from hyper_parallel.cost._collectives import LINEAR_ENTRY, Rows, step_collectives
 from hyper_parallel.cost._copies import COPIES, Load, mixed_term, put_away
 from hyper_parallel.cost._machine import Machine, Ring
-from hyper_parallel.cost._memory import few_layers, kept_bytes, memory_key, memory_terms, under
+from hyper_parallel.cost._memory import (
+    RankStages,
+    few_layers,
+    kept_bytes,
+    memory_key,
+    memory_terms,
+    under,
+)
 from hyper_parallel.cost._numbers import ModelNumbers
 from hyper_parallel.cost._own_cards import (
     LOCAL_CARD,
@@ -35,7 +42,7 @@ from hyper_parallel.cost._own_cards import (
     own_path,
 )
 from hyper_parallel.cost._setting import Places, Setting
-from hyper_parallel.cost._stages import check_stage_layers, cut_layers, stage_layers
+from hyper_parallel.cost._stages import check_stage_layers, cut_layers, rank_model, stage_layers
 from hyper_parallel.cost._step import BlockPrices, LayerPrices
 from hyper_parallel.cost._time import Scores, peak_memory, score, step_cost, step_seconds
 
@@ -56,6 +63,7 @@ __all__ = [
     "Machine",
     "ModelNumbers",
     "Places",
+    "RankStages",
     "Ring",
     "Rows",
     "Scores",
@@ -81,6 +89,7 @@ __all__ = [
     "own_path",
     "peak_memory",
     "put_away",
+    "rank_model",
     "read_card",
     "score",
     "stack_card",

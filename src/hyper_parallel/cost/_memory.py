@@ -8,12 +8,13 @@ at the end of forward of the last microbatch in flight, plus one layer being wor
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hyper_parallel.cost._candidates import SOME, Array, Candidates, shape_of
+from hyper_parallel.cost._numbers import ModelNumbers
 from hyper_parallel.cost._phases import (
     FORMULAS,
     LayerMemory,
@@ -24,12 +25,21 @@ from hyper_parallel.cost._phases import (
     state_bytes,
     staying,
 )
-from hyper_parallel.cost._pipeline import in_flight, lay_out
+from hyper_parallel.cost._pipeline import in_flight, in_flight_of, lay_out
 from hyper_parallel.cost._setting import Setting, positions
 from hyper_parallel.ir import MemoryTerm
 
 _TIE = 1e-9  # of a layer: what rounding may add to the layers that fit
 _LEFT = 2.0  # layers at the end of every stage that are not recomputed, so that nothing is made again at the peak
+
+
+@dataclass(frozen=True, slots=True)
+class RankStages:
+    """All stages of one pipeline rank."""
+
+    numbers: ModelNumbers  # of a model with the layers of the rank alone
+    first: bool  # whether the first stage, with the embedding, is among them
+    last: bool  # whether the last stage, with the head, is among them
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +83,7 @@ def activation_bytes(s: Setting) -> Array:
     if stack.eager:
         repeated = n.repeated_elements(s.workload.seq_len) * width
         total = total + np.where(c.cp > 1, 0.0, (repeated + s.scores) / c.tp)
+        total = total + n.latent_bytes(width)
     # Log-sum-exp of fused attention, float32.
     statistics = 4.0 * n.num_heads / c.tp if stack.flash else 0.0
     return s.tokens * stack.kept * (total + statistics)
@@ -94,7 +105,9 @@ def kept_bytes(s: Setting, one_layer: Array | None = None) -> Array:
     return np.where(c.recompute > 1, boundary, selective * one_layer)
 
 
-def memory_terms(s: Setting, again: int | None = None) -> tuple[SpaceTerm, ...]:
+def memory_terms(
+    s: Setting, again: int | None = None, stages: Sequence[RankStages] = ()
+) -> tuple[SpaceTerm, ...]:
     """All terms of the peak memory of the fullest device; their sum is the prediction.
 
     Of a stack whose card says `phased` and that shards parameters the terms are those of the fullest phase of a step;
@@ -104,14 +117,15 @@ def memory_terms(s: Setting, again: int | None = None) -> tuple[SpaceTerm, ...]:
         s: What is priced.
         again: Layers of a rank that `recompute` applies to; None: all. Every phase has a mixture then, and the fullest
             one need not be that of none or of all.
+        stages: The stages of every pipeline rank, where they are known; (): equal layers, cut by FLOPs.
     """
     c, card = s.c, s.machine.card
     if again is None:
-        found = held_parts(s)
+        found = held_parts(s, stages)
     else:
         some, share = (c.recompute > 1) & (again <= s.layers - _LEFT * c.vpp), again / s.layers
-        plain = held_parts(s.under(recompute=0.0 * c.recompute))
-        other = held_parts(s.under(recompute=np.where(some, SOME, c.recompute)))
+        plain = held_parts(s.under(recompute=0.0 * c.recompute), stages)
+        other = held_parts(s.under(recompute=np.where(some, SOME, c.recompute)), stages)
         states = ("parameters", "optimizer states")
         found = [
             {k: v if k in states else (1.0 - share) * v + share * b[k] for k, v in a.items()}
@@ -225,15 +239,16 @@ def total_bytes(found: Sequence[Parts], s: Setting) -> list[Array]:
     return totals
 
 
-def held_parts(s: Setting) -> list[Parts]:
+def held_parts(s: Setting, stages: Sequence[RankStages] = ()) -> list[Parts]:
     """Everything at once, and the phases of the first and the last stage where the stack is `phased`.
 
-    The first of them stands for everything at once; where all candidates have phases it is one of these.
+    The first of them stands for everything at once; where all candidates have phases it is one of these. `stages`
+    are as of `memory_terms`.
     """
     c, layer = s.c, _layer_memory(s)
     found: list[Parts] = []
     if s.machine.stack.phased and bool((c.zero > 1).any()):
-        found = _phases_of_stages(s, layer)
+        found = _phases_of_ranks(s, stages) if stages else _phases_of_stages(s, layer)
         if bool((c.zero > 1).all()):
             return found
     logits, saved = s.logits, s.layers * in_flight(c) * layer.kept
@@ -249,13 +264,32 @@ def _layer_memory(s: Setting) -> LayerMemory:
     n, c = s.n, s.c
     one_layer = activation_bytes(s)
     kept = kept_bytes(s, one_layer)
-    exchange = np.zeros(1)
+    exchange = combine = np.zeros(1)
     if n.experts:
         routed = n.experts_per_token / max(n.moe_share, 1e-9) * n.hidden * s.machine.width
         held = 2.0 * s.tokens / c.tp * (routed * s.machine.stack.imbalance)
         exchange = np.where(c.ep > 1, held, 0.0)
+        # Rows of one layer as float32, before and after they are weighted.
+        combine = held * (4.0 / s.machine.width) * n.wide_combine
     worked = np.where((c.recompute > 1) & (c.recompute < SOME), one_layer, 0.0)
-    return LayerMemory(kept, np.where(c.recompute < SOME, kept, one_layer), worked, exchange)
+    return LayerMemory(
+        kept, np.where(c.recompute < SOME, kept, one_layer), worked, exchange, combine
+    )
+
+
+def _phases_of_ranks(s: Setting, stages: Sequence[RankStages]) -> list[Parts]:
+    """Return the phases of every pipeline rank with its own layers."""
+    n, found = s.n, list[Parts]()
+    for rank, held in enumerate(stages):
+        own = replace(s, n=held.numbers)
+        outside = n.embedding_weights * held.first
+        outside += (n.head_params if held.first else n.head_weights) * held.last
+        flight = in_flight_of(s.c, rank)
+        logits = own.logits if held.last else np.zeros(1)
+        layers = np.full(1, float(held.numbers.layers))
+        elements = np.full(1, float(outside))
+        found += phases(own, _layer_memory(own), layers, elements, flight, logits)
+    return found
 
 
 def _phases_of_stages(s: Setting, layer: LayerMemory) -> list[Parts]:

@@ -16,6 +16,24 @@ from hyper_parallel.model import AttentionSpec, Block, ModelSpec, ParamSpec
 
 _ROW = re.compile(r"(o_proj|c_proj|out_proj|down_proj|dense_4h_to_h|fc2|w2)\b")
 """Names of projections back to the residual width; the others read it (or a latent)."""
+_LATENT_NORM = re.compile(r"(q|kv)_a_layernorm\.weight$")
+"""Norms of the latents of latent attention."""
+_LATENT_VALUES = re.compile(r"\bkv_b_proj\.weight$")
+"""Projections whose one output holds the values of all heads beside parts of their keys."""
+
+_CLAMPED = {"gpt_oss": 3.0}
+"""Widths of an expert that its activation keeps beside a plain gate, by family: clamped, shifted and sigmoid values."""
+_WIDE_COMBINE = ("deepseek_v2", "deepseek_v3", "glm4_moe", "glm4_moe_lite")
+"""Families whose router weights are float32, so that outputs of experts are weighted and summed in float32."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerElements:
+    """Parameters of one layer: those that tensor parallelism cuts, those it does not, and those of routed experts."""
+
+    dense: float
+    vectors: float
+    experts: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +66,14 @@ class ModelNumbers:
     head_norms: float  # norms of query and key heads of a mean layer
     norm_bytes: float  # what norms keep per token unfused, in units of h, beyond `saved_elements`
     head_norm_bytes: float  # the same of norms over heads, in units of their width
+    latent_width: float  # width of the latents of attention that a mean layer norms
+    # elements that the values of latent attention keep alive beyond keys and values: their storage holds keys too
+    latent_rest: float
     sinks: float  # share of the layers whose attention has sinks
     # width of the dense feed-forward part a token visits: dense MLPs and shared experts
     mlp_width: float
+    clamped_widths: float  # widths of a routed expert that an activation with clamps keeps besides
+    wide_combine: bool  # whether outputs of routed experts are summed in float32
     # elements per token that the backward of that part needs: 3f gated, else 2f
     mlp_saved_width: float
     expert_width: int  # width of one routed expert
@@ -68,6 +91,7 @@ class ModelNumbers:
     embedding_weights: int  # elements of the embedding block
     head_weights: int  # elements of the output projection as a matmul, V h, tied or not
     head_params: int  # elements the head stores: 0 when tied
+    last_layers: tuple[LayerElements, ...]  # the last two layers, whose states move at the peak
 
     @classmethod
     def of(cls, model: ModelSpec) -> ModelNumbers:
@@ -118,8 +142,12 @@ class ModelNumbers:
             head_norms=mean(b.count * len(_head_norms(b)) for b in decoders),
             norm_bytes=mean(b.count * _norm_bytes(b, model.hidden_size, kept) for b in decoders),
             head_norm_bytes=kept,
+            latent_width=mean(b.count * _latent_width(b) for b in decoders),
+            latent_rest=mean(b.count * _latent_rest(b) for b in decoders),
             sinks=mean(b.count for b in decoders if any("sinks" in p.name for p in b.params)),
             mlp_width=mean(b.count * _dense_width(b) for b in decoders),
+            clamped_widths=_CLAMPED.get(model.family, 0.0),
+            wide_combine=model.family in _WIDE_COMBINE,
             mlp_saved_width=mean(saved),
             expert_width=mlp.intermediate_size if mlp else 0,
             experts=mlp.num_experts if mlp else 0,
@@ -135,6 +163,7 @@ class ModelNumbers:
             embedding_weights=sum(b.num_params for b in outside) - head_params,
             head_weights=model.vocab_size * model.hidden_size,
             head_params=head_params,
+            last_layers=_last_layers(decoders),
         )
 
     @property
@@ -153,12 +182,18 @@ class ModelNumbers:
         """What operators keep per token and layer when nothing fuses them, beyond `saved_elements`.
 
         A norm what `_norm_bytes` says; attention a copy of its output in the order of tokens; a gated part the
-        activation of its gate; experts also their dispatched inputs and outputs.
+        activation of its gate; experts also their dispatched inputs and outputs; latent attention the storage that its
+        values are a view of.
         """
-        experts = self.experts_per_token * (self.expert_width + self.hidden)
+        wide = (1.0 + self.clamped_widths) * self.expert_width
+        experts = self.experts_per_token * (wide + self.hidden)
         gate = max(0.0, self.mlp_saved_width - 2.0 * self.mlp_width)
         norms = self.norm_bytes * self.hidden + self.head_norm_bytes * self.normed_width
-        return norms + width * (self.v_width + gate + experts)
+        return norms + width * (self.v_width + gate + experts + self.latent_rest)
+
+    def latent_bytes(self, width: float) -> float:
+        """Return what unfused norms of latents keep per token and layer: float32 inputs, normalised ones, outputs."""
+        return (4.0 + 2.0 * width) * self.latent_width
 
     def repeated_elements(self, seq_len: int) -> float:
         """Keys and values per token and mean layer that eager attention repeats for all query heads.
@@ -204,6 +239,32 @@ def _norm_bytes(block: Block, hidden: int, kept: float) -> float:
     if fused and 2 * fused == len(norms):
         return 4.0 * fused - 8.0
     return kept * max(2, len(norms)) - 4.0
+
+
+def _latent_width(block: Block) -> int:
+    """Return the width of the latents that the attention of a layer norms."""
+    return sum(p.shape[0] for p in block.params if _LATENT_NORM.search(p.name))
+
+
+def _latent_rest(block: Block) -> int:
+    """Return how much wider the storage of latent attention's values is than keys of all heads."""
+    a = block.attention
+    rows = sum(p.shape[0] for p in block.params if _LATENT_VALUES.search(p.name))
+    return rows - a.num_kv_heads * a.qk_head_dim if a is not None and rows else 0
+
+
+def _last_layers(decoders: Iterable[Block]) -> tuple[LayerElements, ...]:
+    """Return the parameters of the last two layers."""
+    last = sorted(((layer, b) for b in decoders for layer in b.layers), key=lambda pair: pair[0])
+    parts = [[(_part(p), p.num_elements) for p in b.params] for _, b in last[-2:]]
+    return tuple(
+        LayerElements(
+            dense=sum(n for part, n in params if part in ("attention", "mlp")),
+            vectors=sum(n for part, n in params if part == "vector"),
+            experts=sum(n for part, n in params if part == "expert"),
+        )
+        for params in parts
+    )
 
 
 def _bias_width(block: Block) -> int:

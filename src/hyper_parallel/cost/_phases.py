@@ -62,9 +62,7 @@ def stage_elements(
     layers = s.layers if layers is None else layers
     dense = s.dense(layers) + (s.outside if outside is None else outside) / c.tp
     experts = s.experts(layers)
-    # The ranks that hold the same experts: what ep and the cut of an expert leave of dp_shard x cp x tp.
-    share = np.maximum(1.0, s.shards * c.tp / (c.ep * c.etp))
-    return dense + experts, dense / s.shards + experts / share
+    return dense + experts, dense / s.shards + experts / s.expert_shards
 
 
 def state_bytes(s: Setting, elements: tuple[Array, Array]) -> Parts:
@@ -102,6 +100,7 @@ class LayerMemory:
     freed: Array  # of that what goes when the backward of the last layer is done
     worked: Array  # what recomputation makes again
     exchange: Array  # dispatched tokens
+    combine: Array  # outputs of experts that forward weights and sums in float32
 
 
 def phases(
@@ -115,23 +114,38 @@ def phases(
     wide = s.reduce_width * trained
     tokens, none = s.tokens, np.zeros(1)
     states = state_bytes(s, stage_elements(s, layers, outside))
-    one, vocabulary = s.dense() + s.experts(), outside / c.tp
+    mean, vocabulary = s.dense() + s.experts(), outside / c.tp
+    dense, experts = s.last_layer
+    one = dense + experts
     piped, several = c.pp > 1, c.accumulation > 1
     copies = np.where(s.copies, width, 0.0)
     root = copies * vocabulary
     # A pipeline's stage gathers its first layer for the next microbatch early.
     most = np.where(piped, layers + 1.0, layers)
-    coming = copies * np.where(c.zero > 2, np.minimum(1.0, most), layers) * one
-    two = copies * np.where(c.zero > 2, np.minimum(2.0, most), layers) * one
+    coming = copies * np.where(c.zero > 2, np.minimum(1.0, most) * one, layers * mean)
+    two = copies * np.where(c.zero > 2, np.minimum(2.0, most) * one, layers * mean)
+    # Experts of expert parallelism are an FSDP group of their own: while its gradients are reduced no other group of
+    # experts is gathered.
+    apart = (c.ep > 1) & (c.zero > 2)
+    beside = np.where(apart, copies * np.minimum(2.0, most) * dense, two)
     # Unsharded sums of a pipeline's gradients; without copies the gradients are what they are.
-    sums = np.where(piped & s.copies, wide * (vocabulary + layers * one), 0.0)
+    sums = np.where(piped & s.copies, wide * (vocabulary + layers * mean), 0.0)
     mine = np.where(piped & s.copies, 0.0, states["gradients"])
     before = np.where(several, mine, 0.0)
     outer = vocabulary / np.where(s.sharded, s.shards, 1.0) * wide
     inner = np.maximum(mine - outer, 0.0)
     # Before reduction in the compute format, in reduction wide; a group of one rank makes a wide copy of it all.
     both = width * trained + wide
-    reduced = np.where(s.copies, np.where(s.sharded, both, 2.0 * wide), 0.0)
+    reduced = np.where(s.sharded, both, 2.0 * wide) * dense
+    reduced = reduced + np.where(s.sharded & (s.expert_shards > 1), both, 2.0 * wide) * experts
+    reduced = np.where(s.copies, reduced, 0.0)
+    first = np.where(s.sharded, dense / s.shards + experts / s.expert_shards, one) * s.param_width
+    first = np.where(piped & s.copies, 0.0, np.minimum(first * trained, inner))
+    # A group of one rank divides its gradients into a copy, which is added to the sums of earlier microbatches.
+    lone = several & ~piped & s.copies & s.sharded & (s.expert_shards <= 1)
+    added = np.where(lone, wide * experts, 0.0)
+    # A stage that is not the last ends its forward in the last layer's experts.
+    forward = np.where(piped, layer.exchange + layer.combine, none)
     single = np.where(s.copies, np.where(s.sharded, both, 3.0 * wide), 0.0)
     head = np.where(piped, 0.0, copies * (n.head_params / c.tp) * trained)
     # The final norm keeps its input wide, and both formats of its output.
@@ -145,21 +159,21 @@ def phases(
     saved = held + message * (flight + 2.0)
     working = tokens * width * (2.0 * n.hidden + 2.0 * n.mlp_width) / c.tp
     working = working + np.where(c.tp > 1, tokens * n.hidden * width, 0.0)
-    # Probabilities, their gradient and two copies of it; of the next layer the first of them is among what is kept.
+    # Beside the probabilities that are kept: their gradient and that of the scores, and its copy in place of them.
     scores = np.where(c.cp > 1, 0.0, s.scores) * tokens / c.tp
-    working = working + 3.0 * scores
+    working = working + 2.0 * scores
     left = np.maximum(saved - layer.freed, 0.0) + layer.worked
     at_end = np.where(several, mine, inner + np.where(s.copies, 0.0, outer))
-    next_buffers = np.where(piped, sums + wide * copies / width * one, head + reduced * one)
+    next_buffers = np.where(piped, sums + wide * copies / width * one, head + reduced)
     columns = (
         # loss, last layer, next layer, end
-        ("gradients", before, before, np.maximum(before, inner / np.maximum(layers, 1.0)), at_end),
-        ("gathered parameters", root + coming, root + two, root + two, np.where(piped, root, 0.0)),
+        ("gradients", before, before, np.maximum(before, first) + added, at_end),
+        ("gathered parameters", root + coming, root + two, root + beside, np.where(piped, root, 0.0)),
         ("gradient buffers", sums, sums + head, next_buffers,
          np.where(piped, sums + np.where(s.copies, wide, 0.0) * vocabulary, single * vocabulary)),
         ("activations", saved + final, saved + layer.worked, left, none),
         ("work space", none, working, 2.0 * scores, none),
-        ("exchange buffers", none, layer.exchange, layer.exchange, none),
+        ("exchange buffers", forward, layer.exchange, layer.exchange, none),
         ("logits", logits, none, none, none),
     )  # fmt: skip
     return tuple(states | {name: each[phase] for name, *each in columns} for phase in range(4))

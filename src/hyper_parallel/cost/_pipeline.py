@@ -132,13 +132,35 @@ def in_flight(c: Candidates) -> Array:
     1F1B and ZB-H1 p, GPipe m; interleaved p + (p - 1) / v; ZBV p and DualPipeV p + 1/2 spread over their two chunks.
     Sources: Korthikanti et al. 2022, section 4.2.3; Qi et al. 2023, section 6; DeepSeek-AI 2024, table 2.
     """
-    p, m = c.pp, c.accumulation
+    return np.where(c.pp > 1, np.minimum(c.accumulation, _uncapped(c)), 1.0)
+
+
+def in_flight_of(c: Candidates, rank: int) -> Array:
+    """Microbatches whose activations a pipeline rank holds at the peak, in units of all its layers.
+
+    Each rank starts its first backward one microbatch after the next one does, two chunks in interleaved schedules.
+    GPipe and the V-shaped schedules hold as much on every rank. Sources as of `in_flight`.
+    """
+    fewer: dict[str, Array] = {
+        "1f1b": np.full(1, 1.0 * rank),
+        "zb-h1": np.full(1, 1.0 * rank),
+        "interleaved": 2.0 * rank / c.vpp,
+    }
+    found = _uncapped(c)
+    for name, less in fewer.items():
+        found = np.where(c.schedule == SCHEDULES.index(name), found - less, found)
+    return np.where(c.pp > 1, np.minimum(c.accumulation, np.maximum(found, 1.0)), 1.0)
+
+
+def _uncapped(c: Candidates) -> Array:
+    """Return what the first rank would hold of many microbatches."""
+    p = c.pp
     held = {
-        "gpipe": m,
+        "gpipe": c.accumulation,
         "interleaved": p + (p - 1.0) / np.maximum(c.vpp, 1.0),
         "dualpipev": p + 0.5,
     }
     found: Array = p * 1.0
     for name, value in held.items():
         found = np.where(c.schedule == SCHEDULES.index(name), value, found)
-    return np.where(p > 1, np.minimum(m, found), 1.0)
+    return found

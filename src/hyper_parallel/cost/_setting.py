@@ -17,6 +17,8 @@ from hyper_parallel.ir import AXES, Workload
 from hyper_parallel.shard import TokenCut
 from hyper_parallel.units import DTYPE_BYTES
 
+_LOSS_BLOCK: Final = float(1 << 24)
+"""Logits that our runtime's loss converts to float32 at a time; `logsumexp` takes as much beside them."""
 _FOLDED = ("dp_shard", "cp", "tp_x", "tp_y")
 _LIES_INSIDE: Final = {
     (a, b): np.array([order.index(a) > order.index(b) for order in ORDERS])
@@ -141,6 +143,26 @@ class Setting:
         return layers * self.n.expert_weights / (self.c.ep * self.c.etp)
 
     @cached_property
+    def last_layer(self) -> tuple[Array, Array]:
+        """Parameters of the larger of the last two layers on a rank before data sharding: all but experts, experts.
+
+        At the peak these layers are gathered and their gradients reduced; a mean over all layers is less where the
+        first ones have no experts.
+        """
+        ranks = self.c.ep * self.c.etp
+        dense, experts = self.dense(), self.experts()
+        for index, layer in enumerate(self.n.last_layers):
+            own = layer.dense / self.c.tp + layer.vectors, layer.experts / ranks
+            larger = sum(own) > dense + experts if index else np.full(1, True)
+            dense, experts = np.where(larger, own[0], dense), np.where(larger, own[1], experts)
+        return dense, experts
+
+    @cached_property
+    def expert_shards(self) -> Array:
+        """Ranks that share the states of the same experts: what ep and the cut of an expert leave."""
+        return np.maximum(1.0, self.shards * self.c.tp / (self.c.ep * self.c.etp))
+
+    @cached_property
     def outside(self) -> Array:
         """Parameters of embedding and head in the stage that holds more of them, before any cut."""
         n = self.n
@@ -156,8 +178,9 @@ class Setting:
     @cached_property
     def logits(self) -> Array:
         """Bytes at the peak of the loss."""
-        each = self.machine.stack.logit_bytes * max(self.machine.width, 2.0) / 2.0
-        return self.tokens * self.n.vocab / self.c.tp * each
+        stack, elements = self.machine.stack, self.tokens * self.n.vocab / self.c.tp
+        converted = 8.0 * stack.eager * np.minimum(elements, _LOSS_BLOCK)
+        return elements * stack.logit_bytes * max(self.machine.width, 2.0) / 2.0 + converted
 
     @cached_property
     def sharded(self) -> NDArray[np.bool_]:

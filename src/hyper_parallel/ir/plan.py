@@ -19,6 +19,8 @@ from hyper_parallel.model import ModelProperties
 from hyper_parallel.serde import DecodeError, decode, encode
 
 PLAN_VERSION: Final = 2
+RESERVED: Final = ("device context", "fragmentation")
+"""Memory terms that no tensor holds: driver context with communicators, and what an allocator cannot use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,6 +260,16 @@ class Plan:
     def memory_bytes(self) -> int:
         """Predicted peak bytes on the fullest device, first tier."""
         return sum(term.bytes for term in self.memory if term.tier == "hbm")
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes of `memory_bytes` that are set aside beside tensors: device context and fragmentation."""
+        return sum(term.bytes for term in self.memory if term.name in RESERVED)
+
+    @property
+    def tensor_bytes(self) -> int:
+        """Predicted peak bytes of tensors alone on the fullest device: what a trace counts."""
+        return self.memory_bytes - self.reserved_bytes
 
     @property
     def fingerprint(self) -> str:

@@ -62,9 +62,34 @@ def slower(
     )
 
 
-def too_big(memory_bytes: int, capacity_bytes: int) -> str:
-    """Why a strategy that does not fit lost."""
-    return f"does not fit: {format_bytes(memory_bytes)} of {format_bytes(capacity_bytes)}"
+def too_big(
+    memory_bytes: int,
+    least_bytes: int,
+    capacity_bytes: int,
+    microbatch: int,
+    fitting: int | None = None,
+) -> str:
+    """Return why a strategy that does not fit lost.
+
+    Args:
+        memory_bytes: Its peak with nothing recomputed.
+        least_bytes: The peak with everything sharded and recomputed that may be.
+        capacity_bytes: Memory of a device.
+        microbatch: Sequences of a microbatch.
+        fitting: A smaller microbatch with which its degrees fit; None: there is none.
+    """
+    least = f" ({format_bytes(least_bytes)} at its leanest)" if least_bytes < memory_bytes else ""
+    reason = (
+        f"does not fit at microbatch {microbatch}: {format_bytes(memory_bytes)}{least} of "
+        f"{format_bytes(capacity_bytes)}"
+    )
+    return reason if fitting is None else f"{reason}; fits at microbatch {fitting}"
+
+
+def gained(barred: PricedStrategy, best: PricedStrategy, reason: str) -> str:
+    """Return the note about a faster strategy that this version cannot run."""
+    share = 1.0 - barred.per_token_s / best.per_token_s
+    return f"a step would be {share:.1%} shorter with {barred.strategy}, which this version cannot run: {reason}"
 
 
 def not_executable(strategy: Strategy) -> str | None:
@@ -78,14 +103,14 @@ def not_executable(strategy: Strategy) -> str | None:
     )
 
 
-def offloaded(cost: Sequence[CostTerm], capacity_bytes: int) -> tuple[str, ...]:
-    """The note that says what a memory plan has to move; nothing where it moves nothing."""
+def offloaded(cost: Sequence[CostTerm], held_bytes: int) -> tuple[str, ...]:
+    """Return the note about what a memory plan moves beside the bytes that a device holds; none where nothing moves."""
     term = next((t for t in cost if t.name == COPIES), None)
     if term is None:
         return ()
     away, _ = Load.of_term(term).best()
     copied, again = float(away.copied[0]), float(away.passing[0] + away.products[0])
-    held, moved, redone = (format_bytes(int(b)) for b in (capacity_bytes, copied, again))
+    held, moved, redone = (format_bytes(int(b)) for b in (held_bytes, copied, again))
     return (
         f"offload: beside {held} on a device, {moved} lie in host memory at the peak and {redone} are computed again, "
         f"for {format_seconds(term.seconds)} per step; the memory plan decides before the first step whether its "

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Final
 
 import numpy as np
 
@@ -21,16 +20,14 @@ from hyper_parallel.ir import (
 )
 from hyper_parallel.model import ModelSpec
 from hyper_parallel.mpmd import step_schedule
-from hyper_parallel.planner._bounds import join, ranked, strategy_at, tuples
+from hyper_parallel.planner._bounds import join, ranked, strategy_at
 from hyper_parallel.planner._explain import (
     not_executable,
     offloaded,
     searched,
     sensitivity,
-    slower,
-    too_big,
 )
-from hyper_parallel.planner._price import PricedStrategy, price
+from hyper_parallel.planner._price import PricedStrategy, price, with_stage_memory
 from hyper_parallel.planner._refine import Outcome, find
 from hyper_parallel.planner._refusals import (
     check_degrees,
@@ -40,11 +37,10 @@ from hyper_parallel.planner._refusals import (
     nothing_legal,
 )
 from hyper_parallel.planner._request import LOCAL, PlanRequest, resolve
+from hyper_parallel.planner._runners_up import barred_note, runner_up, too_big_strategies
 from hyper_parallel.planner._search import BranchAndBound
 from hyper_parallel.topology import Supernode
 from hyper_parallel.units import format_bytes
-
-TOO_BIG_SHOWN: Final = 2
 
 
 def evaluate(
@@ -67,14 +63,19 @@ def evaluate(
             error.changes, error.hint = changes, overrides(changes)
         raise
     workload = request.workload.resolve(strategy.dp)
-    priced = price(request, strategy, workload)
+    priced = with_stage_memory(request, price(request, strategy, workload))
     notes = []
     if priced.memory_bytes > request.machine.memory_bytes:
-        notes.append(
-            f"the predicted peak of {format_bytes(priced.memory_bytes)} exceeds the device's "
-            f"{format_bytes(request.machine.memory_bytes)}"
-        )
+        notes.append(_exceeds(priced, request.machine.memory_bytes))
     return _make(request, priced, notes=tuple(notes), where=where)
+
+
+def _exceeds(priced: PricedStrategy, capacity_bytes: int) -> str:
+    """Return the note about a peak that is larger than the device's memory."""
+    return (
+        f"the predicted peak of {format_bytes(priced.memory_bytes)} exceeds the device's "
+        f"{format_bytes(capacity_bytes)}"
+    )
 
 
 def search(request: PlanRequest, top: int = 5) -> Plan:
@@ -101,9 +102,9 @@ def require(request: PlanRequest, outcome: Outcome) -> None:
 def to_plan(request: PlanRequest, outcome: Outcome, objective: str, top: int = 5) -> Plan:
     """The Plan of the best strategy of a search."""
     best, *others = outcome.ranked
-    rejected = [_lost(best, other) for other in others[:top]]
+    rejected = [runner_up(best, other) for other in others[:top]]
     found = outcome.search
-    faster = _too_big(request, found, best.per_token_s)
+    faster = too_big_strategies(found.space.request, found, best)
     tokens = best.workload.tokens_per_step or 1
     certificate = Certificate(
         objective,
@@ -119,41 +120,17 @@ def to_plan(request: PlanRequest, outcome: Outcome, objective: str, top: int = 5
         notes += ("activations are recomputed because it is the fastest choice that fits",)
     if best.strategy.gathered_inputs == "re-gather" and "gathered_inputs" not in request.pins:
         notes += ("inputs are gathered again because it is the fastest choice that fits",)
-    made = _make(request, best, (*faster, *rejected), notes)
+    shown = best if objective == "memory" else with_stage_memory(request, best)
+    if shown.memory_bytes > request.device_bytes:
+        notes += (_exceeds(shown, request.device_bytes),)
+    made = _make(request, shown, (*faster, *rejected), notes)
     return replace(
         made,
+        notes=(*barred_note(found.space.request, found, best), *made.notes),
         certificate=certificate,
-        pareto=_pareto(request, found, best),
+        pareto=_pareto(request, found, shown),
         sensitivity=sensitivity(best, others),
     )
-
-
-def _lost(best: PricedStrategy, other: PricedStrategy) -> Rejected:
-    share = other.per_token_s / best.per_token_s
-    reason = slower(best.cost, best.step_s, other.cost, best.step_s * share)
-    return Rejected(other.strategy, reason, other.step_s, other.memory_bytes)
-
-
-def _too_big(
-    request: PlanRequest, found: BranchAndBound, per_token_s: float
-) -> tuple[Rejected, ...]:
-    """The fastest strategies that would win if they fitted, one per mesh."""
-    lost = found.too_big()
-    kept: dict[tuple[int, ...], Rejected] = {}
-    fitting, meshes = {*tuples(found.rows), *tuples(found.slower)}, tuples(lost)
-    for position in np.argsort(lost["per_token_s"], kind="stable").tolist():
-        if lost["per_token_s"][position] >= per_token_s or len(kept) == TOO_BIG_SHOWN:
-            break
-        if meshes[position] in kept or meshes[position] in fitting:
-            continue
-        strategy, workload = strategy_at(lost, position, request.base, request.workload)
-        if request.executable and request.refusal(strategy) is not None:
-            continue
-        memory = int(lost["memory_bytes"][position])
-        reason = too_big(memory, request.machine.memory_bytes)
-        step_s = float(lost["per_token_s"][position]) * (workload.tokens_per_step or 1)
-        kept[meshes[position]] = Rejected(strategy, reason, step_s, memory)
-    return tuple(kept.values())
 
 
 def _pareto(
@@ -204,7 +181,7 @@ def _make(
     if strategy.pp > 1:
         strategy = replace(strategy, stage_layers=tuple(stage.layers for stage in priced.stages))
     layouts, told = _layouts(request, strategy, where)
-    told += offloaded(priced.cost, request.machine.memory_bytes)
+    told += offloaded(priced.cost, priced.memory_bytes)
     if strategy.pp > 1 and layouts:
         # Verified before any process starts.
         step_schedule(strategy, workload.accumulation_steps or 1)

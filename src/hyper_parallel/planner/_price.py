@@ -14,12 +14,15 @@ from hyper_parallel.cost import (
     COPIES,
     Candidates,
     LayerPrices,
+    ModelNumbers,
+    RankStages,
     Scores,
     Setting,
     kept_bytes,
     memory_terms,
     mixed_term,
     put_away,
+    rank_model,
     score,
 )
 from hyper_parallel.ir import CostTerm, MemoryTerm, Stage, StageCost, Strategy, Workload
@@ -68,6 +71,30 @@ class PricedStrategy:
     def per_token_s(self) -> float:
         """Seconds per token."""
         return self.step_s / (self.workload.tokens_per_step or 1)
+
+
+def with_stage_memory(request: PlanRequest, priced: PricedStrategy) -> PricedStrategy:
+    """Return a priced pipeline with the peak memory of the stages that it has.
+
+    The search, which knows no stages, cuts layers by FLOPs for memory; the stages are cut by seconds, or given. What
+    lies in host memory stays as it was priced.
+    """
+    w, model = priced.workload, request.model
+    s = replace(priced.strategy, stage_layers=tuple(stage.layers for stage in priced.stages))
+    if s.pp == 1 or any(term.tier != "hbm" for term in priced.memory):
+        return priced
+    ranks = [
+        RankStages(
+            ModelNumbers.of(rank_model(model, s, w.seq_len, rank)),
+            first=0 in s.stages_of(rank),
+            last=s.stages - 1 in s.stages_of(rank),
+        )
+        for rank in range(s.pp)
+    ]
+    candidate = Candidates.of(replace(s, recompute_layers=None), w)
+    again = s.recompute_layers if s.recompute != "none" else None
+    held = memory_terms(Setting(request.numbers, request.machine, w, candidate), again, ranks)
+    return replace(priced, memory=tuple(t.at(0) for t in held if t.bytes[0] > 0.0))
 
 
 def price(request: PlanRequest, strategy: Strategy, workload: Workload) -> PricedStrategy:

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Final
 
+import numpy as np
+
 from hyper_parallel.config import DEGREES
 from hyper_parallel.cost import ModelNumbers, check_stage_layers
 from hyper_parallel.errors import (
@@ -181,11 +183,12 @@ def _any_legal(request: PlanRequest) -> bool:
     space = Space(request)
     meshes = tuples(space.meshes(), ("pp", "tp_x", "tp_y", "cp", "dp", "accumulation"))
     return any(
-        space.refusal_of(shard, cp, x, y, *block) is None
+        space.refusal_of(shard, cp, x, y, *block, pp=pp) is None
         for pp, x, y, cp, dp, steps in dict.fromkeys(meshes)
         if space.schedules(pp, steps)
         for block in space.blocks(x, y, cp, dp)
         for _, shard, *_ in space.states(pp, dp, x * y * cp, block[2] * block[3])
+        if space.has_pinned_zero(np.array(shard * cp))
     )
 
 
@@ -205,34 +208,35 @@ def nothing_fits(request: PlanRequest, least_bytes: int) -> DoesNotFit:
 def _changes(request: PlanRequest) -> Iterator[str]:
     """Changes that make a plan fit, the smallest first."""
     pins, workload = request.pins, request.workload
-    if request.headroom and not request.from_recipe and _fits(replace(request, headroom=0.0)):
+    if request.headroom and not request.from_recipe and fits(replace(request, headroom=0.0)):
         yield "--memory-headroom 0%"
     for name in sorted(pins, key=lambda n: (n != "recompute", n != "microbatch")):
-        if not _fits(replace(request, pins={k: v for k, v in pins.items() if k != name})):
+        if not fits(replace(request, pins={k: v for k, v in pins.items() if k != name})):
             continue
         if name == "recompute":
             yield request.hint("--pin recompute=", "training.recompute", "full")
-        elif name == "microbatch" and _fits(_pinned(request, name, 1)):
+        elif name == "microbatch" and fits(_pinned(request, name, 1)):
             yield request.hint("--pin microbatch=", "training.microbatch", 1)
         else:
             what = "pin or exclusion" if name in DEGREES and pins[name] == 1 else "pin"
             yield f"leave out the {what} {shown_pin(name, pins[name])}"
     smaller = replace(request, workload=replace(workload, microbatch=1))
-    if workload.microbatch not in (None, 1) and _fits(smaller):
+    if workload.microbatch not in (None, 1) and fits(smaller):
         yield request.hint("--pin microbatch=", "training.microbatch", 1)
     if request.supernode.name != LOCAL:
         # As many tokens per device, on the least multiple of the devices that fits.
         for factor in (1 << doubling for doubling in range(1, MOST_DOUBLINGS + 1)):
             devices, tokens = request.num_devices * factor, workload.tokens_per_step
             more = replace(workload, tokens_per_step=tokens * factor if tokens else None)
-            if _fits(replace(request, num_devices=devices, workload=more)):
+            if fits(replace(request, num_devices=devices, workload=more)):
                 yield request.hint("--devices ", "parallel.world_size", devices)
                 break
     while workload.seq_len >= 512 and workload.seq_len % 2 == 0:
         workload = replace(workload, seq_len=workload.seq_len // 2)
-        if _fits(replace(request, workload=workload)):
+        if fits(replace(request, workload=workload)):
             yield request.hint("--seq-len ", "data.seq_len", workload.seq_len)
 
 
-def _fits(request: PlanRequest) -> bool:
+def fits(request: PlanRequest) -> bool:
+    """Return whether any strategy of a request fits."""
     return count(BranchAndBound(Space(request)).rows) > 0

@@ -77,6 +77,7 @@ class BranchAndBound:
         bound: Seconds per token that everything that was not completed exceeds.
         legal: Whether there is a legal combination of degrees and microbatch.
         refused: Complete strategies that fit and whose layouts this version cannot run.
+        barred: Those of them whose closed form was at most the best price known then.
     """
 
     def __init__(
@@ -94,9 +95,10 @@ class BranchAndBound:
         self.pricer = Pricer(space)
         self.completer = Completer(self.pricer, at_most_s_per_token or np.inf)
         self.domains = link_domains(self.pricer.machine)
-        self.rows = self.slower = join([])
+        self.rows = self.slower = self.barred = join([])
         self.refused = 0
         self._found: list[Columns] = []
+        self._barred: list[Columns] = []
         self._slower: list[Columns] = []
         self._lost: list[Columns] = []
         self._best: dict[tuple[int, ...], float] = {}
@@ -145,6 +147,7 @@ class BranchAndBound:
                 if level < last:
                     push(level + 1, columns, bound)
         self.rows, self.slower = join(self._found), join(self._slower)
+        self.barred = join(self._barred)
         left = [waiting[0][0] for waiting in open_ if waiting]
         return min([self.completer.threshold, *left])
 
@@ -248,11 +251,16 @@ class BranchAndBound:
 
     def runs(self, rows: Columns, position: int) -> bool:
         """Whether this version can run a strategy; counted when it cannot."""
-        reason = self.space.refusal_of(*(int(rows[name][position]) for name in _LAID_OUT))
+        reason = self.refusal(rows, position)
         if reason is not None:
             self.space.refused(reason)
             self.refused += 1
         return reason is None
+
+    def refusal(self, rows: Columns, position: int) -> str | None:
+        """Return why this version cannot run a strategy; None if it can."""
+        degrees = (int(rows[name][position]) for name in _LAID_OUT)
+        return self.space.refusal_of(*degrees, pp=int(rows["pp"][position]))
 
     def _take(self, rows: Columns) -> None:
         """Keep what runs and can be among the best, fastest first; each lowers what the others must beat.
@@ -261,10 +269,11 @@ class BranchAndBound:
         """
         value, degrees = rows["per_token_s"].tolist(), tuples(rows)
         order = sorted(range(len(value)), key=value.__getitem__)
-        kept, tried = [], set()
+        kept, barred, tried = [], [], set()
         while order and value[order[0]] <= self.completer.threshold * (1 + TIE):
             position = order.pop(0)
             if not self.runs(rows, position):
+                barred.append(position)
                 continue
             kept.append(position)
             better = value[position] < self._best.get(degrees[position], np.inf)
@@ -281,6 +290,8 @@ class BranchAndBound:
                 self.completer.threshold = min(self.completer.threshold, most)
         self._found.append(select(rows, np.array(kept, dtype=np.intp)))
         self._slower.append(select(rows, np.array(order, dtype=np.intp)))
+        if barred:
+            self._barred.append(select(rows, np.array(barred, dtype=np.intp)))
 
     def too_big(self) -> Columns:
         """Of what does not fit in any way a few of each batch that would be fastest, as lean as they get."""
@@ -296,8 +307,8 @@ class BranchAndBound:
         # What is made again gathers its inputs anyway.
         regather = regather if kind != FULL else pricer.usual[1]
         chosen = {
-            "zero": 3,
-            "order": 0,
+            "zero": pricer.leanest[0],
+            "order": self.space.request.pins.get("order", 0),
             "offload": offload,
             "recompute": kind,
             "regather": regather,

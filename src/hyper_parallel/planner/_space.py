@@ -141,7 +141,7 @@ class Space:
                 continue
             if pp > 1 and "pp" in unsplit and refused(unsplit["pp"], True):
                 continue
-            runs = self._zeros_of(pp) and self.recomputes and self._orders
+            runs = self.zeros_of(pp) and self.recomputes and self._orders
             if refused("this version does not run what is pinned", not runs):
                 continue
             for tp in self._divisors("tp", r.num_devices // pp):
@@ -304,11 +304,13 @@ class Space:
             return 0
         return 1 if pinned != 0 and (cp == 1 or y == 1) else None
 
-    def refusal_of(self, shard: int, cp: int, x: int, y: int, *block: int) -> str | None:
-        """Why this version cannot run strategies with these degrees and a row of `blocks`; None when it need not.
+    def refusal_of(
+        self, shard: int, cp: int, x: int, y: int, *block: int, pp: int = 1
+    ) -> str | None:
+        """Return why this version cannot run strategies with these degrees and a row of `blocks`; None if it can.
 
-        FSDP and a ring cut what they find: without experts and a second axis only tp_x decides about layouts, and a
-        row of `blocks` has only Ulysses ranks that divide the heads.
+        FSDP and a ring cut whatever parameters there are: without experts and a second axis only tp_x and whether
+        there is a pipeline decide about layouts, and a row of `blocks` has only Ulysses ranks that divide the heads.
         """
         if not self.request.executable:
             return None
@@ -318,9 +320,11 @@ class Space:
             shard = 1
             if y == 1:
                 cp, columns = 1, {}
-        key = (shard, cp, x, y, *columns.values())
+        # Layouts read whether there are pipeline stages, not how many.
+        staged = min(pp, 2)
+        key = (staged, shard, cp, x, y, *columns.values())
         if key not in self._refusals:
-            row = Candidates.of_columns(dp_shard=shard, cp=cp, tp_x=x, tp_y=y, **columns)
+            row = Candidates.of_columns(pp=staged, dp_shard=shard, cp=cp, tp_x=x, tp_y=y, **columns)
             strategy, _ = row.at(0, self.request.base, Workload(self.request.workload.seq_len))
             self._refusals[key] = self.request.refusal(strategy)
         return self._refusals[key]
@@ -328,9 +332,9 @@ class Space:
     def states(self, pp: int, dp: int, inner: int, fold: int) -> list[tuple[int, ...]]:
         """Level three: (dp_replicate, dp_shard, zero) of ranks on which ep x etp folds over dp_shard x cp x tp."""
         splits = [s for s in self._splits(dp) if (s[1] * inner) % fold == 0]
-        return [(*split, zero) for split in splits for zero in self._zeros_of(pp)]
+        return [(*split, zero) for split in splits for zero in self.zeros_of(pp)]
 
-    def _zeros_of(self, pp: int) -> list[int]:
+    def zeros_of(self, pp: int) -> list[int]:
         """What may be sharded; what runs has no ZeRO-1 in pipelines."""
         return [z for z in self.zeros if z != 1 or pp == 1 or self._zero_1_staged]
 
@@ -338,13 +342,24 @@ class Space:
         """Rows whose `zero` is a choice of its own.
 
         The gradients of a single microbatch are reduced layer by layer: nothing is left for ZeRO-1 there. One rank
-        shares nothing, so that ZeRO-0 is ZeRO-1.
+        shares nothing, so that ZeRO-0 is ZeRO-1. Of a pinned stage all rows are kept that have it.
         """
         if "zero" in self.request.pins:
-            return np.full(len(rows["pp"]), True)
+            meant: NDArray[np.bool_] = self.has_pinned_zero(rows["dp_shard"] * rows["cp"])
+            reason = f"zero={self.request.pins['zero']} shards nothing where dp_shard * cp is 1"
+            self.refused(reason, int((~meant).sum()))
+            return meant
         once, alone = rows["accumulation"] == 1, rows["dp_shard"] * rows["cp"] == 1
         own: NDArray[np.bool_] = ~((rows["zero"] == 1) & once) & ~((rows["zero"] == 0) & alone)
         return own
+
+    def has_pinned_zero(self, shards: NDArray[np.float64]) -> NDArray[np.bool_]:
+        """Return whether strategies on so many ranks of dp_shard x cp have the stage of ZeRO that is pinned.
+
+        A recipe says how states are shared where they are; a pin of a plan asks for a strategy that shares them.
+        """
+        asked = self.request.pins.get("zero", 0) > 0 and not self.request.from_recipe
+        return np.asarray((shards > 1) | (not asked))
 
     def schedules(self, pp: int, microbatches: int) -> list[tuple[int, int]]:
         """Level four: (schedule, vpp)."""

@@ -29,7 +29,6 @@ class DryRun:
         plan: The plan, with its predictions.
         device: Name of the device.
         capacity_bytes: Its memory.
-        reserved_bytes: What the plan sets aside besides tensors: driver context, fragmentation.
         ranks: One traced rank of every distinct program.
         notes: Sentences a reader should know.
         seconds: Time the dry run took.
@@ -38,7 +37,6 @@ class DryRun:
     plan: Plan
     device: str
     capacity_bytes: int
-    reserved_bytes: int
     ranks: tuple[TracedRank, ...]
     notes: tuple[str, ...]
     seconds: float
@@ -47,6 +45,21 @@ class DryRun:
     def peak_bytes(self) -> int:
         """Peak device memory of the fullest traced rank, tensors only."""
         return max(rank.peaks["hbm"].num_bytes for rank in self.ranks)
+
+    @property
+    def planned_bytes(self) -> int:
+        """Planned peak of the fullest device, tensors only: the counterpart of `peak_bytes`."""
+        return self.plan.tensor_bytes
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes that the plan sets aside beside tensors: device context, fragmentation."""
+        return self.plan.reserved_bytes
+
+    @property
+    def planned_to_traced(self) -> float:
+        """Share by which the planned peak of tensors exceeds the traced one; negative where the plan is too low."""
+        return self.planned_bytes / self.peak_bytes - 1.0
 
     @property
     def fits(self) -> bool:
@@ -111,7 +124,6 @@ def dry_run(
         plan,
         machine.device.name,
         int(machine.device.memory_bytes.value),
-        sum(t.bytes for t in plan.memory if t.name in ("device context", "fragmentation")),
         traced,
         tuple(_notes(loaded, plan, machine)),
         time.perf_counter() - start,
