@@ -15,6 +15,8 @@ _LARGE_PROGRAM = 300  # operators
 _HEADROOMS, _FINER_HEADROOMS, _FAST_PROGRAM = (0, 2), (0, 1, 2, 4), 3000
 _POLISHED, _PASSES = 1, 3
 _ROUNDS = 6  # of the linear program for one target
+# Of programs with collectives every rank plans its own, while the others wait: a large one takes seconds a round.
+_SHARED_HEADROOMS, _SHARED_ROUNDS = (0,), 2
 _NEAR = 1.25  # times the limit: a program that is slower by more tells nothing
 
 
@@ -69,8 +71,7 @@ class Search:
         made: list[tuple[WholeChoice, Emitted]] = []
         large = len(self.program.operators) > _LARGE_PROGRAM
         copied_bytes = 0
-        fast = len(self.program.operators) <= _FAST_PROGRAM
-        for headroom in _FINER_HEADROOMS if fast else _HEADROOMS:
+        for headroom in self._headrooms:
             if headroom and not copied_bytes:
                 break  # nothing was emitted
             for choice, e in self._refined(target - headroom * copied_bytes, target, limit_s):
@@ -89,6 +90,16 @@ class Search:
             polished = (self._polished(*one, target, limit_s, enough) for one in made[:_POLISHED])
             result += [e for e in polished if not e.overfull(self.machine)]
         return result
+
+    @property
+    def _is_fast(self) -> bool:
+        return len(self.program.operators) <= _FAST_PROGRAM
+
+    @property
+    def _headrooms(self) -> tuple[int, ...]:
+        if self._is_fast:
+            return _FINER_HEADROOMS
+        return _SHARED_HEADROOMS if self.program.communicates else _HEADROOMS
 
     def _misses(self, emitted: Emitted, target: int) -> tuple[int, int, float]:
         """By how much a program misses the capacities and a target, and then its seconds."""
@@ -125,7 +136,8 @@ class Search:
     ) -> Iterator[tuple[WholeChoice, Emitted]]:
         """Programs of an aim, each with more bytes free where the one before waited unexpectedly."""
         reserve: dict[int, float] = {}
-        for _ in range(_ROUNDS):
+        few = self.program.communicates and not self._is_fast
+        for _ in range(_SHARED_ROUNDS if few else _ROUNDS):
             choice = self.rounding.choice(aim, reserve, limit_s)
             if choice is None:
                 return
