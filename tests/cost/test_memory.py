@@ -15,6 +15,7 @@ from hyper_parallel.ir import Workload
 from hyper_parallel.model import load_model, read_preset, spec_from_config
 from hyper_parallel.planner import plan_recipe
 from hyper_parallel.topology import load_topology
+from hyper_parallel.trainer.engine._model import read_spec
 from hyper_parallel.units import GiB
 
 pytestmark = pytest.mark.unit
@@ -122,3 +123,21 @@ def test_predicted_peak_is_that_of_the_traced_program(case, tmp_path):
     kept_free = ("device context", "fragmentation")
     predicted = sum(t.bytes for t in plan_recipe(recipe).memory if t.name not in kept_free)
     assert 0.97 < predicted / case["peak_bytes"] < 1.05
+
+
+ROOT = Path(__file__).resolve().parents[2]
+PLANNED = json.loads((ROOT / "benchmarks/results/planned_peak.json").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("row", PLANNED["rows"], ids=lambda r: f"{r['model']} {r['layout']}")
+def test_planned_peaks_are_those_of_traced_programs_of_twelve_models(row, tmp_path):
+    """Traced by `benchmarks/planned_peak.py`: dense, with experts, and with latent attention."""
+    (tmp_path / "model.json").write_text(json.dumps(row["config"]))
+    (tmp_path / "recipe.yaml").write_text(
+        f"model: {{path: {tmp_path}/model.json}}\ndata: {{seq_len: {PLANNED['seq_len']}}}\nparallel: {{}}\n"
+        f"topology: {PLANNED['topology']}\ntraining: {{dtype: bfloat16, microbatch: 1}}\n"
+    )
+    recipe = load_recipe(tmp_path / "recipe.yaml", tuple(row["overrides"])).recipe
+    plan = plan_recipe(recipe, model=read_spec(recipe.model.path))
+    assert plan.tensor_bytes == plan.memory_bytes - plan.reserved_bytes
+    assert -0.02 <= plan.tensor_bytes / row["traced_bytes"] - 1.0 <= 0.05

@@ -269,8 +269,8 @@ def _layer_memory(s: Setting) -> LayerMemory:
         routed = n.experts_per_token / max(n.moe_share, 1e-9) * n.hidden * s.machine.width
         held = 2.0 * s.tokens / c.tp * (routed * s.machine.stack.imbalance)
         exchange = np.where(c.ep > 1, held, 0.0)
-        # Rows of one layer as float32, before and after they are weighted.
-        combine = held * (4.0 / s.machine.width) * n.wide_combine
+        # Rows of one layer as float32, before and after they are weighted, beside what experts gave and its cast.
+        combine = held * (4.0 / s.machine.width + 1.0) * n.wide_combine
     worked = np.where((c.recompute > 1) & (c.recompute < SOME), one_layer, 0.0)
     return LayerMemory(
         kept, np.where(c.recompute < SOME, kept, one_layer), worked, exchange, combine
