@@ -6,6 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     BertConfig,
     BertForPreTraining,
@@ -197,6 +198,22 @@ def test_an_export_carries_what_the_class_ignores_and_keeps_formats(tmp_path):
     router = "model.layers.1.mlp.gate.weight"
     assert kept[router].dtype == want[router].dtype == torch.float32
     assert all(torch.equal(found[n], t) for n, t in want.items())
+
+
+def test_parameters_that_one_stored_tensor_joins_are_exported_together(tmp_path):
+    """Projections of queries, keys and values are parameters here, and one tensor in the files."""
+    config = AutoConfig.for_model(
+        "lara_mini", vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=4, head_dim=8,
+        num_attention_heads=4, num_key_value_heads=2, linear_key_head_dim=8, linear_value_head_dim=8,
+        linear_num_key_heads=2, linear_num_value_heads=4,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config)
+    stored = written(model, tmp_path / "published")
+    hp.save_pretrained(model, tmp_path / "export")
+    exported = load_file(tmp_path / "export" / "model.safetensors")
+    assert len(stored) < len({*model.state_dict()})
+    assert exported.keys() == stored.keys()
+    assert all(torch.equal(exported[name], tensor) for name, tensor in stored.items())
 
 
 @pytest.mark.dist

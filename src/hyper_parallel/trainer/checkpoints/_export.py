@@ -158,10 +158,12 @@ class _Writer:
         self._dtypes = {name: tensor.dtype for name, tensor in meta.items()}
         self._temporary = out.parent / f".{out.name}.tmp"
         # The format of the whole model on the meta device: which file each tensor goes to, known before writing.
+        self._groups = _joined_names(reference, meta)
+        self._waiting: dict[str, Tensor] = {}
         sizes = {
             key: part.nbytes
-            for name, tensor in meta.items()
-            for key, part in _published(reference, {name: tensor}).items()
+            for group in dict.fromkeys(self._groups.values())
+            for key, part in _published(reference, {n: meta[n] for n in group}).items()
         }
         expected = _published(reference, meta).keys()
         if expected != sizes.keys():
@@ -184,7 +186,12 @@ class _Writer:
         """Take one whole parameter; write the files it completes."""
         if full.is_floating_point():
             full = full.to(self._dtypes[name])
-        for key, part in _published(self._reference, {name: full.cpu()}).items():
+        self._waiting[name] = full.cpu()
+        group = self._groups[name]
+        if not self._waiting.keys() >= {*group}:
+            return
+        whole = {name: self._waiting.pop(name) for name in group}
+        for key, part in _published(self._reference, whole).items():
             # A copy: parts of one parameter share storage, which safetensors refuses.
             self._put(key, part.clone(memory_format=torch.contiguous_format))
 
@@ -222,7 +229,8 @@ class _Writer:
 
 def _exported_config(config: Any, reference: nn.Module, dtype: torch.dtype) -> Any:
     """Return the configuration of an export: class and format of the model, and whether its embeddings are tied."""
-    tied = reference.config.tie_word_embeddings or not config.tie_word_embeddings
+    given, made = (getattr(c, "tie_word_embeddings", False) for c in (config, reference.config))
+    tied = made or not given
     config = copy.deepcopy(config) if tied else untied_config(config)
     config.architectures = [type(reference).__name__]
     config.dtype = str(dtype).removeprefix("torch.")
@@ -249,6 +257,22 @@ def _published(reference: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Te
     from transformers.core_model_loading import revert_weight_conversion
 
     return revert_weight_conversion(reference, tensors)
+
+
+def _joined_names(reference: nn.Module, meta: dict[str, Tensor]) -> dict[str, tuple[str, ...]]:
+    """Return for each parameter those that are published in the same tensors, itself among them.
+
+    Projections of queries, keys and values, for example, that one stored tensor holds side by side.
+    """
+    groups: dict[str, tuple[str, ...]] = {}
+    first: dict[str, str] = {}
+    for name, tensor in meta.items():
+        joined = {name}
+        for key in _published(reference, {name: tensor}):
+            joined.update(groups.get(first.setdefault(key, name), ()))
+        group = tuple(n for n in meta if n in joined)
+        groups |= dict.fromkeys(group, group)
+    return groups
 
 
 def _plan(sizes: dict[str, int], max_file_bytes: int) -> dict[str, str]:
