@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 
 gc.disable()  # until the tests are collected: imports leave nothing to collect
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # `nohup` ignores it, and tests send it to their runs
 
 RANKS = ("e2e", "parity", "dist")
 """Marks of modules that start ranks, in the order in which they begin."""
