@@ -218,11 +218,16 @@ def measure_config(
     Raises:
         ModelUnreadable: HP305 when transformers makes no language model of the config itself.
     """
+    from transformers import AutoConfig
+
     warnings.simplefilter("ignore")
     choices: dict[str, Any] = {"attention": attention, "trusted": trusted, "scores": scores}
     whole: Any = model_from_config(file, torch.float32, **choices)
     # A config may leave out any size; the class fills it in.
-    complete = json.loads(whole.config.to_json_string(use_diff=False))
+    config = whole.config
+    if config.model_type != file.values.get("model_type"):  # that of the text part
+        config = AutoConfig.for_model(**file.values)
+    complete = json.loads(config.to_json_string(use_diff=False))
     why = "no small copy of the model was found"
     for how, most, values in small_configs({**complete, **file.values}):
         try:
@@ -251,15 +256,18 @@ def measure_config(
 def _chosen(
     small: Mapping[str, Any], complete: Mapping[str, Any], given: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the values of a small config without defaults of the class: not all survive the way through JSON."""
+    """Return the values of a small config without defaults of the class: not all survive the way through JSON.
+
+    A class takes any other mapping than the config of a part, its rotary embedding say, as a whole.
+    """
     chosen: dict[str, Any] = {}
     for key, value in small.items():
         default, own = complete.get(key), given.get(key)
-        if isinstance(value, Mapping) and isinstance(default, Mapping):
+        if key.endswith("_config") and isinstance(value, Mapping) and isinstance(default, Mapping):
             inner = _chosen(value, default, own if isinstance(own, Mapping) else {})
             if inner or key in given:
                 chosen[key] = inner
-        elif key in given or value != default:
+        elif key in given or value != default or key == "model_type":
             chosen[key] = value
     return chosen
 
