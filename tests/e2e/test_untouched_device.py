@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from hyper_parallel.runtime.local_ranks import local_capacity
 from tests.e2e.runs import QUESTIONS, command, make_stage_place
 
 pytestmark = pytest.mark.torch
@@ -73,3 +74,18 @@ def test_planning_starts_no_driver(place, started, tmp_path, case):
     result = command("train", str(place / "recipe.yaml"), *CASES[case], out, "--dry-run")
     assert result.exit_code == 0, result.output
     assert started == []
+
+
+def test_counting_devices_asks_without_the_driver(monkeypatch):
+    asked = []
+    original = torch.accelerator.current_accelerator
+
+    def call(*args, **keywords):
+        asked.append(os.environ.get("PYTORCH_NVML_BASED_CUDA_CHECK"))
+        return original(*args, **keywords)
+
+    monkeypatch.delenv("PYTORCH_NVML_BASED_CUDA_CHECK", raising=False)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", call)
+    local_capacity()
+    assert asked == ["1"]
+    assert "PYTORCH_NVML_BASED_CUDA_CHECK" not in os.environ

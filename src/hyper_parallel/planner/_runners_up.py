@@ -18,8 +18,9 @@ from hyper_parallel.planner._search import BranchAndBound
 from hyper_parallel.planner._space import Columns
 
 TOO_BIG_SHOWN: Final = 2
+"""Strategies that do not fit in a list of runners-up: more would push those that can run off the screen."""
 MOST_PRICED: Final = 24
-"""Strategies that are priced in full at most for a list of runners-up or a note."""
+"""Strategies that are priced in full at most for a list of runners-up or a note, a few milliseconds each; a choice."""
 
 
 def runner_up(best: PricedStrategy, other: PricedStrategy) -> Rejected:

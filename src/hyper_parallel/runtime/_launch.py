@@ -48,7 +48,7 @@ INIT_METHOD: Final = "HYPER_PARALLEL_INIT_METHOD"
 
 _GRACE_S: Final = 2.0
 _GRACE_OF_KILLED_S: Final = 0.5  # a rank that was killed writes nothing that has to be waited for
-_QUIET_LOOK_S: Final = 2.0
+_QUIET_LOOK_S: Final = 2.0  # without deadlines; a rank that ends is noticed at once
 _LOOK_S: Final = 0.25  # a frozen rank is to be noticed well within a second after its deadline
 _LINES_OF_STACK: Final = 16  # the log has all
 _STACKS_S: Final = 0.5

@@ -35,6 +35,7 @@ _ENDING_S: Final = 10.0
 _ENDING_FIRST_S: Final = 20.0  # in the first step, of which no phase is known
 _ENDING_PHASES: Final = 3.0  # of the longest phase so far
 _QUIET_S: Final = 30.0
+"""Seconds without a word after which a waiting rank is said to wait; a choice, above steps of common size."""
 _T = TypeVar("_T")
 
 

@@ -7,13 +7,14 @@ import shlex
 from collections.abc import Sequence
 from typing import Any
 
+from hyper_parallel.backends.torch._driver import driver_untouched
 from hyper_parallel.config import Recipe
 from hyper_parallel.errors import DeviceUnavailable
 from hyper_parallel.runtime._launchers import ranks_per_node
 from hyper_parallel.topology import RankCapacity, rank_capacity
 
 _NODE_RANKS = 8
-"""Ranks of a machine in hints for other machines, when the recipe names none."""
+"""Ranks of a machine in hints for other machines, when the recipe names none: devices of a DGX or Atlas server."""
 
 
 def local_capacity(device: str | None = None) -> RankCapacity:
@@ -24,7 +25,8 @@ def local_capacity(device: str | None = None) -> RankCapacity:
     """
     import torch
 
-    found = torch.accelerator.current_accelerator(check_available=True)
+    with driver_untouched():
+        found = torch.accelerator.current_accelerator(check_available=True)
     kind = device or ("cpu" if found is None else found.type)
     module: Any = None if kind == "cpu" else getattr(torch, kind, None)
     return rank_capacity(0 if module is None else module.device_count())

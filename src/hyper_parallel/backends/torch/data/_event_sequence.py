@@ -14,7 +14,9 @@ from hyper_parallel.errors import CollectiveMismatch
 from hyper_parallel.ir import Purpose
 
 _UNANIMOUS_PASSES: Final = 3
-"""Equal passes after which a sequence is learned that runs a unit several times, or some units in forward alone."""
+"""Equal passes after which a sequence is learned that runs a unit several times, or some units in forward alone.
+
+A choice: a later pass that differs is refused by name (HP622); more passes make that rarer, and learn later."""
 
 
 class HostExchange:
