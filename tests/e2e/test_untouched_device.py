@@ -89,3 +89,14 @@ def test_counting_devices_asks_without_the_driver(monkeypatch):
     local_capacity()
     assert asked == ["1"]
     assert "PYTORCH_NVML_BASED_CUDA_CHECK" not in os.environ
+
+
+def test_the_trial_of_an_optimizer_starts_no_driver(place, started, tmp_path, monkeypatch):
+    """Adam asks whether a stream is captured where torch is built for CUDA."""
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    words = ("training.optimizer=torch.optim.NAdam", "parallel.dp_shard=2")
+    out = f"output_dir={tmp_path}/run"
+    result = command("train", str(place / "recipe.yaml"), *words, out, "--dry-run")
+    assert result.exit_code == 0, result.output
+    assert started == []

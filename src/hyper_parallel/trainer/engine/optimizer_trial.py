@@ -11,11 +11,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from hyper_parallel.errors import Contradiction
-from hyper_parallel.runtime import World, local_capacity
+from hyper_parallel.errors import Contradiction, ForkUnsafe
+from hyper_parallel.runtime import World, launch, local_capacity
 
 _SIZE: Final = 4
 _RANKS: Final = 2
+_TIMEOUT_S: Final = 60.0
+"""Seconds of a trial, which takes milliseconds; code of any optimizer may hang."""
 
 
 def check_trial_step(
@@ -39,33 +41,41 @@ def check_trial_step(
 
     Raises:
         Contradiction: HP104 with the first line of the error.
+        RankFailed: HP601 when the trial ended its process or hung.
     """
-    plain = _failure(build, nn.Linear(_SIZE, _SIZE))
+    degrees = (_RANKS,) if not replicated else (_RANKS, _RANKS if sharded else 1)
+
+    def trial(_: int) -> tuple[str | None, str | None]:
+        """Return the failures on a plain layer and on one that is laid out."""
+        plain = _failure(build, nn.Linear(_SIZE, _SIZE))
+        if plain is not None or not (sharded or replicated):
+            return plain, None
+        with World.fake(0, math.prod(degrees)):
+            return None, _failure(build, _laid_out(degrees))
+
+    # In a process of its own: optimizers of torch start the driver of an accelerator, which no fork survives.
+    try:
+        plain, failure = launch(trial, 1, timeout_s=_TIMEOUT_S)[0]
+    except ForkUnsafe:  # a rank that has joined a process group: nothing is forked afterwards
+        plain, failure = trial(0)
     if plain is not None:
         if local_capacity().is_cpu:
             raise _refusal(name, where, "a dense layer on a CPU", plain)
         return
-    if not (sharded or replicated):
-        return
-    degrees = (_RANKS,) if not replicated else (_RANKS, _RANKS if sharded else 1)
-    with World.fake(0, math.prod(degrees)):
-        failure = _failure(build, _laid_out(degrees))
     if failure is not None:
         what = "sharded parameters" if sharded else "replicated parameters"
         raise _refusal(name, where, what, failure)
 
 
-def _failure(
-    build: Callable[[nn.Module], torch.optim.Optimizer], layer: nn.Module
-) -> Exception | None:
-    """Return what a step of the optimizer raises on the layer; None: nothing."""
+def _failure(build: Callable[[nn.Module], torch.optim.Optimizer], layer: nn.Module) -> str | None:
+    """Return the first line of the error of a step on the layer; None: it works."""
     optimizer = build(layer)
     for parameter in layer.parameters():
         parameter.grad = torch.ones_like(parameter)
     try:
         optimizer.step()
-    except Exception as error:
-        return error
+    except Exception as error:  # code of any optimizer may raise anything
+        return (str(error).splitlines() or [type(error).__name__])[0][:200]
     return None
 
 
@@ -80,9 +90,9 @@ def _laid_out(degrees: tuple[int, ...]) -> nn.Module:
     return layer
 
 
-def _refusal(name: str, where: str, what: str, error: Exception) -> Contradiction:
+def _refusal(name: str, where: str, what: str, error: str) -> Contradiction:
     return Contradiction(
-        f"a step of {name} fails on {what}: {(str(error).splitlines() or [''])[0][:200]}",
+        f"a step of {name} fails on {what}: {error}",
         where=where,
         got=f"optimizer={name}",
         allowed="an optimizer that works element by element: adamw, adam, sgd",
