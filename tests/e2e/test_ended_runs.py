@@ -148,7 +148,7 @@ def test_a_lost_rank_costs_one_step_where_every_step_has_a_snapshot(
     assert not (tmp_path / "large" / "config.yaml").exists()
 
 
-@pytest.mark.parametrize("launcher", ["local", "torchrun"])
+@pytest.mark.parametrize("launcher", ["local", pytest.param("torchrun", marks=pytest.mark.slow)])
 def test_a_signal_ends_the_run_with_a_checkpoint_and_the_command_that_goes_on(
     place, tmp_path, monkeypatch, launcher
 ):

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.slow import cells
+
 pytestmark = pytest.mark.e2e
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,7 +38,9 @@ def _run(script: Path, stdout: Path, stderr: Path) -> None:
     runpy.run_path(str(script), run_name="__main__")
 
 
-@pytest.mark.parametrize("name", PROMISES)
+@pytest.mark.parametrize(
+    "name", cells(PROMISES, slow=("05_custom_objective.py", "08_offload_ranks.py"))
+)
 def test_example(name: str, tmp_path: Path) -> None:
     """In a process forked from this one, which has imported what they import; the first one imports little."""
     script, said, errors = ROOT / "examples" / name, tmp_path / "stdout", tmp_path / "stderr"

@@ -110,6 +110,7 @@ def test_layouts_sample_reward_and_learn_alike_and_a_resumed_run_goes_on(place):
     assert [r["step"] for r in rows(place / "shard" / "metrics.jsonl")] == [1, 2, 3]
 
 
+@pytest.mark.slow
 def test_rewards_rise(place):
     train(
         place,

@@ -116,6 +116,7 @@ def test_layouts_learn_alike_and_a_run_goes_on_between_rollouts(place):
     assert flat(curve(place / "on")) == pytest.approx(flat(one), rel=1e-9, abs=1e-12)
 
 
+@pytest.mark.slow
 def test_steps_of_few_effective_samples_are_left_out(place):
     words = (*AHEAD, "grpo.max_staleness=2", "training.lr=0.03", "training.steps=8")
     words = (*words, "training.lr_schedule=constant")

@@ -140,6 +140,7 @@ def test_an_answer_that_is_too_long_is_scored_where_it_is_cut(place):
     assert ((targets != IGNORE_INDEX).sum(1) == 1).all()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # peft's own, about transformers
 def test_adapters_and_the_head_learn_on_a_layout_what_they_do_on_one_rank(place, one):
     causal = place / "causal"

@@ -199,6 +199,7 @@ def whole(place):
     return place / "whole"
 
 
+@pytest.mark.slow
 def test_roles_that_are_killed_change_nothing(place, whole):
     """First who samples, then, in the run that goes on, who trains."""
     out, limit = place / "killed", place / "calls_of_a_process"

@@ -54,7 +54,7 @@ def place(request, tmp_path_factory):
     return tmp_path
 
 
-@pytest.mark.parametrize("place", cells(STRANGERS, slow=("mamba",)), indirect=True)
+@pytest.mark.parametrize("place", cells(STRANGERS, slow=("mamba", "granitemoe")), indirect=True)
 def test_a_stranger_trains_sharded_as_on_one_rank(place):
     train(place, place / "one", "parallel.dp_shard=1")
     train(place, place / "two", "parallel.dp_shard=2", "training.recompute=full")
@@ -100,7 +100,9 @@ def tool():
             "roberta", "cp", id="tokens that see all, positions from ids", marks=pytest.mark.slow
         ),
         pytest.param("mistral3", "pp", id="more of the images' layers than of the text's"),
-        pytest.param("zamba2", "dp_shard", id="layers that share parameters"),
+        pytest.param(
+            "zamba2", "dp_shard", id="layers that share parameters", marks=pytest.mark.slow
+        ),
         pytest.param(
             "zamba", "tp", id="split layers that share parameters", marks=pytest.mark.slow
         ),

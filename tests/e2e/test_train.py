@@ -57,6 +57,7 @@ def one_rank(place):
     return out
 
 
+@pytest.mark.slow
 def test_two_tensor_parallel_axes_equal_one_rank(place, one_rank):
     out = place / "grid"
     shapes = ("parallel.attention_shape=2d", "parallel.mlp_shape=weight")
@@ -148,7 +149,11 @@ def test_parity_proves_a_layout_and_names_the_parameter_that_a_fault_changes(pla
     [
         (("parallel.dp_shard=2", "parallel.tp=2"), ("parallel.dp_replicate=2",)),
         # 32 tokens do not divide into 6 chunks, nor 3 ranks into the parameters.
-        (("parallel.cp=3",), ("parallel.cp=2", "parallel.cp_kind=ulysses")),
+        pytest.param(
+            ("parallel.cp=3",),
+            ("parallel.cp=2", "parallel.cp_kind=ulysses"),
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["4-ranks-to-2", "cp3-to-cp2"],
 )

@@ -63,6 +63,7 @@ def test_experts_on_two_ranks_learn_what_one_rank_learns(place: Path, one_rank: 
     assert (place / "two" / "sample.txt").read_text().startswith("def ")
 
 
+@pytest.mark.slow
 def test_a_run_continues_on_another_number_of_expert_ranks(
     place: Path, one_rank: list[dict]
 ) -> None:
@@ -82,6 +83,7 @@ def test_what_a_model_has_nothing_for_is_refused_before_any_rank(place: Path) ->
     assert not (place / "no").exists()
 
 
+@pytest.mark.slow
 def test_experts_of_any_width_train_in_bfloat16(place: Path) -> None:
     """Grouped products want rows of whole 16 bytes; with others the model's own loop gives what float32 gives."""
     (place / "odd.json").write_text(json.dumps(CONFIG | {"moe_intermediate_size": 20}))

@@ -146,6 +146,7 @@ def test_collectives_that_do_not_fit_are_named_when_the_recipe_asks(place: Path)
     assert [row["step"] for row in rows(place / "out" / "metrics.jsonl")] == [1]
 
 
+@pytest.mark.slow
 def test_a_rank_that_computes_other_bits_is_named(place: Path, monkeypatch) -> None:
     checked = ("training.check_ranks_every=2", "training.deterministic=true", "training.steps=3")
     train(place, place / "plain", "parallel.dp_shard=2", "training.steps=3")

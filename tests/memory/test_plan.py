@@ -126,6 +126,7 @@ def test_a_full_dram_is_named_with_what_is_enough():
     assert planned(1200, enough["budget"]).dram_bytes <= 1200
 
 
+@pytest.mark.slow
 def test_with_files_the_least_dram_is_that_of_copies_on_their_way():
     program, disk = training_chain(), Channel(1e5, 0)
 

@@ -92,7 +92,16 @@ GROUPS: dict[str, tuple[str, int, list[Strategy]]] = {
     ),
 }  # fmt: skip
 
-SLOW = ("gemma3-4", "tied-fsdp-4", "tied-kept-4", "tied-tp-4", "context-4", "grid-8", "odd-8")
+SLOW = (
+    "gemma3-4",
+    "tied-fsdp-4",
+    "tied-kept-4",
+    "tied-tp-4",
+    "context-4",
+    "grid-8",
+    "odd-8",
+    "recompute-4",
+)
 
 
 @functools.cache

@@ -59,6 +59,7 @@ def test_the_auxiliary_loss_of_one_device_is_that_of_the_model(family: str) -> N
         assert float(error) <= 2e-4 * scale, name  # theirs is float32
 
 
+@pytest.mark.slow
 def test_the_auxiliary_loss_of_many_ranks_is_that_of_one_device() -> None:
     setups = [Setup("qwen3_moe", sequences=4, seq_len=15, config=AUX), Setup("gpt_oss", config=AUX)]
     for setup in setups:

@@ -96,7 +96,11 @@ CASES: dict[str, tuple[int, list[tuple[Setup, Strategy]]]] = {
 
 
 @pytest.mark.parametrize(
-    "name", cells(CASES, slow=("more families", "experts", "eight ranks", "sixteen ranks"))
+    "name",
+    cells(
+        CASES,
+        slow=("every pair of shapes", "more families", "experts", "eight ranks", "sixteen ranks"),
+    ),
 )
 def test_two_axes_repeat_one_device(name: str) -> None:
     world_size, cases = CASES[name]

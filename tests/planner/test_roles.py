@@ -176,7 +176,8 @@ def explicit(make, ranks, tp, staleness, devices, tight):
 
 
 @pytest.mark.parametrize(
-    ("memory", "link", "staleness"), [(64, 100, 0), (64, 100, 1), (64, 1, 1), (2.4, 20, 1)]
+    ("memory", "link", "staleness"),
+    [(64, 100, 0), (64, 100, 1), (64, 1, 1), pytest.param(2.4, 20, 1, marks=pytest.mark.slow)],
 )
 def test_the_search_finds_the_best_of_all_splits_and_layouts(recipe, memory, link, staleness):
     def make(**sections):

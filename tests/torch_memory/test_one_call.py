@@ -120,6 +120,7 @@ def test_an_optimizer_without_state_is_planned_too() -> None:
         assert planned.measured is not None
 
 
+@pytest.mark.slow
 def test_gradients_may_go_at_the_beginning_of_a_step_and_not_be_added_up() -> None:
     def train(offloaded: bool, zero: bool = True):
         torch.manual_seed(0)
