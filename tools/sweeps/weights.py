@@ -26,9 +26,9 @@ TEXT = (
     "same shards without an index, tied parameters under either name, under both with equal and with different values, "
     "and in the index alone (`tied`), names of foreign tensors in the index (`ghost`), tensors that the class ignores "
     "or computes, and unknown ones (`foreign`), and one of several kinds of tensors removed (`missing`). Every "
-    "parameter and buffer equals, bitwise in float64, that of plain `from_pretrained`; where that misses or does not "
-    "know a tensor, the directory is refused. `export` is read by plain transformers, bitwise, in float64 and in "
-    "bfloat16, which leaves in float32 what transformers leaves."
+    "parameter and buffer equals that of plain `from_pretrained` in float64, bitwise in the dtype that it has there "
+    "(some stay in float32); where that misses or does not know a tensor, the directory is refused. `export` is read "
+    "by plain transformers, bitwise, in float64 and in bfloat16, which leaves in float32 what transformers leaves."
 )
 COLUMNS = ("shuffled", "without index", "tied", "ghost", "foreign", "missing", "export")
 SECONDS = 600
@@ -316,7 +316,7 @@ def _compare(found: Tensors, expected: Tensors, head: str = "") -> None:
         raise _WrongResult(f"{head}other names: {sorted(found.keys() ^ expected.keys())[:2]}")
     for name, value in expected.items():
         own = found[name]
-        if own.shape != value.shape or not torch.equal(own.double(), value.double()):
+        if own.shape != value.shape or not torch.equal(own.to(value.dtype), value):
             raise _WrongResult(f"{head}{name} differs")
 
 
