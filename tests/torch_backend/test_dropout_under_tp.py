@@ -125,3 +125,15 @@ def test_offload_refuses_masks_of_several_streams_and_its_hint_works(tmp_path):
         prepare()
     assert refusal.value.code == "HP511"
     assert prepare(refusal.value.hint).recipe.disables_dropout
+
+
+@pytest.mark.torch
+def test_rates_of_heads_that_a_model_lacks_refuse_nothing(tmp_path):
+    """GPT-2 configs have `summary_first_dropout: 0.1` by default; causal language models have no such head."""
+    place = make_stage_place(tmp_path, "pt", [{"text": "a b c d " * 40}] * 9)
+    rates = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
+    sizes = {"vocab_size": 264, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+    (place / "model.json").write_text(json.dumps({"model_type": "gpt2", **sizes, **rates}))
+    words = ["parallel.tp=2", "offload.budget=1GiB"]
+    job = prepare_job(load_recipe(place / "recipe.yaml", words), progress=False)
+    assert not job.recipe.disables_dropout

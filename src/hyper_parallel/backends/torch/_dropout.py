@@ -27,6 +27,8 @@ _DROPOUT_CLASS: Final = re.compile(r"drop|stochasticdepth", re.IGNORECASE)
 _SHORT_NAMES: Final = ("p", "prob", "rate")
 _AUGMENTATIONS: Final = ("pos_embed_shift", "pos_embed_jitter", "pos_embed_rescale")
 """Config keys of random changes to the positions of image patches; None switches them off."""
+_TASK_HEAD: Final = re.compile(r"^(classifier|cls|summary|seq_classif|qa|pooler)_")
+"""Config keys with rates of heads for classification; a model that has such a head holds the rate in a module too."""
 _SAMPLING_MODULES: Final = ("PhimoeTopKRouter",)
 """Classes that draw experts at random in training mode. Their number called jitter is a threshold of both modes."""
 _ORIGINAL_RATES: Final = "_hyper_parallel_original_rates"
@@ -55,7 +57,8 @@ def disable_dropout(model: nn.Module) -> None:
 
 def has_dropout(model: nn.Module, *, adapters: bool = True) -> bool:
     """Return whether some rate of a model or of its configs is above zero; `adapters`: those of adapters count."""
-    holders = [vars(part) for _, part in _configs(getattr(model, "config", None))]
+    configs = _configs(getattr(model, "config", None))
+    holders = [{k: v for k, v in vars(c).items() if not _TASK_HEAD.match(k)} for _, c in configs]
     for module in model.modules():
         if type(module).__name__ in _SAMPLING_MODULES:
             return True
