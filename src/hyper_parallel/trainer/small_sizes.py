@@ -180,6 +180,7 @@ FAMILY_SIZES: Final[dict[str, dict[str, Any]]] = {
     },
     "kimi_linear": {"layer_types": ["linear_attention", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "nemotron_h": {"mamba_num_heads": 8, "mamba_head_dim": 8, "n_groups": 2},
     "mamba2": {"num_heads": 8, "n_groups": 2, "state_size": 8},
     "mistral4": {"head_dim": 16},
     "molmo2": {
