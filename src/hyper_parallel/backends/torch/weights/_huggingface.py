@@ -157,7 +157,6 @@ def map_names(
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import (
         WeightConverter,
-        apply_renamings,
         dot_natural_key,
         rename_source_key,
     )
@@ -179,7 +178,7 @@ def map_names(
         elif pattern is None:
             result.boxes.setdefault(name, []).extend(whole[key])
         else:
-            number = _number_of(pattern, apply_renamings(key, renamings))
+            number = _number_of(pattern, rename_source_key(key, renamings, [])[0])
             groups.setdefault(name, {}).setdefault(pattern, []).append((number, key))
     for name, by_source in groups.items():
         converter = by_pattern[next(iter(by_source))]
