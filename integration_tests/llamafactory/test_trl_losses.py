@@ -222,7 +222,8 @@ def test_the_loss_of_a_reward_model_is_trls(tmp_path, coefficient):
     stage = RewardModelStage(
         Rm(center_rewards_coefficient=coefficient), PairScores(plan, torch.device("cpu"))
     )
-    step = SimpleNamespace(model=mine, batches=None, ids=ids, targets=targets, rows=at)
+    batches = Batches(packed.train, sequences_per_step=ROWS, shuffle=False, together=2)
+    step = SimpleNamespace(model=mine, batches=batches, ids=ids, targets=targets, rows=at)
     loss, record = ours(step, stage)
     metrics = trl._metrics["train"]
     assert loss == pytest.approx(wanted.item(), rel=1e-5)
