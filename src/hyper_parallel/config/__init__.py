@@ -23,10 +23,12 @@ from hyper_parallel.config._sections import (
     Training,
 )
 from hyper_parallel.config._whole_recipe import Recipe
+from hyper_parallel.config.foreign_keys import FOREIGN_KEYS
 
 __all__ = [
     "COMPARED",
     "DEGREES",
+    "FOREIGN_KEYS",
     "NAMES_OF_EXPERTS",
     "PAIRED",
     "Checkpoint",

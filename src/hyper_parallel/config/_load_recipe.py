@@ -127,8 +127,8 @@ def load_recipe(
     def where(key: str) -> str:
         return _where(path, key, origin_of(key))
 
-    def pasteable(key: str, value: object) -> str:
-        typed = (f"{key}=", f"{key.partition('.')[0]}.")
+    def pasteable(key: str, value: object, written: str) -> str:
+        typed = (f"{key}=", f"{written}=", f"{key.partition('.')[0]}.")
         as_override = origin_of(key) == _COMMAND_LINE or any(o.startswith(typed) for o in overrides)
         return f"{key}{'=' if as_override else ': '}{'null' if value is None else value}"
 

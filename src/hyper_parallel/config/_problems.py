@@ -9,13 +9,15 @@ import difflib
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from hyper_parallel.config._read import read_mapping
+from hyper_parallel.config.foreign_keys import ForeignKey
 from hyper_parallel.errors import BadValue, HyperParallelError, UnknownKey
 
 S = TypeVar("S", bound=BaseModel)
@@ -111,16 +113,62 @@ def leaves(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Fiel
 
 
 def nearest_key(model: type[BaseModel], path: Sequence[str | int]) -> str | None:
-    """The dotted key that was probably meant by an unknown one: a sibling, or the same word in another section."""
+    """Return the key that was probably meant by an unknown one; None where no key is near.
+
+    The same word in another section comes first, then a near sibling, then a near word in another section.
+    """
     section = _section_at(model, path[:-1])
     if section is None:
         return None
     word, prefix = str(path[-1]), dotted(path[:-1])
+    everywhere = {key.rpartition(".")[2]: key for key in reversed(list(_all_keys(model)))}
+    if word in everywhere:
+        return everywhere[word]
     if near := difflib.get_close_matches(word, keys_of(section), n=1):
         return f"{prefix}.{near[0]}" if prefix else near[0]
-    everywhere = {key.rpartition(".")[2]: key for key, _ in reversed(list(leaves(model)))}
     near = difflib.get_close_matches(word, everywhere, n=1, cutoff=0.75)
     return everywhere[near[0]] if near else None
+
+
+def _all_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """Yield every dotted key below a section that holds a value, aliases included."""
+    for name in keys_of(model):
+        field = model.model_fields.get(name)
+        inner = None if field is None else field.annotation
+        if isinstance(inner, type) and issubclass(inner, BaseModel):
+            yield from _all_keys(inner, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}"
+
+
+def _foreign_hint(
+    model: type[BaseModel], key: str, value: object, pasteable: Callable[[str, object, str], str]
+) -> str | None:
+    """Return how to write a key of another training program; None where the name is not known."""
+    names: Mapping[str, ForeignKey] = getattr(model, "FOREIGN_KEYS", {})
+    foreign = names.get(key.rpartition(".")[2].lower().replace("-", "_"))
+    if foreign is None or foreign.advice:
+        return None if foreign is None else foreign.advice
+    with suppress(TypeError):  # a value without a hash
+        value = foreign.values.get(value, value)
+    *sections, name = foreign.key.split(".")
+    owner = _section_at(model, sections)
+    assert owner is not None, foreign.key
+    field = owner.model_fields[getattr(owner, "KEY_ALIASES", {}).get(name, name)]
+    if _accepts(field, value):
+        return f"write `{pasteable(foreign.key, value, key)}`"
+    return f"the key is `{foreign.key}`: {describe(field)}"
+
+
+def _accepts(field: FieldInfo, value: object) -> bool:
+    kind: Any = field.annotation
+    if field.metadata:
+        kind = typing.Annotated.__class_getitem__((kind, *field.metadata))  # type: ignore[attr-defined]
+    try:
+        TypeAdapter(kind).validate_python(value)
+    except ValidationError:
+        return False
+    return True
 
 
 def _section_at(model: type[BaseModel], path: Sequence[str | int]) -> type[BaseModel] | None:
@@ -132,7 +180,7 @@ def problems(
     error: ValidationError,
     model: type[BaseModel],
     where: Callable[[str], str],
-    pasteable: Callable[[str, object], str],
+    pasteable: Callable[[str, object, str], str],
 ) -> list[HyperParallelError]:
     """One coded error for each item of a validation error, in the order of the file's sections.
 
@@ -140,7 +188,7 @@ def problems(
         error: What pydantic raised while validating `model`.
         model: The section at the root of the file.
         where: Origin of a dotted key: `recipe.yaml: training.lr (set by command line)`.
-        pasteable: A key and a value as the user would write them.
+        pasteable: A key and a value as the user would write them; third, the key that the user has written.
     """
     found: list[HyperParallelError] = []
     for item in error.errors(include_url=False):
@@ -150,11 +198,16 @@ def problems(
         key, field = dotted(path), field_at(model, path)
         allowed = None if field is None else describe(field)
         if item["type"] == "extra_forbidden":
-            near, section = nearest_key(model, path), _section_at(model, path[:-1])
+            section, hint = (
+                _section_at(model, path[:-1]),
+                _foreign_hint(model, key, value, pasteable),
+            )
+            if hint is None and (near := nearest_key(model, path)):
+                hint = f"write `{pasteable(near, value, key)}`"
             problem: HyperParallelError = UnknownKey(
                 f"unknown key `{key}`",
                 allowed=None if section is None else sorted(keys_of(section)),
-                hint=None if near is None else f"write `{pasteable(near, value)}`",
+                hint=hint,
             )
         elif item["type"] == "missing":
             problem = BadValue(f"`{key}` is missing", got="nothing", allowed=allowed)
@@ -168,7 +221,7 @@ def problems(
                 f"`{key}` has a value that is not allowed",
                 got=_short(value),
                 allowed=allowed,
-                hint=f"write `{pasteable(key, word[0])}`" if word else None,
+                hint=f"write `{pasteable(key, word[0], key)}`" if word else None,
             )
         problem.where = where(key)
         found.append(problem)
@@ -179,7 +232,7 @@ def validated(
     model: type[S],
     data: object,
     where: Callable[[str], str],
-    pasteable: Callable[[str, object], str],
+    pasteable: Callable[[str, object, str], str],
 ) -> S:
     """The section that data are; arguments as for `problems`.
 
@@ -199,7 +252,7 @@ def of_file(path: Path, model: type[S], error: type[HyperParallelError], what: s
         model,
         read_mapping(path, error, what),
         lambda key: f"{path}: {key}" if key else str(path),
-        lambda key, value: f"{key.rpartition('.')[2]}: {value}",
+        lambda key, value, _: f"{key.rpartition('.')[2]}: {value}",
     )
 
 

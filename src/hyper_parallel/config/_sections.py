@@ -21,6 +21,7 @@ from pydantic import (
 )
 
 from hyper_parallel.config._values import canonical_dtype, directory, rate, size, size_or_auto
+from hyper_parallel.config.foreign_keys import ForeignKey
 
 
 class Section(BaseModel):
@@ -30,6 +31,8 @@ class Section(BaseModel):
 
     KEY_ALIASES: ClassVar[Mapping[str, str]] = MappingProxyType({})
     """Other names of keys, accepted on input only."""
+    FOREIGN_KEYS: ClassVar[Mapping[str, ForeignKey]] = MappingProxyType({})
+    """Of a whole file: names of keys in other programs, for hints."""
 
     @field_validator("*")
     @classmethod

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
@@ -19,10 +20,13 @@ from hyper_parallel.config._sections import (
     Section,
     Training,
 )
+from hyper_parallel.config.foreign_keys import FOREIGN_KEYS, ForeignKey
 
 
 class Recipe(Section):
     """One training run."""
+
+    FOREIGN_KEYS: ClassVar[Mapping[str, ForeignKey]] = FOREIGN_KEYS
 
     # Factories: a default made here would build the validators of every section when this module is imported.
 

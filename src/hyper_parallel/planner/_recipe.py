@@ -272,7 +272,7 @@ def parse_strategy(text: str) -> Strategy:
         StrategyWords,
         given,
         lambda key: f"{_WHERE}: {key}" if key else _WHERE,
-        lambda key, value: f"{key}={value}",
+        lambda key, value, _: f"{key}={value}",
     )
     if words.auto or words.world_size is not None:
         raise BadValue(

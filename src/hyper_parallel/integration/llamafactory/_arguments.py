@@ -69,7 +69,10 @@ class HyperParallelArguments(BaseModel):
             UnknownKey: HP101 with the nearest key. BadValue: HP102 for a value that is not allowed.
         """
         return validated(
-            cls, values, lambda key: f"{where}: {key}", lambda key, value: json.dumps({key: value})
+            cls,
+            values,
+            lambda key: f"{where}: {key}",
+            lambda key, value, _: json.dumps({key: value}),
         )
 
     @classmethod

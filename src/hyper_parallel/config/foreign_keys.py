@@ -1,0 +1,166 @@
+"""Names of keys in other training programs, and what they are called in a recipe.
+
+The names are those of `TrainingArguments` of transformers, of the configs of TRL and torchtitan, of the YAML files of
+LlamaFactory and axolotl, and of the options of Megatron. They appear in hints only: a recipe that has one is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Final
+
+
+@dataclass(frozen=True, slots=True)
+class ForeignKey:
+    """A key of another program.
+
+    Attributes:
+        key: Its name in a recipe; empty: there is none.
+        values: Values that are written differently here.
+        advice: The hint where one key with the same value does not say the same.
+    """
+
+    key: str = ""
+    values: Mapping[Any, Any] = field(default_factory=dict)
+    advice: str = ""
+
+
+_RECOMPUTE: Final = {True: "full", False: "none"}
+_SCHEDULES: Final = {"constant_with_warmup": "constant", "warmup_stable_decay": "wsd"}
+_OPTIMIZERS: Final = dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf"), "adamw")
+_ATTENTION: Final = {
+    "fa2": "flash_attention_2",
+    "fa3": "flash_attention_3",
+    True: "flash_attention_2",
+}
+_BFLOAT16: Final = {True: "bfloat16", False: "float32"}
+_FLOAT16: Final = {True: "float16", False: "float32"}
+_BATCH: Final = (
+    "training.tokens_per_step is the batch of all devices in tokens: sequences times data.seq_len"
+)
+_REMOVE: Final = "remove the key: a run has no such choice"
+
+_RENAMED: Final[Mapping[str, tuple[str, ...]]] = {
+    "model.path": ("model_name_or_path", "model_name", "base_model", "model_id", "pretrained_model_name_or_path"),
+    "data.tokenizer": ("tokenizer_name_or_path", "tokenizer_name", "tokenizer_config"),
+    "data.source": ("dataset_name", "train_file", "data_path", "dataset_path", "train_data"),
+    "data.validation": ("eval_dataset", "validation_file", "eval_file", "valid_data_path"),
+    "data.holdout": ("val_size", "val_set_size", "validation_split_percentage"),
+    "data.text_key": ("dataset_text_field", "text_column", "text_field"),
+    "data.split": ("dataset_split", "train_split"),
+    "data.max_records": ("max_samples", "max_train_samples"),
+    "data.seq_len": (
+        "max_length", "max_seq_length", "max_seq_len", "cutoff_len", "sequence_len", "sequence_length", "seq_length",
+        "model_max_length", "block_size", "context_length",
+    ),
+    "data.packing": ("sample_packing",),
+    "training.lr": ("learning_rate",),
+    "training.steps": ("max_steps", "train_iters", "num_steps", "total_steps"),
+    "training.epochs": ("num_train_epochs", "num_epochs"),
+    "training.microbatch": (
+        "per_device_train_batch_size", "micro_batch_size", "train_micro_batch_size_per_gpu", "local_batch_size",
+    ),
+    "training.accumulation_steps": ("gradient_accumulation_steps",),
+    "training.eps": ("adam_epsilon", "adam_eps"),
+    "training.max_grad_norm": ("gradient_clipping", "clip_grad", "max_norm"),
+    "training.eval_every": ("eval_steps", "eval_interval", "evals_per_epoch"),
+    "training.log_every": ("logging_steps", "log_interval", "log_freq"),
+    "training.warmup_ratio": ("lr_warmup_fraction",),
+    "training.compile": ("torch_compile",),
+    "training.deterministic": ("full_determinism",),
+    "training.early_stopping_patience": ("early_stopping_steps",),
+    "training.timeout_s": ("ddp_timeout",),
+    "training.freeze": ("frozen_parameters", "freeze_parameters"),
+    "checkpoint.every": ("save_steps", "save_interval", "checkpoint_interval"),
+    "checkpoint.keep": ("save_total_limit", "keep_latest_k"),
+    "checkpoint.keep_best": ("load_best_model_at_end",),
+    "lora.r": ("lora_r", "lora_rank"),
+    "lora.target_modules": ("lora_target", "lora_target_modules"),
+    "lora.modules_to_save": ("lora_modules_to_save", "additional_target"),
+    "dpo.loss_type": ("pref_loss",),
+    "dpo.label_smoothing": ("dpo_label_smoothing",),
+    "dpo.beta": ("pref_beta", "rl_beta"),
+    "moe.aux_loss_coef": ("moe_aux_loss_coef", "router_aux_loss_coef"),
+    "grpo.num_generations": ("num_samples_per_prompt", "group_size"),
+    "grpo.reward_funcs": ("reward_functions",),
+    "launch.nproc_per_node": ("num_processes", "nproc"),
+    "output_dir": ("output_path", "save_dir", "dump_folder"),
+    "parallel.tp": (
+        "tensor_parallel_size", "tensor_parallel_degree", "tensor_model_parallel_size", "tp_size", "tensor_parallel",
+    ),
+    "parallel.pp": (
+        "pipeline_parallel_size", "pipeline_parallel_degree", "pipeline_model_parallel_size", "pp_size",
+    ),
+    "parallel.cp": (
+        "context_parallel_size", "context_parallel_degree", "sequence_parallel_size", "sequence_parallel_degree",
+        "cp_size",
+    ),
+    "parallel.ep": (
+        "expert_parallel_size", "expert_parallel_degree", "expert_model_parallel_size", "ep_size",
+    ),
+    "parallel.dp_shard": ("data_parallel_shard_degree", "dp_shard_size", "fsdp_size"),
+    "parallel.dp_replicate": ("data_parallel_replicate_degree", "dp_replicate_size"),
+}  # fmt: skip
+"""Keys of a recipe, and other names of the same value."""
+
+_CONVERTED: Final[Mapping[str, ForeignKey]] = {
+    **dict.fromkeys(
+        ("gradient_checkpointing", "activation_checkpointing", "use_gradient_checkpointing"),
+        ForeignKey("training.recompute", _RECOMPUTE),
+    ),
+    **dict.fromkeys(
+        ("lr_scheduler_type", "lr_scheduler", "lr_decay_style"),
+        ForeignKey("training.lr_schedule", _SCHEDULES),
+    ),
+    "optim": ForeignKey("training.optimizer", _OPTIMIZERS),
+    "bf16": ForeignKey("training.dtype", _BFLOAT16),
+    "fp16": ForeignKey("training.dtype", _FLOAT16),
+    "torch_dtype": ForeignKey("training.dtype"),
+    **dict.fromkeys(
+        ("flash_attn", "flash_attention", "use_flash_attention_2"),
+        ForeignKey("model.attn_implementation", _ATTENTION),
+    ),
+}
+
+_ADVICE: Final[Mapping[str, str]] = {
+    **dict.fromkeys(("global_batch_size", "train_batch_size", "batch_size", "total_batch_size"), _BATCH),
+    **dict.fromkeys(("adam_beta1", "adam_beta2"), "write both in training.betas: [0.9, 0.95]"),
+    **dict.fromkeys(
+        ("eval_strategy", "evaluation_strategy"), "training.eval_every=N evaluates every N steps; 0: never"
+    ),
+    "save_strategy": "checkpoint.every=N saves every N steps; checkpoint.every_minutes goes by the clock",
+    "logging_strategy": "training.log_every=N prints every N steps",
+    "resume_from_checkpoint": "checkpoint.resume=must continues output_dir; checkpoint.from_dir=RUN_DIR another run",
+    "overwrite_output_dir": "checkpoint.resume=never starts over in output_dir",
+    "finetuning_type": "`lora: {r: 8}` trains adapters; training.freeze freezes parameters; neither: all are trained",
+    "adapter": "`lora: {r: 8}` trains adapters",
+    "peft_config": "`lora: {r: 8}` trains adapters",
+    **dict.fromkeys(
+        ("deepspeed", "fsdp", "fsdp_config", "zero_stage"),
+        "parallel.dp_shard=N shards parameters, gradients and optimizer state; `parallel: auto` plans the layout",
+    ),
+    "sequence_parallel": "tensor parallelism (parallel.tp=N) shards the sequence between its layers by itself",
+    "datasets": "data.source is a path, or a list of `{source: PATH, weight: 1.0}`",
+    "dataset": "data.source is the path of a file or directory",
+    "template": "remove the key: the chat template is the tokenizer's own (data.tokenizer)",
+    "train_on_inputs": "remove the key: stage=sft learns the words of assistants alone, stage=pt all",
+    **dict.fromkeys(
+        (
+            "do_train", "do_eval", "local_rank", "dataloader_num_workers", "dataloader_pin_memory",
+            "remove_unused_columns", "group_by_length", "ddp_find_unused_parameters", "preprocessing_num_workers",
+            "overwrite_cache", "plot_loss", "logging_dir", "push_to_hub", "tf32", "include_num_input_tokens_seen",
+        ),
+        _REMOVE,
+    ),
+}  # fmt: skip
+
+FOREIGN_KEYS: Final[Mapping[str, ForeignKey]] = MappingProxyType(
+    {
+        **{name: ForeignKey(key) for key, names in _RENAMED.items() for name in names},
+        **_CONVERTED,
+        **{name: ForeignKey(advice=advice) for name, advice in _ADVICE.items()},
+    }
+)
+"""By name in lower case, with underscores."""
