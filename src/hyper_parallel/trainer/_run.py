@@ -32,6 +32,7 @@ from hyper_parallel.trainer._signals import Interrupted, StopRequest
 from hyper_parallel.trainer._snapshots import newest_saved, snapshot_folder
 from hyper_parallel.trainer.engine._engine import train_rank
 from hyper_parallel.trainer.loop import Summary
+from hyper_parallel.trainer.run_directory import claim_run_directory
 from hyper_parallel.trainer.stages._rollout_folder import RolloutFolder
 from hyper_parallel.trainer.stages._rollouts import sample_rank
 
@@ -64,6 +65,8 @@ def run_job(job: Job) -> Summary | None:
     stop = StopRequest()
     with ExitStack() as stack:
         if os.environ.get("RANK", "0") == "0":
+            with written(job.output_dir):
+                claim_run_directory(job.output_dir, job.recipe)
             stack.enter_context(run_lock(job.output_dir))
             with written(job.output_dir / "logs"):
                 (job.output_dir / "logs").mkdir(exist_ok=True)

@@ -82,7 +82,8 @@ def _tensorboard(directory: Path, resumed_step: int) -> Tracker:
 
     if resumed_step == 0:
         for old in directory.glob("events.out.tfevents.*"):
-            old.unlink()
+            if not old.is_symlink():
+                old.unlink()
     board = EventFileWriter(str(directory))
     # TensorBoard drops what an earlier run wrote from this step on.
     start = SessionLog(status=SessionLog.START)
