@@ -140,25 +140,26 @@ def check_replaceable(
 
 
 def remove_files(folder: Path, owned: Callable[[str], bool]) -> list[str]:
-    """Unlink the files of a folder whose relative paths are owned, then the folders that are empty.
+    """Unlink the files of a folder whose relative paths are owned, then the folders that this has emptied.
 
     Returns:
         Relative paths of what stays; empty: the folder is gone.
     """
-    stays = []
+    stays, emptied = [], {folder}
     if not folder.is_dir() or folder.is_symlink():
         return ["."] if os.path.lexists(folder) else []
     for name, path in list(_entries(folder)):
         if owned(name) and not path.is_symlink() and path.is_file():
             try:
                 path.unlink(missing_ok=True)
+                emptied.update(folder / parent for parent in Path(name).parents)
             except OSError:
                 stays.append(name)
         elif not path.is_dir() or path.is_symlink():
             stays.append(name)
-    for parent, _, _ in os.walk(folder, topdown=False):
+    for place in sorted(emptied, key=lambda place: -len(place.parts)):
         with suppress(OSError):  # not empty
-            Path(parent).rmdir()
+            place.rmdir()
     return stays or (["."] if folder.exists() else [])
 
 

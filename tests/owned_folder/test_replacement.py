@@ -172,7 +172,9 @@ def test_removing_follows_no_link(tmp_path):
     (folder / "inside").symlink_to(tmp_path / "victim")
     (folder / "a.json").symlink_to(tmp_path / "victim" / "a.json")
     (folder / "b.json").write_text("{}")
+    (folder / "empty").mkdir()
     assert sorted(remove_files(folder, lambda name: True)) == ["a.json", "inside"]
+    assert (folder / "empty").is_dir()
     assert (tmp_path / "victim" / "a.json").read_text() == "{}"
     assert not (folder / "b.json").exists()
 

@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from hyper_parallel.owned_folder import check_output_file, read_marker
+from hyper_parallel.owned_folder import check_output_file
 from hyper_parallel.reports._page import render
 from hyper_parallel.reports._run_record import RunRecord, load_run
 from hyper_parallel.reports._timeline import chrome_trace, one_step, predicted_timeline
@@ -52,11 +52,9 @@ def write_comparison(directories: Sequence[str | Path]) -> Path:
 
 
 def _check_written(*paths: Path) -> None:
-    """Raise OutputNotWritable (HP105) when files of other origin would be replaced in a directory without a marker."""
+    """Raise OutputNotWritable (HP105) when a file of other origin would be replaced."""
     for path in paths:
-        marker = read_marker(path.parent)
-        if marker is None or marker.kind != "run":
-            check_output_file(path, _is_report, "a report or a trace of a run", "report")
+        check_output_file(path, _is_report, "a report or a trace of a run", "report")
 
 
 def _is_report(text: str) -> bool:

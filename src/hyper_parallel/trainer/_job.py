@@ -49,7 +49,7 @@ from hyper_parallel.trainer.run_directory import (
     check_run_directory,
     claim_run_directory,
     keeps_model,
-    write_recipe,
+    write_kept,
 )
 
 MOST_SIMULATED: Final = 4096
@@ -187,7 +187,7 @@ class Job:
         """
         out = self.output_dir
         claim_run_directory(out, self.recipe)  # a run that starts its ranks again may find it gone
-        write_recipe(out, recipe_to_yaml(with_absolute_paths(self.recipe)))
+        write_kept(out / "config.yaml", recipe_to_yaml(with_absolute_paths(self.recipe)))
         write_text(out / "plan.json", plan.to_json() + "\n")
         _write_prediction(self.plan, out / "predicted_timeline.json")
         if keeps_model(self.recipe):

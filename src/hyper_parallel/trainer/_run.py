@@ -25,14 +25,14 @@ from hyper_parallel.runtime import (
 )
 from hyper_parallel.topology import rank_threads
 from hyper_parallel.trainer._elastic import on_at_most
-from hyper_parallel.trainer._files import run_lock, write_text, written
+from hyper_parallel.trainer._files import run_lock, written
 from hyper_parallel.trainer._generate import Generator, Sampling
 from hyper_parallel.trainer._job import Job, prepare_job, under_torchrun
 from hyper_parallel.trainer._signals import Interrupted, StopRequest
 from hyper_parallel.trainer._snapshots import newest_saved, snapshot_folder
 from hyper_parallel.trainer.engine._engine import train_rank
 from hyper_parallel.trainer.loop import Summary
-from hyper_parallel.trainer.run_directory import claim_run_directory
+from hyper_parallel.trainer.run_directory import claim_run_directory, write_kept
 from hyper_parallel.trainer.stages._rollout_folder import RolloutFolder
 from hyper_parallel.trainer.stages._rollouts import sample_rank
 
@@ -219,5 +219,5 @@ def write_sample(job: Job) -> str:
     )
     generation = generator.generate(prompt, sampling)
     text = generation.prompt + generation.text
-    write_text(job.output_dir / "sample.txt", text + "\n")
+    write_kept(job.output_dir / "sample.txt", text + "\n")
     return text

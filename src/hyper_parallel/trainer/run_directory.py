@@ -12,7 +12,7 @@ import logging
 import os
 import re
 import shlex
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
@@ -36,6 +36,7 @@ _log = logging.getLogger(__name__)
 
 RUN: Final = "run"
 _RECIPE: Final = "config.yaml"
+_SAMPLE: Final = "sample.txt"
 _KEPT_FILES: Final = (
     "config.yaml", "plan.json", "predicted_timeline.json", "reference.npy", "reference_holdout.npy", "job.sbatch",
     "comparison.html", ".run.lock", ".run.owner",
@@ -116,18 +117,27 @@ def claim_run_directory(place: Path, recipe: Recipe | None = None) -> None:
     mark_run_directory(place)
 
 
-def write_recipe(place: Path, text: str) -> None:
-    """Write the recipe of a run; one that somebody has edited since the run wrote it is kept beside it."""
-    path = place / _RECIPE
-    marker = read_marker(place)
-    known = None if marker is None or marker.files is None else marker.files.get(_RECIPE)
-    if known is not None and path.is_file() and file_facts(path) != known:
-        names = (place / f"config.edited-{number}.yaml" for number in itertools.count(1))
+def write_kept(path: Path, text: str) -> None:
+    """Write a text file of a run that people edit; one that differs from what the run wrote is kept beside it."""
+    place = path.parent
+    known = _known(place)
+    if path.is_file() and file_facts(path) != known.get(path.name) and not _holds(path, text):
+        names = (place / f"{path.stem}.edited-{n}{path.suffix}" for n in itertools.count(1))
         kept = next(name for name in names if not os.path.lexists(name))
         path.rename(kept)
-        _log.warning("%s was edited since the run wrote it; it is kept as %s", path, kept.name)
+        _log.warning("%s is not as the run wrote it; it is kept as %s", path, kept.name)
     write_text(path, text)
-    write_marker(place, Marker(RUN, {_RECIPE: file_facts(path)}))
+    write_marker(place, Marker(RUN, {**known, path.name: file_facts(path)}))
+
+
+def _holds(path: Path, text: str) -> bool:
+    return path.read_bytes() == text.encode()
+
+
+def _known(place: Path) -> Mapping[str, tuple[int, str]]:
+    """Return the facts of the files that a run writes by `write_kept`."""
+    marker = read_marker(place)
+    return {} if marker is None or marker.files is None else marker.files
 
 
 def keeps_model(recipe: Recipe) -> bool:
@@ -145,9 +155,11 @@ def check_plain(path: Path) -> None:
 def clear_run_directory(place: Path) -> list[str]:
     """Remove what an earlier run wrote to a marked directory and a new one would mix with; return the names removed."""
     removed = []
+    known = _known(place)
+    is_own = lambda path: path.name != _SAMPLE or known.get(_SAMPLE) == file_facts(path)  # noqa: E731
     for name in _CLEARED_FILES:
         path = place / name
-        if path.is_file() and not path.is_symlink():
+        if path.is_file() and not path.is_symlink() and is_own(path):
             path.unlink()
             removed.append(name)
     for name, pattern in _CLEARED_FOLDERS.items():

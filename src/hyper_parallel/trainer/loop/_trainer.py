@@ -165,6 +165,13 @@ class Trainer:
 
     def train(self) -> Summary | None:
         """All steps, evaluations and files of the run; the summary on rank 0."""
+        try:
+            return self._train()
+        except LossNotFinite as error:
+            error.hint = error.hint or continuing_words(self._job)
+            raise
+
+    def _train(self) -> Summary | None:
         job, recipe, engine = self._job, self._job.recipe, self._engine
         training, every = recipe.training, recipe.checkpoint.every
         snapshot_every = recipe.checkpoint.snapshot_every
@@ -274,13 +281,9 @@ class Trainer:
         return Summary(done, first, last, loss, seconds)
 
     def _save(self, step: int, extra: dict[str, Any], *, snapshot: bool = False) -> None:
-        """Save a checkpoint or a snapshot; weights that are not finite end the run with a way to go on."""
-        try:
-            with self._directory_named():
-                (self._engine.snapshot if snapshot else self._engine.save)(step, extra)
-        except LossNotFinite as error:
-            error.hint = continuing_words(self._job)
-            raise
+        """Save a checkpoint or a snapshot."""
+        with self._directory_named():
+            (self._engine.snapshot if snapshot else self._engine.save)(step, extra)
 
     @contextmanager
     def _directory_named(self) -> Iterator[None]:
@@ -314,7 +317,6 @@ class Trainer:
                 "the held-out loss is not finite",
                 where=f"evaluation after step {step}",
                 got=f"loss={loss}",
-                hint=continuing_words(self._job),
             )
         record = EvalRecord(step, loss, tokens, time.perf_counter() - start, *scores)
         for callback in self._callbacks:
