@@ -11,8 +11,9 @@ import json
 import os
 from contextlib import suppress
 from functools import cache
+from io import TextIOWrapper
 from pathlib import Path
-from typing import Any, Final, TextIO, TypeVar
+from typing import Any, Final, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import to_jsonable_python
@@ -77,7 +78,7 @@ def write_text(path: Path, text: str) -> None:
     partial.replace(path)
 
 
-def create_file(path: Path) -> TextIO:
+def create_file(path: Path) -> TextIOWrapper:
     """Open a new text file; a file or link of that name is unlinked first, so nothing is written through a link."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
     with suppress(FileNotFoundError):
@@ -85,7 +86,7 @@ def create_file(path: Path) -> TextIO:
     return os.fdopen(os.open(path, flags, 0o666), "w", encoding="utf-8")
 
 
-def append_file(path: Path) -> TextIO:
+def append_file(path: Path) -> TextIOWrapper:
     """Open a text file to append to; a symbolic link raises `OSError`."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
     return os.fdopen(os.open(path, flags, 0o666), "a", encoding="utf-8")

@@ -28,6 +28,7 @@ from hyper_parallel.trainer.checkpoints._checkpointer import Checkpointer
 from hyper_parallel.trainer.checkpoints._index import INDEX, encode_index, read_index
 from hyper_parallel.trainer.checkpoints._manifest import steps
 from hyper_parallel.trainer.checkpoints._pieces import owners
+from tests.owned_folder.test_replacement import listing
 from tests.trainer_checkpoint.test_cli import run
 
 pytestmark = pytest.mark.torch
@@ -307,3 +308,27 @@ def test_inspect_says_what_is_there(tmp_path):
     (tmp_path / "checkpoints" / "step_00000004" / "index.json").unlink()
     with pytest.raises(CheckpointCorrupt, match=r"index\.json"):
         run("inspect", tmp_path)
+
+
+def test_folders_of_steps_that_are_no_checkpoints_are_neither_replaced_nor_pruned(tmp_path):
+    for name, files_of in {
+        "step_00000001": ("weights.bin",), "step_00000002": ("manifest.json",),
+        "step_00000009": ("manifest.json", "a.pt"), ".step_00000003.tmp": ("notes.txt",),
+        ".step_mine.tmp": ("notes.txt",), ".step_00000004.old": ("notes.txt",),
+    }.items():  # fmt: skip
+        (tmp_path / name).mkdir()
+        for file in files_of:
+            (tmp_path / name / file).write_text('{"mine": 1}')
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "manifest.json").write_text("{}")
+    (tmp_path / "step_00000005").symlink_to(outside)
+    before = listing(tmp_path)
+    save(tmp_path, 6, 7, keep=1)
+    after = listing(tmp_path)
+    assert before.items() <= after.items()
+    assert {n.partition("/")[0] for n in after.keys() - before.keys()} == {"step_00000007"}
+    for step in (1, 3, 5, 9):
+        with pytest.raises(OutputNotWritable, match="HP105"):
+            save(tmp_path, step)
+    assert listing(tmp_path) == after

@@ -47,8 +47,8 @@ from hyper_parallel.trainer.loop._resume import check_resume
 from hyper_parallel.trainer.loop._trackers import check_trackers
 from hyper_parallel.trainer.run_directory import (
     check_run_directory,
-    claim_run_directory,
     keeps_model,
+    mark_run_directory,
     write_kept,
 )
 
@@ -186,7 +186,7 @@ class Job:
             plan: The plan as the ranks carry it out.
         """
         out = self.output_dir
-        claim_run_directory(out, self.recipe)  # a run that starts its ranks again may find it gone
+        mark_run_directory(out)
         write_kept(out / "config.yaml", recipe_to_yaml(with_absolute_paths(self.recipe)))
         write_text(out / "plan.json", plan.to_json() + "\n")
         _write_prediction(self.plan, out / "predicted_timeline.json")

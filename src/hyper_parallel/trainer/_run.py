@@ -83,6 +83,8 @@ def run_job(job: Job) -> Summary | None:
             newest = newest_saved(job.checkpoint_dir, snapshots)
             if number > 1 and newest == before:  # the restart before this one saved nothing
                 now = _on_fewer(now)
+            if number:  # the directory may be gone since
+                claim_run_directory(job.output_dir, job.recipe)
             before, again = newest, number > 0 and job.begun_since(start_s)
             logs = job.output_dir / "logs" / (f"restart_{number}" if number else "")
             try:

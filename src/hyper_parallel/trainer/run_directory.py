@@ -100,7 +100,8 @@ def check_claimable(place: Path) -> None:
 
 
 def mark_run_directory(place: Path) -> None:
-    """Mark a directory as that of a run."""
+    """Create and mark the directory of a run that `check_run_directory` has let pass."""
+    place.mkdir(parents=True, exist_ok=True)
     if not _is_marked(place):
         write_marker(place, Marker(RUN))
 
@@ -111,8 +112,7 @@ def claim_run_directory(place: Path, recipe: Recipe | None = None) -> None:
     Raises:
         OutputNotWritable: HP105 for a directory with other files and no marker.
     """
-    place.mkdir(parents=True, exist_ok=True)
-    if not _is_marked(place):
+    if place.is_dir() and not _is_marked(place):
         _check_unused(place, recipe)
     mark_run_directory(place)
 

@@ -34,7 +34,7 @@ from hyper_parallel.trainer.loop._metrics import (
 )
 from hyper_parallel.trainer.loop._resume import changes_line, check_resume, run_facts
 from hyper_parallel.trainer.loop._schedule import LrSchedule
-from hyper_parallel.trainer.run_directory import claim_run_directory, clear_run_directory
+from hyper_parallel.trainer.run_directory import clear_run_directory, mark_run_directory
 
 if TYPE_CHECKING:
     from hyper_parallel.trainer._job import Job
@@ -206,7 +206,7 @@ class Trainer:
             if engine.rank == 0:
                 # Not before: a start that fails leaves an earlier run as it was.
                 with written(job.output_dir):
-                    claim_run_directory(job.output_dir, recipe)
+                    mark_run_directory(job.output_dir)
                     if job.starts_over and (removed := clear_run_directory(job.output_dir)):
                         self._display.line(
                             f"checkpoint.resume=never: removed {', '.join(removed)} of {job.output_dir}"
