@@ -5,6 +5,7 @@ import logging
 import os
 import pickle
 import random
+import re
 import resource
 import shutil
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from hyper_parallel.errors import (
     CheckpointCorrupt,
     CheckpointFormat,
     CheckpointMismatch,
+    LossNotFinite,
     OutputNotWritable,
 )
 from hyper_parallel.trainer._files import Damaged, FileEntry
@@ -332,3 +334,36 @@ def test_folders_of_steps_that_are_no_checkpoints_are_neither_replaced_nor_prune
         with pytest.raises(OutputNotWritable, match="HP105"):
             save(tmp_path, step)
     assert listing(tmp_path) == after
+
+
+def poison_parameter(model, optimizer):
+    model[0].weight.data[1, 1] = float("inf")
+
+
+def poison_state(model, optimizer):
+    optimizer.state[model[0].bias]["momentum_buffer"][0] = float("nan")
+
+
+@pytest.mark.parametrize("poison", [poison_parameter, poison_state])
+def test_weights_and_states_that_are_not_finite_replace_no_checkpoint(tmp_path, poison):
+    model, optimizer = small()
+    train(model, optimizer)
+    saver = checkpointer(tmp_path, keep=1)
+    saver.save(1, model, optimizer, {})
+    before = listing(tmp_path)
+    poison(model, optimizer)
+    with pytest.raises(LossNotFinite, match=r"HP604.*nothing is saved") as refused:
+        saver.save(2, model, optimizer, {})
+    assert re.search(
+        r"`(model\.0\.weight|optimizer\.state\.0\.bias\.momentum_buffer)`", refused.value.what
+    )
+    assert "newest checkpoint: step 1" in refused.value.got
+    assert listing(tmp_path) == before
+
+
+def test_values_that_no_update_changes_may_be_infinite(tmp_path):
+    model, optimizer = small()
+    model.register_buffer("mask", torch.full((2,), float("-inf")))
+    model[0].bias.requires_grad_(False).fill_(float("-inf"))
+    checkpointer(tmp_path).save(1, model, optimizer, {})
+    assert steps(tmp_path) == [1]
