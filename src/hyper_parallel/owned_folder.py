@@ -17,7 +17,7 @@ import os
 import re
 import stat
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -243,6 +243,7 @@ class Replacement:
             RunInUse: HP720 when another process is writing it.
         """
         self.check()
+        self._restore()
         if self.partial.is_dir():
             marker = read_marker(self.partial)
             self._hold()
@@ -268,7 +269,11 @@ class Replacement:
         remove_finished(self._old)
         if self.target.exists():
             self.target.rename(self._old)
-        self.partial.rename(self.target)
+        try:
+            self.partial.rename(self.target)
+        except OSError:
+            self._restore()
+            raise
         handle = os.open(self.target.parent, os.O_RDONLY)
         try:
             os.fsync(handle)
@@ -277,11 +282,21 @@ class Replacement:
         self._release()
         remove_finished(self._old)
 
-    def discard(self) -> None:
-        """Remove the hidden folder of a writer that has failed."""
-        with suppress(OSError):
-            remove_unfinished(self.partial, self._kind)
-        self._release()
+    @contextmanager
+    def discarded_on_error(self) -> Iterator[None]:
+        """Remove the hidden folder when what is written inside fails."""
+        try:
+            yield
+        except BaseException:
+            with suppress(OSError):
+                remove_unfinished(self.partial, self._kind)
+            self._release()
+            raise
+
+    def _restore(self) -> None:
+        """Give an earlier folder its name back when a writer ended between the two renames."""
+        if self._old.is_dir() and not self.target.exists():
+            self._old.rename(self.target)
 
     def _hold(self) -> None:
         """Lock the marker of the hidden folder; the system unlocks it when this process ends, however it ends."""

@@ -148,6 +148,17 @@ def test_what_a_killed_writer_left_is_removed_and_a_living_one_is_not_disturbed(
         assert listing(tmp_path) == before
 
 
+def test_a_folder_that_was_just_being_replaced_is_put_back(tmp_path):
+    write(tmp_path / "export", "1")
+    (tmp_path / "export").rename(tmp_path / ".export.old")
+    folder = Replacement(tmp_path / "export", "export", "the export directory")
+    folder.open()
+    with pytest.raises(ZeroDivisionError), folder.discarded_on_error():
+        1 / 0  # noqa: B018
+    assert [p.name for p in tmp_path.iterdir()] == ["export"]
+    assert (tmp_path / "export" / "config.json").read_text() == "1"
+
+
 def test_an_empty_hidden_folder_of_a_writer_killed_before_its_mark_is_used(tmp_path):
     (tmp_path / ".export.tmp").mkdir()
     (tmp_path / ".export.tmp" / f".{MARKER}.17.part").write_text('{"prod')

@@ -194,10 +194,11 @@ class Job:
             return
         folder = Replacement(self.model_dir, "model", "the model directory of the run")
         written = folder.open()
-        for name, text in self.model_files.items():
-            write_text(written / name, text)
-        copy_files(Path(self.packed.tokenizer_dir), written, TOKENIZER_FILES)
-        folder.publish()
+        with folder.discarded_on_error():
+            for name, text in self.model_files.items():
+                write_text(written / name, text)
+            copy_files(Path(self.packed.tokenizer_dir), written, TOKENIZER_FILES)
+            folder.publish()
 
 
 def under_torchrun() -> bool:

@@ -189,8 +189,10 @@ def _check_unused(place: Path, recipe: Recipe | None) -> None:
         inside = None if path is None else _relative(Path(path), place)
         own.update(inside.parts[:1] if inside is not None else ())
     found = list(itertools.islice(_foreign(place, own), 3))
-    if not found:
+    if not found or _is_marked(place):  # rank 0 may have marked it meanwhile
         return
+    if MARKER in os.listdir(place) and os.environ.get("RANK", "0") != "0":  # noqa: PTH208
+        return  # on a shared file system the file may be seen later than its name
     marker = read_marker(place)
     kind = "" if marker is None else f" but that of a directory of kind `{marker.kind}`"
     raise OutputNotWritable(

@@ -17,7 +17,7 @@ from hyper_parallel.backends.torch._peft import (
     import_peft,
 )
 from hyper_parallel.backends.torch.weights._initialise import is_adapter
-from hyper_parallel.errors import LossNotFinite, UnsupportedSharding, WeightsUnreadable
+from hyper_parallel.errors import UnsupportedSharding, WeightsUnreadable
 from hyper_parallel.trainer._files import copy_files
 from hyper_parallel.trainer.checkpoints._export import Held, exported_folder
 from hyper_parallel.trainer.checkpoints._finite import check_finite
@@ -71,12 +71,12 @@ def export_adapter(
             files[_key(name)] = full.cpu().clone(memory_format=torch.contiguous_format)
 
     def close() -> None:
-        try:
-            for name in sorted(held.trained):
-                check_finite(name, files[_key(name)], str(out))
-        except LossNotFinite:
-            folder.discard()
-            raise
+        with folder.discarded_on_error():
+            finish()
+
+    def finish() -> None:
+        for name in sorted(held.trained):
+            check_finite(name, files[_key(name)], str(out))
         save_file(files, folder.partial / _WEIGHTS, metadata={"format": "pt"})
         config = copy.copy(model.__dict__[CONFIGURATION])
         config.inference_mode = True

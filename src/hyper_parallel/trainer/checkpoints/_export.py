@@ -11,6 +11,7 @@ import json
 import shutil
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -121,8 +122,11 @@ def export_hf(
 
     def close() -> None:
         assert writer is not None
+        with writer.discarded_on_error():
+            finish(writer)
+
+    def finish(writer: _Writer) -> None:
         if failure is not None:
-            writer.discard()
             raise failure
         own = getattr(model, "generation_config", None)
         stored = _exported_config(config, reference, dtype or _main_dtype(shapes, dtypes))
@@ -225,9 +229,9 @@ class _Writer:
             copy_files(Path(tokenizer_dir), self._temporary, TOKENIZER_FILES)
         self._folder.publish()
 
-    def discard(self) -> None:
-        """Remove the hidden directory of an export that has failed."""
-        self._folder.discard()
+    def discarded_on_error(self) -> AbstractContextManager[None]:
+        """Remove the hidden directory when an export fails."""
+        return self._folder.discarded_on_error()
 
 
 def _exported_config(config: Any, reference: nn.Module, dtype: torch.dtype) -> Any:
