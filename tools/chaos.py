@@ -234,6 +234,32 @@ def nan(run: Run, draw: random.Random) -> str:
     return ""
 
 
+def moved(run: Run, draw: random.Random) -> str:
+    """The run directory is renamed; the run ends with the place of what is saved, and goes on when it is back."""
+    aside = run.out.with_name(f"{run.out.name}_moved")
+    run.out.rename(aside)
+    if draw.random() < 0.5:
+        run.out.mkdir()  # replaced by an empty one
+    _ends(run, r"error\[HP721\](.|\n)*moved to")
+    if run.out.exists():
+        run.out.rmdir()  # fails if the run has written to it
+    aside.rename(run.out)
+    run.again()
+    return ""
+
+
+def removed(run: Run, draw: random.Random) -> str:
+    """The run directory is removed; the run ends and leaves none, and the same command begins at step 1."""
+    while run.out.exists():  # the run may write another file meanwhile
+        shutil.rmtree(run.out, ignore_errors=True)
+    _ends(run, r"error\[HP721\](.|\n)*no checkpoint is left")
+    if run.out.exists():
+        raise Lost("wrong_results", f"the run has made a new {run.out}")
+    run.damaged = {}
+    run.again()
+    return ""
+
+
 def _poisonable(flag: Path) -> None:
     """Have the ranks that are forked from here poison the first gradient while a file is there."""
     import torch
@@ -284,7 +310,7 @@ def flip(
     return rf"checkpoint of step {_step(newest)} is damaged"
 
 
-_ALL = (kill, stop, slow, crash, torn, flip, second, pipe, full, nan, batch)
+_ALL = (kill, stop, slow, crash, torn, flip, second, pipe, full, nan, batch, moved, removed)
 FAULTS: dict[str, Callable[..., str]] = {fault.__name__: fault for fault in _ALL}
 
 
@@ -304,7 +330,7 @@ def inject(run: Run, name: str, at: int, draw: random.Random) -> bool:
     before, newest = run.log.read_text(), _step(run.saved()[-1])
     says = FAULTS[name](run, draw)
     newest -= EVERY * (name in ("torn", "flip"))
-    if name in ("slow", "second"):
+    if name in ("slow", "second", "removed"):
         return True
 
     def said() -> bool:

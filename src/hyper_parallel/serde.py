@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import suppress
 from functools import cache
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -66,7 +68,25 @@ def _adapter(cls: type) -> TypeAdapter[Any]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file under another name and rename it into place: a reader sees the old or the new one, never a half."""
+    """Write a file under another name and rename it into place: a reader sees the old or the new one, never a half.
+
+    A link under either name is replaced, not followed.
+    """
     partial = path.with_name(f".{path.name}.{os.getpid()}.part")
-    partial.write_text(text, encoding="utf-8")
+    with create_file(partial) as file:
+        file.write(text)
     partial.replace(path)
+
+
+def create_file(path: Path) -> TextIOWrapper:
+    """Open a new text file; a file or link of that name is unlinked first, so nothing is written through a link."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+    with suppress(FileNotFoundError):
+        path.unlink()
+    return os.fdopen(os.open(path, flags, 0o666), "w", encoding="utf-8")
+
+
+def append_file(path: Path) -> TextIOWrapper:
+    """Open a text file to append to; a symbolic link raises `OSError`."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
+    return os.fdopen(os.open(path, flags, 0o666), "a", encoding="utf-8")

@@ -223,6 +223,16 @@ def test_a_journal_cut_anywhere_has_its_whole_lines(tmp_path_factory, cut) -> No
     assert journal.read_bytes() == whole
 
 
+@pytest.mark.parametrize(
+    "text", ["years of work", "{}", '{"role": "user", "content": "hi"}\n', "[1]\n"]
+)
+def test_a_file_that_is_no_journal_is_left_as_it_is(tmp_path, text) -> None:
+    (tmp_path / "thesis.txt").write_text(text)
+    with pytest.raises(JournalMismatch, match="HP641"):
+        program(tmp_path / "thesis.txt", tmp_path / "ran")
+    assert (tmp_path / "thesis.txt").read_text() == text
+
+
 def test_one_journal_has_one_controller(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("hyper_parallel.runtime.controller._journal._LONGEST_WAIT_S", 0.0)
     with hp.Controller("inline", tmp_path / "journal"), pytest.raises(RunInUse):

@@ -5,11 +5,14 @@ import signal
 import subprocess
 import sys
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
 from hyper_parallel.backends.torch.memory import run_folder
 from hyper_parallel.errors import TransferFailed
+from hyper_parallel.owned_folder import MARKER, Marker, write_marker
+from tests.owned_folder.test_replacement import listing
 
 pytestmark = pytest.mark.torch
 
@@ -85,6 +88,95 @@ def test_the_folder_of_another_host_stays(tmp_path):
     )
     with run_folder(tmp_path, "run"):
         assert (tmp_path / "run-there").exists()
+
+
+def lock_of(folder: str) -> bytes:
+    """A lock file as a run on this machine writes it."""
+    return (
+        b"hyper-parallel "
+        + Path("/proc/sys/kernel/random/boot_id").read_bytes()
+        + folder.encode()
+        + b"\n"
+    )
+
+
+def plant_lock(parent, content=None, name="work"):
+    (parent / f"{name}.lock").write_bytes(lock_of(name) if content is None else content)
+
+
+def plant_link(parent):
+    plant_lock(parent, name="other")
+    (parent / "work.lock").symlink_to("other.lock")
+
+
+def plant_marker(parent, **values):
+    plant_lock(parent)
+    write_marker(parent / "work", Marker(**{"kind": "scratch", "identity": "work"} | values))
+
+
+def plant_linked_folder(parent):
+    (parent / "work").rename(parent / "victim")
+    write_marker(parent / "victim", Marker("scratch", identity="work"))
+    (parent / "work").symlink_to("victim")
+    plant_lock(parent)
+
+
+def plant_hard_link(parent):
+    plant_marker(parent)
+    os.link(parent / "work.lock", parent / "second")
+
+
+def plant_for_another_user(parent):
+    plant_marker(parent)
+    os.chown(parent / "work.lock", 4321, -1)
+
+
+PLANTED = {
+    "a lock": plant_lock,
+    "an older lock": lambda parent: plant_lock(parent, lock_of("").rstrip() + b"\n"),
+    "an empty lock": lambda parent: plant_lock(parent, b""),
+    "a lock that is a link": plant_link,
+    "a lock with a second name": plant_hard_link,
+    "a lock of another folder": lambda parent: plant_lock(parent, lock_of("elsewhere")),
+    "a marker of another folder": lambda parent: plant_marker(parent, identity="elsewhere"),
+    "a marker of another kind": lambda parent: plant_marker(parent, kind="run"),
+    "a folder that is a link": plant_linked_folder,
+    "a file of somebody else in a run's folder": plant_marker,
+    "a lock of another user": plant_for_another_user,
+}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_lock_removes_nothing(tmp_path, name):
+    if name == "a lock of another user" and os.geteuid():
+        pytest.skip("only root gives files away")
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work" / "thesis.txt").write_text("years of work")
+    (
+        tmp_path / "work" / "3.txt" if name != "a lock of another user" else tmp_path / "3.txt"
+    ).touch()
+    PLANTED[name](tmp_path)
+    before = listing(tmp_path)
+    with run_folder(tmp_path, "run"):
+        pass
+    after = listing(tmp_path)
+    assert {k: v for k, v in after.items() if v != before.get(k)} == {}
+    assert [k for k in before if k not in after and not k.endswith((".lock", "second"))] == []
+
+
+def test_a_lock_that_is_a_pipe_does_not_block(tmp_path):
+    os.mkfifo(tmp_path / "pipe.lock")
+    with run_folder(tmp_path, "run"):
+        pass
+    assert [p.name for p in tmp_path.iterdir()] == ["pipe.lock"]
+
+
+def test_files_of_somebody_else_in_the_folder_of_a_run_survive_its_end(tmp_path):
+    with run_folder(tmp_path, "run") as folder:
+        (folder / "rank0").mkdir()
+        (folder / "rank0" / "3.bin").write_bytes(b"12345678")
+        (folder / "thesis.txt").write_text("years of work")
+    assert list(listing(folder)) == [MARKER, "thesis.txt"]
 
 
 def test_a_place_that_is_a_file_is_refused(tmp_path):

@@ -80,6 +80,7 @@ def test_dtype_tokenizer_and_configuration_files(tmp_path):
     out = export_hf(model, model.config, tmp_path / "tok", tmp_path / "x", torch.bfloat16)
     names = {p.name for p in out.iterdir()}
     assert names == {
+        ".hyper_parallel.json",
         "config.json",
         "generation_config.json",
         "model.safetensors",

@@ -5,6 +5,7 @@ import logging
 import os
 import pickle
 import random
+import re
 import resource
 import shutil
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from hyper_parallel.errors import (
     CheckpointCorrupt,
     CheckpointFormat,
     CheckpointMismatch,
+    LossNotFinite,
     OutputNotWritable,
 )
 from hyper_parallel.trainer._files import Damaged, FileEntry
@@ -28,6 +30,7 @@ from hyper_parallel.trainer.checkpoints._checkpointer import Checkpointer
 from hyper_parallel.trainer.checkpoints._index import INDEX, encode_index, read_index
 from hyper_parallel.trainer.checkpoints._manifest import steps
 from hyper_parallel.trainer.checkpoints._pieces import owners
+from tests.owned_folder.test_replacement import listing
 from tests.trainer_checkpoint.test_cli import run
 
 pytestmark = pytest.mark.torch
@@ -307,3 +310,60 @@ def test_inspect_says_what_is_there(tmp_path):
     (tmp_path / "checkpoints" / "step_00000004" / "index.json").unlink()
     with pytest.raises(CheckpointCorrupt, match=r"index\.json"):
         run("inspect", tmp_path)
+
+
+def test_folders_of_steps_that_are_no_checkpoints_are_neither_replaced_nor_pruned(tmp_path):
+    for name, files_of in {
+        "step_00000001": ("weights.bin",), "step_00000002": ("manifest.json",),
+        "step_00000009": ("manifest.json", "a.pt"), ".step_00000003.tmp": ("notes.txt",),
+        ".step_mine.tmp": ("notes.txt",), ".step_00000004.old": ("notes.txt",),
+    }.items():  # fmt: skip
+        (tmp_path / name).mkdir()
+        for file in files_of:
+            (tmp_path / name / file).write_text('{"mine": 1}')
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "manifest.json").write_text("{}")
+    (tmp_path / "step_00000005").symlink_to(outside)
+    before = listing(tmp_path)
+    save(tmp_path, 6, 7, keep=1)
+    after = listing(tmp_path)
+    assert before.items() <= after.items()
+    assert {n.partition("/")[0] for n in after.keys() - before.keys()} == {"step_00000007"}
+    for step in (1, 3, 5, 9):
+        with pytest.raises(OutputNotWritable, match="HP105"):
+            save(tmp_path, step)
+    assert listing(tmp_path) == after
+
+
+def poison_parameter(model, optimizer):
+    model[0].weight.data[1, 1] = float("inf")
+
+
+def poison_state(model, optimizer):
+    optimizer.state[model[0].bias]["momentum_buffer"][0] = float("nan")
+
+
+@pytest.mark.parametrize("poison", [poison_parameter, poison_state])
+def test_weights_and_states_that_are_not_finite_replace_no_checkpoint(tmp_path, poison):
+    model, optimizer = small()
+    train(model, optimizer)
+    saver = checkpointer(tmp_path, keep=1)
+    saver.save(1, model, optimizer, {})
+    before = listing(tmp_path)
+    poison(model, optimizer)
+    with pytest.raises(LossNotFinite, match=r"HP604.*nothing is saved") as refused:
+        saver.save(2, model, optimizer, {})
+    assert re.search(
+        r"`(model\.0\.weight|optimizer\.state\.0\.bias\.momentum_buffer)`", refused.value.what
+    )
+    assert "newest checkpoint: step 1" in refused.value.got
+    assert listing(tmp_path) == before
+
+
+def test_values_that_no_update_changes_may_be_infinite(tmp_path):
+    model, optimizer = small()
+    model.register_buffer("mask", torch.full((2,), float("-inf")))
+    model[0].bias.requires_grad_(False).fill_(float("-inf"))
+    checkpointer(tmp_path).save(1, model, optimizer, {})
+    assert steps(tmp_path) == [1]

@@ -1,6 +1,12 @@
 """Calibration: published runs read, predicted and scored, cards fitted to them or to this machine, and written."""
 
-from hyper_parallel.calibration._constants import CONSTANTS, Constant, write_card, write_own
+from hyper_parallel.calibration._constants import (
+    CONSTANTS,
+    Constant,
+    check_card_file,
+    write_card,
+    write_own,
+)
 from hyper_parallel.calibration._fit_runs import (
     FOLDS,
     Fit,
@@ -38,6 +44,7 @@ __all__ = [
     "Prediction",
     "PublishedRun",
     "RowError",
+    "check_card_file",
     "fastest_rates",
     "fit_device",
     "fit_probes",

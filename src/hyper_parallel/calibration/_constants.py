@@ -6,6 +6,7 @@ A file that `cost` reads has every number with its source and what was believed 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from numpy.typing import NDArray
 
 from hyper_parallel.calibration._prediction import Cards
 from hyper_parallel.cost import DeviceCard, StackCard, by_field, numbers_of, with_numbers
+from hyper_parallel.owned_folder import check_output_file
 
 Array = NDArray[np.float64]
 C = TypeVar("C", DeviceCard, StackCard)
@@ -143,7 +145,18 @@ def write_own(path: Path, by_ranks: Mapping[int, tuple[DeviceCard, StackCard]]) 
     _dump(path, {**head, "device": device, "stack": stack, "ranks": most, "fewer": fewer})
 
 
+def check_card_file(path: Path) -> None:
+    """Raise OutputNotWritable (HP105) when a file exists and is no card."""
+
+    def is_card(text: str) -> bool:
+        start = re.match(r"(#.*\n)*name: ", text)
+        return start is not None and ("\ndevice" in text or "\nstack:" in text)
+
+    check_output_file(path, is_card, "a card", "--output")
+
+
 def _dump(path: Path, data: dict[str, Any]) -> None:
+    check_card_file(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     text = yaml.safe_dump(data, sort_keys=False, width=1000, default_flow_style=None)
     path.write_text(text, encoding="utf-8")

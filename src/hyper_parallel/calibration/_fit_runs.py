@@ -23,6 +23,7 @@ from hyper_parallel.calibration._constants import (
     Constant,
     apply,
     believed,
+    check_card_file,
     write_card,
 )
 from hyper_parallel.calibration._prediction import Cards, machine_of, predict, setting_of
@@ -148,8 +149,11 @@ class Fit:
 
 def write_cards(folder: Path, fit: Fit) -> list[Path]:
     """Write every card that a fit may have changed, one file each, complete in itself."""
+    names = sorted({name for constant in CONSTANTS for name in constant.cards})
+    for name in names:
+        check_card_file(Path(folder) / f"{name}.yaml")
     paths = []
-    for name in sorted({name for constant in CONSTANTS for name in constant.cards}):
+    for name in names:
         path = Path(folder) / f"{name}.yaml"
         write_card(path, fit.cards.device.get(name), fit.cards.stack.get(name), name)
         paths.append(path)

@@ -31,6 +31,7 @@ from hyper_parallel.cost import (
 )
 from hyper_parallel.errors import HyperParallelError, OutputNotWritable, RunsUnreadable
 from hyper_parallel.ir import Workload
+from hyper_parallel.owned_folder import check_output_file
 from hyper_parallel.units import GiB
 
 _SAFE: Final = 1.1
@@ -173,6 +174,11 @@ def predict(run: PublishedRun, cards: Cards | None = None) -> Prediction:
     return Prediction(run, scores, recompute, width, tuple(notes))
 
 
+def _is_prediction(text: str) -> bool:
+    """Return whether the header of a CSV has the last column of a prediction."""
+    return "assumptions" in text.partition("\n")[0].strip().split(",")
+
+
 def predict_file(
     source: str | Path, output: str | Path, cards: Cards | None = None
 ) -> tuple[int, int]:
@@ -192,6 +198,7 @@ def predict_file(
             same, with every row's reason).
         OutputNotWritable: HP105 when the output cannot be written.
     """
+    check_output_file(Path(output), _is_prediction, "a prediction", "--output")
     columns, rows = read_rows(source)
     names: dict[str, None] = {}
     failures = 0

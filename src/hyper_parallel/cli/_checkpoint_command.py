@@ -112,9 +112,14 @@ def import_(
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Write a Hugging Face directory as checkpoint of step 0, which a run on any layout can start from."""
+    from hyper_parallel.trainer._files import written
     from hyper_parallel.trainer.checkpoints._import import import_checkpoint
+    from hyper_parallel.trainer.run_directory import check_claimable, mark_run_directory
 
+    check_claimable(run_dir)
     path = import_checkpoint(model_dir, run_dir / "checkpoints", dtype, trusted=trust_remote_code)
+    with written(run_dir):
+        mark_run_directory(run_dir)
     typer.echo(f"step 0: {path}")
 
 
@@ -147,6 +152,10 @@ def export(
     directory = _checkpoints(run_dir)
     adapters = _adapters_of(directory.parent)
     target = out if out is not None else directory.parent / ("merged" if merge else "export")
+    if out is None:
+        from hyper_parallel.trainer.run_directory import check_plain
+
+        check_plain(target)
     if adapters is None and merge:
         raise BadValue("the run has no adapters to merge", where="--merge", got=str(run_dir))
     lora, weights = adapters or (None, None)

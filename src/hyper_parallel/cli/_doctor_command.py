@@ -12,6 +12,7 @@ import platform
 import re
 import shutil
 import sys
+import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -225,9 +226,8 @@ def _storage() -> list[Finding]:
     findings = []
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        probe = cache / ".writable"
-        probe.touch()
-        probe.unlink()
+        with tempfile.TemporaryFile(dir=cache):
+            pass
         findings.append(
             Finding("cache", "ok", str(cache), "optional", "tokenised data, measurements")
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from difflib import get_close_matches
 from pathlib import Path
@@ -36,7 +37,8 @@ def init(
         near = get_close_matches(name, names, 1) or names[1:2]
         hint = f"hyper-parallel init {near[0]}"
         raise BadValue("there is no such recipe", got=name, allowed=names, hint=hint)
-    _copy(folder, f"{name}.yaml")
+    for target, text in _needed(folder, f"{name}.yaml").items():
+        _write(target, text)
     typer.echo(f"\nnext:\n  hyper-parallel train recipes/{name}.yaml")
 
 
@@ -47,25 +49,40 @@ def _folder() -> Path:
     return inside if inside.is_dir() else package.parents[1] / "recipes"
 
 
-def _copy(folder: Path, name: str) -> None:
-    """Copy a file and those that it names; a file that is there stays, and must be the same.
+def _needed(folder: Path, name: str) -> dict[Path, str]:
+    """Return the text of a file and of those that it names, by where they are to be; a file that is there is the same.
 
     Raises:
-        OutputNotWritable: HP105 for another file of that name, or a folder that cannot be written.
+        OutputNotWritable: HP105 for another file of that name, or one that cannot be read.
     """
     target, text = Path("recipes") / name, (folder / name).read_text(encoding="utf-8")
+    needed: dict[Path, str] = {}
     for found in _NAMED.findall(text):
         if (folder / (named := found[0] or found[1])).is_file():  # else it is a user's own
-            _copy(folder, named)
+            needed |= _needed(folder, named)
     try:
-        if target.exists() and target.read_text(encoding="utf-8") != text:
+        if os.path.lexists(target) and target.read_text(encoding="utf-8") != text:
             raise OutputNotWritable(
                 "there is another recipe of that name",
                 got=target,
                 hint=f"mv {target} {target}.mine",
             )
+    except (OSError, UnicodeDecodeError) as error:
+        raise OutputNotWritable("the recipe cannot be written", got=f"{target}: {error}") from error
+    return {**needed, target: text}
+
+
+def _write(target: Path, text: str) -> None:
+    """Write a file that is not there yet.
+
+    Raises:
+        OutputNotWritable: HP105 for a folder that cannot be written.
+    """
+    try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(text, encoding="utf-8")
+        if not target.exists():
+            with target.open("x", encoding="utf-8") as file:
+                file.write(text)
     except OSError as error:
         raise OutputNotWritable(
             "the recipe cannot be written", got=f"{target}: {error.strerror}"

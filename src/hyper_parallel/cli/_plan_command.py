@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import shutil
 from collections.abc import Iterator
@@ -13,8 +14,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from hyper_parallel.cli._frame import is_quiet
-from hyper_parallel.cli._schedule_command import pipeline_text, write_schedule
+from hyper_parallel.cli._schedule_command import (
+    check_schedule_file,
+    pipeline_text,
+    write_schedule,
+)
 from hyper_parallel.errors import BadValue, Contradiction, OutputNotWritable
+from hyper_parallel.owned_folder import check_output_file
 
 if TYPE_CHECKING:
     from hyper_parallel.ir import Plan
@@ -157,6 +163,10 @@ def plan(
         left, right = (Plan.load(path) for path in diff)
         typer.echo(left.diff(right) or "the plans do not differ")
         return
+    if output is not None and not dry_run:
+        check_output_file(output, _is_plan, "a plan", "--output")
+    if schedule_csv is not None and not dry_run:
+        check_schedule_file(schedule_csv)
     if recipe is not None:
         searched = (pin, exclude, deadline, objective != "step-time", offload)
         searched += (all_layouts, memory_headroom)
@@ -203,6 +213,11 @@ def plan(
                 "the plan cannot be written", where="--output", got=f"{output}: {error.strerror}"
             ) from error
         typer.echo(f"plan written to {output}", err=True)
+
+
+def _is_plan(text: str) -> bool:
+    """Return whether a text begins as a plan does."""
+    return re.match(r'\{\s*"model": \{', text) is not None and '"peak_flops": ' in text
 
 
 def _read(model: str, where: str | None = None) -> ModelSpec:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hyper_parallel.errors import Contradiction, OutputNotWritable
+from hyper_parallel.owned_folder import check_output_file
 
 if TYPE_CHECKING:
     from hyper_parallel.ir import Plan
@@ -51,6 +52,14 @@ def pipeline_text(plan: Plan) -> str:
     )
 
 
+def check_schedule_file(path: Path) -> None:
+    """Raise OutputNotWritable (HP105) when a file exists and is no schedule."""
+    from hyper_parallel.ir import Schedule
+
+    first = lambda text: bool(Schedule.from_csv(text.partition("\n")[0]).ranks)  # noqa: E731
+    check_output_file(path, first, "a schedule", "--schedule-csv")
+
+
 def write_schedule(plan: Plan, path: Path) -> None:
     """Write everything the pipeline ranks do as CSV, one row per rank.
 
@@ -67,6 +76,7 @@ def write_schedule(plan: Plan, path: Path) -> None:
             got="pp=1",
             hint="--pin pp=2",
         )
+    check_schedule_file(path)
     schedule = step_schedule(plan.strategy, plan.workload.accumulation_steps or 1)
     try:
         path.write_text(schedule.to_csv(), encoding="utf-8")

@@ -64,9 +64,11 @@ def start_elsewhere(launcher: str, job: Job, words: Sequence[str]) -> None:
         torchrun = [sys.executable, "-m", "torch.distributed.run"]
         os.execv(sys.executable, [*torchrun, *shlex.split(command)[1:]])
     from hyper_parallel.trainer._files import write_text, written
+    from hyper_parallel.trainer.run_directory import claim_run_directory
 
     script, text = _script(job), _sbatch(job, words)
     with written(job.output_dir):
+        claim_run_directory(job.output_dir, job.recipe)
         (job.output_dir / "logs").mkdir(parents=True, exist_ok=True)
         write_text(script, text)
     sys.stderr.write(text)

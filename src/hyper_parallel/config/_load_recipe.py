@@ -349,6 +349,17 @@ def with_absolute_paths(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update={"grpo": grpo})
 
 
+def paths_read(recipe: Recipe) -> list[tuple[str, str]]:
+    """Return what a recipe may read: dotted keys with files, directories, or names that are none."""
+    found: list[tuple[str, str]] = [("grpo.reward_funcs", n) for n in recipe.grpo.reward_funcs]
+    for key in _PATHS:
+        section, _, name = key.rpartition(".")
+        value = getattr(getattr(recipe, section) if section else recipe, name)
+        values = [part.source for part in value] if isinstance(value, tuple) else [value]
+        found += [(key, v) for v in values if v and v not in _WORDS]
+    return found
+
+
 def recipe_to_yaml(recipe: Recipe) -> str:
     """The resolved recipe as YAML, itself a valid recipe that loads to the same values.
 

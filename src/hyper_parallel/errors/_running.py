@@ -125,10 +125,13 @@ class RunUnreadable(HyperParallelError, code="HP603"):
 
 
 class LossNotFinite(HyperParallelError, code="HP604"):
-    """The loss or a gradient became NaN or infinite; the step was not applied and the last checkpoint is intact.
+    """The loss, a gradient, the held-out loss or a weight became NaN or infinite; the last checkpoint is intact.
 
-    The message names the first tensor that is not finite, found by running the step again; not with offload. Fix:
-    lower `training.lr`, resume from the last checkpoint, or leave such steps out with `training.on_nonfinite=skip`.
+    A step whose loss or gradient is not finite is not applied. Weights and the optimizer's state are looked at before
+    they are saved, exported or replace older checkpoints: an update can overflow although loss and gradient are finite.
+    The message names the first tensor that is not finite; that of a step is found by running it again, not with
+    offload. Fix: lower `training.lr`, resume from the last checkpoint, or leave such steps out with
+    `training.on_nonfinite=skip`.
     """
 
 
@@ -277,6 +280,15 @@ class RunInUse(HyperParallelError, code="HP720"):
 
     Why: two runs would mix their metrics and remove each other's checkpoints. Fix: wait for the process that is named,
     stop it, or choose another `output_dir`. A lock of a run that was killed is free.
+    """
+
+
+class RunDirectoryLost(HyperParallelError, code="HP721"):
+    """The directory of a run was removed, moved or replaced while the run wrote to it.
+
+    Why: files that are open would be written to the end and be gone afterwards, with all metrics and checkpoints. The
+    run ends at its next record and says which step is saved, and where. Fix: run the command of the hint, or the same
+    command again; without a checkpoint it begins at step 1.
     """
 
 

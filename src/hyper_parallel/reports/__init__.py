@@ -4,6 +4,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from hyper_parallel.owned_folder import check_output_file
 from hyper_parallel.reports._page import render
 from hyper_parallel.reports._run_record import RunRecord, load_run
 from hyper_parallel.reports._timeline import chrome_trace, one_step, predicted_timeline
@@ -29,6 +30,7 @@ def write_report(directory: str | Path) -> tuple[Path, Path]:
     """
     run = load_run(directory)
     page, trace = run.directory / "report.html", run.directory / "trace.json"
+    _check_written(page, trace)
     write_text(page, _page(run))
     write_text(
         trace, json.dumps(chrome_trace(run.timeline, run.plan, run.simulated, run.samplers)) + "\n"
@@ -44,8 +46,19 @@ def write_comparison(directories: Sequence[str | Path]) -> Path:
     """
     runs = [load_run(directory) for directory in directories]
     page = runs[0].directory / "comparison.html"
+    _check_written(page)
     write_text(page, _page(*runs))
     return page
+
+
+def _check_written(*paths: Path) -> None:
+    """Raise OutputNotWritable (HP105) when a file of other origin would be replaced."""
+    for path in paths:
+        check_output_file(path, _is_report, "a report or a trace of a run", "report")
+
+
+def _is_report(text: str) -> bool:
+    return text.startswith('{"traceEvents"') or " - HyperParallel</title>" in text[:2000]
 
 
 def _page(*runs: RunRecord) -> str:

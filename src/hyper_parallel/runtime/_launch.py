@@ -42,6 +42,7 @@ from hyper_parallel.runtime._fork import (
 )
 from hyper_parallel.runtime._heartbeat import BOARD, Board, Pulse
 from hyper_parallel.runtime._supervise import Deadlines, Hang, QuietRanks, Watch
+from hyper_parallel.serde import create_file
 
 INIT_METHOD: Final = "HYPER_PARALLEL_INIT_METHOD"
 """Environment variable that tells a forked rank how to meet the others."""
@@ -152,9 +153,9 @@ def _child(
     try:
         begin_forked()
         if not echo:
-            log = os.open(logs / f"rank_{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-            os.dup2(log, 1)
-            os.dup2(log, 2)
+            with create_file(logs / f"rank_{rank}.log") as log:
+                os.dup2(log.fileno(), 1)
+                os.dup2(log.fileno(), 2)
         faulthandler.register(signal.SIGUSR1, file=2)  # the parent asks when this rank hangs
         import torch
 

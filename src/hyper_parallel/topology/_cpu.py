@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import platform
+import re
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ DEFAULT_CPU_RANKS: Final = 4
 
 _BFLOAT16_FLAGS: Final = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 _CACHE_VERSION: Final = 1
+_CACHED: Final = re.compile(r"cpu-[0-9a-f]{12}\.json")
 _PACKAGE: Final = "hyper-parallel"
 _MEASURE_TIMEOUT_S: Final = 60
 _LOOPBACK_BYTES_S: Final = 1.1e9
@@ -130,7 +132,8 @@ def cpu_rates(cpu: Cpu) -> dict[str, float]:
 def forget_measurements() -> None:
     """Remove the cached processor rates, so that the next detection measures again."""
     for path in cache_dir().glob("cpu-*.json"):
-        path.unlink(missing_ok=True)
+        if _CACHED.fullmatch(path.name):
+            path.unlink(missing_ok=True)
 
 
 def _from_cache(path: Path, key: str) -> dict[str, float] | None:

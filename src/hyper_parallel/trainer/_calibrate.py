@@ -18,6 +18,7 @@ from hyper_parallel.backends.torch import measure_rates
 from hyper_parallel.calibration import (
     LocalRates,
     MeasuredStep,
+    check_card_file,
     fit_device,
     fit_probes,
     fit_stack,
@@ -68,9 +69,10 @@ def calibrate_local(
         check: Recipe whose prediction is compared with some measured steps, before and after.
         steps: How many steps.
     """
+    path = output or own_path()
+    check_card_file(path)
     supernode = detect_local(ranks)
     by_ranks = {k: _measure(detect_local(k)) for k in _at_work(supernode)}
-    path = output or own_path()
     write_own(path, by_ranks)
     yield f"measured {supernode.description}"
     kind = supernode.device.kind

@@ -76,21 +76,6 @@ def copy_files(source: Path, target: Path, names: Iterable[str]) -> None:
             shutil.copyfile(source / name, target / name)
 
 
-def replace_directory(written: Path, target: Path) -> None:
-    """Give a written directory its name, in place of an earlier one, and flush the renaming to the disk."""
-    old = target.with_name(f".{target.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
-    if target.exists():
-        target.rename(old)
-    written.rename(target)
-    handle = os.open(target.parent, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-    shutil.rmtree(old, ignore_errors=True)
-
-
 @contextmanager
 def written(directory: Path) -> Iterator[None]:
     """Give what the system refuses to write inside its code.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import shutil
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -23,13 +22,13 @@ from hyper_parallel.config import (
 )
 from hyper_parallel.errors import CheckpointCorrupt, Contradiction, TokenizerMissing
 from hyper_parallel.ir import Plan
+from hyper_parallel.owned_folder import Replacement
 from hyper_parallel.topology import is_this_machine
 from hyper_parallel.trainer._compared_rows import check_rewards, check_rows
 from hyper_parallel.trainer._elastic import on_started, with_roles
 from hyper_parallel.trainer._files import (
     check_writable,
     copy_files,
-    replace_directory,
     write_text,
     write_timeline,
 )
@@ -46,16 +45,15 @@ from hyper_parallel.trainer.data import (
 from hyper_parallel.trainer.loop._callback import Callback
 from hyper_parallel.trainer.loop._resume import check_resume
 from hyper_parallel.trainer.loop._trackers import check_trackers
+from hyper_parallel.trainer.run_directory import (
+    check_run_directory,
+    keeps_model,
+    mark_run_directory,
+    write_kept,
+)
 
 MOST_SIMULATED: Final = 4096
 """Microbatches of a step, over all stages, whose simulated timeline is still written."""
-
-_OF_A_RUN: Final = (
-    "checkpoints", "export", "model", "tensorboard", "metrics.jsonl", "eval.jsonl", "timeline.json",
-    "offload_predicted.json", "offload_measured.json", "sample.txt", "run.json", "report.html", "trace.json",
-    "profile", "trackers.json", "rollouts",
-)  # fmt: skip
-"""Files and directories of a run that one which starts over removes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,31 +186,19 @@ class Job:
             plan: The plan as the ranks carry it out.
         """
         out = self.output_dir
-        out.mkdir(parents=True, exist_ok=True)
-        write_text(out / "config.yaml", recipe_to_yaml(with_absolute_paths(self.recipe)))
+        mark_run_directory(out)
+        write_kept(out / "config.yaml", recipe_to_yaml(with_absolute_paths(self.recipe)))
         write_text(out / "plan.json", plan.to_json() + "\n")
         _write_prediction(self.plan, out / "predicted_timeline.json")
-        written = out / ".model.tmp"
-        shutil.rmtree(written, ignore_errors=True)
-        written.mkdir()
-        for name, text in self.model_files.items():
-            write_text(written / name, text)
-        copy_files(Path(self.packed.tokenizer_dir), written, TOKENIZER_FILES)
-        replace_directory(written, self.model_dir)
-
-    def clear(self) -> list[str]:
-        """Remove what an earlier run left in the output directory and this one would mix with; the removed names."""
-        removed = []
-        for name in _OF_A_RUN:
-            path = self.output_dir / name
-            if path.is_dir():
-                shutil.rmtree(path)
-            elif path.exists():
-                path.unlink()
-            else:
-                continue
-            removed.append(name)
-        return removed
+        if keeps_model(self.recipe):
+            return
+        folder = Replacement(self.model_dir, "model", "the model directory of the run")
+        written = folder.open()
+        with folder.discarded_on_error():
+            for name, text in self.model_files.items():
+                write_text(written / name, text)
+            copy_files(Path(self.packed.tokenizer_dir), written, TOKENIZER_FILES)
+            folder.publish()
 
 
 def under_torchrun() -> bool:
@@ -274,6 +260,7 @@ def prepare_job(
     recipe = (loaded := on_started(loaded, training_ranks)).recipe
     output_dir = Path(recipe.output_dir)
     check_writable(output_dir, "output_dir")
+    check_run_directory(loaded)
     if recipe.offload.flash_dir is not None:
         check_writable(Path(recipe.offload.flash_dir), "offload.flash_dir")
     if recipe.sample_prompt is not None and not recipe.checkpoint.export:

@@ -11,6 +11,7 @@ from typing import Any, Final, Literal
 from pydantic import BaseModel, NonNegativeInt
 
 from hyper_parallel.errors import BadValue
+from hyper_parallel.owned_folder import check_output_file
 from hyper_parallel.trainer._files import check_writable, write_text
 from hyper_parallel.trainer._texts import Generation
 
@@ -54,6 +55,7 @@ def read_prompts(
     """
     if output is not None:
         check_writable(output.parent, "--output")
+        check_output_file(output, _is_continued, "a file of continuations", "--output")
     records: list[dict[str, Any]] = []
     given: list[str | Generation] = []
     try:
@@ -77,6 +79,12 @@ def read_prompts(
     if not records:
         raise BadValue("there are no prompts", where=str(path), hint='{"prompt": "Once"}')
     return records, given
+
+
+def _is_continued(text: str) -> bool:
+    """Return whether the first line of a file is a prompt with its continuation."""
+    first = json.loads(text.partition("\n")[0]) if "\n" in text else {}
+    return "prompt" in first and all(key in first for key in _MADE)
 
 
 def write_generations(

@@ -25,13 +25,14 @@ from hyper_parallel.runtime import (
 )
 from hyper_parallel.topology import rank_threads
 from hyper_parallel.trainer._elastic import on_at_most
-from hyper_parallel.trainer._files import run_lock, write_text, written
+from hyper_parallel.trainer._files import run_lock, written
 from hyper_parallel.trainer._generate import Generator, Sampling
 from hyper_parallel.trainer._job import Job, prepare_job, under_torchrun
 from hyper_parallel.trainer._signals import Interrupted, StopRequest
 from hyper_parallel.trainer._snapshots import newest_saved, snapshot_folder
 from hyper_parallel.trainer.engine._engine import train_rank
 from hyper_parallel.trainer.loop import Summary
+from hyper_parallel.trainer.run_directory import claim_run_directory, write_kept
 from hyper_parallel.trainer.stages._rollout_folder import RolloutFolder
 from hyper_parallel.trainer.stages._rollouts import sample_rank
 
@@ -64,6 +65,8 @@ def run_job(job: Job) -> Summary | None:
     stop = StopRequest()
     with ExitStack() as stack:
         if os.environ.get("RANK", "0") == "0":
+            with written(job.output_dir):
+                claim_run_directory(job.output_dir, job.recipe)
             stack.enter_context(run_lock(job.output_dir))
             with written(job.output_dir / "logs"):
                 (job.output_dir / "logs").mkdir(exist_ok=True)
@@ -80,6 +83,8 @@ def run_job(job: Job) -> Summary | None:
             newest = newest_saved(job.checkpoint_dir, snapshots)
             if number > 1 and newest == before:  # the restart before this one saved nothing
                 now = _on_fewer(now)
+            if number:  # the directory may be gone since
+                claim_run_directory(job.output_dir, job.recipe)
             before, again = newest, number > 0 and job.begun_since(start_s)
             logs = job.output_dir / "logs" / (f"restart_{number}" if number else "")
             try:
@@ -216,5 +221,5 @@ def write_sample(job: Job) -> str:
     )
     generation = generator.generate(prompt, sampling)
     text = generation.prompt + generation.text
-    write_text(job.output_dir / "sample.txt", text + "\n")
+    write_kept(job.output_dir / "sample.txt", text + "\n")
     return text

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -16,6 +15,7 @@ from hyper_parallel.backends.torch._swap import swap_layers
 from hyper_parallel.errors import UnsupportedSharding
 from hyper_parallel.integration.llamafactory._arguments import HyperParallelArguments
 from hyper_parallel.ir import Strategy
+from hyper_parallel.owned_folder import MARKER, remove_files
 
 FORMATS: Final = {"bf16": "bfloat16", "fp16": "float16"}
 """Words of Accelerate's `mixed_precision`."""
@@ -89,8 +89,9 @@ def export(model: nn.Module, target: Path, processing_class: Any) -> None:
     hp.save_pretrained(model, scratch)
     if not dist.is_initialized() or dist.get_rank() == 0:
         for file in scratch.iterdir():
-            file.replace(target / file.name)
-        shutil.rmtree(scratch)
+            if file.name != MARKER:
+                file.replace(target / file.name)
+        remove_files(scratch, MARKER.__eq__)
         if processing_class is not None:
             processing_class.save_pretrained(target)
     wait()

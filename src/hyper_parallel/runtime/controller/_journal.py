@@ -25,6 +25,8 @@ _log = logging.getLogger(__name__)
 _LONGEST_WAIT_S: Final = 10.0
 """The system kills the ranks of a controller that was killed, and they hold its journal until they are gone."""
 _LOOK_S: Final = 0.02
+_FIRST: Final = b'{"role": '
+"""First bytes of a record."""
 _KEYS: Final = {"role", "number", "method", "arguments"}
 
 
@@ -143,12 +145,9 @@ class Journal:
             record = _record(line)
             if record is None:
                 if at < len(lines) - 1:
-                    raise JournalMismatch(
-                        "a line of the journal is no record",
-                        where=f"{self._path}:{at + 1}",
-                        got=repr(line[:80]),
-                        hint=f"mv {self._path} {self._path}.old",
-                    )
+                    raise self._no_record(at, line)
+                if not whole and not _is_torn(line):
+                    raise self._no_record(at, line)
                 self._file.truncate(whole)
                 break
             whole += len(line)
@@ -156,6 +155,14 @@ class Journal:
         for role, record in last.items():
             if "error" in record:
                 del self._left[role, record["number"]]
+
+    def _no_record(self, at: int, line: bytes) -> JournalMismatch:
+        return JournalMismatch(
+            "a line of the journal is no record",
+            where=f"{self._path}:{at + 1}",
+            got=repr(line[:80]),
+            hint=f"mv {self._path} {self._path}.old",
+        )
 
     def _not_writable(self, error: OSError) -> OutputNotWritable:
         return OutputNotWritable(
@@ -175,6 +182,15 @@ def _record(line: bytes) -> dict[str, Any] | None:
     fits = line.endswith(b"\n") and isinstance(record, dict) and record.keys() > _KEYS
     fits = fits and isinstance(record["role"], str | None) and isinstance(record["number"], int)
     return record if fits and ("value" in record) != ("error" in record) else None
+
+
+def _is_torn(line: bytes) -> bool:
+    """Return whether a line may be the beginning of a record; without one before, nothing else tells a journal."""
+    try:
+        json.loads(line)
+    except (ValueError, RecursionError):
+        return not line.endswith(b"\n") and line[: len(_FIRST)] == _FIRST[: len(line)]
+    return _record(line + b"\n") is not None
 
 
 def _words(role: str | None, number: int, method: str, arguments: str) -> str:

@@ -18,8 +18,9 @@ from hyper_parallel.backends.torch._peft import (
 )
 from hyper_parallel.backends.torch.weights._initialise import is_adapter
 from hyper_parallel.errors import UnsupportedSharding, WeightsUnreadable
-from hyper_parallel.trainer._files import copy_files, replace_directory
-from hyper_parallel.trainer.checkpoints._export import Held, open_hidden
+from hyper_parallel.trainer._files import copy_files
+from hyper_parallel.trainer.checkpoints._export import Held, exported_folder
+from hyper_parallel.trainer.checkpoints._finite import check_finite
 from hyper_parallel.trainer.checkpoints._named_state import MODEL, model_tensors
 from hyper_parallel.trainer.checkpoints._pieces import AtHome
 from hyper_parallel.trainer.checkpoints._rank_group import RankGroup
@@ -49,7 +50,8 @@ def export_adapter(
     Args:
         model: With adapters, of plain tensors or DTensors.
         tokenizer_dir: Directory whose tokenizer files are copied; None: no tokenizer.
-        out_dir: Created. An earlier adapter or export there is replaced; anything else is refused.
+        out_dir: Created. An earlier adapter or export there is replaced if nothing in it has changed since; any other
+            directory that is not empty is refused.
         at_home: Gives a local tensor on its bytes, where a memory plan has them elsewhere.
 
     Returns:
@@ -59,9 +61,8 @@ def export_adapter(
         OutputNotWritable: HP105 when the directory cannot be written.
     """
     out = Path(out_dir)
-    temporary = out.parent / f".{out.name}.tmp"
-    ranks = RankGroup("export", out)
-    ranks.on_rank_0(lambda: open_hidden(out, temporary))
+    folder, ranks = exported_folder(out, "adapter"), RankGroup("export", out)
+    ranks.on_rank_0(folder.open)
     state = {name.removeprefix(MODEL): t for name, t in model_tensors(model).items()}
     held, files = Held.of(ranks, model, state, at_home), dict[str, Tensor]()
     for name in sorted(held.owners):
@@ -70,13 +71,19 @@ def export_adapter(
             files[_key(name)] = full.cpu().clone(memory_format=torch.contiguous_format)
 
     def close() -> None:
-        save_file(files, temporary / _WEIGHTS, metadata={"format": "pt"})
+        with folder.discarded_on_error():
+            finish()
+
+    def finish() -> None:
+        for name in sorted(held.trained):
+            check_finite(name, files[_key(name)], str(out))
+        save_file(files, folder.partial / _WEIGHTS, metadata={"format": "pt"})
         config = copy.copy(model.__dict__[CONFIGURATION])
         config.inference_mode = True
-        config.save_pretrained(temporary)
+        config.save_pretrained(folder.partial)
         if tokenizer_dir is not None:
-            copy_files(Path(tokenizer_dir), temporary, TOKENIZER_FILES)
-        replace_directory(temporary, out)
+            copy_files(Path(tokenizer_dir), folder.partial, TOKENIZER_FILES)
+        folder.publish()
 
     ranks.on_rank_0(close)
     return out

@@ -12,24 +12,22 @@ from __future__ import annotations
 
 import json
 import logging
-import shutil
-from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from hyper_parallel.errors import CheckpointCorrupt, OutputNotWritable
+from hyper_parallel.errors import CheckpointCorrupt, LossNotFinite, OutputNotWritable
 from hyper_parallel.trainer._files import Damaged, FileEntry
 from hyper_parallel.trainer.checkpoints import _manifest as files
+from hyper_parallel.trainer.checkpoints._directory import CheckpointDirectory
+from hyper_parallel.trainer.checkpoints._finite import first_not_finite
 from hyper_parallel.trainer.checkpoints._index import (
     INDEX,
     Index,
     Piece,
-    StoredGroup,
     StoredTensor,
     encode_index,
     read_index,
@@ -39,9 +37,11 @@ from hyper_parallel.trainer.checkpoints._named_state import (
     MODEL,
     State,
     group_keys,
+    joined_groups,
     model_tensors,
     state_of,
     tensor_facts,
+    trained_tensors,
 )
 from hyper_parallel.trainer.checkpoints._pieces import (
     AtHome,
@@ -91,6 +91,7 @@ class Checkpointer:
         keep_best: str | None = None,
     ) -> None:
         self.directory = Path(directory)
+        self._place = CheckpointDirectory(self.directory)
         self._keep = keep
         self._asynchronous = asynchronous
         self._fingerprint = json.loads(json.dumps(fingerprint))
@@ -126,12 +127,14 @@ class Checkpointer:
                 `save` or `finish`. Older checkpoints stay.
             UnsupportedSharding: HP205 for a split that boxes cannot express.
             BadValue: HP102 for state that is neither a tensor nor a JSON value.
+            LossNotFinite: HP604 naming a trained parameter, or a state of the optimizer, that is not finite; nothing is
+                written or removed.
         """
         if self._fingerprint is None:
             raise ValueError("a checkpointer without a fingerprint only loads")
         self._settle()
         extra = json.loads(json.dumps(extra))
-        index, parts = self._divide(model, optimizer, at_home)
+        index, parts = self._divide(step, model, optimizer, at_home)
         if self._asynchronous:
             parts = [part.copied() for part in parts]
             thread = ThreadPoolExecutor(1, thread_name_prefix=f"checkpoint-{step}")
@@ -268,24 +271,37 @@ class Checkpointer:
             _log.warning("the run goes on without this checkpoint:\n%s", error)
 
     def _divide(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, at_home: AtHome
+        self,
+        step: int,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        at_home: AtHome,
     ) -> tuple[Index, list[HeldBox]]:
         """The index, its pieces yet to come, and the parts of the state that this rank writes."""
         parts: list[HeldBox] = []
 
-        def describe() -> tuple[dict[str, Any], dict[Any, int], State]:
+        def describe() -> tuple[dict[str, Any], dict[Any, int], State, str | None]:
             state = state_of(model, optimizer)
             parts.extend(parts_of(state.tensors, at_home))
             boxes = {part.box: part.num_bytes for part in parts}
-            return tensor_facts(state.tensors), boxes, State({}, state.values, state.groups)
+            trained = trained_tensors(model, state)
+            bad = first_not_finite((p.name, p.read) for p in parts if p.name in trained)
+            return tensor_facts(state.tensors), boxes, State({}, state.values, state.groups), bad
 
         everyone = self._ranks.everywhere(describe)
-        writer = owners([boxes for _, boxes, _ in everyone])
-        facts = {k: v for held, _, _ in everyone for k, v in held.items()}
+        for rank, (_, _, _, bad) in enumerate(everyone):
+            if bad is not None:
+                raise LossNotFinite(
+                    f"`{bad}` has NaN or infinity after the update, so nothing is saved",
+                    where=f"step {step}",
+                    got=f"on rank {rank}; {self._place.newest_words()}",
+                )
+        writer = owners([boxes for _, boxes, _, _ in everyone])
+        facts = {k: v for held, _, _, _ in everyone for k, v in held.items()}
         index = Index(
             {name: StoredTensor(shape, dtype, ()) for name, (shape, dtype) in facts.items()},
-            {k: v for _, _, state in everyone for k, v in state.values.items()},
-            _joined([group for _, _, state in everyone for group in state.groups]),
+            {k: v for _, _, state, _ in everyone for k, v in state.values.items()},
+            joined_groups([group for _, _, state, _ in everyone for group in state.groups]),
         )
         return index, [part for part in parts if writer[part.box] == self._ranks.rank]
 
@@ -294,18 +310,13 @@ class Checkpointer:
         path = files.temporary(self.directory, step)
         own = path / f"rank_{self._ranks.rank:05d}.safetensors"
 
-        def prepare() -> None:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            files.clean(self.directory)
-            path.mkdir()
-
         try:
-            self._ranks.on_rank_0(prepare)
+            self._ranks.on_rank_0(lambda: self._place.prepare(step))
             written = self._ranks.everywhere(lambda: write_pieces(own, parts) if parts else [])
             self._ranks.on_rank_0(lambda: self._publish(step, index, written, extra))
         except Exception:
             if self._ranks.rank == 0:  # the others have ended writing: a failure is known to all
-                shutil.rmtree(path, ignore_errors=True)
+                files.remove_parts(path)
             raise
         self._checked[step] = True
         self._retain(step)
@@ -370,17 +381,6 @@ class Checkpointer:
         return [step for step in order if self._is_intact(step)][:1]
 
 
-def load_newest(
-    saved: Sequence[Checkpointer], model: nn.Module, optimizer: torch.optim.Optimizer | None
-) -> tuple[int, dict[str, Any]]:
-    """Load the newest intact checkpoint of several directories; see `Checkpointer.load`."""
-    found = [(step, number) for number, s in enumerate(saved) for step in files.steps(s.directory)]
-    for step, number in sorted(found, reverse=True) if len(saved) > 1 else []:
-        with suppress(CheckpointCorrupt):  # a warning has named the file
-            return saved[number].load(model, optimizer, step)
-    return saved[0].load(model, optimizer)
-
-
 def stored_dtypes(index: Index) -> dict[str, torch.dtype]:
     """Dtype of each parameter in a checkpoint, by name."""
     return {
@@ -388,12 +388,3 @@ def stored_dtypes(index: Index) -> dict[str, torch.dtype]:
         for name, tensor in index.tensors.items()
         if name.startswith(MODEL)
     }
-
-
-def _joined(groups: list[StoredGroup]) -> tuple[StoredGroup, ...]:
-    """Groups of all ranks; those of equal numbers are one."""
-    found: dict[str, tuple[dict[str, None], dict[str, Any]]] = {}
-    for group in groups:
-        names, _ = found.setdefault(json.dumps(group.values, sort_keys=True), ({}, group.values))
-        names.update(dict.fromkeys(group.parameters))
-    return tuple(StoredGroup(tuple(names), values) for names, values in found.values())

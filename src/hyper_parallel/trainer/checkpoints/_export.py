@@ -10,10 +10,11 @@ import copy
 import json
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -21,7 +22,6 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from hyper_parallel.backends.torch._peft import ADAPTER_CONFIG
 from hyper_parallel.backends.torch.weights._carried import (
     CarriedWeights,
     carried_weights,
@@ -35,13 +35,17 @@ from hyper_parallel.backends.torch.weights._huggingface import (
 )
 from hyper_parallel.backends.torch.weights._initialise import canonical_name
 from hyper_parallel.backends.torch.weights._ranges import local
-from hyper_parallel.errors import ModelUnreadable, OutputNotWritable
-from hyper_parallel.trainer._files import copy_files, replace_directory
+from hyper_parallel.errors import ModelUnreadable
+from hyper_parallel.owned_folder import Replacement
+from hyper_parallel.trainer._files import copy_files
+from hyper_parallel.trainer.checkpoints._finite import check_finite
 from hyper_parallel.trainer.checkpoints._pieces import AtHome
 from hyper_parallel.trainer.checkpoints._rank_group import RankGroup
 from hyper_parallel.trainer.data._tokenizer import TOKENIZER_FILES
 from hyper_parallel.trainer.engine._model import GENERATION
 
+EXPORTS = ("export", "adapter")
+"""Kinds of folders that an export may replace."""
 MAX_FILE_BYTES = 5 * 1024**3
 """Size at which a file is closed. 5 GiB: loads on small hosts, and few files for large models."""
 
@@ -66,7 +70,8 @@ def export_hf(
         model: A Hugging Face causal language model of plain tensors or DTensors.
         config: Its configuration.
         tokenizer_dir: Directory whose tokenizer files are copied; None: no tokenizer.
-        out_dir: Created. An earlier export there is replaced; any other non-empty directory is refused.
+        out_dir: Created. An earlier export there is replaced if nothing in it has changed since; any other directory
+            that is not empty is refused.
         dtype: Stored dtype, except of parameters that transformers keeps in float32 when it loads a model of this
             dtype; None: that of each parameter.
         generation: A `generation_config.json` that is taken along where it exists; else the model's own is written.
@@ -81,6 +86,7 @@ def export_hf(
     Raises:
         ModelUnreadable: HP305 for a model that is no Hugging Face model.
         OutputNotWritable: HP105 when the directory cannot be written.
+        LossNotFinite: HP604 when a trained parameter is not finite in the dtype that is stored.
     """
     out = Path(out_dir)
     reference = twin(model)
@@ -102,6 +108,7 @@ def export_hf(
         nonlocal writer
         meta = {n: torch.empty(shapes[n], dtype=dtypes[n], device="meta") for n in names}
         writer = _Writer(out, reference, meta, max_file_bytes, carried or carried_weights(model))
+        writer.trained = held.trained
         writer.open()
 
     ranks.on_rank_0(begin)
@@ -114,9 +121,13 @@ def export_hf(
                 failure = error
 
     def close() -> None:
+        assert writer is not None
+        with writer.discarded_on_error():
+            finish(writer)
+
+    def finish(writer: _Writer) -> None:
         if failure is not None:
             raise failure
-        assert writer is not None
         own = getattr(model, "generation_config", None)
         stored = _exported_config(config, reference, dtype or _main_dtype(shapes, dtypes))
         writer.close(stored, own, generation, tokenizer_dir)
@@ -125,21 +136,9 @@ def export_hf(
     return out
 
 
-def open_hidden(out: Path, temporary: Path) -> None:
-    """Make the hidden directory of an export.
-
-    Raises:
-        OutputNotWritable: HP105 when it would replace anything but an export.
-    """
-    known = any((out / name).is_file() for name in ("config.json", ADAPTER_CONFIG))
-    if out.exists() and not (out.is_dir() and (known or not any(out.iterdir()))):
-        raise OutputNotWritable(
-            "the export directory holds something other than an export",
-            where=str(out),
-            hint="choose another directory, or empty this one",
-        )
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
+def exported_folder(out: Path, kind: Literal["export", "adapter"]) -> Replacement:
+    """Return the directory of an export, which may replace an earlier export of either kind."""
+    return Replacement(out, kind, "the export directory", EXPORTS, parents=True)
 
 
 class _Writer:
@@ -153,10 +152,12 @@ class _Writer:
         max_file_bytes: int,
         carried: CarriedWeights | None,
     ) -> None:
-        self._out = out
+        self._folder = exported_folder(out, "export")
+        self._temporary = self._folder.partial
+        self.trained: Collection[str] = ()
+        """Names of parameters that must be finite."""
         self._reference = reference
         self._dtypes = {name: tensor.dtype for name, tensor in meta.items()}
-        self._temporary = out.parent / f".{out.name}.tmp"
         # The format of the whole model on the meta device: which file each tensor goes to, known before writing.
         self._groups = _joined_names(reference, meta)
         self._waiting: dict[str, Tensor] = {}
@@ -180,12 +181,14 @@ class _Writer:
 
     def open(self) -> None:
         """Make the hidden directory; refuses to replace anything but an export."""
-        open_hidden(self._out, self._temporary)
+        self._folder.open()
 
     def add(self, name: str, full: Tensor) -> None:
         """Take one whole parameter; write the files it completes."""
         if full.is_floating_point():
             full = full.to(self._dtypes[name])
+        if name in self.trained:
+            check_finite(name, full, str(self._folder.target))
         self._waiting[name] = full.cpu()
         group = self._groups[name]
         if not self._waiting.keys() >= {*group}:
@@ -224,7 +227,11 @@ class _Writer:
             own.save_pretrained(self._temporary)
         if tokenizer_dir is not None:
             copy_files(Path(tokenizer_dir), self._temporary, TOKENIZER_FILES)
-        replace_directory(self._temporary, self._out)
+        self._folder.publish()
+
+    def discarded_on_error(self) -> AbstractContextManager[None]:
+        """Remove the hidden directory when an export fails."""
+        return self._folder.discarded_on_error()
 
 
 def _exported_config(config: Any, reference: nn.Module, dtype: torch.dtype) -> Any:
@@ -303,6 +310,7 @@ class Held:
         state: What it holds.
         device: Where this rank holds it.
         owners: Of every tensor the lowest rank that holds it, its dtype and its logical shape.
+        trained: Names of the parameters that are trained.
         at_home: Gives a local tensor on its bytes.
     """
 
@@ -310,6 +318,7 @@ class Held:
     state: Mapping[str, Tensor]
     device: torch.device
     owners: Mapping[str, tuple[int, torch.dtype, torch.Size]]
+    trained: frozenset[str]
     at_home: AtHome
 
     @classmethod
@@ -318,11 +327,16 @@ class Held:
     ) -> Held:
         """What all ranks hold together of a model; collective."""
         owners: dict[str, tuple[int, torch.dtype, torch.Size]] = {}
-        everywhere = ranks.everywhere(lambda: {n: (v.dtype, v.shape) for n, v in state.items()})
+        trained: set[str] = set()
+        everywhere = ranks.everywhere(
+            lambda: {n: (v.dtype, v.shape, v.requires_grad) for n, v in state.items()}
+        )
         for rank, held in enumerate(everywhere):
-            for name, kind in held.items():
-                owners.setdefault(name, (rank, *kind))
-        return cls(ranks.rank, state, next(model.parameters()).device, owners, at_home)
+            for name, (dtype, shape, is_trained) in held.items():
+                owners.setdefault(name, (rank, dtype, shape))
+                trained.update([name] if is_trained else ())
+        device = next(model.parameters()).device
+        return cls(ranks.rank, state, device, owners, frozenset(trained), at_home)
 
     @torch.no_grad()
     def whole(self, name: str) -> Tensor:

@@ -17,7 +17,7 @@ from hyper_parallel.errors import BadValue, ModelUnreadable, UnknownModel
 from hyper_parallel.model import list_weight_files
 from hyper_parallel.trainer.checkpoints._adapter import allocate_trained, export_adapter
 from hyper_parallel.trainer.checkpoints._checkpointer import Checkpointer, stored_dtypes
-from hyper_parallel.trainer.checkpoints._export import export_hf
+from hyper_parallel.trainer.checkpoints._export import export_hf, exported_folder
 from hyper_parallel.trainer.engine._model import GENERATION, build_model, take_padding
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -58,6 +58,7 @@ def export_checkpoint(
     """
     if dtype is not None and dtype not in _DTYPES:
         raise BadValue("unknown dtype", where="--dtype", got=dtype, allowed=list(_DTYPES))
+    exported_folder(out_dir, "adapter" if lora is not None and not merge else "export").check()
     loader = Checkpointer(directory, keep=1, asynchronous=False, fingerprint=None)
     found, _, index = loader.newest_intact(step)
     dtypes = stored_dtypes(index)

@@ -13,16 +13,18 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import re
-import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from hyper_parallel import serde
-from hyper_parallel.errors import CheckpointFormat
-from hyper_parallel.trainer._files import Damaged, FileEntry, check_files, replace_directory
+from hyper_parallel.errors import CheckpointFormat, OutputNotWritable
+from hyper_parallel.owned_folder import remove_files
+from hyper_parallel.received import Limits, read_json
+from hyper_parallel.trainer._files import Damaged, FileEntry, check_files
 from hyper_parallel.trainer.checkpoints._index import INDEX, Index, check_pieces, read_index
 
 MANIFEST = "manifest.json"
@@ -30,6 +32,14 @@ EXTRA = "extra.json"
 FORMAT = 2
 
 _STEP = re.compile(r"step_(\d{8,})")
+_HIDDEN = re.compile(r"\.(step_\d{8,})\.(tmp|old)")
+_FILES = re.compile(r"(manifest|index|extra)\.json|rank_\d{5,}\.safetensors")
+"""Files of a checkpoint."""
+_KEYS = {"manifest.json": "fingerprint", "index.json": "tensors"}
+"""A key by which a JSON file of a checkpoint is told from a file of the same name of somebody else."""
+_LIMITS = Limits(num_bytes=1 << 26, num_elements=5_000_000)
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,31 +176,113 @@ def unexpected(checkpoint: Path, index: Index) -> list[str]:
     return sorted(p.name for p in checkpoint.iterdir() if p.name not in known)
 
 
+def foreign(checkpoint: Path) -> list[str]:
+    """Return the entries of a step's folder that were not written as parts of a checkpoint; empty: all were.
+
+    Files are told by their names, and the folder by the keys of one of its JSON files, as others may be damaged.
+    """
+    if checkpoint.is_symlink():
+        return ["a symbolic link"]
+    if not checkpoint.is_dir():
+        return []
+    entries = sorted(checkpoint.iterdir())
+    strange = [p.name for p in entries if not _FILES.fullmatch(p.name) or not _is_plain(p)]
+    if strange or not entries or any(_has_key(checkpoint / n, k) for n, k in _KEYS.items()):
+        return strange
+    return [p.name for p in entries]
+
+
+def check_own(checkpoint: Path) -> None:
+    """Raise OutputNotWritable (HP105) when a folder that a checkpoint would replace holds files of somebody else."""
+    if found := foreign(checkpoint):
+        raise OutputNotWritable(
+            "the folder of the checkpoint holds files of somebody else, and would be replaced",
+            where=str(checkpoint),
+            got=found[:3],
+            hint=f"mv {checkpoint} {checkpoint}.moved",
+        )
+
+
 def publish(directory: Path, step: int) -> None:
-    """Rename the written checkpoint to its final name."""
-    written = temporary(directory, step)
-    handle = os.open(written, os.O_RDONLY)
-    try:
-        os.fsync(handle)  # the names of its files; the renaming is flushed below
-    finally:
-        os.close(handle)
-    replace_directory(written, directory / step_name(step))
+    """Rename the written checkpoint to its final name, in place of an earlier one of its step.
+
+    Raises:
+        OutputNotWritable: HP105 when a folder of that name is no checkpoint.
+    """
+    written, target = temporary(directory, step), directory / step_name(step)
+    replaced = directory / f".{step_name(step)}.old"
+    for place in (target, replaced):
+        check_own(place)
+    _sync(written)
+    remove_parts(replaced)
+    if target.exists():
+        target.rename(replaced)
+    written.rename(target)
+    _sync(directory)
+    remove_parts(replaced)
 
 
 def remove(directory: Path, step: int) -> None:
-    """Remove a published checkpoint; hidden first, so that a killed run leaves no visible broken one."""
-    hidden = temporary(directory, step)
-    (directory / step_name(step)).rename(hidden)
-    shutil.rmtree(hidden)
+    """Remove a published checkpoint; hidden first, so that a killed run leaves no visible broken one.
+
+    A folder with files of somebody else stays, and a warning names them.
+    """
+    target, hidden = directory / step_name(step), temporary(directory, step)
+    if found := foreign(target):
+        _log.warning("%s is not removed: it holds %s", target, ", ".join(found[:3]))
+        return
+    target.rename(hidden)
+    remove_parts(hidden)
+
+
+def remove_all(directory: Path) -> None:
+    """Remove all checkpoints of a folder, what killed runs left of some, and the folder when it is empty."""
+    if not directory.is_dir():
+        return
+    for step in steps(directory):
+        remove(directory, step)
+    for path in _hidden(directory):
+        remove_parts(path)
+    remove_files(directory, lambda name: False)
 
 
 def clean(directory: Path) -> None:
     """Remove what a killed run left behind; a checkpoint that was just being replaced is put back."""
-    for path in directory.glob(".step_*.old"):
-        target = directory / path.name.removeprefix(".").removesuffix(".old")
-        if target.exists():
-            shutil.rmtree(path)
-        else:
+    for path in _hidden(directory):
+        target = directory / path.name[1:].partition(".")[0]
+        if path.suffix == ".old" and not target.exists() and not foreign(path):
             path.rename(target)
-    for path in directory.glob(".step_*.tmp"):
-        shutil.rmtree(path)
+        else:
+            remove_parts(path)
+
+
+def _hidden(directory: Path) -> list[Path]:
+    """Return the folders that a killed run has left of steps, which hold nothing but files of a checkpoint."""
+    found = [p for p in directory.iterdir() if _HIDDEN.fullmatch(p.name) and not p.is_symlink()]
+    return [p for p in found if p.is_dir()]
+
+
+def remove_parts(checkpoint: Path) -> None:
+    """Unlink the files of a checkpoint, and remove its folder when nothing else is in it."""
+    remove_files(checkpoint, lambda name: bool(_FILES.fullmatch(name)))
+
+
+def _is_plain(path: Path) -> bool:
+    return path.is_file() and not path.is_symlink()
+
+
+def _has_key(path: Path, key: str) -> bool:
+    """Return whether a JSON file is an object with a key."""
+    try:
+        return key in read_json(path, _LIMITS)
+    except (OSError, ValueError, TypeError):
+        return False
+
+
+def _sync(directory: Path) -> None:
+    """Flush the names in a folder to the disk."""
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -79,6 +79,12 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> State
     return State(state.tensors, state.values, tuple(groups))
 
 
+def trained_tensors(model: nn.Module, state: State) -> set[str]:
+    """Return the names of tensors that updates change: trained parameters and the optimizer's states."""
+    trained = {canonical_name(n) for n, p in model.named_parameters() if p.requires_grad}
+    return {n for n in state.tensors if n.startswith(SLOTS) or n.removeprefix(MODEL) in trained}
+
+
 def group_keys(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, list[str]]:
     """Names of the numbers that the optimizer has for each parameter."""
     return {
@@ -127,3 +133,12 @@ def _plain(name: str, value: Any) -> Any:
 def tensor_facts(tensors: Mapping[str, Tensor]) -> dict[str, tuple[tuple[int, ...], str]]:
     """Shape and dtype of each tensor."""
     return {name: (tuple(t.shape), dtype_name(t)) for name, t in tensors.items()}
+
+
+def joined_groups(groups: list[StoredGroup]) -> tuple[StoredGroup, ...]:
+    """Groups of all ranks; those of equal numbers are one."""
+    found: dict[str, tuple[dict[str, None], dict[str, Any]]] = {}
+    for group in groups:
+        names, _ = found.setdefault(json.dumps(group.values, sort_keys=True), ({}, group.values))
+        names.update(dict.fromkeys(group.parameters))
+    return tuple(StoredGroup(tuple(names), values) for names, values in found.values())

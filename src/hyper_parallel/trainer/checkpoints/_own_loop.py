@@ -12,7 +12,7 @@ from torch import nn
 
 from hyper_parallel.backends.torch import handle
 from hyper_parallel.backends.torch.weights._lora import has_adapters
-from hyper_parallel.errors import BadValue
+from hyper_parallel.errors import BadValue, LossNotFinite
 from hyper_parallel.trainer.checkpoints._adapter import export_adapter
 from hyper_parallel.trainer.checkpoints._checkpointer import Checkpointer
 from hyper_parallel.trainer.checkpoints._export import MAX_FILE_BYTES, export_hf
@@ -45,6 +45,7 @@ def save(
     Raises:
         OutputNotWritable: HP105 when the folder cannot be written.
         BadValue: HP102 for an extra value that is none of JSON.
+        LossNotFinite: HP604 when a trained parameter or a state of the optimizer is NaN or infinite; nothing is saved.
     """
     plan = handle(model).plan
     fingerprint = {
@@ -57,6 +58,11 @@ def save(
     checkpoints = Checkpointer(path, keep=keep or _ALL, asynchronous=False, fingerprint=fingerprint)
     try:
         checkpoints.save(step, model, optimizer, extra)
+    except LossNotFinite as error:
+        error.hint = (
+            f"hp.load(model, optimizer, {str(path)!r}), and train on with a smaller learning rate"
+        )
+        raise
     finally:
         checkpoints.close()
 
@@ -105,13 +111,15 @@ def save_pretrained(
 
     Args:
         model: A model of transformers that passed through `parallelize`, on any layout.
-        path: The directory. An earlier one of this kind is replaced; any other that is not empty is refused.
+        path: The directory. An earlier one of this kind is replaced if nothing in it has changed since; any other that
+            is not empty is refused.
         tokenizer: Directory whose tokenizer files are copied; None: none.
         max_file_bytes: Size at which a file of weights is closed; None: 5 GiB.
 
     Raises:
         ModelUnreadable: HP305 for a model that is not one of transformers.
         OutputNotWritable: HP105 when the directory cannot be written.
+        LossNotFinite: HP604 when a trained parameter is NaN or infinite.
     """
     if has_adapters(model):
         export_adapter(model, tokenizer, path)

@@ -10,12 +10,23 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import shutil
+import os
+import shlex
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from hyper_parallel.errors import OutputNotWritable
+from hyper_parallel.owned_folder import (
+    MARKER,
+    Marker,
+    read_marker,
+    remove_files,
+    remove_unfinished,
+    seal,
+    write_marker,
+)
 from hyper_parallel.serde import decode, encode
 from hyper_parallel.topology import cache_dir
 from hyper_parallel.trainer._files import Damaged, FileEntry, check_files, check_writable
@@ -24,6 +35,7 @@ from hyper_parallel.units import MiB
 logger = logging.getLogger(__name__)
 
 _META = "meta.json"
+_KIND = "cache"
 _CHECKSUM_LIMIT_BYTES = 256 * MiB
 
 
@@ -59,18 +71,48 @@ def entry(
         meta = _intact(target)
         if meta is not None:
             return target, meta | {"cached": True}
-        shutil.rmtree(target, ignore_errors=True)
+        _remove_entry(target)
         partial = root / f".{key}.part"
-        shutil.rmtree(partial, ignore_errors=True)  # left behind by a build that was killed
+        _remove_entry(partial)  # left behind by a build that was killed
         partial.mkdir()
         try:
+            write_marker(partial, Marker(_KIND))
             meta = build(partial)
-            meta["files"] = encode({p.name: FileEntry.of(p) for p in sorted(partial.iterdir())})
+            written = sorted(p for p in partial.iterdir() if p.name != MARKER)
+            meta["files"] = encode({p.name: FileEntry.of(p) for p in written})
             (partial / _META).write_text(json.dumps(meta, indent=1))
+            seal(partial, _KIND)
             partial.rename(target)
         finally:
-            shutil.rmtree(partial, ignore_errors=True)
+            remove_unfinished(partial, _KIND)
         return target, meta | {"cached": False}
+
+
+def _remove_entry(directory: Path) -> None:
+    """Remove an entry that is damaged or unfinished, by the names of its files.
+
+    Raises:
+        OutputNotWritable: HP105 when it holds files of somebody else.
+    """
+    if not os.path.lexists(directory):
+        return
+    names = {_META, MARKER}
+    with suppress(OSError, ValueError, KeyError, TypeError, RecursionError, AttributeError):
+        names |= json.loads((directory / _META).read_text())["files"].keys()
+    marker = read_marker(directory)
+    if marker is not None and marker.kind == _KIND and marker.files is None:
+        left = remove_unfinished(directory, _KIND)
+    else:
+        names |= {} if marker is None or marker.files is None else marker.files.keys()
+        found = [p.name for p in directory.iterdir()] if directory.is_dir() else ["."]
+        left = sorted({*found} - names) or remove_files(directory, names.__contains__)
+    if left:
+        raise OutputNotWritable(
+            "an entry of the data cache holds files of somebody else, and would be built again",
+            where=str(directory),
+            got=left[:3],
+            hint=shlex.join(["mv", str(directory), f"{directory}.moved"]),
+        )
 
 
 @contextmanager

@@ -30,8 +30,9 @@ from hyper_parallel.trainer._job import Job
 from hyper_parallel.trainer._signals import StopRequest
 from hyper_parallel.trainer._snapshots import KEPT
 from hyper_parallel.trainer.checkpoints._adapter import export_adapter
-from hyper_parallel.trainer.checkpoints._checkpointer import Checkpointer, load_newest
+from hyper_parallel.trainer.checkpoints._checkpointer import Checkpointer
 from hyper_parallel.trainer.checkpoints._export import export_hf
+from hyper_parallel.trainer.checkpoints._newest import load_newest
 from hyper_parallel.trainer.engine._check_ranks import check_ranks
 from hyper_parallel.trainer.engine._gauges import MemoryGauge, SpanRecorder
 from hyper_parallel.trainer.engine._loop import Loop, SkipPolicy

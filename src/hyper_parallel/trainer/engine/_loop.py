@@ -345,7 +345,6 @@ class Loop:
                 where=f"step {step}",
                 got=f"loss={loss}, grad_norm={norm}"
                 + ("" if (name := locate()) is None else f"; first: {name}"),
-                hint="training.lr=<a smaller value> training.max_grad_norm=1.0",
             )
         return output
 

@@ -15,6 +15,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TextIO
 
+from hyper_parallel.serde import append_file
+from hyper_parallel.trainer._directory_watch import DirectoryWatch
 from hyper_parallel.trainer._files import write_text
 from hyper_parallel.trainer.loop._trackers import make_trackers
 from hyper_parallel.units import format_bytes
@@ -83,14 +85,15 @@ class MetricsLog:
         report_to: Sequence[str] = ("tensorboard",),
         recipe: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
-        directory.mkdir(parents=True, exist_ok=True)
+        directory.mkdir(exist_ok=True)
         self.notes: list[str] = []
         self._files: dict[str, TextIO] = {}
         for name in ("metrics", "eval"):
             path = directory / f"{name}.jsonl"
             if line := _keep_until(path, resumed_step):
                 self.notes.append(line)
-            self._files[name] = path.open("a", encoding="utf-8")
+            self._files[name] = append_file(path)
+        self._watch = DirectoryWatch(directory, "metrics.jsonl")
         self._trackers = make_trackers(report_to, directory, resumed_step, recipe)
 
     def step(self, record: StepRecord) -> None:
@@ -116,10 +119,16 @@ class MetricsLog:
         """Flush and close all files."""
         for file in self._files.values():
             file.close()
+        self._watch.close()
         for tracker in self._trackers:
             tracker.close()
 
+    def check_directory(self) -> None:
+        """Raise RunDirectoryLost (HP721) when the run directory was removed, moved or replaced since it was opened."""
+        self._watch.check()
+
     def _append(self, name: str, record: Any) -> None:
+        self.check_directory()
         self._files[name].write(json.dumps(as_line(record)) + "\n")
         self._files[name].flush()
 

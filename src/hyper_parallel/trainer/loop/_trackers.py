@@ -6,6 +6,8 @@ Rank 0 holds them. A resumed run goes on in the same run of a tracker, whose id 
 from __future__ import annotations
 
 import json
+import os
+import platform
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from hyper_parallel.errors import MissingDependency, TrackerFailed
+from hyper_parallel.serde import create_file
 from hyper_parallel.trainer._files import write_text
 
 _PACKAGES: Final = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow-skinny"}
@@ -77,22 +80,32 @@ def make_trackers(
 
 
 def _tensorboard(directory: Path, resumed_step: int) -> Tracker:
+    """Return a tracker that appends to one open file; TensorBoard's own writer opens the path again for each record."""
     from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-    from tensorboard.summary.writer.event_file_writer import EventFileWriter
+    from tensorboard.summary.writer.record_writer import RecordWriter
 
+    directory.mkdir(exist_ok=True)
     if resumed_step == 0:
         for old in directory.glob("events.out.tfevents.*"):
-            old.unlink()
-    board = EventFileWriter(str(directory))
+            if not old.is_symlink():
+                old.unlink()
+    name = f"events.out.tfevents.{int(time.time())}.{platform.node()}.{os.getpid()}.0"
+    board = RecordWriter(create_file(directory / name).detach())
+
+    def add(event: Any) -> None:
+        board.write(event.SerializeToString())
+        board.flush()
+
+    add(Event(wall_time=time.time(), file_version="brain.Event:2"))
     # TensorBoard drops what an earlier run wrote from this step on.
     start = SessionLog(status=SessionLog.START)
-    board.add_event(Event(wall_time=time.time(), step=resumed_step + 1, session_log=start))
+    add(Event(wall_time=time.time(), step=resumed_step + 1, session_log=start))
 
     def log(step: int, values: dict[str, float]) -> None:
         event = Event(wall_time=time.time(), step=step)
         for name, value in values.items():
             event.summary.value.add(tag=name, simple_value=value)
-        board.add_event(event)
+        add(event)
 
     return Tracker("tensorboard", log, board.close)
 

@@ -11,12 +11,14 @@ import json
 import math
 import platform
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from hyper_parallel.errors import LossNotFinite, OutputNotWritable
 from hyper_parallel.ir import Plan, Timeline
+from hyper_parallel.trainer._directory_watch import DirectoryWatch, continuing_words
 from hyper_parallel.trainer._files import write_text, write_timeline, written
 from hyper_parallel.trainer._signals import StopRequest
 from hyper_parallel.trainer._user_code import load_class
@@ -32,6 +34,7 @@ from hyper_parallel.trainer.loop._metrics import (
 )
 from hyper_parallel.trainer.loop._resume import changes_line, check_resume, run_facts
 from hyper_parallel.trainer.loop._schedule import LrSchedule
+from hyper_parallel.trainer.run_directory import clear_run_directory, mark_run_directory
 
 if TYPE_CHECKING:
     from hyper_parallel.trainer._job import Job
@@ -162,6 +165,13 @@ class Trainer:
 
     def train(self) -> Summary | None:
         """All steps, evaluations and files of the run; the summary on rank 0."""
+        try:
+            return self._train()
+        except LossNotFinite as error:
+            error.hint = error.hint or continuing_words(self._job)
+            raise
+
+    def _train(self) -> Summary | None:
         job, recipe, engine = self._job, self._job.recipe, self._engine
         training, every = recipe.training, recipe.checkpoint.every
         snapshot_every = recipe.checkpoint.snapshot_every
@@ -190,10 +200,14 @@ class Trainer:
         with ExitStack() as stack:
             stack.enter_context(self._display.bar)
             engine.begin(done, self._batches)
+            job.output_dir.mkdir(parents=True, exist_ok=True)
+            self._watch = DirectoryWatch(job.output_dir)
+            stack.callback(self._watch.close)
             if engine.rank == 0:
                 # Not before: a start that fails leaves an earlier run as it was.
                 with written(job.output_dir):
-                    if job.starts_over and (removed := job.clear()):
+                    mark_run_directory(job.output_dir)
+                    if job.starts_over and (removed := clear_run_directory(job.output_dir)):
                         self._display.line(
                             f"checkpoint.resume=never: removed {', '.join(removed)} of {job.output_dir}"
                         )
@@ -231,9 +245,9 @@ class Trainer:
                     extra = {"data": self._batches.state_dict(step), "metrics": metrics, **facts}
                     extra["early_stopping"] = stopping.state_dict()
                 if snaps:
-                    engine.snapshot(step, extra)
+                    self._save(step, extra, snapshot=True)
                 if saves:
-                    engine.save(step, extra)
+                    self._save(step, extra)
                     self._saved_s = time.monotonic()
                     for callback in self._callbacks:
                         callback.on_save(step)
@@ -242,7 +256,9 @@ class Trainer:
             for callback in self._callbacks:
                 callback.on_train_end(done)
             seconds = time.perf_counter() - begin
-            engine.finish()
+            with self._directory_named():
+                engine.finish()
+            self._watch.check()
         if stopped:
             self._stop.obeyed(done)
         timeline = engine.timeline()
@@ -264,6 +280,20 @@ class Trainer:
             write_text(job.output_dir / "run.json", json.dumps(about, indent=1) + "\n")
         return Summary(done, first, last, loss, seconds)
 
+    def _save(self, step: int, extra: dict[str, Any], *, snapshot: bool = False) -> None:
+        """Save a checkpoint or a snapshot."""
+        with self._directory_named():
+            (self._engine.snapshot if snapshot else self._engine.save)(step, extra)
+
+    @contextmanager
+    def _directory_named(self) -> Iterator[None]:
+        """Name a run directory that is gone as the reason of a failed save; every rank fails, and says the same."""
+        try:
+            yield
+        except OutputNotWritable:
+            self._watch.check()
+            raise
+
     def _wishes(self) -> tuple[bool, bool]:
         """Whether this rank wishes to stop, and to save, after the present step; rank 0's clock counts."""
         if not self._between:
@@ -282,6 +312,12 @@ class Trainer:
             return math.nan
         start = time.perf_counter()
         loss, tokens, *scores = EvalResult(*self._engine.evaluate(self._holdout))
+        if not math.isfinite(loss):
+            raise LossNotFinite(
+                "the held-out loss is not finite",
+                where=f"evaluation after step {step}",
+                got=f"loss={loss}",
+            )
         record = EvalRecord(step, loss, tokens, time.perf_counter() - start, *scores)
         for callback in self._callbacks:
             self._asked |= callback.on_evaluate(step, as_line(record)) is True

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from hyper_parallel.backends.torch import token_logprobs
 from hyper_parallel.errors import CheckpointMismatch
 from hyper_parallel.ir import Plan
+from hyper_parallel.serde import create_file
 from hyper_parallel.trainer._files import written
 from hyper_parallel.trainer.stages._sampling import added
 
@@ -77,8 +78,8 @@ class Reference:
         if self.writes and self.directory != self.source:  # else other ranks may be reading it
             partial = self.directory / f".{self.file}.part"
             with written(self.directory / self.file):
-                with partial.open("wb") as file:
-                    np.save(file, kept)
+                with create_file(partial) as file:
+                    np.save(file.buffer, kept)
                 partial.replace(self.directory / self.file)
         self._kept = torch.from_numpy(kept).to(self.device)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Callable
 from dataclasses import fields
@@ -17,6 +18,7 @@ from hyper_parallel.trainer.checkpoints._manifest import remove, steps
 from hyper_parallel.trainer.stages._sampling import Completions
 
 _LOOK_S: Final = 0.005  # short beside the steps of the smallest models, and a list of a folder takes microseconds
+_SHARE: Final = re.compile(r"step_\d{8,}\.\d+\.safetensors")
 _FOUND = TypeVar("_FOUND")
 
 
@@ -53,7 +55,7 @@ class RolloutFolder:
         """
         self.path.mkdir(parents=True, exist_ok=True)
         done = begin["done"]
-        for path in self.path.glob("step_*.safetensors"):
+        for path in self._shares():
             sampled = _about(path)
             if sampled.get("parts") != str(parts) or (not exact and int(sampled["version"]) > done):
                 path.unlink()
@@ -61,7 +63,8 @@ class RolloutFolder:
             if not exact and version > done:
                 remove(self.policy, version)
         for path in self.path.glob("timeline.*.json"):
-            path.unlink()
+            if path.suffixes[0][1:].isdigit():
+                path.unlink()
         write_text(self.path / "begin.json", json.dumps(begin))
 
     def end(self) -> None:
@@ -123,9 +126,13 @@ class RolloutFolder:
 
     def trim(self, before: int) -> None:
         """Remove completions of steps up to `before`, which no run goes back to."""
-        for path in self.path.glob("step_*.safetensors"):
+        for path in self._shares():
             if int(path.name[5:13]) <= before:
                 path.unlink()
+
+    def _shares(self) -> list[Path]:
+        """Return the files of completions; a file of another name is nobody's business here."""
+        return [p for p in self.path.glob("step_*.safetensors") if _SHARE.fullmatch(p.name)]
 
 
 def _about(path: Path) -> dict[str, str]:

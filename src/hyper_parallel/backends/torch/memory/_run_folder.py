@@ -1,7 +1,9 @@
 """Folders of a run outside of its directory: removed by it, or by the next run on this host when it was killed.
 
 Beside a folder lies a lock file of the same name. Its run holds a lock on it (`flock`) that the kernel gives back when
-the last process of the run ends, however it ends. So a lock that can be had is that of a dead run.
+the last process of the run ends, however it ends. So a lock that can be had is that of a dead run. The lock file names
+its folder, and the marker in the folder names the lock: only where both agree, both are this user's, and the boot of
+the machine is the present one, a folder is removed, file by file.
 """
 
 from __future__ import annotations
@@ -9,22 +11,25 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
-import shutil
-import tempfile
+import secrets
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from hyper_parallel.errors import TransferFailed
+from hyper_parallel.owned_folder import Marker, read_marker, remove_unfinished, write_marker
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
+_KIND = "scratch"
+_MOST_BYTES = 4096  # of a lock file
 
 logger = logging.getLogger(__name__)
 
 
 @contextmanager
 def run_folder(parent: Path, name: str) -> Iterator[Path]:
-    """A folder for the files of one run, removed with all that is in it at the end of the context.
+    """A folder for the files of one run, removed with its files at the end of the context.
 
     Folders of runs that were killed on this host since it was started are removed first.
 
@@ -35,49 +40,81 @@ def run_folder(parent: Path, name: str) -> Iterator[Path]:
     Raises:
         TransferFailed: HP513 when it cannot be made.
     """
+    lock = -1
     try:
         parent.mkdir(parents=True, exist_ok=True)
         _remove_dead(parent)
-        lock, path = tempfile.mkstemp(prefix=f"{name}-", suffix=".lock", dir=parent)
+        identity = secrets.token_hex(8)
+        folder = parent / f"{name}-{identity}"
+        mark = folder.with_name(f"{folder.name}.lock")
+        lock = os.open(mark, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise _impossible(parent, error) from error
-    mark, folder = Path(path), Path(path).with_suffix("")
     try:
         try:
             # Without locks in the file system nobody can tell whether the run is dead, and the folder stays.
             with suppress(OSError):
                 fcntl.flock(lock, fcntl.LOCK_EX)
-                os.write(lock, _mark())
+                os.write(lock, _mark(folder.name))
             folder.mkdir(mode=0o700)
+            write_marker(folder, Marker(_KIND, identity=folder.name))
         except OSError as error:
             raise _impossible(parent, error) from error
         yield folder
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        _remove(folder)
         mark.unlink(missing_ok=True)
         os.close(lock)
 
 
 def _remove_dead(parent: Path) -> None:
-    """Remove folders whose lock is held by nobody."""
+    """Remove folders of this user whose lock is held by nobody."""
     for mark in parent.glob("*.lock"):
-        with suppress(OSError), mark.open("r+b") as lock:
-            # A lock tells of the processes of one kernel. What others have marked, or nobody yet, stays.
-            if not _mark() or lock.read() != _mark():
-                continue
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # an error while somebody holds it
-            folder = mark.with_suffix("")
-            shutil.rmtree(folder, ignore_errors=True)
-            # The mark goes last: who is killed here leaves it to the next run.
-            if not folder.exists():
-                mark.unlink()
-                logger.info("removed %s, which a killed run had left", folder)
+        with suppress(OSError):
+            lock = os.open(mark, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            try:
+                _remove_if_dead(mark, lock)
+            finally:
+                os.close(lock)
 
 
-def _mark() -> bytes:
-    """What a lock file holds: the kernel that its lock is known to, since when it was started."""
+def _remove_if_dead(mark: Path, lock: int) -> None:
+    """Remove the folder of a lock file when it is a mark of this user on this kernel that nobody holds."""
+    folder, expected = mark.with_name(mark.name.removesuffix(".lock")), _mark(mark.name[:-5])
+    # A lock tells of the processes of one kernel. What others have marked, or nobody yet, stays.
+    if not _is_mine(os.fstat(lock)) or not expected or os.read(lock, _MOST_BYTES) != expected:
+        return
+    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # an error while somebody holds it
+    if os.path.lexists(folder):
+        status = folder.lstat()
+        marker = read_marker(folder)
+        unmarked = marker is None and not any(folder.iterdir())
+        named = marker is not None and (marker.kind, marker.identity) == (_KIND, folder.name)
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
+            return
+        if not (named or unmarked):
+            return
+        _remove(folder)
+    # The mark goes last: who is killed here leaves it to the next run.
+    if not os.path.lexists(folder):
+        mark.unlink()
+        logger.info("removed %s, which a killed run had left", folder)
+
+
+def _remove(folder: Path) -> None:
+    """Remove the files of a run, and the folder; what else is in it stays, with a warning."""
+    if left := remove_unfinished(folder, _KIND):
+        logger.warning("%s is not removed: it holds %s", folder, ", ".join(sorted(left)[:3]))
+
+
+def _is_mine(status: os.stat_result) -> bool:
+    return stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid() and status.st_nlink == 1
+
+
+def _mark(folder: str) -> bytes:
+    """Return the content of the lock file of a folder: the kernel that knows its lock, since when, and the folder."""
     try:
-        return b"hyper-parallel " + _BOOT.read_bytes()
+        return b"hyper-parallel " + _BOOT.read_bytes() + os.fsencode(folder) + b"\n"
     except OSError:  # not Linux
         return b""
 

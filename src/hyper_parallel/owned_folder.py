@@ -1,0 +1,392 @@
+"""Folders that this product may replace or clear: marked as its own, and never emptied beyond what it wrote.
+
+A folder carries a marker, `.hyper_parallel.json`, with its kind. The marker of a folder that is replaced as a whole
+also lists the name, size and checksum of every file in it. A folder is replaced only when its marker names the right
+kind and everything in it is listed and unchanged; any other file raises HP105 before anything changes. Removal unlinks
+one known file after another and then the empty folders, so a file of somebody else survives even if it appears
+meanwhile. No symbolic link is followed below such a folder.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import itertools
+import json
+import os
+import re
+import stat
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from hyper_parallel.errors import OutputNotWritable, RunInUse
+from hyper_parallel.received import Limits, read_json
+from hyper_parallel.serde import write_text
+
+MARKER: Final = ".hyper_parallel.json"
+FORMAT: Final = 1
+_WHOLE_BYTES: Final = 1 << 20  # files up to this size are hashed as a whole
+_SAMPLES: Final = 256  # blocks hashed of a larger file, evenly spaced over it
+_BLOCK_BYTES: Final = 4096
+_NAMED: Final = 3  # foreign files that an error names
+
+_MODEL_TEXTS: Final = r"[\w.-]+\.(json|jinja|txt|model|py)"
+PATTERNS: Final[Mapping[str, str]] = {
+    "export": rf"(additional_chat_templates/)?({_MODEL_TEXTS}|model[\w.-]*\.safetensors)",
+    "adapter": rf"(additional_chat_templates/)?({_MODEL_TEXTS}|adapter_model\.safetensors)",
+    "model": rf"(additional_chat_templates/)?{_MODEL_TEXTS}",
+    "cache": r"[\w.-]+\.(npy|jsonl?|txt|model|jinja)",
+    "scratch": r"(rank\d+/)?[\w-]+\.(bin|part)|"
+    r"\.?step_\d+(\.tmp|\.old)?/((manifest|index|extra)\.json|rank_\d+\.safetensors)",
+}  # fmt: skip
+"""By kind of folder, the paths of files in it: what a killed process may have left in an unfinished one."""
+
+_MARKER_PART: Final = re.compile(rf"{re.escape('.' + MARKER)}\.\d+\.part")
+
+
+@dataclass(frozen=True, slots=True)
+class Marker:
+    """The content of a marker.
+
+    Attributes:
+        kind: Kind of the folder: run, export, adapter, model, cache, scratch.
+        files: Relative path to size and checksum of every file, of a run only of its recipe; None: the folder is
+            unfinished.
+        identity: Text that ties the folder to a file outside of it; empty for most kinds.
+    """
+
+    kind: str
+    files: Mapping[str, tuple[int, str]] | None = None
+    identity: str = ""
+
+
+def read_marker(folder: Path) -> Marker | None:
+    """Return the marker of a folder; None when it has none that this version wrote."""
+    path = folder / MARKER
+    try:
+        if not stat.S_ISREG(path.lstat().st_mode):
+            return None
+        value = read_json(path, Limits())
+        if value["format"] != FORMAT or value["product"] != "hyper_parallel":
+            return None
+        listed = value["files"]
+        files = (
+            None if listed is None else {str(k): (int(v[0]), str(v[1])) for k, v in listed.items()}
+        )
+        return Marker(str(value["kind"]), files, str(value.get("identity", "")))
+    except (OSError, ValueError, TypeError, KeyError, IndexError, AttributeError):
+        return None
+
+
+def write_marker(folder: Path, marker: Marker) -> None:
+    """Write the marker of a folder, whole or not at all."""
+    value: dict[str, Any] = {"product": "hyper_parallel", "format": FORMAT, "kind": marker.kind}
+    value |= {"identity": marker.identity, "files": marker.files}
+    write_text(folder / MARKER, json.dumps(value, indent=1) + "\n")
+
+
+def seal(folder: Path, kind: str) -> None:
+    """Mark a written folder as a finished one of a kind, with all files that are in it."""
+    files = {name: file_facts(path) for name, path in _entries(folder) if name != MARKER}
+    write_marker(folder, Marker(kind, files))
+
+
+def foreign_files(folder: Path, kinds: Collection[str]) -> Iterator[str]:
+    """Yield relative paths of what a finished folder of one of these kinds would not hold, in no order."""
+    marker = read_marker(folder)
+    files = marker.files if marker is not None and marker.kind in kinds else None
+    for name, path in _entries(folder):
+        if files is None:
+            if not _MARKER_PART.fullmatch(name):
+                yield name
+        elif name == MARKER:
+            continue
+        elif name not in files or path.is_symlink() or not path.is_file():
+            yield name
+        elif path.stat().st_size != files[name][0] or file_facts(path) != files[name]:
+            yield f"{name} (changed since it was written)"
+
+
+def check_replaceable(
+    folder: Path, kinds: Collection[str], what: str, hint: str | None = None
+) -> None:
+    """Raise unless a folder is missing, empty, or holds nothing but the files of a finished one of these kinds.
+
+    Args:
+        folder: The folder, which must be no symbolic link.
+        kinds: Kinds that may be replaced.
+        what: The folder in words: `the export directory`.
+        hint: How to go on; None: move the folder away.
+
+    Raises:
+        OutputNotWritable: HP105 naming the first foreign files.
+    """
+    if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
+        got = ["a symbolic link" if folder.is_symlink() else "a file"]
+    else:
+        found = foreign_files(folder, kinds) if folder.exists() else iter(())
+        got = list(itertools.islice(found, _NAMED))
+    if got:
+        raise OutputNotWritable(
+            f"{what} holds files that it was not written with, and would be replaced",
+            where=str(folder),
+            got=got,
+            allowed="an empty or missing directory, or one as it was written",
+            hint=hint or _move_away(folder),
+        )
+
+
+def remove_files(folder: Path, owned: Callable[[str], bool]) -> list[str]:
+    """Unlink the files of a folder whose relative paths are owned, then the folders that this has emptied.
+
+    Returns:
+        Relative paths of what stays; empty: the folder is gone.
+    """
+    stays, emptied = [], {folder}
+    if not folder.is_dir() or folder.is_symlink():
+        return ["."] if os.path.lexists(folder) else []
+    for name, path in list(_entries(folder)):
+        if owned(name) and not path.is_symlink() and path.is_file():
+            try:
+                path.unlink(missing_ok=True)
+                emptied.update(folder / parent for parent in Path(name).parents)
+            except OSError:
+                stays.append(name)
+        elif not path.is_dir() or path.is_symlink():
+            stays.append(name)
+    for place in sorted(emptied, key=lambda place: -len(place.parts)):
+        with suppress(OSError):  # not empty
+            place.rmdir()
+    return stays or (["."] if folder.exists() else [])
+
+
+def remove_finished(folder: Path) -> list[str]:
+    """Remove the files that the marker of a folder lists, and the folder; returns as `remove_files`."""
+    marker = read_marker(folder)
+    files = {} if marker is None or marker.files is None else marker.files
+    left = remove_files(folder, files.__contains__)
+    if left == [MARKER]:
+        left = remove_files(folder, MARKER.__eq__)
+    return left
+
+
+def remove_unfinished(folder: Path, kind: str) -> list[str]:
+    """Remove what a process has left in a marked folder of a kind; returns as `remove_files`."""
+    marker = read_marker(folder)
+    if marker is not None and marker.kind == kind:
+        pattern, listed = re.compile(PATTERNS[kind]), marker.files or {}
+        left = remove_files(
+            folder, lambda n: n != MARKER and (n in listed or bool(pattern.fullmatch(n)))
+        )
+        return remove_files(folder, _is_marker) if all(map(_is_marker, left)) else left
+    return remove_files(folder, lambda name: bool(_MARKER_PART.fullmatch(name)))
+
+
+def _is_marker(name: str) -> bool:
+    return name == MARKER or bool(_MARKER_PART.fullmatch(name))
+
+
+class Replacement:
+    """A folder that is written beside its place and published by one rename, in place of an earlier one.
+
+    Args:
+        target: The folder; where it is a symbolic link, the place that it points to.
+        kind: Its kind.
+        what: The folder in words, for errors.
+        replaces: Kinds that it may replace; (): its own.
+        parents: Create missing folders above it.
+    """
+
+    def __init__(
+        self,
+        target: Path,
+        kind: str,
+        what: str,
+        replaces: Collection[str] = (),
+        *,
+        parents: bool = False,
+    ) -> None:
+        self.target = target.resolve()
+        self.partial = self.target.with_name(f".{self.target.name}.tmp")
+        self._old = self.target.with_name(f".{self.target.name}.old")
+        self._kind, self._what = kind, what
+        self._replaces = tuple(replaces) or (kind,)
+        self._parents, self._lock = parents, -1
+
+    def check(self) -> None:
+        """Raise HP105 when anything would be lost that this product has not written."""
+        check_replaceable(self.target, self._replaces, self._what)
+        check_replaceable(self._old, self._replaces, f"{self._what} that was replaced before")
+        if os.path.lexists(self.partial):
+            marker = read_marker(self.partial)
+            kinds = (self._kind, *self._replaces)
+            unmarked = marker is None or marker.kind not in kinds
+            if (
+                self.partial.is_symlink()
+                or not self.partial.is_dir()
+                or (unmarked and any(foreign_files(self.partial, ())))
+            ):
+                raise OutputNotWritable(
+                    f"the hidden name under which {self._what} is written is in use",
+                    where=str(self.partial),
+                    hint=_move_away(self.partial),
+                )
+
+    def open(self) -> Path:
+        """Create the hidden folder, in place of one that a killed process has left; returns it.
+
+        Raises:
+            OutputNotWritable: HP105 as `check`.
+            RunInUse: HP720 when another process is writing it.
+        """
+        self.check()
+        self._restore()
+        if self.partial.is_dir():
+            marker = read_marker(self.partial)
+            self._hold()
+            left = remove_unfinished(self.partial, marker.kind if marker else self._kind)
+            self._release()
+            if left:
+                raise OutputNotWritable(
+                    "an unfinished directory holds files of somebody else",
+                    where=str(self.partial),
+                    got=sorted(left)[:_NAMED],
+                    hint=_move_away(self.partial),
+                )
+        self.partial.mkdir(parents=self._parents)
+        write_marker(self.partial, Marker(self._kind))
+        self._hold()
+        return self.partial
+
+    def publish(self) -> None:
+        """Give the written folder its name, and flush the renaming to the disk."""
+        check_replaceable(self.target, self._replaces, self._what)
+        check_replaceable(self._old, self._replaces, f"{self._what} that was replaced before")
+        seal(self.partial, self._kind)
+        remove_finished(self._old)
+        if self.target.exists():
+            self.target.rename(self._old)
+        try:
+            self.partial.rename(self.target)
+        except OSError:
+            self._restore()
+            raise
+        handle = os.open(self.target.parent, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+        self._release()
+        remove_finished(self._old)
+
+    @contextmanager
+    def discarded_on_error(self) -> Iterator[None]:
+        """Remove the hidden folder when what is written inside fails."""
+        try:
+            yield
+        except BaseException:
+            with suppress(OSError):
+                remove_unfinished(self.partial, self._kind)
+            self._release()
+            raise
+
+    def _restore(self) -> None:
+        """Give an earlier folder its name back when a writer ended between the two renames."""
+        if self._old.is_dir() and not self.target.exists():
+            self._old.rename(self.target)
+
+    def _hold(self) -> None:
+        """Lock the marker of the hidden folder; the system unlocks it when this process ends, however it ends."""
+        try:
+            self._lock = os.open(self.partial / MARKER, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._release()
+            raise RunInUse(
+                f"another process is writing {self._what}",
+                where=str(self.target),
+                hint="wait for it, or choose another directory",
+            ) from None
+        except OSError:  # no marker yet, or a file system without locks
+            return
+
+    def _release(self) -> None:
+        if self._lock >= 0:
+            os.close(self._lock)
+        self._lock = -1
+
+
+def check_output_file(path: Path, is_own: Callable[[str], bool], what: str, option: str) -> None:
+    """Raise when an output file exists and is none that the same command writes.
+
+    Empty files, devices and pipes may be written. `is_own` gets the first MiB of the text.
+
+    Args:
+        path: The file.
+        is_own: Whether a text is such an output.
+        what: Such an output in words: `a plan`.
+        option: What the user has named it with.
+
+    Raises:
+        OutputNotWritable: HP105.
+    """
+    try:
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode) or status.st_size == 0:
+            return
+        with path.open(encoding="utf-8", errors="strict") as file:
+            own = is_own(file.read(_WHOLE_BYTES))
+    except UnicodeDecodeError:
+        own = False
+    except (
+        OSError
+    ):  # missing; or nothing can be read, and then the write fails or is the user's wish
+        return
+    except Exception:  # whatever a reader of the format raises
+        own = False
+    if not own:
+        raise OutputNotWritable(
+            f"the file exists and is not {what}, so it is not replaced",
+            where=f"{option} {path}",
+            hint=f"{option} {path.with_name(path.stem + '-new' + path.suffix)}",
+        )
+
+
+def _entries(folder: Path) -> Iterator[tuple[str, Path]]:
+    """Yield relative path and path of every file, link and empty folder below a folder; follows no link."""
+    stack = [("", folder)]
+    while stack:
+        prefix, place = stack.pop()
+        with os.scandir(place) as found:
+            empty = True
+            for entry in found:
+                empty = False
+                name = prefix + entry.name
+                if entry.is_dir(follow_symlinks=False):
+                    stack.append((f"{name}/", Path(entry.path)))
+                else:
+                    yield name, Path(entry.path)
+        if empty and prefix:
+            yield prefix[:-1], place
+
+
+def file_facts(path: Path) -> tuple[int, str]:
+    """Return size and checksum of a file: of all of it, or of many blocks where it is large."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        if size <= _WHOLE_BYTES:
+            return size, hashlib.file_digest(file, "sha256").hexdigest()
+        sampled = hashlib.sha256()
+        for number in range(_SAMPLES):
+            file.seek((size - _BLOCK_BYTES) * number // (_SAMPLES - 1))
+            sampled.update(file.read(_BLOCK_BYTES))
+        return size, sampled.hexdigest()
+
+
+def _move_away(path: Path) -> str:
+    import shlex
+
+    return shlex.join(["mv", str(path), f"{path}.moved"])

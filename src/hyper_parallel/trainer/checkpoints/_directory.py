@@ -1,0 +1,58 @@
+"""The folder that a process saves checkpoints to, which must stay the same one."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from hyper_parallel.errors import OutputNotWritable
+from hyper_parallel.trainer.checkpoints import _manifest as files
+
+_log = logging.getLogger(__name__)
+
+
+class CheckpointDirectory:
+    """Creates the folder, and notices when it was removed or replaced since.
+
+    Args:
+        path: The folder. One above it is created only if it is missing from the start: of a run directory that is
+            removed later, no new one is made.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._parents = path, not path.parent.is_dir()
+        self._identity: tuple[int, int] | None = None
+
+    def prepare(self, step: int) -> Path:
+        """Create the hidden folder in which a checkpoint is written, and return it.
+
+        What killed processes have left is removed first.
+
+        Raises:
+            OutputNotWritable: HP105 when the folder was replaced by another one, whose checkpoints would be pruned, or
+                when the checkpoint would replace files of somebody else.
+        """
+        if self._identity is not None and not self._path.exists():
+            _log.warning("%s was removed with its checkpoints; it is created again", self._path)
+        elif self._identity is not None and self._now() != self._identity:
+            raise OutputNotWritable(
+                "the directory of the checkpoints was replaced by another one",
+                where=str(self._path),
+                hint=f"ls -ld {self._path}",
+            )
+        self._path.mkdir(parents=self._parents, exist_ok=True)
+        self._identity = self._now()
+        files.clean(self._path)
+        files.check_own(self._path / files.step_name(step))
+        hidden = files.temporary(self._path, step)
+        hidden.mkdir()
+        return hidden
+
+    def newest_words(self) -> str:
+        """Return the step of the newest checkpoint in words."""
+        newest = max(files.steps(self._path), default=None)
+        return "no checkpoint was saved" if newest is None else f"newest checkpoint: step {newest}"
+
+    def _now(self) -> tuple[int, int]:
+        status = self._path.stat()
+        return status.st_dev, status.st_ino

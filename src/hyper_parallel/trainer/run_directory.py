@@ -1,0 +1,353 @@
+"""The directory of a run: which names in it are the run's, and when it may be used, cleared and written to.
+
+A directory that is missing or empty is created and marked. One that holds anything else and has no marker is refused
+before data is prepared or a rank starts; only log files, as launchers and shells put them there, may be in it. In a
+marked directory the names below belong to the run. Everything else in it stays.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import re
+import shlex
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Final
+
+from hyper_parallel.config import LoadedRecipe, Recipe, paths_read
+from hyper_parallel.errors import Contradiction, OutputNotWritable
+from hyper_parallel.owned_folder import (
+    MARKER,
+    Marker,
+    Replacement,
+    file_facts,
+    foreign_files,
+    read_marker,
+    remove_files,
+    remove_finished,
+    write_marker,
+)
+from hyper_parallel.serde import write_text
+from hyper_parallel.trainer.checkpoints import _manifest as checkpoints
+
+_log = logging.getLogger(__name__)
+
+RUN: Final = "run"
+_RECIPE: Final = "config.yaml"
+_SAMPLE: Final = "sample.txt"
+_KEPT_FILES: Final = (
+    "config.yaml", "plan.json", "predicted_timeline.json", "reference.npy", "reference_holdout.npy", "job.sbatch",
+    "comparison.html", ".run.lock", ".run.owner",
+)  # fmt: skip
+"""Files of a run that are replaced, and stay when it starts over."""
+_CLEARED_FILES: Final = (
+    "metrics.jsonl", "eval.jsonl", "timeline.json", "offload_predicted.json", "offload_measured.json", "sample.txt",
+    "run.json", "report.html", "trace.json", "trackers.json",
+)  # fmt: skip
+"""Files of a run that one which starts over removes."""
+_CLEARED_FOLDERS: Final = {
+    "tensorboard": r"events\.out\.tfevents\..*",
+    "profile": r"rank\d+\.json",
+    "rollouts": r"begin\.json|end|step_\d+\.\d+\.(safetensors|part)|timeline\.\d+\.json",
+}
+"""Folders of a run that one which starts over clears, with the files in them that are the run's."""
+_OTHER_FOLDERS: Final = (
+    "checkpoints", "reference", "export", "model", "merged", "logs", "wandb", "mlruns",
+)  # fmt: skip
+_FILLED: Final = ("data.cache_dir", "offload.flash_dir")
+"""Keys of folders that a run fills, and that it may have in its directory."""
+_LOGS: Final = re.compile(r".*\.(log|out|err)|error\.json|nohup\.out")
+_HARMLESS: Final = re.compile(
+    r"lost\+found|\.gitkeep|\.keep|\.gitignore|\.DS_Store|\.nfs\w+|"
+    rf"\.run\.(lock|owner)|\.{re.escape(MARKER)}\.\d+\.part"
+)
+_RANK_LOG: Final = re.compile(r"logs/(rank_\d+\.log|restart_\d+(/.*)?)")
+
+
+def check_run_directory(loaded: LoadedRecipe) -> None:
+    """Raise unless a run may write to its output directory without loss of anybody's files; changes nothing.
+
+    Raises:
+        OutputNotWritable: HP105 for a directory with other files and no marker, for links in it to other places, and
+            for files of somebody else in a folder that would be replaced.
+        Contradiction: HP104 when the recipe reads what the run would replace.
+    """
+    recipe = loaded.recipe
+    place = Path(recipe.output_dir)
+    if place.is_dir() and not _is_marked(place):
+        _check_unused(place, recipe)
+    if marked := _is_marked(place):
+        _check_links(place)
+    _check_sources(loaded, place)
+    if not marked:
+        return
+    if not keeps_model(recipe):
+        Replacement(place / "model", "model", "the model directory of the run").check()
+    if recipe.checkpoint.export or recipe.checkpoint.resume == "never":
+        Replacement(
+            place / "export", "export", "the export directory", ("export", "adapter")
+        ).check()
+    if recipe.checkpoint.resume == "never":
+        _check_checkpoints(place / "checkpoints")
+
+
+def check_claimable(place: Path) -> None:
+    """Raise HP105 for a directory that is no run's and holds other files."""
+    if place.is_dir() and not _is_marked(place):
+        _check_unused(place, None)
+
+
+def mark_run_directory(place: Path) -> None:
+    """Create and mark the directory of a run that `check_run_directory` has let pass."""
+    place.mkdir(parents=True, exist_ok=True)
+    if not _is_marked(place):
+        write_marker(place, Marker(RUN))
+
+
+def claim_run_directory(place: Path, recipe: Recipe | None = None) -> None:
+    """Create a run directory and mark it; one that is marked stays as it is.
+
+    Raises:
+        OutputNotWritable: HP105 for a directory with other files and no marker.
+    """
+    if place.is_dir() and not _is_marked(place):
+        _check_unused(place, recipe)
+    mark_run_directory(place)
+
+
+def write_kept(path: Path, text: str) -> None:
+    """Write a text file of a run that people edit; one that differs from what the run wrote is kept beside it."""
+    place = path.parent
+    known = _known(place)
+    if path.is_file() and file_facts(path) != known.get(path.name) and not _holds(path, text):
+        names = (place / f"{path.stem}.edited-{n}{path.suffix}" for n in itertools.count(1))
+        kept = next(name for name in names if not os.path.lexists(name))
+        path.rename(kept)
+        _log.warning("%s is not as the run wrote it; it is kept as %s", path, kept.name)
+    write_text(path, text)
+    write_marker(place, Marker(RUN, {**known, path.name: file_facts(path)}))
+
+
+def _holds(path: Path, text: str) -> bool:
+    return path.read_bytes() == text.encode()
+
+
+def _known(place: Path) -> Mapping[str, tuple[int, str]]:
+    """Return the facts of the files that a run writes by `write_kept`."""
+    marker = read_marker(place)
+    return {} if marker is None or marker.files is None else marker.files
+
+
+def keeps_model(recipe: Recipe) -> bool:
+    """Return whether a run goes on with the model directory that it has, because its recipe reads it."""
+    kept = Path(recipe.output_dir, "model")
+    return kept.is_dir() and _relative(Path(recipe.model.path), kept) is not None
+
+
+def check_plain(path: Path) -> None:
+    """Raise HP105 for a folder of a run directory that is a symbolic link."""
+    if path.is_symlink():
+        raise _linked_elsewhere(path.parent, [path.name])
+
+
+def clear_run_directory(place: Path) -> list[str]:
+    """Remove what an earlier run wrote to a marked directory and a new one would mix with; return the names removed."""
+    removed = []
+    known = _known(place)
+    is_own = lambda path: path.name != _SAMPLE or known.get(_SAMPLE) == file_facts(path)  # noqa: E731
+    for name in _CLEARED_FILES:
+        path = place / name
+        if path.is_file() and not path.is_symlink() and is_own(path):
+            path.unlink()
+            removed.append(name)
+    for name, pattern in _CLEARED_FOLDERS.items():
+        if (place / name).is_dir():
+            checkpoints.remove_all(place / name / "policy")
+            remove_files(place / name, lambda n, p=pattern: bool(re.fullmatch(p, n)))  # type: ignore[misc]
+            removed.append(name)
+    for name in ("export", "model"):
+        if (place / name).is_dir():
+            remove_finished(place / name)
+            removed.append(name)
+    if (place / "checkpoints").is_dir():
+        checkpoints.remove_all(place / "checkpoints")
+        removed.append("checkpoints")
+    return removed
+
+
+def _is_marked(place: Path) -> bool:
+    marker = read_marker(place)
+    return marker is not None and marker.kind == RUN
+
+
+def _check_unused(place: Path, recipe: Recipe | None) -> None:
+    """Raise when an unmarked directory holds more than log files and folders that the recipe itself fills."""
+    own = set()
+    for path in (recipe.data.cache_dir, recipe.offload.flash_dir) if recipe is not None else ():
+        inside = None if path is None else _relative(Path(path), place)
+        own.update(inside.parts[:1] if inside is not None else ())
+    found = list(itertools.islice(_foreign(place, own), 3))
+    if not found or _is_marked(place):  # rank 0 may have marked it meanwhile
+        return
+    if MARKER in os.listdir(place) and os.environ.get("RANK", "0") != "0":  # noqa: PTH208
+        return  # on a shared file system the file may be seen later than its name
+    marker = read_marker(place)
+    kind = "" if marker is None else f" but that of a directory of kind `{marker.kind}`"
+    raise OutputNotWritable(
+        f"the output directory holds files and has no marker of a run{kind}, so nothing in it is replaced",
+        where=f"output_dir={place}",
+        got=found,
+        allowed="a directory that is missing, empty, or was made by a run",
+        hint=_other_place(place, recipe),
+    )
+
+
+def _foreign(place: Path, own: Collection[str]) -> Iterator[str]:
+    """Yield what lies in a directory, but for names of `own`, log files and what mounts and version control leave."""
+    for path in sorted(place.iterdir()):
+        name = path.name
+        if name in own or (_HARMLESS.fullmatch(name) and not path.is_symlink()):
+            continue
+        if path.is_dir() and not path.is_symlink():
+            files = [
+                f"{name}/{inner}" for inner in itertools.islice(foreign_files(path, ()), 10_000)
+            ]
+            logs = (_LOGS.fullmatch(Path(f).name) and not _RANK_LOG.fullmatch(f) for f in files)
+            if files and not all(logs):
+                yield f"{name}/"
+        elif not _LOGS.fullmatch(name) or path.is_symlink():
+            yield name
+
+
+def _unused(place: Path) -> Path:
+    """Return the name of a directory that does not exist: beside a directory, or in the present one."""
+    inside = Path.cwd().is_relative_to(place.resolve())
+    base = place / "run" if inside else place
+    names = (Path(f"{base}-{n}") for n in itertools.count(2))
+    return next(
+        p for p in itertools.chain([base] if inside else [], names) if not os.path.lexists(p)
+    )
+
+
+def _other_place(place: Path, recipe: Recipe | None) -> str:
+    """Return words of a command line that name an unused directory, and the checkpoints of a run without marker."""
+    words = [f"output_dir={_unused(place)}"]
+    goes_on = recipe is not None and recipe.checkpoint.resume != "never"
+    if goes_on and checkpoints.steps(place / "checkpoints") and (place / "config.yaml").is_file():
+        words.append(f"checkpoint.from_dir={place}")
+    return shlex.join(words)
+
+
+def _check_links(place: Path) -> None:
+    """Raise for a symbolic link among what a run writes: through it files elsewhere would be changed."""
+    names = (*_KEPT_FILES, *_CLEARED_FILES, *_CLEARED_FOLDERS, *_OTHER_FOLDERS)
+    links = [name for name in names if (place / name).is_symlink()]
+    for name in ("logs", *_CLEARED_FOLDERS, "checkpoints"):
+        if not links and (place / name).is_dir():
+            links += _links_below(place / name, 1 if name == "checkpoints" else 3)
+    if links:
+        raise _linked_elsewhere(place, links)
+
+
+def _linked_elsewhere(place: Path, links: list[str]) -> OutputNotWritable:
+    return OutputNotWritable(
+        "the run directory holds symbolic links where the run writes, so it would write elsewhere",
+        where=str(place),
+        got=links[:3],
+        allowed="`output_dir` itself may be a link to another disk",
+        hint=shlex.join(["rm", *(str(place / link) for link in links[:3])]),
+    )
+
+
+def _links_below(folder: Path, depth: int) -> list[str]:
+    """Return relative paths, with the folder's name, of links at most so deep in a folder."""
+    found = []
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.is_symlink():
+                found.append(f"{folder.name}/{entry.name}")
+            elif depth > 1 and entry.is_dir():
+                found += [f"{folder.name}/{n}" for n in _links_below(Path(entry.path), depth - 1)]
+    return found
+
+
+def _check_sources(loaded: LoadedRecipe, place: Path) -> None:
+    """Raise when something that the recipe reads lies in what the run replaces or clears."""
+    recipe = loaded.recipe
+    read = [*paths_read(recipe), ("recipe", str(loaded.path))]
+    parents = {o.partition(" ")[2] for o in loaded.origins.values() if o.startswith("extends ")}
+    read += [("extends", str(loaded.path.parent / name)) for name in parents]
+    filled = dict(zip(_FILLED, (recipe.data.cache_dir, recipe.offload.flash_dir), strict=True))
+    hard = {
+        _identity(place / name) for name in (*_CLEARED_FILES, *_KEPT_FILES) if name != _RECIPE
+    } - {None}
+    over = recipe.checkpoint.resume == "never"
+    for key, name in (*read, *filled.items()):
+        path = None if name is None else Path(name).expanduser()
+        if path is None or not (key in filled or path.exists()):
+            continue
+        found = [_relative(p, place) for p in (path, *_linked(path))]
+        if any(_is_written(p, key, over=over) for p in found) or _identity(path) in hard:
+            raise Contradiction(
+                f"the run would replace what it reads: `{key}` lies in its output directory",
+                where=loaded.where(key) if key in loaded.origins else str(loaded.path),
+                got=f"{key}={path}, output_dir={place}"
+                + (", checkpoint.resume=never" if over else ""),
+                hint=shlex.quote(f"output_dir={_unused(place)}"),
+            )
+
+
+def _is_written(path: Path | None, key: str, *, over: bool) -> bool:
+    """Return whether a path, relative to the run directory, is replaced or cleared although a key names it.
+
+    Args:
+        path: None: it lies elsewhere.
+        key: Key of the recipe.
+        over: Whether the run starts over.
+    """
+    if path is None or (key == "recipe" and path == Path(_RECIPE)):
+        return False  # the recipe is written again with the same values
+    if not over and key == "checkpoint.from_dir" and path == Path():
+        return False
+    names = (*_CLEARED_FILES, *_KEPT_FILES, *_CLEARED_FOLDERS, *_OTHER_FOLDERS)
+    if not path.parts:
+        return key not in _FILLED
+    if not over and path.parts[0] == "model" and key in ("model.path", "data.tokenizer"):
+        return False  # kept, or copied before it is replaced
+    return path.parts[0] in names
+
+
+def _check_checkpoints(folder: Path) -> None:
+    """Raise when a folder of a step holds files that are none of a checkpoint: starting over would leave it there."""
+    for step in checkpoints.steps(folder):
+        name = checkpoints.step_name(step)
+        if foreign := checkpoints.foreign(folder / name):
+            raise OutputNotWritable(
+                "a checkpoint holds files of somebody else, and the run is to start over",
+                where=str(folder / name),
+                got=foreign[:3],
+                hint=shlex.join(["mv", str(folder / name), str(folder.parent / f"{name}.moved")]),
+            )
+
+
+def _linked(path: Path) -> Iterator[Path]:
+    """Yield the links directly in a folder, as a folder of weights may hold them."""
+    if path.is_dir():
+        with os.scandir(path) as entries:
+            yield from (Path(e.path) for e in itertools.islice(entries, 1000) if e.is_symlink())
+
+
+def _relative(path: Path, folder: Path) -> Path | None:
+    """Return a path relative to a folder that it lies in, after all links; None: it lies elsewhere."""
+    real, base = Path(os.path.realpath(path.expanduser())), Path(os.path.realpath(folder))
+    return real.relative_to(base) if real.is_relative_to(base) else None
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """Return what tells a file from every other, whatever its names; None: it is not there, or is a folder."""
+    if not path.is_file():
+        return None
+    status = path.stat()
+    return status.st_dev, status.st_ino
