@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any, Final
 
 _MIB: Final = 1024**2
+_MOST_OPENED: Final = 1_000_000
+"""Brackets in a text from which on objects and lists are not built at all; texts in it may hold some, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +86,9 @@ def parse_json(text: str | bytes, limits: Limits) -> Any:
     """
     if len(text) > limits.num_bytes:
         raise LimitExceeded(f"{len(text):,} bytes, more than {limits.num_bytes:,}")
+    opened = sum(text.count(c) for c in (("[", "{") if isinstance(text, str) else (b"[", b"{")))
+    if opened > max(limits.num_elements, _MOST_OPENED):
+        raise LimitExceeded(f"more than {limits.num_elements:,} elements")
     try:
         value = json.loads(text)
     except RecursionError:

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from hyper_parallel.errors import BadValue, OutputNotWritable
+from hyper_parallel.serde import write_text
 
 _NAMED = re.compile(
     r"^extends: *(\S+)|(?:path: *|source: *)((?:models|data)/\S+\.jsonl?)", re.MULTILINE
@@ -65,7 +66,7 @@ def _copy(folder: Path, name: str) -> None:
                 hint=f"mv {target} {target}.mine",
             )
         target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(text, encoding="utf-8")
+        write_text(target, text)
     except OSError as error:
         raise OutputNotWritable(
             "the recipe cannot be written", got=f"{target}: {error.strerror}"

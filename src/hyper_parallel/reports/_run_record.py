@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -14,7 +13,9 @@ from typing_extensions import TypedDict
 from hyper_parallel.config import read_mapping
 from hyper_parallel.errors import RunUnreadable
 from hyper_parallel.ir import Plan, Timeline, joined
-from hyper_parallel.serde import DecodeError, decode
+from hyper_parallel.received import Limits, parse_json, read_text
+from hyper_parallel.serde import DecodeError, read
+from hyper_parallel.units import MiB
 
 _WARM_UP_STEPS = 3
 """First steps left out of medians: they pay for allocation, lazy imports and compilation."""
@@ -53,6 +54,11 @@ class _Row(TypedDict):
 
 
 _ROW: Final[TypeAdapter[_Row]] = TypeAdapter(_Row)
+_READ: Final = tuple(_Row.__annotations__)
+_FILE: Final = Limits(64 * MiB, num_elements=4_000_000)
+_LINES: Final = Limits(256 * MiB)
+"""Of the metrics of about half a million steps."""
+_LINE: Final = Limits(MiB, num_elements=100_000)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +110,12 @@ class RunRecord:
     @property
     def busy(self) -> dict[str, float]:
         """Share of the time in which each role works, where ranks only sample."""
-        steps = [(m["step_s"], m.get("rollout") or {}) for m in self.metrics[_WARM_UP_STEPS:]]
-        apart = [(s, r["wait_s"], r["sample_s"]) for s, r in steps if "sample_s" in r]
-        if not apart:
+        keys = "step_s", "wait_s", "sample_s"
+        steps = [{**m, **(m.get("rollout") or {})} for m in self.metrics[_WARM_UP_STEPS:]]
+        apart = [
+            [float(m[k]) for k in keys] for m in steps if all(m.get(k) is not None for k in keys)
+        ]
+        if not any(step_s for step_s, _, _ in apart):
             return {}
         whole, waited, sampled = (sum(values) for values in zip(*apart, strict=True))
         return {"ranks that train": 1 - waited / whole, "ranks that sample": sampled / whole}
@@ -164,7 +173,7 @@ def load_run(directory: str | Path) -> RunRecord:
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8") if path.is_file() else ""
+        return read_text(path, _FILE) if path.is_file() else ""
     except (OSError, ValueError) as error:
         raise RunUnreadable(
             "a file of the run cannot be read", where=str(path), got=str(error)
@@ -189,8 +198,8 @@ def _settings(path: Path) -> dict[str, Any]:
 
 def _mapping(path: Path) -> dict[str, Any]:
     try:
-        value = json.loads(_text(path) or "{}")
-    except (ValueError, RecursionError) as error:
+        value = parse_json(_text(path) or "{}", _FILE)
+    except ValueError as error:
         raise RunUnreadable("a file is not JSON", where=str(path), got=str(error)) from error
     return value if isinstance(value, dict) else {}
 
@@ -198,25 +207,37 @@ def _mapping(path: Path) -> dict[str, Any]:
 def _json_lines(path: Path) -> tuple[dict[str, Any], ...]:
     """Rows of a JSON-lines file; a resumed run writes some steps again, the later line counts."""
     rows: dict[int, dict[str, Any]] = {}
-    lines = _text(path).splitlines()
+    lines = _lines(path)
     for number, line in enumerate(lines, 1):
         try:
-            row = json.loads(line)
+            row = parse_json(line, _LINE)
             _ROW.validate_python(row)
-            rows[row["step"]] = row
-        except (ValueError, RecursionError) as error:
+            rows[row["step"]] = {k: row[k] for k in _READ if row.get(k) is not None}
+        except ValueError as error:
             if number == len(lines):
                 break  # a killed run may leave its last line unfinished
             raise RunUnreadable(
-                "a line is not a metrics record", where=f"{path}:{number}", got=line[:80]
+                "a line is not a metrics record",
+                where=f"{path}:{number}",
+                got=line[:80],
+                allowed=f"{error!s:.200}",
             ) from error
     return tuple(rows[step] for step in sorted(rows))
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return read_text(path, _LINES).splitlines() if path.is_file() else []
+    except (OSError, ValueError) as error:
+        raise RunUnreadable(
+            "a file of the run cannot be read", where=str(path), got=str(error)
+        ) from error
 
 
 def _timeline(path: Path) -> Timeline | None:
     if not path.is_file():
         return None
     try:
-        return decode(Timeline, json.loads(path.read_text(encoding="utf-8")))
-    except (DecodeError, ValueError, RecursionError) as error:
+        return read(Timeline, path, _FILE)
+    except (OSError, DecodeError) as error:
         raise RunUnreadable("a timeline cannot be read", where=str(path), got=str(error)) from error

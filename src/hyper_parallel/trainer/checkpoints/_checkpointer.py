@@ -25,20 +25,26 @@ from torch import nn
 from hyper_parallel.errors import CheckpointCorrupt, OutputNotWritable
 from hyper_parallel.trainer._files import Damaged, FileEntry
 from hyper_parallel.trainer.checkpoints import _manifest as files
+from hyper_parallel.trainer.checkpoints._extra import (
+    EXTRA,
+    CheckExtra,
+    check_size,
+    encode_extra,
+    read_extra,
+)
 from hyper_parallel.trainer.checkpoints._index import (
     INDEX,
     Index,
     Piece,
-    StoredGroup,
     StoredTensor,
     encode_index,
     read_index,
 )
 from hyper_parallel.trainer.checkpoints._manifest import Manifest
 from hyper_parallel.trainer.checkpoints._named_state import (
-    MODEL,
     State,
     group_keys,
+    joined_groups,
     model_tensors,
     state_of,
     tensor_facts,
@@ -52,6 +58,7 @@ from hyper_parallel.trainer.checkpoints._pieces import (
 )
 from hyper_parallel.trainer.checkpoints._rank_group import RankGroup
 from hyper_parallel.trainer.checkpoints._restore import (
+    check_groups,
     check_optimizer,
     compare_fingerprints,
     compare_tensors,
@@ -78,6 +85,7 @@ class Checkpointer:
         on_error: Whether a save that the disk refuses ends the run, or is logged; `finish` raises it in any case when
             it was the last one.
         keep_best: Name of a number in `extra["metrics"]`; the checkpoint with its least value is kept too. None: none.
+        check_extra: What the values beside the tensors have to be, else a checkpoint counts as damaged; None: any.
     """
 
     def __init__(
@@ -89,12 +97,13 @@ class Checkpointer:
         fingerprint: dict[str, Any] | None,
         on_error: Literal["stop", "continue"] = "stop",
         keep_best: str | None = None,
+        check_extra: CheckExtra | None = None,
     ) -> None:
         self.directory = Path(directory)
         self._keep = keep
         self._asynchronous = asynchronous
         self._fingerprint = json.loads(json.dumps(fingerprint))
-        self._on_error, self._keep_best = on_error, keep_best
+        self._on_error, self._keep_best, self._check_extra = on_error, keep_best, check_extra
         self._ranks = RankGroup("checkpoint", self.directory, own_group=True)
         self._background: tuple[ThreadPoolExecutor, Future[None]] | None = None
         self._failure: OutputNotWritable | None = None
@@ -125,12 +134,13 @@ class Checkpointer:
             OutputNotWritable: HP105 when the directory cannot be written; in the background, raised by the next
                 `save` or `finish`. Older checkpoints stay.
             UnsupportedSharding: HP205 for a split that boxes cannot express.
-            BadValue: HP102 for state that is neither a tensor nor a JSON value.
+            BadValue: HP102 for state that is neither a tensor nor a JSON value, and for values that are too large.
         """
         if self._fingerprint is None:
             raise ValueError("a checkpointer without a fingerprint only loads")
         self._settle()
         extra = json.loads(json.dumps(extra))
+        check_size(extra)
         index, parts = self._divide(model, optimizer, at_home)
         if self._asynchronous:
             parts = [part.copied() for part in parts]
@@ -186,6 +196,8 @@ class Checkpointer:
             compare_fingerprints(manifest.fingerprint, self._fingerprint, path, index)
         targets = model_tensors(model)
         trained = optimizer if index.groups else None
+        if optimizer is not None:
+            check_groups(manifest.fingerprint, index, path)
 
         def mine() -> tuple[dict[str, Any], dict[str, list[str]]]:
             keys = group_keys(model, trained) if trained is not None else {}
@@ -202,7 +214,7 @@ class Checkpointer:
             read_tensors(targets, index, path)
 
         self._ranks.everywhere(fill)
-        return found, files.read_extra(path)
+        return found, read_extra(path)
 
     def newest_intact(self, step: int | None) -> tuple[int, Manifest, Index]:
         """The newest checkpoint whose bytes agree with their checksums, or exactly `step`; ranks share the reading.
@@ -232,7 +244,7 @@ class Checkpointer:
 
         def check() -> tuple[Manifest, Index] | str:
             try:
-                return files.check(path, share=share)
+                return files.check(path, share=share, check_extra=self._check_extra)
             except Damaged as error:
                 return str(error)
 
@@ -285,7 +297,7 @@ class Checkpointer:
         index = Index(
             {name: StoredTensor(shape, dtype, ()) for name, (shape, dtype) in facts.items()},
             {k: v for _, _, state in everyone for k, v in state.values.items()},
-            _joined([group for _, _, state in everyone for group in state.groups]),
+            joined_groups([group for _, _, state in everyone for group in state.groups]),
         )
         return index, [part for part in parts if writer[part.box] == self._ranks.rank]
 
@@ -322,10 +334,10 @@ class Checkpointer:
             for name, t in index.tensors.items()
         }
         files.write_synced(path / INDEX, encode_index(Index(tensors, index.values, index.groups)))
-        files.write_synced(path / files.EXTRA, files.json_text(extra))
+        files.write_synced(path / EXTRA, encode_extra(extra))
         read_index(path)  # what could not be loaded is not published
         size = sum(p.stat().st_size for p in path.iterdir())
-        entries = {name: FileEntry.of(path / name) for name in (INDEX, files.EXTRA)}
+        entries = {name: FileEntry.of(path / name) for name in (INDEX, EXTRA)}
         metrics = extra.get("metrics") if self._keep_best else None
         manifest = Manifest(
             files.FORMAT, step, self._ranks.size, size, self._fingerprint, metrics or {}, entries
@@ -379,21 +391,3 @@ def load_newest(
         with suppress(CheckpointCorrupt):  # a warning has named the file
             return saved[number].load(model, optimizer, step)
     return saved[0].load(model, optimizer)
-
-
-def stored_dtypes(index: Index) -> dict[str, torch.dtype]:
-    """Dtype of each parameter in a checkpoint, by name."""
-    return {
-        name.removeprefix(MODEL): getattr(torch, tensor.dtype)
-        for name, tensor in index.tensors.items()
-        if name.startswith(MODEL)
-    }
-
-
-def _joined(groups: list[StoredGroup]) -> tuple[StoredGroup, ...]:
-    """Groups of all ranks; those of equal numbers are one."""
-    found: dict[str, tuple[dict[str, None], dict[str, Any]]] = {}
-    for group in groups:
-        names, _ = found.setdefault(json.dumps(group.values, sort_keys=True), ({}, group.values))
-        names.update(dict.fromkeys(group.parameters))
-    return tuple(StoredGroup(tuple(names), values) for names, values in found.values())

@@ -10,7 +10,8 @@ import copy
 import json
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -114,12 +115,13 @@ def export_hf(
                 failure = error
 
     def close() -> None:
-        if failure is not None:
-            raise failure
         assert writer is not None
-        own = getattr(model, "generation_config", None)
-        stored = _exported_config(config, reference, dtype or _main_dtype(shapes, dtypes))
-        writer.close(stored, own, generation, tokenizer_dir)
+        with writer.discarded_on_failure():
+            if failure is not None:
+                raise failure
+            own = getattr(model, "generation_config", None)
+            stored = _exported_config(config, reference, dtype or _main_dtype(shapes, dtypes))
+            writer.close(stored, own, generation, tokenizer_dir)
 
     ranks.on_rank_0(close)
     return out
@@ -181,6 +183,15 @@ class _Writer:
     def open(self) -> None:
         """Make the hidden directory; refuses to replace anything but an export."""
         open_hidden(self._out, self._temporary)
+
+    @contextmanager
+    def discarded_on_failure(self) -> Iterator[None]:
+        """Remove the hidden directory when something inside fails, so that no part of an export stays behind."""
+        try:
+            yield
+        except BaseException:
+            shutil.rmtree(self._temporary, ignore_errors=True)
+            raise
 
     def add(self, name: str, full: Tensor) -> None:
         """Take one whole parameter; write the files it completes."""

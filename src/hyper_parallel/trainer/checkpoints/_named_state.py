@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,11 +17,8 @@ from torch import Tensor, nn
 from hyper_parallel.backends.torch.weights._initialise import canonical_name, is_adapter
 from hyper_parallel.backends.torch.weights._lora import has_adapters
 from hyper_parallel.errors import BadValue
-from hyper_parallel.trainer.checkpoints._index import StoredGroup
+from hyper_parallel.trainer.checkpoints._index import MODEL, SLOTS, StoredGroup
 from hyper_parallel.trainer.checkpoints._pieces import dtype_name
-
-MODEL: Final = "model."
-SLOTS: Final = "optimizer.state."
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,3 +124,12 @@ def _plain(name: str, value: Any) -> Any:
 def tensor_facts(tensors: Mapping[str, Tensor]) -> dict[str, tuple[tuple[int, ...], str]]:
     """Shape and dtype of each tensor."""
     return {name: (tuple(t.shape), dtype_name(t)) for name, t in tensors.items()}
+
+
+def joined_groups(groups: list[StoredGroup]) -> tuple[StoredGroup, ...]:
+    """Return the groups of all ranks; those of equal numbers are one."""
+    found: dict[str, tuple[dict[str, None], dict[str, Any]]] = {}
+    for group in groups:
+        names, _ = found.setdefault(json.dumps(group.values, sort_keys=True), ({}, group.values))
+        names.update(dict.fromkeys(group.parameters))
+    return tuple(StoredGroup(tuple(names), values) for names, values in found.values())

@@ -12,11 +12,13 @@ import json
 import logging
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from hyper_parallel.serde import decode, encode
+from hyper_parallel.errors import written
+from hyper_parallel.received import Limits, read_json
+from hyper_parallel.serde import decode, encode, write_text
 from hyper_parallel.topology import cache_dir
 from hyper_parallel.trainer._files import Damaged, FileEntry, check_files, check_writable
 from hyper_parallel.units import MiB
@@ -24,6 +26,7 @@ from hyper_parallel.units import MiB
 logger = logging.getLogger(__name__)
 
 _META = "meta.json"
+_META_LIMITS = Limits()
 _CHECKSUM_LIMIT_BYTES = 256 * MiB
 
 
@@ -53,9 +56,10 @@ def entry(
     """
     from filelock import FileLock
 
-    root.mkdir(parents=True, exist_ok=True)
     target = root / key
-    with FileLock(root / f"{key}.lock"):
+    with written(root), ExitStack() as stack:
+        root.mkdir(parents=True, exist_ok=True)
+        stack.enter_context(FileLock(root / f"{key}.lock"))
         meta = _intact(target)
         if meta is not None:
             return target, meta | {"cached": True}
@@ -66,7 +70,7 @@ def entry(
         try:
             meta = build(partial)
             meta["files"] = encode({p.name: FileEntry.of(p) for p in sorted(partial.iterdir())})
-            (partial / _META).write_text(json.dumps(meta, indent=1))
+            write_text(partial / _META, json.dumps(meta, indent=1))
             partial.rename(target)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
@@ -92,11 +96,11 @@ def _intact(directory: Path) -> dict[str, Any] | None:
     if not directory.is_dir():
         return None
     try:
-        meta: dict[str, Any] = json.loads((directory / _META).read_text())
+        meta: dict[str, Any] = read_json(directory / _META, _META_LIMITS)
         files = decode(dict[str, FileEntry], meta["files"])
         small = [n for n, file in files.items() if file.size_bytes <= _CHECKSUM_LIMIT_BYTES]
         check_files(directory, files, small)
-    except (Damaged, OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+    except (Damaged, OSError, ValueError, KeyError, TypeError) as error:
         logger.warning("cache entry %s is damaged (%s); it is built again", directory, error)
         return None
     return meta

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from hyper_parallel.backends.torch import token_logprobs
 from hyper_parallel.errors import CheckpointMismatch
 from hyper_parallel.ir import Plan
-from hyper_parallel.trainer._files import written
+from hyper_parallel.trainer._files import tensors_written
 from hyper_parallel.trainer.stages._sampling import added
 
 REFERENCE: Final = "reference.npy"
@@ -76,7 +76,7 @@ class Reference:
             kept = self._of_all(sequences, rows)
         if self.writes and self.directory != self.source:  # else other ranks may be reading it
             partial = self.directory / f".{self.file}.part"
-            with written(self.directory / self.file):
+            with tensors_written(partial):
                 with partial.open("wb") as file:
                     np.save(file, kept)
                 partial.replace(self.directory / self.file)
