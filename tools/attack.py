@@ -110,9 +110,22 @@ def _plan(root: Path) -> str:
 
     cli("plan", "--diff", root / "plan.json", root / "run" / "plan.json")
     given = json.loads((root / "plan.json").read_bytes())
-    kept = json.loads(Plan.load(root / "plan.json").to_json())
-    dropped = [key for key in given if key != "fingerprint" and given[key] != kept.get(key)]
-    return f"values of {dropped} are dropped" if dropped else ""
+    given.pop("fingerprint", None)
+    dropped = _different(given, json.loads(Plan.load(root / "plan.json").to_json()))
+    return f"{dropped} has another value" if dropped else ""
+
+
+def _different(given: Any, kept: Any, path: str = "$") -> str:
+    """Return the first value of a file that was not read as it is; a key that it leaves out has its default."""
+    if isinstance(given, dict) and isinstance(kept, dict):
+        pairs: list[tuple[Any, Any, Any]] = [
+            (f".{k}", v, kept.get(k, "nothing")) for k, v in given.items()
+        ]
+    elif isinstance(given, list) and isinstance(kept, list) and len(given) == len(kept):
+        pairs = [(f"[{i}]", *pair) for i, pair in enumerate(zip(given, kept, strict=True))]
+    else:
+        return "" if given == kept or given != given else path
+    return next((found for k, a, b in pairs if (found := _different(a, b, path + k))), "")
 
 
 def _run_plan(root: Path) -> None:
