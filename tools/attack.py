@@ -299,13 +299,15 @@ def make_good(root: Path) -> None:
     _make_adapter(root, model)
     _make_data(root, words)
     _make_dumps(root)
-    header = ("id", "model", "topology", "devices", "seq_len", "tokens_per_step", "step_s")
-    rows = [
-        ("a", "llama-3-8b", "dgx-h100", 8, 4096, 65536, ""),
-        ("b", "llama-3-8b", "dgx-h100", 16, 4096, 131072, 3.5),
-    ]
+    run = {
+        "id": "a", "model": "Llama3-8B", "layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 8, "head_dim": 128,
+        "ffn": 14336, "gated": 1, "vocab": 128256, "seq": 8192, "device": "H100", "peak_tflops": 989, "n_dev": 16,
+        "tp": 2, "zero": 1, "mbs": 1, "gbs": 128, "precision": "bf16", "step_s": "", "stack": "NeMo",
+    }  # fmt: skip
     with (root / "runs.csv").open("w", newline="") as file:
-        csv.writer(file).writerows([header, *rows])
+        csv.writer(file).writerows(
+            [run, run.values(), (run | {"id": "b", "n_dev": 32, "step_s": 9.5}).values()]
+        )
 
 
 def _make_adapter(root: Path, model: Any) -> None:

@@ -86,8 +86,7 @@ def parse_json(text: str | bytes, limits: Limits) -> Any:
     """
     if len(text) > limits.num_bytes:
         raise LimitExceeded(f"{len(text):,} bytes, more than {limits.num_bytes:,}")
-    opened = sum(text.count(c) for c in (("[", "{") if isinstance(text, str) else (b"[", b"{")))
-    if opened > max(limits.num_elements, _MOST_OPENED):
+    if _num_opened(text) > max(limits.num_elements, _MOST_OPENED):
         raise LimitExceeded(f"more than {limits.num_elements:,} elements")
     try:
         value = json.loads(text)
@@ -95,6 +94,12 @@ def parse_json(text: str | bytes, limits: Limits) -> Any:
         raise LimitExceeded(f"nested deeper than {limits.depth}") from None
     check_value(value, limits)
     return value
+
+
+def _num_opened(text: str | bytes) -> int:
+    if isinstance(text, str):
+        return text.count("[") + text.count("{")
+    return text.count(b"[") + text.count(b"{")
 
 
 def read_json(path: Path, limits: Limits) -> Any:

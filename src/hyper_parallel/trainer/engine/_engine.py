@@ -50,7 +50,7 @@ from hyper_parallel.trainer.engine._offload import PlannedSteps
 from hyper_parallel.trainer.engine._offload_machine import Assumed
 from hyper_parallel.trainer.engine._offload_record import with_memory, write_timelines
 from hyper_parallel.trainer.engine._optimizer import build_optimizer
-from hyper_parallel.trainer.engine._profile import write_profile
+from hyper_parallel.trainer.engine._step_profile import write_profile
 from hyper_parallel.trainer.loop import (
     Display,
     EvalResult,

@@ -117,7 +117,11 @@ def _tensorboard(directory: Path, resumed_step: int) -> Tracker:
         event = Event(wall_time=time.time(), step=step)
         for name, value in values.items():
             event.summary.value.add(tag=name, simple_value=value)
-        records.write(event.SerializeToString())
+        try:
+            records.write(event.SerializeToString())
+        except OSError:
+            records.close()
+            raise
 
     records.write(Event(wall_time=now, file_version="brain.Event:2").SerializeToString())
     # TensorBoard drops what an earlier run wrote from this step on.
