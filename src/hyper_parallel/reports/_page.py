@@ -271,7 +271,7 @@ def _by_kind(
 
 def _phases(timeline: Timeline) -> dict[str, float]:
     """Mean seconds of each phase in one step of one rank; the first recorded step counts bytes and is slower."""
-    steps = steps_of(timeline)[1:] or steps_of(timeline)
+    steps = {*(steps_of(timeline)[1:] or steps_of(timeline))}
     spans = [s for s in timeline.spans if s.step in steps]
     rank_steps = len({(s.lane.split("/")[0], s.step) for s in spans}) or 1
     total: dict[str, float] = {}

@@ -53,7 +53,19 @@ class _Row(TypedDict):
     offload: NotRequired[_Offloaded]
 
 
+@with_config(_STRICT)
+class _About(TypedDict):
+    """What is read of run.json."""
+
+    device: NotRequired[str]
+    memory: NotRequired[str]
+    python: NotRequired[str]
+    torch: NotRequired[str]
+    transformers: NotRequired[str]
+
+
 _ROW: Final[TypeAdapter[_Row]] = TypeAdapter(_Row)
+_ABOUT: Final[TypeAdapter[_About]] = TypeAdapter(_About)
 _READ: Final = tuple(_Row.__annotations__)
 _FILE: Final = Limits(64 * MiB, num_elements=4_000_000)
 _LINES: Final = Limits(256 * MiB)
@@ -165,7 +177,7 @@ def load_run(directory: str | Path) -> RunRecord:
         config=_text(root / "config.yaml"),
         settings=_settings(root / "config.yaml"),
         sample=_text(root / "sample.txt"),
-        run_info=_mapping(root / "run.json"),
+        run_info=_about(root / "run.json"),
         offload=(predicted, measured) if predicted and measured else None,
         samplers=joined(t for t in apart if t is not None) if apart else None,
     )
@@ -196,12 +208,19 @@ def _settings(path: Path) -> dict[str, Any]:
     return flat
 
 
-def _mapping(path: Path) -> dict[str, Any]:
+def _about(path: Path) -> dict[str, Any]:
+    """Facts about machine and versions; none where the trainer has written none."""
+    if not path.is_file():
+        return {}
     try:
-        value = parse_json(_text(path) or "{}", _FILE)
+        value = parse_json(_text(path), _FILE)
+        _ABOUT.validate_python(value)
     except ValueError as error:
-        raise RunUnreadable("a file is not JSON", where=str(path), got=str(error)) from error
-    return value if isinstance(value, dict) else {}
+        raise RunUnreadable(
+            "the facts of the run cannot be read", where=str(path), got=f"{error!s:.200}"
+        ) from error
+    facts: dict[str, Any] = value
+    return facts
 
 
 def _json_lines(path: Path) -> tuple[dict[str, Any], ...]:

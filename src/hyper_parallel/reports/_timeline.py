@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from hyper_parallel.ir import Counter, Plan, Span, Timeline, joined
 
-_MOST_EVENTS: Final = 1_000_000
+_MOST_EVENTS: Final = 200_000
 """Events of one kind in a trace; Perfetto opens a few millions."""
 
 
