@@ -151,7 +151,8 @@ def without(value, *path):
         ("[" * 100_000, "nested deeper"),
         ('{"a": 1' + "0" * 400 + "}", "64 bits"),
         ({}, "$.data: missing"),
-        (without(extra(2), "run"), "$.run: missing"),
+        (without(extra(2), "data", "sequences_seen"), "$.data.sequences_seen: missing"),
+        (extra(2) | {"run": []}, "$.run"),
         (extra(2) | {"data": {"step": -5, **DATA}}, "$.data.step"),
         (extra(2) | {"data": {"step": 1, **DATA}}, "$.data.step: 1 in the checkpoint of step 2"),
         (extra(2) | {"data": {"step": "2", **DATA}}, "$.data.step"),
@@ -168,8 +169,9 @@ def test_values_beside_the_tensors_have_types_and_ranges(saved, caplog, value, s
     refused(saved, says, caplog)
 
 
-def test_keys_of_later_versions_beside_the_tensors_are_read(saved):
-    rewrite(saved, "extra.json", extra(2) | {"later": {"a": 1}})
+@pytest.mark.parametrize("value", [extra(2) | {"later": {"a": 1}}, {"data": extra(2)["data"]}])
+def test_values_of_later_and_earlier_versions_are_read(saved, value):
+    rewrite(saved, "extra.json", value)
     assert checkpointer(saved).load(*small())[0] == 2
     assert "verified" in run("verify", saved).stdout.splitlines()[-1]
 

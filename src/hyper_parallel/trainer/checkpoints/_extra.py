@@ -72,13 +72,13 @@ class _Scale(TypedDict):
 
 @with_config(_OPEN)
 class TrainerExtra(TypedDict):
-    """Values that the trainer saves."""
+    """Values that the trainer saves; earlier versions have saved fewer."""
 
     data: _Position
-    run: dict[str, Any]
-    metrics: dict[str, _Number]
-    resumes: list[_Resume]
-    early_stopping: _Stopping
+    run: NotRequired[dict[str, Any]]
+    metrics: NotRequired[dict[str, _Number]]
+    resumes: NotRequired[list[_Resume]]
+    early_stopping: NotRequired[_Stopping]
     loss_scale: NotRequired[_Scale]
     snapshot: NotRequired[str]
 
