@@ -175,8 +175,8 @@ def test_damaged_files_of_every_format_are_read_or_refused_by_code(tmp_path, mon
     for name in ("XDG_CACHE_HOME", "TMPDIR"):
         monkeypatch.setenv(name, str(tmp_path))
     kinds = ["plan", "plan of a run", "adapter", "checkpoint", "run files"]
-    found = attack.attack(kinds, 1, range(50), tmp_path / "kept")
+    found = attack.attack(kinds, 1, range(25), tmp_path / "kept")
     assert not found["found"]
-    assert found["inputs"] == 50
+    assert found["inputs"] == 25
     assert set(found["kinds"]) == set(kinds)
-    assert 0.05 < found["outcomes"]["read"] / 50 < 0.6  # some are harmless, most are not
+    assert 0.05 < found["outcomes"]["read"] / 25 < 0.7  # some are harmless, most are not

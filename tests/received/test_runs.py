@@ -1,13 +1,15 @@
 """Run directories and plans that somebody else may have written: shown, or refused with a code at little cost."""
 
 import json
+import os
 import resource
 import time
 from dataclasses import replace
 
 import pytest
 
-from hyper_parallel.errors import HyperParallelError, PlanUnreadable, RunUnreadable
+from hyper_parallel.calibration._row import read_rows
+from hyper_parallel.errors import HyperParallelError, PlanUnreadable, RunsUnreadable, RunUnreadable
 from hyper_parallel.ir import Plan, Strategy
 from hyper_parallel.reports import load_run, write_comparison, write_report
 from hyper_parallel.serde import encode
@@ -164,3 +166,13 @@ def test_many_lanes_and_steps_are_drawn_in_little_time(place):
     with Cost():
         write_report(place)
     assert (place / "trace.json").stat().st_size < 1 << 30
+
+
+def test_a_table_of_runs_that_is_a_pipe_or_endless_is_refused(tmp_path):
+    os.mkfifo(tmp_path / "pipe.csv")
+    (tmp_path / "large.csv").touch()
+    os.truncate(tmp_path / "large.csv", 1 << 40)
+    (tmp_path / "zeros.csv").symlink_to("/dev/zero")
+    for name in ("pipe.csv", "large.csv", "zeros.csv"):
+        with Cost(), pytest.raises(RunsUnreadable, match="cannot be read"):
+            read_rows(tmp_path / name)
