@@ -1,7 +1,7 @@
 # Everything a newcomer needs; each target sets up .venv first when needed.
 #   make train   plan, train on local ranks, sample text, write a report (runs/quickstart/)
 #   make fuzz N=100 SEED=1   random strategies against one device; a failing one is made as small as possible
-#   make fuzz-inputs N=1000  damaged files of every format: each is read, or refused with a code
+#   make attack N=2000  hostile and damaged files of every kind: each is read, or refused with a code, at little cost
 #   make chaos N=20 SEED=1   faults in small runs (killed, frozen, damaged checkpoints): nothing may be lost
 #   make test    formatting, types, import layers, and the test suite in two processes
 #   make test-slow   further cells of its matrices, on up to sixteen ranks, and long faults (minutes)
@@ -20,7 +20,7 @@ export HF_HUB_OFFLINE ?= 1
 bin := .venv/bin
 out := runs/quickstart
 
-.PHONY: help setup train test test-slow test-accelerator test-cluster test-llamafactory check fuzz fuzz-inputs chaos sweeps peers docs bench clean llamafactory-demo
+.PHONY: help setup train test test-slow test-accelerator test-cluster test-llamafactory check fuzz attack chaos sweeps peers docs bench clean llamafactory-demo
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -63,8 +63,8 @@ llamafactory-demo:
 fuzz: setup
 	FUZZ_CASES=$(or $(N),100) FUZZ_SEED=$(or $(SEED),1) $(bin)/pytest tests/parity/test_fuzz.py -m slow -s -q
 
-fuzz-inputs: setup
-	$(bin)/python tools/fuzz_inputs.py --inputs $(or $(N),1000) --seed $(or $(SEED),1)
+attack: setup
+	$(bin)/python tools/attack.py --inputs $(or $(N),2000) --seed $(or $(SEED),1)
 
 chaos: setup
 	$(bin)/python tools/chaos.py --faults $(or $(N),20) --seed $(or $(SEED),1)

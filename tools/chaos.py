@@ -25,9 +25,11 @@ from contextlib import suppress
 from pathlib import Path
 
 import psutil
+from full_disk import FullDisk, preload
 
 STEPS, EVERY, TIMEOUT_S, FAULTS_PER_RUN = 36, 3, 3, 3
 MOST_LOSSES = 5  # enough to know that something is wrong
+MOST_WRITES = 150  # of the command below its directory: more than of a run that goes on to its end
 MOST_BYTES = 1 << 16  # of a file on a full disk: less than a checkpoint, more than an error
 LONGEST_S = 240  # a run that takes longer hangs: ten times of what one takes on two busy cores
 MODEL = {
@@ -63,15 +65,25 @@ class Run:
             shutil.copytree(prepared, self.cache)
         self.again()
 
-    def again(self, reader: Callable[[int, int], None] | None = None) -> None:
-        """The command in a process of its own; `reader` reads its output and passes on what it wants to."""
+    def again(
+        self, reader: Callable[[int, int], None] | None = None, output: str = "", tmp: str = ""
+    ) -> None:
+        """The command in a process of its own.
+
+        Args:
+            reader: Reads its output, and passes on what it wants to.
+            output: File that takes its output in place of the log.
+            tmp: Its TMPDIR.
+        """
         self.status: int | None = None
         sys.stdout.flush()
         self.pid = os.fork()
         if self.pid:
             return
         os.setsid()
-        log = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        log = os.open(output or self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        if tmp:
+            os.environ["TMPDIR"], tempfile.tempdir = tmp, None
         if reader is not None:
             out, into = os.pipe()
             if os.fork() == 0:
@@ -225,6 +237,47 @@ def full(run: Run, draw: random.Random) -> str:
     return ""
 
 
+def disk(run: Run, draw: random.Random) -> str:
+    """The disk is full from some write of the command on: at its start, in a step, a checkpoint, or at its end.
+
+    The run ends with the coded error, or without an output that it can do without, which is said the same way. When
+    there is space again, the command goes on.
+    """
+    run.end()
+    faults, begin = FullDisk(), len(run.log.read_text())
+    faults.arm(run.out, draw.randint(1, MOST_WRITES))
+    run.again()
+    run.until(lambda: False, "the end of a run on a full disk")
+    failed, said = faults.failed, run.log.read_text()[begin:]
+    faults.disarm()
+    if failed and (run.status != 256 or "error[HP105]" not in said):
+        raise Lost("wrong_blame", f"status {run.status} on a full disk; it says {said[-300:]}")
+    if left := [p for p in run.out.rglob(".*.part") if ".run.owner" not in p.name]:
+        raise Lost("wrong_results", f"left behind: {left}")
+    run.again()
+    return ""
+
+
+def full_tmp(run: Run, draw: random.Random) -> str:
+    """The directory of temporary files is full while the command goes on; the run does not notice."""
+    run.end()
+    place = run.place / f"{run.out.name}.tmp"
+    place.mkdir(exist_ok=True)
+    FullDisk().arm(place, 1)
+    run.again(tmp=str(place))
+    return ""
+
+
+def full_output(run: Run, draw: random.Random) -> str:
+    """The output goes to a full disk; the run does not notice. Then it is started with its log again."""
+    run.end()
+    run.again(output="/dev/full")
+    reached = run.step() + 2
+    if not run.until(lambda: run.step() >= reached, "two steps with a full output"):
+        raise Lost("runs_ended", f"a full output ended the run, status {run.status}")
+    return crash(run, draw)
+
+
 def nan(run: Run, draw: random.Random) -> str:
     """A gradient is NaN; the run ends before its step with the parameter's name, and the command goes on."""
     run.poison.write_text("")
@@ -310,7 +363,10 @@ def flip(
     return rf"checkpoint of step {_step(newest)} is damaged"
 
 
-_ALL = (kill, stop, slow, crash, torn, flip, second, pipe, full, nan, batch, moved, removed)
+_ALL = (
+    *(kill, stop, slow, crash, torn, flip, second, pipe, full, disk, full_tmp, full_output, nan),
+    *(batch, moved, removed),
+)
 FAULTS: dict[str, Callable[..., str]] = {fault.__name__: fault for fault in _ALL}
 
 
@@ -361,13 +417,16 @@ def check(run: Run, reference: list[tuple[int, float, float]]) -> None:
 
 def main() -> int:
     """Inject faults until there were enough; 0 when nothing was lost."""
+    injected = preload()  # starts this program again where there is a C compiler
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--faults", type=int, default=20, help="Faults in all.")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", default=",".join(FAULTS), help="Kinds of faults, with commas.")
     parser.add_argument("--dir", type=Path, help="Kept; default: a temporary directory.")
     wanted = parser.parse_args()
-    kinds = wanted.only.split(",")
+    kinds = [
+        kind for kind in wanted.only.split(",") if injected or kind not in ("disk", "full_tmp")
+    ]
     if unknown := [kind for kind in kinds if kind not in FAULTS]:
         parser.error(f"no such faults: {unknown}; there are {', '.join(FAULTS)}")
     os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}

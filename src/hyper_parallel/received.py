@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any, Final
 
 _MIB: Final = 1024**2
+_MOST_OPENED: Final = 1_000_000
+"""Brackets in a text from which on objects and lists are not built at all; texts in it may hold some, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,12 +86,20 @@ def parse_json(text: str | bytes, limits: Limits) -> Any:
     """
     if len(text) > limits.num_bytes:
         raise LimitExceeded(f"{len(text):,} bytes, more than {limits.num_bytes:,}")
+    if _num_opened(text) > max(limits.num_elements, _MOST_OPENED):
+        raise LimitExceeded(f"more than {limits.num_elements:,} elements")
     try:
         value = json.loads(text)
     except RecursionError:
         raise LimitExceeded(f"nested deeper than {limits.depth}") from None
     check_value(value, limits)
     return value
+
+
+def _num_opened(text: str | bytes) -> int:
+    if isinstance(text, str):
+        return text.count("[") + text.count("{")
+    return text.count(b"[") + text.count(b"{")
 
 
 def read_json(path: Path, limits: Limits) -> Any:

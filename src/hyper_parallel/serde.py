@@ -9,20 +9,31 @@ from __future__ import annotations
 
 import json
 import os
+import reprlib
 from contextlib import suppress
 from functools import cache
 from io import TextIOWrapper
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Literal, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import to_jsonable_python
 
-T = TypeVar("T")
+from hyper_parallel.received import LimitExceeded, Limits, check_value, read_json
 
-_DEEPEST: Final = 50  # files of this package are nested less than ten deep
+T = TypeVar("T")
+Extra = Literal["allow", "forbid"]
+
+_NO_FEWER: Final = 1 << 62
+_DECODED: Final = Limits(num_bytes=_NO_FEWER, num_elements=_NO_FEWER)
+"""Limits of a value that is in memory already: nesting and sizes of integers only."""
 _PROBLEMS: Final = {"unexpected_keyword_argument": "unknown key", "missing": "missing"}
 """Our words for pydantic's error types; the others are printed as pydantic says them."""
+
+
+_MOST_PROBLEMS: Final = 1000
+_REPR: Final = reprlib.Repr()
+_REPR.maxstring = _REPR.maxother = 80
 
 
 class DecodeError(ValueError):
@@ -34,32 +45,51 @@ def encode(value: Any) -> Any:
     return to_jsonable_python(value)
 
 
-def decode(cls: type[T], data: Any) -> T:
+def decode(cls: type[T], data: Any, *, extra: Extra = "forbid") -> T:
     """Build `cls` from JSON values.
+
+    Args:
+        cls: Its class.
+        data: JSON values.
+        extra: Whether unknown keys are refused, at every level.
 
     Raises:
         DecodeError: With the dotted path of the first value that does not fit.
     """
-    if not _counts(data):
-        raise DecodeError("$: an integer of more than 64 bits, or nested too deep")
+    try:
+        check_value(data, _DECODED)
+    except LimitExceeded as error:
+        raise DecodeError(f"$: {error}") from None
+    return _validate(cls, data, extra)
+
+
+def read(cls: type[T], path: Path, limits: Limits, *, extra: Extra = "forbid") -> T:
+    """Build `cls` from a JSON file within limits; arguments as of `decode`.
+
+    Raises:
+        DecodeError: The file is no JSON, exceeds a limit or does not fit, with the dotted path of the first such value.
+        OSError: The file cannot be read.
+    """
+    try:
+        data = read_json(path, limits)
+    except ValueError as error:  # LimitExceeded, JSONDecodeError and UnicodeDecodeError
+        raise DecodeError(str(error)) from None
+    return _validate(cls, data, extra)
+
+
+def _validate(cls: type[T], data: Any, extra: Extra) -> T:
     adapter: TypeAdapter[T] = _adapter(cls)  # type: ignore[arg-type]  # classes are hashable
     try:
-        return adapter.validate_json(json.dumps(data), strict=True, extra="forbid")
+        return adapter.validate_json(json.dumps(data), strict=True, extra=extra)
     except ValidationError as error:
+        if (count := error.error_count()) > _MOST_PROBLEMS:  # each costs a kilobyte to describe
+            raise DecodeError(f"$: {count:,} values do not fit") from None
         first = error.errors(include_url=False)[0]
-        path = "$" + "".join(
-            f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]
+        path = "$" + "".join(f"[{p}]" if isinstance(p, int) else f".{p:.80}" for p in first["loc"])
+        problem = (
+            _PROBLEMS.get(first["type"]) or f"{first['msg']}, got {_REPR.repr(first['input'])}"
         )
-        problem = _PROBLEMS.get(first["type"]) or f"{first['msg']}, got {first['input']!r}"
         raise DecodeError(f"{path}: {problem}") from error
-
-
-def _counts(data: Any, depth: int = 0) -> bool:
-    """Whether all integers are of sizes that can be computed with."""
-    if isinstance(data, (dict, list)):
-        values = data.values() if isinstance(data, dict) else data
-        return depth < _DEEPEST and all(_counts(value, depth + 1) for value in values)
-    return not isinstance(data, int) or data.bit_length() <= 64
 
 
 @cache
@@ -70,12 +100,22 @@ def _adapter(cls: type) -> TypeAdapter[Any]:
 def write_text(path: Path, text: str) -> None:
     """Write a file under another name and rename it into place: a reader sees the old or the new one, never a half.
 
-    A link under either name is replaced, not followed.
+    A link under either name is replaced, not followed. A write that fails leaves nothing behind; what a killed process
+    leaves is named `.NAME.PROCESS.part`. A device or a pipe is written as it is.
     """
+    if path.exists() and not path.is_file():
+        path.write_text(text, encoding="utf-8")
+        return
     partial = path.with_name(f".{path.name}.{os.getpid()}.part")
-    with create_file(partial) as file:
-        file.write(text)
-    partial.replace(path)
+    try:
+        with create_file(partial) as file:
+            file.write(text)
+        partial.replace(path)
+    except OSError as error:
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
+        error.filename = str(path)
+        raise
 
 
 def create_file(path: Path) -> TextIOWrapper:

@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from io import StringIO
 from pathlib import Path
 from typing import Final
 
@@ -32,6 +33,7 @@ from hyper_parallel.cost import (
 from hyper_parallel.errors import HyperParallelError, OutputNotWritable, RunsUnreadable
 from hyper_parallel.ir import Workload
 from hyper_parallel.owned_folder import check_output_file
+from hyper_parallel.serde import write_text
 from hyper_parallel.units import GiB
 
 _SAFE: Final = 1.1
@@ -223,10 +225,11 @@ def predict_file(
     first = [name for name in _FIRST if name in names]
     header = dict.fromkeys([*columns, "id", *MEASURED, *first, *terms, "assumptions"])
     try:
-        with Path(output).open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, header, restval="")
-            writer.writeheader()
-            writer.writerows(rows)
+        table = StringIO(newline="")
+        writer = csv.DictWriter(table, header, restval="")
+        writer.writeheader()
+        writer.writerows(rows)
+        write_text(Path(output), table.getvalue())
     except OSError as error:
         raise OutputNotWritable(
             "the predictions cannot be written", where="--output", got=f"{output}: {error.strerror}"

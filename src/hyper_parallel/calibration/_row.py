@@ -10,17 +10,21 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping
+from io import StringIO
 from pathlib import Path
 from typing import Annotated, Any, Final
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
 from hyper_parallel.errors import RunsUnreadable
+from hyper_parallel.received import Limits, read_text
+from hyper_parallel.units import MiB
 
 MEASURED: Final = ("step_s", "tok_s_dev", "mem_gib")
 """Columns that hold what was measured."""
 SHAPE: Final = ("layers", "hidden", "heads")
 """Columns of a model's shape that cannot be left out, unless a preset has the model's name."""
+_LIMITS: Final = Limits(64 * MiB)
 REQUIRED: Final = ("seq", "device", "n_dev")
 """Columns without which a row cannot be predicted."""
 SURPLUS: Final = "more cells than columns"
@@ -159,15 +163,14 @@ def read_rows(path: str | Path) -> tuple[list[str], list[dict[str, str]]]:
         RunsUnreadable: HP314 when the file cannot be read or lacks the columns that a prediction needs.
     """
     try:
-        with Path(path).open(newline="", encoding="utf-8-sig") as file:
-            head = file.readline()
-            file.seek(0)
-            delimiter = max(",;\t", key=head.count)
-            reader = csv.DictReader(file, None, SURPLUS, "", delimiter=delimiter, strict=True)
-            columns = [_column(c) for c in reader.fieldnames or ()]
-            reader.fieldnames = columns
-            rows = [{k: str(v).strip() for k, v in row.items() if k} for row in reader]
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        text = read_text(Path(path), _LIMITS).removeprefix("\ufeff")
+        delimiter = max(",;\t", key=text.partition("\n")[0].count)
+        lines = StringIO(text, newline="")
+        reader = csv.DictReader(lines, None, SURPLUS, "", delimiter=delimiter, strict=True)
+        columns = [_column(c) for c in reader.fieldnames or ()]
+        reader.fieldnames = columns
+        rows = [{k: str(v).strip() for k, v in row.items() if k} for row in reader]
+    except (OSError, ValueError, csv.Error) as error:
         raise RunsUnreadable("the runs cannot be read", where=str(path), got=str(error)) from error
     twice = [name for name, count in Counter(columns).items() if name and count > 1]
     if twice:

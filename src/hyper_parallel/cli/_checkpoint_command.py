@@ -15,6 +15,7 @@ from hyper_parallel.errors import BadValue, CheckpointCorrupt, CheckpointFormat,
 
 if TYPE_CHECKING:
     from hyper_parallel.config import Lora
+    from hyper_parallel.trainer.checkpoints._extra import CheckExtra
 
 app = typer.Typer(
     name="checkpoint",
@@ -57,12 +58,13 @@ def inspect(
     """Print what a checkpoint holds: tensors with shape, dtype and pieces, step, and position in the data."""
     from hyper_parallel.trainer._files import Damaged
     from hyper_parallel.trainer.checkpoints import _manifest as files
+    from hyper_parallel.trainer.checkpoints._extra import read_extra
 
     directory = _checkpoints(run_dir)
     path = directory / files.step_name(files.steps(directory)[-1] if step is None else step)
     try:
-        manifest, index = files.check(path, contents=False)
-        extra = files.read_extra(path)
+        manifest, index = files.check(path, contents=False, check_extra=_extra_check(directory))
+        extra = read_extra(path)
     except Damaged as error:
         raise CheckpointCorrupt("the checkpoint is damaged", where=str(error)) from None
     tensors = [
@@ -176,11 +178,11 @@ def _print_steps(run_dir: Path, *, contents: bool) -> bool:
     from hyper_parallel.units import format_bytes
 
     directory = _checkpoints(run_dir)
-    intact = True
+    check_extra, intact = _extra_check(directory), True
     for step in files.steps(directory):
         path = directory / files.step_name(step)
         try:
-            manifest, index = files.check(path, contents=contents)
+            manifest, index = files.check(path, contents=contents, check_extra=check_extra)
             if contents and (strange := files.unexpected(path, index)):
                 raise Damaged(path / strange[0], "belongs to no checkpoint")
         except (Damaged, CheckpointFormat) as error:
@@ -193,6 +195,13 @@ def _print_steps(run_dir: Path, *, contents: bool) -> bool:
         size = format_bytes(manifest.size_bytes)
         typer.echo(f"step {step:>8}  {state}  {size:>10}  saved by {ranks}")
     return intact
+
+
+def _extra_check(directory: Path) -> CheckExtra | None:
+    """Return the check of values beside the tensors: that of the trainer where a run has written the checkpoints."""
+    from hyper_parallel.trainer.checkpoints._extra import check_trainer_extra
+
+    return check_trainer_extra if (directory.parent / "config.yaml").is_file() else None
 
 
 def _checkpoints(run_dir: Path) -> Path:

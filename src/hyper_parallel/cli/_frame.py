@@ -2,22 +2,37 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import logging
 import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Final, NoReturn
 
 import typer
 
 from hyper_parallel import __version__
-from hyper_parallel.errors import HyperParallelError, MissingDependency
+from hyper_parallel.cli._pipes import sink_stream
+from hyper_parallel.errors import (
+    BadValue,
+    HyperParallelError,
+    MissingDependency,
+    OutputNotWritable,
+    not_writable,
+)
 
 _DEFECT_STATUS: Final = 70
 """Exit status of a defect (EX_SOFTWARE of sysexits.h), so that scripts can tell it from a user's mistake."""
+
+_OF_FILES: Final = (
+    "EACCES", "EPERM", "ENOENT", "ENOTDIR", "EISDIR", "ENOSPC", "EDQUOT", "EFBIG", "EROFS", "EIO", "ELOOP",
+    "EEXIST", "ENOTEMPTY", "EXDEV", "EMFILE", "ENFILE", "ESTALE", "EBUSY", "ETXTBSY",
+)  # fmt: skip
+"""Refusals of files and disks; what else the system refuses is a defect."""
 
 
 def build_app(
@@ -108,12 +123,29 @@ def run(app: typer.Typer) -> None:
         )
     except BrokenPipeError:
         # The reader of a pipe has left; a second complaint at interpreter exit is avoided by giving stdout a sink.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sink_stream(sys.stdout)
         sys.exit(1)
+    except OSError as error:
+        fail(coded(error))
     except Exception as error:
         _defect(error)
     finally:
         gc.freeze()  # the process ends: reference cycles need not be looked for
+
+
+def coded(error: OSError) -> HyperParallelError:
+    """Return the coded error of a file that the system refuses, where no reader or writer has given it one."""
+    if error.errno == errno.ENAMETOOLONG:
+        return BadValue(
+            "a path is longer than the system allows",
+            got=f"{error.filename!s:.80}... of {len(str(error.filename))} characters",
+            allowed="4,095 bytes, 255 per name",
+        )
+    if errno.errorcode.get(error.errno or 0, "") not in _OF_FILES:
+        _defect(error)
+    if error.filename is None:
+        return OutputNotWritable("the output cannot be written", got=error.strerror, hint="df -h .")
+    return not_writable(error, error.filename)
 
 
 def _defect(error: Exception) -> NoReturn:
@@ -132,5 +164,12 @@ def fail(error: HyperParallelError) -> None:
     if sys.stderr.isatty() and not os.environ.get("NO_COLOR"):
         head, _, rest = text.partition(":")
         text = f"\x1b[1;31m{head}\x1b[0m:{rest}".replace("\nhint:", "\n\x1b[1;36mhint\x1b[0m:", 1)
-    sys.stderr.write(text + "\n")
+    with suppress(OSError):
+        sys.stderr.write(text + "\n")
+        sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:  # the interpreter would end with another status
+            sink_stream(stream)
     sys.exit(1)

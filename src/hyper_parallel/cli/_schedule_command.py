@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from hyper_parallel.errors import Contradiction, OutputNotWritable
 from hyper_parallel.owned_folder import check_output_file
+from hyper_parallel.serde import write_text
 
 if TYPE_CHECKING:
     from hyper_parallel.ir import Plan
@@ -79,7 +80,7 @@ def write_schedule(plan: Plan, path: Path) -> None:
     check_schedule_file(path)
     schedule = step_schedule(plan.strategy, plan.workload.accumulation_steps or 1)
     try:
-        path.write_text(schedule.to_csv(), encoding="utf-8")
+        write_text(path, schedule.to_csv())
     except OSError as error:
         raise OutputNotWritable(
             "the schedule cannot be written",

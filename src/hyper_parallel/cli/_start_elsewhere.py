@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from hyper_parallel.cli._frame import is_quiet
-from hyper_parallel.errors import LauncherMissing
+from hyper_parallel.errors import LauncherMissing, written
 
 if TYPE_CHECKING:
     from hyper_parallel.trainer import Job
@@ -63,7 +63,7 @@ def start_elsewhere(launcher: str, job: Job, words: Sequence[str]) -> None:
         sys.stdout.flush()
         torchrun = [sys.executable, "-m", "torch.distributed.run"]
         os.execv(sys.executable, [*torchrun, *shlex.split(command)[1:]])
-    from hyper_parallel.trainer._files import write_text, written
+    from hyper_parallel.trainer._files import write_text
     from hyper_parallel.trainer.run_directory import claim_run_directory
 
     script, text = _script(job), _sbatch(job, words)

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hyper_parallel.cli._frame import collect_cycles, is_quiet
-from hyper_parallel.cli._pipes import lasting_output
-from hyper_parallel.errors import Contradiction
+from hyper_parallel.cli._pipes import check_output, lasting_output
+from hyper_parallel.errors import Contradiction, Unwritten
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -160,7 +160,7 @@ def _train(
     if launcher in ("torchrun", "slurm"):
         start_elsewhere(launcher, job, words)
         return
-    status = 0
+    status, unwritten = 0, Unwritten()
     try:
         summary = run_on_ray(job, loaded) if launcher == "ray" else run_job(job)
     except Interrupted as error:
@@ -168,12 +168,13 @@ def _train(
         if main:
             sys.stderr.write(_interrupted(job, error))
     if summary is not None:
-        _conclude(job, summary, console)
+        _conclude(job, summary, console, unwritten)
+        for error in (*summary.unwritten, *unwritten.errors):
+            sys.stderr.write(error.render() + "\n")
+            status = 1
     if under_torchrun():
         # Threads of the collective library can abort a normal exit after all work is done.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
+        os._exit(status or check_output())
     if status:
         raise typer.Exit(status)
 
@@ -201,12 +202,14 @@ def _interrupted(job: Job, error: Interrupted) -> str:
     return f"interrupted: {what}\nhint: {command}\n"
 
 
-def _conclude(job: Job, summary: Summary, console: Console) -> None:
-    """Report of the run on standard error, the sample on standard output."""
+def _conclude(job: Job, summary: Summary, console: Console, unwritten: Unwritten) -> None:
+    """Report of the run on standard error, the sample on standard output; what cannot be written is kept."""
     from hyper_parallel.reports import write_report
 
-    page, trace = write_report(job.output_dir)
-    first, last = summary.first_eval_loss, summary.last_eval_loss
+    first, last, pages = summary.first_eval_loss, summary.last_eval_loss, None
+    with unwritten.spare(job.output_dir):
+        pages = write_report(job.output_dir)
+    page = pages[0] if pages else "no report"
     if is_quiet():
         losses = f"loss {summary.loss:.4f}"
         if not math.isnan(last):
@@ -214,10 +217,13 @@ def _conclude(job: Job, summary: Summary, console: Console) -> None:
         typer.echo(f"{summary.steps} steps in {summary.seconds:.0f} s, {losses}: {page}")
     if not math.isnan(last):
         console.print(f"held-out loss {first:.4f} -> {last:.4f} in {summary.seconds:.0f} s")
-    console.print(f"report {page}\ntrace  {trace}", highlight=False)
+    if pages is not None:
+        console.print(f"report {page}\ntrace  {pages[1]}", highlight=False)
     if job.recipe.sample_prompt is not None:
-        from hyper_parallel.trainer import write_sample
+        from hyper_parallel.trainer import make_sample, write_sample
 
-        sample = write_sample(job)
+        sample = make_sample(job)
+        with unwritten.spare(job.output_dir):
+            write_sample(job, sample)
         if not is_quiet():
             typer.echo(sample)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 from pydantic import Discriminator, Field, Tag, field_validator
 
@@ -12,13 +12,17 @@ from hyper_parallel.config._sections import Section, source_tag
 NAMES_OF_EXPERTS = ("gate_proj", "up_proj", "down_proj", "gate", "w1", "w2", "w3")
 """Linear modules that all-linear leaves out of a model whose experts are one parameter: peft means experts by them."""
 
+_LARGEST_RANK: Final = 1 << 20
+"""No linear module is wider; a rank is refused by the dims of the model's modules, too."""
+_LONGEST_PATTERN: Final = 10_000
+
 
 class Lora(Section):
     """Low-rank adapters, made and written by peft: the keys are those of its `LoraConfig`."""
 
-    r: int = Field(default=8, ge=1)
+    r: int = Field(default=8, ge=1, le=_LARGEST_RANK)
     """Rank of the adapters."""
-    lora_alpha: float = Field(default=16, gt=0)
+    lora_alpha: float = Field(default=16, gt=0, allow_inf_nan=False)
     """What an adapter adds is multiplied by `lora_alpha / r`."""
     lora_dropout: float = Field(default=0.0, ge=0, lt=1)
     """Share of the inputs of an adapter that is dropped."""
@@ -30,21 +34,30 @@ class Lora(Section):
     """Linear modules that get one: ends of their names (`[q_proj, v_proj]`), a regular expression, or all-linear."""
     use_rslora: bool = False
     """Multiply by `lora_alpha / sqrt(r)` instead."""
-    rank_pattern: dict[str, Annotated[int, Field(ge=1)]] = Field(default_factory=dict)
+    rank_pattern: dict[str, Annotated[int, Field(ge=1, le=_LARGEST_RANK)]] = Field(
+        default_factory=dict
+    )
     """Other ranks: end of a module's name, or a regular expression, to the rank."""
-    alpha_pattern: dict[str, Annotated[float, Field(gt=0)]] = Field(default_factory=dict)
+    alpha_pattern: dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]] = Field(
+        default_factory=dict
+    )
     """Other values of `lora_alpha`, likewise."""
     modules_to_save: tuple[str, ...] = ()
     """Ends of the names of modules that are trained whole and written with the adapter, such as norms."""
     init_lora_weights: Literal[True, "gaussian"] = True
     """First values of A, as peft draws them; B is 0."""
 
-    @field_validator("target_modules")
+    @field_validator("target_modules", "rank_pattern", "alpha_pattern")
     @classmethod
     def _compiles(cls, value: object) -> object:
-        if isinstance(value, str):
+        patterns = [value] if isinstance(value, str) else value if isinstance(value, dict) else ()
+        for pattern in patterns:
             try:
-                re.compile(value)
-            except re.error as error:
-                raise ValueError(f"`{value}` is no regular expression: {error}") from None
+                if len(pattern) > _LONGEST_PATTERN:
+                    raise ValueError(f"{len(pattern):,} characters, more than {_LONGEST_PATTERN:,}")
+                re.compile(pattern)
+            except (re.error, ValueError, OverflowError, RecursionError) as error:
+                raise ValueError(
+                    f"`{pattern:.80}` is no regular expression: {error!s:.120}"
+                ) from None
         return value

@@ -76,8 +76,10 @@ from hyper_parallel.errors._running import (
     WeightsUninitialised,
     WeightsUnreadable,
 )
+from hyper_parallel.errors._written import DISK_ERRORS, Unwritten, not_writable, written
 
 __all__ = [
+    "DISK_ERRORS",
     "AuditError",
     "BadObjective",
     "BadValue",
@@ -144,8 +146,11 @@ __all__ = [
     "UnknownPeak",
     "UnknownTopology",
     "UnsupportedSharding",
+    "Unwritten",
     "WeightsUninitialised",
     "WeightsUnreadable",
     "all_codes",
+    "not_writable",
     "overrides",
+    "written",
 ]

@@ -40,9 +40,10 @@ class NotImportable(HyperParallelError, code="HP109"):
 
 
 class OutputNotWritable(HyperParallelError, code="HP105"):
-    """A directory that is to be written cannot be created or written.
+    """A file or directory that is to be written cannot be created or written: permissions, or a disk without space.
 
-    Fix: choose another directory for the key that is named, or change the permissions.
+    Outputs that a run can do without are reported so when everything else is done. Fix: choose another directory for
+    the key that is named, change the permissions, or make space; a run then goes on from its newest checkpoint.
     """
 
 

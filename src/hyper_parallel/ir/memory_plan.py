@@ -6,12 +6,18 @@ import json
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Final
 
 from hyper_parallel.errors import MemoryPlanInvalid
 from hyper_parallel.ir.host_buffers import slab_bytes
 from hyper_parallel.ir.memory import Choice, Extent, MemoryAction, MemoryProgram, MemoryTier
 from hyper_parallel.ir.replay import Replay, replay
-from hyper_parallel.serde import decode, encode
+from hyper_parallel.received import Limits, parse_json
+from hyper_parallel.serde import decode, encode, write_text
+from hyper_parallel.units import MiB
+
+_LIMITS: Final = Limits(256 * MiB, num_elements=20_000_000)
+"""Of plans of about a million actions."""
 
 
 @dataclass(frozen=True)
@@ -70,12 +76,12 @@ class MemoryPlan:
             MemoryPlanInvalid: HP404 when the text is no plan or its actions are illegal.
         """
         try:
-            plan = decode(MemoryPlan, json.loads(text))
-        except (ValueError, RecursionError) as error:
+            plan = decode(MemoryPlan, parse_json(text, _LIMITS))
+        except ValueError as error:
             raise MemoryPlanInvalid("the memory plan cannot be read", got=str(error)) from error
         _ = plan.replayed
         return plan
 
     def save(self, path: Path) -> None:
         """Write the plan as JSON."""
-        path.write_text(self.to_json() + "\n", encoding="utf-8")
+        write_text(path, self.to_json() + "\n")

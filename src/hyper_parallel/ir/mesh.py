@@ -107,14 +107,24 @@ class Mesh:
             group = [{**c, axis: i} for c in group for i in range(self.degree(axis))]
         return tuple(self.at(c) for c in group)
 
-    def groups(self, axes: str | Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """All groups over `axes`; each device is in exactly one."""
-        groups: dict[int, tuple[int, ...]] = {}
+    def groups(
+        self, axes: str | Sequence[str], most: int | None = None
+    ) -> tuple[tuple[int, ...], ...]:
+        """Return the groups over `axes`, in the order of their first devices; each device is in exactly one.
+
+        Args:
+            axes: Axes along which devices of a group differ.
+            most: Number of groups to return; None: all.
+        """
+        groups: list[tuple[int, ...]] = []
+        seen: set[int] = set()
         for device in self.devices or range(self.size):
-            if device not in groups:
-                group = self.group(device, axes)
-                groups |= dict.fromkeys(group, group)
-        return tuple(dict.fromkeys(groups.values()))
+            if len(groups) == most:
+                break
+            if device not in seen:
+                groups.append(self.group(device, axes))
+                seen.update(groups[-1])
+        return tuple(groups)
 
     def submesh(self, axes: Sequence[str], device: int) -> Mesh:
         """The mesh over `axes` that contains `device`."""

@@ -10,15 +10,18 @@ from typing import Final, Literal
 
 from hyper_parallel.errors import PlanUnreadable
 from hyper_parallel.ir import _text
+from hyper_parallel.ir._plan_ranges import range_problem
 from hyper_parallel.ir.layout import Layout
 from hyper_parallel.ir.mesh import Mesh
 from hyper_parallel.ir.roles import RolesPlan
 from hyper_parallel.ir.strategy import Strategy
 from hyper_parallel.ir.workload import Workload
 from hyper_parallel.model import ModelProperties
-from hyper_parallel.serde import DecodeError, decode, encode
+from hyper_parallel.received import Limits, parse_json, read_text
+from hyper_parallel.serde import DecodeError, decode, encode, write_text
 
 PLAN_VERSION: Final = 2
+_LIMITS: Final = Limits()
 RESERVED: Final = ("device context", "fragmentation")
 """Memory terms that no tensor holds: driver context with communicators, and what an allocator cannot use."""
 
@@ -330,11 +333,8 @@ class Plan:
             PlanUnreadable: HP306 with the path of the first value that does not fit.
         """
         try:
-            data = json.loads(text)
-        except (
-            ValueError,
-            RecursionError,
-        ) as error:  # nested too deep, or numbers of thousands of digits
+            data = parse_json(text, _LIMITS)
+        except ValueError as error:  # beyond a limit, too
             at = f":{error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
             raise PlanUnreadable(
                 "the plan is not JSON", where=f"{where}{at}", got=str(error)[:120]
@@ -349,22 +349,25 @@ class Plan:
             )
         data.pop("fingerprint", None)
         try:
-            return decode(cls, data)
+            plan = decode(cls, data)
+            if problem := range_problem(plan):
+                raise DecodeError(problem)
         except (DecodeError, TypeError) as error:
             raise PlanUnreadable(
                 "the plan holds a value that does not fit", where=where, got=str(error)
             ) from error
+        return plan
 
     def save(self, path: str | Path) -> None:
         """Write the plan to a file."""
-        Path(path).write_text(self.to_json() + "\n", encoding="utf-8")
+        write_text(Path(path), self.to_json() + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
         """Read a plan from a file; see `from_json` for the errors."""
         try:
-            text = Path(path).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
+            text = read_text(Path(path), _LIMITS)
+        except (OSError, ValueError) as error:
             raise PlanUnreadable(
                 "the plan cannot be read", where=str(path), got=str(error)[:120]
             ) from error

@@ -11,11 +11,10 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import tempfile
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any, Final, cast, get_args
 
 from hyper_parallel.errors import MemoryPlanInvalid
 from hyper_parallel.ir import (
@@ -35,7 +34,10 @@ from hyper_parallel.memory._address import wrong_address
 from hyper_parallel.memory._clock import clocked
 from hyper_parallel.memory._memory_machine import MemoryMachine, with_seconds
 from hyper_parallel.memory._plan_memory import plan_memory, unmoved_seconds
+from hyper_parallel.received import Limits, read_json
+from hyper_parallel.serde import write_text
 from hyper_parallel.topology import cache_dir
+from hyper_parallel.units import MiB
 
 PLANNER = 15
 """Number of the planner's passes and of the file's form: raised with every change, so that old files are not met."""
@@ -55,6 +57,10 @@ class _CachedGoal:
     recompute: bool
     reorder: bool
     bandwidth_margin: float | None
+
+
+_LIMITS: Final = Limits(256 * MiB, num_elements=20_000_000)
+"""Of plans of about a million actions."""
 
 
 class _Unusable(ValueError):
@@ -158,21 +164,18 @@ def _write(path: Path, key: str, plan: MemoryPlan, timed: bool) -> None:
         "seconds": [op.seconds for op in plan.program.operators] if timed else None,
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Readers see the old file or the whole new one, never a part.
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".part", delete=False) as file:
-        json.dump(document, file, separators=(",", ":"))
-    Path(file.name).replace(path)
+    write_text(path, json.dumps(document, separators=(",", ":")))
 
 
 def _read(
     path: Path, key: str, program: MemoryProgram, machine: MemoryMachine, goal: _CachedGoal
 ) -> MemoryPlan:
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        document = read_json(path, _LIMITS)
         if (seconds := document["seconds"]) is not None:
             program = with_seconds(program, [float(s) for s in seconds])
         plan = _decode(document, key, program, machine)
-    except (ValueError, KeyError, IndexError, TypeError, RecursionError) as error:
+    except (ValueError, KeyError, IndexError, TypeError) as error:
         raise _Unusable(f"{type(error).__name__}: {error}") from error
     _check(plan, machine, goal)
     return plan

@@ -4,6 +4,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from hyper_parallel.errors import written
 from hyper_parallel.owned_folder import check_output_file
 from hyper_parallel.reports._page import render
 from hyper_parallel.reports._run_record import RunRecord, load_run
@@ -26,15 +27,15 @@ def write_report(directory: str | Path) -> tuple[Path, Path]:
     """Write `report.html` and `trace.json` into a run directory and return their paths.
 
     Raises:
-        RunUnreadable: HP603 when the directory is not a run.
+        RunUnreadable: HP603 when the directory is not a run. OutputNotWritable: HP105.
     """
     run = load_run(directory)
     page, trace = run.directory / "report.html", run.directory / "trace.json"
     _check_written(page, trace)
-    write_text(page, _page(run))
-    write_text(
-        trace, json.dumps(chrome_trace(run.timeline, run.plan, run.simulated, run.samplers)) + "\n"
-    )
+    events = chrome_trace(run.timeline, run.plan, run.simulated, run.samplers)
+    with written(run.directory):
+        write_text(page, _page(run))
+        write_text(trace, json.dumps(events) + "\n")
     return page, trace
 
 
@@ -42,12 +43,13 @@ def write_comparison(directories: Sequence[str | Path]) -> Path:
     """Write `comparison.html`, several runs in one page, into the directory of the first, and return its path.
 
     Raises:
-        RunUnreadable: HP603 when a directory is not a run.
+        RunUnreadable: HP603 when a directory is not a run. OutputNotWritable: HP105.
     """
     runs = [load_run(directory) for directory in directories]
     page = runs[0].directory / "comparison.html"
     _check_written(page)
-    write_text(page, _page(*runs))
+    with written(page):
+        write_text(page, _page(*runs))
     return page
 
 

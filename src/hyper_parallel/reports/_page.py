@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Final
@@ -173,7 +174,7 @@ def _points(run: RunRecord, key: str, inside: str | None = None) -> list[tuple[f
     found = [
         (m["step"], m[key] if inside is None else m[key][inside])
         for m in run.metrics
-        if m.get(key) is not None and (inside is None or inside in m[key])
+        if m.get(key) is not None and (inside is None or m[key].get(inside) is not None)
     ]
     return [(float(step), float(value)) for step, value in found]
 
@@ -229,8 +230,9 @@ def _single(run: RunRecord) -> dict[str, Chart | None]:
 
 def _lanes(timeline: Timeline) -> Chart:
     """One step on its executors, as many as there is space for."""
-    busy = sorted({s.lane for s in timeline.spans if s.duration_s > 0}, key=timeline.lanes.index)
-    names = {lane: lane.replace("/compute", "").replace("/", " ") for lane in busy[:_MAX_LANES]}
+    working = {s.lane for s in timeline.spans if s.duration_s > 0}
+    busy = itertools.islice((lane for lane in timeline.lanes if lane in working), _MAX_LANES)
+    names = {lane: lane.replace("/compute", "").replace("/", " ") for lane in busy}
     return lanes(_told(timeline, kind_of), names)
 
 
@@ -269,7 +271,7 @@ def _by_kind(
 
 def _phases(timeline: Timeline) -> dict[str, float]:
     """Mean seconds of each phase in one step of one rank; the first recorded step counts bytes and is slower."""
-    steps = steps_of(timeline)[1:] or steps_of(timeline)
+    steps = {*(steps_of(timeline)[1:] or steps_of(timeline))}
     spans = [s for s in timeline.spans if s.step in steps]
     rank_steps = len({(s.lane.split("/")[0], s.step) for s in spans}) or 1
     total: dict[str, float] = {}
@@ -287,7 +289,8 @@ def _memory(run: RunRecord, tier: str) -> Chart:
     if tier == "hbm" and run.peak_memory_bytes is not None:
         rows.append(("measured", _measured_memory(run), {}))
     elif run.offload is not None and tier in ("dram", "flash"):
-        most = max(m["offload"][f"{tier}_bytes"] for m in run.metrics if "offload" in m)
+        steps = [m["offload"] for m in run.metrics if "offload" in m]
+        most = max((step[f"{tier}_bytes"] for step in steps), default=0)
         rows.append(("measured", {"offloaded": float(most)}, {}))
     return bars(rows, BYTES, float(plan.memory_capacity_bytes) if tier == "hbm" else 0.0)
 
@@ -339,14 +342,14 @@ def _mesh(mesh: Mesh) -> dict[str, Any] | None:
     if not axes:
         return None
     inner = [n for n, _ in axes if n in ("tp_x", "tp_y")] or [axes[-1][0]]
-    groups = mesh.groups(inner)[: max(1, _MAX_RANKS // mesh.degree(inner))]
+    groups = mesh.groups(inner, max(1, _MAX_RANKS // mesh.degree(inner)))
     rows = []
-    for group in groups:
+    for group in (group[:_MAX_RANKS] for group in groups):
         places = [mesh.coordinate(rank) for rank in group]
         outer = ", ".join(f"{n} {places[0][n]}" for n, _ in axes if n not in inner)
         told = [", ".join(f"{n}={p[n]}" for n, _ in axes) for p in places]
         rows.append((outer, list(zip(group, told, strict=True))))
-    shown = sum(map(len, groups))
+    shown = sum(len(row) for _, row in rows)
     note = f"first {shown} of {mesh.size} ranks" if shown < mesh.size else ""
     return {"inner": " x ".join(inner), "rows": rows, "note": note}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -14,7 +13,9 @@ from typing_extensions import TypedDict
 from hyper_parallel.config import read_mapping
 from hyper_parallel.errors import RunUnreadable
 from hyper_parallel.ir import Plan, Timeline, joined
-from hyper_parallel.serde import DecodeError, decode
+from hyper_parallel.received import Limits, parse_json, read_text
+from hyper_parallel.serde import DecodeError, read
+from hyper_parallel.units import MiB
 
 _WARM_UP_STEPS = 3
 """First steps left out of medians: they pay for allocation, lazy imports and compilation."""
@@ -52,7 +53,24 @@ class _Row(TypedDict):
     offload: NotRequired[_Offloaded]
 
 
+@with_config(_STRICT)
+class _About(TypedDict):
+    """What is read of run.json."""
+
+    device: NotRequired[str]
+    memory: NotRequired[str]
+    python: NotRequired[str]
+    torch: NotRequired[str]
+    transformers: NotRequired[str]
+
+
 _ROW: Final[TypeAdapter[_Row]] = TypeAdapter(_Row)
+_ABOUT: Final[TypeAdapter[_About]] = TypeAdapter(_About)
+_READ: Final = tuple(_Row.__annotations__)
+_FILE: Final = Limits(64 * MiB, num_elements=4_000_000)
+_LINES: Final = Limits(256 * MiB)
+"""Of the metrics of about half a million steps."""
+_LINE: Final = Limits(MiB, num_elements=100_000)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +122,12 @@ class RunRecord:
     @property
     def busy(self) -> dict[str, float]:
         """Share of the time in which each role works, where ranks only sample."""
-        steps = [(m["step_s"], m.get("rollout") or {}) for m in self.metrics[_WARM_UP_STEPS:]]
-        apart = [(s, r["wait_s"], r["sample_s"]) for s, r in steps if "sample_s" in r]
-        if not apart:
+        keys = "step_s", "wait_s", "sample_s"
+        steps = [{**m, **(m.get("rollout") or {})} for m in self.metrics[_WARM_UP_STEPS:]]
+        apart = [
+            [float(m[k]) for k in keys] for m in steps if all(m.get(k) is not None for k in keys)
+        ]
+        if not any(step_s for step_s, _, _ in apart):
             return {}
         whole, waited, sampled = (sum(values) for values in zip(*apart, strict=True))
         return {"ranks that train": 1 - waited / whole, "ranks that sample": sampled / whole}
@@ -156,7 +177,7 @@ def load_run(directory: str | Path) -> RunRecord:
         config=_text(root / "config.yaml"),
         settings=_settings(root / "config.yaml"),
         sample=_text(root / "sample.txt"),
-        run_info=_mapping(root / "run.json"),
+        run_info=_about(root / "run.json"),
         offload=(predicted, measured) if predicted and measured else None,
         samplers=joined(t for t in apart if t is not None) if apart else None,
     )
@@ -164,7 +185,7 @@ def load_run(directory: str | Path) -> RunRecord:
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8") if path.is_file() else ""
+        return read_text(path, _FILE) if path.is_file() else ""
     except (OSError, ValueError) as error:
         raise RunUnreadable(
             "a file of the run cannot be read", where=str(path), got=str(error)
@@ -187,36 +208,55 @@ def _settings(path: Path) -> dict[str, Any]:
     return flat
 
 
-def _mapping(path: Path) -> dict[str, Any]:
+def _about(path: Path) -> dict[str, Any]:
+    """Facts about machine and versions; none where the trainer has written none."""
+    if not path.is_file():
+        return {}
     try:
-        value = json.loads(_text(path) or "{}")
-    except (ValueError, RecursionError) as error:
-        raise RunUnreadable("a file is not JSON", where=str(path), got=str(error)) from error
-    return value if isinstance(value, dict) else {}
+        value = parse_json(_text(path), _FILE)
+        _ABOUT.validate_python(value)
+    except ValueError as error:
+        raise RunUnreadable(
+            "the facts of the run cannot be read", where=str(path), got=f"{error!s:.200}"
+        ) from error
+    facts: dict[str, Any] = value
+    return facts
 
 
 def _json_lines(path: Path) -> tuple[dict[str, Any], ...]:
     """Rows of a JSON-lines file; a resumed run writes some steps again, the later line counts."""
     rows: dict[int, dict[str, Any]] = {}
-    lines = _text(path).splitlines()
+    lines = _lines(path)
     for number, line in enumerate(lines, 1):
         try:
-            row = json.loads(line)
+            row = parse_json(line, _LINE)
             _ROW.validate_python(row)
-            rows[row["step"]] = row
-        except (ValueError, RecursionError) as error:
+            rows[row["step"]] = {k: row[k] for k in _READ if row.get(k) is not None}
+        except ValueError as error:
             if number == len(lines):
                 break  # a killed run may leave its last line unfinished
             raise RunUnreadable(
-                "a line is not a metrics record", where=f"{path}:{number}", got=line[:80]
+                "a line is not a metrics record",
+                where=f"{path}:{number}",
+                got=line[:80],
+                allowed=f"{error!s:.200}",
             ) from error
     return tuple(rows[step] for step in sorted(rows))
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return read_text(path, _LINES).splitlines() if path.is_file() else []
+    except (OSError, ValueError) as error:
+        raise RunUnreadable(
+            "a file of the run cannot be read", where=str(path), got=str(error)
+        ) from error
 
 
 def _timeline(path: Path) -> Timeline | None:
     if not path.is_file():
         return None
     try:
-        return decode(Timeline, json.loads(path.read_text(encoding="utf-8")))
-    except (DecodeError, ValueError, RecursionError) as error:
+        return read(Timeline, path, _FILE)
+    except (OSError, DecodeError) as error:
         raise RunUnreadable("a timeline cannot be read", where=str(path), got=str(error)) from error

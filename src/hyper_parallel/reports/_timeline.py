@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 from hyper_parallel.ir import Counter, Plan, Span, Timeline, joined
+
+_MOST_EVENTS: Final = 200_000
+"""Events of one kind in a trace; Perfetto opens a few millions."""
 
 
 def predicted_timeline(plan: Plan) -> Timeline:
@@ -60,7 +64,8 @@ def chrome_trace(
     """Both timelines in the Chrome JSON trace format that Perfetto opens.
 
     Predicted and measured lanes are two processes. The predicted step is repeated at the start of every measured
-    step, so that the two lie under each other: its cost terms, and the lanes of the simulated pipeline ranks.
+    step, so that the two lie under each other: its cost terms, and the lanes of the simulated pipeline ranks. Of a
+    step with very many events only the first repetitions are written.
 
     Args:
         measured: Spans of some steps, or None.
@@ -76,6 +81,10 @@ def chrome_trace(
     _process(events, 1, f"predicted ({plan.strategy})")
     starts = _step_starts(measured) if measured else [(0, 0.0)]
     predicted = predicted_timeline(plan)
+    repeated = len(predicted.spans)
+    if simulated is not None:
+        repeated += len(simulated.spans) + len(simulated.counters)
+    starts = starts[: max(1, _MOST_EVENTS // max(1, repeated))]
     for step, start in starts:
         _spans(events, 1, predicted.spans, {"predicted/step": 1}, start, step)
     events.append(_thread(1, 1, "step"))
@@ -105,9 +114,12 @@ def _flows(
     lanes: dict[str, int],
 ) -> None:
     """Arrows from where completions of a step are sampled to where ranks that train take them."""
-    takes = [s for s in learners if s.name == "rollout"]
-    pairs = [(a, b) for a in samplers if a.name == "rollout" for b in takes if a.step == b.step]
-    for number, (source, target) in enumerate(pairs):
+    takes: dict[int | None, list[Span]] = {}
+    for span in learners:
+        if span.name == "rollout":
+            takes.setdefault(span.step, []).append(span)
+    pairs = ((a, b) for a in samplers if a.name == "rollout" for b in takes.get(a.step, ()))
+    for number, (source, target) in enumerate(itertools.islice(pairs, _MOST_EVENTS)):
         for phase, span in (("s", source), ("f", target)):
             # An event belongs to the span that it lies in.
             event = {"ph": phase, "pid": pid, "tid": lanes[span.lane], "ts": span.end_s * 1e6 - 0.5}

@@ -31,6 +31,7 @@ from hyper_parallel.runtime._offloaded_step import OffloadedStep, offload
 from hyper_parallel.runtime._parallelize import parallelize
 from hyper_parallel.runtime._plan_of import plan_of
 from hyper_parallel.runtime._ray import launch_on_ray
+from hyper_parallel.runtime._scratch import scratch_folder
 from hyper_parallel.runtime._supervise import Deadlines, with_restarts
 from hyper_parallel.runtime._world import World, launched_rank
 from hyper_parallel.runtime.local_ranks import (
@@ -76,6 +77,7 @@ __all__ = [
     "plan_of",
     "ranks_per_node",
     "sbatch_script",
+    "scratch_folder",
     "token_logprobs",
     "torchrun_words",
     "with_restarts",

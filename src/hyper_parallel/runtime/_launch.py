@@ -19,8 +19,8 @@ import os
 import pickle
 import re
 import signal
+import struct
 import sys
-import tempfile
 import threading
 import time
 import traceback
@@ -33,7 +33,7 @@ from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any, Final
 
-from hyper_parallel.errors import HyperParallelError, RankFailed
+from hyper_parallel.errors import HyperParallelError, RankFailed, written
 from hyper_parallel.runtime._fork import (
     begin_forked,
     prepare_fork,
@@ -41,6 +41,7 @@ from hyper_parallel.runtime._fork import (
     start_rank,
 )
 from hyper_parallel.runtime._heartbeat import BOARD, Board, Pulse
+from hyper_parallel.runtime._scratch import scratch_folder
 from hyper_parallel.runtime._supervise import Deadlines, Hang, QuietRanks, Watch
 from hyper_parallel.serde import create_file
 
@@ -53,6 +54,8 @@ _QUIET_LOOK_S: Final = 2.0  # without deadlines; a rank that ends is noticed at 
 _LOOK_S: Final = 0.25  # a frozen rank is to be noticed well within a second after its deadline
 _LINES_OF_STACK: Final = 16  # the log has all
 _STACKS_S: Final = 0.5
+_LENGTH: Final = struct.Struct("<Q")
+_CHUNK_BYTES: Final = 1 << 30  # Linux writes less than 2 GiB at once
 _STACK: Final = re.compile(r"^(?:Current t|T)hread 0x.*\n(?:  File .*\n)*", re.MULTILINE)
 """One thread of what faulthandler writes; the main thread is the last."""
 
@@ -100,9 +103,10 @@ def launch(
         RankFailed: HP601 when a rank cannot be started, or with the first failure in full and a line for each other.
             A coded error raised in a rank is raised again as it is.
     """
-    with tempfile.TemporaryDirectory(prefix="hyper_parallel_") as name:
-        scratch, logs = Path(name), Path(log_dir or name)
-        logs.mkdir(parents=True, exist_ok=True)
+    with scratch_folder() as scratch, _Records(world_size) as records:
+        logs = Path(log_dir or scratch)
+        with written(logs):
+            logs.mkdir(parents=True, exist_ok=True)
         board = Board(scratch / "board", world_size)
         watch: Watch | QuietRanks = QuietRanks(board)
         if deadlines is not None:
@@ -116,7 +120,16 @@ def launch(
                     if ending():
                         raise KeyboardInterrupt
                     world = next(range(a, b) for a, b in pairwise(starts) if rank < b)
-                    given = (fn, rank, world, scratch, logs, threads, rank == echo_rank, board)
+                    given = (
+                        fn,
+                        rank,
+                        world,
+                        scratch,
+                        None if rank == echo_rank else logs,
+                        threads,
+                        board,
+                        records,
+                    )
                     process = ForkProcess(target=_child, args=given)
                     start_rank(process, rank, world_size)
                     if deadlines is not None:
@@ -134,8 +147,40 @@ def launch(
             stack = _stack(_text(first)).splitlines()[:_LINES_OF_STACK]
             raise hang.error(str(first), "\n".join(stack))
         if failures:
-            _raise_first(failures, scratch, logs)
-        return [_read(scratch, rank).result for rank in range(world_size)]
+            _raise_first(failures, records, logs, echo_rank)
+        return [records.read(rank).result for rank in range(world_size)]
+
+
+class _Records:
+    """What ranks leave behind, each in a file without a name: in memory, so that no full disk loses the result."""
+
+    def __init__(self, ranks: int) -> None:
+        self._files = [os.memfd_create(f"hyper_parallel record {rank}") for rank in range(ranks)]
+
+    def __enter__(self) -> _Records:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for file in self._files:
+            os.close(file)
+
+    def write(self, rank: int, record: _Record) -> None:
+        """Leave a record, whole or not at all: a reader sees it when its length is there."""
+        content = pickle.dumps(record)
+        with os.fdopen(self._files[rank], "r+b", buffering=0, closefd=False) as file:
+            file.seek(_LENGTH.size)
+            for start in range(0, len(content), _CHUNK_BYTES):
+                file.write(content[start : start + _CHUNK_BYTES])
+            file.seek(0)
+            file.write(_LENGTH.pack(len(content)))
+
+    def read(self, rank: int) -> _Record:
+        """Return the record of a rank; an empty one where it has left none."""
+        with os.fdopen(self._files[rank], "rb", closefd=False) as file:
+            file.seek(0)
+            (length,) = _LENGTH.unpack(file.read(_LENGTH.size) or bytes(_LENGTH.size))
+            record: _Record = pickle.loads(file.read(length)) if length else _Record()
+        return record
 
 
 def _child(
@@ -143,19 +188,17 @@ def _child(
     rank: int,
     world: range,
     scratch: Path,
-    logs: Path,
+    logs: Path | None,
     threads: int,
-    echo: bool,
     board: Board,
+    records: _Records,
 ) -> None:
-    """Body of a rank of a world of ranks; never returns."""
+    """Body of a rank of a world of ranks, which writes to `logs`, or to the output of its parent; never returns."""
     status = 1
     try:
         begin_forked()
-        if not echo:
-            with create_file(logs / f"rank_{rank}.log") as log:
-                os.dup2(log.fileno(), 1)
-                os.dup2(log.fileno(), 2)
+        if logs is not None:
+            _redirect(logs / f"rank_{rank}.log")
         faulthandler.register(signal.SIGUSR1, file=2)  # the parent asks when this rank hangs
         import torch
 
@@ -173,34 +216,35 @@ def _child(
         result = fn(rank)
         if torch.distributed.is_initialized():
             torch.distributed.barrier()  # others may still be opening connections to this rank
-        _write(scratch, rank, _Record(result))
+        records.write(rank, _Record(result))
         status = 0
     except BaseException as error:
-        if not echo:  # what the parent raises reaches the same terminal
-            traceback.print_exc()
+        if logs is not None:  # what the parent raises reaches the same terminal
+            with suppress(OSError):
+                traceback.print_exc()
         coded = error if isinstance(error, HyperParallelError) else None
-        _write(scratch, rank, _Record(None, stamp(error), traceback.format_exc(), coded))
+        records.write(rank, _Record(None, stamp(error), traceback.format_exc(), coded))
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):
+                stream.flush()
         os._exit(status)
+
+
+def _redirect(log: Path) -> None:
+    """Send standard output and error to a log; to nowhere where it cannot be created, for a run goes on without."""
+    try:
+        file = create_file(log).detach().fileno()
+    except OSError:
+        file = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
 
 
 def stamp(error: BaseException) -> float:
     """When an error was raised: the time of the first call, which the error keeps."""
     when: float = error.__dict__.setdefault("failed_at", time.time())
     return when
-
-
-def _write(scratch: Path, rank: int, record: _Record) -> None:
-    partial = scratch / f"record_{rank}.part"
-    partial.write_bytes(pickle.dumps(record))
-    partial.rename(scratch / f"record_{rank}")
-
-
-def _read(scratch: Path, rank: int) -> _Record:
-    record: _Record = pickle.loads((scratch / f"record_{rank}").read_bytes())
-    return record
 
 
 def _wait(
@@ -286,12 +330,11 @@ def _ask_for_stacks(ranks: dict[int, ForkProcess], stopped: Collection[int] = ()
     time.sleep(_STACKS_S)
 
 
-def _raise_first(failures: dict[int, str], scratch: Path, logs: Path) -> None:
+def _raise_first(
+    failures: dict[int, str], left: _Records, logs: Path, echo_rank: int | None
+) -> None:
     """Raise the failure that came first by the ranks' own clocks, the others one line each."""
-    records = dict.fromkeys(failures, _Record())
-    for rank in failures:
-        with suppress(FileNotFoundError):  # it was killed
-            records[rank] = _read(scratch, rank)
+    records = {rank: left.read(rank) for rank in failures}
     # A killed rank leaves no record and makes the others fail in their next collective: it came first.
     killed = [rank for rank, how in failures.items() if how.startswith("killed by")]
     first = killed[0] if killed else min(failures, key=lambda rank: records[rank].failed_at)
@@ -303,7 +346,7 @@ def _raise_first(failures: dict[int, str], scratch: Path, logs: Path) -> None:
     text = (records[first].trace or _end(log[first])).rstrip()
     raise RankFailed(
         f"rank {first} failed ({failures[first]})\n" + "\n".join([text, *others]).strip(),
-        where=f"{logs}/rank_{first}.log",
+        where="the lines above" if first == echo_rank else f"{logs}/rank_{first}.log",
     )
 
 

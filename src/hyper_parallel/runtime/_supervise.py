@@ -271,6 +271,8 @@ class Sentry:
         for slot in slots:
             with suppress(ProcessLookupError):
                 os.kill(pids[slot], signal.SIGKILL)
+        with suppress(OSError):
+            self._board.path.unlink()
         os._exit(1)
 
 

@@ -14,8 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from hyper_parallel.received import Limits, read_json
 from hyper_parallel.serde import write_text
 from hyper_parallel.topology._supernode import Device, Quantity, Supernode, Tier
+
+_LIMITS: Final = Limits(65536, num_elements=1000)
 
 _LOG = logging.getLogger(__name__)
 
@@ -138,9 +141,9 @@ def forget_measurements() -> None:
 
 def _from_cache(path: Path, key: str) -> dict[str, float] | None:
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = read_json(path, _LIMITS)
         rates = {name: float(data["rates"][name]) for name in ("float32", "float64", "memory")}
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError):
         return None  # absent or damaged: measured again
     return rates if data.get("key") == key and min(rates.values()) > 0 else None
 

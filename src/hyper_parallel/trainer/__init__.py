@@ -14,7 +14,7 @@ _MODULES = {
     "_job": ("Job", "prepare_job", "under_torchrun"),
     "_parity": ("Parity", "parity"),
     "_probe": ("short_step",),
-    "_run": ("run_job", "run_on_ray", "write_sample"),
+    "_run": ("make_sample", "run_job", "run_on_ray", "write_sample"),
     "_trace": ("TracedRank", "differences", "trace_rank"),
     "checkpoints._own_loop": ("load", "save", "save_pretrained"),
     "engine._engine": ("train_rank",),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import statistics
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -43,7 +42,7 @@ from hyper_parallel.cost import (
 )
 from hyper_parallel.ir import Plan
 from hyper_parallel.model import ModelSpec
-from hyper_parallel.runtime import World, launch
+from hyper_parallel.runtime import World, launch, scratch_folder
 from hyper_parallel.topology import Supernode, detect_local, rank_threads
 from hyper_parallel.trainer._job import Job, prepare_job, under_torchrun
 from hyper_parallel.trainer._probe import AT_ONCE, Probe, make_probes, time_probes
@@ -202,7 +201,7 @@ def _seconds_of(probes: Sequence[Probe], short: bool) -> list[float]:
 def _check(
     path: Path, steps: int, by_ranks: Mapping[int, tuple[DeviceCard, StackCard]]
 ) -> Iterator[str]:
-    with tempfile.TemporaryDirectory(prefix="hyper_parallel_check_") as scratch:
+    with scratch_folder(in_memory=False) as scratch:
         loaded = load_recipe(
             path,
             [f"training.steps={steps}", f"output_dir={scratch}/run", "training.eval_every=0", "training.warmup_steps=1",

@@ -6,16 +6,24 @@ import hashlib
 import json
 import os
 import platform
+import re
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
-from hyper_parallel.errors import OutputNotWritable, RunInUse
+from hyper_parallel.errors import OutputNotWritable, RunInUse, written
 from hyper_parallel.ir import Timeline
 from hyper_parallel.serde import encode, write_text
+
+_PARTIAL: Final = re.compile(
+    r"\.(config\.yaml|(plan|predicted_timeline|timeline|offload_predicted|offload_measured|run|trace|trackers)\.json"
+    r"|(metrics|eval)\.jsonl|(report|comparison)\.html|sample\.txt|\.run\.owner)\.\d+\.part"
+)
+"""Names under which `write_text` writes files of a run directory."""
 
 
 def write_timeline(timeline: Timeline, path: Path) -> None:
@@ -77,24 +85,27 @@ def copy_files(source: Path, target: Path, names: Iterable[str]) -> None:
 
 
 @contextmanager
-def written(directory: Path) -> Iterator[None]:
-    """Give what the system refuses to write inside its code.
+def tensors_written(path: Path) -> Iterator[None]:
+    """Give what the system refuses to write of a file of tensors its code, and remove the part that is written.
 
     Args:
-        directory: What is written, where the system does not name the file.
+        path: The file, under the name that it is written by.
 
     Raises:
         OutputNotWritable: HP105.
     """
+    from safetensors import SafetensorError
+
     try:
-        yield
-    except OSError as error:
-        raise OutputNotWritable(
-            "a file of the run cannot be written",
-            where=str(error.filename or directory),
-            got=error.strerror or str(error),
-            hint=f"ls -ld {error.filename or directory}; df -h {directory}",
-        ) from error
+        with written(path):
+            try:
+                yield
+            except SafetensorError as error:  # a disk that is full, in words
+                raise OSError(f"{error!s:.200}") from error
+    except OutputNotWritable:
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
+        raise
 
 
 @contextmanager
@@ -120,11 +131,21 @@ def run_lock(directory: Path) -> Iterator[None]:
                 hint="wait for it, stop it (kill PROCESS), or set `output_dir=ANOTHER`",
             ) from None
         write_text(owner, f"process {os.getpid()} on {platform.node()}")
+    _remove_partials(directory)
     try:
         yield
     finally:
-        owner.unlink(missing_ok=True)
+        with suppress(OSError):
+            owner.unlink(missing_ok=True)
         lock.release()
+
+
+def _remove_partials(directory: Path) -> None:
+    """Remove the beginnings of files that a run that was killed in this directory was writing."""
+    for path in directory.glob(".*.part"):
+        if _PARTIAL.fullmatch(path.name) and path.is_file() and not path.is_symlink():
+            with suppress(OSError):
+                path.unlink()
 
 
 def check_writable(directory: Path, key: str) -> None:
@@ -138,7 +159,8 @@ def check_writable(directory: Path, key: str) -> None:
         OutputNotWritable: HP105.
     """
     target = existing = directory.absolute()
-    while not existing.exists() and existing != existing.parent:
+    # os.path takes a path that is too long for one that is not there.
+    while not os.path.exists(existing) and existing != existing.parent:  # noqa: PTH110
         existing = existing.parent
     if not existing.is_dir():
         problem = f"{existing} is a file"
@@ -151,7 +173,7 @@ def check_writable(directory: Path, key: str) -> None:
     equals = " " if key.startswith("--") else "="
     raise OutputNotWritable(
         f"the directory of `{key}` cannot be written",
-        where=f"{key}{equals}{directory}",
+        where=f"{key}{equals}{directory!s:.500}",
         got=problem,
         hint=f"{key}{equals}<a directory you can write>",
     )
@@ -168,5 +190,7 @@ def _try_to_create(path: Path, parent: Path) -> str:
         with tempfile.TemporaryDirectory(prefix=".", dir=parent) as probe:
             (Path(probe) / path).mkdir(parents=True)
     except OSError as error:
-        return f"{parent / path}: {error.strerror}"
+        return f"{parent / path!s:.500}: {error.strerror}"
+    except RecursionError:
+        return "nested too deep"
     return ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Callable, Mapping
@@ -27,13 +26,15 @@ from hyper_parallel.topology import is_this_machine
 from hyper_parallel.trainer._compared_rows import check_rewards, check_rows
 from hyper_parallel.trainer._elastic import on_started, with_roles
 from hyper_parallel.trainer._files import (
+    Damaged,
     check_writable,
     copy_files,
     write_text,
     write_timeline,
 )
 from hyper_parallel.trainer._user_code import load_class
-from hyper_parallel.trainer.checkpoints._manifest import EXTRA, step_name, steps
+from hyper_parallel.trainer.checkpoints._extra import check_trainer_extra, read_extra
+from hyper_parallel.trainer.checkpoints._manifest import step_name, steps
 from hyper_parallel.trainer.data import (
     TOKENIZER_FILES,
     Batches,
@@ -376,8 +377,7 @@ def _check_resume(job: Job, loaded: LoadedRecipe) -> None:
             hint=f"training.steps={2 * found[-1]}",
         )
     # Ranks check what they load, which may be an older one; a recipe that does not fit is refused before they start.
-    saved = None
-    with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
-        text = (directory / step_name(found[-1]) / EXTRA).read_text(encoding="utf-8")
-        saved = json.loads(text)["run"]
-    check_resume(saved, job, directory.parent)
+    with suppress(Damaged):
+        extra = read_extra(directory / step_name(found[-1]))
+        if not check_trainer_extra(found[-1], extra):
+            check_resume(extra.get("run"), job, directory.parent)

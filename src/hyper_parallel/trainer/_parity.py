@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import shutil
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -28,7 +27,7 @@ from hyper_parallel.errors import Contradiction, HyperParallelError
 from hyper_parallel.ir import Strategy
 from hyper_parallel.model import read_config
 from hyper_parallel.planner import plan_recipe
-from hyper_parallel.runtime import World, launch
+from hyper_parallel.runtime import World, launch, scratch_folder
 from hyper_parallel.topology import rank_threads
 from hyper_parallel.trainer._job import Job, prepare_job, under_torchrun
 from hyper_parallel.trainer._shrink import SIZES, shrunk
@@ -139,10 +138,10 @@ def parity(loaded: LoadedRecipe, steps: int = 3) -> Parity:
             hint=f"hyper-parallel parity {loaded.path}",
         )
     layout, notes = _layout(loaded)
-    with tempfile.TemporaryDirectory(prefix="hyper_parallel_parity_") as scratch:
+    with scratch_folder(in_memory=False) as scratch:
         for narrow in (True, False):
             try:
-                recipe = _small(loaded.recipe, Path(scratch), steps, layout.dp, narrow=narrow)
+                recipe = _small(loaded.recipe, scratch, steps, layout.dp, narrow=narrow)
                 jobs = [_job(loaded, recipe, p) for p in (Parallel(), _parallel(recipe, layout))]
                 expected, order = _run(jobs[0])
                 break

@@ -10,7 +10,7 @@ from typing import Any, Final, Literal
 
 from pydantic import BaseModel, NonNegativeInt
 
-from hyper_parallel.errors import BadValue
+from hyper_parallel.errors import BadValue, written
 from hyper_parallel.owned_folder import check_output_file
 from hyper_parallel.trainer._files import check_writable, write_text
 from hyper_parallel.trainer._texts import Generation
@@ -99,5 +99,6 @@ def write_generations(
     if path is None:
         sys.stdout.write(text)
         return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, text)
+    with written(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(path, text)

@@ -13,7 +13,7 @@ from typing import Final
 
 from hyper_parallel.backends.torch.memory import run_folder
 from hyper_parallel.config import LoadedRecipe, with_absolute_paths
-from hyper_parallel.errors import RankHung
+from hyper_parallel.errors import RankHung, written
 from hyper_parallel.runtime import (
     Deadlines,
     check_local_start,
@@ -25,7 +25,7 @@ from hyper_parallel.runtime import (
 )
 from hyper_parallel.topology import rank_threads
 from hyper_parallel.trainer._elastic import on_at_most
-from hyper_parallel.trainer._files import run_lock, written
+from hyper_parallel.trainer._files import run_lock
 from hyper_parallel.trainer._generate import Generator, Sampling
 from hyper_parallel.trainer._job import Job, prepare_job, under_torchrun
 from hyper_parallel.trainer._signals import Interrupted, StopRequest
@@ -205,8 +205,8 @@ def _started_s(pid: int) -> float:
     return time.time() - running_s + int(fields[19]) / os.sysconf("SC_CLK_TCK")
 
 
-def write_sample(job: Job) -> str:
-    """Continue the recipe's `sample_prompt` with the exported model; written to sample.txt and returned.
+def make_sample(job: Job) -> str:
+    """Return the continuation of the recipe's `sample_prompt` by the exported model.
 
     Called once, after the ranks have ended: one device reads the export as anybody would.
     """
@@ -220,6 +220,10 @@ def write_sample(job: Job) -> str:
         seed=job.recipe.training.seed,
     )
     generation = generator.generate(prompt, sampling)
-    text = generation.prompt + generation.text
-    write_kept(job.output_dir / "sample.txt", text + "\n")
-    return text
+    return generation.prompt + generation.text
+
+
+def write_sample(job: Job, text: str) -> None:
+    """Write sample.txt into the run directory."""
+    with written(job.output_dir):
+        write_kept(job.output_dir / "sample.txt", text + "\n")

@@ -22,11 +22,13 @@ from hyper_parallel.config import LoadedRecipe
 from hyper_parallel.errors import Contradiction, ForkUnsafe, HyperParallelError, RankFailed
 from hyper_parallel.ir import Plan
 from hyper_parallel.model import ConfigFile, ModelProperties, read_config
+from hyper_parallel.received import Limits
 from hyper_parallel.runtime import launch
-from hyper_parallel.serde import DecodeError, decode, encode, write_text
+from hyper_parallel.serde import DecodeError, encode, read, write_text
 from hyper_parallel.topology import cache_dir
 from hyper_parallel.trainer._shrink import MOST_POSITIONS, small_configs
 from hyper_parallel.trainer.engine._auto_model import model_from_config
+from hyper_parallel.units import MiB
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +67,7 @@ def properties_of(
     attention = "eager" if attention == "eager" else None
     path = cache_dir() / "properties" / f"{_key(file, attention, scores)}.json"
     with suppress(OSError, ValueError, DecodeError):
-        return decode(ModelProperties, json.loads(path.read_text(encoding="utf-8")))
+        return read(ModelProperties, path, Limits(MiB))
     try:
         measured = _measure_in_child(file, attention, trusted, scores)
     except RankFailed as error:  # code that crashes, or a busy machine: the next run tries again

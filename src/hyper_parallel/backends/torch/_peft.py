@@ -6,8 +6,6 @@ so that names and classes are those of the plain model. The same takes a model t
 
 from __future__ import annotations
 
-import copy
-import json
 from collections import Counter
 from contextlib import suppress
 from pathlib import Path
@@ -15,6 +13,7 @@ from typing import Any
 
 from torch import nn
 
+from hyper_parallel.backends.torch._name_patterns import with_plain_patterns
 from hyper_parallel.backends.torch._target_names import (
     adaptable_modules,
     all_linear,
@@ -31,9 +30,13 @@ from hyper_parallel.errors import (
     UnsupportedSharding,
     WeightsUnreadable,
 )
+from hyper_parallel.received import Limits, read_json
+from hyper_parallel.units import MiB
 
 ADAPTER_CONFIG = "adapter_config.json"
 """What makes a directory one of an adapter, by peft's name."""
+ADAPTER_LIMITS = Limits(16 * MiB, num_elements=200_000, depth=10, finite=True)
+"""Of that file, which names every adapted module at most once or twice."""
 CONFIGURATION = "adapter_config"
 """Attribute of a model with adapters: the `peft.LoraConfig` that they were made by."""
 _KEYS = "lora.target_modules"
@@ -64,13 +67,13 @@ def base_of(directory: Path) -> str:
         WeightsUnreadable: HP703 when it does not say.
     """
     file, base = directory / ADAPTER_CONFIG, None
-    with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
-        base = json.loads(file.read_text(encoding="utf-8"))["base_model_name_or_path"]
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        base = read_json(file, ADAPTER_LIMITS)["base_model_name_or_path"]
     if not isinstance(base, str):
         raise WeightsUnreadable(
             "the adapter does not name the model it belongs to",
             where=str(file),
-            got=base,
+            got=None if base is None else type(base).__name__,
             hint="write `base_model_name_or_path` into the file",
         )
     return base
@@ -88,14 +91,16 @@ def add_adapters(model: nn.Module, config: Any, where: str = _KEYS) -> None:
         BadValue: HP102 when a name fits no module. UnsupportedSharding: HP205 for a module that takes no adapter.
     """
     peft, takes = import_peft(), adaptable_modules(model)
-    check_names(model, config, takes, where)
+    chosen = check_names(model, config, takes, where)
     if config.target_modules == "all-linear":
         config.target_modules = all_linear(model, takes)
     if takes and all(weight_order(m) == IN_OUT for m in takes.values()):
         config.fan_in_fan_out = True
-    given = copy.copy(config)
+    bounded = with_plain_patterns(config, chosen, where)
+    _check_ranks(bounded, takes, where)
+    unmaterialized = all(p.is_meta for p in model.parameters())
     try:
-        peft.inject_adapter_in_model(config, model)
+        peft.inject_adapter_in_model(bounded, model, low_cpu_mem_usage=unmaterialized)
     except ValueError as error:
         raise BadValue(
             "peft puts no adapter on this model",
@@ -104,7 +109,38 @@ def add_adapters(model: nn.Module, config: Any, where: str = _KEYS) -> None:
             allowed=last_names(takes),
             hint=target_hint(last_names(takes)),
         ) from error
-    absorb_adapters(model, given)
+    if unmaterialized:
+        _cast_factors(model)
+    absorb_adapters(model, config)
+
+
+def _cast_factors(model: nn.Module) -> None:
+    """Give the factors of a model without storage the dtype of their weights, as peft does where it allocates them."""
+    for layer in model.modules():
+        weight = getattr(getattr(layer, "base_layer", None), "weight", None)
+        if weight is not None and weight.is_floating_point():
+            for part in ("lora_A", "lora_B"):
+                getattr(layer, part, nn.Module()).to(weight.dtype)
+
+
+def _check_ranks(config: Any, takes: dict[str, nn.Module], where: str) -> None:
+    """Refuse ranks that exceed every dim of the modules, before peft allocates factors of them.
+
+    Raises:
+        BadValue: HP102.
+    """
+    widest = max((max(m.weight.shape) for m in takes.values()), default=1)
+    for key, rank in {"r": config.r, **(config.rank_pattern or {})}.items():
+        if rank > widest:
+            recipe = where == _KEYS
+            name = "r" if key == "r" else f"rank_pattern.{key}"
+            raise BadValue(
+                "the rank of an adapter exceeds all dims of the model's linear modules",
+                where=f"lora.{name:.120}" if recipe else f"{where}: {name:.120}",
+                got=rank,
+                allowed=f"1 to {widest}",
+                hint=f"lora.{key}={widest}" if recipe and key == "r" else None,
+            )
 
 
 def absorb_adapters(model: nn.Module, config: Any, name: str = "default") -> None:

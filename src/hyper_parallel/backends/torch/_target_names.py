@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import difflib
-import re
-from collections.abc import Iterable, Mapping, Set
+import itertools
+from collections.abc import Iterable, Mapping
+from collections.abc import Set as AbstractSet
 from typing import Any, Final
 
 from torch import nn
 
+from hyper_parallel.backends.torch._name_patterns import chosen_names, ends_of
 from hyper_parallel.backends.torch._token_scores import head_of
 from hyper_parallel.backends.torch.weights._linear_map import is_linear_class, linear_maps
 from hyper_parallel.config import NAMES_OF_EXPERTS
 from hyper_parallel.errors import BadValue, UnsupportedSharding
 
+_SHOWN: Final = 5
 _MAMBA: Final = ("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h")
 _REFUSED_BY_PEFT: Final = dict.fromkeys(_MAMBA, ("out_proj", "conv1d"))
 """Names of modules that peft gives no adapter, by model type: fused kernels read their weights."""
@@ -54,11 +57,15 @@ def all_linear(model: nn.Module, takes: Mapping[str, nn.Module]) -> str | list[s
     if theirs == takes.keys() and not fused:
         return "all-linear"
     ends = last_names(takes)
-    return ends if _fitting(ends, modules) == takes.keys() else sorted(takes)
+    known = {*ends}
+    fits = {name for name in modules if not known.isdisjoint(ends_of(name))}
+    return ends if fits == takes.keys() else sorted(takes)
 
 
-def check_names(model: nn.Module, config: Any, takes: Mapping[str, nn.Module], where: str) -> None:
-    """Refuse names that fit no module, and modules that take no adapter.
+def check_names(
+    model: nn.Module, config: Any, takes: Mapping[str, nn.Module], where: str
+) -> AbstractSet[str]:
+    """Return the names of the modules that get an adapter; refuse names that fit no module.
 
     Args:
         model: The model, before peft.
@@ -67,37 +74,40 @@ def check_names(model: nn.Module, config: Any, takes: Mapping[str, nn.Module], w
         where: Origin of the names, for errors.
 
     Raises:
-        BadValue: HP102. UnsupportedSharding: HP205.
+        BadValue: HP102. UnsupportedSharding: HP205 for modules that take no adapter.
     """
     modules = {n: m for n, m in model.named_modules() if n}
     saved, targets = config.modules_to_save or (), config.target_modules
     owners = [n for n, m in modules.items() if any(True for _ in m.parameters(recurse=False))]
-    if missing := [s for s in saved if not any(n.endswith(s) for n in modules)]:
+    known = {end for name in modules for end in ends_of(name)}
+    absent = (s for s in saved if s not in known and not any(n.endswith(s) for n in modules))
+    if missing := [*itertools.islice(absent, _SHOWN)]:
         names = last_names(owners)
         raise BadValue(
             "no module of the model has this name",
             where=where.replace("target_modules", "modules_to_save"),
-            got=", ".join(missing),
+            got=_shown(missing),
             allowed=names,
-            hint=f"'lora.modules_to_save=[{', '.join(_nearest(saved, missing, names))}]'",
+            hint=f"'lora.modules_to_save=[{', '.join(_nearest([*saved], missing, names))}]'",
         )
     if targets == "all-linear" or targets is None:
-        return
+        return takes.keys()
+    chosen, ends = chosen_names(config, modules, where), last_names(takes)
     listed = [targets] if isinstance(targets, str) else sorted(targets)
-    missing = [t for t in listed if not _fitting([t], modules, pattern=isinstance(targets, str))]
-    ends = last_names(takes)
+    missing = [t for t in listed if t not in known]
+    if isinstance(targets, str):
+        missing = [] if chosen or config.exclude_modules else [targets]
     if missing:
         raise BadValue(
             "no module of the model has this name",
             where=where,
-            got=", ".join(missing),
+            got=_shown(missing),
             allowed=ends,
             hint=target_hint(_nearest(listed, missing, ends) or ["all-linear"], takes),
         )
-    chosen = _fitting(listed, modules, pattern=isinstance(targets, str))
+    inside_saved = {n for n in chosen if _inside(n, saved)}
     if config.exclude_modules or config.layers_to_transform is not None:
-        return  # peft leaves some of them out; `absorb_adapters` looks at those that it has chosen
-    inside_saved = {n for n in chosen if any(re.match(rf"(^|.*\.){s}($|\..*)", n) for s in saved)}
+        return chosen - inside_saved  # `absorb_adapters` looks at those that peft has chosen
     if refused := sorted(chosen - takes.keys() - inside_saved):
         kept = [t for t in ends if t in listed]
         raise UnsupportedSharding(
@@ -107,6 +117,7 @@ def check_names(model: nn.Module, config: Any, takes: Mapping[str, nn.Module], w
             allowed=ends,
             hint=target_hint(kept or ["all-linear"], takes),
         )
+    return chosen - inside_saved
 
 
 def last_names(names: Iterable[str]) -> list[str]:
@@ -123,19 +134,21 @@ def target_hint(names: list[str], takes: Mapping[str, nn.Module] | None = None) 
     return f"'lora.target_modules=[{', '.join(names)}]'"
 
 
-def _fitting(names: Iterable[str], modules: Iterable[str], pattern: bool = False) -> Set[str]:
-    """Return the modules that peft chooses by ends of names, or by one regular expression."""
-    ends = [*names]
-    if pattern:
-        return {n for n in modules if re.fullmatch(ends[0], n)}
-    return {n for n in modules if any(n == end or n.endswith(f".{end}") for end in ends)}
+def _inside(name: str, saved: Iterable[str]) -> bool:
+    """Return whether a module is, or lies in, one that is trained whole."""
+    return any(f".{s}." in f".{name}." for s in saved)
+
+
+def _shown(names: Iterable[str]) -> str:
+    """Return the first names, cut to what fits in a message."""
+    return ", ".join(f"{name:.120}" for name in [*names][:_SHOWN])
 
 
 def _nearest(listed: Iterable[str], missing: Iterable[str], names: list[str]) -> list[str]:
     """Return the listed names that fit, and for each other one the nearest that exists."""
     found = [name for name in listed if name in names]
-    for name in missing:
-        found += difflib.get_close_matches(name, names, n=1)
+    for name in missing[:_SHOWN]:
+        found += difflib.get_close_matches(name[:120], names, n=1)
     return [*dict.fromkeys(found)]
 
 

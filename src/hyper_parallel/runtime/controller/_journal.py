@@ -16,6 +16,7 @@ import json
 import logging
 import os
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -57,7 +58,8 @@ class Journal:
             os.fsync(folder)
             os.close(folder)
         except OSError as error:
-            self.close()
+            with suppress(OutputNotWritable):
+                self.close()
             raise self._not_writable(error) from error
         except HyperParallelError:
             self.close()
@@ -115,7 +117,10 @@ class Journal:
     def close(self) -> None:
         """Let the file go."""
         if self._file is not None:
-            self._file.close()
+            try:
+                self._file.close()
+            except OSError as error:
+                raise self._not_writable(error) from error
 
     def _lock(self) -> None:
         """Until nobody else has the file; forked ranks inherit the lock, and give it back when they end."""

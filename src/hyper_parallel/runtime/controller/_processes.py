@@ -13,8 +13,9 @@ import signal
 import sys
 import tempfile
 import traceback
+import weakref
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from itertools import count
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
@@ -22,6 +23,7 @@ from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any
 
+from hyper_parallel.errors import written
 from hyper_parallel.runtime._fork import (
     begin_forked,
     prepare_fork,
@@ -30,6 +32,7 @@ from hyper_parallel.runtime._fork import (
 )
 from hyper_parallel.runtime._heartbeat import BOARD, Board, Pulse
 from hyper_parallel.runtime._launch import INIT_METHOD
+from hyper_parallel.runtime._scratch import scratch_folder
 from hyper_parallel.runtime._supervise import hang, process_state
 from hyper_parallel.runtime.controller._inline import RoleHost, RoleSpec
 from hyper_parallel.serde import write_text
@@ -41,7 +44,9 @@ class ProcessEngine:
     most_ranks = None
 
     def __init__(self) -> None:
-        self._scratch = tempfile.TemporaryDirectory(prefix="hyper_parallel_")
+        self._stack = ExitStack()
+        self._scratch = self._stack.enter_context(scratch_folder())
+        weakref.finalize(self, self._stack.close)
         self._started: list[ProcessRanks] = []
 
     def start(self, spec: RoleSpec, size: int) -> ProcessRanks:
@@ -57,7 +62,7 @@ class ProcessEngine:
         if first is None:  # the lowest that no other role has
             taken = {place for started in self._started for place in started.places}
             first = next(n for n in count() if taken.isdisjoint(range(n, n + size)))
-        folder = Path(tempfile.mkdtemp(dir=self._scratch.name))
+        folder = Path(tempfile.mkdtemp(dir=self._scratch))
         self._started.append(ProcessRanks(spec, range(first, first + size), folder))
         return self._started[-1]
 
@@ -67,7 +72,7 @@ class ProcessEngine:
 
     def close(self) -> None:
         """Remove the folder of calls."""
-        self._scratch.cleanup()
+        self._stack.close()
 
 
 class ProcessRanks:
@@ -106,7 +111,8 @@ class ProcessRanks:
     def give(self, number: int, method: str, arguments: str) -> None:
         """Have every rank run a call."""
         call = {"number": number, "method": method, "arguments": arguments}
-        write_text(self._folder / "call.json", json.dumps(call))
+        with written(self._folder):
+            write_text(self._folder / "call.json", json.dumps(call))
         for pipe in self._pipes:
             with suppress(OSError):  # the rank has ended, which `lost` says
                 pipe.send_bytes(b"call")

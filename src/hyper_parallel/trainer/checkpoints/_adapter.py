@@ -10,32 +10,23 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from hyper_parallel.backends.torch._peft import (
-    ADAPTER_CONFIG,
-    CONFIGURATION,
-    add_adapters,
-    import_peft,
-)
+from hyper_parallel.backends.torch._adapter_config import read_adapter_config
+from hyper_parallel.backends.torch._peft import ADAPTER_CONFIG, CONFIGURATION, add_adapters
 from hyper_parallel.backends.torch.weights._initialise import is_adapter
-from hyper_parallel.errors import UnsupportedSharding, WeightsUnreadable
+from hyper_parallel.backends.torch.weights._tensor_files import open_tensors
+from hyper_parallel.errors import WeightsUnreadable
 from hyper_parallel.trainer._files import copy_files
 from hyper_parallel.trainer.checkpoints._export import Held, exported_folder
 from hyper_parallel.trainer.checkpoints._finite import check_finite
-from hyper_parallel.trainer.checkpoints._named_state import MODEL, model_tensors
+from hyper_parallel.trainer.checkpoints._index import MODEL
+from hyper_parallel.trainer.checkpoints._named_state import model_tensors
 from hyper_parallel.trainer.checkpoints._pieces import AtHome
 from hyper_parallel.trainer.checkpoints._rank_group import RankGroup
 from hyper_parallel.trainer.data import TOKENIZER_FILES
 
 _WEIGHTS = "adapter_model.safetensors"
-_READ = (
-    "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "lora_dropout", "target_modules",
-    "modules_to_save", "exclude_modules", "layers_to_transform", "layers_pattern", "fan_in_fan_out",
-    "init_lora_weights", "task_type", "peft_type", "auto_mapping", "base_model_name_or_path", "revision",
-    "inference_mode", "peft_version", "runtime_config",
-)  # fmt: skip
-"""Values of a `peft.LoraConfig` that peft applies when it chooses modules and factors, or that change nothing."""
-_CHANGE_WEIGHTS = ("pissa", "olora", "corda", "loftq")
-"""Ways to initialise an adapter that also change the weights beside it."""
+_PICKLED = "adapter_model.bin"
+_FACTOR_DIMS = 2
 
 
 def export_adapter(
@@ -99,54 +90,48 @@ def take_adapter(model: nn.Module, directory: Path) -> dict[str, Any]:
         WeightsUnreadable: HP703 when the tensors are not those that the directory's configuration asks for.
         UnsupportedSharding: HP205 for adapters that are more than LoRA of linear modules.
     """
-    peft = import_peft()
-    config = _read_config(peft, directory)
-    config.inference_mode = False
+    config = read_adapter_config(directory)
+    stored = open_tensors(_weights_file(directory))
+    ranks = {min(t.shape) for t in stored.values() if len(t.shape) == _FACTOR_DIMS}
+    if config.r > max(ranks, default=0) and not config.rank_pattern:
+        raise _other_tensors(directory, [f"no factor of rank {config.r}"])
     add_adapters(model, config, str(directory / ADAPTER_CONFIG))
-    allocate_trained(model)
-    stored = peft.load_peft_weights(str(directory), device="cpu")
     mine = {_key(name): p for name, p in model.named_parameters() if p.requires_grad}
     different = sorted(mine.keys() ^ stored.keys())
-    different += [k for k in mine if not different and mine[k].shape != stored[k].shape]
+    different += [
+        k for k in mine if not different and tuple(mine[k].shape) != tuple(stored[k].shape)
+    ]
     if different:
-        raise WeightsUnreadable(
-            "the tensors of the adapter are not those that its configuration asks for",
-            where=str(directory),
-            got=different[:3],
-        )
+        raise _other_tensors(directory, different)
+    allocate_trained(model)
+    mine = {_key(name): p for name, p in model.named_parameters() if p.requires_grad}
     with torch.no_grad():
         for key, parameter in mine.items():
-            parameter.copy_(stored[key])
+            value = stored[key].read(())
+            if not value.is_floating_point() or not value.isfinite().all():
+                raise WeightsUnreadable(
+                    "a tensor of the adapter holds something else than finite numbers",
+                    where=f"{directory}: {key}",
+                    got="NaN or infinity" if value.is_floating_point() else str(value.dtype),
+                )
+            parameter.copy_(value)
     patterns = {k: dict(getattr(config, k) or {}) for k in ("rank_pattern", "alpha_pattern")}
     values = {k: getattr(config, k) for k in ("r", "lora_alpha", "use_rslora")} | patterns
     return {f"lora.{key}": value for key, value in values.items()}
 
 
-def _read_config(peft: Any, directory: Path) -> Any:
-    """Return the `peft.LoraConfig` of a directory; refuse values that change more than what is trained here."""
-    file = directory / ADAPTER_CONFIG
-    try:
-        config = peft.PeftConfig.from_pretrained(directory)
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise WeightsUnreadable(
-            "the configuration of the adapter cannot be read",
-            where=str(file),
-            got=str(error).partition("\n")[0][:200],
-        ) from error
-    kind, plain = type(config), peft.LoraConfig()
-    given = vars(config)
-    more = [k for k, v in given.items() if k not in _READ and v and v != getattr(plain, k, None)]
-    if str(given.get("init_lora_weights")).partition("_")[0] in _CHANGE_WEIGHTS:
-        more.append("init_lora_weights")
-    if kind is not peft.LoraConfig or more:
-        raise UnsupportedSharding(
-            "only plain LoRA adapters of linear modules are read",
-            where=str(file),
-            got=", ".join(f"{k}={given[k]!r}" for k in more) or kind.__name__,
-            allowed="keys of the section `lora`",
-            hint="merge it with peft (`merge_and_unload`), and train on from the merged model",
-        )
-    return config
+def _weights_file(directory: Path) -> Path:
+    """Return the file of an adapter's tensors: of safetensors, or of PyTorch where there is no other."""
+    plain, pickled = directory / _WEIGHTS, directory / _PICKLED
+    return pickled if pickled.is_file() and not plain.is_file() else plain
+
+
+def _other_tensors(directory: Path, different: list[str]) -> WeightsUnreadable:
+    return WeightsUnreadable(
+        "the tensors of the adapter are not those that its configuration asks for",
+        where=str(directory),
+        got=[f"{name:.120}" for name in different[:3]],
+    )
 
 
 def _key(name: str) -> str:

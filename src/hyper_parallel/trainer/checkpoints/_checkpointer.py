@@ -23,6 +23,13 @@ from hyper_parallel.errors import CheckpointCorrupt, LossNotFinite, OutputNotWri
 from hyper_parallel.trainer._files import Damaged, FileEntry
 from hyper_parallel.trainer.checkpoints import _manifest as files
 from hyper_parallel.trainer.checkpoints._directory import CheckpointDirectory
+from hyper_parallel.trainer.checkpoints._extra import (
+    EXTRA,
+    CheckExtra,
+    check_size,
+    encode_extra,
+    read_extra,
+)
 from hyper_parallel.trainer.checkpoints._finite import first_not_finite
 from hyper_parallel.trainer.checkpoints._index import (
     INDEX,
@@ -34,7 +41,6 @@ from hyper_parallel.trainer.checkpoints._index import (
 )
 from hyper_parallel.trainer.checkpoints._manifest import Manifest
 from hyper_parallel.trainer.checkpoints._named_state import (
-    MODEL,
     State,
     group_keys,
     joined_groups,
@@ -52,6 +58,7 @@ from hyper_parallel.trainer.checkpoints._pieces import (
 )
 from hyper_parallel.trainer.checkpoints._rank_group import RankGroup
 from hyper_parallel.trainer.checkpoints._restore import (
+    check_groups,
     check_optimizer,
     compare_fingerprints,
     compare_tensors,
@@ -78,6 +85,7 @@ class Checkpointer:
         on_error: Whether a save that the disk refuses ends the run, or is logged; `finish` raises it in any case when
             it was the last one.
         keep_best: Name of a number in `extra["metrics"]`; the checkpoint with its least value is kept too. None: none.
+        check_extra: What the values beside the tensors have to be, else a checkpoint counts as damaged; None: any.
     """
 
     def __init__(
@@ -89,13 +97,14 @@ class Checkpointer:
         fingerprint: dict[str, Any] | None,
         on_error: Literal["stop", "continue"] = "stop",
         keep_best: str | None = None,
+        check_extra: CheckExtra | None = None,
     ) -> None:
         self.directory = Path(directory)
         self._place = CheckpointDirectory(self.directory)
         self._keep = keep
         self._asynchronous = asynchronous
         self._fingerprint = json.loads(json.dumps(fingerprint))
-        self._on_error, self._keep_best = on_error, keep_best
+        self._on_error, self._keep_best, self._check_extra = on_error, keep_best, check_extra
         self._ranks = RankGroup("checkpoint", self.directory, own_group=True)
         self._background: tuple[ThreadPoolExecutor, Future[None]] | None = None
         self._failure: OutputNotWritable | None = None
@@ -126,7 +135,7 @@ class Checkpointer:
             OutputNotWritable: HP105 when the directory cannot be written; in the background, raised by the next
                 `save` or `finish`. Older checkpoints stay.
             UnsupportedSharding: HP205 for a split that boxes cannot express.
-            BadValue: HP102 for state that is neither a tensor nor a JSON value.
+            BadValue: HP102 for state that is neither a tensor nor a JSON value, and for values that are too large.
             LossNotFinite: HP604 naming a trained parameter, or a state of the optimizer, that is not finite; nothing is
                 written or removed.
         """
@@ -134,6 +143,7 @@ class Checkpointer:
             raise ValueError("a checkpointer without a fingerprint only loads")
         self._settle()
         extra = json.loads(json.dumps(extra))
+        check_size(extra)
         index, parts = self._divide(step, model, optimizer, at_home)
         if self._asynchronous:
             parts = [part.copied() for part in parts]
@@ -189,6 +199,8 @@ class Checkpointer:
             compare_fingerprints(manifest.fingerprint, self._fingerprint, path, index)
         targets = model_tensors(model)
         trained = optimizer if index.groups else None
+        if optimizer is not None:
+            check_groups(manifest.fingerprint, index, path)
 
         def mine() -> tuple[dict[str, Any], dict[str, list[str]]]:
             keys = group_keys(model, trained) if trained is not None else {}
@@ -205,7 +217,7 @@ class Checkpointer:
             read_tensors(targets, index, path)
 
         self._ranks.everywhere(fill)
-        return found, files.read_extra(path)
+        return found, read_extra(path)
 
     def newest_intact(self, step: int | None) -> tuple[int, Manifest, Index]:
         """The newest checkpoint whose bytes agree with their checksums, or exactly `step`; ranks share the reading.
@@ -235,7 +247,7 @@ class Checkpointer:
 
         def check() -> tuple[Manifest, Index] | str:
             try:
-                return files.check(path, share=share)
+                return files.check(path, share=share, check_extra=self._check_extra)
             except Damaged as error:
                 return str(error)
 
@@ -333,10 +345,10 @@ class Checkpointer:
             for name, t in index.tensors.items()
         }
         files.write_synced(path / INDEX, encode_index(Index(tensors, index.values, index.groups)))
-        files.write_synced(path / files.EXTRA, files.json_text(extra))
+        files.write_synced(path / EXTRA, encode_extra(extra))
         read_index(path)  # what could not be loaded is not published
         size = sum(p.stat().st_size for p in path.iterdir())
-        entries = {name: FileEntry.of(path / name) for name in (INDEX, files.EXTRA)}
+        entries = {name: FileEntry.of(path / name) for name in (INDEX, EXTRA)}
         metrics = extra.get("metrics") if self._keep_best else None
         manifest = Manifest(
             files.FORMAT, step, self._ranks.size, size, self._fingerprint, metrics or {}, entries
@@ -379,12 +391,3 @@ class Checkpointer:
                 found[step] = manifest.metrics[metric]
         order = sorted(found, key=lambda step: (found[step], -step))
         return [step for step in order if self._is_intact(step)][:1]
-
-
-def stored_dtypes(index: Index) -> dict[str, torch.dtype]:
-    """Dtype of each parameter in a checkpoint, by name."""
-    return {
-        name.removeprefix(MODEL): getattr(torch, tensor.dtype)
-        for name, tensor in index.tensors.items()
-        if name.startswith(MODEL)
-    }

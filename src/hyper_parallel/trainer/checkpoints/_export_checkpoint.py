@@ -16,8 +16,9 @@ from hyper_parallel.config import Lora, Model, Recipe
 from hyper_parallel.errors import BadValue, ModelUnreadable, UnknownModel
 from hyper_parallel.model import list_weight_files
 from hyper_parallel.trainer.checkpoints._adapter import allocate_trained, export_adapter
-from hyper_parallel.trainer.checkpoints._checkpointer import Checkpointer, stored_dtypes
+from hyper_parallel.trainer.checkpoints._checkpointer import Checkpointer
 from hyper_parallel.trainer.checkpoints._export import export_hf, exported_folder
+from hyper_parallel.trainer.checkpoints._restore import stored_dtypes
 from hyper_parallel.trainer.engine._model import GENERATION, build_model, take_padding
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

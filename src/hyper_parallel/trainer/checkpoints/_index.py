@@ -7,21 +7,38 @@ reads no more than it uses. Nothing is pickled: reading a checkpoint runs no cod
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import mmap
+import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
 import xxhash
 
 from hyper_parallel import serde
+from hyper_parallel.ir import AXES
+from hyper_parallel.received import Limits
 from hyper_parallel.trainer._files import Damaged
+from hyper_parallel.units import MiB
 
 INDEX = "index.json"
+MODEL: Final = "model."
+SLOTS: Final = "optimizer.state."
+"""Prefixes of names of tensors: of the model, and of the optimizer's state."""
+
+_FILE: Final = re.compile(r"rank_\d{5,}\.safetensors")
+_SMALL_BYTES: Final = 16 * MiB
+_BYTES_PER_HEADER_BYTE: Final = 8
+"""An index describes each piece in at most so many times the bytes of its entry in the header of its file."""
+_MOST_DIMS: Final = 64
+"""Dims of a tensor that torch and numpy hold."""
+_MOST_CUT: Final = len(AXES)
+"""Dims along which a tensor is divided: a mesh has no more axes."""
 
 DTYPES: Final = {
     "float64": ("F64", 8), "float32": ("F32", 4), "float16": ("F16", 2), "bfloat16": ("BF16", 2),
@@ -124,15 +141,20 @@ def read_index(checkpoint: Path) -> Index:
     """
     path = checkpoint / INDEX
     try:
-        index = serde.decode(Index, json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, RecursionError) as error:
+        num_bytes = most_index_bytes(checkpoint)
+        # Most characters of an entry are names and a checksum.
+        limits = Limits(num_bytes, num_elements=num_bytes // 8)
+        index = serde.read(Index, path, limits)
+    except (OSError, ValueError) as error:
         raise Damaged(path, f"not readable as an index ({error})") from None
     for name, tensor in index.tensors.items():
         if problem := _problem(tensor):
             raise Damaged(path, f"`{name}`: {problem}")
+    if problem := _group_problem(index):
+        raise Damaged(path, problem)
     for file, entries in index.by_file().items():
-        if Path(file).name != file or not file.endswith(".safetensors"):
-            raise Damaged(path, f"{file!r} is no name of a file of pieces")
+        if not _FILE.fullmatch(file):
+            raise Damaged(path, f"{file[:80]!r} is no name of a file of pieces")
         at = len(_header_of(entries))
         for key, dtype, piece in entries:
             if piece.begin != at or piece.end != at + piece_bytes(dtype, piece.shape):
@@ -140,6 +162,25 @@ def read_index(checkpoint: Path) -> Index:
             at = piece.end
         _check_size(checkpoint / file, at)
     return index
+
+
+def most_index_bytes(checkpoint: Path) -> int:
+    """Return the size that an index may have, from the headers of the files that it describes.
+
+    Raises:
+        Damaged: One of these files cannot be read.
+    """
+    header_bytes, path = 0, checkpoint / INDEX
+    try:
+        if path.stat().st_size <= _SMALL_BYTES:
+            return _SMALL_BYTES
+        for path in checkpoint.glob("rank_*.safetensors"):
+            with path.open("rb") as file:
+                declared = int.from_bytes(file.read(8), "little")
+            header_bytes += min(declared, path.stat().st_size)
+    except OSError as error:
+        raise Damaged(path, f"not readable ({error.strerror})") from None
+    return max(_SMALL_BYTES, _BYTES_PER_HEADER_BYTE * header_bytes)
 
 
 def check_pieces(checkpoint: Path, index: Index, share: tuple[int, int] = (0, 1)) -> None:
@@ -179,28 +220,64 @@ def _check_size(path: Path, expected: int) -> None:
 
 
 def _problem(tensor: StoredTensor) -> str:
-    """What is wrong with the pieces of a tensor, or nothing: they fill it once, and leave nothing out."""
+    """Return what is wrong with the pieces of a tensor, or nothing: they fill it once, and leave nothing out."""
     if tensor.dtype not in DTYPES:
-        return f"unknown dtype {tensor.dtype!r}"
+        return f"unknown dtype {tensor.dtype[:80]!r}"
     dims = len(tensor.shape)
+    if dims > _MOST_DIMS:
+        return f"{dims} dims, more than {_MOST_DIMS}"
     for piece in tensor.pieces:
         boxes = zip(piece.offset, piece.shape, tensor.shape, strict=False)
         if len(piece.offset) != dims or len(piece.shape) != dims:
             return f"a piece at {piece.offset} has another number of dims"
         if any(start < 0 or size < 1 or start + size > whole for start, size, whole in boxes):
             return f"a piece at {piece.offset} of shape {piece.shape} is outside of {tensor.shape}"
+    if not tensor.pieces:
+        empty = min(tensor.shape, default=1) == 0
+        return "" if empty else f"the pieces do not fill {tensor.shape}"
     if sum(math.prod(p.shape) for p in tensor.pieces) != math.prod(tensor.shape):
         return f"the pieces do not fill {tensor.shape}"
-    # Whether they overlap: cells between the planes along which the tensor is cut, counted.
-    cuts = [
-        sorted({x for p in tensor.pieces for x in (p.offset[d], p.offset[d] + p.shape[d])})
-        for d in range(dims)
-    ]
-    count = np.zeros([max(len(cut) - 1, 1) for cut in cuts], dtype=np.int32)
-    for p in tensor.pieces:
-        cells = (
-            slice(cut.index(start), cut.index(start + size))
-            for cut, start, size in zip(cuts, p.offset, p.shape, strict=True)
-        )
-        count[tuple(cells)] += 1
-    return f"pieces overlap in {tensor.shape}" if tensor.pieces and (count != 1).any() else ""
+    cut = [d for d in range(dims) if any(p.shape[d] != tensor.shape[d] for p in tensor.pieces)]
+    if len(cut) > _MOST_CUT:
+        return f"pieces divide {len(cut)} dims, more than {_MOST_CUT}"
+    return "" if _tile(tensor, cut) else f"pieces overlap in {tensor.shape}"
+
+
+def _tile(tensor: StoredTensor, cut: Sequence[int]) -> bool:
+    """Return whether the pieces fill the tensor exactly once, in time linear in their number.
+
+    The mixed derivative of the indicator function of a box is a sum of signed points at its corners, and a function
+    that vanishes far away is determined by it. So boxes add up to a box exactly if their signed corners do.
+
+    Args:
+        tensor: Its pieces lie inside of it.
+        cut: Dims along which some piece is shorter than the tensor.
+    """
+    signs = [(-1) ** sum(bits) for bits in itertools.product((0, 1), repeat=len(cut))]
+    corners: Counter[tuple[int, ...]] = Counter()
+    for piece in tensor.pieces:
+        spans = [(piece.offset[d], piece.offset[d] + piece.shape[d]) for d in cut]
+        for sign, corner in zip(signs, itertools.product(*spans), strict=True):
+            corners[corner] += sign
+    for sign, corner in zip(
+        signs, itertools.product(*((0, tensor.shape[d]) for d in cut)), strict=True
+    ):
+        corners[corner] -= sign
+    return not any(corners.values())
+
+
+def _group_problem(index: Index) -> str:
+    """Return what is wrong with the groups of the optimizer, or nothing."""
+    grouped: set[str] = set()
+    for group in index.groups:
+        for name in group.parameters:
+            if MODEL + name not in index.tensors:
+                return f"the optimizer has a group for `{name}`, which is not stored"
+            if name in grouped:
+                return f"two groups of the optimizer hold `{name}`"
+            grouped.add(name)
+    for full in itertools.chain(index.tensors, index.values):
+        name = full.removeprefix(SLOTS).rpartition(".")[0]
+        if full.startswith(SLOTS) and name not in grouped:
+            return f"`{full}` belongs to no group of the optimizer"
+    return ""

@@ -18,18 +18,30 @@ import os
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Final
+
+from pydantic import Field
 
 from hyper_parallel import serde
 from hyper_parallel.errors import CheckpointFormat, OutputNotWritable
 from hyper_parallel.owned_folder import remove_files
-from hyper_parallel.received import Limits, read_json
+from hyper_parallel.received import Limits, parse_json, read_json, read_text
 from hyper_parallel.trainer._files import Damaged, FileEntry, check_files
-from hyper_parallel.trainer.checkpoints._index import INDEX, Index, check_pieces, read_index
+from hyper_parallel.trainer.checkpoints._extra import EXTRA, EXTRA_LIMITS, CheckExtra, read_extra
+from hyper_parallel.trainer.checkpoints._index import (
+    INDEX,
+    Index,
+    check_pieces,
+    most_index_bytes,
+    read_index,
+)
+from hyper_parallel.units import MiB
 
 MANIFEST = "manifest.json"
-EXTRA = "extra.json"
 FORMAT = 2
+
+_LIMITS: Final = Limits(MiB, num_elements=10_000)
+_Count = Annotated[int, Field(ge=0)]
 
 _STEP = re.compile(r"step_(\d{8,})")
 _HIDDEN = re.compile(r"\.(step_\d{8,})\.(tmp|old)")
@@ -47,9 +59,9 @@ class Manifest:
     """What a complete checkpoint consists of, and which run it belongs to."""
 
     format: int
-    step: int
-    world_size: int
-    size_bytes: int
+    step: _Count
+    world_size: Annotated[int, Field(ge=1)]
+    size_bytes: _Count
     fingerprint: dict[str, Any] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
     files: dict[str, FileEntry] = field(default_factory=dict)
@@ -102,8 +114,8 @@ def read_manifest(checkpoint: Path) -> Manifest:
     """
     path = checkpoint / MANIFEST
     try:
-        text = path.read_text(encoding="utf-8")
-        values = json.loads(text)
+        text = read_text(path, _LIMITS)
+        values = parse_json(text, _LIMITS)
         found = values.pop("sha256", None)
         if found is None and values.get("format") == 1:
             raise CheckpointFormat(
@@ -116,7 +128,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
         manifest = serde.decode(Manifest, values)
     except FileNotFoundError:
         raise Damaged(path, "missing") from None
-    except (OSError, ValueError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, AttributeError) as error:
         raise Damaged(path, f"not readable as a manifest ({error})") from None
     if encode_manifest(manifest) != text:
         raise Damaged(path, "content differs from its checksum")
@@ -126,24 +138,12 @@ def read_manifest(checkpoint: Path) -> Manifest:
     return manifest
 
 
-def read_extra(checkpoint: Path) -> dict[str, Any]:
-    """What the trainer has saved beside the tensors.
-
-    Raises:
-        Damaged: It is missing, or no JSON object.
-    """
-    path = checkpoint / EXTRA
-    try:
-        extra = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise Damaged(path, f"not readable as JSON ({error})") from None
-    if not isinstance(extra, dict):
-        raise Damaged(path, "no JSON object")
-    return extra
-
-
 def check(
-    checkpoint: Path, *, contents: bool = True, share: tuple[int, int] = (0, 1)
+    checkpoint: Path,
+    *,
+    contents: bool = True,
+    share: tuple[int, int] = (0, 1),
+    check_extra: CheckExtra | None = None,
 ) -> tuple[Manifest, Index]:
     """Manifest and index of a checkpoint that agree with each other and with all files.
 
@@ -151,6 +151,7 @@ def check(
         checkpoint: Its directory.
         contents: Compare the bytes of tensors with their checksums.
         share: Which part of these bytes, where several ranks share the reading: number, of how many.
+        check_extra: What the values beside the tensors have to be, in a checkpoint of the trainer; None: any object.
 
     Raises:
         Damaged: With the first file that is missing or differs.
@@ -162,9 +163,19 @@ def check(
         raise Damaged(
             checkpoint / MANIFEST, f"lists {sorted(manifest.files)}, not {sorted(needed)}"
         )
+    most = {INDEX: most_index_bytes(checkpoint), EXTRA: EXTRA_LIMITS.num_bytes}
+    for name, entry in manifest.files.items():
+        if entry.size_bytes > most[name]:
+            raise Damaged(
+                checkpoint / name, f"{entry.size_bytes:,} bytes, more than {most[name]:,}"
+            )
     check_files(checkpoint, manifest.files, sorted(needed))
-    read_extra(checkpoint)
+    extra = read_extra(checkpoint)
+    if check_extra is not None and (problem := check_extra(manifest.step, extra)):
+        raise Damaged(checkpoint / EXTRA, problem)
     index = read_index(checkpoint)
+    if check_extra is not None and manifest.step and not index.groups:
+        raise Damaged(checkpoint / INDEX, "no state of the optimizer, which the trainer saves")
     if contents:
         check_pieces(checkpoint, index, share)
     return manifest, index

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,11 +17,8 @@ from torch import Tensor, nn
 from hyper_parallel.backends.torch.weights._initialise import canonical_name, is_adapter
 from hyper_parallel.backends.torch.weights._lora import has_adapters
 from hyper_parallel.errors import BadValue
-from hyper_parallel.trainer.checkpoints._index import StoredGroup
+from hyper_parallel.trainer.checkpoints._index import MODEL, SLOTS, StoredGroup
 from hyper_parallel.trainer.checkpoints._pieces import dtype_name
-
-MODEL: Final = "model."
-SLOTS: Final = "optimizer.state."
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +133,7 @@ def tensor_facts(tensors: Mapping[str, Tensor]) -> dict[str, tuple[tuple[int, ..
 
 
 def joined_groups(groups: list[StoredGroup]) -> tuple[StoredGroup, ...]:
-    """Groups of all ranks; those of equal numbers are one."""
+    """Return the groups of all ranks; those of equal numbers are one."""
     found: dict[str, tuple[dict[str, None], dict[str, Any]]] = {}
     for group in groups:
         names, _ = found.setdefault(json.dumps(group.values, sort_keys=True), ({}, group.values))

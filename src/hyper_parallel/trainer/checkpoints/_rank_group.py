@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch.distributed as dist
+from safetensors import SafetensorError
 
 from hyper_parallel.errors import HyperParallelError, OutputNotWritable
 
@@ -63,10 +64,11 @@ class RankGroup:
         """An error that all ranks can raise: it pickles, and disk trouble gets its code."""
         if isinstance(error, HyperParallelError):
             return error
-        if isinstance(error, OSError):
+        if isinstance(error, (OSError, SafetensorError)):
+            why = getattr(error, "strerror", None) or f"{error!s:.200}"
             return OutputNotWritable(
-                f"the {self._work} cannot be written: {error.strerror or error}",
-                where=str(error.filename or self._place),
+                f"the {self._work} cannot be written: {why}",
+                where=str(getattr(error, "filename", None) or self._place),
                 hint=f"df -h {self._place}",
             )
         return RuntimeError(f"{type(error).__name__}: {error}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -14,11 +15,21 @@ from hyper_parallel.backends.torch.weights._ranges import local, local_ranges
 from hyper_parallel.backends.torch.weights._tensor_files import Stored, copy_overlap, open_tensors
 from hyper_parallel.errors import CheckpointMismatch
 from hyper_parallel.trainer.checkpoints import _manifest as files
-from hyper_parallel.trainer.checkpoints._index import Index, Piece, StoredTensor, piece_key
-from hyper_parallel.trainer.checkpoints._named_state import MODEL, SLOTS, groups_of
+from hyper_parallel.trainer.checkpoints._index import (
+    MODEL,
+    SLOTS,
+    Index,
+    Piece,
+    StoredTensor,
+    piece_key,
+)
+from hyper_parallel.trainer.checkpoints._named_state import groups_of
 
 _OF_SCHEDULERS: Final = ("initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum")
 """Numbers that torch's learning rate schedulers add to the groups of an optimizer."""
+
+WITHOUT_OPTIMIZER: Final = type(None).__name__.lower()
+"""Optimizer in the fingerprint of a checkpoint that holds weights only."""
 
 _DECAY: Final = "weight_decay"
 
@@ -57,6 +68,15 @@ def compare_tensors(ours: dict[str, Any], index: Index, path: Path) -> None:
                 got=f"{ours[key][0]} {ours[key][1]}",
                 allowed=f"{stored[0]} {stored[1]}",
             )
+
+
+def check_groups(saved: Mapping[str, Any], index: Index, path: Path) -> None:
+    """Refuse a checkpoint whose fingerprint names an optimizer that it does not hold."""
+    name = saved.get("optimizer")
+    if not index.groups and name not in (None, WITHOUT_OPTIMIZER):
+        raise CheckpointMismatch(
+            "the checkpoint holds no optimizer", where=str(path), allowed=f"the state of {name}"
+        )
 
 
 def check_optimizer(mine: Mapping[str, list[str]], index: Index, path: Path) -> None:
@@ -113,6 +133,13 @@ def restore_optimizer(
             )
         for key, value in values.items():
             old = group.get(key)
+            if key in group and not _fits(old, value):
+                raise CheckpointMismatch(
+                    f"`optimizer.{key}` has a value of another kind in the checkpoint",
+                    where=str(path),
+                    got=f"{value!r:.80}",
+                    allowed=f"as {old!r:.80}",
+                )
             if isinstance(old, Tensor):
                 old.fill_(value)
             else:
@@ -129,6 +156,18 @@ def restore_optimizer(
                     targets[f"{SLOTS}{name}.{key}"] = value
                 optimizer.state[parameter][key] = value
     return targets
+
+
+def _fits(old: object, value: object) -> bool:
+    """Return whether a number of a checkpoint can take the place of an optimizer's own."""
+    if old is None or value is None:
+        return True
+    if isinstance(old, (list, tuple)):
+        same = isinstance(value, list) and len(value) == len(old)
+        return same and all(map(_fits, old, value))  # type: ignore[arg-type]
+    if isinstance(old, (bool, str, dict)):
+        return isinstance(value, type(old))
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _slot(
@@ -169,3 +208,12 @@ def read_tensors(targets: dict[str, Tensor], index: Index, path: Path) -> None:
                 return opened[piece.file][piece_key(name, piece.offset)].read(part)
 
             copy_overlap(read, piece.offset, piece.shape, own, ranges)
+
+
+def stored_dtypes(index: Index) -> dict[str, torch.dtype]:
+    """Dtype of each parameter in a checkpoint, by name."""
+    return {
+        name.removeprefix(MODEL): getattr(torch, tensor.dtype)
+        for name, tensor in index.tensors.items()
+        if name.startswith(MODEL)
+    }

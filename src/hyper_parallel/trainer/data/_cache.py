@@ -13,11 +13,11 @@ import logging
 import os
 import shlex
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from hyper_parallel.errors import OutputNotWritable
+from hyper_parallel.errors import OutputNotWritable, written
 from hyper_parallel.owned_folder import (
     MARKER,
     Marker,
@@ -27,7 +27,8 @@ from hyper_parallel.owned_folder import (
     seal,
     write_marker,
 )
-from hyper_parallel.serde import decode, encode
+from hyper_parallel.received import Limits, read_json
+from hyper_parallel.serde import decode, encode, write_text
 from hyper_parallel.topology import cache_dir
 from hyper_parallel.trainer._files import Damaged, FileEntry, check_files, check_writable
 from hyper_parallel.units import MiB
@@ -35,6 +36,7 @@ from hyper_parallel.units import MiB
 logger = logging.getLogger(__name__)
 
 _META = "meta.json"
+_META_LIMITS = Limits()
 _KIND = "cache"
 _CHECKSUM_LIMIT_BYTES = 256 * MiB
 
@@ -65,9 +67,10 @@ def entry(
     """
     from filelock import FileLock
 
-    root.mkdir(parents=True, exist_ok=True)
     target = root / key
-    with FileLock(root / f"{key}.lock"):
+    with written(root), ExitStack() as stack:
+        root.mkdir(parents=True, exist_ok=True)
+        stack.enter_context(FileLock(root / f"{key}.lock"))
         meta = _intact(target)
         if meta is not None:
             return target, meta | {"cached": True}
@@ -78,9 +81,9 @@ def entry(
         try:
             write_marker(partial, Marker(_KIND))
             meta = build(partial)
-            written = sorted(p for p in partial.iterdir() if p.name != MARKER)
-            meta["files"] = encode({p.name: FileEntry.of(p) for p in written})
-            (partial / _META).write_text(json.dumps(meta, indent=1))
+            made = sorted(p for p in partial.iterdir() if p.name != MARKER)
+            meta["files"] = encode({p.name: FileEntry.of(p) for p in made})
+            write_text(partial / _META, json.dumps(meta, indent=1))
             seal(partial, _KIND)
             partial.rename(target)
         finally:
@@ -134,11 +137,11 @@ def _intact(directory: Path) -> dict[str, Any] | None:
     if not directory.is_dir():
         return None
     try:
-        meta: dict[str, Any] = json.loads((directory / _META).read_text())
+        meta: dict[str, Any] = read_json(directory / _META, _META_LIMITS)
         files = decode(dict[str, FileEntry], meta["files"])
         small = [n for n, file in files.items() if file.size_bytes <= _CHECKSUM_LIMIT_BYTES]
         check_files(directory, files, small)
-    except (Damaged, OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+    except (Damaged, OSError, ValueError, KeyError, TypeError) as error:
         logger.warning("cache entry %s is damaged (%s); it is built again", directory, error)
         return None
     return meta

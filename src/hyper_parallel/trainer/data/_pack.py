@@ -6,6 +6,7 @@ document; the tokens of each part copied, in document order, into its final arra
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -194,6 +195,9 @@ def write_text(flat: Flat, spans: list[slice], path: Path) -> None:
         np.save(path, np.zeros(0, dtype))
         return
     out = np.lib.format.open_memmap(path, "w+", dtype=dtype, shape=(size,))
+    # Space is claimed before: a full disk would end the process where it writes to mapped memory.
+    with path.open("r+b") as file:
+        os.posix_fallocate(file.fileno(), 0, out.offset + out.nbytes)
     at = 0
     for span in spans:
         out[at : at + _length(span)] = flat.tokens[span]

@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 
 from hyper_parallel.errors import NoData
+from hyper_parallel.received import Limits
+from hyper_parallel.serde import read
 from hyper_parallel.trainer.data._chat import answer_of
 from hyper_parallel.trainer.data._sources import Document
 
@@ -83,7 +85,7 @@ class RecordFile:
     """
 
     def __init__(self, path: Path) -> None:
-        self.columns: tuple[str, ...] = tuple(json.loads(_beside(path, "keys.json").read_text()))
+        self.columns: tuple[str, ...] = tuple(read(list[str], _beside(path, "keys.json"), Limits()))
         self._ends = np.load(_beside(path, "ends.npy"))
         self._bytes = np.memmap(path, np.uint8, mode="r") if len(self._ends) else np.zeros(0)
 

@@ -23,6 +23,7 @@ from hyper_parallel.backends.torch._rank_seed import mixed, rank_seed
 from hyper_parallel.backends.torch._token_scores import scores_tokens
 from hyper_parallel.backends.torch.memory import spill_mode
 from hyper_parallel.backends.torch.weights._lora import initialise_adapters
+from hyper_parallel.errors import Unwritten
 from hyper_parallel.ir import Timeline
 from hyper_parallel.runtime import Deadlines, World, parallelize
 from hyper_parallel.trainer._files import write_text
@@ -32,6 +33,7 @@ from hyper_parallel.trainer._snapshots import KEPT
 from hyper_parallel.trainer.checkpoints._adapter import export_adapter
 from hyper_parallel.trainer.checkpoints._checkpointer import Checkpointer
 from hyper_parallel.trainer.checkpoints._export import export_hf
+from hyper_parallel.trainer.checkpoints._extra import check_trainer_extra
 from hyper_parallel.trainer.checkpoints._newest import load_newest
 from hyper_parallel.trainer.engine._check_ranks import check_ranks
 from hyper_parallel.trainer.engine._gauges import MemoryGauge, SpanRecorder
@@ -49,6 +51,7 @@ from hyper_parallel.trainer.engine._offload import PlannedSteps
 from hyper_parallel.trainer.engine._offload_machine import Assumed
 from hyper_parallel.trainer.engine._offload_record import with_memory, write_timelines
 from hyper_parallel.trainer.engine._optimizer import build_optimizer
+from hyper_parallel.trainer.engine._step_profile import write_profile
 from hyper_parallel.trainer.loop import (
     Display,
     EvalResult,
@@ -146,6 +149,7 @@ class TorchEngine:
         self._stack, self._profiles = ExitStack(), ExitStack()
         self.plan = job.plan
         self.wishes: Callable[[], tuple[bool, bool]] = lambda: (False, False)
+        self.unwritten = Unwritten()
 
     def __enter__(self) -> TorchEngine:
         return self
@@ -268,9 +272,8 @@ class TorchEngine:
             return
         if step == window.start:
             path = self._job.output_dir / "profile" / f"rank{self.rank}.json"
-            path.parent.mkdir(parents=True, exist_ok=True)
             profiler = torch.profiler.profile(record_shapes=True)
-            self._profiles.callback(profiler.export_chrome_trace, str(path))
+            self._profiles.callback(write_profile, profiler, path, self.unwritten)
             self._profiles.enter_context(profiler)
         yield
         if step == window.start + window.steps - 1:
@@ -285,9 +288,10 @@ class TorchEngine:
             # A step may have been planned again.
             self.plan = with_memory(self._job.plan, planned.plan, planned.notes)
             if self.rank == 0:
-                write_text(self._job.output_dir / "plan.json", self.plan.to_json() + "\n")
-            if self.rank == 0 and planned.timelines is not None:
-                write_timelines(planned.timelines, self._job.output_dir)
+                with self.unwritten.spare(self._job.output_dir):
+                    write_text(self._job.output_dir / "plan.json", self.plan.to_json() + "\n")
+                    if planned.timelines is not None:
+                        write_timelines(planned.timelines, self._job.output_dir)
 
     def _at_home(self, tensor: Tensor) -> Tensor:
         """A tensor of model or optimizer between steps, where its bytes are."""
@@ -389,4 +393,5 @@ class TorchEngine:
             },
             on_error="continue" if snapshot else choice.on_error,
             keep_best="loss" if choice.keep_best and not snapshot else None,
+            check_extra=check_trainer_extra,
         )

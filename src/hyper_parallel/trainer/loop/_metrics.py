@@ -9,19 +9,22 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TextIO
+from typing import Any, Final, TextIO
 
-from hyper_parallel.serde import append_file
+from hyper_parallel.errors import DISK_ERRORS, Unwritten, not_writable
+from hyper_parallel.received import Limits, parse_json
+from hyper_parallel.serde import append_file, write_text
 from hyper_parallel.trainer._directory_watch import DirectoryWatch
-from hyper_parallel.trainer._files import write_text
-from hyper_parallel.trainer.loop._trackers import make_trackers
-from hyper_parallel.units import format_bytes
+from hyper_parallel.trainer.loop._trackers import Tracker, make_trackers
+from hyper_parallel.units import MiB, format_bytes
 
 _log = logging.getLogger(__name__)
+_RECORD: Final = Limits(MiB, num_elements=100_000)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +79,7 @@ class MetricsLog:
 
     Attributes:
         notes: What was dropped of the files of the run before, one line each.
+        unwritten: Failures of trackers that the system has refused to write.
     """
 
     def __init__(
@@ -86,6 +90,7 @@ class MetricsLog:
         recipe: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         directory.mkdir(exist_ok=True)
+        self._directory, self.unwritten = directory, Unwritten()
         self.notes: list[str] = []
         self._files: dict[str, TextIO] = {}
         for name in ("metrics", "eval"):
@@ -116,12 +121,17 @@ class MetricsLog:
         )
 
     def close(self) -> None:
-        """Flush and close all files."""
-        for file in self._files.values():
-            file.close()
+        """Flush and close all files.
+
+        Raises:
+            OSError: A file of metrics cannot be closed; the others are.
+        """
         self._watch.close()
         for tracker in self._trackers:
-            tracker.close()
+            self._try(tracker, tracker.close)
+        with ExitStack() as stack:
+            for file in self._files.values():
+                stack.callback(file.close)
 
     def check_directory(self) -> None:
         """Raise RunDirectoryLost (HP721) when the run directory was removed, moved or replaced since it was opened."""
@@ -136,11 +146,20 @@ class MetricsLog:
         """Give trackers the values that are not None."""
         given = {f"{group}/{k}": float(v) for k, v in values.items() if v is not None}
         for tracker in tuple(self._trackers) if given else ():
-            try:
-                tracker.log(step, given)
-            except Exception as error:  # a service that is down does not end the run: its curve is in metrics.jsonl
-                _log.warning("%s gets no more curves: %s", tracker.name, error)
+            if not self._try(tracker, lambda tracker=tracker: tracker.log(step, given)):
                 self._trackers.remove(tracker)
+
+    def _try(self, tracker: Tracker, action: Callable[[], Any]) -> bool:
+        """Return whether a tracker does something; one that fails does not end the run: metrics.jsonl has its curve."""
+        try:
+            action()
+        except Exception as error:  # each raises classes of its own
+            _log.warning("%s gets no more curves: %s", tracker.name, error)
+            if isinstance(error, OSError) and error.errno in DISK_ERRORS:
+                self.unwritten.keep(not_writable(error, self._directory / tracker.name))
+        else:
+            return True
+        return False
 
 
 def as_line(record: Any) -> dict[str, Any]:
@@ -157,12 +176,10 @@ def _keep_until(path: Path, step: int) -> str | None:
         return None
     kept, later, damaged = [], 0, 0
     for line in path.read_bytes().splitlines():
-        try:
-            number = int(json.loads(line)["step"])
-        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+        number = _step_of(line)
+        if number is None:
             damaged += 1
-            continue
-        if step and number <= step:
+        elif step and number <= step:
             kept.append(line.decode() + "\n")
         else:
             later += 1
@@ -170,6 +187,15 @@ def _keep_until(path: Path, step: int) -> str | None:
     parts = [f"{later} records after step {step}"] if later else []
     parts += [f"{damaged} lines that are no record"] if damaged else []
     return f"{path.name}: dropped {' and '.join(parts)}" if parts else None
+
+
+def _step_of(line: bytes) -> int | None:
+    """Return the step of a record; None for a line that is none."""
+    try:
+        step = parse_json(line, _RECORD)["step"]
+    except (ValueError, KeyError, TypeError):
+        return None
+    return step if type(step) is int and step >= 0 else None
 
 
 def log_line(record: StepRecord, steps: int, capacity_bytes: int) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,8 +17,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from hyper_parallel.errors import MissingDependency, TrackerFailed
-from hyper_parallel.serde import create_file
-from hyper_parallel.trainer._files import write_text
+from hyper_parallel.received import Limits
+from hyper_parallel.serde import DecodeError, create_file, read, write_text
+from hyper_parallel.units import MiB
 
 _PACKAGES: Final = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow-skinny"}
 """What pip installs for the module of the same name as the tracker."""
@@ -59,7 +61,7 @@ def make_trackers(
         TrackerFailed: HP632 when one refuses.
     """
     kept, trackers = directory / "trackers.json", list[Tracker]()
-    ids: dict[str, str] = json.loads(kept.read_text()) if resumed_step and kept.exists() else {}
+    ids = _known_ids(kept) if resumed_step else {}
     for name in names:
         try:
             if name == "tensorboard":
@@ -72,15 +74,37 @@ def make_trackers(
                 f"the tracker {name} cannot begin a run",
                 where="training.report_to",
                 got=" ".join(str(error).split())[:800] or type(error).__name__,
-                hint="training.report_to=[tensorboard]",
+                hint=f"'training.report_to=[{', '.join(n for n in names if n != name)}]'",
             ) from error
     if ids:
         write_text(kept, json.dumps(ids) + "\n")
     return trackers
 
 
+def _known_ids(path: Path) -> dict[str, str]:
+    """Return the ids of the runs of trackers that an earlier part of a run has kept; none where it has not.
+
+    Raises:
+        TrackerFailed: HP632 for a file that holds something else.
+    """
+    if not path.exists():
+        return {}
+    try:
+        return read(dict[str, str], path, Limits(MiB, num_elements=100))
+    except (OSError, DecodeError) as error:
+        raise TrackerFailed(
+            "the ids of the runs of trackers cannot be read",
+            where=str(path),
+            got=f"{error!s:.200}",
+            hint=f"rm {shlex.quote(str(path))}, to begin new runs of trackers",
+        ) from error
+
+
 def _tensorboard(directory: Path, resumed_step: int) -> Tracker:
-    """Return a tracker that appends to one open file; TensorBoard's own writer opens the path again for each record."""
+    """Write an event file, record by record, through one open file.
+
+    The writer of tensorboard opens the path again for each record, on a thread that dies of a full disk.
+    """
     from tensorboard.compat.proto.event_pb2 import Event, SessionLog
     from tensorboard.summary.writer.record_writer import RecordWriter
 
@@ -89,25 +113,28 @@ def _tensorboard(directory: Path, resumed_step: int) -> Tracker:
         for old in directory.glob("events.out.tfevents.*"):
             if not old.is_symlink():
                 old.unlink()
-    name = f"events.out.tfevents.{int(time.time())}.{platform.node()}.{os.getpid()}.0"
-    board = RecordWriter(create_file(directory / name).detach())
-
-    def add(event: Any) -> None:
-        board.write(event.SerializeToString())
-        board.flush()
-
-    add(Event(wall_time=time.time(), file_version="brain.Event:2"))
-    # TensorBoard drops what an earlier run wrote from this step on.
-    start = SessionLog(status=SessionLog.START)
-    add(Event(wall_time=time.time(), step=resumed_step + 1, session_log=start))
+    now = time.time()
+    name = f"events.out.tfevents.{int(now):010d}.{platform.node()}.{os.getpid()}.0"
+    records = RecordWriter(create_file(directory / name).detach())
 
     def log(step: int, values: dict[str, float]) -> None:
         event = Event(wall_time=time.time(), step=step)
         for name, value in values.items():
             event.summary.value.add(tag=name, simple_value=value)
-        add(event)
+        try:
+            records.write(event.SerializeToString())
+            records.flush()
+        except OSError:
+            records.close()
+            raise
 
-    return Tracker("tensorboard", log, board.close)
+    records.write(Event(wall_time=now, file_version="brain.Event:2").SerializeToString())
+    # TensorBoard drops what an earlier run wrote from this step on.
+    start = SessionLog(status=SessionLog.START)
+    first = Event(wall_time=now, step=resumed_step + 1, session_log=start)
+    records.write(first.SerializeToString())
+    records.flush()
+    return Tracker("tensorboard", log, records.close)
 
 
 def _wandb(directory: Path, ids: dict[str, str], recipe: Mapping[str, Any]) -> Tracker:

@@ -16,10 +16,16 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from hyper_parallel.errors import LossNotFinite, OutputNotWritable
+from hyper_parallel.errors import (
+    HyperParallelError,
+    LossNotFinite,
+    OutputNotWritable,
+    Unwritten,
+    written,
+)
 from hyper_parallel.ir import Plan, Timeline
 from hyper_parallel.trainer._directory_watch import DirectoryWatch, continuing_words
-from hyper_parallel.trainer._files import write_text, write_timeline, written
+from hyper_parallel.trainer._files import write_text, write_timeline
 from hyper_parallel.trainer._signals import StopRequest
 from hyper_parallel.trainer._user_code import load_class
 from hyper_parallel.trainer.loop._callback import Callback
@@ -80,12 +86,14 @@ class Engine(Protocol):
         plan: The plan as the ranks carry it out, known after `begin`.
         wishes: Set by the trainer: whether this rank wishes to stop, and to save, after the present step. A step
             asks late, and gives every rank in its result what any rank wished.
+        unwritten: Set by the trainer: keeps failures of outputs that the run can do without.
     """
 
     rank: int
     world_size: int
     plan: Plan
     wishes: Callable[[], tuple[bool, bool]]
+    unwritten: Unwritten
 
     def load(self) -> tuple[int, dict[str, Any]]:
         """Continue from the newest intact checkpoint: its step and the `extra` of its save; step 0 for a new run."""
@@ -136,6 +144,9 @@ class Summary:
     last_eval_loss: float  # held-out loss after the last step
     loss: float  # training loss of the last step, NaN when there was nothing left to do
     seconds: float  # seconds of training, evaluations included
+    unwritten: tuple[
+        HyperParallelError, ...
+    ] = ()  # failures of outputs that the run went on without
 
 
 class Trainer:
@@ -158,6 +169,7 @@ class Trainer:
         self._asked, self._stop, self._saved_s = False, stop or StopRequest(), time.monotonic()
         self._between = True  # whether a run that ends after the present step would go on exactly as if it had not
         engine.wishes = self._wishes
+        engine.unwritten = self._unwritten = Unwritten()
         self._callbacks: list[Callback] = []
         for path in job.recipe.training.callbacks:
             self._callbacks.append(load_class(path, Callback, "training.callbacks")())
@@ -214,7 +226,7 @@ class Trainer:
                     job.write(engine.plan)
                     shown = recipe.model_dump(mode="json")
                     self._log = MetricsLog(job.output_dir, done, training.report_to, shown)
-                stack.callback(self._log.close)
+                stack.push(self._close_log)
                 for line in self._log.notes:
                     self._display.line(line)
             for callback in self._callbacks:
@@ -263,7 +275,7 @@ class Trainer:
             self._stop.obeyed(done)
         timeline = engine.timeline()
         if timeline is not None:
-            with written(job.output_dir):
+            with self._unwritten.spare(job.output_dir):
                 write_timeline(timeline, job.output_dir / "timeline.json")
         if recipe.checkpoint.export and not stopped:
             engine.export()
@@ -276,9 +288,20 @@ class Trainer:
             "resumes": history,
             **engine.facts(),
         }
-        with written(job.output_dir):
+        with self._unwritten.spare(job.output_dir):
             write_text(job.output_dir / "run.json", json.dumps(about, indent=1) + "\n")
-        return Summary(done, first, last, loss, seconds)
+        unwritten = [*self._unwritten.errors, *(self._log.unwritten.errors if self._log else ())]
+        return Summary(done, first, last, loss, seconds, tuple(unwritten))
+
+    def _close_log(self, failure: type[BaseException] | None, *_: object) -> None:
+        """Close the records; after another failure, which comes first, theirs is left out."""
+        assert self._log is not None
+        try:
+            with written(self._job.output_dir / "metrics.jsonl"):
+                self._log.close()
+        except OutputNotWritable:
+            if failure is None:
+                raise
 
     def _save(self, step: int, extra: dict[str, Any], *, snapshot: bool = False) -> None:
         """Save a checkpoint or a snapshot."""

@@ -19,7 +19,7 @@ from hyper_parallel.backends.torch import token_logprobs
 from hyper_parallel.errors import CheckpointMismatch
 from hyper_parallel.ir import Plan
 from hyper_parallel.serde import create_file
-from hyper_parallel.trainer._files import written
+from hyper_parallel.trainer._files import tensors_written
 from hyper_parallel.trainer.stages._sampling import added
 
 REFERENCE: Final = "reference.npy"
@@ -77,7 +77,7 @@ class Reference:
             kept = self._of_all(sequences, rows)
         if self.writes and self.directory != self.source:  # else other ranks may be reading it
             partial = self.directory / f".{self.file}.part"
-            with written(self.directory / self.file):
+            with tensors_written(partial):
                 with create_file(partial) as file:
                     np.save(file.buffer, kept)
                 partial.replace(self.directory / self.file)

@@ -13,9 +13,12 @@ from typing import Any, Final, TypeVar
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from hyper_parallel.trainer._files import write_text
+from hyper_parallel.received import Limits, read_json
+from hyper_parallel.serde import write_text
+from hyper_parallel.trainer._files import tensors_written
 from hyper_parallel.trainer.checkpoints._manifest import remove, steps
 from hyper_parallel.trainer.stages._sampling import Completions
+from hyper_parallel.units import MiB
 
 _LOOK_S: Final = 0.005  # short beside the steps of the smallest models, and a list of a folder takes microseconds
 _SHARE: Final = re.compile(r"step_\d{8,}\.\d+\.safetensors")
@@ -75,7 +78,7 @@ class RolloutFolder:
     def begun(self) -> dict[str, Any] | None:
         """Where the ranks that train go on from, as soon as they say so; None when they have ended."""
         path = self.path / "begin.json"
-        return self.wait(lambda: json.loads(path.read_text()) if path.exists() else None)
+        return self.wait(lambda: read_json(path, Limits(MiB)) if path.exists() else None)
 
     def version(self, least: int, *, exact: bool) -> int | None:
         """The newest weights of version `least` or later, or exactly these; None when nobody trains any more."""
@@ -113,8 +116,9 @@ class RolloutFolder:
         partial = path.with_suffix(".part")
         tensors = {f.name: getattr(made, f.name).cpu().contiguous() for f in fields(made)}
         about = {"version": str(version), "parts": str(parts), "seconds": str(seconds)}
-        save_file(tensors, partial, about)
-        partial.rename(path)
+        with tensors_written(partial):
+            save_file(tensors, partial, about)
+            partial.rename(path)
 
     def read(self, step: int, part: int) -> tuple[Completions, float]:
         """Completions as soon as they are there, and in how many seconds they were sampled."""

@@ -10,10 +10,13 @@ from pathlib import Path
 from typing import Any, Final
 
 from torch import nn
+from typing_extensions import TypedDict
 
 from hyper_parallel.backends.torch.weights._tensor_files import Stored, WeightFiles
 from hyper_parallel.backends.torch.weights.inventory import CARRIED, take_inventory
 from hyper_parallel.errors import WeightsUnreadable
+from hyper_parallel.received import Limits
+from hyper_parallel.serde import DecodeError, read
 
 logger = logging.getLogger(__name__)
 
@@ -21,6 +24,13 @@ _ATTRIBUTE: Final = "_carried_weights"
 
 CARRIED_FILE: Final = "carried_weights.json"
 """File beside the config that a run keeps: directory and names of the tensors that its exports carry on."""
+
+
+class _Stored(TypedDict):
+    """Content of `CARRIED_FILE`."""
+
+    directory: str
+    names: list[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +55,10 @@ class CarriedWeights:
     def read(cls, directory: Path) -> CarriedWeights | None:
         """Return what a directory keeps in `CARRIED_FILE`; None where it has none that can be read."""
         try:
-            values = json.loads((directory / CARRIED_FILE).read_text(encoding="utf-8"))
-            return cls(Path(values["directory"]), tuple(map(str, values["names"])))
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            stored = read(_Stored, directory / CARRIED_FILE, Limits())
+        except (OSError, DecodeError):
             return None
+        return cls(Path(stored["directory"]), tuple(stored["names"]))
 
 
 def remember_carried(model: nn.Module, carried: CarriedWeights) -> None:

@@ -106,7 +106,14 @@ def open_tensors(path: Path) -> dict[str, Stored]:
     try:
         stored = _mapped(path) if path.suffix == ".safetensors" else _unpickled(path)
         return {name: Stored(path, _shape(slices), slices) for name, slices in stored.items()}
-    except (SafetensorError, OSError, RuntimeError, EOFError, UnpicklingError) as error:
+    except (
+        SafetensorError,
+        OSError,
+        MemoryError,
+        RuntimeError,
+        EOFError,
+        UnpicklingError,
+    ) as error:
         raise WeightsUnreadable(
             f"a weight file is truncated or damaged ({str(error).splitlines()[0]})",
             where=str(path),

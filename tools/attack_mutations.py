@@ -1,14 +1,16 @@
-"""Mutations of files, as `fuzz_inputs.py` draws them: of the values of a format that is known, or of bytes."""
+"""Mutations of files, as `attack.py` draws them: of the values of a known format, of bytes, or of what a name is."""
 
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import random
+import shutil
 from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import yaml
 
@@ -144,8 +146,86 @@ CODECS: dict[str, tuple[Callable[[bytes], Any], Callable[[Any], bytes]]] = {
 }
 
 
+BOMB: Final = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
+    f"{b}: &{b} [*{a},*{a},*{a},*{a},*{a},*{a},*{a},*{a},*{a}]\n"
+    for a, b in zip("abcdefgh", "bcdefghi", strict=True)
+)
+"""A YAML text of 400 bytes that stands for 3.9e8 elements."""
+TEMPLATES: Final = (
+    "{{ 1/0 }}", "{{ messages[9999] }}", "{% for a in range(10**9) %}{% endfor %}", "{{ 'a' * 10**10 }}",
+    "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "{% include '/etc/passwd' %}", "{{ [].__class__.__mro__ }}",
+    "{% set ns = namespace(x='a') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}{{ ns.x }}",
+    "{{ raise_exception('no') }}", "{% if %}", "{{ messages | map(attribute='content') | join * 10**9 }}", "",
+)  # fmt: skip
+PATTERNS: Final = (
+    "(a|aa|a+)+$",
+    r"(.*_?)*x",
+    "(" * 3000,
+    "(?:a{0,30000}){0,30000}",
+    "[",
+    "a" * 100_000,
+)
+"""Regular expressions: catastrophic, nested, large or none."""
+
+
+def mutate_text(path: Path, raw: bytes, draw: random.Random) -> bytes | None:
+    """Return a text of the kinds that a format is known to suffer from; None where there is none."""
+    if path.suffix in (".yaml", ".yml") and draw.random() < 0.15:
+        return BOMB.encode() + draw.choice([b"", raw])
+    if path.suffix == ".jinja" and draw.random() < 0.7:
+        return draw.choice(TEMPLATES).encode()
+    if path.name == "adapter_config.json" and draw.random() < 0.4:
+        doc = json.loads(raw)
+        key, values = draw.choice(ADAPTER_VALUES)
+        doc[key] = draw.choice(values)
+        return _json(doc)
+    return None
+
+
+ADAPTER_VALUES: Final = (
+    ("r", (10**9, 0, -1, 2.5, "8", None, True, 2**63)),
+    ("peft_type", ("IA3", "PREFIX_TUNING", "LOHA", "ADALORA", "VERA", "PROMPT_TUNING", "X", None, 3)),
+    ("target_modules", (*PATTERNS, ["q_proj"] * 10_000, [], None, ["nothing"], 5, {"a": 1})),
+    ("rank_pattern", (*({p: 4} for p in PATTERNS), {"q_proj": 10**9}, {"q_proj": "x"}, [])),
+    ("layers_pattern", (*PATTERNS, ["layers"], 7)),
+    ("layers_to_transform", ([0], 10**12, "x", [-1])),
+    ("exclude_modules", (*PATTERNS, ["k_proj"])),
+    ("init_lora_weights", ("pissa_niter_999999", "olora", "eva", "loftq", "lora_ga", "x", None, 3)),
+    ("lora_alpha", (float("nan"), float("inf"), 1e308, -1, 0, "x", None)),
+    ("use_dora", (True,)), ("lora_bias", (True,)), ("bias", ("all",)), ("modules_to_save", (["norm"], ["("], "x")),
+)  # fmt: skip
+
+
+def replaced(path: Path, others: list[Path], victim: Path, draw: random.Random) -> str:
+    """Put something else under the name of a file: a link, a pipe, a folder, another file; what it is, in words."""
+    kind = draw.choice(
+        ("exchange", "link out", "dangling link", "zeros", "pipe", "folder", "loop", "huge")
+    )
+    path.unlink()
+    if kind == "exchange":
+        shutil.copyfile(draw.choice(others), path)
+    elif kind == "link out":
+        path.symlink_to(draw.choice(sorted(p for p in victim.rglob("*") if p.is_file())))
+    elif kind == "dangling link":
+        path.symlink_to(victim / "planted" / path.name)
+    elif kind == "zeros":
+        path.symlink_to("/dev/zero")
+    elif kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    elif kind == "loop":
+        path.symlink_to(path.name)
+    else:
+        path.touch()
+        os.truncate(path, 1 << 40)
+    return kind
+
+
 def mutated(path: Path, raw: bytes, draw: random.Random) -> bytes:
     """The file with one to three mutations: of its values where they are known, or of its bytes."""
+    if (text := mutate_text(path, raw, draw)) is not None:
+        return text
     for _ in range(draw.choice([1, 1, 2, 3])):
         codec = CODECS.get(path.suffix)
         if codec is not None and draw.random() < 0.7:
