@@ -10,8 +10,8 @@ import copy
 import json
 import shutil
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -182,15 +182,6 @@ class _Writer:
     def open(self) -> None:
         """Make the hidden directory; refuses to replace anything but an export."""
         self._folder.open()
-
-    @contextmanager
-    def discarded_on_failure(self) -> Iterator[None]:
-        """Remove the hidden directory when something inside fails, so that no part of an export stays behind."""
-        try:
-            yield
-        except BaseException:
-            shutil.rmtree(self._temporary, ignore_errors=True)
-            raise
 
     def add(self, name: str, full: Tensor) -> None:
         """Take one whole parameter; write the files it completes."""

@@ -49,7 +49,7 @@ _FILES = re.compile(r"(manifest|index|extra)\.json|rank_\d{5,}\.safetensors")
 """Files of a checkpoint."""
 _KEYS = {"manifest.json": "fingerprint", "index.json": "tensors"}
 """A key by which a JSON file of a checkpoint is told from a file of the same name of somebody else."""
-_LIMITS = Limits(num_bytes=1 << 26, num_elements=5_000_000)
+_TOLD: Final = Limits(num_bytes=1 << 26, num_elements=5_000_000)
 
 _log = logging.getLogger(__name__)
 
@@ -283,9 +283,12 @@ def _is_plain(path: Path) -> bool:
 
 
 def _has_key(path: Path, key: str) -> bool:
-    """Return whether a JSON file is an object with a key."""
+    """Return whether a JSON file is an object with a key; of a larger one than `_TOLD` only the beginning is read."""
     try:
-        return key in read_json(path, _LIMITS)
+        if path.stat().st_size > _TOLD.num_bytes:
+            with path.open("rb") as file:
+                return file.read(1) == b"{"
+        return key in read_json(path, _TOLD)
     except (OSError, ValueError, TypeError):
         return False
 
