@@ -201,10 +201,16 @@ def _interrupted(job: Job, error: Interrupted) -> str:
     return f"interrupted: {what}\nhint: {command}\n"
 
 
+def _is_newer(path: Path, other: Path) -> bool:
+    return path.is_file() and other.is_file() and path.stat().st_mtime >= other.stat().st_mtime
+
+
 def _conclude(job: Job, summary: Summary, console: Console) -> None:
     """Report of the run on standard error, the sample on standard output."""
     from hyper_parallel.reports import write_report
 
+    if summary.complete and _is_newer(job.output_dir / "report.html", job.output_dir / "run.json"):
+        return
     page, trace = write_report(job.output_dir)
     first, last = summary.first_eval_loss, summary.last_eval_loss
     if is_quiet():

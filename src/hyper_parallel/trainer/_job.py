@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import shutil
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -33,8 +31,9 @@ from hyper_parallel.trainer._files import (
     write_text,
     write_timeline,
 )
+from hyper_parallel.trainer._resumed_checkpoint import check_newest
 from hyper_parallel.trainer._user_code import load_class
-from hyper_parallel.trainer.checkpoints._manifest import EXTRA, step_name, steps
+from hyper_parallel.trainer.checkpoints._manifest import steps
 from hyper_parallel.trainer.data import (
     TOKENIZER_FILES,
     Batches,
@@ -44,7 +43,6 @@ from hyper_parallel.trainer.data import (
     has_tokenizer,
 )
 from hyper_parallel.trainer.loop._callback import Callback
-from hyper_parallel.trainer.loop._resume import check_resume
 from hyper_parallel.trainer.loop._trackers import check_trackers
 
 MOST_SIMULATED: Final = 4096
@@ -53,7 +51,7 @@ MOST_SIMULATED: Final = 4096
 _OF_A_RUN: Final = (
     "checkpoints", "export", "model", "tensorboard", "metrics.jsonl", "eval.jsonl", "timeline.json",
     "offload_predicted.json", "offload_measured.json", "sample.txt", "run.json", "report.html", "trace.json",
-    "profile", "trackers.json", "rollouts",
+    "profile", "trackers.json", "rollouts", "parts",
 )  # fmt: skip
 """Files and directories of a run that one which starts over removes."""
 
@@ -341,7 +339,7 @@ def prepare_job(
         steps = math.ceil(rows / batches.sequences_per_step) * recipe.grpo.num_iterations
         loaded = with_steps(loaded, steps)
         job = replace(job, recipe=loaded.recipe)
-    _check_resume(job, loaded)
+    check_newest(job, loaded)
     return job
 
 
@@ -373,24 +371,3 @@ def _check_checkpoint(loaded: LoadedRecipe) -> None:
             where=f"{loaded.where(f'checkpoint.{key}')}; looked in {directory}",
             hint=f"checkpoint.{key}={value}",
         )
-
-
-def _check_resume(job: Job, loaded: LoadedRecipe) -> None:
-    """Raise when the newest checkpoint is beyond the last step, or of a run that this one does not go on with."""
-    directory, wanted = job.resume_dir, job.recipe.training.steps
-    found = [] if job.recipe.checkpoint.resume == "never" else steps(directory)
-    if not found:
-        return
-    if found[-1] > wanted:
-        raise Contradiction(
-            "the checkpoint to continue from is beyond the last step of the run",
-            where=loaded.where("training.steps"),
-            got=f"steps={wanted}, the newest checkpoint of {directory} is of step {found[-1]}",
-            hint=f"training.steps={2 * found[-1]}",
-        )
-    # Ranks check what they load, which may be an older one; a recipe that does not fit is refused before they start.
-    saved = None
-    with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
-        text = (directory / step_name(found[-1]) / EXTRA).read_text(encoding="utf-8")
-        saved = json.loads(text)["run"]
-    check_resume(saved, job, directory.parent)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -25,7 +27,7 @@ from hyper_parallel.trainer.checkpoints._pieces import AtHome
 from hyper_parallel.trainer.checkpoints._rank_group import RankGroup
 from hyper_parallel.trainer.data import TOKENIZER_FILES
 
-_WEIGHTS = "adapter_model.safetensors"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _READ = (
     "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "lora_dropout", "target_modules",
     "modules_to_save", "exclude_modules", "layers_to_transform", "layers_pattern", "fan_in_fan_out",
@@ -43,6 +45,7 @@ def export_adapter(
     out_dir: str | Path,
     *,
     at_home: AtHome = Tensor.detach,
+    metadata: Mapping[str, str] = MappingProxyType({}),
 ) -> Path:
     """Write the adapters of a model, and what else of it was trained; collective over all ranks.
 
@@ -51,6 +54,7 @@ def export_adapter(
         tokenizer_dir: Directory whose tokenizer files are copied; None: no tokenizer.
         out_dir: Created. An earlier adapter or export there is replaced; anything else is refused.
         at_home: Gives a local tensor on its bytes, where a memory plan has them elsewhere.
+        metadata: Further metadata of the weight file.
 
     Returns:
         `out_dir`, which `peft.PeftModel.from_pretrained` reads.
@@ -70,7 +74,7 @@ def export_adapter(
             files[_key(name)] = full.cpu().clone(memory_format=torch.contiguous_format)
 
     def close() -> None:
-        save_file(files, temporary / _WEIGHTS, metadata={"format": "pt"})
+        save_file(files, temporary / ADAPTER_WEIGHTS, metadata={"format": "pt", **metadata})
         config = copy.copy(model.__dict__[CONFIGURATION])
         config.inference_mode = True
         config.save_pretrained(temporary)
