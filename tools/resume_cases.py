@@ -160,7 +160,7 @@ def stream_scene(place: Place) -> None:
     place.write("text.jsonl", records_of(texts))
     shutil.copytree(place.base, place.root / "tokens", dirs_exist_ok=True)
     data = {"source": "text.jsonl", "streaming": True, "tokenizer": "tokens", "vocab_size": None}
-    place.recipe(data=data, training={"tokens_per_step": 4096})
+    place.recipe(data=data, training={"tokens_per_step": 4096, "microbatch": 64})
 
 
 def mixture_scene(place: Place) -> None:
@@ -376,7 +376,12 @@ EQUAL, SAID, REFUSED = ("equal",), ("said",), ("refused",)
 EXPORT = ["checkpoint", "export", "run", "--merge"]
 CASES = (
     Case("nothing", text_scene, nothing, EQUAL),
-    Case("layout: two ranks", text_scene, words("parallel.dp_shard=2"), EQUAL),
+    Case(
+        "layout: two ranks",
+        text_scene,
+        words("parallel.dp_shard=2", "training.microbatch=1"),
+        EQUAL,
+    ),
     Case("microbatch", text_scene, words("training.microbatch=1"), EQUAL),
     Case("run directory moved", text_scene, moved("run", "gone", "output_dir=gone"), EQUAL),
     Case("cache removed", text_scene, lambda p: shutil.rmtree(p.root / "cache"), EQUAL),
@@ -467,14 +472,20 @@ CASES = (
     Case(
         "data: content",
         text_scene,
-        text("text.txt", lambda t: t.replace("return", "yields")),
+        text("text.txt", lambda t: t.replace("x * 000", "x * 717")),
         REFUSED,
     ),
     Case(
         "data: content, same size and time",
         text_scene,
-        text("text.txt", lambda t: t.replace("return", "yields"), keeps_time=True),
+        text("text.txt", lambda t: t.replace("x * 000", "x * 717"), keeps_time=True),
         REFUSED,
+    ),
+    Case(
+        "data: another word, of which a trained tokenizer makes the same tokens",
+        text_scene,
+        text("text.txt", lambda t: t.replace("return", "yields")),
+        EQUAL,
     ),
     Case("data: order", text_scene, text("text.txt", swapped), REFUSED),
     Case(
@@ -550,7 +561,12 @@ CASES = (
         REFUSED,
     ),
     Case("base weights: in two files", adapter_scene, shards, EQUAL),
-    Case("base weights: on two ranks", adapter_scene, words("parallel.dp_shard=2"), EQUAL),
+    Case(
+        "base weights: on two ranks",
+        adapter_scene,
+        words("parallel.dp_shard=2", "training.microbatch=1"),
+        EQUAL,
+    ),
     Case(
         "base weights: values, on two ranks",
         adapter_scene,

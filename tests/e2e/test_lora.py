@@ -228,16 +228,18 @@ def test_weights_under_adapters_that_were_exchanged_are_refused(place, one_rank,
     base, run = tmp_path / "base", tmp_path / "run"
     shutil.copytree(place / "base" / "export", base)
     words = (*LORA, *CURVE, f"model.path={base}")
-    train(place, run, *words, "training.steps=2")
+    train(place, run, *words, "training.steps=2", "checkpoint.export=true")
     file = base / "model.safetensors"
     tensors = load_file(file)
     other = {n: t.clone() for n, t in tensors.items()}
     other["model.layers.1.mlp.down_proj.weight"][3, 5] *= 1 + 2**-20
     save_file(other, file, {"format": "pt"})
-    with pytest.raises(CheckpointMismatch, match="base weights of the checkpoint"):
+    with pytest.raises(CheckpointMismatch, match="base weights are not those"):
         train(place, run, *words, "parallel.tp=2", "training.steps=4")
-    with pytest.raises(CheckpointMismatch, match="base weights of the checkpoint"):
+    with pytest.raises(CheckpointMismatch, match="base weights are not those"):
         command("checkpoint", "export", str(run), "--merge", "--out", str(tmp_path / "merged"))
+    with pytest.raises(CheckpointMismatch, match="base weights are not those"):
+        command("generate", str(run), "--prompt", "def f", "--max-new-tokens=4")
     assert not (tmp_path / "merged").exists()
     file.unlink()
     names = sorted(tensors)

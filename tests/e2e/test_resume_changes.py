@@ -21,6 +21,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory):
     """A language model and a reward model."""
+    resume_changes.prepare()
     root, run = tmp_path_factory.mktemp("shared"), resume_changes.command
     return resume_cases.base_model(root, run), resume_cases.reward_model(root, run)
 
