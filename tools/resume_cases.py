@@ -129,8 +129,8 @@ class Descent(torch.optim.SGD):
         return super().step(closure)
 """
 REWARD = """
-def digits(completions, **_):
-    return [float(sum(c.isdigit() for c in text)) for text in completions]
+def digits(completions, bonus, **_):
+    return [b * len(t) + sum(c.isdigit() for c in t) for t, b in zip(completions, bonus)]
 """
 
 
@@ -227,7 +227,7 @@ def rollout_scene(place: Place) -> None:
         "num_generations": 2, "max_completion_length": 4, "beta": 0.1,
         "reward_funcs": ["rewards.digits", "reward/", "prefix_match"],
     }  # fmt: skip
-    records = [{"prompt": q["prompt"], "completion": q["completion"]} for q in QUESTIONS]
+    records = [q | {"bonus": number % 3} for number, q in enumerate(QUESTIONS)]
     _compared_scene(place, "grpo", records, model={"path": "base"}, grpo=grpo)
 
 
@@ -425,6 +425,13 @@ CASES = (
         SAID,
         "lr_schedule",
     ),
+    Case(
+        "learning rate of a run that had ended",
+        text_scene,
+        words("training.lr=1.0"),
+        EQUAL,
+        is_interrupted=False,
+    ),
     Case("weight decay", text_scene, words("training.weight_decay=0.5"), SAID, "weight_decay"),
     Case("betas", text_scene, words("training.betas=[0.5, 0.5]"), SAID, "betas"),
     Case(
@@ -621,15 +628,22 @@ CASES = (
         "rewards.digits",
     ),
     Case(
+        "rollouts: a column that a reward reads",
+        rollout_scene,
+        text("records.jsonl", lambda t: t.replace('"bonus": 1', '"bonus": 7')),
+        SAID,
+        "columns of records",
+    ),
+    Case(
         "rollouts: reward model", rollout_scene, weights("reward/model.safetensors", 3.0), REFUSED
     ),
     Case("rollouts: reference model", rollout_scene, reference_model, REFUSED),
     Case(
-        "rollouts: temperature",
+        "rollouts: weight of the reference",
         rollout_scene,
-        words("grpo.temperature=0.5"),
+        words("grpo.beta=0.5"),
         SAID,
-        "grpo.temperature",
+        "grpo.beta",
     ),
     Case(
         "rollouts: length of completions",
