@@ -3,6 +3,7 @@
 #   make fuzz N=100 SEED=1   random strategies against one device; a failing one is made as small as possible
 #   make attack N=2000  hostile and damaged files of every kind: each is read, or refused with a code, at little cost
 #   make chaos N=20 SEED=1   faults in small runs (killed, frozen, damaged checkpoints): nothing may be lost
+#   make resume-changes   one change each between a checkpoint and its resume: equal curve, refused or named (minutes)
 #   make test    formatting, types, import layers, and the test suite in two processes
 #   make test-slow   further cells of its matrices, on up to sixteen ranks, and long faults (minutes)
 #   make test-accelerator   the same training and generation on an emulated accelerator (needs g++ and ninja)
@@ -20,7 +21,7 @@ export HF_HUB_OFFLINE ?= 1
 bin := .venv/bin
 out := runs/quickstart
 
-.PHONY: help setup train test test-slow test-accelerator test-cluster test-llamafactory check fuzz attack chaos sweeps peers docs bench clean llamafactory-demo
+.PHONY: help setup train test test-slow test-accelerator test-cluster test-llamafactory check fuzz attack chaos resume-changes sweeps peers docs bench clean llamafactory-demo
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -68,6 +69,9 @@ attack: setup
 
 chaos: setup
 	$(bin)/python tools/chaos.py --faults $(or $(N),20) --seed $(or $(SEED),1)
+
+resume-changes: setup
+	$(bin)/python tools/resume_changes.py
 
 sweeps: setup
 	@failed=; for name in $$($(bin)/python tools/sweep.py --list); do echo "== $$name"; $(bin)/python tools/sweep.py $$name || failed="$$failed $$name"; done; \

@@ -38,6 +38,7 @@ PATTERNS: Final[Mapping[str, str]] = {
     "export": rf"(additional_chat_templates/)?({_MODEL_TEXTS}|model[\w.-]*\.safetensors)",
     "adapter": rf"(additional_chat_templates/)?({_MODEL_TEXTS}|adapter_model\.safetensors)",
     "model": rf"(additional_chat_templates/)?{_MODEL_TEXTS}",
+    "part": r"(config\.yaml|(plan|part)\.json)",
     "cache": r"[\w.-]+\.(npy|jsonl?|txt|model|jinja)",
     "scratch": r"(rank\d+/)?[\w-]+\.(bin|part)|"
     r"\.?step_\d+(\.tmp|\.old)?/((manifest|index|extra)\.json|rank_\d+\.safetensors)",

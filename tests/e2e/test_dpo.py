@@ -71,7 +71,11 @@ def test_every_layout_learns_what_one_rank_does_and_a_resumed_run_keeps_its_refe
     written = reference.stat()
     train(place, place / "four", EXPORT, "training.steps=4")
     assert reference.stat().st_mtime_ns == written.st_mtime_ns, "it is read by all ranks meanwhile"
-    reference.write_bytes(reference.read_bytes()[:100])
+    whole = reference.read_bytes()
+    np.save(reference, np.load(reference) * 1.001)
+    with pytest.raises(CheckpointMismatch, match="reference log-probabilities are not those"):
+        train(place, place / "four", EXPORT, "training.steps=5")
+    reference.write_bytes(whole[:100])
     with pytest.raises(CheckpointMismatch, match="no reference"):
         train(place, place / "four", EXPORT, "training.steps=5")
     reference.unlink()

@@ -2,13 +2,14 @@
 
 import json
 import shlex
+import shutil
 import sys
 import warnings
 
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from hyper_parallel.errors import (
@@ -221,3 +222,29 @@ def _optimizer_bytes(run):
     counters = json.loads((run / "timeline.json").read_text())["counters"]
     (measured,) = (c["value"] for c in counters if c["lane"] == "rank 0/peak optimizer states")
     return planned, measured
+
+
+def test_weights_under_adapters_that_were_exchanged_are_refused(place, one_rank, tmp_path):
+    base, run = tmp_path / "base", tmp_path / "run"
+    shutil.copytree(place / "base" / "export", base)
+    words = (*LORA, *CURVE, f"model.path={base}")
+    train(place, run, *words, "training.steps=2", "checkpoint.export=true")
+    file = base / "model.safetensors"
+    tensors = load_file(file)
+    other = {n: t.clone() for n, t in tensors.items()}
+    other["model.layers.1.mlp.down_proj.weight"][3, 5] *= 1 + 2**-20
+    save_file(other, file, {"format": "pt"})
+    with pytest.raises(CheckpointMismatch, match="base weights are not those"):
+        train(place, run, *words, "parallel.tp=2", "training.steps=4")
+    with pytest.raises(CheckpointMismatch, match="base weights are not those"):
+        command("checkpoint", "export", str(run), "--merge", "--out", str(tmp_path / "merged"))
+    with pytest.raises(CheckpointMismatch, match="base weights are not those"):
+        command("generate", str(run), "--prompt", "def f", "--max-new-tokens=4")
+    assert not (tmp_path / "merged").exists()
+    file.unlink()
+    names = sorted(tensors)
+    for number, own in enumerate((names[::2], names[1::2]), start=1):
+        part = {name: tensors[name] for name in own}
+        save_file(part, base / f"model-{number:05}-of-00002.safetensors", {"format": "pt"})
+    train(place, run, *words, "parallel.dp_shard=2", "training.steps=4")
+    assert_same_curve(curve(run), curve(one_rank))

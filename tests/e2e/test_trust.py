@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from hyper_parallel.errors import (
     Contradiction,
     LossNotFinite,
     OutputNotWritable,
+    RankFailed,
     RunInUse,
 )
 from hyper_parallel.trainer._files import run_lock
@@ -23,6 +25,7 @@ pytestmark = pytest.mark.e2e
 
 MINE = '''
 import torch
+from hyper_parallel.trainer import Callback
 
 class Poisoned(torch.optim.SGD):
     """The second gradient of the last matrix is NaN."""
@@ -35,6 +38,10 @@ class Poisoned(torch.optim.SGD):
     def poison(self, gradient):
         self.calls += 1
         return gradient * float("nan") if self.calls == 2 else gradient
+
+class Fails(Callback):
+    def on_train_begin(self, job):
+        raise ValueError("before a step")
 '''
 
 
@@ -109,6 +116,50 @@ def test_what_may_change_takes_effect_and_is_recorded(place, tmp_path):
             "checkpoint.every": [2, 0],
         },
     }
+
+
+def test_arguments_of_the_optimizer_take_effect_both_ways_or_are_refused(place, tmp_path):
+    maximize = "training.optimizer_args={maximize: true}"
+    run = copied(place, tmp_path)
+    train(place, run, maximize, "checkpoint.every=2")
+    up = curve(run)
+    assert up[3][0] > curve(place / "whole")[3][0]  # uphill from step 3 on
+    changed = json.loads((run / "run.json").read_text())["resumes"][-1]["changed"]
+    assert changed == {"training.optimizer_args": [{}, {"maximize": True}]}
+    train(place, run, "training.steps=5")  # and down again, although the checkpoint has it
+    train(place, run, maximize, "training.steps=6")
+    losses = [loss for loss, _ in curve(run)]
+    assert losses[5] < losses[4] or losses[4] < losses[3]
+    with pytest.raises(CheckpointMismatch, match="no state 'max_exp_avg_sq'") as caught:
+        train(place, run, "training.optimizer_args={amsgrad: true}", "training.steps=7")
+    assert caught.value.allowed == '{"maximize": true}'
+    train(place, run, *shlex.split(caught.value.hint), "training.steps=7")
+
+
+def test_a_run_that_has_ended_is_not_rewritten(place, tmp_path):
+    run = Path(shutil.copytree(place / "whole", tmp_path / "run"))
+    before = files_of(run)
+    train(place, run, "training.lr=1.0", report=True)
+    assert {p: c for p, c in files_of(run).items() if p in before} == before
+    assert {p.name for p in files_of(run) if p not in before} <= {"report.html", "trace.json"}
+
+
+def test_recipe_and_plan_state_what_was_trained_part_by_part(place, tmp_path, monkeypatch):
+    monkeypatch.chdir(place)
+    run = copied(place, tmp_path)
+    stated = {name: (run / name).read_bytes() for name in ("config.yaml", "plan.json")}
+    with pytest.raises(RankFailed, match="before a step"):
+        train(place, run, "training.callbacks=[mine_of_trust.Fails]", "training.lr=0.5")
+    assert {name: (run / name).read_bytes() for name in stated} == stated
+    train(place, run, "training.lr=0.02", "parallel.dp_shard=2")
+    parts = sorted(p.name for p in (run / "parts").iterdir())
+    assert parts == ["step_00000000", "step_00000002"]
+    first, second = (
+        {name: (run / "parts" / part / name).read_bytes() for name in stated} for part in parts
+    )
+    assert first == stated
+    assert second == {name: (run / name).read_bytes() for name in stated}
+    assert b"lr: 0.02" in second["config.yaml"]
 
 
 def test_dropout_goes_on_with_the_same_masks(place, tmp_path):

@@ -12,7 +12,7 @@ from hyper_parallel.cli import main
 from hyper_parallel.errors import PlanUnreadable, RunUnreadable
 from hyper_parallel.ir import Counter, Span, Timeline
 from hyper_parallel.reports import chrome_trace, load_run, one_step, write_comparison, write_report
-from hyper_parallel.reports._terms import COLORS, RUNS
+from hyper_parallel.reports._terms import COLORS, RESUMED, RUNS
 from hyper_parallel.serde import encode
 from tests.reports.conftest import make_plan, make_timeline
 
@@ -104,8 +104,45 @@ def test_long_curves_are_thinned_but_hold_measured_values(run_dir: Path) -> None
     assert all(y == 1.0 + 1.0 / x for x, y in zip(loss["x"], loss["y"], strict=True))
 
 
+def test_each_part_of_a_resumed_run_is_beside_its_own_prediction(run_dir: Path) -> None:
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    for row in rows[40:]:
+        row |= {"memory_bytes": 100 << 20, "step_s": 0.5, "tps": 700.0}
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    plans = (run_dir / "plan.json").read_text(), json.loads((run_dir / "plan.json").read_text())
+    plans[1]["memory"] = [{**term, "bytes": term["bytes"] // 4} for term in plans[1]["memory"]]
+    later = json.dumps(plans[1] | {"step_s": 0.4})
+    for step, plan, changed in ((0, plans[0], {}), (40, later, {"training.lr": [0.1, 0.2]})):
+        part = run_dir / "parts" / f"step_{step:08d}"
+        part.mkdir(parents=True)
+        (part / "plan.json").write_text(plan)
+        (part / "part.json").write_text(json.dumps({"step": step, "changed": changed}))
+    (run_dir / "plan.json").write_text(later)
+    text = " ".join(" ".join(page_of(run_dir).text).split())
+    assert "peak memory per rank 100.00 MiB predicted 80.00 MiB (+25.0 %)" in text
+    assert "step time (median) 500 ms predicted 400 ms (+25.0 %)" in text
+    assert "1 to 40" in text
+    assert "1 s 1.1 s 320.00 MiB 300.00 MiB - 41 to 60" in text
+    assert "400 ms 500 ms 80.00 MiB 100.00 MiB training.lr" in text
+    assert "medians of steps 41 to 60 without the first 3" in text
+    drawn = charts_of(run_dir / "report.html")
+    flat = [(d["x"], d["y"]) for d in drawn if d.get("label", [""])[0] == "predicted"]
+    assert ([1.0, 40.0], [1.0, 1.0]) in flat
+    assert ([41.0, 60.0], [0.4, 0.4]) in flat
+    assert "[40.5]" in (run_dir / "report.html").read_text()
+
+
+def test_medians_say_how_many_steps_are_left_out(run_dir: Path) -> None:
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines(keepends=True)
+    assert "medians of all steps without the first 3." in " ".join(page_of(run_dir).text)
+    (run_dir / "metrics.jsonl").write_text("".join(lines[:3]))
+    text = " ".join(" ".join(page_of(run_dir).text).split())
+    assert "medians of all steps. Point" in text
+    assert "step time (median) 3 s" in text
+
+
 def test_no_colour_has_two_meanings() -> None:
-    used = [*COLORS.values(), *RUNS]
+    used = [*COLORS.values(), *RUNS, RESUMED]
     assert len({*used}) == len(used)
 
 

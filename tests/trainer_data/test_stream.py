@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 
 import numpy as np
 import pytest
@@ -120,3 +121,57 @@ def test_a_validation_file_is_what_is_evaluated(corpus, make, tmp_path):
     streamed = make(corpus, validation=str(path), streaming=True)
     assert len(streamed.holdout) == len(packed.holdout)
     assert make(corpus, streaming=True).holdout is None
+
+
+def test_a_stream_refuses_to_go_on_in_data_that_changed_before_its_place(
+    conversations, make, monkeypatch
+):
+    monkeypatch.setattr(_streaming, "_BLOCK", 4)
+    tokenizer = make(conversations, stage="sft", seq_len=128).tokenizer_dir
+
+    def opened():
+        packed = make(conversations, streaming=True, stage="sft", seq_len=128, tokenizer=tokenizer)
+        return StreamBatches(packed.train, 1, packed.fingerprint), packed.files_fingerprint
+
+    batches, files = opened()
+    reference, states = [], []
+    for step in range(60):
+        states.append(json.loads(json.dumps(batches.state_dict(step))))
+        reference += steps(batches, [step])
+    state, later = states[3], states[59]
+    epoch, document, *_ = state["place"]
+    assert (epoch, document) < (0, 16)
+    assert later["place"][0] >= 1  # in a later epoch
+    lines = conversations.read_text().splitlines(keepends=True)
+    for changed in (
+        [lines[0].replace("0 plus", "9 plus"), *lines[1:]],  # the same length
+        [*lines[1:document], lines[0], *lines[document:]],  # another order
+        lines[1:],
+        lines[: document - 1],  # cut before the place
+    ):
+        conversations.write_text("".join(changed))
+        for saved in (state, later):
+            other, _ = opened()
+            other.load_state_dict(saved)
+            with pytest.raises(CheckpointMismatch, match="streamed data has changed"):
+                other.num_valid(saved["step"])
+    # What lies behind the block of the place is not known to the checkpoint: only the files are others.
+    conversations.write_text("".join([*lines[:20], *lines[:9]]))
+    other, other_files = opened()
+    other.load_state_dict(state)
+    assert np.array_equal(steps(other, [3])[0], reference[3])
+    assert other_files != files
+
+
+def test_the_cache_knows_a_file_of_the_same_size_and_time_by_its_change_time(corpus, make):
+    path = sorted(corpus.rglob("*.txt"))[0]
+    first = make(corpus)
+    before, text = path.stat(), path.read_text()
+    path.write_text(text.replace("word", "drow"))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert (path.stat().st_size, path.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
+    other = make(corpus)
+    assert not other.cached
+    assert other.fingerprint != first.fingerprint
+    path.write_text(text)
+    assert make(corpus).fingerprint == first.fingerprint  # the name is another, the content is not

@@ -202,10 +202,16 @@ def _interrupted(job: Job, error: Interrupted) -> str:
     return f"interrupted: {what}\nhint: {command}\n"
 
 
+def _is_newer(path: Path, other: Path) -> bool:
+    return path.is_file() and other.is_file() and path.stat().st_mtime >= other.stat().st_mtime
+
+
 def _conclude(job: Job, summary: Summary, console: Console, unwritten: Unwritten) -> None:
     """Report of the run on standard error, the sample on standard output; what cannot be written is kept."""
     from hyper_parallel.reports import write_report
 
+    if summary.complete and _is_newer(job.output_dir / "report.html", job.output_dir / "run.json"):
+        return
     first, last, pages = summary.first_eval_loss, summary.last_eval_loss, None
     with unwritten.spare(job.output_dir):
         pages = write_report(job.output_dir)

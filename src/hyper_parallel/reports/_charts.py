@@ -12,7 +12,7 @@ from bokeh.plotting import figure
 from bokeh.themes import Theme
 
 from hyper_parallel.ir import Span
-from hyper_parallel.reports._terms import COLORS
+from hyper_parallel.reports._terms import COLORS, RESUMED
 from hyper_parallel.units import GiB, KiB, MiB, format_bytes, format_seconds
 
 MAX_POINTS: Final = 2000
@@ -85,6 +85,7 @@ def curves(
     x_range: Any = None,
     from_zero: bool = False,
     bands: Sequence[Span] = (),
+    marks: Sequence[float] = (),
     height: int = 260,
 ) -> Chart | None:
     """Lines over training steps, or over another quantity; None where no line has a point.
@@ -98,6 +99,7 @@ def curves(
         x_range: That of another chart, which then moves along.
         from_zero: The axis begins at 0.
         bands: Spans that lie behind the lines, in the colours of their kinds.
+        marks: Places of vertical lines where the run was resumed.
         height: Pixels.
     """
     x_unit = x_unit or Unit("")
@@ -121,6 +123,9 @@ def curves(
             fill_alpha=0.18,
             line_color=None,
         )
+    if marks:
+        places = [x / x_unit.size for x in marks]
+        plot.vspan(x=places, line_color=RESUMED, line_dash="dotted", line_width=2)
     names = dict.fromkeys(line.label for line, _ in drawn)
     hovered = []
     for line, points in drawn:
@@ -147,7 +152,8 @@ def curves(
     )
     styles = {line.label: (line.label, line.color, line.style) for line, _ in drawn}
     kinds = dict.fromkeys(s.category for s in bands)
-    return Chart(plot, [*(styles[n] for n in names), *((k, COLORS[k], "band") for k in kinds)])
+    keys = [*(styles[n] for n in names), *((k, COLORS[k], "band") for k in kinds)]
+    return Chart(plot, [*keys, ("resumed", RESUMED, "dotted")] if marks else keys)
 
 
 def bars(

@@ -25,7 +25,14 @@ from hyper_parallel.reports._charts import (
     curves,
     lanes,
 )
-from hyper_parallel.reports._results import conditions, deviation, differences, results
+from hyper_parallel.reports._results import (
+    conditions,
+    deviation,
+    differences,
+    medians_text,
+    part_rows,
+    results,
+)
 from hyper_parallel.reports._run_record import RunRecord
 from hyper_parallel.reports._terms import (
     MOVING,
@@ -103,6 +110,8 @@ def render(*runs: RunRecord) -> str:
         layouts=[(name, _layout(x, run.plan.mesh)) for name, x in run.plan.layouts.items()],
         hidden_lanes=len(_ranks(run.timeline)) - _MAX_LANES if run.timeline else 0,
         offload=_offload_facts(run),
+        medians=medians_text(run),
+        parts=part_rows(run),
     )
 
 
@@ -137,14 +146,17 @@ def _curves(runs: Sequence[RunRecord]) -> dict[str, Chart | None]:
         losses.append(Curve(label(name, "training"), _points(run, "loss"), color))
         held_out = [(float(e["step"]), float(e["loss"])) for e in run.evals]
         losses.append(Curve(label(name, "held out"), held_out, color, "dots"))
-    charts = {"loss": curves(losses, "loss", x_range=across, height=320)}
+    # Of a page with several runs the marks of one would be taken for those of another.
+    resumed = [] if several else [part.step + 0.5 for part in runs[0].parts[1:]]
+    drawn: dict[str, Any] = {"x_range": across, "marks": resumed}
+    charts = {"loss": curves(losses, "loss", **drawn, height=320)}
     rewards = [
         Curve(label(name, key.replace("_", " ")), _points(run, "rollout", key), color, dash)
         for run, name, color in named
         for key, dash in zip(run.rewards, ("solid", *["dashed"] * len(run.rewards)), strict=False)
     ]
     if rewards:
-        charts["reward"] = curves(rewards, "reward", x_range=across, height=320)
+        charts["reward"] = curves(rewards, "reward", **drawn, height=320)
     for key, what in _OF_ROLLOUTS:
         lines = [
             Curve(label(name, "measured"), _points(run, "rollout", key), color)
@@ -152,21 +164,31 @@ def _curves(runs: Sequence[RunRecord]) -> dict[str, Chart | None]:
             if any(key in (m.get("rollout") or {}) for m in run.metrics)
         ]
         if lines:
-            charts[key] = curves(lines, what, (("", 1.0),), x_range=across, from_zero=True)
+            charts[key] = curves(lines, what, (("", 1.0),), **drawn, from_zero=True)
     for key, what, units in _CURVES:
         lines = []
         for run, name, color in named:
             points = _points(run, key)
             lines.append(Curve(label(name, "measured" if key != "lr" else "set"), points, color))
-            if key == "step_s" and points and run.plan.step_s:
-                flat = [(x, run.plan.whole_step_s) for x in (points[0][0], points[-1][0])]
-                without = run.rewards and run.plan.roles is None
-                what_of = "predicted, without rollouts" if without else "predicted"
-                lines.append(Curve(label(name, what_of), flat, color, "dashed"))
-        charts[key] = curves(lines, what, units, x_range=across, from_zero=key != "lr")
+            if key == "step_s":
+                flat = _predicted_steps(run)
+                lines += [Curve(label(name, w), ends, color, "dashed") for w, ends in flat]
+        charts[key] = curves(lines, what, units, **drawn, from_zero=key != "lr")
     within = [(label(name, "measured"), color, run) for run, name, color in named]
     charts["within"] = _within(within)
     return charts
+
+
+def _predicted_steps(run: RunRecord) -> list[tuple[str, list[tuple[float, float]]]]:
+    """Return the predicted time of a step as a flat line for each part of the run, with a label."""
+    lines = []
+    for part in run.parts:
+        ends = [row["step"] for row in part.rows if row.get("step_s") is not None]
+        if ends and part.plan.step_s:
+            flat = [(float(x), part.plan.whole_step_s) for x in (ends[0], ends[-1])]
+            without = run.rewards and part.plan.roles is None
+            lines.append(("predicted, without rollouts" if without else "predicted", flat))
+    return lines
 
 
 def _points(run: RunRecord, key: str, inside: str | None = None) -> list[tuple[float, float]]:
@@ -286,10 +308,10 @@ def _memory(run: RunRecord, tier: str) -> Chart:
     plan = run.plan
     predicted = {t.name: float(t.bytes) for t in plan.memory if t.tier == tier}
     rows = [_by_kind("predicted", predicted, memory_kind, format_bytes)]
-    if tier == "hbm" and run.peak_memory_bytes is not None:
+    if tier == "hbm" and run.last.peak_memory_bytes is not None:
         rows.append(("measured", _measured_memory(run), {}))
     elif run.offload is not None and tier in ("dram", "flash"):
-        steps = [m["offload"] for m in run.metrics if "offload" in m]
+        steps = [m["offload"] for m in run.last.rows if "offload" in m]
         most = max((step[f"{tier}_bytes"] for step in steps), default=0)
         rows.append(("measured", {"offloaded": float(most)}, {}))
     return bars(rows, BYTES, float(plan.memory_capacity_bytes) if tier == "hbm" else 0.0)
@@ -297,7 +319,7 @@ def _memory(run: RunRecord, tier: str) -> Chart:
 
 def _measured_memory(run: RunRecord) -> dict[str, float]:
     """The measured peak by kind, where the fullest rank has told."""
-    peak, rank = float(run.peak_memory_bytes or 0), run.fullest_rank
+    peak, rank = float(run.last.peak_memory_bytes or 0), run.fullest_rank
     counters = run.timeline.counters if run.timeline else ()
     parts = {kind: c.value for kind in STATES for c in counters if c.lane == f"{rank}/peak {kind}"}
     return parts | {MOVING: peak - sum(parts.values())} if parts else {WHOLE: peak}
@@ -328,7 +350,7 @@ def _offload_facts(run: RunRecord) -> dict[str, Any] | None:
     """Numbers of the offloaded steps; None when the run did not offload."""
     if run.offload is None:
         return None
-    steps = [m["offload"] for m in run.metrics if "offload" in m]
+    steps = [m["offload"] for m in run.last.rows if "offload" in m]
     return {
         "last": steps[-1] if run.metrics and "offload" in run.metrics[-1] else None,
         "worst_bytes": max((int(step["difference_bytes"]) for step in steps), default=0),

@@ -58,18 +58,19 @@ def results(run: RunRecord) -> list[Result]:
     if run.evals:
         first, final = run.evals[0]["loss"], run.evals[-1]["loss"]
         add("held-out loss", f"{final:.3f}", final, f"from {first:.3f} before training")
-    if (step_s := run.steady("step_s")) is not None:
+    part = run.last
+    if (step_s := part.steady("step_s")) is not None:
         note = _beside(format_seconds(plan.whole_step_s), step_s, plan.whole_step_s)
         if run.rewards and plan.roles is None:
             note = f"of them {format_seconds(plan.step_s)} predicted for learning"
         add("step time (median)", format_seconds(step_s), step_s, note)
     for name, share in run.busy.items():
         add(f"busy, {name}", f"{share * 100:.0f} %", share, "of the seconds of steps")
-    if (tps := run.steady("tps")) is not None:
+    if (tps := part.steady("tps")) is not None:
         add("tokens/s per rank", f"{tps:,.0f}", tps, f"all ranks {tps * plan.mesh.size:,.0f}")
-    if (mfu := run.steady("mfu")) is not None:
+    if (mfu := part.steady("mfu")) is not None:
         add("MFU", f"{mfu * 100:.1f} %", mfu, f"predicted {plan.predicted_mfu * 100:.1f} %")
-    if (peak := run.peak_memory_bytes) is not None:
+    if (peak := part.peak_memory_bytes) is not None:
         note = _beside(format_bytes(plan.memory_bytes), peak, plan.memory_bytes)
         add("peak memory per rank", format_bytes(peak), peak, note)
     if skipped := sum(int(m.get("skipped", 0)) for m in run.metrics):
@@ -80,6 +81,39 @@ def results(run: RunRecord) -> list[Result]:
             "gradients were not finite, the loss scale was lowered",
         )
     return found
+
+
+def medians_text(run: RunRecord) -> str:
+    """Return of which steps the figures beside predictions are."""
+    part, several = run.last, len(run.parts) > 1
+    first, left_out = part.step + 1, part.warm_up
+    steps = f"steps {first} to {part.step + len(part.rows)}" if several else "all steps"
+    steps += f" without the first {left_out}" if left_out else ""
+    text = f"Step time, tokens/s and MFU are medians of {steps}."
+    if several:
+        text += (
+            " Predictions, peak memory and all conditions are those of this last part of the run."
+        )
+    return text
+
+
+def part_rows(run: RunRecord) -> list[dict[str, str]]:
+    """Return the parts of a run for a table; none of a run in one part."""
+    rows = []
+    for part in run.parts if len(run.parts) > 1 else ():
+        plan, step_s, peak = part.plan, part.steady("step_s"), part.peak_memory_bytes
+        rows.append(
+            {
+                "steps": f"{part.rows[0]['step']} to {part.rows[-1]['step']}",
+                "layout": f"{plan.mesh.size}: {plan.strategy}",
+                "predicted step": format_seconds(plan.whole_step_s),
+                "measured step": "-" if step_s is None else format_seconds(step_s),
+                "predicted peak": format_bytes(plan.memory_bytes),
+                "measured peak": "-" if peak is None else format_bytes(peak),
+                "changed": ", ".join(map(str, part.changed)) or "-",
+            }
+        )
+    return rows
 
 
 def conditions(run: RunRecord) -> list[tuple[str, str]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import Annotated, Any, Final, NotRequired
 
 from pydantic import ConfigDict, Field, TypeAdapter, with_config
@@ -14,12 +13,9 @@ from hyper_parallel.config import read_mapping
 from hyper_parallel.errors import RunUnreadable
 from hyper_parallel.ir import Plan, Timeline, joined
 from hyper_parallel.received import Limits, parse_json, read_text
+from hyper_parallel.reports._run_parts import PartRecord, read_parts
 from hyper_parallel.serde import DecodeError, read
 from hyper_parallel.units import MiB
-
-_WARM_UP_STEPS = 3
-"""First steps left out of medians: they pay for allocation, lazy imports and compilation."""
-
 
 _STRICT: Final = ConfigDict(strict=True, extra="allow")
 _Number = Annotated[float, Field(allow_inf_nan=False)]
@@ -79,10 +75,11 @@ class RunRecord:
 
     Attributes:
         directory: The run directory.
-        plan: What was predicted.
+        plan: What was predicted, for the last part of the run.
         metrics: One mapping per training step, in step order.
         evals: One mapping per evaluation with a finite loss, in step order; empty when there was none.
         timeline: Measured spans of a window of steps, or None.
+        parts: Steps between two resumes, each with its plan; at least one.
         samplers: The same of ranks that only sample, on the same clock; None: there are none.
         simulated: One step of the plan, event by event, with the lanes of its pipeline ranks; or None.
         config: Text of the resolved recipe.
@@ -102,14 +99,14 @@ class RunRecord:
     settings: dict[str, Any]
     sample: str
     run_info: dict[str, Any]
+    parts: tuple[PartRecord, ...]
     offload: tuple[Timeline, Timeline] | None = None
     samplers: Timeline | None = None
 
-    def steady(self, key: str) -> float | None:
-        """Median of a metric after the warm-up steps; None when no step has it."""
-        steps = self.metrics[_WARM_UP_STEPS:] or self.metrics
-        values = [float(m[key]) for m in steps if m.get(key) is not None]
-        return median(values) if values else None
+    @property
+    def last(self) -> PartRecord:
+        """The last part: what its plan predicted is compared with what its steps measured."""
+        return self.parts[-1]
 
     @property
     def rewards(self) -> list[str]:
@@ -123,7 +120,8 @@ class RunRecord:
     def busy(self) -> dict[str, float]:
         """Share of the time in which each role works, where ranks only sample."""
         keys = "step_s", "wait_s", "sample_s"
-        steps = [{**m, **(m.get("rollout") or {})} for m in self.metrics[_WARM_UP_STEPS:]]
+        rows = self.last.rows[self.last.warm_up :]
+        steps = [{**m, **(m.get("rollout") or {})} for m in rows]
         apart = [
             [float(m[k]) for k in keys] for m in steps if all(m.get(k) is not None for k in keys)
         ]
@@ -131,12 +129,6 @@ class RunRecord:
             return {}
         whole, waited, sampled = (sum(values) for values in zip(*apart, strict=True))
         return {"ranks that train": 1 - waited / whole, "ranks that sample": sampled / whole}
-
-    @property
-    def peak_memory_bytes(self) -> int | None:
-        """Largest measured memory over all steps."""
-        values = [int(m["memory_bytes"]) for m in self.metrics if m.get("memory_bytes")]
-        return max(values) if values else None
 
     @property
     def fullest_rank(self) -> str | None:
@@ -167,10 +159,12 @@ def load_run(directory: str | Path) -> RunRecord:
     apart = [_timeline(path) for path in sorted((root / "rollouts").glob("timeline.*.json"))]
     predicted = _timeline(root / "offload_predicted.json")
     measured = _timeline(root / "offload_measured.json")
+    plan = Plan.from_json(_text(root / "plan.json"), str(root / "plan.json"))
+    metrics = _json_lines(root / "metrics.jsonl")
     return RunRecord(
         directory=root,
-        plan=Plan.from_json(_text(root / "plan.json"), str(root / "plan.json")),
-        metrics=_json_lines(root / "metrics.jsonl"),
+        plan=plan,
+        metrics=metrics,
         evals=tuple(e for e in _json_lines(root / "eval.jsonl") if e.get("loss") is not None),
         timeline=_timeline(root / "timeline.json"),
         simulated=_timeline(root / "predicted_timeline.json"),
@@ -178,6 +172,7 @@ def load_run(directory: str | Path) -> RunRecord:
         settings=_settings(root / "config.yaml"),
         sample=_text(root / "sample.txt"),
         run_info=_about(root / "run.json"),
+        parts=read_parts(root, plan, metrics),
         offload=(predicted, measured) if predicted and measured else None,
         samplers=joined(t for t in apart if t is not None) if apart else None,
     )

@@ -64,6 +64,8 @@ COLORS: Final = {
     WHOLE: "#495057",
 }
 """Colour of every kind of time and of memory."""
+RESUMED: Final = "#66a80f"
+"""Colour of the lines that mark resumes."""
 RUNS: Final = (
     "#d6336c",
     "#1c7ed6",

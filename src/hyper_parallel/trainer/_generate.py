@@ -59,8 +59,9 @@ from hyper_parallel.trainer._texts import (
     stream_text,
     until,
 )
-from hyper_parallel.trainer.checkpoints._adapter import take_adapter
+from hyper_parallel.trainer.checkpoints._adapter import ADAPTER_WEIGHTS, take_adapter
 from hyper_parallel.trainer.data import has_tokenizer, load_tokenizer
+from hyper_parallel.trainer.engine._base_weights import check_base
 from hyper_parallel.trainer.model_properties import properties_of
 
 logger = logging.getLogger(__name__)
@@ -107,6 +108,7 @@ def load(
     Raises:
         RunUnreadable: HP603 when nothing was exported there.
         WeightsUnreadable: HP703 when the weight files cannot be read.
+        CheckpointMismatch: HP702 when the weights beside an adapter are not those it was trained on.
         BadValue: HP102 when the dtype does not exist.
         DeviceUnavailable: HP502 when the machine lacks the device.
     """
@@ -123,6 +125,8 @@ def load(
     try:
         model, info = from_pretrained(base, getattr(torch, dtype) if dtype else "auto", trusted)
         if adapter.is_file():
+            if Path(base).is_dir():
+                check_base(export / ADAPTER_WEIGHTS, Path(base))
             take_adapter(model, export)
             merge_adapters(model)
         rotate_by_document(model)

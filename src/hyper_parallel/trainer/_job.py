@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -26,15 +25,14 @@ from hyper_parallel.topology import is_this_machine
 from hyper_parallel.trainer._compared_rows import check_rewards, check_rows
 from hyper_parallel.trainer._elastic import on_started, with_roles
 from hyper_parallel.trainer._files import (
-    Damaged,
     check_writable,
     copy_files,
     write_text,
     write_timeline,
 )
+from hyper_parallel.trainer._resumed_checkpoint import check_newest
 from hyper_parallel.trainer._user_code import load_class
-from hyper_parallel.trainer.checkpoints._extra import check_trainer_extra, read_extra
-from hyper_parallel.trainer.checkpoints._manifest import step_name, steps
+from hyper_parallel.trainer.checkpoints._manifest import steps
 from hyper_parallel.trainer.data import (
     TOKENIZER_FILES,
     Batches,
@@ -44,7 +42,6 @@ from hyper_parallel.trainer.data import (
     has_tokenizer,
 )
 from hyper_parallel.trainer.loop._callback import Callback
-from hyper_parallel.trainer.loop._resume import check_resume
 from hyper_parallel.trainer.loop._trackers import check_trackers
 from hyper_parallel.trainer.run_directory import (
     check_run_directory,
@@ -329,7 +326,7 @@ def prepare_job(
         steps = math.ceil(rows / batches.sequences_per_step) * recipe.grpo.num_iterations
         loaded = with_steps(loaded, steps)
         job = replace(job, recipe=loaded.recipe)
-    _check_resume(job, loaded)
+    check_newest(job, loaded)
     return job
 
 
@@ -361,23 +358,3 @@ def _check_checkpoint(loaded: LoadedRecipe) -> None:
             where=f"{loaded.where(f'checkpoint.{key}')}; looked in {directory}",
             hint=f"checkpoint.{key}={value}",
         )
-
-
-def _check_resume(job: Job, loaded: LoadedRecipe) -> None:
-    """Raise when the newest checkpoint is beyond the last step, or of a run that this one does not go on with."""
-    directory, wanted = job.resume_dir, job.recipe.training.steps
-    found = [] if job.recipe.checkpoint.resume == "never" else steps(directory)
-    if not found:
-        return
-    if found[-1] > wanted:
-        raise Contradiction(
-            "the checkpoint to continue from is beyond the last step of the run",
-            where=loaded.where("training.steps"),
-            got=f"steps={wanted}, the newest checkpoint of {directory} is of step {found[-1]}",
-            hint=f"training.steps={2 * found[-1]}",
-        )
-    # Ranks check what they load, which may be an older one; a recipe that does not fit is refused before they start.
-    with suppress(Damaged):
-        extra = read_extra(directory / step_name(found[-1]))
-        if not check_trainer_extra(found[-1], extra):
-            check_resume(extra.get("run"), job, directory.parent)

@@ -50,6 +50,7 @@ _CLEARED_FILES: Final = (
 _CLEARED_FOLDERS: Final = {
     "tensorboard": r"events\.out\.tfevents\..*",
     "profile": r"rank\d+\.json",
+    "parts": r"\.?step_\d+(\.tmp|\.old)?/(config\.yaml|(plan|part|\.hyper_parallel)\.json)",
     "rollouts": r"begin\.json|end|step_\d+\.\d+\.(safetensors|part)|timeline\.\d+\.json",
 }
 """Folders of a run that one which starts over clears, with the files in them that are the run's."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -24,7 +26,7 @@ from hyper_parallel.trainer.checkpoints._pieces import AtHome
 from hyper_parallel.trainer.checkpoints._rank_group import RankGroup
 from hyper_parallel.trainer.data import TOKENIZER_FILES
 
-_WEIGHTS = "adapter_model.safetensors"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _PICKLED = "adapter_model.bin"
 _FACTOR_DIMS = 2
 
@@ -35,6 +37,7 @@ def export_adapter(
     out_dir: str | Path,
     *,
     at_home: AtHome = Tensor.detach,
+    metadata: Mapping[str, str] = MappingProxyType({}),
 ) -> Path:
     """Write the adapters of a model, and what else of it was trained; collective over all ranks.
 
@@ -44,6 +47,7 @@ def export_adapter(
         out_dir: Created. An earlier adapter or export there is replaced if nothing in it has changed since; any other
             directory that is not empty is refused.
         at_home: Gives a local tensor on its bytes, where a memory plan has them elsewhere.
+        metadata: Further metadata of the weight file.
 
     Returns:
         `out_dir`, which `peft.PeftModel.from_pretrained` reads.
@@ -68,7 +72,7 @@ def export_adapter(
     def finish() -> None:
         for name in sorted(held.trained):
             check_finite(name, files[_key(name)], str(out))
-        save_file(files, folder.partial / _WEIGHTS, metadata={"format": "pt"})
+        save_file(files, folder.partial / ADAPTER_WEIGHTS, metadata={"format": "pt", **metadata})
         config = copy.copy(model.__dict__[CONFIGURATION])
         config.inference_mode = True
         config.save_pretrained(folder.partial)
@@ -122,7 +126,7 @@ def take_adapter(model: nn.Module, directory: Path) -> dict[str, Any]:
 
 def _weights_file(directory: Path) -> Path:
     """Return the file of an adapter's tensors: of safetensors, or of PyTorch where there is no other."""
-    plain, pickled = directory / _WEIGHTS, directory / _PICKLED
+    plain, pickled = directory / ADAPTER_WEIGHTS, directory / _PICKLED
     return pickled if pickled.is_file() and not plain.is_file() else plain
 
 

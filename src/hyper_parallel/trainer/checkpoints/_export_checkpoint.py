@@ -6,7 +6,6 @@ from pathlib import Path
 
 import torch
 
-from hyper_parallel.backends.torch import load_pretrained
 from hyper_parallel.backends.torch._dropout import original_config
 from hyper_parallel.backends.torch._token_scores import SCORE
 from hyper_parallel.backends.torch.weights._carried import CarriedWeights, carried_of
@@ -15,10 +14,12 @@ from hyper_parallel.backends.torch.weights._lora import merge_adapters
 from hyper_parallel.config import Lora, Model, Recipe
 from hyper_parallel.errors import BadValue, ModelUnreadable, UnknownModel
 from hyper_parallel.model import list_weight_files
+from hyper_parallel.trainer._inputs import BASE, RunInputs
 from hyper_parallel.trainer.checkpoints._adapter import allocate_trained, export_adapter
 from hyper_parallel.trainer.checkpoints._checkpointer import Checkpointer
 from hyper_parallel.trainer.checkpoints._export import export_hf, exported_folder
 from hyper_parallel.trainer.checkpoints._restore import stored_dtypes
+from hyper_parallel.trainer.engine._base_weights import load_base
 from hyper_parallel.trainer.engine._model import GENERATION, build_model, take_padding
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -55,6 +56,7 @@ def export_checkpoint(
     Raises:
         BadValue: HP102 for an unknown dtype.
         ModelUnreadable: HP305 when the config is missing or no causal language model of transformers.
+        CheckpointMismatch: HP702 when the weights to merge into are not those that the adapters were trained on.
         CheckpointCorrupt, CheckpointMismatch, OutputNotWritable: As in `Checkpointer.load` and `export_hf`.
     """
     if dtype is not None and dtype not in _DTYPES:
@@ -74,13 +76,18 @@ def export_checkpoint(
     for name, parameter in model.named_parameters():
         kept = next(iter(dtypes.values())) if lora is not None else parameter.dtype
         parameter.data = parameter.data.to(dtypes.get(name, kept))
+    base = None
     if merge:
-        load_pretrained(model, model_dir)
+        base = load_base(model, model_dir, frozen=True)
     elif lora is not None:
         allocate_trained(model)
     else:
         allocate_and_fill_buffers(model)
-    loader.load(model, None, found)
+    _, extra = loader.load(model, None, found)
+    if base is not None:
+        inputs = RunInputs()
+        inputs.load(extra)
+        inputs.check(BASE, base.checksum, model_dir)
     if tokenizer_dir is None and model_dir.exists():
         tokenizer_dir = model_dir if model_dir.is_dir() else model_dir.parent
     stored = _DTYPES[dtype] if dtype else None

@@ -37,6 +37,10 @@ class PackedData:
     cached: bool  # whether the cache already held the result
     notes: tuple[str, ...] = ()  # what was cut or left out, in words
     weights: tuple[float, ...] = ()  # of the sources of a mixture
+    tokenizer_fingerprint: str = ""  # hash of the tokenizer's files
+    validation_fingerprint: str | None = None  # as `fingerprint`, of `data.validation`
+    records_fingerprint: str | None = None  # hash of the columns that rewards read
+    files_fingerprint: str | None = None  # hash of names, sizes and times of the files of a stream
 
 
 def _joined(found: list[PackedData], weights: list[float]) -> PackedData:
@@ -49,8 +53,15 @@ def _joined(found: list[PackedData], weights: list[float]) -> PackedData:
         fingerprint=digest([[f.fingerprint for f in found], weights]),
         cached=all(f.cached for f in found),
         notes=tuple(note for f in found for note in f.notes),
+        records_fingerprint=digest([f.records_fingerprint for f in found]),
         weights=tuple(weights),
     )
+
+
+def _validated(data: PackedData, validation: PackedData) -> PackedData:
+    """Data whose held-out part is all of another source."""
+    fingerprint = validation.fingerprint
+    return replace(data, holdout=validation.train, validation_fingerprint=fingerprint)
 
 
 def prepare(
@@ -128,6 +139,7 @@ def prepare(
         extra = ("_positions.npy", "_num_real.npy", "_records.jsonl", ".ends.npy", ".keys.json")
         files = {n: file for n, file in meta["files"].items() if not n.endswith(extra)}
         arrays = {name: file["sha256"] for name, file in files.items()}
+        records = {n: file for n, file in meta["files"].items() if n.endswith("_records.jsonl")}
         return PackedData(
             train=PackedSequences(directory, "train", data.seq_len),
             holdout=PackedSequences(directory, "holdout", data.seq_len),
@@ -136,19 +148,21 @@ def prepare(
             fingerprint=digest([arrays, data.seq_len]),
             cached=meta["cached"],
             notes=tuple(meta["notes"]),
+            tokenizer_fingerprint=tokenizer.fingerprint,
+            records_fingerprint=digest({n: file["sha256"] for n, file in records.items()}),
         )
 
-    holdout = None
+    validation: PackedData | None = None
     if data.validation is not None:
         name = data.name if data.validation == data.source else None
         update = {"source": data.validation, "split": data.validation_split, "name": name}
         held = data.model_copy(update={**update, "holdout": 0.0, "streaming": False})
-        holdout = packed(held, resolve(held, stage)).train
+        validation = packed(held, resolve(held, stage))
         sources = [(one.model_copy(update={"holdout": 0.0}), s) for one, s in sources]
     if not data.streaming:
         found = [packed(one, source) for one, source in sources]
         whole = found[0] if len(found) == 1 else _joined(found, [w for _, w in data.parts()])
-        return whole if holdout is None else replace(whole, holdout=holdout)
+        return whole if validation is None else _validated(whole, validation)
     ((data, source),) = sources
     stream = Stream(source, tokenizer.hf, data, stage, seed, pad_id)
     next(stream.rows(Place()))  # a source without a sequence is refused here
@@ -158,11 +172,14 @@ def prepare(
     # A recipe may name the source from its own folder, and the run's copy of the recipe from the root.
     path = Path(source.name).expanduser()
     name = str(path.absolute()) if path.exists() else source.name
-    return PackedData(
+    streamed = PackedData(
         train=stream,
-        holdout=holdout,
+        holdout=None,
         tokenizer_dir=str(tokenizer.directory),
         vocab_size=tokenizer.vocab_size,
         fingerprint=digest([_VERSION, name, source.shape, stage, tokenizer.fingerprint, *settings]),
         cached=False,
+        tokenizer_fingerprint=tokenizer.fingerprint,
+        files_fingerprint=digest(source.identity()),
     )
+    return streamed if validation is None else _validated(streamed, validation)

@@ -75,6 +75,13 @@ class Document:
     columns: Mapping[str, Any] = field(default_factory=dict)
 
     @property
+    def content(self) -> bytes:
+        """All of the document but its place, as bytes for a checksum."""
+        beside = self.messages, self.num_context, self.good, self.margin, self.columns
+        text = self.text.encode("utf-8", "surrogatepass")
+        return b"%d %b %b" % (len(text), text, repr(beside).encode("utf-8", "surrogatepass"))
+
+    @property
     def plain(self) -> str:
         """The words alone, without any template: what a tokenizer is trained on."""
         return self.text or "\n".join(m["content"] for m in self.messages)
@@ -115,14 +122,20 @@ class Source:
         return total if self.max_bytes is None else min(total, self.max_bytes)
 
     def identity(self) -> dict[str, object]:
-        """Everything about the source that decides its text."""
-        stats = [(str(f), f.stat()) for f in self.files]
+        """Everything about the source that decides its text; of files name, size and times.
+
+        No user can set the time of the last change (ctime): `cp -p` and `touch -r` keep size and modification time.
+        """
+        folder = Path(self.name).expanduser()
+        # A table that `datasets` wrote keeps its fingerprint when somebody exchanges its files.
+        read = _sorted_files(folder) if self.table and folder.is_dir() else self.files
+        stats = [(str(f), f.stat()) for f in read]
         return {
             "shape": self.shape,
             "text_key": self.text_key if self.shape == "records" else "",
             "max_bytes": self.max_bytes,
             **({"max_records": self.max_records} if self.max_records else {}),
-            "files": [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats],
+            "files": [[n, s.st_size, s.st_mtime_ns, s.st_ctime_ns] for n, s in stats],
             **({"table": [self.table.name, self.table.fingerprint]} if self.table else {}),
         }
 

@@ -3,7 +3,8 @@
     documents, shuffled in blocks -> tokens -> sequences, each with the place behind it -> steps
 
 Every rank makes all sequences of a step and takes its part, so a step's content is the same for every layout. A
-checkpoint has the place of the next token; reading on from there tokenises nothing again but one block of documents.
+checkpoint has the place of the next token, with a checksum of all documents up to there; reading on from there passes
+over the same documents, compares the checksum, and tokenises nothing again but one block of documents.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from xxhash import xxh3_128
 
 from hyper_parallel.config import Data
-from hyper_parallel.errors import NoData
+from hyper_parallel.errors import CheckpointMismatch, NoData
 from hyper_parallel.trainer.data._batches import (
     IGNORE_INDEX,
     Batch,
@@ -35,11 +37,19 @@ Row = tuple[NDArray[Any], NDArray[Any], NDArray[Any], int]
 
 
 class Place(NamedTuple):
-    """Where the next sequence begins: epoch, document in its order, and token or piece of the document."""
+    """Where the next sequence begins: epoch, document in its order, and token or piece of the document.
+
+    With the checksum of all documents of the epoch up to the end of the block of this one; empty: it is not known.
+    """
 
     epoch: int = 0
     document: int = 0
     part: int = 0
+    checksum: str = ""
+
+    def is_in(self, other: Place) -> bool:
+        """Whether the two are in one document."""
+        return (self.epoch, self.document) == (other.epoch, other.document)
 
 
 class Stream:
@@ -67,7 +77,7 @@ class Stream:
 
     def _documents(self, at: Place) -> Iterator[tuple[Place, Sequence[int], Sequence[bool]]]:
         for epoch in itertools.count(at.epoch):
-            number = 0
+            number, digest = 0, xxh3_128()
             documents = self._source.documents()
             while block := list(itertools.islice(documents, _BLOCK)):
                 first = at.document - number if epoch == at.epoch else 0
@@ -77,10 +87,34 @@ class Stream:
                     order = np.argsort(keys, kind="stable")
                 chosen = [block[i] for i in order[max(first, 0) :]]
                 number += len(block)
+                for document in block:
+                    digest.update(document.content)
+                checksum = digest.hexdigest()
+                if epoch == at.epoch and at.document < number:
+                    self._check_passed(at, checksum)
+                    at = at._replace(checksum="")
                 for index, (ids, learn) in enumerate(encode(chosen, self._hf, self._stage)):
-                    yield Place(epoch, number - len(chosen) + index), ids, learn
+                    document_number = number - len(chosen) + index
+                    yield Place(epoch, document_number, 0, checksum), ids, learn
             if number == 0:
                 raise self._empty()
+            if epoch == at.epoch:
+                self._check_passed(at, f"{digest.hexdigest()} of {number} documents")
+
+    def _check_passed(self, at: Place, checksum: str) -> None:
+        """Refuse data that is not what the run had read up to the place where it continues.
+
+        Raises:
+            CheckpointMismatch: HP702.
+        """
+        if at.checksum not in ("", checksum):
+            raise CheckpointMismatch(
+                "the streamed data has changed before the place where the run continues",
+                where=f"data.source: {self._source.name}, epoch {at.epoch}, document {at.document}",
+                got=f"checksum {checksum}",
+                allowed=f"checksum {at.checksum}",
+                hint="restore the data, or train from the start with `checkpoint.resume=never`",
+            )
 
     def _empty(self) -> NoData:
         return NoData(
@@ -96,7 +130,7 @@ class Stream:
             return found._replace(part=found.part + index - start)
 
         for found, ids, _ in self._documents(at):
-            part = at.part if found == at._replace(part=0) else 0
+            part = at.part if found.is_in(at) else 0
             starts.append((len(tokens), found._replace(part=part)))
             tokens = np.concatenate([tokens, np.asarray(ids[part:], np.int64)])
             count = max(0, (len(tokens) - 1) // size)
@@ -119,7 +153,7 @@ class Stream:
                 targets = tokens[1:]
                 if self._stage == "sft":
                     targets = np.where(learn[1 : size + 1], targets, IGNORE_INDEX)
-                earlier = found == at._replace(part=0) and part < at.part
+                earlier = found.is_in(at) and part < at.part
                 if earlier or not (targets != IGNORE_INDEX).any():
                     continue
                 if row and (not self.data.packing or used + len(targets) > size):

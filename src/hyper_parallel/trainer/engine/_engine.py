@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import platform
 import random
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -16,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hyper_parallel.backends.torch import load_pretrained, local, materialize
+from hyper_parallel.backends.torch import local, materialize
 from hyper_parallel.backends.torch._dropout import original_config
 from hyper_parallel.backends.torch._embedding_noise import EmbeddingNoise
 from hyper_parallel.backends.torch._rank_seed import mixed, rank_seed
@@ -27,6 +26,7 @@ from hyper_parallel.errors import Unwritten
 from hyper_parallel.ir import Timeline
 from hyper_parallel.runtime import Deadlines, World, parallelize
 from hyper_parallel.trainer._files import write_text
+from hyper_parallel.trainer._inputs import BASE, INPUTS, RunInputs
 from hyper_parallel.trainer._job import Job
 from hyper_parallel.trainer._signals import StopRequest
 from hyper_parallel.trainer._snapshots import KEPT
@@ -35,8 +35,9 @@ from hyper_parallel.trainer.checkpoints._checkpointer import Checkpointer
 from hyper_parallel.trainer.checkpoints._export import export_hf
 from hyper_parallel.trainer.checkpoints._extra import check_trainer_extra
 from hyper_parallel.trainer.checkpoints._newest import load_newest
+from hyper_parallel.trainer.engine._base_weights import BaseWeights, load_base
 from hyper_parallel.trainer.engine._check_ranks import check_ranks
-from hyper_parallel.trainer.engine._gauges import MemoryGauge, SpanRecorder
+from hyper_parallel.trainer.engine._gauges import MemoryGauge, SpanRecorder, device_name
 from hyper_parallel.trainer.engine._loop import Loop, SkipPolicy
 from hyper_parallel.trainer.engine._loss_scale import LossScale
 from hyper_parallel.trainer.engine._model import (
@@ -50,7 +51,7 @@ from hyper_parallel.trainer.engine._model import (
 from hyper_parallel.trainer.engine._offload import PlannedSteps
 from hyper_parallel.trainer.engine._offload_machine import Assumed
 from hyper_parallel.trainer.engine._offload_record import with_memory, write_timelines
-from hyper_parallel.trainer.engine._optimizer import build_optimizer
+from hyper_parallel.trainer.engine._optimizer import build_optimizer, recipe_values
 from hyper_parallel.trainer.engine._step_profile import write_profile
 from hyper_parallel.trainer.loop import (
     Display,
@@ -112,6 +113,8 @@ class TorchEngine:
         self.rank, self.world_size = world.rank, world.world_size
         self._job, self._recipe, self._world = job, job.recipe, world
         self._display = display
+        self._inputs = RunInputs()
+        self._base: BaseWeights | None = None
         self._flash = None if flash is None else flash / f"rank{world.rank}"
         training = self._recipe.training
         if training.deterministic:
@@ -165,13 +168,14 @@ class TorchEngine:
         saved = [s for s in (source, memory) if s is not None and s.latest() is not None]
         if not saved:
             return 0, {}
-        groups = [dict(group) for group in self._optimizer.param_groups]
+        before = [dict(group) for group in self._optimizer.param_groups]
         with self._spill or nullcontext():
             done, extra = load_newest(saved, self._model, self._optimizer)
         # The recipe decides; a checkpoint brings the numbers of the run that wrote it.
-        given = ("weight_decay", "betas", "eps", *self._recipe.training.optimizer_args)
-        for group, before in zip(self._optimizer.param_groups, groups, strict=True):
-            group.update({key: before[key] for key in given if key in before})
+        given = recipe_values(self._optimizer, self._recipe.training)
+        for group, own in zip(self._optimizer.param_groups, before, strict=True):
+            group.update({key: own[key] for key in given if key in own})
+        self._inputs.load(extra)
         if self._scale is not None and "loss_scale" in extra:
             self._scale = LossScale(**extra["loss_scale"])
         return done, extra
@@ -179,6 +183,8 @@ class TorchEngine:
     def begin(self, done: int, batches: Batches | StreamBatches) -> None:
         """Open the run's checkpoints and, with offload, plan the memory of a step."""
         job, training = self._job, self._recipe.training
+        if self._base is not None:
+            self._inputs.check(BASE, self._base.checksum, str(job.weights))
         self._saver = self._checkpointer(job.checkpoint_dir)
         if self.world_size > 1:
             dist.barrier()
@@ -195,7 +201,7 @@ class TorchEngine:
             lambda: self.wishes(),
             self._seed,
             SkipPolicy(training.on_nonfinite == "skip", training.skip_grad_norm),
-            build_stage(job, self._world, self._model, done, self._recorder.origin_s),
+            build_stage(job, self._world, self._model, done, self._recorder, self._inputs),
         )
         if self._loop.stage is not None:
             self._stack.callback(self._loop.stage.end)
@@ -251,6 +257,7 @@ class TorchEngine:
 
     def _save(self, saver: Checkpointer, step: int, extra: dict[str, Any]) -> None:
         self._recorder.begin_step(None)
+        extra = extra | {INPUTS: self._inputs.state()}
         if self._scale is not None:
             extra = extra | {"loss_scale": asdict(self._scale)}
         with self._recorder.span("checkpoint", "checkpoint"):
@@ -307,7 +314,11 @@ class TorchEngine:
         job = self._job
         if job.recipe.lora is not None:
             export_adapter(
-                self._model, job.packed.tokenizer_dir, job.export_dir, at_home=self._at_home
+                self._model,
+                job.packed.tokenizer_dir,
+                job.export_dir,
+                at_home=self._at_home,
+                metadata=self._base.to_metadata() if self._base else {},
             )
             return
         if job.weights is None:
@@ -329,9 +340,6 @@ class TorchEngine:
         import transformers
 
         device = self._world.device
-        module = torch.get_device_module(device)
-        known = device.type != "cpu" and hasattr(module, "get_device_name")
-        name = module.get_device_name(device) if known else platform.machine()
         memory = "peak anonymous memory above the start"
         if device.type != "cpu":
             memory = "allocator peak"
@@ -340,7 +348,7 @@ class TorchEngine:
         elif self._gauge.state is not None:
             memory = "counted tensor bytes"
         return {
-            "device": f"{device.type} ({name})",
+            "device": device_name(device),
             "torch": torch.__version__,
             "transformers": transformers.__version__,
             "memory": memory,
@@ -354,7 +362,8 @@ class TorchEngine:
         if directory is None:
             materialize(model, seed=recipe.training.seed, device=self._world.device)
         else:
-            load_pretrained(model, directory, device=self._world.device, seed=recipe.training.seed)
+            options = {"device": self._world.device, "seed": recipe.training.seed}
+            self._base = load_base(model, directory, frozen=recipe.lora is not None, **options)
         if recipe.lora is not None:
             gaussian = recipe.lora.init_lora_weights == "gaussian"
             initialise_adapters(model, recipe.training.seed, gaussian=gaussian)

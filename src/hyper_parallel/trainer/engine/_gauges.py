@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import platform
 import re
 import sys
 import time
@@ -240,3 +241,10 @@ def _resident() -> dict[str, int]:
     text = _STATUS.read_text() if _STATUS.exists() else ""
     sizes = re.findall(r"^(\w+):\s+(\d+) kB$", text, re.MULTILINE)
     return defaultdict(int, {kind: int(size) * 1024 for kind, size in sizes})
+
+
+def device_name(device: torch.device) -> str:
+    """Return type and name of a device; of a CPU the architecture."""
+    module = torch.get_device_module(device)
+    known = device.type != "cpu" and hasattr(module, "get_device_name")
+    return f"{device.type} ({module.get_device_name(device) if known else platform.machine()})"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import json
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -18,12 +20,12 @@ from hyper_parallel.backends.torch._parameter_roles import (
 )
 from hyper_parallel.backends.torch.weights._ranges import local
 from hyper_parallel.config import Recipe, Training
-from hyper_parallel.errors import BadValue, Contradiction
+from hyper_parallel.errors import BadValue, CheckpointMismatch, Contradiction
 from hyper_parallel.ir import Plan
 from hyper_parallel.trainer._user_code import load_class
 from hyper_parallel.trainer.engine._adafactor import Adafactor
 from hyper_parallel.trainer.engine._muon import Muon, describe_muon, muon_groups
-from hyper_parallel.trainer.engine.optimizer_trial import check_trial_step
+from hyper_parallel.trainer.engine.optimizer_trial import check_trial_step, resumed_failure
 
 logger = logging.getLogger(__name__)
 
@@ -161,6 +163,37 @@ def check_optimizer(
             sharded=bool(cut),
             replicated=s.dp_replicate > 1,
         )
+
+
+def check_resumed_state(training: Training, saved_args: dict[str, Any], directory: Path) -> None:
+    """Refuse arguments for which the optimizer cannot continue from the state that it saved with other ones.
+
+    Args:
+        training: Section `training` of the run that continues.
+        saved_args: `training.optimizer_args` of the run that saved.
+        directory: Directory of the checkpoints.
+
+    Raises:
+        CheckpointMismatch: HP702.
+    """
+    before = training.model_copy(update={"optimizer_args": saved_args})
+    failure = resumed_failure(
+        lambda layer: build_optimizer(layer, before), lambda layer: build_optimizer(layer, training)
+    )
+    if failure is not None:
+        raise CheckpointMismatch(
+            f"the optimizer cannot continue from the state in the checkpoint: {failure}",
+            where=str(directory),
+            got=f"training.optimizer_args={json.dumps(training.optimizer_args)}",
+            allowed=json.dumps(saved_args),
+            hint=f"'training.optimizer_args={json.dumps(saved_args)}'",
+        )
+
+
+def recipe_values(optimizer: torch.optim.Optimizer, training: Training) -> tuple[str, ...]:
+    """Return the keys of groups that the recipe decides; others are numbers that the optimizer changes itself."""
+    parameters = inspect.signature(type(optimizer).__init__).parameters
+    return ("weight_decay", *parameters, *training.optimizer_args)
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float | Tensor) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Final
+from typing import Final, TypeVar
 
 import torch
 from torch import nn
@@ -13,6 +13,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from hyper_parallel.errors import Contradiction, ForkUnsafe
 from hyper_parallel.runtime import World, launch, local_capacity
+
+_Result = TypeVar("_Result")
 
 _SIZE: Final = 4
 _RANKS: Final = 2
@@ -53,11 +55,7 @@ def check_trial_step(
         with World.fake(0, math.prod(degrees)):
             return None, _failure(build, _laid_out(degrees))
 
-    # In a process of its own: optimizers of torch start the driver of an accelerator, which no fork survives.
-    try:
-        plain, failure = launch(trial, 1, timeout_s=_TIMEOUT_S)[0]
-    except ForkUnsafe:  # a rank that has joined a process group: nothing is forked afterwards
-        plain, failure = trial(0)
+    plain, failure = _in_own_process(trial)
     if plain is not None:
         if local_capacity().is_cpu:
             raise _refusal(name, where, "a dense layer on a CPU", plain)
@@ -67,15 +65,50 @@ def check_trial_step(
         raise _refusal(name, where, what, failure)
 
 
+def resumed_failure(
+    before: Callable[[nn.Module], torch.optim.Optimizer],
+    now: Callable[[nn.Module], torch.optim.Optimizer],
+) -> str | None:
+    """Return why an optimizer cannot continue from the state of another one; None: it can.
+
+    Args:
+        before: Makes the optimizer whose state was saved.
+        now: Makes the optimizer that continues.
+    """
+
+    def trial(_: int) -> str | None:
+        layer = nn.Linear(_SIZE, _SIZE)
+        saved = before(layer)
+        if _step_failure(saved, layer) is not None:
+            return None  # it needs the accelerator of this machine
+        continued = now(layer)
+        continued.state.update(saved.state)
+        return _step_failure(continued, layer)
+
+    return _in_own_process(trial)
+
+
+def _in_own_process(trial: Callable[[int], _Result]) -> _Result:
+    """Run a trial in a child: optimizers of torch start the driver of an accelerator, which no fork survives."""
+    try:
+        return launch(trial, 1, timeout_s=_TIMEOUT_S)[0]
+    except ForkUnsafe:  # a rank that has joined a process group: nothing is forked afterwards
+        return trial(0)
+
+
 def _failure(build: Callable[[nn.Module], torch.optim.Optimizer], layer: nn.Module) -> str | None:
     """Return the first line of the error of a step on the layer; None: it works."""
-    optimizer = build(layer)
+    return _step_failure(build(layer), layer)
+
+
+def _step_failure(optimizer: torch.optim.Optimizer, layer: nn.Module) -> str | None:
     for parameter in layer.parameters():
         parameter.grad = torch.ones_like(parameter)
     try:
         optimizer.step()
     except Exception as error:  # code of any optimizer may raise anything
-        return (str(error).splitlines() or [type(error).__name__])[0][:200]
+        text = (str(error).splitlines() or [type(error).__name__])[0][:200]
+        return f"no state {text}" if isinstance(error, KeyError) else text
     return None
 
 

@@ -183,7 +183,8 @@ def _keep_until(path: Path, step: int) -> str | None:
             kept.append(line.decode() + "\n")
         else:
             later += 1
-    write_text(path, "".join(kept))
+    if later or damaged or not kept:
+        write_text(path, "".join(kept))
     parts = [f"{later} records after step {step}"] if later else []
     parts += [f"{damaged} lines that are no record"] if damaged else []
     return f"{path.name}: dropped {' and '.join(parts)}" if parts else None

@@ -12,7 +12,7 @@ import math
 import platform
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -24,13 +24,16 @@ from hyper_parallel.errors import (
     written,
 )
 from hyper_parallel.ir import Plan, Timeline
+from hyper_parallel.received import Limits, read_json
 from hyper_parallel.trainer._directory_watch import DirectoryWatch, continuing_words
 from hyper_parallel.trainer._files import write_text, write_timeline
+from hyper_parallel.trainer._parts import RunPart
 from hyper_parallel.trainer._signals import StopRequest
 from hyper_parallel.trainer._user_code import load_class
 from hyper_parallel.trainer.loop._callback import Callback
 from hyper_parallel.trainer.loop._display import Display
 from hyper_parallel.trainer.loop._early_stopping import EarlyStopping
+from hyper_parallel.trainer.loop._facts import run_facts
 from hyper_parallel.trainer.loop._metrics import (
     EvalRecord,
     MetricsLog,
@@ -38,7 +41,7 @@ from hyper_parallel.trainer.loop._metrics import (
     as_line,
     log_line,
 )
-from hyper_parallel.trainer.loop._resume import changes_line, check_resume, run_facts
+from hyper_parallel.trainer.loop._resume import Changes, changes_line, check_resume
 from hyper_parallel.trainer.loop._schedule import LrSchedule
 from hyper_parallel.trainer.run_directory import clear_run_directory, mark_run_directory
 
@@ -144,6 +147,7 @@ class Summary:
     last_eval_loss: float  # held-out loss after the last step
     loss: float  # training loss of the last step, NaN when there was nothing left to do
     seconds: float  # seconds of training, evaluations included
+    complete: bool = False  # the run had ended before: no record of it was written
     unwritten: tuple[
         HyperParallelError, ...
     ] = ()  # failures of outputs that the run went on without
@@ -188,25 +192,20 @@ class Trainer:
         training, every = recipe.training, recipe.checkpoint.every
         snapshot_every = recipe.checkpoint.snapshot_every
         done, extra = engine.load()
-        history: list[dict[str, Any]] = extra.get("resumes", [])
-        if done:
-            changed = check_resume(extra.get("run"), job, job.resume_dir.parent)
-            self._batches.load_state_dict(extra["data"])
-            self._display.line(f"resumed from {extra.get('snapshot', job.resume_dir)}, step {done}")
-            if changed:
-                self._display.line(f"changed since then: {changes_line(changed)}")
-            if done >= training.steps:
-                self._display.line(f"nothing is left to train: training.steps is {training.steps}")
-            history = [*history, {"step": done, "changed": changed}]
+        facts = run_facts(job) | {"environment.device": engine.facts().get("device")}
         stopping = EarlyStopping(
             training.early_stopping_patience,
             training.early_stopping_threshold,
             **extra.get("early_stopping", {}),
         )
-        if stopping.over:
-            self._display.line(f"nothing is left to train: {stopping.why}")
         last_step = done if stopping.over else training.steps
-        facts = {"run": run_facts(job), "resumes": history}
+        changed = self._continue(done, extra, facts, stopping)
+        complete = done >= last_step and self._is_complete(done)
+        history: list[dict[str, Any]] = extra.get("resumes", [])
+        if 0 < done < last_step:
+            history = [*history, {"step": done, "changed": changed}]
+        part, first_step = RunPart(job.output_dir, done, changed), done + 1
+        saved = {"run": facts, "resumes": history}
         schedule = LrSchedule.of(training)
         begin = time.perf_counter()
         with ExitStack() as stack:
@@ -223,21 +222,27 @@ class Trainer:
                         self._display.line(
                             f"checkpoint.resume=never: removed {', '.join(removed)} of {job.output_dir}"
                         )
-                    job.write(engine.plan)
+                    if not part.is_late:
+                        self._write(part)
                     shown = recipe.model_dump(mode="json")
-                    self._log = MetricsLog(job.output_dir, done, training.report_to, shown)
-                stack.push(self._close_log)
-                for line in self._log.notes:
-                    self._display.line(line)
+                    trackers = training.report_to if done < last_step else ()
+                    if not complete:
+                        self._log = MetricsLog(job.output_dir, done, trackers, shown)
+                if self._log is not None:
+                    stack.push(self._close_log)
+                    for line in self._log.notes:
+                        self._display.line(line)
             for callback in self._callbacks:
                 callback.on_train_begin(job)
-            first = last = self._evaluate(done)
+            first = last = math.nan if complete else self._evaluate(done)
             loss, stopped, self._saved_s = math.nan, False, time.monotonic()
-            for step in range(done + 1, last_step + 1):
+            for step in range(first_step, last_step + 1):
                 self._between = step % recipe.grpo.num_iterations == 0
                 lr = schedule.lr(step)
                 result = engine.step(step, self._batches, lr)
                 loss = result.loss
+                if part.is_late and step == first_step:
+                    self._write(part)
                 self._report(step, result, lr)
                 done, stopped = step, result.stop
                 final = stopped or step == training.steps or self._stops()
@@ -254,7 +259,7 @@ class Trainer:
                 snaps = snapshot_every and step % snapshot_every == 0 and not final
                 saves = final or result.save or (every and step % every == 0)
                 if snaps or saves:
-                    extra = {"data": self._batches.state_dict(step), "metrics": metrics, **facts}
+                    extra = {"data": self._batches.state_dict(step), "metrics": metrics, **saved}
                     extra["early_stopping"] = stopping.state_dict()
                 if snaps:
                     self._save(step, extra, snapshot=True)
@@ -273,15 +278,21 @@ class Trainer:
             self._watch.check()
         if stopped:
             self._stop.obeyed(done)
-        timeline = engine.timeline()
+        trained = done >= first_step
+        timeline = engine.timeline() if trained else None
         if timeline is not None:
             with self._unwritten.spare(job.output_dir):
                 write_timeline(timeline, job.output_dir / "timeline.json")
-        if recipe.checkpoint.export and not stopped:
+                part.keep()  # the plan may be another one since
+        if recipe.checkpoint.export and not stopped and not (complete and self._has_export()):
             engine.export()
         if engine.rank != 0:
             return None
+        if complete:
+            return Summary(done, first, last, loss, seconds, complete)
         about = {
+            "step": done,
+            "complete": not stopped,
             "ranks": engine.world_size,
             "python": platform.python_version(),
             "training_s": round(seconds, 3),
@@ -291,7 +302,7 @@ class Trainer:
         with self._unwritten.spare(job.output_dir):
             write_text(job.output_dir / "run.json", json.dumps(about, indent=1) + "\n")
         unwritten = [*self._unwritten.errors, *(self._log.unwritten.errors if self._log else ())]
-        return Summary(done, first, last, loss, seconds, tuple(unwritten))
+        return Summary(done, first, last, loss, seconds, unwritten=tuple(unwritten))
 
     def _close_log(self, failure: type[BaseException] | None, *_: object) -> None:
         """Close the records; after another failure, which comes first, theirs is left out."""
@@ -316,6 +327,52 @@ class Trainer:
         except OutputNotWritable:
             self._watch.check()
             raise
+
+    def _continue(
+        self, done: int, extra: dict[str, Any], facts: dict[str, Any], stopping: EarlyStopping
+    ) -> Changes:
+        """Continue the data from a checkpoint, and state what has changed since; nothing for a new run.
+
+        Raises:
+            CheckpointMismatch: HP702.
+        """
+        if not done:
+            return {}
+        job, line = self._job, self._display.line
+        changed = check_resume(extra.get("run"), facts, job.resume_dir.parent)
+        self._batches.load_state_dict(extra["data"])
+        line(f"resumed from {extra.get('snapshot', job.resume_dir)}, step {done}")
+        steps = job.recipe.training.steps
+        why = f"training.steps is {steps}" if done >= steps else ""
+        why = stopping.why if stopping.over else why
+        if why:
+            without = f"; without effect: {changes_line(changed)}" if changed else ""
+            line(f"nothing is left to train, no record of the run changes: {why}{without}")
+        elif changed:
+            line(f"changed since then: {changes_line(changed)}")
+        return changed
+
+    def _is_complete(self, done: int) -> bool:
+        """Whether the run had ended in its directory after step `done`, with all its records; equal on all ranks."""
+        job, ended = self._job, False
+        if self._engine.rank == 0 and job.resume_dir == job.checkpoint_dir:
+            with suppress(OSError, ValueError):
+                about = read_json(job.output_dir / "run.json", Limits())
+                told = isinstance(about, dict) and (about.get("complete"), about.get("step"))
+                ended = told == (True, done)
+        return self._engine.any(ended)
+
+    def _has_export(self) -> bool:
+        names = ("config.json", "adapter_config.json")
+        found = any((self._job.export_dir / name).is_file() for name in names)
+        return self._engine.any(self._engine.rank == 0 and found)
+
+    def _write(self, part: RunPart) -> None:
+        """Write recipe and plan of the run, and keep them for this part."""
+        if self._engine.rank == 0:
+            with written(self._job.output_dir):
+                self._job.write(self._engine.plan)
+                part.keep()
 
     def _wishes(self) -> tuple[bool, bool]:
         """Whether this rank wishes to stop, and to save, after the present step; rank 0's clock counts."""

@@ -21,11 +21,18 @@ from hyper_parallel.trainer.stages._rollouts import Publisher, Sampler
 
 if TYPE_CHECKING:
     from hyper_parallel.runtime import World
+    from hyper_parallel.trainer._inputs import RunInputs
     from hyper_parallel.trainer._job import Job
+    from hyper_parallel.trainer.engine._gauges import SpanRecorder
 
 
 def build_stage(
-    job: Job, world: World, model: nn.Module, done: int, origin_s: float
+    job: Job,
+    world: World,
+    model: nn.Module,
+    done: int,
+    recorder: SpanRecorder,
+    inputs: RunInputs,
 ) -> LearningStage | None:
     """What steps learn from; None where it is the tokens of the data.
 
@@ -34,7 +41,8 @@ def build_stage(
         world: The ranks.
         model: The model as it is laid out.
         done: Steps before the first one of this process.
-        origin_s: Start of the run's timeline, in seconds of `time.time`.
+        recorder: Has the start of the run's timeline.
+        inputs: Checksums of what the run reads.
     """
     recipe, (share, _) = job.recipe, data_share(model)
     before = job.resume_dir.parent if done else None
@@ -42,13 +50,18 @@ def build_stage(
         sampler = Sampler.of_job(job, model)
         others = None
         if recipe.grpo.rollout_ranks:
-            others = Publisher(job, world, model, done // recipe.grpo.num_iterations, origin_s)
+            others = Publisher(
+                job, world, model, done // recipe.grpo.num_iterations, recorder.origin_s
+            )
         reference = (
-            partial(ReferenceWeights, model, job.output_dir, before) if recipe.grpo.beta else None
+            partial(ReferenceWeights, model, job.output_dir, before, inputs)
+            if recipe.grpo.beta
+            else None
         )
-        return GrpoStage(sampler, job.plan, share, others, reference)
+        return GrpoStage(sampler, job.plan, share, others, reference, inputs)
     writes = world.rank == 0
-    reference = Reference(model, job.plan, share, writes, job.output_dir, before, world.device)
+    place = job.output_dir, before
+    reference = Reference(model, job.plan, share, writes, *place, world.device, inputs)
     scores = PairScores(job.plan, world.device)
     if recipe.stage in ("dpo", "orpo"):
         settings = recipe.dpo

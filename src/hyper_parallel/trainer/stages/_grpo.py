@@ -34,7 +34,9 @@ from torch import Tensor
 from hyper_parallel.backends.torch import TOKEN_MASK
 from hyper_parallel.backends.torch._slots import why_no_slots
 from hyper_parallel.ir import Plan
+from hyper_parallel.trainer._inputs import RunInputs
 from hyper_parallel.trainer.data._batches import IGNORE_INDEX
+from hyper_parallel.trainer.stages._model_reward import ModelReward
 from hyper_parallel.trainer.stages._reference_weights import ReferenceWeights
 from hyper_parallel.trainer.stages._rewards import reward_functions, score, short_name
 from hyper_parallel.trainer.stages._rollouts import Publisher, Sampler
@@ -62,6 +64,7 @@ class GrpoStage:
         rank: Data-parallel rank.
         others: Where completions come from that ranks of their own sample; None: this one samples.
         reference: Makes the model before the first step, when the step begins; None: nothing holds it there.
+        run_inputs: Checksums of what the run reads.
     """
 
     sampler: Sampler
@@ -69,6 +72,7 @@ class GrpoStage:
     rank: int
     others: Publisher | None = None
     reference: Callable[[], ReferenceWeights] | None = None
+    run_inputs: RunInputs = field(default_factory=RunInputs)
     _record: dict[str, Any] = field(default_factory=dict)
     _off: list[Tensor] = field(default_factory=list)
     _ratios: list[Tensor] = field(default_factory=list)
@@ -83,6 +87,14 @@ class GrpoStage:
     def __post_init__(self) -> None:
         self.settings = self.sampler.settings
         self._rewards = reward_functions(self.settings.reward_funcs, "grpo.reward_funcs")
+        for reward in self._rewards:
+            if isinstance(reward, ModelReward):
+                reward.loaded = self._check_reward
+
+    def _check_reward(self, reward: ModelReward, checksum: str) -> None:
+        """Refuse a reward model that is not the one of the checkpoint."""
+        place = reward.directory.absolute()
+        self.run_inputs.check(f"weights of the reward model {place}", checksum, place)
 
     def begin(self, batches: Any) -> None:
         """Keep where the data is read, and say where sampling takes longer than it should."""

@@ -7,13 +7,14 @@ writes behind an answer is added first, as the model has seen it when it learned
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from hyper_parallel.backends.torch.weights._checksums import state_checksum
 from hyper_parallel.errors import Contradiction, ModelUnreadable
 from hyper_parallel.trainer.data import load_tokenizer
 from hyper_parallel.trainer.data._chat import encode_conversation
@@ -25,9 +26,11 @@ class ModelReward:
 
     Attributes:
         directory: Holds config.json, weights and tokenizer.
+        loaded: Called with the checksum of the model's parameters when they are read.
     """
 
     directory: Path
+    loaded: Callable[[ModelReward, str], None] | None = None
     _model: Any = None
 
     def check(self, tokenizer_dir: str | Path, where: str) -> None:
@@ -73,7 +76,10 @@ class ModelReward:
             from transformers import AutoModelForSequenceClassification
 
             auto = AutoModelForSequenceClassification
-            self._model = auto.from_pretrained(self.directory, dtype="auto").to(device).eval()
+            model = auto.from_pretrained(self.directory, dtype="auto")
+            if self.loaded is not None:
+                self.loaded(self, state_checksum(model.state_dict()))
+            self._model = model.to(device).eval()
         turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
         ids, wrote = encode_conversation(tokenizer, turns)
         behind = ids[len(wrote) - wrote[::-1].index(True) :]

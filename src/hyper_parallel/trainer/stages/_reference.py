@@ -6,7 +6,8 @@ go on. No second model is held.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import hashlib
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,10 +21,16 @@ from hyper_parallel.errors import CheckpointMismatch
 from hyper_parallel.ir import Plan
 from hyper_parallel.serde import create_file
 from hyper_parallel.trainer._files import tensors_written
+from hyper_parallel.trainer._inputs import RunInputs
 from hyper_parallel.trainer.stages._sampling import added
 
 REFERENCE: Final = "reference.npy"
 HELD_OUT: Final = "reference_holdout.npy"
+_NAMES: Final = {
+    REFERENCE: "reference log-probabilities",
+    HELD_OUT: "held-out reference log-probabilities",
+}
+"""Names of the files among the inputs of a run."""
 
 
 @dataclass
@@ -38,6 +45,7 @@ class Reference:
         directory: The run's own directory.
         source: Directory of the run that this one goes on with; None: it begins.
         device: Of the model.
+        inputs: Checksums of what the run reads.
         file: Where it is kept.
     """
 
@@ -48,6 +56,7 @@ class Reference:
     directory: Path
     source: Path | None
     device: torch.device
+    inputs: RunInputs = field(default_factory=RunInputs)
     file: str = REFERENCE
     _kept: Tensor | None = None
     _held: Reference | None = None
@@ -56,7 +65,7 @@ class Reference:
         """Compute the reference of all rows, or read that of the run that goes on.
 
         Raises:
-            CheckpointMismatch: HP702 when that run has none, or one of other data.
+            CheckpointMismatch: HP702 when that run has none, one of other data, or one with altered values.
         """
         rows = len(sequences)
         if self.source is not None:
@@ -75,6 +84,8 @@ class Reference:
                 )
         else:
             kept = self._of_all(sequences, rows)
+        checksum = hashlib.sha256(np.ascontiguousarray(kept).tobytes()).hexdigest()[:32]
+        self.inputs.check(_NAMES[self.file], checksum, (self.source or self.directory) / self.file)
         if self.writes and self.directory != self.source:  # else other ranks may be reading it
             partial = self.directory / f".{self.file}.part"
             with tensors_written(partial):

@@ -11,10 +11,16 @@ import torch
 from torch import nn
 
 from hyper_parallel.backends.torch import handle, local
+from hyper_parallel.trainer._files import FileEntry
+from hyper_parallel.trainer._inputs import RunInputs
 from hyper_parallel.trainer.checkpoints._checkpointer import Checkpointer
+from hyper_parallel.trainer.checkpoints._index import INDEX
+from hyper_parallel.trainer.checkpoints._manifest import step_name
 
 FOLDER: Final = "reference"
 """In the run directory: the weights, in the form of a checkpoint, for runs that go on on any layout."""
+REFERENCE_MODEL: Final = "weights of the reference model"
+"""Name among the inputs of a run."""
 
 
 class ReferenceWeights:
@@ -26,18 +32,23 @@ class ReferenceWeights:
         model: Passed through `parallelize`; holds the values before the first step when the run begins.
         directory: The run's own.
         source: Directory of the run that this one goes on with; None: it begins.
+        inputs: Checksums of what the run reads.
 
     Raises:
+        CheckpointMismatch: HP702 when the reference is not the one of the run that goes on.
         CheckpointCorrupt: HP701 when the run that goes on has no reference, or a damaged one.
     """
 
     @torch.no_grad()
-    def __init__(self, model: nn.Module, directory: Path, source: Path | None) -> None:
+    def __init__(
+        self, model: nn.Module, directory: Path, source: Path | None, inputs: RunInputs
+    ) -> None:
         self._model = model
         self._trained = [p for p in model.parameters() if p.requires_grad]
         if source is None:
             self._values = [local(p).clone() for p in self._trained]
         else:
+            inputs.check(REFERENCE_MODEL, _checksum(source), source / FOLDER)
             before = [local(p).clone() for p in self._trained]
             weights = Checkpointer(source / FOLDER, keep=1, asynchronous=False, fingerprint={})
             weights.load(model, None)
@@ -50,6 +61,7 @@ class ReferenceWeights:
                 kept = Checkpointer(directory / FOLDER, keep=1, asynchronous=False, fingerprint={})
                 kept.save(0, model, None, {})
                 kept.close()
+        inputs.found[REFERENCE_MODEL] = _checksum(directory)
 
     @contextmanager
     def weights(self) -> Iterator[None]:
@@ -69,3 +81,9 @@ class ReferenceWeights:
             now = mine.clone()
             mine.copy_(value)
             value.copy_(now)
+
+
+def _checksum(run: Path) -> str:
+    """Return the checksum of the index of a run's reference, which has the checksums of all its tensors."""
+    path = run / FOLDER / step_name(0) / INDEX
+    return FileEntry.of(path).sha256[:32] if path.is_file() else "none"

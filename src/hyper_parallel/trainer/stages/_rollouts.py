@@ -36,6 +36,7 @@ from hyper_parallel.config import Grpo
 from hyper_parallel.ir import Workload
 from hyper_parallel.runtime import Deadlines, World, parallelize, plan_of
 from hyper_parallel.trainer._files import write_timeline
+from hyper_parallel.trainer._inputs import RunInputs
 from hyper_parallel.trainer._user_code import load_function
 from hyper_parallel.trainer.checkpoints._checkpointer import Checkpointer
 from hyper_parallel.trainer.checkpoints._manifest import steps
@@ -255,7 +256,7 @@ def sample_rank(job: Job, copy: int) -> None:
         timeline = folder.path / f"timeline.{part}.json"
         weights, reference = Weights(-1), None
         if grpo.samplers_refer:  # whoever began the run has kept it
-            reference = ReferenceWeights(model, job.output_dir, job.output_dir)
+            reference = ReferenceWeights(model, job.output_dir, job.output_dir, RunInputs())
 
         def renew() -> int:
             # Ranks of one copy have looked at different times: the oldest that one of them found is there for all.

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hyper_parallel.backends.torch.weights._carried import CarriedWeights, remember_carried
+from hyper_parallel.backends.torch.weights._checksums import PartChecksum
 from hyper_parallel.backends.torch.weights._huggingface import Box, untied_config
 from hyper_parallel.backends.torch.weights._initialise import (
     allocate_and_fill_buffers,
@@ -41,12 +42,16 @@ HANDLE: Final = "_hyper_parallel"
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """What one rank did: tensors filled, bytes read from the files, seconds, and the fate of each stored name."""
+    """What one rank did: tensors filled, bytes read from the files, seconds, the fate of each stored name.
+
+    With checksums of the parts that were read, where they were wanted.
+    """
 
     tensors: int
     bytes_read: int
     seconds: float
     fates: dict[str, Fate]
+    checksums: tuple[PartChecksum, ...] = ()
 
     @property
     def ignored(self) -> tuple[str, ...]:
@@ -71,6 +76,7 @@ def load_pretrained(
     *,
     device: torch.device | str | None = None,
     seed: int = 0,
+    checksums: bool = False,
 ) -> LoadReport:
     """Fill a model from a Hugging Face directory of safetensors files, or of PyTorch's where there are none.
 
@@ -83,6 +89,7 @@ def load_pretrained(
         directory: Holds `model.safetensors` or `pytorch_model.bin`, or shards, with or without their index.
         device: Where plain tensors on the meta device go; None: the CPU.
         seed: Of the first values of a head of scores, where no file holds it; another head is left out then.
+        checksums: Compute checksums of what is read, for `joint_checksum`.
 
     Raises:
         WeightsUnreadable: HP703 naming the file and the parameter: missing, truncated, unexpected, of another shape,
@@ -102,6 +109,7 @@ def load_pretrained(
     allocate_and_fill_buffers(model, device=device, fresh=inventory.fresh, seed=seed)
     targets = stored_tensors(model)
     read_before = files.bytes_read
+    files.checksums = [] if checksums else None
     with torch.no_grad():
         for name, parts in sources.items():
             for box in parts if isinstance(parts, list) else ():
@@ -114,7 +122,11 @@ def load_pretrained(
     remember_carried(model, CarriedWeights(Path(directory), tuple(inventory.names(*CARRIED))))
     _say(inventory, files)
     return LoadReport(
-        len(sources), files.bytes_read - read_before, time.perf_counter() - begin, inventory.fates
+        len(sources),
+        files.bytes_read - read_before,
+        time.perf_counter() - begin,
+        inventory.fates,
+        tuple(files.checksums or ()),
     )
 
 

@@ -15,6 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from hyper_parallel.backends.torch.weights._checksums import PartChecksum
 from hyper_parallel.backends.torch.weights._ranges import Run
 from hyper_parallel.errors import WeightsUnreadable
 from hyper_parallel.model import INDEX, SINGLE, list_weight_files
@@ -133,6 +134,8 @@ class WeightFiles:
         self.directory = Path(directory)
         self.bytes_read = 0
         """Bytes of tensor data handed out by `read` so far."""
+        self.checksums: list[PartChecksum] | None = None
+        """Checksums of the parts handed out by `read` since it was set to a list; None: they are not computed."""
         self.tensors: dict[str, Stored] = {}
         listing = list_weight_files(self.directory)
         for file in listing.files or (SINGLE,):
@@ -153,6 +156,8 @@ class WeightFiles:
         """The elements of a tensor within `ranges`, as they are stored; none: all of it."""
         part = self.tensors[name].read(ranges)
         self.bytes_read += part.numel() * part.element_size()
+        if self.checksums is not None:
+            self.checksums.append(PartChecksum.of(name, part, self.tensors[name].shape, ranges))
         return part
 
 

@@ -1,0 +1,98 @@
+"""Parts of a run: the steps that were trained by one recipe and one plan, between two resumes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any, Final
+
+from hyper_parallel.errors import RunUnreadable
+from hyper_parallel.ir import Plan
+from hyper_parallel.received import Limits, read_json, read_text
+
+WARM_UP_STEPS: Final = 3
+"""First steps of a part left out of medians: they pay for allocation, lazy imports and compilation."""
+_FOLDER: Final = re.compile(r"step_(\d{8,15})")
+_LIMITS: Final = Limits()
+
+
+@dataclass(frozen=True, slots=True)
+class PartRecord:
+    """Steps of a run between two resumes.
+
+    Attributes:
+        step: Steps before it.
+        plan: What was predicted for its steps.
+        rows: Its metrics, one mapping per step.
+        changed: Changed keys since the checkpoint that it continued from, with the value before and the one now.
+    """
+
+    step: int
+    plan: Plan
+    rows: Sequence[dict[str, Any]] = ()
+    changed: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def warm_up(self) -> int:
+        """Steps left out of medians; none of a part that has no more."""
+        return WARM_UP_STEPS if len(self.rows) > WARM_UP_STEPS else 0
+
+    def steady(self, key: str) -> float | None:
+        """Median of a metric without the warm-up; None when no step has it."""
+        values = [float(m[key]) for m in self.rows[self.warm_up :] if m.get(key) is not None]
+        return median(values) if values else None
+
+    @property
+    def peak_memory_bytes(self) -> int | None:
+        """Largest measured memory over all steps."""
+        values = [int(m["memory_bytes"]) for m in self.rows if m.get("memory_bytes")]
+        return max(values, default=None)
+
+
+def read_parts(
+    directory: Path, plan: Plan, rows: Sequence[dict[str, Any]]
+) -> tuple[PartRecord, ...]:
+    """Read the parts of a run that have trained a step, in their order; at least one.
+
+    Args:
+        directory: Run directory; one of an earlier version of this package keeps no parts.
+        plan: Plan of the last part.
+        rows: Metrics of all steps.
+
+    Raises:
+        RunUnreadable: HP603 naming the file that is broken.
+    """
+    folder = directory / "parts"
+    paths = sorted(folder.iterdir()) if folder.is_dir() else []
+    starts = [(int(m[1]), path) for path in paths if (m := _FOLDER.fullmatch(path.name))]
+    steps = [start for start, _ in starts]
+    found = []
+    for number, (start, path) in enumerate(starts):
+        end = steps[number + 1] if number + 1 < len(steps) else float("inf")
+        own = [row for row in rows if start < row["step"] <= end]
+        if own:
+            is_last = number + 1 == len(starts)
+            found.append(_read_part(start, path, plan if is_last else None, own))
+    if not found:
+        first = rows[0]["step"] - 1 if rows else 0
+        return (PartRecord(first, plan, tuple(rows)),)
+    return tuple(found)
+
+
+def _read_part(
+    step: int, path: Path, plan: Plan | None, rows: Sequence[dict[str, Any]]
+) -> PartRecord:
+    where = path / "plan.json"
+    try:
+        facts = read_json(path / "part.json", _LIMITS)
+        text = "" if plan is not None else read_text(where, _LIMITS)
+    except (OSError, ValueError) as error:
+        raise RunUnreadable(
+            "a part of the run cannot be read", where=str(path), got=str(error)
+        ) from error
+    changed = facts.get("changed") if isinstance(facts, dict) else None
+    own = plan if plan is not None else Plan.from_json(text, str(where))
+    return PartRecord(step, own, tuple(rows), changed if isinstance(changed, dict) else {})
