@@ -14,10 +14,24 @@ from typing import Annotated, Final, NoReturn
 import typer
 
 from hyper_parallel import __version__
-from hyper_parallel.errors import HyperParallelError, MissingDependency
+from hyper_parallel.errors import (
+    HyperParallelError,
+    MissingDependency,
+    PrintableFormatter,
+    printable,
+)
 
 _DEFECT_STATUS: Final = 70
 """Exit status of a defect (EX_SOFTWARE of sysexits.h), so that scripts can tell it from a user's mistake."""
+
+
+NoCode = Annotated[
+    bool,
+    typer.Option(
+        "--no-code", help="Refuse a recipe that names Python code, before it is imported."
+    ),
+]
+"""The option of every command that reads a recipe and may run what it names."""
 
 
 def build_app(
@@ -48,6 +62,11 @@ def build_app(
     return app
 
 
+def say(text: str = "", *, err: bool = False, nl: bool = True) -> None:
+    """Print a text that may hold words of a file, without its control characters."""
+    typer.echo(printable(text), err=err, nl=nl)
+
+
 def _print_version(wanted: bool) -> None:
     if wanted:
         typer.echo(f"hyper-parallel {__version__}")
@@ -66,9 +85,9 @@ def _root(
     ] = False,
 ) -> None:
     """A supernode as one computer: plan, train, generate and report."""
-    logging.basicConfig(
-        stream=sys.stderr, level=logging.WARNING, format="%(levelname)s: %(message)s"
-    )
+    lines = logging.StreamHandler(sys.stderr)
+    lines.setFormatter(PrintableFormatter("%(levelname)s: %(message)s"))
+    logging.basicConfig(handlers=[lines], level=logging.WARNING)
     logging.getLogger("hyper_parallel").setLevel(logging.WARNING if quiet else logging.INFO)
 
 

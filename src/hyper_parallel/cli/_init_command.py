@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from hyper_parallel.cli._frame import say
 from hyper_parallel.errors import BadValue, OutputNotWritable
 
 _NAMED = re.compile(
@@ -29,15 +30,15 @@ def init(
     if name is None:
         for known in names:
             first = (folder / f"{known}.yaml").read_text(encoding="utf-8").partition("\n")[0]
-            typer.echo(f"{known}\n    {first.removeprefix('# ')}")
-        typer.echo(f"\nnext:\n  hyper-parallel init {names[1]}")
+            say(f"{known}\n    {first.removeprefix('# ')}")
+        say(f"\nnext:\n  hyper-parallel init {names[1]}")
         return
     if name not in names:
         near = get_close_matches(name, names, 1) or names[1:2]
         hint = f"hyper-parallel init {near[0]}"
         raise BadValue("there is no such recipe", got=name, allowed=names, hint=hint)
     _copy(folder, f"{name}.yaml")
-    typer.echo(f"\nnext:\n  hyper-parallel train recipes/{name}.yaml")
+    say(f"\nnext:\n  hyper-parallel train recipes/{name}.yaml")
 
 
 def _folder() -> Path:
@@ -70,4 +71,4 @@ def _copy(folder: Path, name: str) -> None:
         raise OutputNotWritable(
             "the recipe cannot be written", got=f"{target}: {error.strerror}"
         ) from error
-    typer.echo(f"written: {target}")
+    say(f"written: {target}")

@@ -7,7 +7,9 @@ from typing import Annotated, Literal
 
 from pydantic import Discriminator, Field, Tag, field_validator
 
+from hyper_parallel.config._maxima import MOST_RANK
 from hyper_parallel.config._sections import Section, source_tag
+from hyper_parallel.errors import abbreviated
 
 NAMES_OF_EXPERTS = ("gate_proj", "up_proj", "down_proj", "gate", "w1", "w2", "w3")
 """Linear modules that all-linear leaves out of a model whose experts are one parameter: peft means experts by them."""
@@ -16,7 +18,7 @@ NAMES_OF_EXPERTS = ("gate_proj", "up_proj", "down_proj", "gate", "w1", "w2", "w3
 class Lora(Section):
     """Low-rank adapters, made and written by peft: the keys are those of its `LoraConfig`."""
 
-    r: int = Field(default=8, ge=1)
+    r: int = Field(default=8, ge=1, le=MOST_RANK)
     """Rank of the adapters."""
     lora_alpha: float = Field(default=16, gt=0)
     """What an adapter adds is multiplied by `lora_alpha / r`."""
@@ -30,7 +32,7 @@ class Lora(Section):
     """Linear modules that get one: ends of their names (`[q_proj, v_proj]`), a regular expression, or all-linear."""
     use_rslora: bool = False
     """Multiply by `lora_alpha / sqrt(r)` instead."""
-    rank_pattern: dict[str, Annotated[int, Field(ge=1)]] = Field(default_factory=dict)
+    rank_pattern: dict[str, Annotated[int, Field(ge=1, le=MOST_RANK)]] = Field(default_factory=dict)
     """Other ranks: end of a module's name, or a regular expression, to the rank."""
     alpha_pattern: dict[str, Annotated[float, Field(gt=0)]] = Field(default_factory=dict)
     """Other values of `lora_alpha`, likewise."""
@@ -45,6 +47,7 @@ class Lora(Section):
         if isinstance(value, str):
             try:
                 re.compile(value)
-            except re.error as error:
-                raise ValueError(f"`{value}` is no regular expression: {error}") from None
+            except (re.error, OverflowError, RecursionError) as error:
+                what = f"{abbreviated(value)} is no regular expression: {error}"
+                raise ValueError(what) from None
         return value

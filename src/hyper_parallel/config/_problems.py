@@ -10,15 +10,18 @@ import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from hyper_parallel.config._read import read_mapping
-from hyper_parallel.errors import BadValue, HyperParallelError, UnknownKey
+from hyper_parallel.errors import BadValue, HyperParallelError, UnknownKey, abbreviated
 
 S = TypeVar("S", bound=BaseModel)
+
+_MOST_PROBLEMS: Final = 50
+"""Of one file that are told."""
 
 
 def dotted(path: Sequence[str | int]) -> str:
@@ -64,7 +67,7 @@ def describe(field: FieldInfo) -> str:
     text = _describe(field.annotation)
     signs = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
     bounds = [
-        f"{signs[name]} {getattr(item, name):g}"
+        f"{signs[name]} {_number(getattr(item, name))}"
         for item in field.metadata
         for name in signs
         if getattr(item, name, None) is not None
@@ -73,6 +76,10 @@ def describe(field: FieldInfo) -> str:
         return text
     head, _, null = text.partition(" or null")
     return f"{head} {' and '.join(bounds)}{' or null' if null or text != head else ''}"
+
+
+def _number(value: float) -> str:
+    return str(value) if isinstance(value, int) else f"{value:g}"
 
 
 def _describe(annotation: Any) -> str:
@@ -115,7 +122,7 @@ def nearest_key(model: type[BaseModel], path: Sequence[str | int]) -> str | None
     section = _section_at(model, path[:-1])
     if section is None:
         return None
-    word, prefix = str(path[-1]), dotted(path[:-1])
+    word, prefix = str(path[-1])[:80], dotted(path[:-1])
     if near := difflib.get_close_matches(word, keys_of(section), n=1):
         return f"{prefix}.{near[0]}" if prefix else near[0]
     everywhere = {key.rpartition(".")[2]: key for key, _ in reversed(list(leaves(model)))}
@@ -143,7 +150,7 @@ def problems(
         pasteable: A key and a value as the user would write them.
     """
     found: list[HyperParallelError] = []
-    for item in error.errors(include_url=False):
+    for item in error.errors(include_url=False, include_context=False)[:_MOST_PROBLEMS]:
         # A union of forms puts the tag of the form into the path, in brackets.
         path = tuple(part for part in item["loc"] if not str(part).startswith("["))
         value = item["input"]
@@ -163,7 +170,8 @@ def problems(
             problem = BadValue(f"`{key}`: {message}" if key else message, got=_short(value))
         else:
             allowed = allowed or item["msg"]
-            word = difflib.get_close_matches(str(value), allowed.split(", "), n=1)
+            given = value[:80] if isinstance(value, str) else abbreviated(value)
+            word = difflib.get_close_matches(given, allowed.split(", "), n=1)
             problem = BadValue(
                 f"`{key}` has a value that is not allowed",
                 got=_short(value),
@@ -204,8 +212,7 @@ def of_file(path: Path, model: type[S], error: type[HyperParallelError], what: s
 
 
 def _short(value: object) -> str:
-    text = "nothing" if value is None else repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
+    return "nothing" if value is None else abbreviated(value)
 
 
 def raise_all(found: Sequence[HyperParallelError]) -> None:

@@ -10,6 +10,7 @@ from hyper_parallel.errors._planning import (
     BadValue,
     BatchMismatch,
     CardUnreadable,
+    CodeRefused,
     Contradiction,
     DeadlineMissed,
     DegreesMismatch,
@@ -75,6 +76,7 @@ from hyper_parallel.errors._running import (
     WeightsUninitialised,
     WeightsUnreadable,
 )
+from hyper_parallel.errors._text import PrintableFormatter, abbreviated, console, printable
 
 __all__ = [
     "AuditError",
@@ -88,6 +90,7 @@ __all__ = [
     "CheckpointCorrupt",
     "CheckpointFormat",
     "CheckpointMismatch",
+    "CodeRefused",
     "CollectiveMismatch",
     "Contradiction",
     "DeadlineMissed",
@@ -117,6 +120,7 @@ __all__ = [
     "OutputNotWritable",
     "PlanMismatch",
     "PlanUnreadable",
+    "PrintableFormatter",
     "RankFailed",
     "RankHung",
     "RanksDisagree",
@@ -144,6 +148,9 @@ __all__ = [
     "UnsupportedSharding",
     "WeightsUninitialised",
     "WeightsUnreadable",
+    "abbreviated",
     "all_codes",
+    "console",
     "overrides",
+    "printable",
 ]

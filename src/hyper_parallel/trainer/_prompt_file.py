@@ -10,7 +10,7 @@ from typing import Any, Final, Literal
 
 from pydantic import BaseModel, NonNegativeInt
 
-from hyper_parallel.errors import BadValue
+from hyper_parallel.errors import BadValue, printable
 from hyper_parallel.trainer._files import check_writable, write_text
 from hyper_parallel.trainer._texts import Generation
 
@@ -89,7 +89,7 @@ def write_generations(
     ]
     text = "".join(f"{line}\n" for line in lines)
     if path is None:
-        sys.stdout.write(text)
+        sys.stdout.write(printable(text))
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, text)

@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from hyper_parallel.config import read_mapping
 from hyper_parallel.errors import Contradiction, RecipeUnreadable, UnknownKey
+from hyper_parallel.trainer.data import render
 from hyper_parallel.trainer.data._records import read_records
 from hyper_parallel.trainer.data._tokenizer import load_tokenizer
 
@@ -83,7 +84,7 @@ def check_template(name: str, model: str, where: str) -> None:
     tokenizer, known = load_tokenizer(model), _TEMPLATES.get(name)
     own, wanted = "", None
     if tokenizer.chat_template:
-        own = tokenizer.apply_chat_template(messages, tokenize=False).rstrip()
+        own = render(tokenizer, messages, where=model).rstrip()
     if known is not None:
         begin, turn = known
         text = "".join(turn.format(role=r, content=c) for r, c in turns)

@@ -6,7 +6,6 @@ writes behind an answer is added first, as the model has seen it when it learned
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 
 from hyper_parallel.errors import Contradiction, ModelUnreadable
+from hyper_parallel.model import read_config
 from hyper_parallel.trainer.data import load_tokenizer
 from hyper_parallel.trainer.data._chat import encode_conversation
 
@@ -37,9 +37,9 @@ class ModelReward:
             ModelUnreadable: HP305. Contradiction: HP104.
         """
         try:
-            config = json.loads((self.directory / "config.json").read_text(encoding="utf-8"))
-            kind = str((config.get("architectures") or [""])[0])
-        except (OSError, ValueError, AttributeError, RecursionError) as error:
+            config = read_config(self.directory).values
+            kind = str((config.get("architectures") or [""])[0])[:80]
+        except (LookupError, TypeError) as error:
             kind = str(error)
         if not kind.endswith("ForSequenceClassification"):
             raise ModelUnreadable(
