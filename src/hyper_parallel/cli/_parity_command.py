@@ -31,11 +31,12 @@ def parity(
     from hyper_parallel.cli._dry_run_command import table
     from hyper_parallel.config import load_recipe, refuse_code
     from hyper_parallel.errors import LayoutDiffers
-    from hyper_parallel.trainer import parity as compare
 
     loaded = load_recipe(recipe, overrides or [])
     if no_code:
         refuse_code(loaded)
+    from hyper_parallel.trainer import parity as compare
+
     result = compare(loaded, steps)
     console = printing_console(soft_wrap=True, width=140)
     console.print(f"{result.model}: {result.strategy} on {result.strategy.world_size} ranks")

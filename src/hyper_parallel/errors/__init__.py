@@ -76,7 +76,7 @@ from hyper_parallel.errors._running import (
     WeightsUninitialised,
     WeightsUnreadable,
 )
-from hyper_parallel.errors._text import PrintableFormatter, abbreviated, console, printable
+from hyper_parallel.errors._printable import PrintableFormatter, abbreviated, console, printable
 
 __all__ = [
     "AuditError",

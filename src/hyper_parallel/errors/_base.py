@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import ClassVar, Final
 
-from hyper_parallel.errors._text import plain, printable
+from hyper_parallel.errors._printable import plain, printable
 
 _MOST_CHARACTERS: Final = 20_000
 """Of one part of a message: tracebacks of a rank are the longest."""

@@ -27,7 +27,7 @@ class _Count(NamedTuple):
 
 
 _COUNTS: Final = (
-    _Count("layers", re.compile(r"(?:^|_)n?_?(?:layers?|depths?|blocks)$"), 2**10, "315, in a merge of Llama 3.1"),
+    _Count("layers", re.compile(r"(?:^|_)n?_?(?:layers?|depths?|blocks)$"), 2**9, "315, in a merge of Llama 3.1"),
     _Count("labels", re.compile(r"(?:labels|classes|choices)$"), 100_000, "21,843, of ImageNet-21k"),
     _Count("experts", re.compile(r"experts"), 2**14, "2,048, in Switch-C"),
     _Count("vocabulary", re.compile(r"vocab"), 2**22, "1,114,112, in CANINE"),

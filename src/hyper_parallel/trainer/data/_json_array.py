@@ -21,9 +21,6 @@ class ArrayReader:
     Args:
         file: Text of the file, from its beginning.
         most: Most characters of one element.
-
-    Attributes:
-        line: Number of the line in which the present element begins.
     """
 
     def __init__(self, file: IO[str], most: int) -> None:
@@ -31,7 +28,6 @@ class ArrayReader:
         self._decoder = json.JSONDecoder()
         self._buffer, self._at, self._first_line = "", 0, 1
         self._ended = False
-        self.line = 1
 
     def __iter__(self) -> Iterator[tuple[Any, str]]:
         """Yield each element with its text.
@@ -46,7 +42,6 @@ class ArrayReader:
             return
         while True:
             self._next()
-            self.line = self._first_line + self._buffer.count("\n", 0, self._at)
             yield self._element()
             if self._next() == "]":
                 self._close()
@@ -98,8 +93,9 @@ class ArrayReader:
                 if not cut or not self._more():
                     raise
                 continue
-            if end == len(self._buffer) and self._buffer[end - 1] not in '}]"' and self._more():
-                continue  # a number may go on
+            may_go_on = self._buffer[end - 1] not in '}]"'  # a number
+            if may_go_on and end > len(self._buffer) - _LONGEST_LITERAL and self._more():
+                continue
             if end - self._at > self._most:
                 raise LimitExceeded(f"{end - self._at:,} characters, more than {self._most:,}")
             text, self._at = self._buffer[self._at : end], end
@@ -110,6 +106,11 @@ class ArrayReader:
         if length > self._most:
             raise LimitExceeded(f"more than {self._most:,} characters")
         return self._fill()
+
+    @property
+    def line(self) -> int:
+        """Number of the line in which the present element begins."""
+        return self._first_line + self._buffer.count("\n", 0, self._at)
 
     @property
     def first_line(self) -> int:

@@ -17,8 +17,15 @@ from hyper_parallel.units import MiB, format_bytes
 
 _BATCH_BYTES: Final = 16 * MiB
 _MOST_ROWS: Final = 1024
-HEAP: Final = 12
+_HEAP: Final = 8
 """Memory that decoding a batch may take, in records of the largest size: a page, its text, and its rows as objects."""
+_LEAST_HEAP: Final = 256 * MiB
+"""Of any read: libraries that are imported and threads that are started meanwhile take some."""
+
+
+def heap_bytes(most: int) -> int:
+    """Return the memory that reading records of at most so many bytes may take."""
+    return max(_HEAP * most, _LEAST_HEAP)
 
 
 def read_parquet(path: Path, most: int) -> Iterator[tuple[str, Any]]:
@@ -68,11 +75,11 @@ def next_rows(batches: Iterator[Any], where: str, most: int) -> list[Any] | None
         NoData: HP602 when it takes more.
     """
     try:
-        with bounded_heap(HEAP * most):
+        with bounded_heap(heap_bytes(most)):
             batch = next(batches, None)
             return None if batch is None else batch.to_pylist()
     except MemoryError as error:
-        got = f"more than {format_bytes(HEAP * most)} of memory for a batch of rows"
+        got = f"more than {format_bytes(heap_bytes(most))} of memory for a batch of rows"
         raise records_too_long(where, got, most) from error
 
 

@@ -18,7 +18,7 @@ import yaml
 from hyper_parallel.config import Data, parse_yaml
 from hyper_parallel.errors import HyperParallelError, MissingDependency, NoData, abbreviated
 from hyper_parallel.received import Limits, bounded_heap, names_outside, outside_target, read_json
-from hyper_parallel.trainer.data._parquet import HEAP, records_too_long
+from hyper_parallel.trainer.data._parquet import heap_bytes, records_too_long
 from hyper_parallel.trainer.data._records import Record
 from hyper_parallel.units import format_bytes
 
@@ -73,18 +73,18 @@ class Table:
         try:
             sound, rows = self._sound_rows(), iter(self._readable())
             while True:
-                with bounded_heap(HEAP * most) if streamed else nullcontext():
+                with bounded_heap(heap_bytes(most)) if streamed else nullcontext():
                     row = next(rows, None) if next(sound) else None
                 if row is None:
                     return
                 number += 1
                 yield f"{self.name}: row {number}", row
-        except MemoryError as error:
-            got = f"more than {format_bytes(HEAP * most)} of memory"
-            raise records_too_long(f"{self.name}: row {number + 1}", got, most) from error
         except HyperParallelError:
             raise
         except Exception as error:
+            if _lacked_memory(error):
+                got = f"more than {format_bytes(heap_bytes(most))} of memory"
+                raise records_too_long(f"{self.name}: row {number + 1}", got, most) from error
             # datasets and Arrow raise many classes here; all of them mean that the next row is unreadable.
             raise NoData(
                 "a row of the dataset cannot be read",
@@ -121,20 +121,20 @@ def open_table(data: Data, path: Path) -> Table:
     saved, here = any((path / n).is_file() for n in _SAVED), path.is_dir()
     if here:
         _check_folder(path)
-    most = HEAP * data.max_record_bytes
+    most = heap_bytes(data.max_record_bytes)
     try:
-        if saved:
-            with bounded_heap(most):
+        with bounded_heap(most):
+            if saved:
                 found = datasets.load_from_disk(str(path))
-        else:
-            source = str(path.absolute()) if here else data.source
-            found = datasets.load_dataset(
-                source, data.name, split=data.split, streaming=data.streaming
-            )
-    except MemoryError as error:
-        got = f"more than {format_bytes(most)} of memory"
-        raise records_too_long(data.source, got, data.max_record_bytes) from error
+            else:
+                source = str(path.absolute()) if here else data.source
+                found = datasets.load_dataset(
+                    source, data.name, split=data.split, streaming=data.streaming
+                )
     except Exception as error:
+        if _lacked_memory(error):
+            got = f"more than {format_bytes(most)} of memory"
+            raise records_too_long(data.source, got, data.max_record_bytes) from error
         # datasets, huggingface_hub and Arrow raise many classes: no such name, split, file or column.
         tried = [f"the path {path.absolute()}"]
         if not here:
@@ -150,6 +150,13 @@ def open_table(data: Data, path: Path) -> Table:
     if split not in found:
         raise _missing(data, f"split {split}", sorted(found), f"data.split={min(found)}")
     return Table(f"{data.source} ({split})", found[split])
+
+
+def _lacked_memory(error: BaseException | None) -> bool:
+    """Whether an error of `datasets` comes from an allocation that failed."""
+    while error is not None and not isinstance(error, MemoryError):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 def _opens_files(feature: Any) -> bool:

@@ -214,7 +214,7 @@ def compiled(source: str) -> jinja2.Template:
     if len(source) > _MOST_SOURCE:
         raise TemplateBudget(f"a template of more than {_MOST_SOURCE:,} characters")
     environment = BoundedEnvironment(_compile_jinja_template("").environment)
-    environment.work.begin(0)
+    environment.work.begin(0, 0)
     return environment.from_string(source)
 
 
@@ -238,7 +238,8 @@ def rendered(
     """
     template = compiled(source)
     environment: Any = template.environment
-    environment.work.begin(sum(len(t) for turn in messages for t in turn.values()))
+    num_bytes = sum(len(text) for turn in messages for text in turn.values())
+    environment.work.begin(len(messages), num_bytes)
     pieces: list[str] = []
     marked: list[tuple[int, int]] = []
     with environment.activate_tracker(pieces, marked) if marks else nullcontext():

@@ -14,8 +14,11 @@ from typing import Any, Final
 
 from jinja2.sandbox import SecurityError
 
-_BUDGET: Final = 128 * 1024**2
-"""Bytes of work that every conversation has: a million steps, or so much text."""
+_BUDGET: Final = 64 * 1024**2
+"""Bytes of work that every conversation has: half a million steps, or so much text."""
+_BUDGET_PER_TURN: Final = 16 * 1024
+"""Bytes of work that each turn adds, up to a number of turns: 128 steps."""
+_MOST_TURNS: Final = 8192
 _BUDGET_PER_BYTE: Final = 8
 """Bytes of work that each byte of the conversation adds."""
 STEP: Final = 128
@@ -50,8 +53,10 @@ class Work:
     def __init__(self) -> None:
         self.left = self.printed = self.num_pieces = 0
 
-    def begin(self, num_bytes: int) -> None:
-        self.left = _BUDGET + _BUDGET_PER_BYTE * num_bytes
+    def begin(self, num_turns: int, num_bytes: int) -> None:
+        """Take up the budget of a conversation."""
+        turns = _BUDGET_PER_TURN * min(num_turns, _MOST_TURNS)
+        self.left = _BUDGET + turns + _BUDGET_PER_BYTE * num_bytes
         self.printed = self.num_pieces = 0
 
     def prints(self, piece: str) -> None:
