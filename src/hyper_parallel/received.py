@@ -11,14 +11,19 @@ import json
 import math
 import os
 import stat
+import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, Final
 
 _MIB: Final = 1024**2
 _MOST_OPENED: Final = 1_000_000
 """Brackets in a text from which on objects and lists are not built at all; texts in it may hold some, too."""
+_CACHED_REPOSITORY: Final = ("models--", "datasets--", "spaces--")
+"""First part of the name of a repository's folder in the cache of the Hugging Face hub."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +31,7 @@ class Limits:
     """Bounds on one file and on the value in it.
 
     Attributes:
-        num_bytes: Size of the file.
+        num_bytes: Size of the file, and of all texts in the value together; a shared text counts at each use.
         num_elements: Members of all objects and lists together; a shared (aliased) container counts at each use.
         depth: Nesting of objects and lists.
         integer_bits: Size of an integer.
@@ -110,25 +115,30 @@ def read_json(path: Path, limits: Limits) -> Any:
 def check_value(value: Any, limits: Limits) -> None:
     """Check a value of dicts, lists, texts and numbers against its limits.
 
-    A container that is referenced several times (a YAML alias) is counted at each reference, and the walk ends at the
-    first limit, so its cost is bounded by `num_elements`.
+    What is referenced several times (a YAML alias) is counted at each reference, and the walk ends at the first limit,
+    so its cost is bounded by `num_elements`.
 
     Raises:
         LimitExceeded: With the first limit that is exceeded.
     """
     stack: list[Iterator[Any]] = [iter((value,))]
-    left = limits.num_elements
+    left, left_text = limits.num_elements, limits.num_bytes
     while stack:
         for item in stack[-1]:
-            if isinstance(item, (dict, list, tuple, set, frozenset)):
+            if isinstance(item, (str, bytes)):
+                left_text -= len(item)
+                if left_text < 0:
+                    raise LimitExceeded(f"more than {limits.num_bytes:,} characters of text")
+            elif isinstance(item, (dict, list, tuple, set, frozenset)):
                 if len(stack) > limits.depth:
                     raise LimitExceeded(f"nested deeper than {limits.depth}")
                 left -= len(item)
                 if left < 0:
                     raise LimitExceeded(f"more than {limits.num_elements:,} elements")
-                stack.append(iter(item.values() if isinstance(item, dict) else item))
+                stack.append(chain(item, item.values()) if isinstance(item, dict) else iter(item))
                 break
-            _check_number(item, limits)
+            else:
+                _check_number(item, limits)
         else:
             stack.pop()
 
@@ -139,3 +149,44 @@ def _check_number(value: Any, limits: Limits) -> None:
             raise LimitExceeded(f"an integer of more than {limits.integer_bits} bits")
     elif limits.finite and isinstance(value, float) and not math.isfinite(value):
         raise LimitExceeded(f"{value} is not a finite number")
+
+
+def outside_target(path: Path, folder: Path) -> Path | None:
+    """Return where a path in a folder leads to, when that is outside of the folder.
+
+    Links inside of the folder are followed. In the cache of the Hugging Face hub the files of a snapshot are links to
+    the blobs of the same repository, which count as inside.
+    """
+    target, root = path.resolve(), folder.resolve()
+    cached = (p / "blobs" for p in root.parents if p.name.startswith(_CACHED_REPOSITORY))
+    inside = (root, *cached)
+    return None if any(target.is_relative_to(one) for one in inside) else target
+
+
+def names_outside(name: str) -> bool:
+    """Return whether a name that a file gives leads out of the file's folder: a URL, an absolute path, or `..`."""
+    parts = name.replace("\\", "/").split("/")
+    return "://" in name or "::" in name or ".." in parts or parts[0] in ("", "~") or "\0" in name
+
+
+@contextmanager
+def bounded_heap(num_bytes: int) -> Iterator[None]:
+    """Let allocations fail with MemoryError that would make the heap of this process grow by more than so many bytes.
+
+    For libraries that decompress a received file. Mapped files do not count. Other threads are bounded as well, so hold
+    it for one read only. Where the system has no such limit, nothing is bounded.
+    """
+    if not sys.platform.startswith("linux"):
+        yield
+        return
+    import resource
+
+    before, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[5])
+    most = pages * resource.getpagesize() + num_bytes
+    limits = [limit for limit in (most, before, hard) if limit != resource.RLIM_INFINITY]
+    resource.setrlimit(resource.RLIMIT_DATA, (min(limits), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (before, hard))

@@ -32,7 +32,7 @@ DTYPE_BYTES: Final[dict[str, int]] = {
 }
 """Width of one element by canonical dtype name (torch's names)."""
 
-_SIZE = re.compile(r"^\s*([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?)(i?)b?\s*$", re.IGNORECASE)
+_SIZE = re.compile(r"^\s*([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([kmgt]?)(i?)b?\s*$", re.IGNORECASE)
 
 
 def parse_bytes(text: str | int) -> int:
@@ -45,7 +45,7 @@ def parse_bytes(text: str | int) -> int:
         return text
     match = _SIZE.match(text)
     if match is None:
-        raise ValueError(f"`{text}` is not a size; write for example 12GiB or 800MB")
+        raise ValueError(f"`{text[:80]}` is not a size; write for example 12GiB or 800MB")
     number, prefix, binary = match.groups()
     power = " kmgt".index(prefix.lower()) if prefix else 0
     return int(float(number) * (1024 if binary else 1000) ** power)

@@ -201,7 +201,7 @@ def test_resolved_recipe_round_trips(tmp_path_factory, lr, seed, prompt, degrees
         ("training: {min_lr_ratio: 2}", [], BadValue, [">= 0 and <= 1"]),
         ("", ["training.lr_schedule=cosin"], BadValue, ["cosine, wsd", "training.lr_schedule=cosine"]),
         ("", ["data.seq_len=1.5"], BadValue, ["data.seq_len (set by command line)", "integer >= 2"]),
-        ("", [f"training.tokens_per_step={10**400}"], BadValue, ["training.tokens_per_step", "beyond 2^53"]),
+        ("", [f"data.max_records={10**400}"], BadValue, ["data.max_records", "beyond 2^53"]),
         ("", ["training.betas=[0.9]"], BadValue, ["training.betas", "2 values"]),
         ("", ["training.deterministic=maybe"], BadValue, ["true or false"]),
         ("training: fast", [], BadValue, ["`training`", "a mapping of keys"]),

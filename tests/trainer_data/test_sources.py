@@ -45,7 +45,7 @@ def test_records_are_read_from_lines_and_from_an_array(tmp_path, as_array):
 
 
 @pytest.mark.torch
-def test_parquet_goes_through_datasets_without_a_network(tmp_path, monkeypatch):
+def test_parquet_is_read_without_a_network(tmp_path, monkeypatch):
     pandas = pytest.importorskip("pandas")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     for name, texts in (("b", ["three"]), ("a", ["one", "two"])):

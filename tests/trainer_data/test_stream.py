@@ -104,7 +104,7 @@ def test_an_endless_source_is_not_read_to_its_end(tmp_path, make, monkeypatch):
     path.write_text('{"text": "first"}\n')
     tokenizer = make(path, streaming=True).tokenizer_dir
     endless = ((f"row {n}", {"text": f"number {n}"}) for n in itertools.count())
-    monkeypatch.setattr(sources, "read_records", lambda path: endless)
+    monkeypatch.setattr(sources, "read_records", lambda path, most: endless)
     stream = make(path, streaming=True, tokenizer=tokenizer, shuffle=False).train
     assert len(steps(StreamBatches(stream, 5, "f"), range(20))) == 20
 

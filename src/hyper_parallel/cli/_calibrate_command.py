@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from hyper_parallel.cli._frame import say
 from hyper_parallel.errors import Contradiction
 
 
@@ -51,7 +52,7 @@ def calibrate(
     from hyper_parallel.trainer import calibrate_local
 
     for line in calibrate_local(output, ranks, check, steps):
-        typer.echo(line)
+        say(line)
 
 
 def _from_runs(runs: Path, output: Path | None) -> None:
@@ -59,7 +60,7 @@ def _from_runs(runs: Path, output: Path | None) -> None:
 
     fit = fit_runs(read_runs(runs), read_cards())
     for line in fit.summary():
-        typer.echo(line)
+        say(line)
     if output is not None:
         for path in write_cards(output, fit):
-            typer.echo(f"card written to {path}", err=True)
+            say(f"card written to {path}", err=True)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from hyper_parallel.cli._frame import say
 from hyper_parallel.errors import BadValue, CheckpointCorrupt, CheckpointFormat, RunUnreadable
 
 if TYPE_CHECKING:
@@ -87,13 +88,13 @@ def inspect(
         "extra": extra,
     }
     if as_json:
-        typer.echo(json.dumps(facts | {"tensors": tensors}, indent=1))
+        say(json.dumps(facts | {"tensors": tensors}, indent=1))
         return
     for key, value in facts.items():
-        typer.echo(f"{key}: {value if isinstance(value, int) else json.dumps(value)}")
+        say(f"{key}: {value if isinstance(value, int) else json.dumps(value)}")
     for entry in tensors:
         shape, cut = ("x".join(map(str, entry[key])) or "number" for key in ("shape", "cut"))
-        typer.echo(f"{entry['name']}  {shape}  {entry['dtype']}  cut {cut}")
+        say(f"{entry['name']}  {shape}  {entry['dtype']}  cut {cut}")
 
 
 @app.command("import")
@@ -122,7 +123,7 @@ def import_(
     path = import_checkpoint(model_dir, run_dir / "checkpoints", dtype, trusted=trust_remote_code)
     with written(run_dir):
         mark_run_directory(run_dir)
-    typer.echo(f"step 0: {path}")
+    say(f"step 0: {path}")
 
 
 @app.command()
@@ -168,7 +169,7 @@ def export(
         directory, source, target, step, tokenizer, dtype,
         lora=lora, merge=merge, trusted=trust_remote_code,
     )  # fmt: skip
-    typer.echo(f"step {found}: {target}")
+    say(f"step {found}: {target}")
 
 
 def _print_steps(run_dir: Path, *, contents: bool) -> bool:
@@ -188,12 +189,12 @@ def _print_steps(run_dir: Path, *, contents: bool) -> bool:
         except (Damaged, CheckpointFormat) as error:
             intact = False
             why = error.what if isinstance(error, CheckpointFormat) else error
-            typer.echo(f"step {step:>8}  DAMAGED: {why}")
+            say(f"step {step:>8}  DAMAGED: {why}")
             continue
         state = "verified" if contents else "complete"
         ranks = f"{manifest.world_size} rank{'s' if manifest.world_size > 1 else ''}"
         size = format_bytes(manifest.size_bytes)
-        typer.echo(f"step {step:>8}  {state}  {size:>10}  saved by {ranks}")
+        say(f"step {step:>8}  {state}  {size:>10}  saved by {ranks}")
     return intact
 
 

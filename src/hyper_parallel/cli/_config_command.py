@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from hyper_parallel.cli._frame import say
+
 app = typer.Typer(
     name="config",
     help="Look at a recipe the way a run would see it.",
@@ -35,17 +37,17 @@ def show(
 
     loaded = load_recipe(recipe, overrides or [])
     if as_yaml:
-        typer.echo(recipe_to_yaml(loaded.recipe), nl=False)
+        say(recipe_to_yaml(loaded.recipe), nl=False)
         return
     rows = _rows(loaded.recipe.model_dump(mode="json"), loaded.origins)
     if as_json:
         values = {key: {"value": value, "origin": origin} for key, value, origin in rows}
-        typer.echo(json.dumps(values, indent=2))
+        say(json.dumps(values, indent=2))
         return
     table = [(key, json.dumps(value), origin) for key, value, origin in rows]
     widths = [max(len(row[i]) for row in table) for i in range(2)]
     for key, value, origin in table:
-        typer.echo(f"{key:<{widths[0]}}  {value:<{widths[1]}}  {origin}")
+        say(f"{key:<{widths[0]}}  {value:<{widths[1]}}  {origin}")
 
 
 def _rows(

@@ -20,6 +20,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from hyper_parallel import __version__
+from hyper_parallel.cli._frame import say
 from hyper_parallel.cli._requirements import EXTRA, REQUIREMENTS, Need, Requirement
 
 
@@ -86,7 +87,7 @@ def doctor(
             "findings": [asdict(finding) for finding in findings],
             "topology": machine_json,
         }
-        typer.echo(json.dumps(report, indent=2))
+        say(json.dumps(report, indent=2))
     else:
         _print(findings, usable["core"], usable["core"] and usable["training"])
     if not usable["core"]:
@@ -100,16 +101,16 @@ def _print_properties(model: str, as_json: bool, trusted: bool) -> None:
 
     properties = properties_of(read_config(model), trusted=trusted)
     if as_json:
-        typer.echo(json.dumps(asdict(properties), indent=2))
+        say(json.dumps(asdict(properties), indent=2))
         return
-    typer.echo(f"{properties.model_class}, measured on: {properties.measured_on}")
+    say(f"{properties.model_class}, measured on: {properties.measured_on}")
     answers = properties.questions()
     width = max(map(len, answers))
     for name, answer in answers.items():
         mark = {True: "ok", False: "no", None: "--"}[answer.holds]
-        typer.echo(f"{mark:<4}{name:<{width}}  {QUESTIONS[name]}: {answer}")
+        say(f"{mark:<4}{name:<{width}}  {QUESTIONS[name]}: {answer}")
     idle = ", ".join(properties.idle_modules) or "none"
-    typer.echo(f"    {'idle_modules':<{width}}  modules that a text does not use: {idle}")
+    say(f"    {'idle_modules':<{width}}  modules that a text does not use: {idle}")
 
 
 def _print_dumps(paths: list[Path], as_json: bool) -> None:
@@ -120,14 +121,14 @@ def _print_dumps(paths: list[Path], as_json: bool) -> None:
     found = divergences(dumps)
     if as_json:
         report = {"ranks": list(dumps), "divergences": [asdict(one) for one in found]}
-        typer.echo(json.dumps(report, indent=2))
+        say(json.dumps(report, indent=2))
         return
     calls = sum(len(dump["entries"]) for dump in dumps.values())
-    typer.echo(f"{len(dumps)} dumps, {calls} calls")
+    say(f"{len(dumps)} dumps, {calls} calls")
     for one in found:
-        typer.echo(f"\n{one}")
+        say(f"\n{one}")
     if not found:
-        typer.echo("all ranks have called the same collectives, and all are done")
+        say("all ranks have called the same collectives, and all are done")
 
 
 def check_package(requirement: Requirement) -> Finding:
@@ -256,13 +257,13 @@ def _print(findings: list[Finding], planning: bool, training: bool) -> None:
     for f in findings:
         mark, color = marks[f.status]
         typer.secho(f"{mark:<4}", fg=None if os.environ.get("NO_COLOR") else color, nl=False)
-        typer.echo(f"{f.name:<{width}}  {f.detail}" + ("" if f.status == "ok" else f": {f.gives}"))
+        say(f"{f.name:<{width}}  {f.detail}" + ("" if f.status == "ok" else f": {f.gives}"))
         if f.fix is not None:
-            typer.echo(f"{'':{width + 6}}hint: {f.fix}")
+            say(f"{'':{width + 6}}hint: {f.fix}")
     verdicts = (("planning", planning), ("training and generation", training))
-    typer.echo()
+    say()
     for what, usable in verdicts:
-        typer.echo(f"{what}: {'works' if usable else 'disabled, see the hints above'}")
+        say(f"{what}: {'works' if usable else 'disabled, see the hints above'}")
     if not training:
-        typer.echo(f"\nhint: {_install(EXTRA)}")
-        typer.echo("      from a checkout `make setup` does the same")
+        say(f"\nhint: {_install(EXTRA)}")
+        say("      from a checkout `make setup` does the same")

@@ -6,9 +6,8 @@ import json
 from collections import Counter
 from typing import TYPE_CHECKING
 
-import typer
-
-from hyper_parallel.cli._frame import collect_cycles
+from hyper_parallel.cli._frame import collect_cycles, say
+from hyper_parallel.errors import console as printing_console
 from hyper_parallel.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -24,16 +23,14 @@ def print_dry_run(
     loaded: LoadedRecipe, num_ranks: int | None, rank: int | None, as_json: bool
 ) -> None:
     """Trace a recipe and print what was found, as tables or as JSON."""
-    from rich.console import Console
-
     from hyper_parallel.trainer import dry_run
 
     collect_cycles()
-    status = Console(stderr=True, highlight=False)
+    status = printing_console(stderr=True)
     with status.status("tracing"):
         result = dry_run(loaded, num_ranks=num_ranks, rank=rank)
     if as_json:
-        typer.echo(json.dumps(_as_json(result), indent=1))
+        say(json.dumps(_as_json(result), indent=1))
     else:
         _print(result, _console())
 
@@ -142,7 +139,5 @@ def table(*columns: str) -> Table:
 
 def _console() -> Console:
     """Standard output; as wide as the tables when it is no terminal."""
-    from rich.console import Console
-
-    plain = Console(highlight=False, soft_wrap=True)
-    return plain if plain.is_terminal else Console(highlight=False, soft_wrap=True, width=140)
+    plain = printing_console(soft_wrap=True)
+    return plain if plain.is_terminal else printing_console(soft_wrap=True, width=140)

@@ -22,7 +22,9 @@ from hyper_parallel.errors import (
     HyperParallelError,
     MissingDependency,
     OutputNotWritable,
+    PrintableFormatter,
     not_writable,
+    printable,
 )
 
 _DEFECT_STATUS: Final = 70
@@ -33,6 +35,15 @@ _OF_FILES: Final = (
     "EEXIST", "ENOTEMPTY", "EXDEV", "EMFILE", "ENFILE", "ESTALE", "EBUSY", "ETXTBSY",
 )  # fmt: skip
 """Refusals of files and disks; what else the system refuses is a defect."""
+
+
+NoCode = Annotated[
+    bool,
+    typer.Option(
+        "--no-code", help="Refuse a recipe that names Python code, before it is imported."
+    ),
+]
+"""The option of every command that reads a recipe and may run what it names."""
 
 
 def build_app(
@@ -63,6 +74,11 @@ def build_app(
     return app
 
 
+def say(text: str = "", *, err: bool = False, nl: bool = True) -> None:
+    """Print a text that may hold words of a file, without its control characters."""
+    typer.echo(printable(text), err=err, nl=nl)
+
+
 def _print_version(wanted: bool) -> None:
     if wanted:
         typer.echo(f"hyper-parallel {__version__}")
@@ -81,9 +97,9 @@ def _root(
     ] = False,
 ) -> None:
     """A supernode as one computer: plan, train, generate and report."""
-    logging.basicConfig(
-        stream=sys.stderr, level=logging.WARNING, format="%(levelname)s: %(message)s"
-    )
+    lines = logging.StreamHandler(sys.stderr)
+    lines.setFormatter(PrintableFormatter("%(levelname)s: %(message)s"))
+    logging.basicConfig(handlers=[lines], level=logging.WARNING)
     logging.getLogger("hyper_parallel").setLevel(logging.WARNING if quiet else logging.INFO)
 
 

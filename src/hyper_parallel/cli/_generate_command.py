@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hyper_parallel.cli._frame import collect_cycles
+from hyper_parallel.cli._frame import NoCode, collect_cycles, say
 from hyper_parallel.errors import BadValue, Contradiction
 
 if TYPE_CHECKING:
@@ -80,6 +80,7 @@ def generate(
     as_json: Annotated[
         bool, typer.Option("--json", help="One JSON object with text, tokens and time.")
     ] = False,
+    no_code: NoCode = False,
 ) -> None:
     """Continue a prompt with the model of a run; the text appears on stdout as it is made.
 
@@ -89,6 +90,12 @@ def generate(
     from hyper_parallel.trainer._generate import Generator, Sampling
     from hyper_parallel.trainer._generate_memory import describe_use
 
+    if no_code and trust_remote_code:
+        raise Contradiction(
+            "code that lies in the directory is both trusted and refused",
+            got="--no-code --trust-remote-code",
+            hint=f"hyper-parallel generate {run_dir} --no-code",
+        )
     collect_cycles()
     memory = _memory(device_memory, dram, flash_dir, topology)
     sampling = Sampling(max_new_tokens, temperature, top_p, seed, top_k, tuple(stop or ()))
@@ -115,18 +122,18 @@ def generate(
         )
     model = Generator(run_dir, device=device, dtype=dtype, memory=memory, trusted=trust_remote_code)
     if as_json:
-        typer.echo(json.dumps(asdict(model.generate(prompt, sampling, chat=chat))))
+        say(json.dumps(asdict(model.generate(prompt, sampling, chat=chat))))
         return
     pieces = model.stream(prompt, sampling, chat=chat)
     if not chat:
-        typer.echo(prompt, nl=False)
+        say(prompt, nl=False)
     for piece in pieces:
-        typer.echo(piece, nl=False)
+        say(piece, nl=False)
         sys.stdout.flush()
-    typer.echo()
+    say()
     if model.memory_use is not None:
         for line in describe_use(model.memory_use, topology):
-            typer.echo(line, err=True)
+            say(line, err=True)
 
 
 def _memory(
@@ -179,11 +186,11 @@ def _many(
             model = Generator(run_dir, memory=memory, **place)
             made = model.generate_batch(given, sampling, interrupt=lambda: stop.asked, **chosen)
             for line in describe_use(model.memory_use, topology) if model.memory_use else ():
-                typer.echo(line, err=True)
+                say(line, err=True)
     if os.environ.get("RANK", "0") == "0":
         write_generations(records, made, output)
     if stop.asked:
         left = sum(g.finish is None for g in made)
         told = f"interrupted: {left} of {len(made)} prompts are not finished; their lines go on where they are given"
-        typer.echo(told, err=True)
+        say(told, err=True)
         raise typer.Exit(128 + (stop.signum or signal.SIGTERM))

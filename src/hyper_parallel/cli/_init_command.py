@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from hyper_parallel.cli._frame import say
 from hyper_parallel.errors import BadValue, OutputNotWritable
 
 _NAMED = re.compile(
@@ -30,8 +31,8 @@ def init(
     if name is None:
         for known in names:
             first = (folder / f"{known}.yaml").read_text(encoding="utf-8").partition("\n")[0]
-            typer.echo(f"{known}\n    {first.removeprefix('# ')}")
-        typer.echo(f"\nnext:\n  hyper-parallel init {names[1]}")
+            say(f"{known}\n    {first.removeprefix('# ')}")
+        say(f"\nnext:\n  hyper-parallel init {names[1]}")
         return
     if name not in names:
         near = get_close_matches(name, names, 1) or names[1:2]
@@ -39,7 +40,7 @@ def init(
         raise BadValue("there is no such recipe", got=name, allowed=names, hint=hint)
     for target, text in _needed(folder, f"{name}.yaml").items():
         _write(target, text)
-    typer.echo(f"\nnext:\n  hyper-parallel train recipes/{name}.yaml")
+    say(f"\nnext:\n  hyper-parallel train recipes/{name}.yaml")
 
 
 def _folder() -> Path:
@@ -87,4 +88,4 @@ def _write(target: Path, text: str) -> None:
         raise OutputNotWritable(
             "the recipe cannot be written", got=f"{target}: {error.strerror}"
         ) from error
-    typer.echo(f"written: {target}")
+    say(f"written: {target}")

@@ -8,6 +8,9 @@ from typing import Annotated
 
 import typer
 
+from hyper_parallel.cli._frame import NoCode
+from hyper_parallel.errors import console as printing_console
+
 _ROWS = 8  # of a table that fits a small terminal
 
 
@@ -17,6 +20,7 @@ def parity(
         list[str] | None, typer.Argument(help="Values that replace the recipe's, as a.b=c.")
     ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 3,
+    no_code: NoCode = False,
 ) -> None:
     """Prove a recipe's layout against one rank, on a small copy of its model in float64.
 
@@ -24,18 +28,20 @@ def parity(
     CPU, at most 8: degrees above 2 are taken as 2, and the output says which axes were left out.
     """
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    from rich.console import Console
-
     from hyper_parallel.cli._dry_run_command import table
-    from hyper_parallel.config import load_recipe
+    from hyper_parallel.config import load_recipe, refuse_code
     from hyper_parallel.errors import LayoutDiffers
+
+    loaded = load_recipe(recipe, overrides or [])
+    if no_code:
+        refuse_code(loaded)
     from hyper_parallel.trainer import parity as compare
 
-    result = compare(load_recipe(recipe, overrides or []), steps)
-    console = Console(highlight=False, soft_wrap=True, width=140)
+    result = compare(loaded, steps)
+    console = printing_console(soft_wrap=True, width=140)
     console.print(f"{result.model}: {result.strategy} on {result.strategy.world_size} ranks")
     for note in result.notes:
-        console.print(f"note: {note}", markup=False)
+        console.print(f"note: {note}")
     rows = table("worst", "step >", "one rank >", "layout >", "relative difference >")
     for d in result.worst(_ROWS):
         numbers = (f"{d.one_rank:.12g}", f"{d.layout:.12g}", f"{d.relative:.1e}")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from hyper_parallel.cli._frame import is_quiet
+from hyper_parallel.cli._frame import NoCode, is_quiet, say
 from hyper_parallel.cli._schedule_command import (
     check_schedule_file,
     pipeline_text,
@@ -149,6 +149,7 @@ def plan(
     dtype: Annotated[
         str | None, typer.Option(help="To generate: float32, bfloat16, ...; default: as stored.")
     ] = None,
+    no_code: NoCode = False,
 ) -> None:
     """Print the best plan of a model on a machine; starts no device and imports no torch."""
     free = None if memory_headroom is None else _share(memory_headroom)
@@ -161,7 +162,7 @@ def plan(
         from hyper_parallel.ir import Plan
 
         left, right = (Plan.load(path) for path in diff)
-        typer.echo(left.diff(right) or "the plans do not differ")
+        say(left.diff(right) or "the plans do not differ")
         return
     if output is not None and not dry_run:
         check_output_file(output, _is_plan, "a plan", "--output")
@@ -176,7 +177,7 @@ def plan(
                 got="--recipe with a model, a workload or choices of the search",
                 hint=f"hyper-parallel plan --recipe {recipe}",
             )
-        chosen, named = _plan_recipe(recipe, devices, topology)
+        chosen, named = _plan_recipe(recipe, devices, topology, no_code)
     elif model is not None:
         workload = (seq_len, tokens_per_step)
         goal = (objective, deadline)
@@ -193,18 +194,18 @@ def plan(
     if launch is not None:
         from hyper_parallel.planner import launch_settings
 
-        typer.echo(launch_settings(_as_named(chosen, *named), launch).rstrip())
+        say(launch_settings(_as_named(chosen, *named), launch).rstrip())
     elif as_json:
-        typer.echo(chosen.to_json())
+        say(chosen.to_json())
     elif is_quiet():
-        typer.echo(chosen.one_line())
+        say(chosen.one_line())
     else:
-        typer.echo(_shown(chosen, explain, gantt))
+        say(_shown(chosen, explain, gantt))
         ranks = chosen.strategy.world_size
-        typer.echo("\nnext:\n" + "\n".join(_next(ctx, recipe, topology, ranks)))
+        say("\nnext:\n" + "\n".join(_next(ctx, recipe, topology, ranks)))
     if schedule_csv is not None and not dry_run:
         write_schedule(chosen, schedule_csv)
-        typer.echo(f"schedule written to {schedule_csv}", err=True)
+        say(f"schedule written to {schedule_csv}", err=True)
     if output is not None and not dry_run:
         try:
             chosen.save(output)
@@ -212,7 +213,7 @@ def plan(
             raise OutputNotWritable(
                 "the plan cannot be written", where="--output", got=f"{output}: {error.strerror}"
             ) from error
-        typer.echo(f"plan written to {output}", err=True)
+        say(f"plan written to {output}", err=True)
 
 
 def _is_plan(text: str) -> bool:
@@ -341,13 +342,15 @@ def _as_named(plan: Plan, model: str, topology: str) -> Plan:
 
 
 def _plan_recipe(
-    recipe: Path, devices: int | None, topology: str | None
+    recipe: Path, devices: int | None, topology: str | None, no_code: bool
 ) -> tuple[Plan, tuple[str, str]]:
     """The plan of a recipe, and what model and topology are named by."""
-    from hyper_parallel.config import load_recipe
+    from hyper_parallel.config import load_recipe, refuse_code
     from hyper_parallel.planner import plan_recipe
 
     loaded = load_recipe(recipe, [] if topology is None else [f"topology={topology}"])
+    if no_code:
+        refuse_code(loaded)
     named = (loaded.recipe.model.path, loaded.recipe.topology)
     spec = _read(loaded.recipe.model.path, loaded.where("model.path"))
     return plan_recipe(loaded.recipe, devices, loaded.where, spec), named

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 import typer
 
-from hyper_parallel.cli._frame import is_quiet
+from hyper_parallel.cli._frame import is_quiet, say
 from hyper_parallel.errors import BadValue, Contradiction
 from hyper_parallel.ir import GenerateWorkload
 from hyper_parallel.planner._generation import GenerationLayout, GenerationPlan, plan_generation
@@ -52,16 +52,16 @@ def plan_to_generate(
     )
     title = f"{made.model} on {made.devices} devices of {made.topology}"
     if chosen["as_json"]:
-        typer.echo(json.dumps(encode(made), indent=2))
+        say(json.dumps(encode(made), indent=2))
     elif is_quiet():
-        typer.echo(f"{title}: {_one_line(made.best)}, predicted")
+        say(f"{title}: {_one_line(made.best)}, predicted")
     else:
-        typer.echo(f"{title}, to generate; all numbers are predicted")
+        say(f"{title}, to generate; all numbers are predicted")
         for label, item in _rows(made):
             head = f"  {label:<11}"
             indents = {"initial_indent": head, "subsequent_indent": " " * len(head)}
-            typer.echo(textwrap.fill(item, width, break_on_hyphens=False, **indents))
-        typer.echo(f"\nnext:\n{_next(made)}")
+            say(textwrap.fill(item, width, break_on_hyphens=False, **indents))
+        say(f"\nnext:\n{_next(made)}")
 
 
 def _given(ctx: typer.Context) -> set[str]:

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from hyper_parallel.cli._frame import say
+
 
 def predict(
     runs: Annotated[
@@ -29,4 +31,4 @@ def predict(
 
     done, rows = predict_file(runs, output, read_cards(cards) if cards else None)
     left = f", {rows - done} cannot be predicted (see `assumptions`)" if rows > done else ""
-    typer.echo(f"{done} of {rows} runs predicted{left}: {output}", err=True)
+    say(f"{done} of {rows} runs predicted{left}: {output}", err=True)

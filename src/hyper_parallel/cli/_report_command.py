@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from hyper_parallel.cli._frame import say
+
 
 def report(
     run_dirs: Annotated[
@@ -26,7 +28,7 @@ def report(
 
     for run_dir in dict.fromkeys(run_dirs):
         page, trace = write_report(run_dir)
-        typer.echo(page)
-        typer.echo(trace)
+        say(page)
+        say(trace)
     if len(dict.fromkeys(run_dirs)) > 1:
-        typer.echo(write_comparison(list(dict.fromkeys(run_dirs))))
+        say(write_comparison(list(dict.fromkeys(run_dirs))))

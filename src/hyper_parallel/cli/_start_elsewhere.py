@@ -12,9 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import typer
-
-from hyper_parallel.cli._frame import is_quiet
+from hyper_parallel.cli._frame import is_quiet, say
 from hyper_parallel.errors import LauncherMissing, written
 
 if TYPE_CHECKING:
@@ -84,7 +82,7 @@ def start_elsewhere(launcher: str, job: Job, words: Sequence[str]) -> None:
         raise LauncherMissing(
             "sbatch refuses the job", where=str(script), got=done.stderr.strip()[-500:]
         )
-    typer.echo(done.stdout.strip())
+    say(done.stdout.strip())
 
 
 def _largest_start(job: Job) -> float:

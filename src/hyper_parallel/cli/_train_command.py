@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hyper_parallel.cli._frame import collect_cycles, is_quiet
+from hyper_parallel.cli._frame import NoCode, collect_cycles, is_quiet, say
 from hyper_parallel.cli._pipes import check_output, lasting_output
 from hyper_parallel.errors import Contradiction, Unwritten
+from hyper_parallel.errors import console as printing_console
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -59,6 +60,7 @@ def train(
         str | None,
         typer.Option(help="Who starts the ranks: local, torchrun, slurm or ray; launch.launcher."),
     ] = None,
+    no_code: NoCode = False,
 ) -> None:
     """Train a model from a recipe; starts its own local ranks unless another launcher has."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -80,41 +82,44 @@ def train(
         from hyper_parallel.cli._dry_run_command import print_dry_run
 
         values = [*(overrides or []), *([f"topology={topology}"] if topology else [])]
-        print_dry_run(_loaded(recipe, values), ranks, rank, as_json)
+        print_dry_run(_loaded(recipe, values, no_code), ranks, rank, as_json)
         return
     from hyper_parallel.trainer._signals import Interrupted, handled, interrupt
 
     given = [*(overrides or []), *([f"launch.launcher={launcher}"] if launcher else [])]
     try:
         with lasting_output(), handled(interrupt):
-            loaded = _loaded(recipe, given)
+            loaded = _loaded(recipe, given, no_code)
             if loaded.recipe.launch.launcher in ("local", "slurm"):
                 from hyper_parallel.runtime import join_srun
 
                 join_srun()
-            _train(loaded, given, dry_run, no_calibrate)
+            options = ["--no-code"] if no_code else []
+            _train(loaded, [*options, str(recipe), *given], dry_run, no_calibrate)
     except Interrupted as error:
         sys.stderr.write("interrupted\n")
         raise typer.Exit(error.status) from None
 
 
-def _loaded(path: Path, overrides: Sequence[str]) -> LoadedRecipe:
-    """A recipe, or a file of LlamaFactory as one."""
-    from hyper_parallel.config import load_recipe, read_mapping
+def _loaded(path: Path, overrides: Sequence[str], no_code: bool) -> LoadedRecipe:
+    """A recipe, or a file of LlamaFactory as one; with `no_code` one that names no code."""
+    from hyper_parallel.config import load_recipe, read_mapping, refuse_code
     from hyper_parallel.errors import RecipeUnreadable
 
     if "model_name_or_path" in read_mapping(path, RecipeUnreadable, "recipe"):
         from hyper_parallel.integration.llamafactory import load_llamafactory
 
-        return load_llamafactory(path, overrides)
-    return load_recipe(path, overrides)
+        loaded = load_llamafactory(path, overrides)
+    else:
+        loaded = load_recipe(path, overrides)
+    if no_code:
+        refuse_code(loaded)
+    return loaded
 
 
 def _train(
-    loaded: LoadedRecipe, overrides: Sequence[str], dry_run: bool, no_calibrate: bool
+    loaded: LoadedRecipe, arguments: Sequence[str], dry_run: bool, no_calibrate: bool
 ) -> None:
-    from rich.console import Console
-
     from hyper_parallel.cli._start_elsewhere import start_elsewhere, would_start
     from hyper_parallel.runtime import check_local_start
     from hyper_parallel.trainer import (
@@ -130,9 +135,9 @@ def _train(
     launcher = "local" if under_torchrun() else loaded.recipe.launch.launcher
 
     main = os.environ.get("RANK", "0") == "0"
-    console = Console(stderr=True, highlight=False, quiet=is_quiet())
+    console = printing_console(stderr=True, quiet=is_quiet())
 
-    words = ["train", str(loaded.path), *overrides]
+    words = ["train", *arguments]
 
     def check_ranks(recipe: Recipe, ranks: int) -> None:
         if not dry_run:
@@ -155,7 +160,7 @@ def _train(
         console.print(startup_panel(job.plan, *about, job.trained, job.router_loss))
     if dry_run:
         if main:
-            typer.echo(f"{job.plan.explain()}\n\n{would_start(launcher, job, words)}")
+            say(f"{job.plan.explain()}\n\n{would_start(launcher, job, words)}")
         return
     if launcher in ("torchrun", "slurm"):
         start_elsewhere(launcher, job, words)
@@ -220,11 +225,11 @@ def _conclude(job: Job, summary: Summary, console: Console, unwritten: Unwritten
         losses = f"loss {summary.loss:.4f}"
         if not math.isnan(last):
             losses += f", held-out loss {last:.4f}"
-        typer.echo(f"{summary.steps} steps in {summary.seconds:.0f} s, {losses}: {page}")
+        say(f"{summary.steps} steps in {summary.seconds:.0f} s, {losses}: {page}")
     if not math.isnan(last):
         console.print(f"held-out loss {first:.4f} -> {last:.4f} in {summary.seconds:.0f} s")
     if pages is not None:
-        console.print(f"report {page}\ntrace  {pages[1]}", highlight=False)
+        console.print(f"report {page}\ntrace  {pages[1]}")
     if job.recipe.sample_prompt is not None:
         from hyper_parallel.trainer import make_sample, write_sample
 
@@ -232,4 +237,4 @@ def _conclude(job: Job, summary: Summary, console: Console, unwritten: Unwritten
         with unwritten.spare(job.output_dir):
             write_sample(job, sample)
         if not is_quiet():
-            typer.echo(sample)
+            say(sample)

@@ -1,5 +1,6 @@
 """Recipes: typed sections, YAML or JSON files, overrides as `a.b=c`, and the origin of every value."""
 
+from hyper_parallel.config._code import KNOWN_REWARDS, named_code, refuse_code
 from hyper_parallel.config._comparisons import COMPARED, PAIRED, Dpo, Grpo, Kto, Orpo, Rm
 from hyper_parallel.config._launch_section import Launch
 from hyper_parallel.config._load_recipe import (
@@ -12,13 +13,13 @@ from hyper_parallel.config._load_recipe import (
     with_steps,
 )
 from hyper_parallel.config._low_rank import NAMES_OF_EXPERTS, Lora
+from hyper_parallel.config._offload_section import Offload
 from hyper_parallel.config._problems import describe, leaves, of_file, validated
 from hyper_parallel.config._read import parse_yaml, read_mapping
 from hyper_parallel.config._sections import (
     Checkpoint,
     Data,
     Model,
-    Offload,
     Parallel,
     Section,
     Training,
@@ -30,6 +31,7 @@ __all__ = [
     "COMPARED",
     "DEGREES",
     "FOREIGN_KEYS",
+    "KNOWN_REWARDS",
     "NAMES_OF_EXPERTS",
     "PAIRED",
     "Checkpoint",
@@ -51,11 +53,13 @@ __all__ = [
     "describe",
     "leaves",
     "load_recipe",
+    "named_code",
     "of_file",
     "parse_yaml",
     "paths_read",
     "read_mapping",
     "recipe_to_yaml",
+    "refuse_code",
     "validated",
     "with_absolute_paths",
     "with_steps",

@@ -6,6 +6,7 @@ from typing import Annotated, Final, Literal
 
 from pydantic import Field
 
+from hyper_parallel.config._maxima import MOST_RANKS, MOST_REPEATS, MOST_SEQ_LEN
 from hyper_parallel.config._sections import Section
 
 COMPARED: Final = {
@@ -29,26 +30,26 @@ class Grpo(Section):
     `completions` and columns of the data, as TRL's, or directories of reward models, such as `stage: rm` exports."""
     reward_weights: tuple[float, ...] | None = None
     """Weight of each reward. None: 1."""
-    num_generations: int = Field(default=8, ge=2)
+    num_generations: int = Field(default=8, ge=2, le=MOST_REPEATS)
     """Completions of every prompt, which are compared with each other."""
-    max_completion_length: int = Field(default=256, ge=1)
+    max_completion_length: int = Field(default=256, ge=1, le=MOST_SEQ_LEN)
     """Most tokens of a completion; prompt and completion together have at most `data.seq_len` + 1."""
     scale_rewards: bool = True
     """Divide what a reward is above the mean of its group by the standard deviation of the group."""
     beta: float = Field(default=0.0, ge=0)
     """How much the divergence (KL) from the model before the first step counts; above 0 its weights are kept too."""
-    rollout_ranks: Annotated[int, Field(ge=0)] | Literal["auto"] = 0
+    rollout_ranks: Annotated[int, Field(ge=0, le=MOST_RANKS)] | Literal["auto"] = 0
     """Ranks beside those that train that only sample, each with a copy of the model. 0: those that train sample. auto:
     with `parallel: auto` the planner splits all ranks among both."""
-    rollout_tp: Annotated[int, Field(ge=1)] | Literal["auto"] = 1
+    rollout_tp: Annotated[int, Field(ge=1, le=MOST_RANKS)] | Literal["auto"] = 1
     """So many of these ranks share a copy by tensor parallelism, and sample the same sequences. auto: as planned."""
-    rollout_dp_shard: int = Field(default=1, ge=1)
+    rollout_dp_shard: int = Field(default=1, ge=1, le=MOST_RANKS)
     """So many of those share a copy, each with sequences of its own: parameters are gathered for every pass (FSDP)."""
-    rollout_ep: int = Field(default=1, ge=1)
+    rollout_ep: int = Field(default=1, ge=1, le=MOST_RANKS)
     """Ranks of a copy that share its experts, folded over `rollout_dp_shard` and `rollout_tp`."""
     reference_role: Literal["learner", "sampler"] = "learner"
     """With `beta`: who makes the pass of the reference, the ranks that train or those that only sample."""
-    max_staleness: int = Field(default=0, ge=0)
+    max_staleness: int = Field(default=0, ge=0, le=MOST_REPEATS)
     """Most rollouts that the weights which sampled may be behind: sampling runs ahead of training by so many."""
     exact_logprobs: bool = False
     """Sample by the forward pass that trains, over whole microbatches and without a cache: what a token was sampled by
@@ -64,7 +65,7 @@ class Grpo(Section):
     count, as is one whose probability has fallen by as much; that takes one more pass."""
     min_effective_samples: float | None = Field(default=None, gt=0, le=1)
     """A step is left out when the share of effective samples is lower: too much of it is off-policy. None: none is."""
-    num_iterations: int = Field(default=1, ge=1)
+    num_iterations: int = Field(default=1, ge=1, le=MOST_REPEATS)
     """Optimizer steps from the same completions (TRL's name)."""
     epsilon: float = Field(default=0.2, gt=0)
     """With more than one: what the probability of a token may have changed by, as a share of what it was at the first

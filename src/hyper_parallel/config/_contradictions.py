@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from hyper_parallel.config._compared_contradictions import of_compared
 from hyper_parallel.config._comparisons import COMPARED
+from hyper_parallel.config._maxima import MOST_RANKS, MOST_SEQUENCES
 from hyper_parallel.config._whole_recipe import Recipe
 from hyper_parallel.errors import Contradiction, DegreesMismatch, HyperParallelError
 
@@ -200,6 +201,7 @@ def cross_section(recipe: Recipe, where: Callable[[str], str]) -> list[HyperPara
             f"set `checkpoint.every={every} training.eval_every={every}`, or `checkpoint.keep_best=false`",
         )
 
+    _of_sizes(recipe, clash)
     ranks = math.prod((p.pp, p.dp_replicate, p.dp_shard, p.cp, p.tp_x, p.tp_y))
     if not p.auto and p.world_size not in (None, ranks):
         clash(
@@ -287,6 +289,34 @@ def cross_section(recipe: Recipe, where: Callable[[str], str]) -> list[HyperPara
         )
     _of_launch(recipe, clash)
     return found
+
+
+def _of_sizes(recipe: Recipe, clash: Callable[..., None]) -> None:
+    """Products of counts that are each allowed: ranks, and sequences of a step."""
+    training, p = recipe.training, recipe.parallel
+    ranks = math.prod((p.pp, p.dp_replicate, p.dp_shard, p.cp, p.tp_x, p.tp_y))
+    launched = recipe.launch.nnodes * (recipe.launch.nproc_per_node or 1)
+    if max(ranks, launched) > MOST_RANKS:
+        clash(
+            "launch.nproc_per_node" if launched > ranks else "parallel",
+            "the run has more ranks than any machine",
+            f"{max(ranks, launched)} ranks",
+            "parallel.dp_shard=1" if ranks > launched else "launch.nnodes=1",
+            f"at most {MOST_RANKS}",
+        )
+    sequences = (training.microbatch or 1) * (training.accumulation_steps or 1)
+    sequences *= p.dp_replicate * p.dp_shard
+    key = "training.accumulation_steps"
+    if training.tokens_per_step is not None:
+        key, sequences = "training.tokens_per_step", training.tokens_per_step // recipe.data.seq_len
+    if sequences > MOST_SEQUENCES:
+        clash(
+            key,
+            "a step has more sequences than are kept in memory",
+            f"{sequences} sequences",
+            f"{key}={recipe.data.seq_len if key.endswith('step') else 1}",
+            f"at most {MOST_SEQUENCES}",
+        )
 
 
 def _of_launch(recipe: Recipe, clash: Callable[..., None]) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
+from hyper_parallel.config._maxima import MOST_RANKS
 from hyper_parallel.config._sections import Section
 
 
@@ -14,9 +15,9 @@ class Launch(Section):
 
     launcher: Literal["local", "torchrun", "slurm", "ray"] = "local"
     """This process (local), torchrun on every machine, a job of Slurm, or actors of Ray. `--launcher` says it too."""
-    nnodes: int = Field(default=1, ge=1)
+    nnodes: int = Field(default=1, ge=1, le=MOST_RANKS)
     """Machines."""
-    nproc_per_node: int | None = Field(default=None, ge=1)
+    nproc_per_node: int | None = Field(default=None, ge=1, le=MOST_RANKS)
     """Ranks on each. None: all ranks over `nnodes`."""
     oversubscribe: bool = False
     """Start more ranks on the CPU of this machine than its cores and free memory are made for."""
@@ -31,3 +32,12 @@ class Launch(Section):
     """More options of sbatch (`[--gpus-per-node=8, --exclusive]`)."""
     ray_address: str | None = None
     """Address of the Ray cluster (`auto`, `HOST:6379`). None: that of RAY_ADDRESS, else one that is started here."""
+
+    @field_validator("partition", "time", "ray_address", "sbatch")
+    @classmethod
+    def _one_line(cls, value: object) -> object:
+        """They become lines of a script, which a line feed would end."""
+        texts = value if isinstance(value, tuple) else (value,)
+        if not all(text.isprintable() for text in texts if isinstance(text, str)):
+            raise ValueError("a text of printable characters is wanted")
+        return value

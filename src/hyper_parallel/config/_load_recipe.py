@@ -36,7 +36,15 @@ from hyper_parallel.config._problems import (
 from hyper_parallel.config._read import parse_yaml, read_mapping
 from hyper_parallel.config._sections import Parallel
 from hyper_parallel.config._whole_recipe import Recipe
-from hyper_parallel.errors import BadValue, Contradiction, RecipeUnreadable, UnknownKey
+from hyper_parallel.errors import (
+    BadValue,
+    Contradiction,
+    RecipeUnreadable,
+    UnknownKey,
+    abbreviated,
+    printable,
+)
+from hyper_parallel.received import LimitExceeded
 
 DEGREES: Final = ("pp", "dp_replicate", "dp_shard", "cp", "tp_x", "tp_y", "ep")
 """Keys of the `parallel` section that are degrees of mesh axes."""
@@ -173,7 +181,7 @@ def _layers(path: Path, overrides: Sequence[str]) -> Iterator[tuple[str, dict[_K
             raise BadValue(
                 "`extends` names one file",
                 where=f"{path}: extends",
-                got=repr(parent_name),
+                got=abbreviated(parent_name),
                 allowed="a path relative to the recipe",
             )
         parent = read_mapping(path.parent / parent_name, RecipeUnreadable, "parent of the recipe")
@@ -263,12 +271,13 @@ def _override_value(path: Path, name: str, key: _Key, text: str) -> Any:
         return text
     try:
         return parse_yaml(text)
-    except yaml.YAMLError as cause:
+    except (yaml.YAMLError, LimitExceeded) as cause:
+        limit = f": {cause}" if isinstance(cause, LimitExceeded) else ""
         raise BadValue(
-            f"the value of `{name}` is not YAML",
+            f"the value of `{name}` is not YAML{limit}",
             where=_where(path, name, _COMMAND_LINE),
-            got=text,
-            hint=f"quote it for the shell: '{name}=\"{text}\"'",
+            got=abbreviated(text) if limit else text,
+            hint=None if limit else f"quote it for the shell: '{name}=\"{text}\"'",
         ) from cause
 
 
@@ -376,11 +385,11 @@ def recipe_to_yaml(recipe: Recipe) -> str:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes the control character NEL escaped, which PyYAML writes as it is and reads as a line break."""
+    """Quotes texts with control characters: PyYAML writes NEL as it is, and reads it as a line break."""
 
 
 def _text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
-    style = '"' if "\x85" in value else None
+    style = '"' if "\x85" in value or printable(value) != value else None
     return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
 
 

@@ -7,20 +7,20 @@ from typing import Annotated, Final, Literal
 
 from pydantic import Discriminator, Field, Tag, field_validator
 
+from hyper_parallel.config._maxima import MOST_RANK
 from hyper_parallel.config._sections import Section, source_tag
+from hyper_parallel.errors import abbreviated
 
 NAMES_OF_EXPERTS = ("gate_proj", "up_proj", "down_proj", "gate", "w1", "w2", "w3")
 """Linear modules that all-linear leaves out of a model whose experts are one parameter: peft means experts by them."""
 
-_LARGEST_RANK: Final = 1 << 20
-"""No linear module is wider; a rank is refused by the dims of the model's modules, too."""
 _LONGEST_PATTERN: Final = 10_000
 
 
 class Lora(Section):
     """Low-rank adapters, made and written by peft: the keys are those of its `LoraConfig`."""
 
-    r: int = Field(default=8, ge=1, le=_LARGEST_RANK)
+    r: int = Field(default=8, ge=1, le=MOST_RANK)
     """Rank of the adapters."""
     lora_alpha: float = Field(default=16, gt=0, allow_inf_nan=False)
     """What an adapter adds is multiplied by `lora_alpha / r`."""
@@ -34,9 +34,7 @@ class Lora(Section):
     """Linear modules that get one: ends of their names (`[q_proj, v_proj]`), a regular expression, or all-linear."""
     use_rslora: bool = False
     """Multiply by `lora_alpha / sqrt(r)` instead."""
-    rank_pattern: dict[str, Annotated[int, Field(ge=1, le=_LARGEST_RANK)]] = Field(
-        default_factory=dict
-    )
+    rank_pattern: dict[str, Annotated[int, Field(ge=1, le=MOST_RANK)]] = Field(default_factory=dict)
     """Other ranks: end of a module's name, or a regular expression, to the rank."""
     alpha_pattern: dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]] = Field(
         default_factory=dict
@@ -57,7 +55,6 @@ class Lora(Section):
                     raise ValueError(f"{len(pattern):,} characters, more than {_LONGEST_PATTERN:,}")
                 re.compile(pattern)
             except (re.error, ValueError, OverflowError, RecursionError) as error:
-                raise ValueError(
-                    f"`{pattern:.80}` is no regular expression: {error!s:.120}"
-                ) from None
+                what = f"{abbreviated(pattern)} is no regular expression: {error!s:.120}"
+                raise ValueError(what) from None
         return value

@@ -11,16 +11,19 @@ import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from hyper_parallel.config._read import read_mapping
 from hyper_parallel.config.foreign_keys import ForeignKey
-from hyper_parallel.errors import BadValue, HyperParallelError, UnknownKey
+from hyper_parallel.errors import BadValue, HyperParallelError, UnknownKey, abbreviated
 
 S = TypeVar("S", bound=BaseModel)
+
+_MOST_PROBLEMS: Final = 50
+"""Of one file that are told."""
 
 
 def dotted(path: Sequence[str | int]) -> str:
@@ -66,7 +69,7 @@ def describe(field: FieldInfo) -> str:
     text = _describe(field.annotation)
     signs = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
     bounds = [
-        f"{signs[name]} {getattr(item, name):g}"
+        f"{signs[name]} {_number(getattr(item, name))}"
         for item in field.metadata
         for name in signs
         if getattr(item, name, None) is not None
@@ -75,6 +78,10 @@ def describe(field: FieldInfo) -> str:
         return text
     head, _, null = text.partition(" or null")
     return f"{head} {' and '.join(bounds)}{' or null' if null or text != head else ''}"
+
+
+def _number(value: float) -> str:
+    return str(value) if isinstance(value, int) else f"{value:g}"
 
 
 def _describe(annotation: Any) -> str:
@@ -120,7 +127,7 @@ def nearest_key(model: type[BaseModel], path: Sequence[str | int]) -> str | None
     section = _section_at(model, path[:-1])
     if section is None:
         return None
-    word, prefix = str(path[-1]), dotted(path[:-1])
+    word, prefix = str(path[-1])[:80], dotted(path[:-1])
     everywhere = {key.rpartition(".")[2]: key for key in reversed(list(_all_keys(model)))}
     if word in everywhere:
         return everywhere[word]
@@ -191,7 +198,7 @@ def problems(
         pasteable: A key and a value as the user would write them; third, the key that the user has written.
     """
     found: list[HyperParallelError] = []
-    for item in error.errors(include_url=False):
+    for item in error.errors(include_url=False, include_context=False)[:_MOST_PROBLEMS]:
         # A union of forms puts the tag of the form into the path, in brackets.
         path = tuple(part for part in item["loc"] if not str(part).startswith("["))
         value = item["input"]
@@ -216,7 +223,8 @@ def problems(
             problem = BadValue(f"`{key}`: {message}" if key else message, got=_short(value))
         else:
             allowed = allowed or item["msg"]
-            word = difflib.get_close_matches(str(value), allowed.split(", "), n=1)
+            given = value[:80] if isinstance(value, str) else abbreviated(value)
+            word = difflib.get_close_matches(given, allowed.split(", "), n=1)
             problem = BadValue(
                 f"`{key}` has a value that is not allowed",
                 got=_short(value),
@@ -257,8 +265,7 @@ def of_file(path: Path, model: type[S], error: type[HyperParallelError], what: s
 
 
 def _short(value: object) -> str:
-    text = "nothing" if value is None else repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
+    return "nothing" if value is None else abbreviated(value)
 
 
 def raise_all(found: Sequence[HyperParallelError]) -> None:

@@ -1,21 +1,34 @@
-"""Read one YAML or JSON file into a mapping; syntax errors and repeated keys are refused with their line."""
+"""Read one YAML or JSON file into a mapping; syntax errors and repeated keys are refused with their line.
+
+Files are bounded before anything is built from them: in bytes and nesting by their text, in elements by what aliases
+and merges (`<<`) make of it.
+"""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Hashable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import yaml
 
-from hyper_parallel.errors import HyperParallelError
+from hyper_parallel.errors import HyperParallelError, abbreviated
+from hyper_parallel.received import LimitExceeded, Limits, check_value, read_text
 
 if TYPE_CHECKING:
     _Loader = yaml.SafeLoader
 else:
     # The loader of libyaml reads several times faster; not every build of PyYAML has it.
     _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+LIMITS: Final = Limits(num_bytes=512 * 1024, num_elements=50_000, depth=30, integer_bits=4096)
+"""Of a recipe, a topology, a list of data sets: the longest that are published have some hundred lines."""
+
+_MERGE: Final = "tag:yaml.org,2002:merge"
+_LONG_NUMBER: Final = re.compile(r"[-+]?[0-9.][0-9a-fA-FxXobeE_:.+-]{1000,}\Z")
+"""A plain scalar that would be read as a number of more than 1,000 characters."""
 
 
 class _StrictLoader(_Loader):
@@ -24,17 +37,38 @@ class _StrictLoader(_Loader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[Hashable] = set()
         for key_node, _ in node.value:
-            if key_node.tag == "tag:yaml.org,2002:merge":
+            if key_node.tag == _MERGE:
                 continue
             key = self.construct_object(key_node, deep=True)
             if not isinstance(key, Hashable):
                 break  # refused below
             if key in seen:
                 raise yaml.constructor.ConstructorError(
-                    None, None, f"the key `{key}` is given twice", key_node.start_mark
+                    None,
+                    None,
+                    f"the key `{abbreviated(key)[:80]}` is given twice",
+                    key_node.start_mark,
                 )
             seen.add(key)
         return super().construct_mapping(node, deep=deep)
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        """Merge what `<<` names, as long as the sum of keys is within the limit."""
+        num_keys = len(node.value)
+        for key_node, value_node in node.value:
+            if key_node.tag != _MERGE:
+                continue
+            parts = value_node.value if isinstance(value_node, yaml.SequenceNode) else [value_node]
+            for part in parts:
+                if isinstance(part, yaml.MappingNode):
+                    self.flatten_mapping(part)
+                    num_keys += len(part.value)
+                if num_keys > LIMITS.num_elements:
+                    problem = f"merges of more than {LIMITS.num_elements:,} keys"
+                    raise yaml.constructor.ConstructorError(
+                        None, None, problem, key_node.start_mark
+                    )
+        super().flatten_mapping(node)
 
 
 def read_mapping(path: Path, error: type[HyperParallelError], what: str) -> dict[str, Any]:
@@ -47,7 +81,7 @@ def read_mapping(path: Path, error: type[HyperParallelError], what: str) -> dict
 
     Raises:
         HyperParallelError: Of class `error`, when the file is missing, is not text, is not YAML or JSON, repeats a
-            key, or is not a mapping.
+            key, exceeds `LIMITS`, or is not a mapping.
     """
 
     def refusal(problem: str, place: str = "", hint: str | None = None) -> HyperParallelError:
@@ -55,8 +89,8 @@ def read_mapping(path: Path, error: type[HyperParallelError], what: str) -> dict
 
     is_json = path.suffix.lower() == ".json"
     try:
-        text = path.read_text(encoding="utf-8")
-        data = json.loads(text, object_pairs_hook=_no_repeats) if is_json else parse_yaml(text)
+        text = read_text(path, LIMITS)
+        data = _parse_json(text) if is_json else parse_yaml(text)
     except OSError as cause:
         raise refusal(f"cannot be read: {cause.strerror}", hint=f"ls {path.parent}") from cause
     except UnicodeDecodeError as cause:
@@ -68,9 +102,9 @@ def read_mapping(path: Path, error: type[HyperParallelError], what: str) -> dict
         mark = cause.problem_mark
         place = "" if mark is None else f": line {mark.line + 1}, column {mark.column + 1}"
         raise refusal(f"is not YAML: {cause.problem}", place) from cause
-    except RecursionError as cause:
-        raise refusal("is nested too deep") from cause
-    except (yaml.YAMLError, ValueError, OverflowError) as cause:
+    except LimitExceeded as cause:
+        raise refusal(f"is beyond what is read: {cause}") from cause
+    except (yaml.YAMLError, ValueError) as cause:
         raise refusal(f"cannot be read: {cause}") from cause
     if not isinstance(data, dict) or not all(isinstance(key, str) for key in data):
         raise error(
@@ -82,15 +116,61 @@ def read_mapping(path: Path, error: type[HyperParallelError], what: str) -> dict
     return data
 
 
-def parse_yaml(text: str) -> Any:
-    """The value of a YAML text; raises `yaml.YAMLError`, also when a key is given twice."""
-    return yaml.load(text, Loader=_StrictLoader)
+def parse_yaml(text: str, limits: Limits = LIMITS) -> Any:
+    """Return the value of a YAML text.
+
+    Raises:
+        yaml.YAMLError: It is no YAML, also when a key is given twice or a number or date is none.
+        LimitExceeded: It exceeds the limits.
+    """
+    if len(text) > limits.num_bytes:
+        raise LimitExceeded(f"{len(text):,} characters, more than {limits.num_bytes:,}")
+    try:
+        _check_events(text, limits)
+        value = yaml.load(text, Loader=_StrictLoader)
+    except RecursionError:
+        raise LimitExceeded(f"nested deeper than {limits.depth}") from None
+    except LimitExceeded:
+        raise
+    except (ValueError, OverflowError, LookupError, AttributeError, TypeError) as cause:
+        # Constructors of PyYAML raise these for a number or a date that is none.
+        raise yaml.YAMLError(abbreviated(str(cause), 200)) from cause
+    check_value(value, limits)
+    return value
+
+
+def _check_events(text: str, limits: Limits) -> None:
+    """Bound nesting and lengths of numbers before PyYAML builds nodes, which takes recursion."""
+    depth = 0
+    for event in yaml.parse(text, Loader=_Loader):
+        if isinstance(event, (yaml.MappingStartEvent, yaml.SequenceStartEvent)):
+            depth += 1
+            if depth > limits.depth:
+                raise LimitExceeded(f"nested deeper than {limits.depth}")
+        elif isinstance(event, (yaml.MappingEndEvent, yaml.SequenceEndEvent)):
+            depth -= 1
+        elif (
+            isinstance(event, yaml.ScalarEvent)
+            and len(event.value) > 1000
+            and event.implicit[0]
+            and _LONG_NUMBER.match(event.value)
+        ):
+            raise LimitExceeded("a number of more than 1,000 characters")
+
+
+def _parse_json(text: str) -> Any:
+    try:
+        value = json.loads(text, object_pairs_hook=_no_repeats)
+    except RecursionError:
+        raise LimitExceeded(f"nested deeper than {LIMITS.depth}") from None
+    check_value(value, LIMITS)
+    return value
 
 
 def _no_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     data: dict[str, Any] = {}
     for key, value in pairs:
         if key in data:
-            raise ValueError(f"the key `{key}` is given twice")
+            raise ValueError(f"the key `{key[:80]}` is given twice")
         data[key] = value
     return data

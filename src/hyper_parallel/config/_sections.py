@@ -20,8 +20,21 @@ from pydantic import (
     model_validator,
 )
 
-from hyper_parallel.config._values import canonical_dtype, directory, rate, size, size_or_auto
+from hyper_parallel.config._maxima import (
+    MOST_LAYERS,
+    MOST_RANKS,
+    MOST_SECONDS,
+    MOST_SEQ_LEN,
+    MOST_SEQUENCES,
+    MOST_STAGES,
+    MOST_STEPS,
+    MOST_TOKENS,
+    MOST_VOCABULARY,
+    MOST_WEIGHT,
+)
+from hyper_parallel.config._values import canonical_dtype, size
 from hyper_parallel.config.foreign_keys import ForeignKey
+from hyper_parallel.units import MiB, TiB
 
 
 class Section(BaseModel):
@@ -77,7 +90,7 @@ class MixedSource(Section):
 
     source: str
     """As `data.source`."""
-    weight: float = Field(default=1.0, gt=0)
+    weight: float = Field(default=1.0, ge=1 / MOST_WEIGHT, le=MOST_WEIGHT)
     """Its share of the sequences is its weight over the sum of the weights."""
     name: str | None = None
     """As `data.name`."""
@@ -112,7 +125,7 @@ class Data(Section):
     """Shape of the records; auto looks at the file name and the first record."""
     text_key: str = "text"
     """Key or column of the text in records."""
-    seq_len: int = Field(default=512, ge=2)
+    seq_len: int = Field(default=512, ge=2, le=MOST_SEQ_LEN)
     """Tokens per sequence."""
     packing: bool = True
     """Put several documents in one sequence. false: one document in each, padded."""
@@ -121,7 +134,7 @@ class Data(Section):
     conversations yes (`stage: sft`), between texts no (`stage: pt`), where a sequence is a piece of one long stream."""
     tokenizer: str | None = None
     """Tokenizer directory. None: the one of `model.path`, else a byte-level BPE trained on the source."""
-    vocab_size: int | None = Field(default=None, ge=260)
+    vocab_size: int | None = Field(default=None, ge=260, le=MOST_VOCABULARY)
     """Entries of a tokenizer that is trained here. None: 4096, or as many as the model has where these are fewer."""
     holdout: float = Field(default=0.02, ge=0.0, lt=0.5)
     """Share of the documents kept for evaluation. With `validation` or `streaming` none are."""
@@ -135,6 +148,8 @@ class Data(Section):
     """Read at most this much text. None: all of it."""
     max_records: int | None = Field(default=None, ge=1)
     """Read at most so many records of each source. None: all of them."""
+    max_record_bytes: Annotated[int, BeforeValidator(size)] = Field(default=64 * MiB, le=TiB)
+    """Most bytes of one record; a longer one is refused. A longer text file is read in pieces that end with a line."""
     shuffle: bool = True
     """Visit the packed sequences in an order drawn from `training.seed`."""
     cache_dir: str | None = None
@@ -158,9 +173,9 @@ class Data(Section):
 class Profile(Section):
     """A window of steps that torch.profiler watches; the trace is written to `profile/rank<r>.json`."""
 
-    start: int = Field(ge=1)
+    start: int = Field(ge=1, le=MOST_STEPS)
     """First step."""
-    steps: int = Field(default=2, ge=1)
+    steps: int = Field(default=2, ge=1, le=MOST_STEPS)
     """Steps."""
     ranks: Literal["first", "all"] = "first"
     """Whose trace is written: rank 0's, or every rank's."""
@@ -169,9 +184,9 @@ class Profile(Section):
 class Training(Section):
     """The optimisation."""
 
-    steps: int = Field(default=100, ge=1)
+    steps: int = Field(default=100, ge=1, le=MOST_STEPS)
     """Optimizer steps in all, resumed ones included. More than the data has are further epochs."""
-    epochs: float | None = Field(default=None, gt=0)
+    epochs: float | None = Field(default=None, gt=0, le=MOST_STEPS)
     """Times that the data is read, instead of `steps`, which are derived. None: as many as the steps are."""
     seed: int = 0
     """Seed of the weights, the data order and every random number of a step."""
@@ -180,21 +195,21 @@ class Training(Section):
     for parity runs."""
     deterministic: bool = False
     """Only deterministic kernels."""
-    tokens_per_step: int | None = Field(default=None, ge=1)
+    tokens_per_step: int | None = Field(default=None, ge=1, le=MOST_TOKENS)
     """Tokens of one optimizer step over all ranks. None: microbatch x accumulation_steps x data ranks x seq_len."""
-    microbatch: int | None = Field(default=None, ge=1)
+    microbatch: int | None = Field(default=None, ge=1, le=MOST_SEQUENCES)
     """Sequences per microbatch on one data-parallel rank. None: derived."""
-    accumulation_steps: int | None = Field(default=None, ge=1)
+    accumulation_steps: int | None = Field(default=None, ge=1, le=MOST_SEQUENCES)
     """Microbatches per optimizer step. None: derived."""
     lr: float = Field(default=3e-4, gt=0)
     """Peak learning rate."""
     lr_schedule: Literal["cosine", "wsd", "linear", "constant"] = "cosine"
     """Shape after warm-up: cosine, warm-up-stable-decay, linear or constant."""
-    warmup_steps: int = Field(default=10, ge=0)
+    warmup_steps: int = Field(default=10, ge=0, le=MOST_STEPS)
     """Steps of linear warm-up."""
     warmup_ratio: float | None = Field(default=None, ge=0, le=1)
     """Share of the steps that warm up, instead of `warmup_steps`, rounded up. None: as `warmup_steps` says."""
-    decay_steps: int | None = Field(default=None, ge=0)
+    decay_steps: int | None = Field(default=None, ge=0, le=MOST_STEPS)
     """Steps of the final decay of `wsd`. None: a tenth of the run."""
     min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
     """Learning rate that the decay ends at, one step after the last, over the peak one."""
@@ -223,7 +238,7 @@ class Training(Section):
     """Train without dropout, `lora.lora_dropout` included. None: yes in every stage but `pt` and `sft`."""
     recompute: Literal["none", "full"] = "none"
     """Activations redone in backward: none, or all of each decoder layer."""
-    recompute_layers: int | None = Field(default=None, ge=1)
+    recompute_layers: int | None = Field(default=None, ge=1, le=MOST_LAYERS)
     """Layers of every rank that `recompute` applies to, the first of its stages. None: all."""
     compile: bool = False
     """Compile each decoder layer with torch.compile."""
@@ -243,9 +258,9 @@ class Training(Section):
     """Dotted paths of subclasses of `hyper_parallel.trainer.Callback`."""
     profile: Profile | None = None
     """Steps to profile. None: none."""
-    timeout_s: float = Field(default=600.0, gt=0)
+    timeout_s: float = Field(default=600.0, gt=0, le=MOST_SECONDS)
     """Seconds that a rank may stay in a phase of a step, or stopped by a signal in any; then its name ends the run."""
-    first_step_timeout_s: float = Field(default=1800.0, gt=0)
+    first_step_timeout_s: float = Field(default=1800.0, gt=0, le=MOST_SECONDS)
     """The same in the first step of a process and outside of steps: start, evaluation, checkpoint, export."""
     max_restarts: int = Field(default=0, ge=0)
     """Times that lost ranks are started again from the newest checkpoint. torchrun has its own `--max-restarts`."""
@@ -266,19 +281,19 @@ class Parallel(Section):
 
     auto: bool = False
     """Let the planner choose the degrees that are not given."""
-    pp: int = Field(default=1, ge=1)
+    pp: int = Field(default=1, ge=1, le=MOST_STAGES)
     """Pipeline stages."""
-    dp_replicate: int = Field(default=1, ge=1)
+    dp_replicate: int = Field(default=1, ge=1, le=MOST_RANKS)
     """Data-parallel replicas with whole parameters (the outer axis of HSDP)."""
-    dp_shard: int = Field(default=1, ge=1)
+    dp_shard: int = Field(default=1, ge=1, le=MOST_RANKS)
     """FSDP ranks."""
-    cp: int = Field(default=1, ge=1)
+    cp: int = Field(default=1, ge=1, le=MOST_RANKS)
     """Context-parallel ranks."""
-    tp_x: int = Field(default=1, ge=1)
+    tp_x: int = Field(default=1, ge=1, le=MOST_RANKS)
     """Tensor-parallel ranks on x; `tp` is an alias. Sequence parallelism comes with it."""
-    tp_y: int = Field(default=1, ge=1)
+    tp_y: int = Field(default=1, ge=1, le=MOST_RANKS)
     """Tensor-parallel ranks on y, the second direction of 2-D tensor parallelism."""
-    ep: int = Field(default=1, ge=1)
+    ep: int = Field(default=1, ge=1, le=MOST_RANKS)
     """Expert-parallel ranks, folded over dp_shard x cp x tp; does not multiply the number of ranks."""
     attention_shape: Literal["1d", "2d", "weight"] = "2d"
     """Attention on two tensor-parallel axes: as one axis (1d), activations moved on y (2d), or weights (weight)."""
@@ -290,15 +305,17 @@ class Parallel(Section):
     """Inputs gathered for a matmul are kept for backward, or gathered again there."""
     cp_kind: Literal["ring", "ulysses", "hybrid", "all_gather"] = "ring"
     """Attention over cp ranks: zigzag ring, Ulysses, both, or all keys and values gathered."""
-    cp_ulysses: int = Field(default=1, ge=1)
+    cp_ulysses: int = Field(default=1, ge=1, le=MOST_RANKS)
     """Ulysses ranks inside cp for the hybrid."""
     schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "dualpipev"] = "1f1b"
     """Order of pipeline actions."""
     schedule_file: str = ""
     """CSV file with the actions of every pipeline rank, as `plan --schedule-csv` writes it. Empty: generated."""
-    virtual_stages: int = Field(default=1, ge=1)
+    virtual_stages: int = Field(default=1, ge=1, le=MOST_STAGES)
     """Pipeline stages per rank: 2 or more for interleaved, 2 for zbv and dualpipev."""
-    stage_layers: tuple[int, ...] = ()
+    stage_layers: tuple[Annotated[int, Field(ge=0, le=MOST_LAYERS)], ...] = Field(
+        default=(), max_length=MOST_STAGES
+    )
     """Decoder layers of each (virtual) stage. Empty: cut by cost."""
     reshard_after_forward: bool = True
     """Free gathered parameters between forward and backward (ZeRO-3); false keeps them (ZeRO-2)."""
@@ -307,7 +324,7 @@ class Parallel(Section):
     per microbatch. None: as `reshard_after_forward` says."""
     rules: dict[str, str] = {}
     """Overrides of the model's own sharding: glob over module names -> colwise, rowwise, vocab or replicate."""
-    world_size: int | None = Field(default=None, ge=1)
+    world_size: int | None = Field(default=None, ge=1, le=MOST_RANKS)
     """Ranks for `auto`. None: every accelerator, or 4 ranks on a machine without one."""
 
     @model_validator(mode="before")
@@ -341,7 +358,7 @@ class Checkpoint(Section):
 
     every: int = Field(default=0, ge=0)
     """Steps between checkpoints; 0: after the last step, and as `every_minutes` says."""
-    every_minutes: float = Field(default=30.0, ge=0)
+    every_minutes: float = Field(default=30.0, ge=0, le=MOST_SECONDS)
     """Minutes since the last checkpoint after which one is saved, whatever `every` is. 0: never."""
     snapshot_every: int = Field(default=0, ge=0)
     """Steps between snapshots in memory (/dev/shm), which lost ranks go on from (`training.max_restarts`); 0: none."""
@@ -359,38 +376,3 @@ class Checkpoint(Section):
     """Start from the checkpoints of another run directory; a newer one in `output_dir` is continued instead."""
     export: bool = True
     """Write a Hugging Face directory after the last step."""
-
-
-Bytes = Annotated[int, BeforeValidator(size)]
-"""A number of bytes; text such as `12GiB` is accepted."""
-
-
-class Offload(Section):
-    """Device memory by plan: state and activations live in host memory or files while nothing needs them.
-
-    On as soon as one goal is given, `budget` or `max_slowdown`.
-    """
-
-    budget: Annotated[int | Literal["auto"] | None, BeforeValidator(size_or_auto)] = None
-    """Device bytes of a rank (`12GiB`); the fastest plan under it runs. auto: what the device has left."""
-    max_slowdown: float | None = Field(default=None, ge=0)
-    """The other goal: the least device memory for at most this share of more time (0.02: 2 %)."""
-    dram: Bytes | None = None
-    """Host memory one rank may use. None: its share of the topology's, else unlimited."""
-    flash_dir: Annotated[str | None, BeforeValidator(directory)] = None
-    """Directory for what leaves the host memory too. None: nothing goes to files."""
-    flash: Bytes | None = None
-    """Bytes of files one rank may write there. None: unlimited."""
-    bandwidth: Annotated[int | None, BeforeValidator(rate)] = None
-    """Bytes/s between device and host memory per direction that the plan assumes (`50GB/s`). None: the topology's."""
-    reorder: bool = True
-    """Operators may change their order, never what they compute."""
-    recompute: bool = True
-    """Results may be dropped and computed again."""
-    update_on_host: bool = False
-    """Optimizer updates may run on the CPU, on state that stays in host memory. It may round differently there."""
-
-    @property
-    def on(self) -> bool:
-        """A goal is given."""
-        return self.budget is not None or self.max_slowdown is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hyper_parallel.errors import abbreviated
 from hyper_parallel.units import parse_bytes
 
 _DTYPE_ALIAS = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
@@ -19,7 +20,8 @@ def size(value: object) -> int | None:
     given = parse_bytes(value) if isinstance(value, str) else value
     # A JSON recipe may say 12e9, which is a float there.
     if isinstance(given, bool) or not isinstance(given, (int, float)) or given < 1 or given % 1:
-        raise ValueError(f"`{value}` is not a size; write for example 12GiB or 800MB")
+        shown = value if isinstance(value, str) else abbreviated(value)
+        raise ValueError(f"`{shown}` is not a size; write for example 12GiB or 800MB")
     return int(given)
 
 

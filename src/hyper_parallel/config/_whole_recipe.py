@@ -10,12 +10,12 @@ from pydantic import Field
 from hyper_parallel.config._comparisons import Dpo, Grpo, Kto, Orpo, Rm
 from hyper_parallel.config._launch_section import Launch
 from hyper_parallel.config._low_rank import Lora
+from hyper_parallel.config._offload_section import Offload
 from hyper_parallel.config._sections import (
     Checkpoint,
     Data,
     Model,
     Moe,
-    Offload,
     Parallel,
     Section,
     Training,

@@ -10,6 +10,7 @@ from hyper_parallel.errors._planning import (
     BadValue,
     BatchMismatch,
     CardUnreadable,
+    CodeRefused,
     Contradiction,
     DeadlineMissed,
     DegreesMismatch,
@@ -37,6 +38,7 @@ from hyper_parallel.errors._planning import (
     UnknownTopology,
     UnsupportedSharding,
 )
+from hyper_parallel.errors._printable import PrintableFormatter, abbreviated, console, printable
 from hyper_parallel.errors._running import (
     BadObjective,
     BudgetImpossible,
@@ -91,6 +93,7 @@ __all__ = [
     "CheckpointCorrupt",
     "CheckpointFormat",
     "CheckpointMismatch",
+    "CodeRefused",
     "CollectiveMismatch",
     "Contradiction",
     "DeadlineMissed",
@@ -120,6 +123,7 @@ __all__ = [
     "OutputNotWritable",
     "PlanMismatch",
     "PlanUnreadable",
+    "PrintableFormatter",
     "RankFailed",
     "RankHung",
     "RanksDisagree",
@@ -149,8 +153,11 @@ __all__ = [
     "Unwritten",
     "WeightsUninitialised",
     "WeightsUnreadable",
+    "abbreviated",
     "all_codes",
+    "console",
     "not_writable",
     "overrides",
+    "printable",
     "written",
 ]

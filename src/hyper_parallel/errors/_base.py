@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from typing import ClassVar, Final
+
+from hyper_parallel.errors._printable import plain, printable
+
+_MOST_CHARACTERS: Final = 20_000
+"""Of one part of a message: tracebacks of a rank are the longest."""
+_MOST_OTHERS: Final = 50
+"""Further problems that are printed, each on a line."""
 
 
 class HyperParallelError(Exception):
@@ -51,28 +58,29 @@ class HyperParallelError(Exception):
         return self.render()
 
     def render(self) -> str:
-        """The fixed form: code and what; where; got and allowed; hint on its own line; other problems."""
-        lines = [f"error[{self.code}]: {self.what}"]
+        """The fixed form: code and what; where; got and allowed; hint on its own line; other problems.
+
+        Each part is cut to a bounded length, and control characters, which may come from a file, are escaped.
+        """
+        lines = [f"error[{self.code}]: {self.what[:_MOST_CHARACTERS]}"]
         if self.where is not None:
-            lines.append(f"  --> {self.where}")
+            lines.append(f"  --> {self.where[:_MOST_CHARACTERS]}")
         named = {"got": self.got, "allowed": self.allowed}
-        if facts := [f"{k}: {_plain(v)}" for k, v in named.items() if v is not None]:
+        if facts := [f"{k}: {plain(v)}" for k, v in named.items() if v is not None]:
             lines.append("  " + "      ".join(facts))
         if self.hint is not None:
-            lines += ["", f"hint: {self.hint}"]
+            lines += ["", f"hint: {self.hint[:_MOST_CHARACTERS]}"]
         if self.others:
-            lines += ["", f"and {len(self.others)} more:", *(f"  {line}" for line in self.others)]
-        return "\n".join(lines)
+            shown = self.others[:_MOST_OTHERS]
+            lines += ["", f"and {len(self.others)} more:"]
+            lines += [f"  {line[:_MOST_CHARACTERS]}" for line in shown]
+        return printable("\n".join(lines))
 
 
 def overrides(changes: Mapping[str, object]) -> str:
     """Changes as overrides that a shell takes: `parallel.pp=2 'parallel.stage_layers=[4, 4]'`."""
     plain = {k: list(v) if isinstance(v, tuple) else v for k, v in changes.items()}
     return " ".join(f"'{k}={v}'" if str(v).endswith("]") else f"{k}={v}" for k, v in plain.items())
-
-
-def _plain(value: object) -> str:
-    return ", ".join(map(str, value)) if isinstance(value, (list, tuple, range)) else str(value)
 
 
 def all_codes() -> dict[str, type[HyperParallelError]]:

@@ -39,6 +39,14 @@ class NotImportable(HyperParallelError, code="HP109"):
     """
 
 
+class CodeRefused(HyperParallelError, code="HP110"):
+    """`--no-code` was given, and the recipe names Python code that a run would import.
+
+    Why: an optimizer, a callback, a reward, an environment or the code of a model is a program of whoever wrote it, and
+    runs with your rights. Fix: read that code first and leave `--no-code` out, or remove the key that is named.
+    """
+
+
 class OutputNotWritable(HyperParallelError, code="HP105"):
     """A file or directory that is to be written cannot be created or written: permissions, or a disk without space.
 

@@ -8,6 +8,7 @@ from hyper_parallel.model._load_model import (
     load_model,
     preset_names,
     read_config,
+    read_config_values,
     read_preset,
     spec_from_config,
 )
@@ -35,6 +36,7 @@ __all__ = [
     "load_model",
     "preset_names",
     "read_config",
+    "read_config_values",
     "read_preset",
     "spec_from_config",
 ]

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from hyper_parallel.errors import ModelUnreadable
+from hyper_parallel.errors import ModelUnreadable, abbreviated
 
 STANDARD_KEYS = (
     "hidden_size",
@@ -52,7 +52,7 @@ class ConfigView:
             raise ModelUnreadable(
                 f"the config lacks {', '.join(f'`{k}`' for k in missing)}",
                 where=self.where,
-                got=f"keys: {', '.join(sorted(self.values)) or 'none'}",
+                got=f"keys: {', '.join(sorted(self.values)[:50]) or 'none'}",
                 hint="add the missing keys, or give the config.json that the model was published with",
             )
 
@@ -92,7 +92,7 @@ class ConfigView:
         raise ModelUnreadable(
             f"`{self.aliases.get(key, key)}` has a value of the wrong kind",
             where=self.where,
-            got=repr(value),
+            got=abbreviated(value),
             allowed=allowed,
             hint=f"correct `{self.aliases.get(key, key)}` in the config",
         )

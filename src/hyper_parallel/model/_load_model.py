@@ -11,13 +11,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hyper_parallel.errors import ModelUnreadable, UnknownModel
+from hyper_parallel.errors import ModelUnreadable, UnknownModel, abbreviated
 from hyper_parallel.model import _gpt2, _llama_like
 from hyper_parallel.model._config_json import STANDARD_KEYS, ConfigView
 from hyper_parallel.model._families import FAMILIES, LLAMA, TEXT_PARTS, Family
+from hyper_parallel.model._limits import CONFIG_LIMITS, check_config
 from hyper_parallel.model._model_spec import ModelSpec
 from hyper_parallel.model._weight_listing import with_files_ties
 from hyper_parallel.model._weights import check_weights, read_headers
+from hyper_parallel.received import check_value, read_text
 from hyper_parallel.units import DTYPE_BYTES
 
 _FOLDER = Path(__file__).parent / "presets"
@@ -106,10 +108,10 @@ def read_config(path_or_name: str | os.PathLike[str], *, where: str | None = Non
     path = Path(os.path.expanduser(text))  # noqa: PTH111
     if os.path.isfile(path / "config.json"):  # noqa: PTH113
         file = path / "config.json"
-        values = with_files_ties(_read_json(file), path)
+        values = with_files_ties(read_config_values(file), path)
         return ConfigFile(values, path.resolve().name, str(file), path)
     if os.path.isfile(path):  # noqa: PTH113
-        return ConfigFile(_read_json(path), _name_of(path), str(path))
+        return ConfigFile(read_config_values(path), _name_of(path), str(path))
     preset = find_preset(text)
     if preset is not None:
         return ConfigFile(read_preset(preset), preset, f"preset {preset}")
@@ -205,12 +207,24 @@ def _name_of(path: Path) -> str:
 
 def _special_float(value: dict[str, Any]) -> Any:
     """Infinity and the like, which transformers writes as `{"__float__": "Infinity"}`."""
-    return float(value["__float__"]) if value.keys() == {"__float__"} else value
+    if value.keys() != {"__float__"}:
+        return value
+    number = value["__float__"]
+    if not isinstance(number, (str, int, float)):
+        raise ValueError("`__float__` of the config is no number")
+    return float(number)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_config_values(path: Path) -> dict[str, Any]:
+    """Return the values of a config.json, which are checked before anything is made of them.
+
+    Raises:
+        ModelUnreadable: HP305 when it is no JSON object, or beyond every published model.
+    """
     try:
-        values = json.loads(path.read_text(encoding="utf-8"), object_hook=_special_float)
+        text = read_text(path, CONFIG_LIMITS)
+        values = json.loads(text, object_hook=_special_float)
+        check_value(values, CONFIG_LIMITS)
     except (OSError, ValueError, RecursionError) as error:
         raise ModelUnreadable(
             "the config is not readable JSON",
@@ -225,11 +239,12 @@ def _read_json(path: Path) -> dict[str, Any]:
             got=type(values).__name__,
             hint='a config starts with `{"model_type": ...`',
         )
+    check_config(values, str(path))
     if not isinstance(values.get("model_type"), str | None):
         raise ModelUnreadable(
             "`model_type` of the config is no text",
             where=str(path),
-            got=repr(values["model_type"])[:80],
+            got=abbreviated(values["model_type"]),
             hint="fetch config.json again from where the model was published",
         )
     return values
@@ -247,7 +262,7 @@ def _text_part(values: Mapping[str, Any], where: str) -> tuple[Mapping[str, Any]
         raise ModelUnreadable(
             "`text_config` is not a JSON object",
             where=where,
-            got=repr(text),
+            got=abbreviated(text),
             hint="give the config.json that the model was published with",
         )
     # The outer config owns the dtype and, in files of transformers 5, the tie.
@@ -264,7 +279,7 @@ def _model_type(values: Mapping[str, Any], where: str) -> str:
         raise ModelUnreadable(
             "`model_type` is not a word",
             where=where,
-            got=repr(model_type),
+            got=abbreviated(model_type),
             hint='write for example `"model_type": "llama"`',
         )
     return model_type
@@ -283,7 +298,7 @@ def _family(
     known = FAMILIES.get(TEXT_PARTS.get(model_type, model_type))
     if known is not None:
         return known, ()
-    against = [f"{k}={values[k]}" for k in _NOT_GENERIC if values.get(k)]
+    against = [f"{k}={abbreviated(values[k])}" for k in _NOT_GENERIC if values.get(k)]
     if model_type != "unknown":
         against += [f"no `{k}`" for k in STANDARD_KEYS if values.get(k) is None]
     if against:
@@ -307,7 +322,7 @@ def _dtype(values: Mapping[str, Any], where: str) -> tuple[str, tuple[str, ...]]
     dtype = values.get("dtype", values.get("torch_dtype"))
     if dtype is None or dtype == "auto":
         dtype = "float32"
-    dtype = str(dtype).removeprefix("torch.")
+    dtype = (dtype if isinstance(dtype, str) else abbreviated(dtype)).removeprefix("torch.")
     if dtype not in DTYPE_BYTES:
         raise ModelUnreadable(
             "`dtype` is not a format that is known",

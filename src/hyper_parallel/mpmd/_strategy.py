@@ -20,6 +20,8 @@ from hyper_parallel.mpmd._schedules import (
 )
 from hyper_parallel.mpmd._verify import verify
 
+_MOST_PASSES: Final = 2**18
+"""Passes of microbatches through stages in a step: each is an action that is listed, checked and simulated."""
 _NAMES: Final = {"interleaved": "interleaved_1f1b", "zb-h1": "zb_h1"}
 
 
@@ -62,6 +64,15 @@ def check_pipeline(
             changes={"parallel.pp": most},
         )
     name = schedule_name(s)
+    if s.pp * s.virtual_stages * microbatches > _MOST_PASSES:
+        most = max(s.pp, _MOST_PASSES // (s.pp * s.virtual_stages))
+        raise BatchMismatch(
+            "a step of the pipeline has more passes than can be scheduled",
+            where=where,
+            got=f"pp={s.pp}, microbatches per step={microbatches}",
+            allowed=f"microbatches per step up to {most}",
+            changes={"training.accumulation_steps": legal_microbatches(name, s.pp, most)[0]},
+        )
     if microbatches < s.pp:
         raise BatchMismatch(
             "a pipeline needs at least one microbatch for every stage",

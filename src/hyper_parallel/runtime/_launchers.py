@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from hyper_parallel.config import Recipe
-from hyper_parallel.errors import DegreesMismatch, LauncherIncomplete
+from hyper_parallel.errors import BadValue, DegreesMismatch, LauncherIncomplete, abbreviated
 
 _STORE_PORTS: Final = 20000  # below the ports that Linux gives to clients, ip_local_port_range
 
@@ -59,6 +59,13 @@ def torchrun_words(recipe: Recipe, ranks: int, words: Sequence[str]) -> list[str
 def sbatch_script(recipe: Recipe, ranks: int, words: Sequence[str], output_dir: Path) -> str:
     """A job of Slurm: torchrun on every machine, which meet on the first one; arguments as of `torchrun_words`."""
     given = recipe.launch
+    if not all(map(str.isprintable, (str(output_dir), *given.sbatch))):
+        raise BadValue(
+            "a line of the job script would end early: its option has a control character",
+            where="output_dir, launch.sbatch",
+            got=abbreviated([str(output_dir), *given.sbatch]),
+            allowed="printable characters",
+        )
     options = {
         "--job-name": output_dir.name,
         "--nodes": given.nnodes,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 from hyper_parallel.backends.torch._driver import driver_untouched
 from hyper_parallel.config import Recipe
@@ -15,6 +15,10 @@ from hyper_parallel.topology import RankCapacity, rank_capacity
 
 _NODE_RANKS = 8
 """Ranks of a machine in hints for other machines, when the recipe names none: devices of a DGX or Atlas server."""
+
+
+_MOST_OVERSUBSCRIBED: Final = 256
+"""Processes that a recipe may start on the processors of one machine, however few these are."""
 
 
 def local_capacity(device: str | None = None) -> RankCapacity:
@@ -55,7 +59,7 @@ def check_local_start(recipe: Recipe, ranks: int, words: Sequence[str]) -> None:
     cluster = f"{command} --launcher slurm {launch_words(ranks, launch.nproc_per_node)}"
     hint = f"{command} --dry-run, or {cluster} (torchrun and ray likewise)"
     capacity = local_capacity()
-    if capacity.is_cpu and launch.oversubscribe:
+    if capacity.is_cpu and launch.oversubscribe and here <= _MOST_OVERSUBSCRIBED:
         return
     check_rank_count(
         here,

@@ -32,6 +32,8 @@ from hyper_parallel.units import MiB
 
 _PRESETS: Final = Path(__file__).with_name("presets")
 _TOOL_TIMEOUT_S: Final = 20
+MOST_CPU_RANKS: Final = 4096
+"""Ranks on the processors of one machine; the largest have about two thousand hardware threads."""
 
 
 def preset_names() -> tuple[str, ...]:
@@ -181,13 +183,21 @@ def detect_local(
 
     Raises:
         BadValue: HP102 when `num_devices` is below one.
-        DeviceUnavailable: HP502 when more devices are wanted than there are accelerators.
+        DeviceUnavailable: HP502 when more devices are wanted than there are accelerators, or than any machine has
+            processors.
         UnknownDevice: HP312 when no preset describes the accelerator.
     """
     if num_devices is not None and num_devices < 1:
         raise BadValue("the number of devices is below one", got=num_devices, allowed=">= 1")
     if accelerators is None:
         accelerators = find_accelerators()
+    if not accelerators and (num_devices or 1) > MOST_CPU_RANKS:
+        raise DeviceUnavailable(
+            "no machine has so many processors",
+            got=f"{num_devices} ranks",
+            allowed=f"at most {MOST_CPU_RANKS} ranks on the processors of one machine",
+            hint="name the machine that is meant, for example `topology=dgx-h100`",
+        )
     if not accelerators:
         return cpu_supernode(num_devices or DEFAULT_CPU_RANKS)
     preset = match_preset(accelerators[0])

@@ -42,8 +42,9 @@ def _auto_class(base: str) -> Any:
     """Return the class of transformers that loads a directory, or a name of the Hub."""
     from transformers import AutoModelForCausalLM
 
-    with suppress(
-        HyperParallelError
-    ):  # a name of the Hub, or a type that transformers or its code must judge
-        return class_of_config(read_config(base))
+    if not (Path(base) / "config.json").is_file():  # a name of the Hub
+        return AutoModelForCausalLM
+    file = read_config(base)
+    with suppress(HyperParallelError):  # a type that transformers or its code must judge
+        return class_of_config(file)
     return AutoModelForCausalLM

@@ -10,7 +10,7 @@ from typing import Any, Final, Literal
 
 from pydantic import BaseModel, NonNegativeInt
 
-from hyper_parallel.errors import BadValue, written
+from hyper_parallel.errors import BadValue, printable, written
 from hyper_parallel.owned_folder import check_output_file
 from hyper_parallel.trainer._files import check_writable, write_text
 from hyper_parallel.trainer._texts import Generation
@@ -97,7 +97,7 @@ def write_generations(
     ]
     text = "".join(f"{line}\n" for line in lines)
     if path is None:
-        sys.stdout.write(text)
+        sys.stdout.write(printable(text))
         return
     with written(path):
         path.parent.mkdir(parents=True, exist_ok=True)

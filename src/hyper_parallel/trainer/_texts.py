@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from hyper_parallel.backends.torch.memory.generation import MemoryUse
 from hyper_parallel.errors import BadValue
 from hyper_parallel.trainer._decode import Running, Sampling, numbers
-from hyper_parallel.trainer.data import render, stop_ids
+from hyper_parallel.trainer.data import render, stop_ids, tokenizing
 
 _REPLACEMENT = "\ufffd"
 _STREAM = 6
@@ -80,8 +80,10 @@ class Texts:
                     hint="leave out --chat",
                 )
             text = render(self.tokenizer, [{"role": "user", "content": prompt}], prompt=True)
-            return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
-        ids = list(self.tokenizer(prompt)["input_ids"])
+            with tokenizing("prompt"):
+                return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        with tokenizing("prompt"):
+            ids = list(self.tokenizer(prompt)["input_ids"])
         return ids or [self.tokenizer.eos_token_id]
 
     def begin(

@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from hyper_parallel.config import read_mapping
-from hyper_parallel.errors import Contradiction, RecipeUnreadable, UnknownKey
+from hyper_parallel.errors import Contradiction, RecipeUnreadable, UnknownKey, abbreviated
+from hyper_parallel.received import names_outside, outside_target
+from hyper_parallel.trainer.data import render
 from hyper_parallel.trainer.data._records import read_records
 from hyper_parallel.trainer.data._tokenizer import load_tokenizer
 
@@ -40,7 +42,6 @@ def source_of(name: str, directory: str, stage: str) -> tuple[dict[str, Any], in
     if name not in known:
         raise UnknownKey(f"unknown dataset `{name}`", where=str(listed), allowed=sorted(known))
     info: dict[str, Any] = known[name]
-    columns, shape = dict(info.get("columns") or {}), info.get("formatting", "alpaca")
 
     def refuse(key: str, got: object, allowed: object) -> Contradiction:
         what = f"the dataset `{name}` says `{key}`, which is not read here"
@@ -52,6 +53,10 @@ def source_of(name: str, directory: str, stage: str) -> tuple[dict[str, Any], in
             hint="data.source=<a file with these keys>",
         )
 
+    parts = (info.get("columns") or {}, info.get("tags") or {}) if isinstance(info, dict) else ()
+    if not parts or not all(isinstance(part, dict) for part in parts):
+        raise refuse(name, abbreviated(info), "an object with keys, also under columns and tags")
+    columns, shape = dict(parts[0]), info.get("formatting", "alpaca")
     for key in info:
         if key not in ("file_name", "formatting", "ranking", "columns", "tags"):
             raise refuse(key, info[key], "file_name, formatting, ranking, columns, tags")
@@ -63,7 +68,12 @@ def source_of(name: str, directory: str, stage: str) -> tuple[dict[str, Any], in
     for key, value in (info.get("tags") or {}).items():
         if value not in _TAGS.get(key, ()) and _TAGS.get(key) != ():
             raise refuse(f"tags.{key}", value, _TAGS.get(key, list(_TAGS)))
-    path, number, record = Path(directory) / str(info.get("file_name")), 0, {}
+    file = info.get("file_name")
+    if not isinstance(file, str) or names_outside(file):
+        raise refuse("file_name", abbreviated(file), "the name of a file in the folder")
+    path, number, record = Path(directory) / file, 0, {}
+    if (target := outside_target(path, Path(directory))) is not None:
+        raise refuse("file_name", f"{file}, a link to {target}", "a file in the folder")
     for number, (_, record) in enumerate(read_records(path), start=1):
         for key in ("system", "history", "tools", "images"):
             if record.get(key) and key not in columns and stage != "pt":
@@ -83,7 +93,7 @@ def check_template(name: str, model: str, where: str) -> None:
     tokenizer, known = load_tokenizer(model), _TEMPLATES.get(name)
     own, wanted = "", None
     if tokenizer.chat_template:
-        own = tokenizer.apply_chat_template(messages, tokenize=False).rstrip()
+        own = render(tokenizer, messages, where=model).rstrip()
     if known is not None:
         begin, turn = known
         text = "".join(turn.format(role=r, content=c) for r, c in turns)

@@ -11,6 +11,7 @@ from hyper_parallel.trainer.data._chat import CHATML, PLAIN, render, stop_ids
 from hyper_parallel.trainer.data._prepare import PackedData, prepare
 from hyper_parallel.trainer.data._streaming import Stream, StreamBatches
 from hyper_parallel.trainer.data._tokenizer import TOKENIZER_FILES, has_tokenizer, load_tokenizer
+from hyper_parallel.trainer.data._tokenizer_limits import tokenizing
 
 __all__ = [
     "CHATML",
@@ -28,4 +29,5 @@ __all__ = [
     "prepare",
     "render",
     "stop_ids",
+    "tokenizing",
 ]

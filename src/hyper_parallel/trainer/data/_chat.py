@@ -18,6 +18,7 @@ from typing import Any, Final
 
 from hyper_parallel.errors import BadValue
 from hyper_parallel.trainer.data._conversations import Message
+from hyper_parallel.trainer.data._tokenizer_limits import tokenizing
 
 _WORDS: Final = "XYZ"
 """Words of an answer that shows what a template writes around it."""
@@ -41,19 +42,29 @@ def render(
     tokenizer: Any, messages: Sequence[Message], *, prompt: bool = False, where: str = ""
 ) -> str:
     """Text of a conversation; with `prompt`, followed by the header of the assistant's next turn."""
-    import jinja2
+    return _render(tokenizer, messages, prompt, where, marks=False)[0]
 
+
+def _render(
+    tokenizer: Any, messages: Sequence[Message], prompt: bool, where: str, marks: bool
+) -> tuple[str, list[tuple[int, int]]]:
+    """Text of a conversation, and with `marks` the characters that the template marks as the assistant's.
+
+    Raises:
+        BadValue: HP102 whatever the template raises.
+    """
+    from hyper_parallel.trainer.data._template import rendered
+
+    values = {**tokenizer.special_tokens_map, "add_generation_prompt": prompt}
     try:
-        text = tokenizer.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=prompt
-        )
-    except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
+        return rendered(tokenizer.get_chat_template(), messages, values, marks=marks)
+    except Exception as error:  # a template is a program, and raises anything
+        roles = [message["role"] for message in messages]
         raise BadValue(
             "the chat template of the tokenizer refuses a conversation",
             where=where or "chat template",
-            got=f"{error}; roles: {', '.join(m['role'] for m in messages)}",
+            got=f"{str(error)[:500] or type(error).__name__}; roles: {', '.join(roles[:20])}",
         ) from error
-    return str(text)
 
 
 def assistant_spans(
@@ -154,7 +165,7 @@ def _end_marker(tokenizer: Any) -> str:
         return last.rstrip()
     # Some templates close the whole conversation (Phi-3): whole tokens that are there in both cases are the marker.
     shared = _num_shared_characters(last, later)
-    encoded = tokenizer(later, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    encoded = _encoded(tokenizer, later, "chat template", offsets=True)
     ends = [end for _, end in encoded["offset_mapping"] if end <= shared]
     return later[: max(ends, default=0)].rstrip()
 
@@ -178,10 +189,10 @@ def encode_conversation(
             got=type(tokenizer).__name__,
             allowed="a tokenizer with a tokenizer.json",
         )
-    if _MARKS.search(tokenizer.chat_template):
+    if _MARKS.search(str(tokenizer.chat_template)):
         return _encode_marked(tokenizer, messages, where, num_context)
     text, spans = assistant_spans(tokenizer, messages, where, num_context)
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    encoded = _encoded(tokenizer, text, where, offsets=True)
     offsets = encoded["offset_mapping"]
     mask = [any(a <= first < b or first < a < last for a, b in spans) for first, last in offsets]
     return list(encoded["input_ids"]), mask
@@ -191,14 +202,8 @@ def _encode_marked(
     tokenizer: Any, messages: Sequence[Message], where: str, num_context: int
 ) -> tuple[list[int], list[bool]]:
     """Return as `encode_conversation` for a template that marks the assistant's words."""
-    full = render(tokenizer, messages, where=where)  # refuses what the template refuses
-    encoded = tokenizer.apply_chat_template(
-        list(messages),
-        tokenize=True,
-        return_dict=True,
-        return_assistant_tokens_mask=True,
-        tokenizer_kwargs={"return_offsets_mapping": True},
-    )
+    full, spans = _render(tokenizer, messages, False, where, marks=True)
+    encoded = _encoded(tokenizer, full, where, offsets=True)
     later = [
         i for i, turn in enumerate(messages) if turn["role"] == "assistant" and i >= num_context
     ]
@@ -210,8 +215,30 @@ def _encode_marked(
         # A generation prompt may hold text that the conversation does not, such as an empty reasoning block.
         before = render(tokenizer, messages[: later[0]], prompt=True, where=where)
         start = _num_shared_characters(before, full)
-    marks = zip(encoded["assistant_masks"], encoded["offset_mapping"], strict=True)
-    return list(encoded["input_ids"]), [bool(one) and last > start for one, (_, last) in marks]
+    marks = _overlapping(encoded["offset_mapping"], spans)
+    ends = (last for _, last in encoded["offset_mapping"])
+    learn = [one and last > start for one, last in zip(marks, ends, strict=True)]
+    return list(encoded["input_ids"]), learn
+
+
+def _encoded(tokenizer: Any, text: str, where: str, *, offsets: bool = False) -> Any:
+    """Return what a tokenizer makes of a text, with characters of each token where these are asked for."""
+    with tokenizing(where):
+        return tokenizer(
+            text, add_special_tokens=False, return_offsets_mapping=offsets, verbose=False
+        )
+
+
+def _overlapping(
+    offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]
+) -> list[bool]:
+    """Return whether each token overlaps a span; both are in order."""
+    found, at = [False] * len(offsets), 0
+    for index, (first, last) in enumerate(offsets):
+        while at < len(spans) and first >= spans[at][1]:
+            at += 1
+        found[index] = at < len(spans) and last > spans[at][0]
+    return found
 
 
 def encode_prompt(
@@ -227,8 +254,7 @@ def encode_prompt(
     prompt = render(tokenizer, messages[:num_context], prompt=True, where=where)
     texts = (prompt, answer_of(messages, num_context))
     asked, said = (
-        list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]) if text else []
-        for text in texts
+        list(_encoded(tokenizer, text, where)["input_ids"]) if text else [] for text in texts
     )
     said.append(tokenizer.eos_token_id)
     return [*asked, *said], [False] * len(asked) + [True] * len(said)
@@ -252,6 +278,6 @@ def stop_ids(
     own = [eos] if eos is None or isinstance(eos, int) else eos
     stops = {tokenizer.eos_token_id, *own} - {None}
     if chat and tokenizer.chat_template:
-        first = tokenizer(_behind_answer(tokenizer), add_special_tokens=False)["input_ids"][:1]
+        first = _encoded(tokenizer, _behind_answer(tokenizer), "chat template")["input_ids"][:1]
         stops |= {i for i in first if i in tokenizer.added_tokens_decoder}
     return stops

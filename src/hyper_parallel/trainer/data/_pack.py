@@ -24,6 +24,7 @@ from hyper_parallel.trainer.data._row_facts import DocumentFacts
 from hyper_parallel.trainer.data._sequences import IGNORE_INDEX, PackedSequences
 from hyper_parallel.trainer.data._sources import Document, Source, with_mismatched
 from hyper_parallel.trainer.data._tokenizer import Tokenizer
+from hyper_parallel.trainer.data._tokenizer_limits import tokenizing
 from hyper_parallel.units import MiB
 
 _BATCH_BYTES = 4 * MiB
@@ -142,9 +143,11 @@ def encode(
         backend = hf.backend_tokenizer
         backend.no_truncation()
         backend.no_padding()
-        encoded = [e.ids for e in backend.encode_batch_fast(texts, add_special_tokens=False)]
+        with tokenizing(batch[0].where):
+            encoded = [e.ids for e in backend.encode_batch_fast(texts, add_special_tokens=False)]
     else:
-        encoded = hf(texts, add_special_tokens=False, verbose=False)["input_ids"]
+        with tokenizing(batch[0].where):
+            encoded = hf(texts, add_special_tokens=False, verbose=False)["input_ids"]
     for ids in encoded:
         yield [*ids, hf.eos_token_id], ()
 

@@ -1,30 +1,50 @@
 """Records: lines and arrays of JSON, rows of CSV, TSV and parquet.
 
 JSON and CSV are read with the standard library and not through Arrow: an error names the file and the line, records
-may differ in their keys, and text that looks like a date or a number stays text. Parquet goes through `datasets` as a
-stream of local files; nothing is fetched and nothing is copied into another cache.
+may differ in their keys, and text that looks like a date or a number stays text. Nothing is fetched, nothing is copied
+into another cache, and no record is read that is longer than a limit.
 """
 
 from __future__ import annotations
 
+import codecs
 import csv
+import itertools
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, Final
 
-from hyper_parallel.errors import MissingDependency, NoData
+from hyper_parallel.errors import NoData
+from hyper_parallel.received import LimitExceeded
+from hyper_parallel.trainer.data._json_array import ArrayReader
+from hyper_parallel.trainer.data._parquet import read_parquet, records_too_long
+from hyper_parallel.units import MiB
 
 Record = Mapping[str, Any]
 
+_PART: Final = 2**20
+_UNCOUNTED: Final = 2**22
+"""Characters of a line whose values are not counted before it is read: they take little memory in any case."""
+_MOST_VALUES: Final = 8_000_000
+"""Of one record: each takes up to a hundred bytes of memory."""
 
-def read_records(path: Path) -> Iterator[tuple[str, Record]]:
-    """(where, record) of a parquet, CSV, TSV, JSON lines or JSON array file; NoData (HP602) names the line or row."""
+
+def read_records(path: Path, most: int = 64 * MiB) -> Iterator[tuple[str, Record]]:
+    """Yield (where, record) of a parquet, CSV, TSV, JSON lines or JSON array file.
+
+    Args:
+        path: The file.
+        most: Most bytes of a record; no more than a few times as much is held in memory.
+
+    Raises:
+        NoData: HP602 naming the line or row that cannot be read, or is longer.
+    """
     suffix = path.suffix
     if suffix == ".parquet":
-        reader = _read_parquet(path)
+        reader = read_parquet(path, most)
     else:
-        reader = _read_table(path) if suffix in (".csv", ".tsv") else _read_json(path)
+        reader = (_read_table if suffix in (".csv", ".tsv") else _read_json)(path, most)
     try:
         for where, record in reader:
             if not isinstance(record, Mapping):
@@ -45,52 +65,92 @@ def read_records(path: Path) -> Iterator[tuple[str, Record]]:
         raise NoData("a data file cannot be read", where=str(path), got=error.strerror) from error
 
 
+def _lines(file: IO[str], path: Path, most: int) -> Iterator[str]:
+    """Yield lines, none of which is longer than the limit."""
+    for number in itertools.count(1):
+        line = file.readline(most + 1)
+        if len(line) > most:
+            raise records_too_long(
+                f"{path}:{number}", f"more than {most:,} characters in a line", most
+            )
+        if not line:
+            return
+        yield line
+
+
 def _undecodable_line(path: Path) -> int:
     """Number of the first line that is not UTF-8."""
+    decoder, number = codecs.getincrementaldecoder("utf-8")(), 1
     with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
+        while part := file.readline(_PART):
             try:
-                line.decode()
+                decoder.decode(part)
             except UnicodeDecodeError:
                 return number
-    return 1
+            number += part.endswith(b"\n")
+    return number
 
 
-def _read_json(path: Path) -> Iterator[tuple[str, Any]]:
+def _read_json(path: Path, most: int) -> Iterator[tuple[str, Any]]:
     with path.open(encoding="utf-8-sig") as file:
         is_array = file.read(4096).lstrip().startswith("[")
         file.seek(0)
         if is_array:
-            text = file.read()
-            for index, record in enumerate(_parse(text, path, 1), start=1):
-                where = f"{path}: record {index}"
-                yield where, _unicode(record, text, where)
+            yield from _read_array(file, path, most)
             return
-        for number, line in enumerate(file, start=1):
+        for number, line in enumerate(_lines(file, path, most), start=1):
             if line.strip():
                 where = f"{path}:{number}"
                 yield where, _unicode(_parse(line, path, number), line, where)
 
 
+def _read_array(file: IO[str], path: Path, most: int) -> Iterator[tuple[str, Any]]:
+    reader = ArrayReader(file, most)
+    try:
+        for index, (record, text) in enumerate(reader, start=1):
+            where = f"{path}: record {index}"
+            yield where, _unicode(record, text, where)
+    except json.JSONDecodeError as error:
+        raise _not_json(error, path, reader.first_line) from error
+    except LimitExceeded as error:
+        raise records_too_long(f"{path}:{reader.line}", str(error), most) from error
+    except (RecursionError, ValueError) as error:
+        raise _unreadable(error, f"{path}:{reader.line}") from error
+
+
 def _parse(text: str, path: Path, number: int) -> Any:
     """The value of a JSON text that begins in line `number` of a file."""
+    if len(text) > _UNCOUNTED and sum(map(text.count, ",[{")) > _MOST_VALUES:
+        raise NoData(
+            "a record of JSON has more values than text",
+            where=f"{path}:{number}",
+            allowed=f"at most {_MOST_VALUES:,} values",
+        )
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        shown = "".join(error.doc.split("\n")[error.lineno - 1 : error.lineno]).strip()[:60]
-        number += error.lineno - 1
-        raise NoData(
-            f"a line is not valid JSON: {error.msg} at column {error.colno}",
-            where=f"{path}:{number}",
-            got=shown or "an empty line",
-            hint=f"sed -n {number}p {path}",
-        ) from error
+        raise _not_json(error, path, number) from error
     except (RecursionError, ValueError) as error:
-        # Lists within lists without end, and numbers of thousands of digits.
-        what = "values are nested too deep" if isinstance(error, RecursionError) else str(error)
-        raise NoData(
-            "a line of JSON cannot be read", where=f"{path}:{number}", got=what[:120]
-        ) from error
+        raise _unreadable(error, f"{path}:{number}") from error
+
+
+def _not_json(error: json.JSONDecodeError, path: Path, first_line: int) -> NoData:
+    """The refusal of a text that begins in a line of a file."""
+    begin = error.doc.rfind("\n", 0, error.pos) + 1
+    shown = error.doc[begin : begin + 400].partition("\n")[0].strip()[:60]
+    number = first_line + error.lineno - 1
+    return NoData(
+        f"a line is not valid JSON: {error.msg} at column {error.colno}",
+        where=f"{path}:{number}",
+        got=shown or "an empty line",
+        hint=f"sed -n {number}p {path}",
+    )
+
+
+def _unreadable(error: Exception, where: str) -> NoData:
+    """The refusal of lists within lists without end, and of numbers of thousands of digits."""
+    what = "values are nested too deep" if isinstance(error, RecursionError) else str(error)
+    return NoData("a line of JSON cannot be read", where=where, got=what[:120])
 
 
 def _unicode(record: Any, text: str, where: str) -> Any:
@@ -110,10 +170,12 @@ def _unicode(record: Any, text: str, where: str) -> Any:
     return record
 
 
-def _read_table(path: Path) -> Iterator[tuple[str, Any]]:
-    csv.field_size_limit(2**31 - 1)  # a text may be long
+def _read_table(path: Path, most: int) -> Iterator[tuple[str, Any]]:
+    csv.field_size_limit(min(most, 2**31 - 1))
+    delimiter = "\t" if path.suffix == ".tsv" else ","
     with path.open(encoding="utf-8-sig", newline="") as file:
-        rows = csv.DictReader(file, delimiter="\t" if path.suffix == ".tsv" else ",", strict=True)
+        lines = _narrow(_lines(file, path, most), path, delimiter)
+        rows = csv.DictReader(lines, delimiter=delimiter, strict=True)
         try:
             for row in rows:
                 where = f"{path}:{rows.line_num}"
@@ -130,26 +192,12 @@ def _read_table(path: Path) -> Iterator[tuple[str, Any]]:
             raise NoData("a line of a table cannot be read", where=where, got=str(error)) from error
 
 
-def _read_parquet(path: Path) -> Iterator[tuple[str, Any]]:
-    try:
-        import datasets
-    except ImportError as error:
-        raise MissingDependency(
-            "reading parquet needs the package `datasets`",
-            where=str(path),
-            hint="pip install 'hyper-parallel[torch]'",
-        ) from error
-    try:
-        rows = datasets.load_dataset(
-            "parquet", data_files=[str(path)], split="train", streaming=True
-        )
-        for number, row in enumerate(rows):
-            yield f"{path}: row {number}", row
-    except Exception as error:
-        # datasets and Arrow raise many classes here; all of them mean that this file is unreadable.
-        raise NoData(
-            "a parquet file cannot be read", where=str(path), got=str(error).splitlines()[0][:200]
-        ) from error
+def _narrow(lines: Iterator[str], path: Path, delimiter: str) -> Iterator[str]:
+    """Yield lines of a table, of which none has more columns than any table."""
+    for number, line in enumerate(lines, start=1):
+        if len(line) > _UNCOUNTED and line.count(delimiter) > _MOST_VALUES:
+            raise NoData("a line of a table has millions of columns", where=f"{path}:{number}")
+        yield line
 
 
 def text_of(record: Record, text_key: str, where: str) -> str:

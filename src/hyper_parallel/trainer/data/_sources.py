@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import itertools
+import os
 import sysconfig
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -27,8 +28,10 @@ from hyper_parallel.trainer.data._conversations import (
     num_context,
     shape_of,
 )
+from hyper_parallel.trainer.data._parquet import records_too_long
 from hyper_parallel.trainer.data._records import Record, read_records, text_of
-from hyper_parallel.trainer.data._tables import Table, is_table, open_table
+from hyper_parallel.trainer.data._tables import Table, is_table, open_table, refuse_outside
+from hyper_parallel.units import MiB
 
 STDLIB = "python-stdlib"
 _STDLIB_SKIP = frozenset({"test", "tests", "idle_test", "site-packages", "__pycache__"})
@@ -106,6 +109,8 @@ class Source:
     max_records: int | None = None
     stage: str = "pt"
     """Stage that reads it, which decides what a record must hold."""
+    record_bytes: int = 64 * MiB
+    """Most bytes of a record; longer text files are read in pieces."""
     counts: Counter[str] = field(default_factory=Counter)
     """What was left out, by reason."""
 
@@ -135,9 +140,14 @@ class Source:
             "text_key": self.text_key if self.shape == "records" else "",
             "max_bytes": self.max_bytes,
             **({"max_records": self.max_records} if self.max_records else {}),
+            **({"record_bytes": self.record_bytes} if self._in_pieces(stats) else {}),
             "files": [[n, s.st_size, s.st_mtime_ns, s.st_ctime_ns] for n, s in stats],
             **({"table": [self.table.name, self.table.fingerprint]} if self.table else {}),
         }
+
+    def _in_pieces(self, stats: Sequence[tuple[str, os.stat_result]]) -> bool:
+        """Whether a text file is longer than a record may be."""
+        return self.shape == "text" and any(s.st_size > self.record_bytes for _, s in stats)
 
     def documents(self) -> Iterator[Document]:
         """Documents in order, up to `max_bytes` of text: the last text is cut, a conversation is never cut."""
@@ -145,6 +155,9 @@ class Source:
         left = self.max_bytes
         for documents in self._all_documents():
             sizes = [document.num_bytes for document in documents]
+            if max(sizes) > self.record_bytes:
+                where, got = documents[0].where, f"{max(sizes):,} bytes"
+                raise records_too_long(where, got, self.record_bytes)
             if 0 in sizes:  # of a pair both are left out
                 self.counts["empty records left out"] += self.shape != "text"
                 continue
@@ -159,9 +172,11 @@ class Source:
     def _all_documents(self) -> Iterator[list[Document]]:
         """What belongs together: one document, or the two answers to one prompt."""
         if self.shape == "text":
-            yield from ([d] for d in map(self._text_document, self.files) if d is not None)
+            for path in self.files:
+                yield from ([document] for document in self._text_documents(path))
             return
-        records = itertools.islice(_records(self.files, self.table), self.max_records)
+        found = _records(self.files, self.table, self.record_bytes)
+        records = itertools.islice(found, self.max_records)
         for where, record in records:
             if self.shape == "records":
                 yield [Document(where, text_of(record, self.text_key, where))]
@@ -183,25 +198,54 @@ class Source:
             for one in conversations_of(record, self.shape, where, stage)
         ]
 
-    def _text_document(self, path: Path) -> Document | None:
+    def _text_documents(self, path: Path) -> Iterator[Document]:
+        """The text of a file, in pieces where it is longer than a record."""
+        replaced = 0
         try:
-            raw = path.read_bytes()
+            for number, raw in enumerate(_pieces(path, self.record_bytes)):
+                if number == 0 and b"\0" in raw[:8192]:
+                    if len(self.files) == 1:
+                        raise NoData(
+                            "the data file is binary, not text",
+                            where=str(path),
+                            allowed=f"text, {', '.join(_KINDS)}",
+                        )
+                    self.counts["binary files left out"] += 1
+                    return
+                text = raw.decode("utf-8", "replace")
+                replaced += "\ufffd" in text and "\ufffd".encode() not in raw
+                self.counts["cuts in text files longer than data.max_record_bytes"] += number > 0
+                if replaced == 1:
+                    self.counts["files with bytes that are not UTF-8 (replaced by U+FFFD)"] += 1
+                    replaced += 1
+                yield Document(str(path), text)
         except OSError as error:
             problem = NoData("a data file cannot be read", where=str(path), got=error.strerror)
             raise problem from error
-        if b"\0" in raw[:8192]:
-            if len(self.files) == 1:
-                raise NoData(
-                    "the data file is binary, not text",
-                    where=str(path),
-                    allowed=f"text, {', '.join(_KINDS)}",
-                )
-            self.counts["binary files left out"] += 1
-            return None
-        text = raw.decode("utf-8", "replace")
-        if "\ufffd" in text and "\ufffd".encode() not in raw:
-            self.counts["files with bytes that are not UTF-8 (replaced by U+FFFD)"] += 1
-        return Document(str(path), text)
+
+
+def _pieces(path: Path, most: int) -> Iterator[bytes]:
+    """Yield the bytes of a file, cut behind the last line of each piece, else between characters."""
+    with path.open("rb") as file:
+        rest = b""
+        while True:
+            piece = rest + file.read(most - len(rest))
+            if len(piece) < most:
+                yield piece
+                return
+            end = piece.rfind(b"\n") + 1 or _between_characters(piece)
+            rest = piece[end:]
+            yield piece[:end]
+
+
+def _between_characters(piece: bytes) -> int:
+    """Where the last character of UTF-8 that may go on in the next piece begins; the end, where there is none."""
+    for length in range(1, min(4, len(piece))):
+        byte = piece[-length]
+        if byte & 0xC0 != 0x80:  # begins a character, of so many bytes
+            wanted = 4 if byte >= 0xF0 else 3 if byte >= 0xE0 else 2 if byte >= 0xC0 else 1
+            return len(piece) - length if wanted > length and len(piece) > length else len(piece)
+    return len(piece)
 
 
 def resolve(data: Data, stage: str) -> Source:
@@ -230,8 +274,8 @@ def resolve(data: Data, stage: str) -> Source:
             )
     files = _files(data) if table is None else []
     shape = _shape(files, table, data, stage)
-    limits = data.max_bytes, table, data.max_records
-    source = Source(data.source, shape, tuple(files), data.text_key, *limits, stage=stage)
+    limits = data.max_bytes, table, data.max_records, stage, data.max_record_bytes
+    source = Source(data.source, shape, tuple(files), data.text_key, *limits)
     pairs = shape == "preference"
     turns = stage in ("sft", "kto", "grpo") and not source.is_conversations
     if (stage in ("dpo", "orpo", "rm")) != pairs or turns:
@@ -273,10 +317,10 @@ def _with_answer_of(one: Document, other: Document) -> Document:
     return replace(one, messages=(*prompt, *answer))
 
 
-def _records(files: Sequence[Path], table: Table | None) -> Iterator[tuple[str, Record]]:
+def _records(files: Sequence[Path], table: Table | None, most: int) -> Iterator[tuple[str, Record]]:
     if table is not None:
-        return table.records()
-    return itertools.chain.from_iterable(map(read_records, files))
+        return table.records(most)
+    return itertools.chain.from_iterable(read_records(file, most) for file in files)
 
 
 def _files(data: Data) -> list[Path]:
@@ -311,7 +355,10 @@ def _sorted_files(root: Path, pattern: str = "*") -> list[Path]:
     """Files below `root` that are not hidden, by relative path."""
     found = {p.relative_to(root): p for p in root.rglob(pattern) if p.is_file()}
     shown = (name for name in found if not any(part.startswith(".") for part in name.parts))
-    return [found[name] for name in sorted(shown, key=Path.as_posix)]
+    files = [found[name] for name in sorted(shown, key=Path.as_posix)]
+    for file in files:
+        refuse_outside(file, root)
+    return files
 
 
 def _nearest(path: Path) -> str:
@@ -352,7 +399,7 @@ def _shape(files: Sequence[Path], table: Table | None, data: Data, stage: str) -
         return "records" if data.format in _RECORDS else data.format
     if table is None and _kind(files[0]) == "text":
         return "text"
-    for where, record in _records(files[:1], table):
+    for where, record in _records(files[:1], table, data.max_record_bytes):
         return shape_of(record, data.text_key, where, stage)
     what = "the dataset holds no row" if table else "the first data file holds no record"
     raise NoData(what, where=table.name if table else str(files[0]))

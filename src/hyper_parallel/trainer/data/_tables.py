@@ -8,15 +8,24 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hyper_parallel.config import Data
-from hyper_parallel.errors import MissingDependency, NoData
+import yaml
+
+from hyper_parallel.config import Data, parse_yaml
+from hyper_parallel.errors import HyperParallelError, MissingDependency, NoData, abbreviated
+from hyper_parallel.received import Limits, bounded_heap, names_outside, outside_target, read_json
+from hyper_parallel.trainer.data._parquet import heap_bytes, records_too_long
 from hyper_parallel.trainer.data._records import Record
+from hyper_parallel.units import format_bytes
 
 _SAVED = ("dataset_dict.json", "state.json")
+_CARDS = ("README.md", ".huggingface.yaml")
+_CARD_LIMITS = Limits(num_bytes=4 * 1024**2, num_elements=500_000, depth=30)
+"""Of a card or a list of files; the longest cards describe some hundred configurations."""
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 
 
@@ -38,6 +47,12 @@ class Table:
         """What the library names its content by."""
         return str(getattr(self.rows, "_fingerprint", ""))
 
+    def _readable(self) -> Any:
+        """The rows without columns that a reader would open files or addresses for: images, sounds and the like."""
+        features = getattr(self.rows, "features", None) or {}
+        opened = [name for name, feature in features.items() if _opens_files(feature)]
+        return self.rows.remove_columns(opened) if opened else self.rows
+
     def _sound_rows(self) -> Iterator[bool]:
         """True for every row that is safe to read, for ever: Arrow maps files, and a wrong offset ends the process."""
         columns = getattr(self.rows, "data", None)
@@ -50,15 +65,26 @@ class Table:
         while True:
             yield True
 
-    def records(self) -> Iterator[tuple[str, Record]]:
-        """(where, record) of every row."""
+    def records(self, most: int) -> Iterator[tuple[str, Record]]:
+        """Yield (where, record) of every row; one that is longer than `most` bytes is refused."""
         number = -1
+        # A table that lies in memory or mapped files takes no more when it is read; a stream decodes what it reads.
+        streamed = getattr(self.rows, "data", None) is None
         try:
-            sound, rows = self._sound_rows(), iter(self.rows)
-            while next(sound) and (row := next(rows, None)) is not None:
+            sound, rows = self._sound_rows(), iter(self._readable())
+            while True:
+                with bounded_heap(heap_bytes(most)) if streamed else nullcontext():
+                    row = next(rows, None) if next(sound) else None
+                if row is None:
+                    return
                 number += 1
                 yield f"{self.name}: row {number}", row
+        except HyperParallelError:
+            raise
         except Exception as error:
+            if _lacked_memory(error):
+                got = f"more than {format_bytes(heap_bytes(most))} of memory"
+                raise records_too_long(f"{self.name}: row {number + 1}", got, most) from error
             # datasets and Arrow raise many classes here; all of them mean that the next row is unreadable.
             raise NoData(
                 "a row of the dataset cannot be read",
@@ -74,8 +100,7 @@ def is_table(data: Data, path: Path) -> bool:
         return bool(_HUB_NAME.fullmatch(data.source)) and not path.parent.exists()
     if not path.is_dir():
         return False
-    card = path / "README.md"
-    described = card.is_file() and card.read_bytes()[:3] == b"---"
+    described = _card_text(path / _CARDS[0])[:3] == "---"
     return bool(data.name or data.split) or described or any((path / n).is_file() for n in _SAVED)
 
 
@@ -94,15 +119,22 @@ def open_table(data: Data, path: Path) -> Table:
             hint="pip install 'hyper-parallel[torch]'",
         ) from error
     saved, here = any((path / n).is_file() for n in _SAVED), path.is_dir()
+    if here:
+        _check_folder(path)
+    most = heap_bytes(data.max_record_bytes)
     try:
-        if saved:
-            found = datasets.load_from_disk(str(path))
-        else:
-            source = str(path.absolute()) if here else data.source
-            found = datasets.load_dataset(
-                source, data.name, split=data.split, streaming=data.streaming
-            )
+        with bounded_heap(most):
+            if saved:
+                found = datasets.load_from_disk(str(path))
+            else:
+                source = str(path.absolute()) if here else data.source
+                found = datasets.load_dataset(
+                    source, data.name, split=data.split, streaming=data.streaming
+                )
     except Exception as error:
+        if _lacked_memory(error):
+            got = f"more than {format_bytes(most)} of memory"
+            raise records_too_long(data.source, got, data.max_record_bytes) from error
         # datasets, huggingface_hub and Arrow raise many classes: no such name, split, file or column.
         tried = [f"the path {path.absolute()}"]
         if not here:
@@ -118,6 +150,102 @@ def open_table(data: Data, path: Path) -> Table:
     if split not in found:
         raise _missing(data, f"split {split}", sorted(found), f"data.split={min(found)}")
     return Table(f"{data.source} ({split})", found[split])
+
+
+def _lacked_memory(error: BaseException | None) -> bool:
+    """Whether an error of `datasets` comes from an allocation that failed."""
+    while error is not None and not isinstance(error, MemoryError):
+        error = error.__cause__ or error.__context__
+    return error is not None
+
+
+def _opens_files(feature: Any) -> bool:
+    """Whether values of a feature of `datasets` are opened when they are read."""
+    if hasattr(feature, "decode_example"):
+        return True
+    inner = (
+        feature.values()
+        if isinstance(feature, dict)
+        else feature
+        if isinstance(feature, list)
+        else ()
+    )
+    return any(map(_opens_files, (*inner, *filter(None, [getattr(feature, "feature", None)]))))
+
+
+def refuse_outside(file: Path, folder: Path) -> None:
+    """Refuse a file of a data folder that is a link to elsewhere: who made the folder would choose what is read.
+
+    Raises:
+        NoData: HP602 naming the link.
+    """
+    if not file.is_symlink():
+        return
+    target = outside_target(file, folder)
+    if target is not None:
+        raise NoData(
+            "a file of the data folder is a link to outside of it",
+            where=str(file),
+            got=str(target),
+            allowed="links to files in the folder",
+            hint=f"data.source={target}, if you mean to read it",
+        )
+
+
+def _card_text(path: Path) -> str:
+    """The beginning of a dataset's card, which has its configuration; empty where there is none."""
+    if not path.is_file():
+        return ""
+    with path.open(encoding="utf-8", errors="replace") as file:
+        return file.read(_CARD_LIMITS.num_bytes)
+
+
+def _check_folder(path: Path) -> None:
+    """Refuse a dataset folder that names files outside of itself: by links, by its card, or by a list of files.
+
+    Raises:
+        NoData: HP602 naming the file of the folder that does.
+    """
+    for folder, folders, files in os.walk(path):
+        for name in (*folders, *files):
+            refuse_outside(Path(folder, name), path)
+        for name in set(files) & {*_SAVED, *_CARDS}:
+            _check_names(Path(folder, name))
+
+
+def _check_names(path: Path) -> None:
+    """Refuse a card or a list of files that names a file outside of its folder, or more than any such list."""
+    try:
+        if path.suffix == ".json":
+            values = read_json(path, _CARD_LIMITS)
+            named = [values.get(key) for key in ("_data_files", "_indices_data_files", "splits")]
+        else:
+            text = _card_text(path)
+            if path.name == _CARDS[0]:
+                text = text.removeprefix("---").partition("\n---")[0] if text[:3] == "---" else ""
+            values = parse_yaml(text, _CARD_LIMITS) or {}
+            named = [values.get("configs")]
+        outside = next(filter(names_outside, _texts(named)), None)
+    except (OSError, ValueError, AttributeError, yaml.YAMLError) as error:
+        raise NoData(
+            "a description of the dataset cannot be read", where=str(path), got=str(error)[:200]
+        ) from error
+    if outside is not None:
+        raise NoData(
+            "a description of the dataset names a file outside of its folder",
+            where=str(path),
+            got=abbreviated(outside),
+            allowed="names of files in the folder",
+            hint="name that file in the recipe itself as `data.source`, if you mean to read it",
+        )
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, (dict, list)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _texts(item)
 
 
 def _missing(data: Data, got: str, allowed: object, hint: str | None) -> NoData:

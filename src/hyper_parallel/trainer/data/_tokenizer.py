@@ -15,10 +15,12 @@ from typing import Any, Final
 
 from hyper_parallel.config import Data
 from hyper_parallel.errors import BadValue, NoData
+from hyper_parallel.model import read_config_values
 from hyper_parallel.trainer._files import FileEntry
 from hyper_parallel.trainer.data._cache import byte_bar, digest, entry
 from hyper_parallel.trainer.data._chat import CHATML, PLAIN
 from hyper_parallel.trainer.data._sources import Source
+from hyper_parallel.trainer.data._tokenizer_limits import check_files, check_parts, tokenizing
 from hyper_parallel.units import MiB
 
 END_OF_TEXT = "<|endoftext|>"
@@ -78,17 +80,21 @@ def load_tokenizer(directory: str | Path, *, trusted: bool = False) -> Any:
             where=f"data.tokenizer: {directory}",
             allowed=f"a directory with one of {', '.join(_VOCABULARIES)}",
         )
+    where = f"data.tokenizer: {directory}"
+    check_files(directory, TOKENIZER_FILES)
+    if (directory / "config.json").is_file():  # transformers makes a config of it
+        read_config_values(directory / "config.json")
     try:
-        return AutoTokenizer.from_pretrained(
-            str(directory), local_files_only=True, trust_remote_code=trusted
-        )
-    except Exception as error:
+        with tokenizing(where):
+            tokenizer = AutoTokenizer.from_pretrained(
+                str(directory), local_files_only=True, trust_remote_code=trusted
+            )
+    except BadValue as error:
         # transformers and tokenizers raise plain Exception for damaged files.
-        raise NoData(
-            "the tokenizer cannot be loaded",
-            where=f"data.tokenizer: {directory}",
-            got=(str(error).splitlines() or [type(error).__name__])[0][:200],
-        ) from error
+        raise NoData("the tokenizer cannot be loaded", where=where, got=error.got) from error
+    if tokenizer.is_fast:
+        check_parts(tokenizer.backend_tokenizer, where)
+    return tokenizer
 
 
 def obtain(

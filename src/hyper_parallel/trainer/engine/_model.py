@@ -19,6 +19,7 @@ from hyper_parallel.backends.torch.weights._carried import CARRIED_FILE, carried
 from hyper_parallel.config import Recipe
 from hyper_parallel.errors import (
     BadValue,
+    DoesNotFit,
     ModelUnreadable,
     PlanMismatch,
     WeightsUnreadable,
@@ -34,6 +35,7 @@ from hyper_parallel.model import (
 from hyper_parallel.trainer.data import has_tokenizer, load_tokenizer
 from hyper_parallel.trainer.engine._adapters import freeze, lora_config
 from hyper_parallel.trainer.engine._auto_model import model_from_config
+from hyper_parallel.units import format_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +50,9 @@ _DTYPES = {
 
 GENERATION = "generation_config.json"
 """How a model generates, by transformers' name."""
+
+_FAR_TOO_LARGE: Final = 16
+"""A plan that takes so many times the memory of a rank is not carried out: offload would not help either."""
 
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 _LEFT = ("*.index.json", "*.gguf", "consolidated*.pth")
@@ -120,7 +125,17 @@ def check_parameters(model: nn.Module, plan: Plan, where: str) -> None:
     Raises:
         ModelUnreadable: HP305 naming family and parameter.
         NotDivisible: HP203, RuleError: HP204, UnsupportedSharding: HP205 for what cannot be split.
+        DoesNotFit: HP401 for a model that is far too large for this machine, with whatever options.
     """
+    most = _FAR_TOO_LARGE * plan.memory_capacity_bytes
+    if plan.topology == "local" and 0 < most < plan.memory_bytes:
+        raise DoesNotFit(
+            "the model is far too large for this machine",
+            where=where,
+            got=f"{format_bytes(plan.memory_bytes)} on a rank, {plan.model.num_params:,} parameters",
+            allowed=f"{format_bytes(plan.memory_capacity_bytes)}",
+            hint="name the machine that is meant, for example `topology=dgx-h100`",
+        )
     try:
         resolve_layouts(model, plan)
     except PlanMismatch as error:

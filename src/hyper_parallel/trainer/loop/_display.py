@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 
-from rich.console import Console
 from rich.panel import Panel
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from hyper_parallel.cost import LOCAL_CARD
+from hyper_parallel.errors import console
 from hyper_parallel.ir import Plan
 from hyper_parallel.units import format_bytes, format_count, format_seconds
 
@@ -28,7 +28,7 @@ class Display:
     def __init__(self, steps: int, enabled: bool) -> None:
         enabled = enabled and logging.getLogger("hyper_parallel").level <= logging.INFO
         self._enabled = enabled
-        self._console = Console(stderr=True, highlight=False, soft_wrap=True)
+        self._console = console(stderr=True, soft_wrap=True)
         self.bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -47,7 +47,7 @@ class Display:
     def line(self, text: str) -> None:
         """Print one line above the bar."""
         if self._enabled:
-            self._console.print(text, markup=False)
+            self._console.print(text)
 
 
 def startup_panel(

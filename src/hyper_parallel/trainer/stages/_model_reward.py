@@ -6,7 +6,6 @@ writes behind an answer is added first, as the model has seen it when it learned
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ import torch
 
 from hyper_parallel.backends.torch.weights._checksums import state_checksum
 from hyper_parallel.errors import Contradiction, ModelUnreadable
+from hyper_parallel.model import read_config
 from hyper_parallel.trainer.data import load_tokenizer
 from hyper_parallel.trainer.data._chat import encode_conversation
 
@@ -40,9 +40,9 @@ class ModelReward:
             ModelUnreadable: HP305. Contradiction: HP104.
         """
         try:
-            config = json.loads((self.directory / "config.json").read_text(encoding="utf-8"))
-            kind = str((config.get("architectures") or [""])[0])
-        except (OSError, ValueError, AttributeError, RecursionError) as error:
+            config = read_config(self.directory).values
+            kind = str((config.get("architectures") or [""])[0])[:80]
+        except (LookupError, TypeError) as error:
             kind = str(error)
         if not kind.endswith("ForSequenceClassification"):
             raise ModelUnreadable(

@@ -1,0 +1,94 @@
+"""Text for a terminal from values that somebody else may have written: bounded, and without control characters."""
+
+from __future__ import annotations
+
+import logging
+import re
+import reprlib
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_MOST_CHARACTERS: Final = 2_000
+"""Of one value in a message."""
+_CONTROL: Final = re.compile(
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufeff]"
+)
+"""C0 without tab and line feed, DEL, C1, marks that reorder or end lines, and halves of characters."""
+
+
+def printable(text: str) -> str:
+    """Return a text with every character escaped that moves a cursor, hides or reorders text; no tab, no line feed.
+
+    Everything that reaches a terminal and holds words of a file goes through this function once. The escapes are those
+    of JSON, so that JSON stays the same value.
+    """
+    return _CONTROL.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
+
+
+def console(**options: Any) -> Console:
+    """Return a console of rich whose texts are `printable` and no markup, those in tables and panels included.
+
+    Args:
+        options: Further options of `rich.console.Console`.
+    """
+    from rich.console import Console
+
+    class Printable(Console):
+        def render_str(self, text: str, **how: Any) -> Any:
+            return super().render_str(printable(text), **how)
+
+    return Printable(highlight=False, markup=False, emoji=False, **options)
+
+
+class PrintableFormatter(logging.Formatter):
+    """Formats lines of a log without control characters."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line."""
+        return printable(super().format(record))
+
+
+class _Abbreviation(reprlib.Repr):
+    """`repr` that looks at a bounded part of a value."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__()
+        self.maxlevel = 3
+        most = max(8, length // 50)
+        self.maxdict = self.maxlist = self.maxtuple = self.maxset = self.maxfrozenset = most
+        self.maxstring = self.maxother = length
+
+    def repr_str(self, x: str, level: int) -> str:
+        shown = repr(x[: self.maxstring])
+        return shown if len(x) <= self.maxstring else f"{shown[:-1]}...{shown[0]}"
+
+    def repr_bytes(self, x: bytes, level: int) -> str:
+        return self.repr_instance(x[: self.maxstring], level)
+
+    def repr_int(self, x: int, level: int) -> str:
+        return repr(x) if x.bit_length() <= 256 else f"an integer of {x.bit_length():,} bits"
+
+
+def abbreviated(value: Any, length: int = 80) -> str:
+    """Return `repr(value)`, cut to about `length` characters; no more of the value than that is looked at."""
+    text = _Abbreviation(length).repr(value)
+    return text if len(text) <= length else f"{text[: length - 3]}..."
+
+
+def plain(value: object) -> str:
+    """Return a value as a message shows it: a text as it is, a list with commas, at most so many characters."""
+    if isinstance(value, (list, tuple, range)):
+        text = ", ".join(map(_plain_item, value[:200])) + (", ..." if len(value) > 200 else "")
+    else:
+        text = _plain_item(value)
+    return text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]}..."
+
+
+def _plain_item(value: object) -> str:
+    if isinstance(value, str):
+        return value[: _MOST_CHARACTERS + 1]
+    if isinstance(value, (int, bytes, dict, list, tuple, set, frozenset)):
+        return abbreviated(value, _MOST_CHARACTERS)
+    return str(value)

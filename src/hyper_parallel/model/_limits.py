@@ -1,0 +1,95 @@
+"""Bounds on a config.json, checked on its text before a model, a plan or a class of transformers is made of it.
+
+Whoever publishes a config chooses how much time and memory reading it costs: lists of layers, names of labels and
+modules of experts are made eagerly. Each bound is the largest published value with a margin of several times.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, Final, NamedTuple
+
+from hyper_parallel.errors import ModelUnreadable, abbreviated
+from hyper_parallel.received import Limits
+
+CONFIG_LIMITS: Final = Limits(num_bytes=8 * 1024**2, num_elements=300_000, depth=30)
+"""The longest published configs name some twenty thousand labels, twice."""
+
+
+class _Count(NamedTuple):
+    """Numbers of one kind: the keys that hold them, the largest allowed, and the largest that is published."""
+
+    what: str
+    keys: re.Pattern[str]
+    most: int
+    published: str
+
+
+_COUNTS: Final = (
+    _Count("layers", re.compile(r"(?:^|_)n?_?(?:layers?|depths?|blocks)$"), 2**9, "315, in a merge of Llama 3.1"),
+    _Count("labels", re.compile(r"(?:labels|classes|choices)$"), 100_000, "21,843, of ImageNet-21k"),
+    _Count("experts", re.compile(r"experts"), 2**14, "2,048, in Switch-C"),
+    _Count("vocabulary", re.compile(r"vocab"), 2**22, "1,114,112, in CANINE"),
+    _Count("positions", re.compile(r"position|length|seq|window|context|max_"), 2**31 - 1, "10,485,760, in Llama 4"),
+    _Count(
+        "width", re.compile(r"size|dim|width|heads|hidden|channels|rank|features|embd|inner|^d_|state|groups|kernel"),
+        2**20, "73,728, in PaLM",
+    ),
+)  # fmt: skip
+"""A key belongs to the first row that it fits."""
+_MOST_EXPERTS: Final = 2**17
+"""Experts of all layers, each a few modules; Switch-C has 30,720."""
+_MOST: Final = 2**53
+"""Of any other number."""
+
+
+def check_config(values: Mapping[str, Any], where: str) -> None:
+    """Refuse a config with a count beyond all published models.
+
+    Args:
+        values: The JSON object.
+        where: The file, for errors.
+
+    Raises:
+        ModelUnreadable: HP305 naming the key.
+    """
+    largest: dict[str, int] = {}
+    for key, number in _numbers(values, ""):
+        name = key.rpartition(".")[2]
+        kind = next((count for count in _COUNTS if count.keys.search(name)), None)
+        most = _MOST if kind is None else kind.most
+        if isinstance(number, float) and (kind is None or kind.what == "positions"):
+            continue  # no count
+        if not abs(number) <= most:
+            raise ModelUnreadable(
+                f"`{key}` of the config is beyond every published model",
+                where=where,
+                got=abbreviated(number),
+                allowed=f"at most {most:,}"
+                + (f"; the largest published is {kind.published}" if kind else ""),
+                hint="give the config.json that the model was published with",
+            )
+        if kind is not None and isinstance(number, int):
+            largest[kind.what] = max(largest.get(kind.what, 0), abs(number))
+    experts = largest.get("experts", 0) * largest.get("layers", 0)
+    if experts > _MOST_EXPERTS:
+        raise ModelUnreadable(
+            "the config has more experts than any published model",
+            where=where,
+            got=f"{largest['layers']:,} layers, {largest['experts']:,} experts",
+            allowed=f"at most {_MOST_EXPERTS:,} experts in all layers",
+            hint="give the config.json that the model was published with",
+        )
+
+
+def _numbers(value: Any, key: str) -> Iterator[tuple[str, int | float]]:
+    """Every number in a config with its dotted key; a number in a list has that of the list."""
+    if isinstance(value, dict):
+        for name, item in value.items():
+            yield from _numbers(item, f"{key}.{name}" if key else name)
+    elif isinstance(value, list):
+        for item in value:
+            yield from _numbers(item, key)
+    elif isinstance(value, (int, float)) and not isinstance(value, bool):
+        yield key, value

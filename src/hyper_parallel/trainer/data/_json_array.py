@@ -1,0 +1,118 @@
+"""Elements of a JSON array in a file, one after the other: no more than one of them is held in memory."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import IO, Any, Final
+
+from hyper_parallel.received import LimitExceeded
+
+_CHUNK: Final = 2**20
+_SPACE: Final = re.compile(r"[ \t\n\r]*")
+_LONGEST_LITERAL: Final = 16
+"""A word or number that is cut by the end of a chunk is reported at most so far before it."""
+
+
+class ArrayReader:
+    """The elements of an array.
+
+    Args:
+        file: Text of the file, from its beginning.
+        most: Most characters of one element.
+    """
+
+    def __init__(self, file: IO[str], most: int) -> None:
+        self._file, self._most = file, most
+        self._decoder = json.JSONDecoder()
+        self._buffer, self._at, self._first_line = "", 0, 1
+        self._ended = False
+
+    def __iter__(self) -> Iterator[tuple[Any, str]]:
+        """Yield each element with its text.
+
+        Raises:
+            json.JSONDecodeError: The text is no array; it counts lines from `first_line` on.
+            LimitExceeded: An element is longer than the limit.
+        """
+        self._expect("[", "Expecting value")
+        if self._next() == "]":
+            self._close()
+            return
+        while True:
+            self._next()
+            yield self._element()
+            if self._next() == "]":
+                self._close()
+                return
+            self._expect(",", "Expecting ',' delimiter")
+
+    def _fill(self) -> bool:
+        """Read on, as much again as there is; False at the end of the file."""
+        if self._ended:
+            return False
+        chunk = self._file.read(max(_CHUNK, len(self._buffer) - self._at))
+        if not chunk:
+            self._ended = True
+            return False
+        self._first_line += self._buffer.count("\n", 0, self._at)
+        self._buffer, self._at = self._buffer[self._at :] + chunk, 0
+        return True
+
+    def _next(self) -> str:
+        """Step over white space to the next character; an empty text at the end."""
+        while True:
+            found = _SPACE.match(self._buffer, self._at)
+            self._at = found.end() if found else self._at
+            if self._at < len(self._buffer):
+                return self._buffer[self._at]
+            if not self._fill():
+                return ""
+
+    def _expect(self, character: str, problem: str) -> None:
+        if self._next() != character:
+            raise self._error(problem)
+        self._at += 1
+
+    def _close(self) -> None:
+        self._at += 1
+        if self._next():
+            raise self._error("Extra data")
+
+    def _error(self, problem: str) -> json.JSONDecodeError:
+        return json.JSONDecodeError(problem, self._buffer, self._at)
+
+    def _element(self) -> tuple[Any, str]:
+        while True:
+            try:
+                value, end = self._decoder.raw_decode(self._buffer, self._at)
+            except json.JSONDecodeError as error:
+                cut = error.msg.startswith("Unterminated")
+                cut = cut or error.pos >= len(self._buffer) - _LONGEST_LITERAL
+                if not cut or not self._more():
+                    raise
+                continue
+            may_go_on = self._buffer[end - 1] not in '}]"'  # a number
+            if may_go_on and end > len(self._buffer) - _LONGEST_LITERAL and self._more():
+                continue
+            if end - self._at > self._most:
+                raise LimitExceeded(f"{end - self._at:,} characters, more than {self._most:,}")
+            text, self._at = self._buffer[self._at : end], end
+            return value, text
+
+    def _more(self) -> bool:
+        length = len(self._buffer) - self._at
+        if length > self._most:
+            raise LimitExceeded(f"more than {self._most:,} characters")
+        return self._fill()
+
+    @property
+    def line(self) -> int:
+        """Number of the line in which the present element begins."""
+        return self._first_line + self._buffer.count("\n", 0, self._at)
+
+    @property
+    def first_line(self) -> int:
+        """Number of the line with which the text of an error begins."""
+        return self._first_line

@@ -1,0 +1,251 @@
+"""Chat templates run within a budget: a template is a program of whoever published the tokenizer.
+
+Templates are compiled in jinja's immutable sandbox with the filters and globals of transformers. Everything in it that
+takes time or memory is charged to one budget: an iteration of a loop, a call, a filter, a comparison, an operator, and
+what is printed, each by its size. The budget grows with the conversation, so that long ones are rendered; a template
+that exceeds it is refused, on every machine alike, after a bounded number of steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from functools import lru_cache
+from typing import Any, Final
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension
+from jinja2.runtime import BlockReference, Context, LoopContext, Macro
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from hyper_parallel.trainer.data._template_work import (
+    ITEM,
+    MOST_BITS,
+    READ,
+    Counted,
+    TemplateBudget,
+    Work,
+    as_text,
+    charged,
+    check_format,
+    check_integers,
+    deep_size,
+    size_of,
+    spend_method,
+)
+
+_MOST_SOURCE: Final = 128 * 1024
+"""Characters of a template; the longest that are published have some ten thousand."""
+_DROPPED: Final = (
+    "lipsum",
+    "cycler",
+    "joiner",
+    "urlize",
+    "striptags",
+    "xmlattr",
+    "wordwrap",
+    "pprint",
+)
+"""Globals and filters of jinja that no chat template needs, and whose work is hard to bound."""
+
+
+class BoundedEnvironment(ImmutableSandboxedEnvironment):
+    """A sandbox of jinja in which every step is charged to a budget.
+
+    Args:
+        like: An environment of transformers, whose extensions, filters and globals are used.
+    """
+
+    intercepted_binops = frozenset(ImmutableSandboxedEnvironment.default_binop_table)
+
+    def __init__(self, like: jinja2.Environment) -> None:
+        self.work = work = Work()
+
+        @jinja2.pass_context
+        def finalize(_: Context, value: Any) -> Any:
+            work.step()
+            return work.made(value if isinstance(value, str) else as_text(value, work))
+
+        super().__init__(
+            trim_blocks=like.trim_blocks,
+            lstrip_blocks=like.lstrip_blocks,
+            extensions=[type(extension) for extension in like.extensions.values()],
+            finalize=finalize,
+            optimized=False,
+        )
+        given = {k: v for k, v in like.globals.items() if k not in _DROPPED and k != "range"}
+        self.globals = {"range": self.globals["range"], **given}
+        self.filters = {
+            name: charged(name, f, work) for name, f in like.filters.items() if name not in _DROPPED
+        }
+        self.filters |= {"_counted": self._counted, "_joined": self._joined}
+        self.filters |= {"_compared": self._compared, "_copied": self._copied}
+        self._constant = 0
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        tree = super()._parse(source, name, filename)
+        called = [
+            *tree.find_all(nodes.Macro),
+            *tree.find_all(nodes.CallBlock),
+            *tree.find_all(nodes.Block),
+        ]
+        called += tree.find_all(nodes.For)
+        self._constant = max((_num_constant(node.body) for node in called), default=0)
+        _charge_loops(tree)
+        return _Charging().visit(tree)
+
+    def _counted(self, values: Any, constant: int) -> Counted:
+        return Counted(values, self.work, constant)
+
+    def _joined(self, values: Sequence[Any]) -> str:
+        texts = [v if isinstance(v, str) else as_text(v, self.work) for v in values]
+        self.work.step()
+        self.work.spend(sum(map(size_of, texts)))
+        return "".join(texts)
+
+    def _compared(self, value: Any) -> Any:
+        self.work.step(value)
+        if isinstance(value, (list, tuple, dict)):
+            self.work.spend(deep_size(value) // ITEM)
+        return value
+
+    def _copied(self, value: Any) -> Any:
+        self.work.step(value)
+        self.work.spend(size_of(value))
+        return value
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        """Run an operator that the budget allows."""
+        self.work.step(left, right)
+        if operator == "*":
+            for text, count in ((left, right), (right, left)):
+                if isinstance(text, (str, bytes, list, tuple)) and isinstance(count, int):
+                    self.work.spend(size_of(text) * max(count, 0))
+        elif operator == "**" and isinstance(left, int) and isinstance(right, int):
+            if left.bit_length() * abs(right) > MOST_BITS:
+                raise TemplateBudget(f"an integer of more than {MOST_BITS} bits")
+        elif operator == "%" and isinstance(left, str):
+            check_format(left, right if isinstance(right, tuple) else (right,), self.work)
+        return self.work.made(super().call_binop(context, operator, left, right))
+
+    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
+        """Call what the budget allows."""
+        work = __self.work
+        work.step(*args)
+        check_integers(args, kwargs)
+        owner = getattr(__obj, "__self__", None)
+        if isinstance(__obj, LoopContext) and args:  # a loop that is recursive
+            args = (Counted(args[0], work, __self._constant), *args[1:])
+        elif isinstance(__obj, (Macro, BlockReference)):
+            work.spend(__self._constant)
+        elif isinstance(owner, Extension):  # which adds up what was printed before
+            work.spend(work.printed // READ + work.num_pieces * ITEM)
+        if isinstance(owner, (str, bytes)):
+            work.step(owner)
+            name = getattr(__obj, "__name__", "")
+            if name == "join" and args:
+                args = (list(Counted(args[0], work, 0)), *args[1:])
+            spend_method(name, owner, args, work)
+        elif getattr(__obj, "__name__", "") in ("format", "format_map"):
+            # The sandbox wraps these methods of a text; `__wrapped__` is the method.
+            text = getattr(getattr(__obj, "__wrapped__", None), "__self__", "")
+            check_format(text, [*args, *kwargs.values()], work)
+        elif isinstance(owner, (list, tuple, dict)):
+            work.step(owner)
+        return work.made(super().call(__context, __obj, *args, **kwargs))
+
+
+def _num_constant(body: Iterable[nodes.Node]) -> int:
+    """Characters that stand in the template itself below some nodes."""
+    return sum(len(data.data) for node in body for data in _found(node, nodes.TemplateData))
+
+
+def _found(node: nodes.Node, kind: type[Any]) -> Iterator[Any]:
+    if isinstance(node, kind):
+        yield node
+    yield from node.find_all(kind)
+
+
+def _charge_loops(tree: nodes.Template) -> None:
+    for loop in list(tree.find_all(nodes.For)):
+        size = nodes.Const(_num_constant(loop.body))
+        loop.iter = nodes.Filter(loop.iter, "_counted", [size], [], None, None, lineno=loop.lineno)
+
+
+class _Charging(jinja2.visitor.NodeTransformer):
+    """Lets operators that jinja compiles to plain Python go through the budget."""
+
+    def visit_Concat(self, node: nodes.Concat, *args: Any, **kwargs: Any) -> nodes.Node:
+        self.generic_visit(node, *args, **kwargs)
+        parts = nodes.List(node.nodes, lineno=node.lineno)
+        return nodes.Filter(parts, "_joined", [], [], None, None, lineno=node.lineno)
+
+    def visit_Compare(self, node: nodes.Compare, *args: Any, **kwargs: Any) -> nodes.Node:
+        self.generic_visit(node, *args, **kwargs)
+        node.expr = _through(node.expr, "_compared")
+        for operand in node.ops:
+            operand.expr = _through(operand.expr, "_compared")
+        return node
+
+    def visit_Getitem(self, node: nodes.Getitem, *args: Any, **kwargs: Any) -> nodes.Node:
+        self.generic_visit(node, *args, **kwargs)
+        if isinstance(node.arg, nodes.Slice):
+            node.node = _through(node.node, "_copied")
+        return node
+
+
+def _through(node: nodes.Expr, name: str) -> nodes.Expr:
+    """A node whose value goes through a filter."""
+    if isinstance(node, nodes.Const):
+        return node
+    return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
+
+
+@lru_cache(maxsize=8)
+def compiled(source: str) -> jinja2.Template:
+    """Return a chat template that renders within a budget.
+
+    Raises:
+        jinja2.TemplateError: It is no template, or too long.
+    """
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    if len(source) > _MOST_SOURCE:
+        raise TemplateBudget(f"a template of more than {_MOST_SOURCE:,} characters")
+    environment = BoundedEnvironment(_compile_jinja_template("").environment)
+    environment.work.begin(0, 0)
+    return environment.from_string(source)
+
+
+def rendered(
+    source: str,
+    messages: Sequence[Mapping[str, str]],
+    values: Mapping[str, Any],
+    *,
+    marks: bool = False,
+) -> tuple[str, list[tuple[int, int]]]:
+    """Return the text of a conversation, and the characters that the template marks as the assistant's (`generation`).
+
+    Args:
+        source: The template.
+        messages: Turns, each with the keys that the template reads.
+        values: Further variables of the template.
+        marks: Find the marks; else there are none.
+
+    Raises:
+        Exception: Whatever the template raises; `TemplateBudget` when it does too much.
+    """
+    template = compiled(source)
+    environment: Any = template.environment
+    num_bytes = sum(len(text) for turn in messages for text in turn.values())
+    environment.work.begin(len(messages), num_bytes)
+    pieces: list[str] = []
+    marked: list[tuple[int, int]] = []
+    with environment.activate_tracker(pieces, marked) if marks else nullcontext():
+        for piece in template.generate(
+            messages=list(messages), tools=None, documents=None, **values
+        ):
+            environment.work.prints(piece)
+            pieces.append(piece)
+    return "".join(pieces), marked

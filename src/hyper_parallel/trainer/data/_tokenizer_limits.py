@@ -1,0 +1,248 @@
+"""Bounds on a received tokenizer: its files, its regular expressions, and how long it may make a text.
+
+The files are bounded before they are read. What the tokenizer does to a text is checked on its loaded parts
+(normalizer, pre-tokenizer, post-processor, decoder), which are small, before any text goes through them.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import stat
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+from hyper_parallel.errors import BadValue, HyperParallelError, NoData, abbreviated
+from hyper_parallel.units import MiB
+
+_MOST_FILE: Final = 64 * MiB
+"""Bytes of a file; the largest that is published has some 35 million."""
+_MOST_GROWTH: Final = 256
+"""Characters that a normalizer may make of one; NFKC makes up to 18."""
+_MOST_TEXT: Final = 256
+"""Characters that a part may add at one place."""
+_MOST_PATTERN: Final = 20_000
+"""Characters of a regular expression; the longest that are published have some hundred."""
+_MOST_REPEAT: Final = 1000
+"""Largest count of a repetition in a regular expression."""
+_FEW: Final = 3
+"""Repetitions of a group with choices, and repetitions without bound one after the other."""
+_MOST_PARTS: Final = 256
+"""Parts of a sequence of normalizers and the like."""
+_PARTS: Final = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
+
+
+class Unbounded(ValueError):
+    """A part of a tokenizer that takes unbounded time or memory."""
+
+
+def check_files(directory: Path, names: Sequence[str]) -> None:
+    """Refuse tokenizer files that are no regular files, or larger than any that is published.
+
+    Raises:
+        NoData: HP602 naming the file.
+    """
+    for path in (directory / name for name in names):
+        try:
+            status = path.stat()
+        except OSError:
+            continue
+        if not stat.S_ISREG(status.st_mode) or status.st_size > _MOST_FILE:
+            raise NoData(
+                "a file of the tokenizer is not a regular file, or too large",
+                where=str(path),
+                got=f"{status.st_size:,} bytes",
+                allowed=f"at most {_MOST_FILE:,} bytes",
+            )
+
+
+def check_parts(backend: Any, where: str) -> None:
+    """Refuse a loaded tokenizer that takes unbounded time or memory for a text.
+
+    Args:
+        backend: `tokenizers.Tokenizer`.
+        where: Its directory, for errors.
+
+    Raises:
+        BadValue: HP102 naming the part.
+    """
+    for name in _PARTS:
+        part = getattr(backend, name, None)
+        if part is None:
+            continue
+        try:
+            state = json.loads(part.__getstate__())
+            _check_part(state)
+            if name == "normalizer" and growth(state) > _MOST_GROWTH:
+                raise Unbounded(f"makes more than {_MOST_GROWTH} characters of one")
+        except (ValueError, RecursionError, binascii.Error) as error:
+            raise BadValue(
+                f"the {name} of the tokenizer is not one that can be trusted with a text",
+                where=where,
+                got=str(error)[:300],
+                hint="data.tokenizer=<a tokenizer that is published as tokenizer.json>",
+            ) from error
+    longest = getattr(backend.model, "max_input_chars_per_word", 0) or 0
+    if longest > _MOST_TEXT * 40:
+        raise BadValue(
+            "the tokenizer looks for the parts of words of any length",
+            where=where,
+            got=f"max_input_chars_per_word={longest}",
+            allowed=f"at most {_MOST_TEXT * 40}",
+        )
+
+
+def _check_part(value: Any, key: str = "") -> None:
+    """Check every text, pattern and list of a part."""
+    if isinstance(value, dict):
+        for name, item in value.items():
+            if name == "Regex" and isinstance(item, str):
+                check_pattern(item)
+            elif name == "precompiled_charsmap":
+                continue  # counted by `growth`
+            else:
+                _check_part(item, name)
+    elif isinstance(value, list):
+        if len(value) > _MOST_PARTS and key != "special_tokens":
+            raise Unbounded(f"{len(value):,} parts in `{key}`")
+        for item in value:
+            _check_part(item, key)
+    elif isinstance(value, str) and len(value) > _MOST_TEXT:
+        raise Unbounded(f"a text of {len(value):,} characters in `{key}`")
+
+
+def growth(state: Any) -> float:
+    """Return how many characters a normalizer may make of one."""
+    if not isinstance(state, dict):
+        return 1.0
+    kind = state.get("type")
+    if kind == "Sequence":
+        product = 1.0
+        for part in state.get("normalizers", ()):
+            product = min(product * growth(part), 1e18)
+        return product
+    if kind == "Replace":
+        pattern = state.get("pattern") or {}
+        text = pattern.get("String")
+        length = len(text) if isinstance(text, str) else 1
+        return max(1.0, len(state.get("content", "")) / max(length, 1) + (length == 0))
+    if kind == "Precompiled":
+        return _longest_mapped(state.get("precompiled_charsmap") or "")
+    return 1.0
+
+
+def _longest_mapped(text: str) -> float:
+    """Return the longest text of a map of characters: a trie, of so many bytes as its first four say, then texts."""
+    raw = base64.b64decode(text)
+    texts = raw[4 + int.from_bytes(raw[:4], "little") :]
+    return max((len(one) for one in texts.split(b"\0")), default=1)
+
+
+def check_pattern(pattern: str) -> None:
+    """Refuse a regular expression that may backtrack without end.
+
+    Time is exponential where a repetition without bound holds another repetition or a choice: `(a|aa)+`, `(a+)*`. No
+    published tokenizer has one.
+
+    Raises:
+        Unbounded: With the reason.
+    """
+    if len(pattern) > _MOST_PATTERN:
+        raise Unbounded(f"a regular expression of {len(pattern):,} characters")
+    unbounded = 0
+    branching = [False]  # for each open group: whether it may match one text in several ways
+    at = 0
+    while at < len(pattern):
+        character = pattern[at]
+        at += 1
+        closed = False
+        if character == "\\":
+            if pattern[at : at + 1] in "gk123456789":
+                raise Unbounded(
+                    f"a regular expression that refers to a group: {abbreviated(pattern)}"
+                )
+            at += 1
+        elif character == "[":
+            at = _end_of_class(pattern, at)
+        elif character == "(":
+            branching.append(False)
+            continue
+        elif character == "|":
+            branching[-1], unbounded = True, 0
+            continue
+        elif character == ")" and len(branching) > 1:
+            closed = branching.pop()
+        repeat, at = _repetition(pattern, at)
+        unbounded += repeat >= _MOST_REPEAT
+        if (repeat > _FEW and closed) or unbounded > _FEW:
+            raise Unbounded(
+                f"a regular expression that repeats a choice or a repetition: {abbreviated(pattern)}"
+            )
+        branching[-1] = branching[-1] or closed or repeat > 1
+
+
+def _end_of_class(pattern: str, at: int) -> int:
+    """Return where a class of characters ends that has begun; classes may hold classes."""
+    depth, first = 1, True
+    while at < len(pattern) and depth:
+        character = pattern[at]
+        at += 1
+        if character == "\\":
+            at += 1
+        elif character == "[":
+            depth += 1
+        elif character == "]" and not first:
+            depth -= 1
+        first = first and character == "^"
+    return at
+
+
+def _repetition(pattern: str, at: int) -> tuple[int, int]:
+    """Return how often what stands before `at` may be repeated at most, and where that is said to its end."""
+    most = 1
+    while at < len(pattern):
+        character = pattern[at]
+        if character in "*+":
+            most, at = _MOST_REPEAT, at + 1
+        elif character == "?":
+            at += 1
+        elif character == "{" and (end := pattern.find("}", at)) > 0:
+            counts = [part.strip() for part in pattern[at + 1 : end].split(",")]
+            if not any(counts) or not all(not c or (c.isascii() and c.isdigit()) for c in counts):
+                return most, at
+            numbers = [int(c[:9]) for c in counts if c]
+            if max(numbers) > _MOST_REPEAT:
+                raise Unbounded(f"a repetition of {max(numbers):,} in a regular expression")
+            exact = len(counts) == 1
+            most = max(
+                most, _MOST_REPEAT if not counts[-1] else 1 if exact and most == 1 else max(numbers)
+            )
+            at = end + 1
+        else:
+            break
+    return most, at
+
+
+@contextmanager
+def tokenizing(where: str) -> Iterator[None]:
+    """Give what a tokenizer raises while it reads a text a code: its library panics where an expression gives up.
+
+    Raises:
+        BadValue: HP102.
+    """
+    try:
+        yield
+    except HyperParallelError:
+        raise
+    except BaseException as error:
+        # The exception of a panic derives from BaseException alone, and its class cannot be imported.
+        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+            raise BadValue(
+                "the tokenizer fails on a text",
+                where=where,
+                got=(str(error).splitlines() or [type(error).__name__])[0][:200],
+            ) from error
+        raise
