@@ -46,6 +46,7 @@ from hyper_parallel.errors import (
 )
 from hyper_parallel.received import LimitExceeded
 
+_LONGEST_HINT: Final = 300
 DEGREES: Final = ("pp", "dp_replicate", "dp_shard", "cp", "tp_x", "tp_y", "ep")
 """Keys of the `parallel` section that are degrees of mesh axes."""
 
@@ -138,7 +139,10 @@ def load_recipe(
     def pasteable(key: str, value: object, written: str) -> str:
         typed = (f"{key}=", f"{written}=", f"{key.partition('.')[0]}.")
         as_override = origin_of(key) == _COMMAND_LINE or any(o.startswith(typed) for o in overrides)
-        return f"{key}{'=' if as_override else ': '}{'null' if value is None else value}"
+        text = "null" if value is None else str(value)
+        return (
+            f"{key}{'=' if as_override else ': '}{text if len(text) <= _LONGEST_HINT else 'VALUE'}"
+        )
 
     recipe = validated(Recipe, _nest(path, merged), where, pasteable)
     resolved = {**{key: _DEFAULT for key, _ in leaves(Recipe)}, **origins}

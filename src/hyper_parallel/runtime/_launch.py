@@ -234,11 +234,12 @@ def _child(
 def _redirect(log: Path) -> None:
     """Send standard output and error to a log; to nowhere where it cannot be created, for a run goes on without."""
     try:
-        file = create_file(log).detach().fileno()
+        file = create_file(log)
     except OSError:
-        file = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(file, 1)
-    os.dup2(file, 2)
+        file = Path(os.devnull).open("w", encoding="utf-8")
+    with file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
 
 
 def stamp(error: BaseException) -> float:
