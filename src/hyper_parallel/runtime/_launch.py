@@ -236,7 +236,7 @@ def _redirect(log: Path) -> None:
     try:
         file = create_file(log)
     except OSError:
-        file = Path(os.devnull).open("w", encoding="utf-8")
+        file = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115
     with file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
