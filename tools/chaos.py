@@ -287,8 +287,15 @@ def nan(run: Run, draw: random.Random) -> str:
     return ""
 
 
+def _recording(run: Run) -> None:
+    """Wait for another record: the run is in the middle of its steps."""
+    before = run.step()
+    run.until(lambda: run.step() != before, "another record")
+
+
 def moved(run: Run, draw: random.Random) -> str:
     """The run directory is renamed; the run ends with the place of what is saved, and goes on when it is back."""
+    _recording(run)
     aside = run.out.with_name(f"{run.out.name}_moved")
     run.out.rename(aside)
     if draw.random() < 0.5:
@@ -303,6 +310,7 @@ def moved(run: Run, draw: random.Random) -> str:
 
 def removed(run: Run, draw: random.Random) -> str:
     """The run directory is removed; the run ends and leaves none, and the same command begins at step 1."""
+    _recording(run)
     while run.out.exists():  # the run may write another file meanwhile
         shutil.rmtree(run.out, ignore_errors=True)
     _ends(run, r"error\[HP721\](.|\n)*no checkpoint is left")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
     from hyper_parallel.trainer._job import Job
 
 _SAFE_LR: Final = 3e-4  # the default of `training.lr`
+_REMOVAL_S: Final = 2.0
+_LOOK_S: Final = 0.02
 
 
 def continuing_words(job: Job) -> str:
@@ -34,11 +37,17 @@ class DirectoryWatch:
     Args:
         place: The directory.
         name: A file in it that is written to its end; empty: none.
+
+    Raises:
+        RunDirectoryLost: HP721 when it is gone already.
     """
 
     def __init__(self, place: Path, name: str = "") -> None:
         self._place, self._name = place, name
-        self._handle = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            self._handle = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError as error:
+            raise _lost(place, None, "directory of the run") from error
         self._file = _identity(place / name)
 
     def check(self) -> None:
@@ -47,12 +56,20 @@ class DirectoryWatch:
         Raises:
             RunDirectoryLost: HP721 with the step that is saved, and where.
         """
-        mine = os.fstat(self._handle)
-        if _identity(self._place) == (mine.st_dev, mine.st_ino):
-            if _identity(self._place / self._name) != self._file:
-                raise _lost(self._place, self._place, f"file {self._name} of the run")
+        if self._is_there() and _identity(self._place / self._name) == self._file:
             return
+        begin = (
+            time.monotonic()
+        )  # who removes files one by one may not have come to the directory yet
+        while self._is_there() and time.monotonic() - begin < _REMOVAL_S:
+            time.sleep(_LOOK_S)
+        if self._is_there():
+            raise _lost(self._place, self._place, f"file {self._name} of the run")
         raise _lost(self._place, _folder_of(self._handle), "directory of the run")
+
+    def _is_there(self) -> bool:
+        mine = os.fstat(self._handle)
+        return _identity(self._place) == (mine.st_dev, mine.st_ino)
 
     def close(self) -> None:
         """Close the directory."""

@@ -101,8 +101,7 @@ def check_claimable(place: Path) -> None:
 
 
 def mark_run_directory(place: Path) -> None:
-    """Create and mark the directory of a run that `check_run_directory` has let pass."""
-    place.mkdir(parents=True, exist_ok=True)
+    """Mark the directory of a run that `check_run_directory` has let pass."""
     if not _is_marked(place):
         write_marker(place, Marker(RUN))
 
@@ -113,7 +112,8 @@ def claim_run_directory(place: Path, recipe: Recipe | None = None) -> None:
     Raises:
         OutputNotWritable: HP105 for a directory with other files and no marker.
     """
-    if place.is_dir() and not _is_marked(place):
+    place.mkdir(parents=True, exist_ok=True)
+    if not _is_marked(place):
         _check_unused(place, recipe)
     mark_run_directory(place)
 

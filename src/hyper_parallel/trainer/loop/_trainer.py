@@ -12,7 +12,7 @@ import math
 import platform
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -182,7 +182,9 @@ class Trainer:
     def train(self) -> Summary | None:
         """All steps, evaluations and files of the run; the summary on rank 0."""
         try:
-            return self._train()
+            # From before anything is loaded: records and checkpoints are those of one directory.
+            with closing(DirectoryWatch(self._job.output_dir)) as self._watch:
+                return self._train()
         except LossNotFinite as error:
             error.hint = error.hint or continuing_words(self._job)
             raise
@@ -211,9 +213,7 @@ class Trainer:
         with ExitStack() as stack:
             stack.enter_context(self._display.bar)
             engine.begin(done, self._batches)
-            job.output_dir.mkdir(parents=True, exist_ok=True)
-            self._watch = DirectoryWatch(job.output_dir)
-            stack.callback(self._watch.close)
+            self._watch.check()
             if engine.rank == 0:
                 # Not before: a start that fails leaves an earlier run as it was.
                 with written(job.output_dir):
