@@ -110,6 +110,7 @@ def prepare(
             hint=own,
         )
 
+    tokenizer_fingerprint = tokenizer.fingerprint  # reads its files
     pad_id = tokenizer.hf.pad_token_id
     pad_id = tokenizer.hf.eos_token_id if pad_id is None else pad_id
 
@@ -127,7 +128,7 @@ def prepare(
             return {"notes": notes + pack(target, flat, data, pad_id, seed, masked)}
 
         masked = data.masks(stage)
-        matters = [_VERSION, source.identity(), tokenizer.fingerprint, data.seq_len]
+        matters = [_VERSION, source.identity(), tokenizer_fingerprint, data.seq_len]
         rows: list[Any] = [data.packing, masked] if masked or not data.packing else []
         rows += ["last answer"] if stage in PAIRED else []
         rows += [_TARGETS] if stage != "pt" else []
@@ -148,7 +149,7 @@ def prepare(
             fingerprint=digest([arrays, data.seq_len]),
             cached=meta["cached"],
             notes=tuple(meta["notes"]),
-            tokenizer_fingerprint=tokenizer.fingerprint,
+            tokenizer_fingerprint=tokenizer_fingerprint,
             records_fingerprint=digest({n: file["sha256"] for n, file in records.items()}),
         )
 
@@ -177,9 +178,9 @@ def prepare(
         holdout=None,
         tokenizer_dir=str(tokenizer.directory),
         vocab_size=tokenizer.vocab_size,
-        fingerprint=digest([_VERSION, name, source.shape, stage, tokenizer.fingerprint, *settings]),
+        fingerprint=digest([_VERSION, name, source.shape, stage, tokenizer_fingerprint, *settings]),
         cached=False,
-        tokenizer_fingerprint=tokenizer.fingerprint,
+        tokenizer_fingerprint=tokenizer_fingerprint,
         files_fingerprint=digest(source.identity()),
     )
     return streamed if validation is None else _validated(streamed, validation)
