@@ -534,7 +534,7 @@ class Attack:
     def _change(self, kind: str, path: Path, draw: random.Random) -> str:
         """Change the file; how, in words."""
         others = [p for paths in self.files.values() for p in paths if p != path]
-        if draw.random() < 0.12:
+        if kind != "overrides" and draw.random() < 0.12:
             return replaced(path, others, self.victim, draw)
         path.unlink()  # readers may have mapped it
         raw = self.whole[path]
