@@ -38,6 +38,7 @@ from hyper_parallel.errors._planning import (
     UnknownTopology,
     UnsupportedSharding,
 )
+from hyper_parallel.errors._printable import PrintableFormatter, abbreviated, console, printable
 from hyper_parallel.errors._running import (
     BadObjective,
     BudgetImpossible,
@@ -76,7 +77,6 @@ from hyper_parallel.errors._running import (
     WeightsUninitialised,
     WeightsUnreadable,
 )
-from hyper_parallel.errors._printable import PrintableFormatter, abbreviated, console, printable
 
 __all__ = [
     "AuditError",
