@@ -62,9 +62,9 @@ def build_app(
     return app
 
 
-def say(text: str = "", *, err: bool = False, nl: bool = True) -> None:
+def say(text: object = "", *, err: bool = False, nl: bool = True) -> None:
     """Print a text that may hold words of a file, without its control characters."""
-    typer.echo(printable(text), err=err, nl=nl)
+    typer.echo(printable(str(text)), err=err, nl=nl)
 
 
 def _print_version(wanted: bool) -> None:
