@@ -24,6 +24,7 @@ from hyper_parallel.errors import (
     RunUnreadable,
     UnknownPeak,
     WeightsUnreadable,
+    printable,
 )
 from hyper_parallel.trainer._decode import choose
 from hyper_parallel.trainer._generate import (
@@ -275,7 +276,7 @@ def test_the_command_prints_text_and_json(run_dir):
     text = CliRunner().invoke(app, values, catch_exceptions=False)
     data = CliRunner().invoke(app, [*values, "--json"], catch_exceptions=False)
     result = json.loads(data.stdout)
-    assert text.stdout == f"def {result['text']}\n"
+    assert text.stdout == f"def {printable(result['text'])}\n"
     assert result["prompt"] == "def "
     assert len(result["token_ids"]) == 12
     expected = Generator(run_dir, device="cpu").generate("def ", Sampling(12, 0.7, seed=4))
@@ -299,7 +300,7 @@ def test_the_command_with_a_device_smaller_than_the_model(run_dir, tmp_path, mon
     assert sum(line.endswith(", +0") for line in lines) == 3  # device, dram, flash: 0 bytes apart
     assert "waiting for copies" in lines[-1]
     result = json.loads(CliRunner().invoke(app, [*small, "--json"], catch_exceptions=False).stdout)
-    assert f"def {result['text']}\n" == plain.stdout
+    assert f"def {printable(result['text'])}\n" == plain.stdout
     assert result["memory"]["measured_bytes"] == result["memory"]["predicted_bytes"]
     assert result["memory"]["measured_bytes"]["device"] <= 64 * 1024
     with pytest.raises(BudgetImpossible, match="--device-memory"):
@@ -383,7 +384,7 @@ def test_the_command_continues_a_file_of_prompts_and_its_own_output(run_dir, tmp
     made = [json.loads(line) for line in out.read_text().strip().split("\n")]
     assert [{k: m[k] for k in a} for m, a in zip(made, asked, strict=True)] == asked
     assert [len(m["token_ids"]) for m in made] == [len(m["logprobs"]) for m in made] == [9, 9, 9]
-    assert run("--prompt", "def f1").stdout == f"def f1{made[0]['text']}\n"
+    assert run("--prompt", "def f1").stdout == f"def f1{printable(made[0]['text'])}\n"
     # As an interrupt leaves it: the line goes on, the others stay.
     for key in ("token_ids", "logprobs"):
         made[1][key] = made[1][key][:4]

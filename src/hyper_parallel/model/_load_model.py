@@ -322,7 +322,8 @@ def _dtype(values: Mapping[str, Any], where: str) -> tuple[str, tuple[str, ...]]
     dtype = values.get("dtype", values.get("torch_dtype"))
     if dtype is None or dtype == "auto":
         dtype = "float32"
-    dtype = (dtype if isinstance(dtype, str) else abbreviated(dtype)).removeprefix("torch.")
+    named = abbreviated(dtype) if isinstance(dtype, (list, dict)) else str(dtype)
+    dtype = named.removeprefix("torch.")
     if dtype not in DTYPE_BYTES:
         raise ModelUnreadable(
             "`dtype` is not a format that is known",
