@@ -40,7 +40,7 @@ PATTERNS: Final[Mapping[str, str]] = {
     "model": rf"(additional_chat_templates/)?{_MODEL_TEXTS}",
     "part": r"(config\.yaml|(plan|part)\.json)",
     "cache": r"[\w.-]+\.(npy|jsonl?|txt|model|jinja)",
-    "scratch": r"(rank\d+/)?[\w-]+\.(bin|part)|"
+    "scratch": r"rank\d+/|(rank\d+/)?[\w-]+\.(bin|part)|"
     r"\.?step_\d+(\.tmp|\.old)?/((manifest|index|extra)\.json|rank_\d+\.safetensors)",
 }  # fmt: skip
 """By kind of folder, the paths of files in it: what a killed process may have left in an unfinished one."""
@@ -140,8 +140,17 @@ def check_replaceable(
         )
 
 
-def remove_files(folder: Path, owned: Callable[[str], bool]) -> list[str]:
+def remove_files(
+    folder: Path,
+    owned: Callable[[str], bool],
+    owned_folder: Callable[[str], bool] = lambda _: False,
+) -> list[str]:
     """Unlink the files of a folder whose relative paths are owned, then the folders that this has emptied.
+
+    Args:
+        folder: The folder.
+        owned: Whether a relative path of a file is owned.
+        owned_folder: Whether one of a folder that was empty before is.
 
     Returns:
         Relative paths of what stays; empty: the folder is gone.
@@ -158,6 +167,8 @@ def remove_files(folder: Path, owned: Callable[[str], bool]) -> list[str]:
                 stays.append(name)
         elif not path.is_dir() or path.is_symlink():
             stays.append(name)
+        elif owned_folder(name):
+            emptied.add(path)
     for place in sorted(emptied, key=lambda place: -len(place.parts)):
         with suppress(OSError):  # not empty
             place.rmdir()
@@ -180,7 +191,9 @@ def remove_unfinished(folder: Path, kind: str) -> list[str]:
     if marker is not None and marker.kind == kind:
         pattern, listed = re.compile(PATTERNS[kind]), marker.files or {}
         left = remove_files(
-            folder, lambda n: n != MARKER and (n in listed or bool(pattern.fullmatch(n)))
+            folder,
+            lambda n: n != MARKER and (n in listed or bool(pattern.fullmatch(n))),
+            lambda n: bool(pattern.fullmatch(f"{n}/")),
         )
         return remove_files(folder, _is_marker) if all(map(_is_marker, left)) else left
     return remove_files(folder, lambda name: bool(_MARKER_PART.fullmatch(name)))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -224,31 +224,47 @@ def _checkpoints(run_dir: Path) -> Path:
 
 
 def _adapters_of(run_dir: Path) -> tuple[Lora, Path] | None:
-    """The adapters that a run trains, and the directory of the weights beside them; None for any other run."""
-    import yaml
+    """Return the adapters that a run trains, and the directory of the weights beside them; None for any other run.
 
-    from hyper_parallel.config import Lora
+    Raises:
+        RunUnreadable: HP603 when the recipe of the run cannot be read.
+    """
+    from hyper_parallel.config import Lora, validated
 
-    try:
-        values = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))
-        given, path = values.get("lora"), values["model"]["path"]
-    except (OSError, KeyError, TypeError, AttributeError, yaml.YAMLError):
+    path = run_dir / "config.yaml"
+    if not path.is_file() or (given := _recipe(path).get("lora")) is None:
         return None
-    return None if given is None else (Lora.model_validate(given), Path(path))
+    lora = validated(
+        Lora, given, lambda key: f"{path}: lora.{key}", lambda key, value, _: f"{key}: {value}"
+    )
+    return lora, _model_path(path)
 
 
 def _recipe_model(run_dir: Path) -> Path:
-    """The model as the run keeps it beside the checkpoints; an older run has only `model.path` of its recipe."""
-    import yaml
-
+    """Return the model as the run keeps it beside the checkpoints; an older run has only `model.path` of its recipe."""
     if (run_dir / "model" / "config.json").is_file():
         return run_dir / "model"
-    path = run_dir / "config.yaml"
-    try:
-        return Path(yaml.safe_load(path.read_text(encoding="utf-8"))["model"]["path"])
-    except (OSError, KeyError, TypeError, yaml.YAMLError) as error:
+    return _model_path(run_dir / "config.yaml")
+
+
+def _recipe(path: Path) -> dict[str, Any]:
+    from hyper_parallel.config import read_mapping
+
+    return read_mapping(path, RunUnreadable, "recipe of the run")
+
+
+def _model_path(recipe: Path) -> Path:
+    """Return `model.path` of the recipe of a run.
+
+    Raises:
+        RunUnreadable: HP603.
+    """
+    model = _recipe(recipe).get("model")
+    path = model.get("path") if isinstance(model, dict) else None
+    if not isinstance(path, str):
         raise RunUnreadable(
-            f"config.yaml of the run does not name its model ({error})",
-            where=str(path),
+            "config.yaml of the run does not name its model",
+            where=str(recipe),
             hint="hyper-parallel checkpoint export RUN_DIR --model MODEL_DIR",
-        ) from None
+        )
+    return Path(path)

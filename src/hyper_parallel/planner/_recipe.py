@@ -10,7 +10,7 @@ from typing import Any, Final, Literal
 import yaml
 from pydantic import Field
 
-from hyper_parallel.config import Parallel, Recipe, validated
+from hyper_parallel.config import Parallel, Recipe, parse_yaml, validated
 from hyper_parallel.errors import BadValue, Contradiction, DegreesMismatch
 from hyper_parallel.ir import Plan, Rule, Strategy, Workload
 from hyper_parallel.model import ModelSpec
@@ -20,6 +20,7 @@ from hyper_parallel.planner._plan import evaluate, search
 from hyper_parallel.planner._refusals import check_degrees
 from hyper_parallel.planner._request import HostMemory, PlanRequest, resolve
 from hyper_parallel.planner._trained import trained_share
+from hyper_parallel.received import LimitExceeded
 
 _SHARED: Final = tuple(
     f.name for f in fields(Strategy) if f.name in Parallel.model_fields and f.name != "rules"
@@ -287,8 +288,8 @@ def parse_strategy(text: str) -> Strategy:
 
 def _value(key: str, text: str) -> Any:
     try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as cause:
+        return parse_yaml(text)
+    except (yaml.YAMLError, LimitExceeded) as cause:
         raise BadValue(
             f"the value of `{key}` is not YAML", where=f"{_WHERE}: {key}", got=text
         ) from cause

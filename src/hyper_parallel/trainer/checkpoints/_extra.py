@@ -43,7 +43,7 @@ class _Position(TypedDict):
     seed: int
     shuffle: bool
     num_sequences: NotRequired[_Count]
-    place: NotRequired[list[_Count]]
+    place: NotRequired[tuple[_Count, _Count, _Count] | tuple[_Count, _Count, _Count, str]]
 
 
 @with_config(_OPEN)
