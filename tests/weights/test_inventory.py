@@ -216,6 +216,28 @@ def test_parameters_that_one_stored_tensor_joins_are_exported_together(tmp_path)
     assert all(torch.equal(exported[name], tensor) for name, tensor in stored.items())
 
 
+def test_an_embedding_of_another_part_is_not_the_one_that_a_head_is_tied_to(tmp_path):
+    """A tied model stored under the name of its head, beside an encoder whose table has the same shape."""
+    save_file(
+        {
+            "language_model.lm_head.weight": torch.rand(8, 4),
+            "qformer.embeddings.word_embeddings.weight": torch.rand(8, 4),
+        },
+        tmp_path / "model.safetensors",
+    )
+    config = {"model_type": "instructblip", "tie_word_embeddings": True}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert read_config(tmp_path).values["tie_word_embeddings"] is True
+    save_file(
+        {
+            "language_model.lm_head.weight": torch.rand(8, 4),
+            "language_model.model.decoder.embed_tokens.weight": torch.rand(8, 4),
+        },
+        tmp_path / "model.safetensors",
+    )
+    assert read_config(tmp_path).values["tie_word_embeddings"] is False
+
+
 @pytest.mark.dist
 def test_save_pretrained_of_a_parallelized_model(tmp_path):
     def rank_fn(rank, strategy):

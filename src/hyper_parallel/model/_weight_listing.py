@@ -146,8 +146,12 @@ def with_files_ties(values: Mapping[str, Any], directory: Path) -> Mapping[str, 
         return values
     tables = [(n, *found) for n, found in where.items() if _EMBEDDING.search(n)]
     for head, (file, info) in where.items():
+        if (found := _HEAD.search(head)) is None:
+            continue
+        # A head inside of a part of the model is tied to an embedding of that part.
+        part = head[: found.start(2)]
         alike = [
-            t for t in tables if _HEAD.search(head) and t[0] != head and t[2].shape == info.shape
+            t for t in tables if t[0] != head and t[0].startswith(part) and t[2].shape == info.shape
         ]
         if not alike or any(
             info.dtype != other.dtype

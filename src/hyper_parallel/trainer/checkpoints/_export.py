@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import shutil
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import torch
 import torch.distributed as dist
@@ -46,6 +47,8 @@ from hyper_parallel.trainer.engine._model import GENERATION
 
 EXPORTS = ("export", "adapter")
 """Kinds of folders that an export may replace."""
+_LAYER: Final = re.compile(r".*?\.\d+\.")
+"""Path of the outermost layer in the name of a parameter."""
 MAX_FILE_BYTES = 5 * 1024**3
 """Size at which a file is closed. 5 GiB: loads on small hosts, and few files for large models."""
 
@@ -64,7 +67,8 @@ def export_hf(
 ) -> Path:
     """Write the model, its configuration and its tokenizer; collective over all ranks.
 
-    Rank 0 holds at most one file's tensors and one whole parameter in memory, the others one whole parameter.
+    Rank 0 holds at most one file's tensors and one whole parameter in memory, the others one whole parameter. Where
+    conversions need parameters together, rank 0 holds these, at most those of a layer.
 
     Args:
         model: A Hugging Face causal language model of plain tensors or DTensors.
@@ -159,20 +163,9 @@ class _Writer:
         self._reference = reference
         self._dtypes = {name: tensor.dtype for name, tensor in meta.items()}
         # The format of the whole model on the meta device: which file each tensor goes to, known before writing.
-        self._groups = _joined_names(reference, meta)
+        self._groups, sizes = _published_sizes(reference, meta)
         self._waiting: dict[str, Tensor] = {}
-        sizes = {
-            key: part.nbytes
-            for group in dict.fromkeys(self._groups.values())
-            for key, part in _published(reference, {n: meta[n] for n in group}).items()
-        }
-        expected = _published(reference, meta).keys()
-        if expected != sizes.keys():
-            raise ModelUnreadable(
-                "the published format of this model joins several parameters in one tensor, which is not supported",
-                got=sorted(expected ^ sizes.keys())[:3],
-            )
-        self._carried = open_carried(carried, expected)
+        self._carried = open_carried(carried, sizes.keys())
         sizes |= {name: tensor.num_bytes for name, tensor in self._carried.items()}
         self._file_of = _plan(sizes, max_file_bytes)
         self._total_bytes = sum(sizes.values())
@@ -266,6 +259,32 @@ def _published(reference: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Te
     return revert_weight_conversion(reference, tensors)
 
 
+def _published_sizes(
+    reference: nn.Module, meta: dict[str, Tensor]
+) -> tuple[dict[str, tuple[str, ...]], dict[str, int]]:
+    """Return for each parameter those that have to be published together, and the bytes of each stored tensor.
+
+    Raises:
+        ModelUnreadable: HP305 when parameters of several layers are published in one tensor.
+    """
+    expected = _published(reference, meta).keys()
+    for grouped in (_joined_names, _of_one_layer):
+        # A conversion may need parameters that are stored in other tensors: then it raises, or gives other names.
+        with suppress(RuntimeError, ValueError, KeyError):
+            groups = grouped(reference, meta)
+            sizes = {
+                key: part.nbytes
+                for group in dict.fromkeys(groups.values())
+                for key, part in _published(reference, {n: meta[n] for n in group}).items()
+            }
+            if sizes.keys() == expected:
+                return groups, sizes
+    raise ModelUnreadable(
+        "the published format of this model joins parameters of several layers, which is not supported",
+        got=type(reference).__name__,
+    )
+
+
 def _joined_names(reference: nn.Module, meta: dict[str, Tensor]) -> dict[str, tuple[str, ...]]:
     """Return for each parameter those that are published in the same tensors, itself among them.
 
@@ -280,6 +299,15 @@ def _joined_names(reference: nn.Module, meta: dict[str, Tensor]) -> dict[str, tu
         group = tuple(n for n in meta if n in joined)
         groups |= dict.fromkeys(group, group)
     return groups
+
+
+def _of_one_layer(_: nn.Module, meta: dict[str, Tensor]) -> dict[str, tuple[str, ...]]:
+    """Return for each parameter those of the same layer, or those outside of all layers."""
+    layers: dict[str, list[str]] = {}
+    for name in meta:
+        found = _LAYER.match(name)
+        layers.setdefault(found[0] if found else "", []).append(name)
+    return {name: tuple(names) for names in layers.values() for name in names}
 
 
 def _plan(sizes: dict[str, int], max_file_bytes: int) -> dict[str, str]:
