@@ -99,6 +99,7 @@ def assert_same(mine, plain, budget=BUDGET):
     return min(part.stat().st_size for part in parts)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_one_rank_from_start_to_export_and_resumed_through_files(place, metered):
     runs.train(place, place / "plain")

@@ -163,7 +163,16 @@ FOUR_LAYERS = "model.path={place}/four_layers.json"
     "given",
     [
         pytest.param(("parallel.cp=2",), marks=pytest.mark.slow),
-        ("parallel.pp=2", "parallel.schedule=zbv", "parallel.virtual_stages=2", FREE, FOUR_LAYERS),
+        pytest.param(
+            (
+                "parallel.pp=2",
+                "parallel.schedule=zbv",
+                "parallel.virtual_stages=2",
+                FREE,
+                FOUR_LAYERS,
+            ),
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["ring attention", "zbv"],
 )

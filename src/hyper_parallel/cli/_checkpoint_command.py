@@ -259,7 +259,7 @@ def _model_path(recipe: Path) -> Path:
     Raises:
         RunUnreadable: HP603.
     """
-    model = _recipe(recipe).get("model")
+    model = _recipe(recipe).get("model") if recipe.is_file() else None
     path = model.get("path") if isinstance(model, dict) else None
     if not isinstance(path, str):
         raise RunUnreadable(
