@@ -204,3 +204,10 @@ def test_names_and_targets(tmp_path: Path) -> None:
     (tmp_path / "a").touch()
     assert outside_target(tmp_path / "a", tmp_path) is None
     assert outside_target(tmp_path / ".." / "b", tmp_path) == tmp_path.parent / "b"
+
+
+def test_a_pipe_in_a_dataset_folder_is_refused(folder: Path) -> None:
+    (folder / "state.json").write_text('{"_data_files": [{"filename": "data.arrow"}]}')
+    (folder / "dataset_info.json").write_text("{}")
+    os.mkfifo(folder / "data.arrow")
+    refusal(lambda: texts(folder), "HP602", "data.arrow")

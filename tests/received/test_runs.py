@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from hyper_parallel.calibration import predict_file
 from hyper_parallel.calibration._row import read_rows
 from hyper_parallel.errors import HyperParallelError, PlanUnreadable, RunsUnreadable, RunUnreadable
 from hyper_parallel.ir import Plan, Strategy
@@ -176,3 +177,19 @@ def test_a_table_of_runs_that_is_a_pipe_or_endless_is_refused(tmp_path):
     for name in ("pipe.csv", "large.csv", "zeros.csv"):
         with Cost(), pytest.raises(RunsUnreadable, match="cannot be read"):
             read_rows(tmp_path / name)
+
+
+def test_runs_with_different_results_are_compared(place, tmp_path_factory):
+    other = tmp_path_factory.mktemp("other")
+    for name in ("plan.json", "metrics.jsonl"):
+        (other / name).write_bytes((place / name).read_bytes())
+    rows = [{"step": step, "loss": 3.0 - step, "tokens": 8, "seconds": 1.0} for step in (0, 1)]
+    (other / "eval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for runs in ([place, other], [other, place]):
+        assert "held-out" in write_comparison(runs).read_text().lower()
+
+
+def test_runs_that_are_not_there_are_refused_with_a_code(tmp_path):
+    for path in (tmp_path / "none.csv", tmp_path):
+        with pytest.raises(RunsUnreadable, match="cannot be read"):
+            predict_file(path, tmp_path / "out.csv")

@@ -11,9 +11,7 @@ from hyper_parallel.cli._frame import say
 
 
 def predict(
-    runs: Annotated[
-        Path, typer.Argument(help="CSV of runs, one per row.", exists=True, dir_okay=False)
-    ],
+    runs: Annotated[Path, typer.Argument(help="CSV of runs, one per row.")],
     output: Annotated[
         Path, typer.Option("--output", "-o", help="Write the rows with the predictions here.")
     ],

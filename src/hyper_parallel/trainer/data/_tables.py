@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -174,11 +175,20 @@ def _opens_files(feature: Any) -> bool:
 
 
 def refuse_outside(file: Path, folder: Path) -> None:
-    """Refuse a file of a data folder that is a link to elsewhere: who made the folder would choose what is read.
+    """Refuse a file of a data folder that is a link to elsewhere, a pipe, a socket or a device.
+
+    Who made the folder would choose what is read, or let the reader wait for ever.
 
     Raises:
-        NoData: HP602 naming the link.
+        NoData: HP602 naming the file.
     """
+    if file.exists() and not file.is_file() and not file.is_dir():
+        raise NoData(
+            "a file of the data folder is a pipe, a socket or a device",
+            where=str(file),
+            allowed="regular files",
+            hint=shlex.join(["rm", str(file)]),
+        )
     if not file.is_symlink():
         return
     target = outside_target(file, folder)
