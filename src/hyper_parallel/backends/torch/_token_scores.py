@@ -31,7 +31,9 @@ def head_of(model: nn.Module) -> nn.Module | None:
     """What gives the logits of next tokens, or the scores; None for a module without either."""
     if scores_tokens(model):
         return model.get_submodule(SCORE)
-    head: nn.Module | None = getattr(model, "get_output_embeddings", lambda: None)()
+    head: nn.Module | None = None
+    with suppress(AttributeError):  # another rank holds the module that the head is in
+        head = getattr(model, "get_output_embeddings", lambda: None)()
     return head
 
 
