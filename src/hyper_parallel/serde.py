@@ -32,6 +32,7 @@ _PROBLEMS: Final = {"unexpected_keyword_argument": "unknown key", "missing": "mi
 
 
 _MOST_PROBLEMS: Final = 1000
+"""Problems of a value from which on only their number is told, so that listing them costs little. Not measured."""
 _REPR: Final = reprlib.Repr()
 _REPR.maxstring = _REPR.maxother = 80
 

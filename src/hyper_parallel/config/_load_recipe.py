@@ -47,6 +47,7 @@ from hyper_parallel.errors import (
 from hyper_parallel.received import LimitExceeded
 
 _LONGEST_HINT: Final = 300
+"""Characters of a value that a hint repeats; a longer one fills the terminal, and is not pasted. Not measured."""
 DEGREES: Final = ("pp", "dp_replicate", "dp_shard", "cp", "tp_x", "tp_y", "ep")
 """Keys of the `parallel` section that are degrees of mesh axes."""
 

@@ -23,7 +23,7 @@ from hyper_parallel.errors import BadValue, HyperParallelError, UnknownKey, abbr
 S = TypeVar("S", bound=BaseModel)
 
 _MOST_PROBLEMS: Final = 50
-"""Of one file that are told."""
+"""Of one file that are told: more than a screen holds. Not measured."""
 
 
 def dotted(path: Sequence[str | int]) -> str:

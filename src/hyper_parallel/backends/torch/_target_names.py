@@ -16,7 +16,7 @@ from hyper_parallel.backends.torch.weights._linear_map import is_linear_class, l
 from hyper_parallel.config import NAMES_OF_EXPERTS
 from hyper_parallel.errors import BadValue, UnsupportedSharding
 
-_SHOWN: Final = 5
+_SHOWN: Final = 5  # names that an error repeats; they fit on a line or two
 _MAMBA: Final = ("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h")
 _REFUSED_BY_PEFT: Final = dict.fromkeys(_MAMBA, ("out_proj", "conv1d"))
 """Names of modules that peft gives no adapter, by model type: fused kernels read their weights."""

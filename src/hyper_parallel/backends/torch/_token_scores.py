@@ -14,6 +14,7 @@ from typing import Any, Final
 from torch import Tensor, nn
 
 from hyper_parallel.backends.torch._marks import Marks
+from hyper_parallel.backends.torch._structure import PlaceholderModule
 from hyper_parallel.backends.torch._trial_flow import as_it_was, run_hollow
 from hyper_parallel.errors import ModelUnreadable, UnsupportedSharding
 
@@ -31,9 +32,12 @@ def head_of(model: nn.Module) -> nn.Module | None:
     """What gives the logits of next tokens, or the scores; None for a module without either."""
     if scores_tokens(model):
         return model.get_submodule(SCORE)
-    head: nn.Module | None = None
-    with suppress(AttributeError):  # another rank holds the module that the head is in
-        head = getattr(model, "get_output_embeddings", lambda: None)()
+    try:
+        head: nn.Module | None = getattr(model, "get_output_embeddings", lambda: None)()
+    except AttributeError:
+        if not any(isinstance(module, PlaceholderModule) for module in model.modules()):
+            raise
+        return None  # another pipeline rank holds the module that the head is in
     return head
 
 

@@ -23,7 +23,7 @@ from hyper_parallel.backends.torch.weights._ranges import local
 
 Ranges = tuple[tuple[int, int], ...]
 _Words = NDArray[np.uint64]
-_WORD: Final = 8
+_WORD: Final = 8  # bytes of a uint64
 _GOLDEN: Final = 0x9E3779B97F4A7C15
 _MASK: Final = 2**64 - 1
 

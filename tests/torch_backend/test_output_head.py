@@ -1,0 +1,36 @@
+"""The output head of a model, where a pipeline rank does not hold it."""
+
+import pytest
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from hyper_parallel.backends.torch._structure import PlaceholderModule
+from hyper_parallel.backends.torch._token_scores import head_of
+
+pytestmark = pytest.mark.torch
+
+
+def test_a_head_inside_of_a_module_of_another_rank_is_none():
+    """`BertGenerationDecoder` reads its head from a module that wraps it."""
+    config = AutoConfig.for_model(
+        "bert-generation", vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+        num_attention_heads=2, is_decoder=True,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config)
+    assert head_of(model) is model.lm_head.decoder
+    model.lm_head = PlaceholderModule(model.lm_head)
+    assert head_of(model) is None
+
+
+def test_an_error_of_the_model_itself_is_not_hidden():
+    config = AutoConfig.for_model(
+        "llama", vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+        num_attention_heads=2,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config)
+
+    def broken():
+        raise AttributeError("broken")
+
+    model.get_output_embeddings = broken
+    with pytest.raises(AttributeError, match="broken"):
+        head_of(model)
