@@ -7,6 +7,7 @@ pytest.importorskip("transformers")
 
 from hyper_parallel.trainer.data import CHATML, PLAIN, render  # noqa: E402
 from hyper_parallel.trainer.data._chat import encode_conversation  # noqa: E402
+from hyper_parallel.trainer.data.conversation import Conversation  # noqa: E402
 from tests.received.bounds import refusal, within_bounds  # noqa: E402
 from tests.received.tokenizers import small, with_template  # noqa: E402
 
@@ -104,7 +105,11 @@ def test_marks_of_a_template_are_work_as_well() -> None:
     template = (
         "{% for a in range(100000) %}x{{ a }}{% generation %}y{% endgeneration %}{% endfor %}"
     )
-    refusal(lambda: encode_conversation(with_template(template), TURNS), "HP102", "more work")
+    refusal(
+        lambda: encode_conversation(with_template(template), Conversation(tuple(TURNS))),
+        "HP102",
+        "more work",
+    )
 
 
 @pytest.mark.parametrize("template", [CHATML, PLAIN])

@@ -5,6 +5,7 @@ import pytest
 from hyper_parallel.errors import BadValue
 from hyper_parallel.trainer.data import CHATML, PLAIN, load_tokenizer, stop_ids
 from hyper_parallel.trainer.data._chat import assistant_spans, encode_conversation
+from hyper_parallel.trainer.data.conversation import Conversation
 
 pytestmark = pytest.mark.torch
 
@@ -44,7 +45,7 @@ def test_the_mask_covers_the_answers_and_their_end_markers(tokenizer, template, 
     tokenizer.chat_template = template
     text, spans = assistant_spans(tokenizer, MESSAGES)
     assert [text[a:b] for a, b in spans] == expected
-    ids, mask = encode_conversation(tokenizer, MESSAGES)
+    ids, mask = encode_conversation(tokenizer, Conversation(tuple(MESSAGES)))
     learnt = [i for i, m in zip(ids, mask, strict=True) if m]
     assert tokenizer.decode(ids) == text
     assert tokenizer.decode(learnt) == "".join(expected)
@@ -56,7 +57,7 @@ def test_a_template_that_marks_the_assistants_words_decides_the_mask(tokenizer):
         "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] }}"
         "{%- endgeneration %}{% else %}{{ message['content'] }}{% endif %}<|im_end|>",
     )
-    ids, mask = encode_conversation(tokenizer, MESSAGES)
+    ids, mask = encode_conversation(tokenizer, Conversation(tuple(MESSAGES)))
     learnt = [i for i, m in zip(ids, mask, strict=True) if m]
     # Without the end marker, which this template leaves outside of its mark.
     assert tokenizer.decode(learnt) == " 4 \u00fcber4"
@@ -80,7 +81,7 @@ def test_a_template_without_stable_beginnings_is_refused(tokenizer):
 def test_a_template_that_refuses_a_conversation_names_the_record(tokenizer):
     tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(BadValue, match="refuses a conversation") as caught:
-        encode_conversation(tokenizer, MESSAGES, "chat.jsonl:7")
+        encode_conversation(tokenizer, Conversation(tuple(MESSAGES)), "chat.jsonl:7")
     assert caught.value.where == "chat.jsonl:7"
     assert "roles must alternate" in caught.value.got
 
@@ -113,9 +114,13 @@ def test_templates_with_and_without_marks_have_the_same_targets(tokenizer, form)
     messages = FORMS[form]
     for context in range(len(messages) + 1):
         tokenizer.chat_template = CHATML
-        ids, mask = encode_conversation(tokenizer, messages, num_context=context)
+        ids, mask = encode_conversation(
+            tokenizer, Conversation(tuple(messages)), num_context=context
+        )
         tokenizer.chat_template = marked(CHATML)
-        assert encode_conversation(tokenizer, messages, num_context=context) == (ids, mask)
+        assert encode_conversation(
+            tokenizer, Conversation(tuple(messages)), num_context=context
+        ) == (ids, mask)
         answers = [m["content"] for m in messages[context:] if m["role"] == "assistant"]
         learnt = [i for i, one in zip(ids, mask, strict=True) if one]
         assert tokenizer.decode(learnt) == "".join(f"{words}<|im_end|>" for words in answers)
@@ -172,7 +177,9 @@ def test_a_marked_template_that_changes_the_prompt_afterwards_is_refused(tokeniz
         "{% generation %}{% if loop.index < 3 and messages|length > 4 %}gone{% endif %}",
     )
     with pytest.raises(BadValue, match="differently once more turns follow"):
-        encode_conversation(tokenizer, MESSAGES[1:] + MESSAGES[3:], "chat.jsonl:7", 3)
+        encode_conversation(
+            tokenizer, Conversation(tuple(MESSAGES[1:] + MESSAGES[3:])), "chat.jsonl:7", 3
+        )
 
 
 def test_answers_end_at_the_marker_of_the_template(tokenizer):

@@ -71,7 +71,7 @@ def test_alpaca_records_become_turns(tmp_path):
         "history": [["Hi", "Hello"]],
     }
     (document,) = documents(write(tmp_path / "a.jsonl", record), stage="sft")
-    assert [(m["role"], m["content"]) for m in document.messages] == [
+    assert [(m["role"], m["content"]) for m in document.conversation.messages] == [
         ("system", "Be brief."),
         ("user", "Hi"),
         ("assistant", "Hello"),
@@ -84,8 +84,8 @@ def test_sharegpt_and_openai_records_become_the_same_turns(tmp_path):
     old = {"conversations": [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "A"}]}
     new = {"messages": [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}]}
     first, second = documents(write(tmp_path / "a.jsonl", old, new), stage="sft")
-    assert first.messages == second.messages
-    assert [m["role"] for m in first.messages] == ["user", "assistant"]
+    assert first.conversation.messages == second.conversation.messages
+    assert [m["role"] for m in first.conversation.messages] == ["user", "assistant"]
 
 
 def test_max_bytes_cuts_the_last_text_and_never_a_character(tmp_path):

@@ -113,11 +113,14 @@ def test_prompts_and_completions_are_conversations(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text("".join(json.dumps(r) + "\n" for r in records))
     first, second = resolve(Data(source=str(path)), "sft").documents()
-    assert [(m["role"], m["content"]) for m in first.messages] == [
+    assert [(m["role"], m["content"]) for m in first.conversation.messages] == [
         ("user", "Q"),
         ("assistant", "A"),
     ]
-    assert second.messages == ({"role": "system", "content": "S"}, *first.messages)
+    assert second.conversation.messages == (
+        {"role": "system", "content": "S"},
+        *first.conversation.messages,
+    )
     # Where the text has its own key, it is what pre-training reads.
     path.write_text(json.dumps({**records[0], "text": "whole"}) + "\n")
     assert texts(path) == ["whole"]

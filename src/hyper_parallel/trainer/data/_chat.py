@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from hyper_parallel.errors import BadValue
-from hyper_parallel.trainer.data._conversations import Message
 from hyper_parallel.trainer.data._tokenizer_limits import tokenizing
+from hyper_parallel.trainer.data.conversation import Conversation, Message
 
 _WORDS: Final = "XYZ"
 """Words of an answer that shows what a template writes around it."""
@@ -176,7 +176,7 @@ def _num_shared_characters(one: str, other: str) -> int:
 
 
 def encode_conversation(
-    tokenizer: Any, messages: Sequence[Message], where: str = "", num_context: int = 0
+    tokenizer: Any, conversation: Conversation, where: str = "", num_context: int = 0
 ) -> tuple[list[int], list[bool]]:
     """Return the tokens of a conversation and, for each, whether it is a target.
 
@@ -189,6 +189,7 @@ def encode_conversation(
             got=type(tokenizer).__name__,
             allowed="a tokenizer with a tokenizer.json",
         )
+    messages = conversation.messages
     if _MARKS.search(str(tokenizer.chat_template)):
         return _encode_marked(tokenizer, messages, where, num_context)
     text, spans = assistant_spans(tokenizer, messages, where, num_context)
@@ -242,7 +243,7 @@ def _overlapping(
 
 
 def encode_prompt(
-    tokenizer: Any, messages: Sequence[Message], where: str = "", num_context: int = 0
+    tokenizer: Any, conversation: Conversation, where: str = "", num_context: int = 0
 ) -> tuple[list[int], list[bool]]:
     """Return the tokens of a prompt up to where the model speaks, then those of its answer, which are marked.
 
@@ -251,6 +252,7 @@ def encode_prompt(
     """
     if not num_context:
         return [], []
+    messages = conversation.messages
     prompt = render(tokenizer, messages[:num_context], prompt=True, where=where)
     texts = (prompt, answer_of(messages, num_context))
     asked, said = (

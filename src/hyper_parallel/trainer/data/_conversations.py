@@ -7,7 +7,7 @@ many of them the record names as the prompt. A stage decides from these which tu
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import (
@@ -23,25 +23,10 @@ from pydantic import (
 from hyper_parallel.config import PAIRED
 from hyper_parallel.errors import NoData
 from hyper_parallel.trainer.data._records import Record, text_of
-
-Message = dict[str, str]
-"""One turn of a conversation: `role` (system, user or assistant) and `content`."""
+from hyper_parallel.trainer.data.conversation import Conversation, Message
 
 _SAME_ROLE: Final = {"human": "user", "gpt": "assistant"}
 _TURNS: Final = ("conversations", "messages")
-
-
-@dataclass(frozen=True, slots=True)
-class Conversation:
-    """Turns of one conversation.
-
-    Attributes:
-        messages: All turns, the system's first.
-        num_prompt: Leading turns that the record names as the prompt; None: the record names no prompt.
-    """
-
-    messages: tuple[Message, ...]
-    num_prompt: int | None = None
 
 
 class _Turn(BaseModel):

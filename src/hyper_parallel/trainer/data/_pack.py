@@ -25,6 +25,7 @@ from hyper_parallel.trainer.data._sequences import IGNORE_INDEX, PackedSequences
 from hyper_parallel.trainer.data._sources import Document, Source, with_mismatched
 from hyper_parallel.trainer.data._tokenizer import Tokenizer
 from hyper_parallel.trainer.data._tokenizer_limits import tokenizing
+from hyper_parallel.trainer.data.conversation import Conversation
 from hyper_parallel.units import MiB
 
 _BATCH_BYTES = 4 * MiB
@@ -135,9 +136,13 @@ def encode(
     if stage != "pt":
         encode_one = encode_prompt if stage == "grpo" else encode_conversation
         for document in batch:
-            yield encode_one(hf, document.messages, document.where, document.num_context)
+            conversation = document.conversation or Conversation(())
+            yield encode_one(hf, conversation, document.where, document.num_context)
         return
-    texts = [d.text or render(hf, d.messages, where=d.where) for d in batch]
+    texts = [
+        render(hf, d.conversation.messages, where=d.where) if d.conversation else d.text
+        for d in batch
+    ]
     if hf.is_fast:
         # Straight to the Rust library: the wrapper also builds masks and offsets, which doubles the time.
         backend = hf.backend_tokenizer

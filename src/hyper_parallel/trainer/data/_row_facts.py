@@ -55,10 +55,10 @@ class DocumentFacts:
                 allowed="a finite number under `margin` in every record, or in none",
             )
         if stage == "grpo":
-            record, answer = (
-                dict(document.columns),
-                answer_of(document.messages, document.num_context),
-            )
+            if document.conversation is None:
+                raise TypeError("stage grpo reads conversations")
+            record = dict(document.columns)
+            answer = answer_of(document.conversation.messages, document.num_context)
             if answer:
                 record.setdefault("answer", answer)
             self.columns |= dict.fromkeys(record)

@@ -20,7 +20,6 @@ from hyper_parallel.config import COMPARED, Data
 from hyper_parallel.errors import Contradiction, NoData
 from hyper_parallel.trainer.data._conversations import (
     CONVERSATIONS,
-    Message,
     columns_of,
     conversations_of,
     label_of,
@@ -31,6 +30,7 @@ from hyper_parallel.trainer.data._conversations import (
 from hyper_parallel.trainer.data._parquet import records_too_long
 from hyper_parallel.trainer.data._records import Record, read_records, text_of
 from hyper_parallel.trainer.data._tables import Table, is_table, open_table, refuse_outside
+from hyper_parallel.trainer.data.conversation import Conversation
 from hyper_parallel.units import MiB
 
 STDLIB = "python-stdlib"
@@ -62,7 +62,7 @@ class Document:
     Attributes:
         where: Place of the record.
         text: The text; empty for a conversation.
-        messages: Turns of the conversation.
+        conversation: The conversation; None for a text.
         num_context: Leading turns that are no targets.
         good: Whether the last answer is a good one, with `stage: kto`.
         margin: Wanted difference of the two scores of a pair, with `stage: rm`; None: the record has none.
@@ -71,7 +71,7 @@ class Document:
 
     where: str
     text: str = ""
-    messages: tuple[Message, ...] = ()
+    conversation: Conversation | None = None
     num_context: int = 0
     good: bool = False
     margin: float | None = None
@@ -80,14 +80,25 @@ class Document:
     @property
     def content(self) -> bytes:
         """All of the document but its place, as bytes for a checksum."""
-        beside = self.messages, self.num_context, self.good, self.margin, self.columns
+        one = self.conversation or Conversation(())
+        beside: tuple[Any, ...] = (
+            one.messages,
+            self.num_context,
+            self.good,
+            self.margin,
+            self.columns,
+        )
+        further = one.tools, one.template_values, one.untrained
+        # Places in streams of earlier versions have checksums without the further fields.
+        beside += further if any(further) else ()
         text = self.text.encode("utf-8", "surrogatepass")
         return b"%d %b %b" % (len(text), text, repr(beside).encode("utf-8", "surrogatepass"))
 
     @property
     def plain(self) -> str:
         """The words alone, without any template: what a tokenizer is trained on."""
-        return self.text or "\n".join(m["content"] for m in self.messages)
+        turns = self.conversation.messages if self.conversation else ()
+        return self.text or "\n".join(turn["content"] for turn in turns)
 
     @property
     def num_bytes(self) -> int:
@@ -189,7 +200,7 @@ class Source:
         return [
             Document(
                 where,
-                messages=one.messages,
+                conversation=one,
                 num_context=num_context(one, stage),
                 good=stage == "kto" and label_of(record, where),
                 margin=margin_of(record, where) if stage == "rm" else None,
@@ -299,7 +310,10 @@ def with_mismatched(documents: Iterable[Document]) -> Iterator[Document]:
     """
     first = before = None
     for document in documents:
-        if document.messages[-1]["role"] != "assistant":
+        if (
+            document.conversation is None
+            or document.conversation.messages[-1]["role"] != "assistant"
+        ):
             raise NoData("a conversation with a label ends with an answer", where=document.where)
         yield document
         if before is not None:
@@ -313,8 +327,11 @@ def with_mismatched(documents: Iterable[Document]) -> Iterator[Document]:
 
 def _with_answer_of(one: Document, other: Document) -> Document:
     """The prompt of a conversation with the answer of another one."""
-    prompt, answer = one.messages[: one.num_context], other.messages[other.num_context :]
-    return replace(one, messages=(*prompt, *answer))
+    if one.conversation is None or other.conversation is None:
+        raise TypeError("a text has no answer")
+    prompt = one.conversation.messages[: one.num_context]
+    answer = other.conversation.messages[other.num_context :]
+    return replace(one, conversation=replace(one.conversation, messages=(*prompt, *answer)))
 
 
 def _records(files: Sequence[Path], table: Table | None, most: int) -> Iterator[tuple[str, Record]]:

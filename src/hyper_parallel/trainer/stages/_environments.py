@@ -19,7 +19,7 @@ from typing import Any
 from hyper_parallel.errors import BadValue
 from hyper_parallel.trainer._decode import Running
 from hyper_parallel.trainer.data._chat import render
-from hyper_parallel.trainer.data._conversations import Message
+from hyper_parallel.trainer.data.conversation import Message
 
 WHERE = "grpo.environment"
 _WORDS, _SAID = "XYZ", "UVW"  # in a conversation that shows what a template writes between turns

@@ -18,6 +18,7 @@ from hyper_parallel.errors import Contradiction, ModelUnreadable
 from hyper_parallel.model import read_config
 from hyper_parallel.trainer.data import load_tokenizer
 from hyper_parallel.trainer.data._chat import encode_conversation
+from hyper_parallel.trainer.data.conversation import Conversation
 
 
 @dataclass
@@ -80,8 +81,8 @@ class ModelReward:
             if self.loaded is not None:
                 self.loaded(self, state_checksum(model.state_dict()))
             self._model = model.to(device).eval()
-        turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-        ids, wrote = encode_conversation(tokenizer, turns)
+        turns = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"})
+        ids, wrote = encode_conversation(tokenizer, Conversation(turns))
         behind = ids[len(wrote) - wrote[::-1].index(True) :]
         whole = [row + behind if end else row for row, end in zip(rows, stopped, strict=True)]
         pad, found = self._model.config.get_text_config().pad_token_id, list[float]()
