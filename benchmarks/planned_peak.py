@@ -1,4 +1,4 @@
-"""Planned against traced peak memory of 12 models in two layouts each, both as bytes of tensors alone.
+"""Planned against traced peak memory of 13 models in two or more layouts each, both as bytes of tensors alone.
 
     python benchmarks/planned_peak.py                        every model, the decoder cut to `LAYERS` layers
     python benchmarks/planned_peak.py --only deepseek-v3     one of them
@@ -34,15 +34,17 @@ FULL_SIZE = Path(__file__).with_name("full_size.json")
 
 PLAIN = "dp_shard=16"
 PIECES = "dp_shard=8 tp=2 gathered_inputs=re-gather recompute=full"
+TENSOR = "dp_shard=8 tp=2"
 STAGES = "pp=2 dp_shard=8 accumulation_steps=4"
 MIXED = "pp=2 dp_shard=4 tp=2 accumulation_steps=4 recompute=full"
-CASES: tuple[tuple[str, str, tuple[str, str]], ...] = (
-    ("llama-3-8b", "dense", (PLAIN, MIXED)),
+CASES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+    ("llama-3-8b", "dense", (PLAIN, MIXED, "dp_shard=2 recompute=full")),
     ("llama-3-70b", "dense", (PIECES, STAGES)),
     ("qwen3-8b", "dense", (STAGES, "dp_shard=4 cp=2 tp=2 accumulation_steps=2")),
-    ("stablelm-2-12b", "dense", (PLAIN, "dp_shard=8 cp=2 accumulation_steps=2")),
-    ("mixtral-8x7b", "experts", (f"{PLAIN} ep=8", f"{PIECES} ep=8")),
-    ("qwen3-30b-a3b", "experts", (f"{PLAIN} ep=8", f"{STAGES} ep=8")),
+    ("stablelm-2-12b", "dense", (PLAIN, "dp_shard=8 cp=2 accumulation_steps=2", TENSOR, "dp_shard=4 tp=4")),
+    ("mixtral-8x7b", "experts", (f"{PLAIN} ep=8", f"{PIECES} ep=8", TENSOR, f"{PLAIN} recompute=full")),
+    ("qwen3-30b-a3b", "experts", (f"{PLAIN} ep=8", f"{STAGES} ep=8", "dp_shard=4 tp=4 recompute=full")),
+    ("granite-3.1-3b-a800m", "experts", (PLAIN, TENSOR)),
     ("qwen3-235b-a22b", "experts", (f"{PLAIN} ep=16", f"{MIXED} ep=8")),
     ("glm-4.5-air", "experts", (f"{PIECES} ep=16", f"{STAGES} ep=8")),
     ("gpt-oss-20b", "experts", (f"{PLAIN} ep=8", "dp_shard=8 tp=2 ep=8 accumulation_steps=2")),

@@ -60,6 +60,19 @@ def test_tensor_parallelism_leaves_experts_and_router_whole() -> None:
     assert axes(both, GATE_UP) == (("ep",), (), ())
 
 
+@pytest.mark.parametrize(
+    ("experts", "ranks", "wanted"),
+    [
+        (8, 4, (("dp_shard",), (), ())),
+        (3, 2, ((), ("dp_shard",), ())),
+        (4, 8, ((), ("dp_shard",), ())),
+    ],
+)
+def test_fsdp_cuts_experts_into_equal_shards(experts: int, ranks: int, wanted: object) -> None:
+    plan = routed(Strategy(dp_shard=ranks), experts)
+    assert axes(plan, GATE_UP) == wanted
+
+
 def test_experts_are_known_by_name_where_no_rule_covers_them() -> None:
     plan = routed(Strategy(dp_shard=2, ep=2), rules=())
     assert axes(plan, GATE_UP) == (("ep",), (), ())

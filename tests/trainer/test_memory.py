@@ -13,6 +13,8 @@ pytestmark = pytest.mark.dist
 def test_the_peak_counts_what_was_freed_again():
     def rank_body(rank):
         gauge = MemoryGauge(torch.device("cpu"))
+        with gauge.step():
+            empty = gauge.peak_bytes()  # pages that a fork writes to, more in a large parent
         # Pages of their own: a tensor may lie in a hole of the inherited heap, and its pages stay with the C library.
         kept = mmap.mmap(-1, 16 * MiB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         kept.write(bytes(16 * MiB))
@@ -23,13 +25,13 @@ def test_the_peak_counts_what_was_freed_again():
                     pages.write(bytes(MiB))
             peak = gauge.peak_bytes()
         with gauge.step():
-            return len(kept), before, peak, gauge.peak_bytes()
+            return len(kept), empty, before, peak, gauge.peak_bytes()
 
-    _, before, peak, after = launch(rank_body, 1)[0]
+    _, empty, before, peak, after = launch(rank_body, 1)[0]
     # A page at either end of a tensor may be there already, and Linux adds up a thread's pages in batches of 64.
-    assert 15 * MiB < before < 24 * MiB
+    assert 15 * MiB < before - empty < 20 * MiB
     assert 63 * MiB < peak - before < 68 * MiB
-    assert after < 24 * MiB
+    assert abs(after - before) < 4 * MiB
 
 
 def test_memory_that_fits_into_holes_of_the_inherited_heap_counts():

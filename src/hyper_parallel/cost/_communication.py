@@ -114,7 +114,7 @@ def layer_communication(s: Setting, work: Compute, blocks: BlockCommunication) -
                 scatter = scatter + b.backward * seconds
     fsdp = exposed(gather, work.forward, stack.overlap_dp)
     fsdp = fsdp + exposed(again + scatter, work.backward, stack.overlap_dp)
-    for b in _shared(s, float(n.embedding_weights + n.head_params) / s.c.tp, freed=False):
+    for b in _shared(s, s.ends(float(n.embedding_weights + n.head_params)), freed=False):
         if np.any(b.forward + b.backward):
             outside = outside + (b.forward + b.backward) * call_seconds(s, b)
     inside = (blocks.tp, blocks.tp_whole, blocks.cp, blocks.cp_whole)
@@ -128,7 +128,7 @@ def forward_communication(s: Setting) -> tuple[Array, Array, Array, Array]:
     embedding and head.
     """
     gathers: list[Array] = []
-    whole = float(s.n.embedding_weights + s.n.head_params) / s.c.tp
+    whole = s.ends(float(s.n.embedding_weights + s.n.head_params))
     for rows in (_layers_shared(s, 1.0), _shared(s, whole, freed=True)):
         own = [b for b in rows if b.purpose in _PARAMETERS and np.any(b.forward)]
         gathers.append(sum((call_seconds(s, b) for b in own), np.zeros(1)))
@@ -147,9 +147,10 @@ def _tensor(s: Setting, backward: float = 1.0) -> Array:
     total: Array = np.zeros(1)
     if (c.tp <= 1).all():
         return total
+    alone = (c.ep > 1) | s.whole_experts  # experts work on the tokens of their rank
     for block, column, layers in (
-        (_attention_widths(n), c.attention_shape, 1.0),
-        (_mlp_widths(n), c.mlp_shape, 1.0 - np.where(c.ep > 1, n.moe_share, 0.0)),
+        (_attention_widths(n), c.attention_shape, 1.0 - n.uncut.attention),
+        (_mlp_widths(n), c.mlp_shape, 1.0 - n.uncut.mlp - np.where(alone, n.moe_share, 0.0)),
     ):
         for index, shape in enumerate(SHAPES):
             used = flat | (column == index) if shape == "1d" else ~flat & (column == index)
@@ -224,7 +225,7 @@ def _experts(s: Setting, backward: float = 1.0) -> Array:
     if not n.experts:
         return total
     rows = s.tokens / c.tp * (n.experts_per_token / n.moe_share) * s.machine.stack.imbalance
-    for b in expert_boundaries(n.hidden, n.experts, c.ep, rows, cut_experts=c.etp):
+    for b in expert_boundaries(n.hidden, n.experts, c.ep, rows, cut_experts=s.etp):
         if b.purpose == Purpose.EXPERT_ROW_COUNTS:  # a few bytes; the router's host work is priced
             continue
         used = (c.ep > 1) & (b.ranks > 1)
@@ -268,7 +269,7 @@ def step_tail(s: Setting) -> dict[str, Array]:
     """
     reduced = replicas = np.zeros(1)
     gathers = []
-    outside = _shared(s, s.outside / s.c.tp, freed=False)
+    outside = _shared(s, s.ends(s.outside), freed=False)
     for rows in (_layers_shared(s, s.layers), outside):
         gathered = np.zeros(1)
         for b in rows:

@@ -68,8 +68,11 @@ def layer_compute(s: Setting) -> Compute:
     attention, attention_backward = _attention(s)
 
     dense, expert = n.saved_elements, n.expert_saved_width
-    whole = 0.0 if stack.sequence_parallel else 5.0 * n.hidden
-    moved = (dense - whole + expert * stack.moe * stack.imbalance) / c.tp + whole
+    whole = n.whole_bytes(1.0, 0.0)
+    if not stack.sequence_parallel and not n.uncut.stream:
+        whole += 5.0 * n.hidden
+    routed = s.over_tp(n.uncut.stream)
+    moved = (dense - whole) / c.tp + whole + expert * stack.moe * stack.imbalance * routed
     passes = stack.passes * moved + stack.bias_passes * n.bias_width / c.tp
     passing = tokens * passes * machine.width / machine.passing_bytes_s
     elementwise, elementwise_backward = 0.4 * passing, 0.6 * passing
@@ -91,7 +94,7 @@ def layer_compute(s: Setting) -> Compute:
     norms = n.head_norms * stack.kernels_norm
     launch = forward_launch(s, forward) * np.where(full, 2.0, 1.0)
     launch = launch + _waiting(machine, backward, stack.kernels_backward + 0.75 * norms)
-    copies = tokens / c.tp * n.experts_per_token
+    copies = tokens * routed * n.experts_per_token
     launch = launch + n.moe_share * stack.moe_host_s + copies * stack.moe_copy_s
     return Compute(
         matmul, attention, attention_backward, elementwise, elementwise_backward, quantize, quantize_backward,
@@ -123,16 +126,18 @@ def matmuls(s: Setting, visited_experts: Array | None = None) -> Array:
     total: Array = np.zeros(1)
     flat = c.tp_y <= 1
     x = {"attention": c.attention_shape, "mlp": c.mlp_shape}
+    uncut = {"attention": n.uncut.attention, "mlp": n.uncut.mlp}
     for m in n.matmuls:
         if m.part == "expert":
             # Tokens spread evenly over the experts of the ranks that share them.
-            copies = tokens / c.tp * n.experts_per_token / max(n.moe_share, 1e-9)
-            rows = copies * c.ep * c.etp / n.experts
+            copies = tokens * s.over_tp(n.uncut.stream)
+            copies = copies * n.experts_per_token / max(n.moe_share, 1e-9)
+            rows = copies * c.ep * s.etp / n.experts
             experts = n.experts / c.ep
             if visited_experts is not None:
                 rows, experts = rows * experts / visited_experts, visited_experts
-            cut_in = np.where(m.row, c.etp, 1.0)
-            cut_out = np.where(m.row, 1.0, c.etp)
+            cut_in = np.where(m.row, s.etp, 1.0)
+            cut_out = np.where(m.row, 1.0, s.etp)
             seconds = matmul_seconds(machine, rows, m.outputs / cut_out, m.inputs / cut_in)
             # One matmul per expert of the rank; `count` counts those of a token.
             share = experts * m.count / visited
@@ -146,16 +151,18 @@ def matmuls(s: Setting, visited_experts: Array | None = None) -> Array:
         narrow = np.where(one, c.tp, c.tp_x)
         other = np.where(~one & two, c.tp_y, 1.0)
         cut_in, cut_out = (narrow, other) if m.row else (other, narrow)
-        total = total + m.count * matmul_seconds(
-            machine, rows, m.outputs / cut_out, m.inputs / cut_in
-        )
+        seconds = matmul_seconds(machine, rows, m.outputs / cut_out, m.inputs / cut_in)
+        if share := uncut[m.part]:
+            alone = matmul_seconds(machine, tokens, m.outputs, m.inputs)
+            seconds = (1.0 - share) * seconds + share * alone
+        total = total + m.count * seconds
     return total
 
 
 def _attention(s: Setting) -> tuple[Array, Array]:
     """Seconds of attention, forward and backward (2.5 times the products of forward, 5 matmuls against 2)."""
     n, machine, seq_len = s.n, s.machine, s.workload.seq_len
-    card, tokens, per_token = machine.card, s.tokens / s.c.tp, 0.0
+    card, tokens, per_token = machine.card, s.tokens * s.over_tp(n.uncut.attention), 0.0
     if machine.stack.flash:
         for count, a in n.attentions:
             seen = min(seq_len, a.window or seq_len)

@@ -66,26 +66,30 @@ def activation_bytes(s: Setting) -> Array:
     """
     n, c, stack, width = s.n, s.c, s.machine.stack, s.machine.width
     dense = n.saved_elements * width + stack.dropout * 2.0 * n.hidden
-    whole = 0.0
-    if not stack.sequence_parallel:
+    whole = n.whole_bytes(width, stack.eager)
+    if not stack.sequence_parallel and not n.uncut.stream:
         # Inputs of both norms and both column matmuls, and a dropout mask of each block.
-        whole = 4.0 * n.hidden * width + stack.dropout * 2.0 * n.hidden
+        whole = whole + 4.0 * n.hidden * width + stack.dropout * 2.0 * n.hidden
     # Element-wise kernels also write the experts' outputs, which backward does not need.
     experts = (n.expert_saved_width - n.experts_per_token * n.hidden) * width * stack.imbalance
     gathered = 2.0 * n.hidden * width * (1.0 - 1.0 / c.tp)
     kept = stack.keep_gathered * np.where(c.recompute > 1, 1.0, 1.0 - c.regather)
-    extra = kept * stack.sequence_parallel * gathered
-    total = (dense - whole + experts + stack.eager * n.eager_bytes(width)) / c.tp + whole + extra
+    extra = kept * stack.sequence_parallel * gathered * (1.0 - n.uncut.stream)
+    total = (dense - whole + stack.eager * n.eager_bytes(width)) / c.tp + whole + extra
+    total = total + experts * s.over_tp(n.uncut.stream)
     if not stack.flash:
         # Selective recomputation drops the scores.
-        scores = (2.0 * width + 1.0) * n.num_heads * s.workload.seq_len / c.tp
+        scores = (2.0 * width + 1.0) * n.num_heads * s.workload.seq_len
+        scores = scores * s.over_tp(n.uncut.attention)
         total = total + np.where(c.recompute == 1, 0.0, scores)
     if stack.eager:
         repeated = n.repeated_elements(s.workload.seq_len) * width
-        total = total + np.where(c.cp > 1, 0.0, (repeated + s.scores) / c.tp)
+        total = total + np.where(
+            c.cp > 1, 0.0, (repeated + s.scores) * s.over_tp(n.uncut.attention)
+        )
         total = total + n.latent_bytes(width)
     # Log-sum-exp of fused attention, float32.
-    statistics = 4.0 * n.num_heads / c.tp if stack.flash else 0.0
+    statistics = 4.0 * n.num_heads * s.over_tp(n.uncut.attention) if stack.flash else 0.0
     return s.tokens * stack.kept * (total + statistics)
 
 
@@ -100,7 +104,7 @@ def kept_bytes(s: Setting, one_layer: Array | None = None) -> Array:
         one_layer = activation_bytes(s)
     c, stack = s.c, s.machine.stack
     boundary = s.n.hidden * s.machine.width * s.tokens
-    boundary = boundary / (c.tp if stack.sequence_parallel else 1.0)
+    boundary = boundary * (s.over_tp(s.n.uncut.stream) if stack.sequence_parallel else 1.0)
     selective = np.where(c.recompute == 1, stack.selective_kept, 1.0)
     return np.where(c.recompute > 1, boundary, selective * one_layer)
 
@@ -316,10 +320,12 @@ def _phases_of_stages(s: Setting, layer: LayerMemory) -> list[Parts]:
 def _at_once(s: Setting, layer: LayerMemory, saved: Array, logits: Array) -> Parts:
     """All of it at the same time."""
     n, c, stack, width = s.n, s.c, s.machine.stack, s.machine.width
-    elements, one, vocabulary = stage_elements(s), s.dense() + s.experts(), s.outside / c.tp
+    elements, one, vocabulary = stage_elements(s), s.dense() + s.experts(), s.ends(s.outside)
     states = state_bytes(s, elements)
     if stack.vocabulary_groups > 1:
-        vocabulary = np.minimum(vocabulary, max(n.embedding_weights, n.head_weights) / c.tp)
+        vocabulary = np.minimum(
+            vocabulary, max(n.embedding_weights, n.head_weights) / s.vocabulary_ranks
+        )
     gathered_layers = np.where(c.zero > 2, np.minimum(2.0, s.layers), s.layers)
     reduced = np.where(s.sharded, s.reduce_width + width, width)
     reduced, trained = reduced * s.workload.trained, s.workload.trained

@@ -12,7 +12,9 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from hyper_parallel.ir import Rule
 from hyper_parallel.model import AttentionSpec, Block, ModelSpec, ParamSpec
+from hyper_parallel.shard import uncut_modules
 
 _ROW = re.compile(r"(o_proj|c_proj|out_proj|down_proj|dense_4h_to_h|fc2|w2)\b")
 """Names of projections back to the residual width; the others read it (or a latent)."""
@@ -45,6 +47,50 @@ class Matmul:
     outputs: int  # width it leaves with
     count: float  # how many such matmuls a mean layer has and one token meets
     row: bool  # the matmul goes back to the residual width (row-parallel)
+
+
+@dataclass(frozen=True, slots=True)
+class Uncut:
+    """Parts of a mean layer that every tensor-parallel rank holds or computes whole, whatever the degree.
+
+    All are 0 for models whose rules cover every module.
+    """
+
+    weights: float = 0.0  # matrix elements per layer, experts and routers apart
+    attention: float = 0.0  # share of the matrix elements of attention
+    mlp: float = 0.0  # share of those of the dense feed-forward part
+    stream: float = 0.0  # 1 where every rank holds the residual stream of all tokens between blocks
+    vocabulary: bool = False  # whether embedding or head is whole
+    outside: float = (
+        0.0  # matrix elements outside of the layers, embedding and head apart: towers, projectors
+    )
+
+    @classmethod
+    def of(cls, model: ModelSpec, names: frozenset[str], stream: bool) -> Uncut:
+        """Sum up the matrices that stay whole, by name."""
+        decoders = [b for b in model.blocks if b.layers]
+        layers = max(1, sum(b.count for b in decoders))
+
+        def elements(part: str, among: frozenset[str] | None = None) -> float:
+            """Matrix elements of a part in all layers, or of those named; routers stay apart."""
+            return math.fsum(
+                p.num_elements * b.count
+                for b in decoders
+                for p in b.params
+                if _part(p) == part and not _is_router(p, b) and (among is None or p.name in among)
+            )
+
+        whole, shares = 0.0, list[float]()
+        for part in ("attention", "mlp"):
+            uncut = elements(part, names)
+            shares.append(uncut / max(1.0, elements(part)))
+            whole += uncut
+        if min(shares) == 1.0:  # refused in our own stack; others cut such a model
+            return cls()
+        outside = [p for b in model.blocks if not b.layers for p in b.params if p.name in names]
+        rest = math.fsum(p.num_elements for p in outside if p.shape[0] != model.vocab_size)
+        vocabulary = any(p.shape[0] == model.vocab_size for p in outside)
+        return cls(whole / layers, *shares, float(stream), vocabulary, rest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +127,7 @@ class ModelNumbers:
     experts_per_token: float  # routed experts a token visits, mean over the layers
     moe_share: float  # share of the layers that have routed experts
     expert_saved_width: float  # elements per token that the backward of the routed experts needs
+    uncut: Uncut  # parts that tensor parallelism keeps whole on every rank
     attention_weights: float  # matrix elements of attention per layer
     mlp_weights: float  # matrix elements of dense MLP, shared experts and router per layer
     expert_weights: float  # matrix elements of all routed experts per layer
@@ -122,6 +169,8 @@ class ModelNumbers:
             for p in b.params
             if _part(p) == "expert"
         )
+        names, stream = _uncut_names(model)
+        uncut = Uncut.of(model, names, stream)
         outside = [b for b in model.blocks if not b.layers]
         head_params = sum(b.num_params for b in outside if b.name == "head")
         mlp = routed[0].mlp if routed else None
@@ -154,6 +203,7 @@ class ModelNumbers:
             experts_per_token=mean(visited for _, _, visited in visits),
             moe_share=sum(b.count for b in routed) / layers,
             expert_saved_width=mean(expert_saved),
+            uncut=uncut,
             attention_weights=weights("attention"),
             mlp_weights=weights("mlp"),
             expert_weights=weights("expert"),
@@ -163,8 +213,34 @@ class ModelNumbers:
             embedding_weights=sum(b.num_params for b in outside) - head_params,
             head_weights=model.vocab_size * model.hidden_size,
             head_params=head_params,
-            last_layers=_last_layers(decoders),
+            last_layers=_last_layers(decoders, names if uncut.weights else frozenset()),
         )
+
+    def whole_bytes(self, width: float, eager: float) -> float:
+        """Return the bytes per token, of `saved_elements` and `eager_bytes`, that tensor parallelism does not cut.
+
+        Args:
+            width: Bytes of an activation.
+            eager: 1 where no compiler fuses operators, as in `eager_bytes`.
+        """
+        own = self.uncut.stream * 4.0 * self.hidden + self.uncut.attention * self.attention_width
+        own += self.uncut.mlp * self.mlp_saved_width
+        norms = self.uncut.stream * self.norm_bytes * self.hidden
+        norms += self.uncut.attention * self.head_norm_bytes * self.normed_width
+        copies = self.uncut.attention * (self.v_width + self.latent_rest)
+        copies += self.uncut.mlp * self._gate_width + self.uncut.stream * self._expert_copies
+        return own * width + eager * (norms + width * copies)
+
+    @property
+    def _gate_width(self) -> float:
+        """Width of the activated gate, which unfused operators keep."""
+        return max(0.0, self.mlp_saved_width - 2.0 * self.mlp_width)
+
+    @property
+    def _expert_copies(self) -> float:
+        """Elements per token that unfused routed experts keep beyond `expert_saved_width`."""
+        wide = (1.0 + self.clamped_widths) * self.expert_width
+        return self.experts_per_token * (wide + self.hidden)
 
     @property
     def saved_elements(self) -> float:
@@ -175,8 +251,12 @@ class ModelNumbers:
 
         Source: Korthikanti et al. 2022, section 4.1, with flash attention and a gated feed-forward part.
         """
-        own = 4.0 * self.hidden + self.q_width + self.v_width
-        return own + 2.0 * self.k_width + self.mlp_saved_width
+        return 4.0 * self.hidden + self.attention_width + self.mlp_saved_width
+
+    @property
+    def attention_width(self) -> float:
+        """Elements per token of queries, keys, values and the output of attention."""
+        return self.q_width + self.v_width + 2.0 * self.k_width
 
     def eager_bytes(self, width: float) -> float:
         """What operators keep per token and layer when nothing fuses them, beyond `saved_elements`.
@@ -185,11 +265,10 @@ class ModelNumbers:
         activation of its gate; experts also their dispatched inputs and outputs; latent attention the storage that its
         values are a view of.
         """
-        wide = (1.0 + self.clamped_widths) * self.expert_width
-        experts = self.experts_per_token * (wide + self.hidden)
-        gate = max(0.0, self.mlp_saved_width - 2.0 * self.mlp_width)
         norms = self.norm_bytes * self.hidden + self.head_norm_bytes * self.normed_width
-        return norms + width * (self.v_width + gate + experts + self.latent_rest)
+        return norms + width * (
+            self.v_width + self._gate_width + self._expert_copies + self.latent_rest
+        )
 
     def latent_bytes(self, width: float) -> float:
         """Return what unfused norms of latents keep per token and layer: float32 inputs, normalised ones, outputs."""
@@ -253,10 +332,23 @@ def _latent_rest(block: Block) -> int:
     return rows - a.num_kv_heads * a.qk_head_dim if a is not None and rows else 0
 
 
-def _last_layers(decoders: Iterable[Block]) -> tuple[LayerElements, ...]:
-    """Return the parameters of the last two layers."""
+def _uncut_names(model: ModelSpec) -> tuple[frozenset[str], bool]:
+    """Return `uncut_modules` of a model; the rules of families cover all of theirs."""
+    if model.rules is None:
+        return frozenset(), False
+    rules = tuple(Rule(pattern, style) for pattern, style in model.rules)
+    return uncut_modules([(p.name, p.shape) for b in model.blocks for p in b.params], rules)
+
+
+def _last_layers(
+    decoders: Iterable[Block], whole: frozenset[str] = frozenset()
+) -> tuple[LayerElements, ...]:
+    """Return the parameters of the last two layers; matrices that stay `whole` count as vectors."""
     last = sorted(((layer, b) for b in decoders for layer in b.layers), key=lambda pair: pair[0])
-    parts = [[(_part(p), p.num_elements) for p in b.params] for _, b in last[-2:]]
+    parts = [
+        [("vector" if p.name in whole else _part(p), p.num_elements) for p in b.params]
+        for _, b in last[-2:]
+    ]
     return tuple(
         LayerElements(
             dense=sum(n for part, n in params if part in ("attention", "mlp")),
@@ -307,6 +399,11 @@ def _matmuls(decoders: Iterable[Block], layers: int) -> tuple[Matmul, ...]:
             shape = (part, inputs, outputs, source == "row")
             found[shape] = found.get(shape, 0.0) + times
     return tuple(Matmul(part, i, o, n, row) for (part, i, o, row), n in found.items())
+
+
+def _is_router(param: ParamSpec, block: Block) -> bool:
+    experts = block.mlp.num_experts if block.mlp else 0
+    return bool(experts) and experts in param.shape
 
 
 def _part(param: ParamSpec) -> str:

@@ -114,7 +114,7 @@ def _layer(
     if n.experts:
         # Expected number of distinct experts of a rank that the tokens of its group choose, all as likely.
         missed = 1.0 - n.experts_per_token / n.moe_share / n.experts
-        visited = n.experts / c.ep * (1.0 - missed ** (s.tokens * c.ep * c.etp / c.tp))
+        visited = n.experts / c.ep * (1.0 - missed ** (s.tokens * c.ep * s.etp / c.tp))
         read = read + s.experts() * visited * c.ep / n.experts
     matmul = np.maximum(matmuls(s, visited), read * machine.width / rate)
     moved = sum(
@@ -174,6 +174,6 @@ def pass_bytes(s: Setting, work: GenerateWorkload) -> tuple[Array, Array]:
     one = _of_length(s.under(microbatch=np.ones(1)), -(-work.prompt_len // work.prompt_passes))
     expanded = sum(count / n.layers * _expanded(a, c.tp) for count, a in n.attentions)
     each = activation_bytes(one) + work.columns * expanded * width + n.vocab * (width + 16.0)
-    gathered = (2.0 * (s.dense() + s.experts()) + s.outside / c.tp) * width
+    gathered = (2.0 * (s.dense() + s.experts()) + s.ends(s.outside)) * width
     moving = 1.0 + card.fragmentation
     return card.context_bytes + moving * np.where(c.dp_shard > 1, gathered, 0.0), moving * each

@@ -58,9 +58,8 @@ def stage_elements(
 
     Without `layers` and the elements `outside` of them: those of the fullest stage.
     """
-    c = s.c
     layers = s.layers if layers is None else layers
-    dense = s.dense(layers) + (s.outside if outside is None else outside) / c.tp
+    dense = s.dense(layers) + s.ends(s.outside if outside is None else outside)
     experts = s.experts(layers)
     return dense + experts, dense / s.shards + experts / s.expert_shards
 
@@ -106,7 +105,7 @@ class LayerMemory:
 def phases(
     s: Setting, layer: LayerMemory, layers: Array, outside: Array, flight: Array, logits: Array
 ) -> tuple[Parts, ...]:
-    """The four phases of a stage with so many layers and microbatches in flight.
+    """Return the five phases of a stage with so many layers and microbatches in flight.
 
     `outside` are elements of embedding and head before tensor parallelism, `logits` bytes, 0 without the head.
     """
@@ -114,7 +113,7 @@ def phases(
     wide = s.reduce_width * trained
     tokens, none = s.tokens, np.zeros(1)
     states = state_bytes(s, stage_elements(s, layers, outside))
-    mean, vocabulary = s.dense() + s.experts(), outside / c.tp
+    mean, vocabulary = s.dense() + s.experts(), s.ends(outside)
     dense, experts = s.last_layer
     one = dense + experts
     piped, several = c.pp > 1, c.accumulation > 1
@@ -147,9 +146,11 @@ def phases(
     # A stage that is not the last ends its forward in the last layer's experts.
     forward = np.where(piped, layer.exchange + layer.combine, none)
     single = np.where(s.copies, np.where(s.sharded, both, 3.0 * wide), 0.0)
-    head = np.where(piped, 0.0, copies * (n.head_params / c.tp) * trained)
+    head = np.where(piped, 0.0, copies * (n.head_params / s.vocabulary_ranks) * trained)
     # The final norm keeps its input wide, and both formats of its output.
-    final = np.where(logits > 0.0, tokens * n.hidden * (4.0 + 2.0 * width) / c.tp, 0.0)
+    final = np.where(
+        logits > 0.0, tokens * n.hidden * (4.0 + 2.0 * width) * s.over_tp(n.uncut.stream), 0.0
+    )
     # Stages keep what they receive of every microbatch in flight, and hold a message in and one out.
     message = np.where(piped, tokens * n.hidden * width / c.tp, 0.0)
     held = layers * flight * layer.kept
@@ -157,23 +158,40 @@ def phases(
     fewer = np.maximum(held - sums, layers * (flight - 1.0) * layer.kept)
     held = np.where(piped & (flight >= c.accumulation), fewer, held)
     saved = held + message * (flight + 2.0)
-    working = tokens * width * (2.0 * n.hidden + 2.0 * n.mlp_width) / c.tp
+    working = 2.0 * tokens * width * n.hidden * s.over_tp(n.uncut.stream)
+    working = working + 2.0 * tokens * width * n.mlp_width * s.over_tp(n.uncut.mlp)
     working = working + np.where(c.tp > 1, tokens * n.hidden * width, 0.0)
     # Beside the probabilities that are kept: their gradient and that of the scores, and its copy in place of them.
-    scores = np.where(c.cp > 1, 0.0, s.scores) * tokens / c.tp
+    scores = np.where(c.cp > 1, 0.0, s.scores) * tokens * s.over_tp(n.uncut.attention)
     working = working + 2.0 * scores
+    # Gradients of the output, queries, keys and values of attention that stays whole, in the next layer too.
+    attending = np.where(c.tp > 1, tokens * width * n.uncut.attention * n.attention_width, 0.0)
+    working = np.maximum(working, attending)
     left = np.maximum(saved - layer.freed, 0.0) + layer.worked
     at_end = np.where(several, mine, inner + np.where(s.copies, 0.0, outer))
     next_buffers = np.where(piped, sums + wide * copies / width * one, head + reduced)
+    # Where a layer's gradients are more than its activations the last layers of backward are fullest: those behind
+    # have their gradients then, and the first layer is gathered.
+    grown = np.maximum(before, inner * np.maximum(layers - 2.0, 0.0) / np.maximum(layers, 1.0))
+    remaining = layers * (flight - 1.0) * layer.kept + np.minimum(2.0, layers) * layer.kept
+    remaining = np.minimum(left, remaining + layer.worked)
+    working_next = attending + 2.0 * scores
+    # At the end the reduced gradients of embedding and head come beside what they were reduced from.
+    reduced_last = np.where(s.sharded & s.copies, wide * vocabulary + outer, 0.0)
+    reduced_last = reduced_last + width * trained * np.minimum(vocabulary, s.ends(s.largest_end))
+    last = np.where(
+        s.sharded & s.copies, np.maximum(single * vocabulary, reduced_last), single * vocabulary
+    )
     columns = (
-        # loss, last layer, next layer, end
-        ("gradients", before, before, np.maximum(before, first) + added, at_end),
-        ("gathered parameters", root + coming, root + two, root + beside, np.where(piped, root, 0.0)),
-        ("gradient buffers", sums, sums + head, next_buffers,
-         np.where(piped, sums + np.where(s.copies, wide, 0.0) * vocabulary, single * vocabulary)),
-        ("activations", saved + final, saved + layer.worked, left, none),
-        ("work space", none, working, 2.0 * scores, none),
-        ("exchange buffers", forward, layer.exchange, layer.exchange, none),
-        ("logits", logits, none, none, none),
+        # loss, last layer, next layer, first layers, end
+        ("gradients", before, before, np.maximum(before, first) + added, grown + added, at_end),
+        ("gathered parameters", root + coming, root + two, root + beside, root + beside,
+         np.where(piped, root, 0.0)),
+        ("gradient buffers", sums, sums + head, next_buffers, next_buffers,
+         np.where(piped, sums + np.where(s.copies, wide, 0.0) * vocabulary, last)),
+        ("activations", saved + final, saved + layer.worked, left, remaining, none),
+        ("work space", none, working, working_next, working_next, none),
+        ("exchange buffers", forward, layer.exchange, layer.exchange, layer.exchange, none),
+        ("logits", logits, none, none, none, none),
     )  # fmt: skip
-    return tuple(states | {name: each[phase] for name, *each in columns} for phase in range(4))
+    return tuple(states | {name: each[phase] for name, *each in columns} for phase in range(5))

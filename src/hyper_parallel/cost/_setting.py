@@ -135,12 +135,27 @@ class Setting:
 
     def dense(self, layers: Array | float = 1.0) -> Array:
         """Parameters of mean layers on a tensor-parallel rank, without experts."""
-        n = self.n
-        return layers * ((n.attention_weights + n.mlp_weights) / self.c.tp + n.vector_weights)
+        n, whole = self.n, self.n.uncut.weights
+        cut = (n.attention_weights + n.mlp_weights - whole) / self.c.tp
+        return layers * (cut + whole + n.vector_weights)
+
+    def over_tp(self, uncut: float) -> Array:
+        """Share of some work of a layer that one tensor-parallel rank does, where a share of it stays whole."""
+        return (1.0 - uncut) / self.c.tp + uncut
+
+    @cached_property
+    def etp(self) -> Array:
+        """Ranks that cut one expert; in our own stack tensor parallelism leaves experts whole."""
+        return np.where(self.whole_experts, 1.0, self.c.etp)
+
+    @cached_property
+    def whole_experts(self) -> NDArray[np.bool_]:
+        """Whether every tensor-parallel rank has all experts: in our own stack, without expert parallelism."""
+        return np.asarray((self.c.ep <= 1) & bool(self.machine.stack.phased))
 
     def experts(self, layers: Array | float = 1.0) -> Array:
         """Parameters of the experts of mean layers on an expert-parallel rank."""
-        return layers * self.n.expert_weights / (self.c.ep * self.c.etp)
+        return layers * self.n.expert_weights / (self.c.ep * self.etp)
 
     @cached_property
     def last_layer(self) -> tuple[Array, Array]:
@@ -149,7 +164,7 @@ class Setting:
         At the peak these layers are gathered and their gradients reduced; a mean over all layers is less where the
         first ones have no experts.
         """
-        ranks = self.c.ep * self.c.etp
+        ranks = self.c.ep * self.etp
         dense, experts = self.dense(), self.experts()
         for index, layer in enumerate(self.n.last_layers):
             own = layer.dense / self.c.tp + layer.vectors, layer.experts / ranks
@@ -170,6 +185,27 @@ class Setting:
         return np.where(self.c.pp > 1, largest, n.embedding_weights + n.head_params) * 1.0
 
     @property
+    def largest_end(self) -> float:
+        """Elements of the larger of embedding and head."""
+        return float(max(self.n.embedding_weights, self.n.head_params))
+
+    @cached_property
+    def vocabulary_ranks(self) -> Array:
+        """Ranks that share the rows of embedding and head: 1 where tensor parallelism cannot cut these.
+
+        Of stacks that are not our own, which pad the vocabulary, all ranks of tensor parallelism.
+        """
+        c, n = self.c, self.n
+        if not self.machine.stack.phased:
+            return c.tp
+        return np.where((n.vocab % c.tp == 0) & (not n.uncut.vocabulary), c.tp, 1.0)
+
+    def ends(self, elements: Array | float) -> Array:
+        """Elements on a rank of embedding, head and other parameters outside of the layers, before data sharding."""
+        whole = min(self.n.uncut.outside, float(np.min(elements)))
+        return np.asarray((elements - whole) / self.vocabulary_ranks + whole)
+
+    @property
     def scores(self) -> float:
         """Bytes of attention probabilities per token of a mean layer that no kernel fuses: of layers with sinks."""
         n, stack = self.n, self.machine.stack
@@ -178,7 +214,10 @@ class Setting:
     @cached_property
     def logits(self) -> Array:
         """Bytes at the peak of the loss."""
-        stack, elements = self.machine.stack, self.tokens * self.n.vocab / self.c.tp
+        stack = self.machine.stack
+        # Without the stream of all tokens, a whole head works on the tokens of its rank.
+        ranks = self.vocabulary_ranks if self.n.uncut.stream else self.c.tp
+        elements = self.tokens * self.n.vocab / ranks
         converted = 8.0 * stack.eager * np.minimum(elements, _LOSS_BLOCK)
         return elements * stack.logit_bytes * max(self.machine.width, 2.0) / 2.0 + converted
 

@@ -84,7 +84,7 @@ def _priced(
     passes = work.prompt_passes + work.new_tokens - 1
     kept, made = DTYPE_BYTES[w.param_dtype], DTYPE_BYTES[w.compute_dtype]
     # Of cast weights the layer that works, the next one and what is outside; gathered ones are in `fixed`.
-    inside = 2.0 * (setting.dense() + setting.experts()) + setting.outside / setting.c.tp
+    inside = 2.0 * (setting.dense() + setting.experts()) + setting.ends(setting.outside)
     cast = made * np.where(setting.c.dp_shard > 1, 0.0, inside) * (kept != made)
     cast = np.broadcast_to(cast, many)
     for i, x in enumerate(layouts):

@@ -10,7 +10,7 @@ from hyper_parallel.shard._boundary import (
     ring_bytes,
 )
 from hyper_parallel.shard._derive import derived_rules
-from hyper_parallel.shard._plan import ShardPlan, covers, plan_layouts
+from hyper_parallel.shard._plan import ShardPlan, covers, plan_layouts, uncut_modules
 from hyper_parallel.shard._rules import (
     FAMILIES,
     REFUSED,
@@ -66,4 +66,5 @@ __all__ = [
     "plan_layouts",
     "ring_bytes",
     "sharing_boundaries",
+    "uncut_modules",
 ]

@@ -18,6 +18,7 @@ Tensor parallelism leaves experts, and the router beside them, whole: the layer 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 from hyper_parallel.errors import NotDivisible, UnsupportedSharding
@@ -111,8 +112,12 @@ def expert_layout(layout: Layout, param: Param, strategy: Strategy) -> Layout:
     if edp == 1:
         return layout
     local = param.shape if listed else (param.shape[0] // strategy.ep, *param.shape[1:])
-    even = [dim for dim, size in enumerate(local) if size % edp == 0]
-    return layout.split(even[0] if even else 0, "edp")
+    return layout.split(even_dim(local, edp), "edp")
+
+
+def even_dim(shape: Sequence[int], ranks: int) -> int:
+    """First dimension that ranks cut into equal shards, else the first: FSDP pads what it cuts unevenly."""
+    return next((dim for dim, size in enumerate(shape) if size % ranks == 0), 0)
 
 
 def container(param: Param) -> str:

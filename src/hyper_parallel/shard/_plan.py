@@ -24,6 +24,7 @@ from hyper_parallel.shard._experts import (
     check_experts,
     check_folding,
     container,
+    even_dim,
     expert_layout,
     mark_experts,
 )
@@ -40,7 +41,7 @@ from hyper_parallel.shard._fit import (
     rule_hint,
 )
 from hyper_parallel.shard._grid import cuts_hidden, tensor_axes
-from hyper_parallel.shard._rules import STYLES, applies
+from hyper_parallel.shard._rules import REFUSED, STYLES, WHOLE, applies
 from hyper_parallel.shard._sizes import check_context, fit_sizes
 
 
@@ -128,6 +129,26 @@ def plan_layouts(
     return ShardPlan(layouts, styles, tuple(dict.fromkeys(notes)), hidden_cut, whole_stream)
 
 
+def uncut_modules(
+    params: Iterable[tuple[str, tuple[int, ...]]], rules: Sequence[Rule]
+) -> tuple[frozenset[str], bool]:
+    """Return the matrices that tensor parallelism keeps whole on every rank, whatever its degree.
+
+    Args:
+        params: Name and shape of every parameter.
+        rules: Rules of the model.
+
+    Returns:
+        Names of these matrices; and whether every rank holds the residual stream of all tokens, as it does where rules
+        do not cover the model.
+    """
+    found = mark_experts([_find((name, shape, ()), rules) for name, shape in params])
+    cut = ("vocab", "head", EXPERTS)
+    whole = (None, *REFUSED, WHOLE, "replicate")
+    names = (p.name for p in found if len(p.shape) > 1 and p.style not in cut and p.style in whole)
+    return frozenset(names), not is_covered(found)
+
+
 def covers(
     params: Iterable[tuple[str, tuple[int, ...]]],
     rules: Sequence[Rule],
@@ -194,4 +215,7 @@ def _layout(param: Param, strategy: Strategy, hidden_cut: bool) -> Layout:
     if strategy.tp > 1:
         for dim, axes in enumerate(tensor_axes(param, strategy, hidden_cut)):
             layout = layout.split(dim, *axes)
-    return layout.split(1 if param.parts > 1 else 0, *strategy.fsdp_axes)
+    dim = 1 if param.parts > 1 else 0
+    if param.style == EXPERTS and len(param.shape) > 2:
+        dim = even_dim(param.shape, strategy.dp_shard * strategy.cp)
+    return layout.split(dim, *strategy.fsdp_axes)
