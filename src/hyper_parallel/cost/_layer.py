@@ -68,7 +68,7 @@ def layer_compute(s: Setting) -> Compute:
     attention, attention_backward = _attention(s)
 
     dense, expert = n.saved_elements, n.expert_saved_width
-    whole = n.whole_bytes(1.0, 0.0)
+    whole: Array | float = n.whole_bytes(1.0, 0.0)
     if not stack.sequence_parallel and not n.uncut.stream:
         whole += 5.0 * n.hidden
     routed = s.over_tp(n.uncut.stream)
@@ -152,9 +152,9 @@ def matmuls(s: Setting, visited_experts: Array | None = None) -> Array:
         other = np.where(~one & two, c.tp_y, 1.0)
         cut_in, cut_out = (narrow, other) if m.row else (other, narrow)
         seconds = matmul_seconds(machine, rows, m.outputs / cut_out, m.inputs / cut_in)
-        if share := uncut[m.part]:
+        if uncut[m.part]:
             alone = matmul_seconds(machine, tokens, m.outputs, m.inputs)
-            seconds = (1.0 - share) * seconds + share * alone
+            seconds = (1.0 - uncut[m.part]) * seconds + uncut[m.part] * alone
         total = total + m.count * seconds
     return total
 

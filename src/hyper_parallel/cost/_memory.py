@@ -79,8 +79,8 @@ def activation_bytes(s: Setting) -> Array:
     total = total + experts * s.over_tp(n.uncut.stream)
     if not stack.flash:
         # Selective recomputation drops the scores.
-        scores = (2.0 * width + 1.0) * n.num_heads * s.workload.seq_len
-        scores = scores * s.over_tp(n.uncut.attention)
+        per_token = (2.0 * width + 1.0) * n.num_heads * s.workload.seq_len
+        scores = per_token * s.over_tp(n.uncut.attention)
         total = total + np.where(c.recompute == 1, 0.0, scores)
     if stack.eager:
         repeated = n.repeated_elements(s.workload.seq_len) * width

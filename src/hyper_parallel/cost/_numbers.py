@@ -90,7 +90,7 @@ class Uncut:
         outside = [p for b in model.blocks if not b.layers for p in b.params if p.name in names]
         rest = math.fsum(p.num_elements for p in outside if p.shape[0] != model.vocab_size)
         vocabulary = any(p.shape[0] == model.vocab_size for p in outside)
-        return cls(whole / layers, *shares, float(stream), vocabulary, rest)
+        return cls(whole / layers, shares[0], shares[1], float(stream), vocabulary, rest)
 
 
 @dataclass(frozen=True, slots=True)
