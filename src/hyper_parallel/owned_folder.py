@@ -223,7 +223,7 @@ class Replacement:
         *,
         parents: bool = False,
     ) -> None:
-        self.target = target.resolve()
+        self.target = Path(os.path.realpath(target))
         self.partial = self.target.with_name(f".{self.target.name}.tmp")
         self._old = self.target.with_name(f".{self.target.name}.old")
         self._kind, self._what = kind, what

@@ -157,7 +157,8 @@ def outside_target(path: Path, folder: Path) -> Path | None:
     Links inside of the folder are followed. In the cache of the Hugging Face hub the files of a snapshot are links to
     the blobs of the same repository, which count as inside.
     """
-    target, root = path.resolve(), folder.resolve()
+    # Unlike `Path.resolve`, this raises nothing for a loop of links: to open it does.
+    target, root = Path(os.path.realpath(path)), Path(os.path.realpath(folder))
     cached = (p / "blobs" for p in root.parents if p.name.startswith(_CACHED_REPOSITORY))
     inside = (root, *cached)
     return None if any(target.is_relative_to(one) for one in inside) else target

@@ -67,6 +67,17 @@ def test_a_snapshot_in_the_cache_of_the_hub_is_read(tmp_path: Path, secret: Path
     refusal(lambda: texts(snapshot), "HP602", "b.jsonl")
 
 
+@pytest.mark.parametrize("name", ["state.json", "dataset_info.json", "README.md", "b.jsonl"])
+def test_a_loop_of_links_is_refused(folder: Path, name: str) -> None:
+    (folder / name).symlink_to("other")
+    (folder / "other").symlink_to(name)
+    if name == "b.jsonl":  # hidden from a folder of plain files, as a broken link is
+        assert texts(folder) == ["own"]
+    else:
+        (folder / "state.json" if name != "state.json" else folder / "x.arrow").touch()
+        refusal(lambda: texts(folder), "HP602")
+
+
 def test_pipes_and_devices_are_not_read(folder: Path) -> None:
     os.mkfifo(folder / "b.jsonl")
     (folder / "c.jsonl").symlink_to("/dev/zero")

@@ -224,7 +224,7 @@ def _foreign(place: Path, own: Collection[str]) -> Iterator[str]:
 
 def _unused(place: Path) -> Path:
     """Return the name of a directory that does not exist: beside a directory, or in the present one."""
-    inside = Path.cwd().is_relative_to(place.resolve())
+    inside = Path.cwd().is_relative_to(os.path.realpath(place))
     base = place / "run" if inside else place
     names = (Path(f"{base}-{n}") for n in itertools.count(2))
     return next(
