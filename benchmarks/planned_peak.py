@@ -1,4 +1,4 @@
-"""Planned against traced peak memory of 13 models in two or more layouts each, both as bytes of tensors alone.
+"""Planned against traced peak memory of 14 models in two or more layouts each, both as bytes of tensors alone.
 
     python benchmarks/planned_peak.py                        every model, the decoder cut to `LAYERS` layers
     python benchmarks/planned_peak.py --only deepseek-v3     one of them
@@ -45,6 +45,7 @@ CASES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("mixtral-8x7b", "experts", (f"{PLAIN} ep=8", f"{PIECES} ep=8", TENSOR, f"{PLAIN} recompute=full")),
     ("qwen3-30b-a3b", "experts", (f"{PLAIN} ep=8", f"{STAGES} ep=8", "dp_shard=4 tp=4 recompute=full")),
     ("granite-3.1-3b-a800m", "experts", (PLAIN, TENSOR)),
+    ("llama-4-scout", "experts", (PLAIN, TENSOR)),
     ("qwen3-235b-a22b", "experts", (f"{PLAIN} ep=16", f"{MIXED} ep=8")),
     ("glm-4.5-air", "experts", (f"{PIECES} ep=16", f"{STAGES} ep=8")),
     ("gpt-oss-20b", "experts", (f"{PLAIN} ep=8", "dp_shard=8 tp=2 ep=8 accumulation_steps=2")),

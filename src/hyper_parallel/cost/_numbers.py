@@ -25,6 +25,8 @@ _LATENT_VALUES = re.compile(r"\bkv_b_proj\.weight$")
 
 _CLAMPED = {"gpt_oss": 3.0}
 """Widths of an expert that its activation keeps beside a plain gate, by family: clamped, shifted and sigmoid values."""
+_EVERY_EXPERT = ("llama4", "llama4_text")
+"""Families whose forward gives every token to every expert, weighted by 0 where the router chose another."""
 _WIDE_COMBINE = ("deepseek_v2", "deepseek_v3", "glm4_moe", "glm4_moe_lite")
 """Families whose router weights are float32, so that outputs of experts are weighted and summed in float32."""
 
@@ -158,7 +160,12 @@ class ModelNumbers:
             )
 
         saved = (b.count * _dense_width(b) * (3 if b.mlp.gated else 2) for b in decoders if b.mlp)
-        visits = [(b, b.mlp, b.count * b.mlp.experts_per_token) for b in routed if b.mlp]
+        every = model.family in _EVERY_EXPERT
+        visits = [
+            (b, b.mlp, b.count * (b.mlp.num_experts if every else b.mlp.experts_per_token))
+            for b in routed
+            if b.mlp
+        ]
         expert_saved = (
             visited * ((3 if mlp.gated else 2) * mlp.intermediate_size + 2 * model.hidden_size)
             for _, mlp, visited in visits
@@ -186,7 +193,7 @@ class ModelNumbers:
             k_width=first.num_kv_heads * first.qk_head_dim,
             v_width=first.num_heads * first.v_head_dim,
             attentions=attentions,
-            matmuls=_matmuls(decoders, layers),
+            matmuls=_matmuls(decoders, layers, every),
             normed_width=mean(b.count * sum(_head_norms(b)) for b in decoders),
             head_norms=mean(b.count * len(_head_norms(b)) for b in decoders),
             norm_bytes=mean(b.count * _norm_bytes(b, model.hidden_size, kept) for b in decoders),
@@ -376,8 +383,14 @@ def _dense_width(block: Block) -> int:
     return mlp.shared_intermediate_size if mlp.num_experts else mlp.intermediate_size
 
 
-def _matmuls(decoders: Iterable[Block], layers: int) -> tuple[Matmul, ...]:
-    """Projections of the layers; those that read the same input are one."""
+def _matmuls(decoders: Iterable[Block], layers: int, every: bool) -> tuple[Matmul, ...]:
+    """Projections of the layers; those that read the same input are one.
+
+    Args:
+        decoders: Blocks of layers.
+        layers: Layers in all.
+        every: Whether a token visits every expert.
+    """
     found: dict[tuple[str, int, int, bool], float] = {}
     for block in decoders:
         fused: dict[tuple[str, str, int], int] = {}
@@ -393,7 +406,9 @@ def _matmuls(decoders: Iterable[Block], layers: int) -> tuple[Matmul, ...]:
             source = f"{part} row {outputs}" if row else f"..{param.name}".rsplit(".", 3)[-3] + part
             key = (part, "row" if row else source, inputs)
             fused[key] = fused.get(key, 0) + outputs
-        routed = block.mlp.experts_per_token if block.mlp and block.mlp.num_experts else 0
+        routed = 0
+        if block.mlp and block.mlp.num_experts:
+            routed = block.mlp.num_experts if every else block.mlp.experts_per_token
         for (part, source, inputs), outputs in fused.items():
             times = block.count / layers * (routed if part == "expert" else 1)
             shape = (part, inputs, outputs, source == "row")
