@@ -7,6 +7,7 @@ file costs a bounded amount of time and memory. Callers turn `LimitExceeded` int
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -69,6 +70,16 @@ def read_bytes(path: Path, limits: Limits) -> bytes:
         size = max(status.st_size, len(content))
         raise LimitExceeded(f"{size:,} bytes, more than {limits.num_bytes:,}")
     return content
+
+
+def check_regular(path: Path) -> None:
+    """Refuse a pipe, a socket, a device or a folder, for libraries that would wait for ever or end in another error.
+
+    Raises:
+        OSError: It is no regular file, or there is none.
+    """
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
 
 
 def read_text(path: Path, limits: Limits) -> str:

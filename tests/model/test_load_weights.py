@@ -1,6 +1,7 @@
 """What load_model makes of the weights beside a config."""
 
 import json
+import os
 import struct
 
 import pytest
@@ -177,6 +178,19 @@ def test_missing_shard_is_named_and_no_shard_is_a_note(tmp_path):
     check(error, "HP703", "1 of 2 weight files", "fetch `model-00002-of-00002.safetensors` again")
     (directory / "model-00001-of-00002.safetensors").unlink()
     assert "unchecked" in load_model(directory).notes[0]
+
+
+@pytest.mark.parametrize("with_index", [True, False])
+def test_a_shard_that_is_a_pipe_is_refused_by_name(tmp_path, with_index):
+    directory, index = sharded(tmp_path)
+    shard = directory / "model-00002-of-00002.safetensors"
+    shard.unlink()
+    os.mkfifo(shard)
+    if not with_index:
+        index.unlink()
+    with pytest.raises(WeightsUnreadable) as error:
+        load_model(directory)
+    check(error, "HP703", "00002-of-00002.safetensors")
 
 
 def test_index_that_lists_foreign_names_or_is_corrupt(tmp_path):

@@ -98,6 +98,7 @@ def refused(directory):
         ({"rank_pattern": {FOREVER: 4}}, BadValue, "takes more than"),
         ({"alpha_pattern": {FOREVER: 4}}, BadValue, "takes more than"),
         ({"layers_to_transform": [0], "layers_pattern": FOREVER}, BadValue, "is a regular expression"),
+        ({"layers_pattern": "layers"}, WeightsUnreadable, "layers_to_transform"),
         ({"modules_to_save": ["(a+)+$"]}, BadValue, "no module"),
         ({"modules_to_save": [3]}, WeightsUnreadable, "modules_to_save"),
         ({"init_lora_weights": "pissa_niter_999999"}, UnsupportedSharding, "pissa_niter"),

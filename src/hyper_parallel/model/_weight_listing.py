@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from hyper_parallel.errors import WeightsUnreadable
+from hyper_parallel.received import check_regular
 
 logger = logging.getLogger(__name__)
 
@@ -91,6 +92,7 @@ def read_tensor_infos(path: Path) -> dict[str, TensorInfo]:
         WeightsUnreadable: HP703 when the file is shorter than its header says or the header is not one.
     """
     try:
+        check_regular(path)
         size = path.stat().st_size
         with path.open("rb") as file:
             first = file.read(8)

@@ -86,11 +86,18 @@ def read_adapter_config(directory: Path) -> Any:
             hint="merge it with peft (`merge_and_unload`), and train on from the merged model",
         )
     values = {key: given[key] for key in read_keys if key in given}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return peft.LoraConfig(
-            **values | {"init_lora_weights": True, "inference_mode": False},
-            task_type=given.get("task_type"),
-            base_model_name_or_path=given.get("base_model_name_or_path"),
-            revision=given.get("revision"),
-        )
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return peft.LoraConfig(
+                **values | {"init_lora_weights": True, "inference_mode": False},
+                task_type=given.get("task_type"),
+                base_model_name_or_path=given.get("base_model_name_or_path"),
+                revision=given.get("revision"),
+            )
+    except (ValueError, TypeError) as error:  # keys that do not go together
+        raise WeightsUnreadable(
+            "the configuration of the adapter is none that peft accepts",
+            where=str(file),
+            got=f"{error!s:.200}",
+        ) from error

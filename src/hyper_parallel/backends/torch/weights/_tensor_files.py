@@ -19,6 +19,7 @@ from hyper_parallel.backends.torch.weights._checksums import PartChecksum
 from hyper_parallel.backends.torch.weights._ranges import Run
 from hyper_parallel.errors import WeightsUnreadable
 from hyper_parallel.model import INDEX, SINGLE, list_weight_files
+from hyper_parallel.received import check_regular
 
 _CHUNK_ELEMENTS = 1 << 24
 """Elements of two tensors that are compared at a time."""
@@ -105,6 +106,7 @@ def open_tensors(path: Path) -> dict[str, Stored]:
             allowed=f"a directory with {SINGLE}, or with {INDEX} and the files it names",
         )
     try:
+        check_regular(path)
         stored = _mapped(path) if path.suffix == ".safetensors" else _unpickled(path)
         return {name: Stored(path, _shape(slices), slices) for name, slices in stored.items()}
     except (
