@@ -105,7 +105,7 @@ class LayerMemory:
 def phases(
     s: Setting, layer: LayerMemory, layers: Array, outside: Array, flight: Array, logits: Array
 ) -> tuple[Parts, ...]:
-    """Return the five phases of a stage with so many layers and microbatches in flight.
+    """Return the six phases of a stage with so many layers and microbatches in flight.
 
     `outside` are elements of embedding and head before tensor parallelism, `logits` bytes, 0 without the head.
     """
@@ -146,7 +146,11 @@ def phases(
     # A stage that is not the last ends its forward in the last layer's experts.
     forward = np.where(piped, layer.exchange + layer.combine, none)
     single = np.where(s.copies, np.where(s.sharded, both, 3.0 * wide), 0.0)
-    head = np.where(piped, 0.0, copies * (n.head_params / s.vocabulary_ranks) * trained)
+    # Beside the last reduction, of layer 0, come the gradients of head and embedding, and of tied ones their sum.
+    tied = 1.0 if n.head_params == 0 else 0.0
+    wide_part = reduced * (wide / np.maximum(both, 1.0))
+    # The gradient of the head, tied or not, waits for that of the embedding.
+    head = np.where(piped, 0.0, copies * (n.head_weights / s.vocabulary_ranks) * trained)
     # The final norm keeps its input wide, and both formats of its output.
     final = np.where(
         logits > 0.0, tokens * n.hidden * (4.0 + 2.0 * width) * s.over_tp(n.uncut.stream), 0.0
@@ -183,15 +187,17 @@ def phases(
         s.sharded & s.copies, np.maximum(single * vocabulary, reduced_last), single * vocabulary
     )
     columns = (
-        # loss, last layer, next layer, first layers, end
-        ("gradients", before, before, np.maximum(before, first) + added, grown + added, at_end),
-        ("gathered parameters", root + coming, root + two, root + beside, root + beside,
+        # loss, last layer, next layer, first layers, embedding, end
+        ("gradients", before, before, np.maximum(before, first) + added, grown + added,
+         np.where(piped, before, np.maximum(before, inner)), at_end),
+        ("gathered parameters", root + coming, root + two, root + beside, root + beside, root,
          np.where(piped, root, 0.0)),
         ("gradient buffers", sums, sums + head, next_buffers, next_buffers,
+         np.where(piped, sums, 2.0 * head + np.maximum(reduced, wide_part + tied * head)),
          np.where(piped, sums + np.where(s.copies, wide, 0.0) * vocabulary, last)),
-        ("activations", saved + final, saved + layer.worked, left, remaining, none),
-        ("work space", none, working, working_next, working_next, none),
-        ("exchange buffers", forward, layer.exchange, layer.exchange, layer.exchange, none),
-        ("logits", logits, none, none, none, none),
+        ("activations", saved + final, saved + layer.worked, left, remaining, none, none),
+        ("work space", none, working, working_next, working_next, none, none),
+        ("exchange buffers", forward, layer.exchange, layer.exchange, layer.exchange, none, none),
+        ("logits", logits, none, none, none, none, none),
     )  # fmt: skip
-    return tuple(states | {name: each[phase] for name, *each in columns} for phase in range(5))
+    return tuple(states | {name: each[phase] for name, *each in columns} for phase in range(6))
