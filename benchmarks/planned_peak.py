@@ -1,4 +1,4 @@
-"""Planned against traced peak memory of 14 models in two or more layouts each, both as bytes of tensors alone.
+"""Planned against traced peak memory of 17 models in two or more layouts each, both as bytes of tensors alone.
 
     python benchmarks/planned_peak.py                        every model, the decoder cut to `LAYERS` layers
     python benchmarks/planned_peak.py --only deepseek-v3     one of them
@@ -42,6 +42,9 @@ CASES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("llama-3-70b", "dense", (PIECES, STAGES)),
     ("qwen3-8b", "dense", (STAGES, "dp_shard=4 cp=2 tp=2 accumulation_steps=2")),
     ("stablelm-2-12b", "dense", (PLAIN, "dp_shard=8 cp=2 accumulation_steps=2", TENSOR, "dp_shard=4 tp=4")),
+    ("command-r7b", "dense", (PLAIN, TENSOR, "dp_shard=4 recompute=full")),
+    ("starcoder2-15b", "dense", (PLAIN, TENSOR)),
+    ("gemma-3-27b", "dense", (PLAIN, "dp_shard=4 tp=4")),
     ("mixtral-8x7b", "experts", (f"{PLAIN} ep=8", f"{PIECES} ep=8", TENSOR, f"{PLAIN} recompute=full")),
     ("qwen3-30b-a3b", "experts", (f"{PLAIN} ep=8", f"{STAGES} ep=8", "dp_shard=4 tp=4 recompute=full")),
     ("granite-3.1-3b-a800m", "experts", (PLAIN, TENSOR)),

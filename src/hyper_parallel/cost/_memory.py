@@ -90,6 +90,9 @@ def activation_bytes(s: Setting) -> Array:
         total = total + n.latent_bytes(width)
     # Log-sum-exp of fused attention, float32.
     statistics = 4.0 * n.num_heads * s.over_tp(n.uncut.attention) if stack.flash else 0.0
+    if stack.eager:
+        scores = n.unfused_scores(s.workload.seq_len) * s.over_tp(n.uncut.attention)
+        total = total * n.unknown_share + np.where(c.cp > 1, 0.0, scores)
     return s.tokens * stack.kept * (total + statistics)
 
 

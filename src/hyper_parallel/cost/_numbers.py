@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from hyper_parallel.ir import Rule
-from hyper_parallel.model import AttentionSpec, Block, ModelSpec, ParamSpec
+from hyper_parallel.model import AttentionSpec, Block, KeptActivations, ModelSpec, ParamSpec
 from hyper_parallel.shard import uncut_modules
 
 _ROW = re.compile(r"(o_proj|c_proj|out_proj|down_proj|dense_4h_to_h|fc2|w2)\b")
@@ -23,6 +23,8 @@ _LATENT_NORM = re.compile(r"(q|kv)_a_layernorm\.weight$")
 _LATENT_VALUES = re.compile(r"\bkv_b_proj\.weight$")
 """Projections whose one output holds the values of all heads beside parts of their keys."""
 
+_NORM_BYTES = 8.0
+"""Bytes per element that an unfused norm keeps and gives: its input and the normalised one in float32 and bfloat16."""
 _CLAMPED = {"gpt_oss": 3.0}
 """Widths of an expert that its activation keeps beside a plain gate, by family: clamped, shifted and sigmoid values."""
 _EVERY_EXPERT = ("llama4", "llama4_text")
@@ -87,11 +89,11 @@ class Uncut:
             uncut = elements(part, names)
             shares.append(uncut / max(1.0, elements(part)))
             whole += uncut
-        if min(shares) == 1.0:  # refused in our own stack; others cut such a model
-            return cls()
         outside = [p for b in model.blocks if not b.layers for p in b.params if p.name in names]
         rest = math.fsum(p.num_elements for p in outside if p.shape[0] != model.vocab_size)
         vocabulary = any(p.shape[0] == model.vocab_size for p in outside)
+        if min(shares) == 1.0 and vocabulary:  # refused in our own stack; others cut such a model
+            return cls()
         return cls(whole / layers, shares[0], shares[1], float(stream), vocabulary, rest)
 
 
@@ -129,6 +131,7 @@ class ModelNumbers:
     experts_per_token: float  # routed experts a token visits, mean over the layers
     moe_share: float  # share of the layers that have routed experts
     expert_saved_width: float  # elements per token that the backward of the routed experts needs
+    measured: KeptActivations | None  # activations that its forward keeps
     uncut: Uncut  # parts that tensor parallelism keeps whole on every rank
     attention_weights: float  # matrix elements of attention per layer
     mlp_weights: float  # matrix elements of dense MLP, shared experts and router per layer
@@ -210,6 +213,7 @@ class ModelNumbers:
             experts_per_token=mean(visited for _, _, visited in visits),
             moe_share=sum(b.count for b in routed) / layers,
             expert_saved_width=mean(expert_saved),
+            measured=model.kept,
             uncut=uncut,
             attention_weights=weights("attention"),
             mlp_weights=weights("mlp"),
@@ -276,6 +280,26 @@ class ModelNumbers:
         return norms + width * (
             self.v_width + self._gate_width + self._expert_copies + self.latent_rest
         )
+
+    @property
+    def unknown_share(self) -> float:
+        """How many times the formulas' activations a layer keeps, as measured, scores apart; 1 where it is no more."""
+        if self.measured is None:
+            return 1.0
+        known = 2.0 * self.saved_elements + self.eager_bytes(2.0) + self.latent_bytes(2.0)
+        known += 2.0 * (self.expert_saved_width - self.experts_per_token * self.hidden)
+        return max(1.0, self.measured.layer[0] / known)
+
+    def unfused_scores(self, seq_len: int) -> float:
+        """Bytes per token of attention scores and what is made of them, of layers without sinks, as measured."""
+        slope = 0.0 if self.measured is None or self.sinks else self.measured.layer[1]
+        return max(0.0, slope * seq_len)
+
+    @property
+    def unknown_logit_bytes(self) -> float:
+        """Bytes per token that are kept behind the layers, such as capped logits, beyond what a norm keeps."""
+        known = (_NORM_BYTES + 2.0) * self.hidden
+        return 0.0 if self.measured is None else max(0.0, self.measured.outside - known)
 
     def latent_bytes(self, width: float) -> float:
         """Return what unfused norms of latents keep per token and layer: float32 inputs, normalised ones, outputs."""
@@ -426,4 +450,4 @@ def _part(param: ParamSpec) -> str:
         return "vector"
     if param.is_expert:
         return "expert"
-    return "attention" if "attn" in param.name else "mlp"
+    return "attention" if "attn" in param.name or "attention" in param.name else "mlp"

@@ -166,8 +166,10 @@ def phases(
     working = working + 2.0 * tokens * width * n.mlp_width * s.over_tp(n.uncut.mlp)
     working = working + np.where(c.tp > 1, tokens * n.hidden * width, 0.0)
     # Beside the probabilities that are kept: their gradient and that of the scores, and its copy in place of them.
-    scores = np.where(c.cp > 1, 0.0, s.scores) * tokens * s.over_tp(n.uncut.attention)
-    working = working + 2.0 * scores
+    unfused = s.machine.stack.eager * n.unfused_scores(s.workload.seq_len)
+    scores = np.where(c.cp > 1, 0.0, 2.0 * (s.scores + unfused))
+    scores = scores * tokens * s.over_tp(n.uncut.attention)
+    working = working + scores
     # Gradients of the output, queries, keys and values of attention that stays whole, in the next layer too.
     attending = np.where(c.tp > 1, tokens * width * n.uncut.attention * n.attention_width, 0.0)
     working = np.maximum(working, attending)
@@ -179,7 +181,7 @@ def phases(
     grown = np.maximum(before, inner * np.maximum(layers - 2.0, 0.0) / np.maximum(layers, 1.0))
     remaining = layers * (flight - 1.0) * layer.kept + np.minimum(2.0, layers) * layer.kept
     remaining = np.minimum(left, remaining + layer.worked)
-    working_next = attending + 2.0 * scores
+    working_next = attending + scores
     # At the end the reduced gradients of embedding and head come beside what they were reduced from.
     reduced_last = np.where(s.sharded & s.copies, wide * vocabulary + outer, 0.0)
     reduced_last = reduced_last + width * trained * np.minimum(vocabulary, s.ends(s.largest_end))

@@ -219,7 +219,10 @@ class Setting:
         ranks = self.vocabulary_ranks if self.n.uncut.stream else self.c.tp
         elements = self.tokens * self.n.vocab / ranks
         converted = 8.0 * stack.eager * np.minimum(elements, _LOSS_BLOCK)
-        return elements * stack.logit_bytes * max(self.machine.width, 2.0) / 2.0 + converted
+        unknown = stack.eager * self.tokens * self.n.unknown_logit_bytes / ranks
+        return (
+            elements * stack.logit_bytes * max(self.machine.width, 2.0) / 2.0 + converted + unknown
+        )
 
     @cached_property
     def sharded(self) -> NDArray[np.bool_]:

@@ -12,7 +12,14 @@ from hyper_parallel.model._load_model import (
     read_preset,
     spec_from_config,
 )
-from hyper_parallel.model._model_spec import AttentionSpec, Block, MlpSpec, ModelSpec, ParamSpec
+from hyper_parallel.model._model_spec import (
+    AttentionSpec,
+    Block,
+    KeptActivations,
+    MlpSpec,
+    ModelSpec,
+    ParamSpec,
+)
 from hyper_parallel.model._weight_listing import INDEX, SINGLE, WeightListing, list_weight_files
 from hyper_parallel.model.properties import QUESTIONS, ModelProperties, Property
 
@@ -24,6 +31,7 @@ __all__ = [
     "AttentionSpec",
     "Block",
     "ConfigFile",
+    "KeptActivations",
     "MlpSpec",
     "ModelProperties",
     "ModelSpec",

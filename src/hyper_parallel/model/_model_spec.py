@@ -177,6 +177,19 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True)
+class KeptActivations:
+    """Bytes per token that a forward in bfloat16 keeps for backward on one device, as measured.
+
+    Attributes:
+        layer: Of a mean decoder layer, a pair (a, b): a + b T in a sequence of T tokens.
+        outside: Of everything outside of the layers.
+    """
+
+    layer: tuple[float, float]
+    outside: float
+
+
+@dataclass(frozen=True, slots=True)
 class ModelSpec:
     """A causal language model as planning sees it.
 
@@ -195,6 +208,7 @@ class ModelSpec:
             from its module; None: those of the family.
         unsplit: Axes that a trial of its forward pass refused, each with the reason: of `pp` and `cp`.
         quantised: The published weights are; sizes are those of `dtype`.
+        kept: Activations that its forward keeps, where they were measured.
     """
 
     name: str
@@ -210,6 +224,7 @@ class ModelSpec:
     rules: tuple[tuple[str, str], ...] | None = None
     unsplit: tuple[tuple[str, str], ...] = ()
     quantised: bool = False
+    kept: KeptActivations | None = None
 
     @property
     def num_params(self) -> int:

@@ -11,7 +11,13 @@ from typing import Final
 import torch
 from torch import nn
 
-from hyper_parallel.backends.torch import Routing, read_model, resolve_layouts, unsplit_axes
+from hyper_parallel.backends.torch import (
+    Routing,
+    measure_kept,
+    read_model,
+    resolve_layouts,
+    unsplit_axes,
+)
 from hyper_parallel.backends.torch._dropout import disable_dropout, original_config
 from hyper_parallel.backends.torch._peft import add_adapters
 from hyper_parallel.backends.torch._token_scores import scores_tokens
@@ -83,6 +89,10 @@ def build_model(recipe: Recipe) -> nn.Module:
     return model
 
 
+_KEEPS_MORE: Final = ("gemma2", "phi3")
+"""Families whose layers keep more activations than the formulas of known families say: capped scores, packed inputs."""
+
+
 def read_spec(
     path: str,
     where: str | None = None,
@@ -107,10 +117,11 @@ def read_spec(
     file = read_config(path, where=where)
     # A reader takes the language part alone of a model with several; what trains is the whole.
     known = is_read(file.values) and "text_config" not in file.values
+    known = known and file.values.get("model_type") not in _KEEPS_MORE
     if not scores and ("model_type" not in file.values or known):
         return load_model(path, where=where)
     model = model_from_config(file, torch.float32, trusted=trusted, scores=scores)
-    spec = read_model(model, file.name)
+    spec = replace(read_model(model, file.name), kept=measure_kept(model))
     return replace(spec, unsplit=unsplit_axes(model)) if tried else spec
 
 
