@@ -68,10 +68,10 @@ def layer_compute(s: Setting) -> Compute:
     attention, attention_backward = _attention(s)
 
     dense, expert = n.saved_elements, n.expert_saved_width
-    whole: Array | float = n.whole_bytes(1.0, 0.0)
-    if not stack.sequence_parallel and not n.uncut.stream:
+    whole: Array | float = n.whole_bytes(s.uncut, 1.0, 0.0)
+    if not stack.sequence_parallel and not s.uncut.stream:
         whole += 5.0 * n.hidden
-    routed = s.over_tp(n.uncut.stream)
+    routed = s.over_tp(s.uncut.stream)
     moved = (dense - whole) / c.tp + whole + expert * stack.moe * stack.imbalance * routed
     passes = stack.passes * moved + stack.bias_passes * n.bias_width / c.tp
     passing = tokens * passes * machine.width / machine.passing_bytes_s
@@ -126,11 +126,11 @@ def matmuls(s: Setting, visited_experts: Array | None = None) -> Array:
     total: Array = np.zeros(1)
     flat = c.tp_y <= 1
     x = {"attention": c.attention_shape, "mlp": c.mlp_shape}
-    uncut = {"attention": n.uncut.attention, "mlp": n.uncut.mlp}
+    uncut = {"attention": s.uncut.attention, "mlp": s.uncut.mlp}
     for m in n.matmuls:
         if m.part == "expert":
             # Tokens spread evenly over the experts of the ranks that share them.
-            copies = tokens * s.over_tp(n.uncut.stream)
+            copies = tokens * s.over_tp(s.uncut.stream)
             copies = copies * n.experts_per_token / max(n.moe_share, 1e-9)
             rows = copies * c.ep * s.etp / n.experts
             experts = n.experts / c.ep
@@ -162,7 +162,7 @@ def matmuls(s: Setting, visited_experts: Array | None = None) -> Array:
 def _attention(s: Setting) -> tuple[Array, Array]:
     """Seconds of attention, forward and backward (2.5 times the products of forward, 5 matmuls against 2)."""
     n, machine, seq_len = s.n, s.machine, s.workload.seq_len
-    card, tokens, per_token = machine.card, s.tokens * s.over_tp(n.uncut.attention), 0.0
+    card, tokens, per_token = machine.card, s.tokens * s.over_tp(s.uncut.attention), 0.0
     if machine.stack.flash:
         for count, a in n.attentions:
             seen = min(seq_len, a.window or seq_len)

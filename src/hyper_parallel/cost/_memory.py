@@ -66,32 +66,32 @@ def activation_bytes(s: Setting) -> Array:
     """
     n, c, stack, width = s.n, s.c, s.machine.stack, s.machine.width
     dense = n.saved_elements * width + stack.dropout * 2.0 * n.hidden
-    whole = n.whole_bytes(width, stack.eager)
-    if not stack.sequence_parallel and not n.uncut.stream:
+    whole = n.whole_bytes(s.uncut, width, stack.eager)
+    if not stack.sequence_parallel and not s.uncut.stream:
         # Inputs of both norms and both column matmuls, and a dropout mask of each block.
         whole = whole + 4.0 * n.hidden * width + stack.dropout * 2.0 * n.hidden
     # Element-wise kernels also write the experts' outputs, which backward does not need.
     experts = (n.expert_saved_width - n.experts_per_token * n.hidden) * width * stack.imbalance
     gathered = 2.0 * n.hidden * width * (1.0 - 1.0 / c.tp)
     kept = stack.keep_gathered * np.where(c.recompute > 1, 1.0, 1.0 - c.regather)
-    extra = kept * stack.sequence_parallel * gathered * (1.0 - n.uncut.stream)
+    extra = kept * stack.sequence_parallel * gathered * (1.0 - s.uncut.stream)
     total = (dense - whole + stack.eager * n.eager_bytes(width)) / c.tp + whole + extra
-    total = total + experts * s.over_tp(n.uncut.stream)
+    total = total + experts * s.over_tp(s.uncut.stream)
     if not stack.flash:
         # Selective recomputation drops the scores.
         per_token = (2.0 * width + 1.0) * n.num_heads * s.workload.seq_len
-        scores = per_token * s.over_tp(n.uncut.attention)
+        scores = per_token * s.over_tp(s.uncut.attention)
         total = total + np.where(c.recompute == 1, 0.0, scores)
     if stack.eager:
         repeated = n.repeated_elements(s.workload.seq_len) * width
         total = total + np.where(
-            c.cp > 1, 0.0, (repeated + s.scores) * s.over_tp(n.uncut.attention)
+            c.cp > 1, 0.0, (repeated + s.scores) * s.over_tp(s.uncut.attention)
         )
         total = total + n.latent_bytes(width)
     # Log-sum-exp of fused attention, float32.
-    statistics = 4.0 * n.num_heads * s.over_tp(n.uncut.attention) if stack.flash else 0.0
+    statistics = 4.0 * n.num_heads * s.over_tp(s.uncut.attention) if stack.flash else 0.0
     if stack.eager:
-        scores = n.unfused_scores(s.workload.seq_len) * s.over_tp(n.uncut.attention)
+        scores = n.unfused_scores(s.workload.seq_len) * s.over_tp(s.uncut.attention)
         total = total * n.unknown_share + np.where(c.cp > 1, 0.0, scores)
     return s.tokens * stack.kept * (total + statistics)
 
@@ -107,7 +107,7 @@ def kept_bytes(s: Setting, one_layer: Array | None = None) -> Array:
         one_layer = activation_bytes(s)
     c, stack = s.c, s.machine.stack
     boundary = s.n.hidden * s.machine.width * s.tokens
-    boundary = boundary * (s.over_tp(s.n.uncut.stream) if stack.sequence_parallel else 1.0)
+    boundary = boundary * (s.over_tp(s.uncut.stream) if stack.sequence_parallel else 1.0)
     selective = np.where(c.recompute == 1, stack.selective_kept, 1.0)
     return np.where(c.recompute > 1, boundary, selective * one_layer)
 

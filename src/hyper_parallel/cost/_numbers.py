@@ -35,9 +35,10 @@ _WIDE_COMBINE = ("deepseek_v2", "deepseek_v3", "glm4_moe", "glm4_moe_lite")
 
 @dataclass(frozen=True, slots=True)
 class LayerElements:
-    """Parameters of one layer: those that tensor parallelism cuts, those it does not, and those of routed experts."""
+    """Parameters of one layer: matrices that tensor parallelism cuts, and keeps whole, vectors, and routed experts."""
 
     dense: float
+    whole: float
     vectors: float
     experts: float
 
@@ -92,8 +93,6 @@ class Uncut:
         outside = [p for b in model.blocks if not b.layers for p in b.params if p.name in names]
         rest = math.fsum(p.num_elements for p in outside if p.shape[0] != model.vocab_size)
         vocabulary = any(p.shape[0] == model.vocab_size for p in outside)
-        if min(shares) == 1.0 and vocabulary:  # refused in our own stack; others cut such a model
-            return cls()
         return cls(whole / layers, shares[0], shares[1], float(stream), vocabulary, rest)
 
 
@@ -227,19 +226,20 @@ class ModelNumbers:
             last_layers=_last_layers(decoders, names if uncut.weights else frozenset()),
         )
 
-    def whole_bytes(self, width: float, eager: float) -> float:
+    def whole_bytes(self, uncut: Uncut, width: float, eager: float) -> float:
         """Return the bytes per token, of `saved_elements` and `eager_bytes`, that tensor parallelism does not cut.
 
         Args:
+            uncut: Parts that stay whole.
             width: Bytes of an activation.
             eager: 1 where no compiler fuses operators, as in `eager_bytes`.
         """
-        own = self.uncut.stream * 4.0 * self.hidden + self.uncut.attention * self.attention_width
-        own += self.uncut.mlp * self.mlp_saved_width
-        norms = self.uncut.stream * self.norm_bytes * self.hidden
-        norms += self.uncut.attention * self.head_norm_bytes * self.normed_width
-        copies = self.uncut.attention * (self.v_width + self.latent_rest)
-        copies += self.uncut.mlp * self._gate_width + self.uncut.stream * self._expert_copies
+        own = uncut.stream * 4.0 * self.hidden + uncut.attention * self.attention_width
+        own += uncut.mlp * self.mlp_saved_width
+        norms = uncut.stream * self.norm_bytes * self.hidden
+        norms += uncut.attention * self.head_norm_bytes * self.normed_width
+        copies = uncut.attention * (self.v_width + self.latent_rest)
+        copies += uncut.mlp * self._gate_width + uncut.stream * self._expert_copies
         return own * width + eager * (norms + width * copies)
 
     @property
@@ -374,15 +374,16 @@ def _uncut_names(model: ModelSpec) -> tuple[frozenset[str], bool]:
 def _last_layers(
     decoders: Iterable[Block], whole: frozenset[str] = frozenset()
 ) -> tuple[LayerElements, ...]:
-    """Return the parameters of the last two layers; matrices that stay `whole` count as vectors."""
+    """Return the parameters of the last two layers; matrices named in `whole` apart."""
     last = sorted(((layer, b) for b in decoders for layer in b.layers), key=lambda pair: pair[0])
     parts = [
-        [("vector" if p.name in whole else _part(p), p.num_elements) for p in b.params]
+        [("whole" if p.name in whole else _part(p), p.num_elements) for p in b.params]
         for _, b in last[-2:]
     ]
     return tuple(
         LayerElements(
             dense=sum(n for part, n in params if part in ("attention", "mlp")),
+            whole=sum(n for part, n in params if part == "whole"),
             vectors=sum(n for part, n in params if part == "vector"),
             experts=sum(n for part, n in params if part == "expert"),
         )

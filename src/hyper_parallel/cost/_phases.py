@@ -153,7 +153,7 @@ def phases(
     head = np.where(piped, 0.0, copies * (n.head_weights / s.vocabulary_ranks) * trained)
     # The final norm keeps its input wide, and both formats of its output.
     final = np.where(
-        logits > 0.0, tokens * n.hidden * (4.0 + 2.0 * width) * s.over_tp(n.uncut.stream), 0.0
+        logits > 0.0, tokens * n.hidden * (4.0 + 2.0 * width) * s.over_tp(s.uncut.stream), 0.0
     )
     # Stages keep what they receive of every microbatch in flight, and hold a message in and one out.
     message = np.where(piped, tokens * n.hidden * width / c.tp, 0.0)
@@ -162,16 +162,16 @@ def phases(
     fewer = np.maximum(held - sums, layers * (flight - 1.0) * layer.kept)
     held = np.where(piped & (flight >= c.accumulation), fewer, held)
     saved = held + message * (flight + 2.0)
-    working = 2.0 * tokens * width * n.hidden * s.over_tp(n.uncut.stream)
-    working = working + 2.0 * tokens * width * n.mlp_width * s.over_tp(n.uncut.mlp)
+    working = 2.0 * tokens * width * n.hidden * s.over_tp(s.uncut.stream)
+    working = working + 2.0 * tokens * width * n.mlp_width * s.over_tp(s.uncut.mlp)
     working = working + np.where(c.tp > 1, tokens * n.hidden * width, 0.0)
     # Beside the probabilities that are kept: their gradient and that of the scores, and its copy in place of them.
     unfused = s.machine.stack.eager * n.unfused_scores(s.workload.seq_len)
     scores = np.where(c.cp > 1, 0.0, 2.0 * (s.scores + unfused))
-    scores = scores * tokens * s.over_tp(n.uncut.attention)
+    scores = scores * tokens * s.over_tp(s.uncut.attention)
     working = working + scores
     # Gradients of the output, queries, keys and values of attention that stays whole, in the next layer too.
-    attending = np.where(c.tp > 1, tokens * width * n.uncut.attention * n.attention_width, 0.0)
+    attending = np.where(c.tp > 1, tokens * width * s.uncut.attention * n.attention_width, 0.0)
     working = np.maximum(working, attending)
     left = np.maximum(saved - layer.freed, 0.0) + layer.worked
     at_end = np.where(several, mine, inner + np.where(s.copies, 0.0, outer))

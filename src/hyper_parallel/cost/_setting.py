@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from hyper_parallel.cost._candidates import ORDERS, Array, Axis, Candidates
 from hyper_parallel.cost._machine import Machine, Ring
-from hyper_parallel.cost._numbers import ModelNumbers
+from hyper_parallel.cost._numbers import ModelNumbers, Uncut
 from hyper_parallel.ir import AXES, Workload
 from hyper_parallel.shard import TokenCut
 from hyper_parallel.units import DTYPE_BYTES
@@ -83,6 +83,9 @@ class Places:
         return product
 
 
+_ALL_CUT: Final = Uncut()
+
+
 @dataclass(frozen=True)
 class Setting:
     """Candidates for a model on a machine; properties are columns over the candidates."""
@@ -135,9 +138,14 @@ class Setting:
 
     def dense(self, layers: Array | float = 1.0) -> Array:
         """Parameters of mean layers on a tensor-parallel rank, without experts."""
-        n, whole = self.n, self.n.uncut.weights
+        n, whole = self.n, self.uncut.weights
         cut = (n.attention_weights + n.mlp_weights - whole) / self.c.tp
         return layers * (cut + whole + n.vector_weights)
+
+    @property
+    def uncut(self) -> Uncut:
+        """Parts that tensor parallelism keeps whole in our own stack; others cut what ours does not."""
+        return self.n.uncut if self.machine.stack.phased else _ALL_CUT
 
     def over_tp(self, uncut: float) -> Array:
         """Share of some work of a layer that one tensor-parallel rank does, where a share of it stays whole."""
@@ -167,7 +175,8 @@ class Setting:
         ranks = self.c.ep * self.etp
         dense, experts = self.dense(), self.experts()
         for index, layer in enumerate(self.n.last_layers):
-            own = layer.dense / self.c.tp + layer.vectors, layer.experts / ranks
+            whole = layer.whole if self.machine.stack.phased else layer.whole / self.c.tp
+            own = layer.dense / self.c.tp + whole + layer.vectors, layer.experts / ranks
             larger = sum(own) > dense + experts if index else np.full(1, True)
             dense, experts = np.where(larger, own[0], dense), np.where(larger, own[1], experts)
         return dense, experts
@@ -198,11 +207,11 @@ class Setting:
         c, n = self.c, self.n
         if not self.machine.stack.phased:
             return c.tp
-        return np.where((n.vocab % c.tp == 0) & (not n.uncut.vocabulary), c.tp, 1.0)
+        return np.where((n.vocab % c.tp == 0) & (not self.uncut.vocabulary), c.tp, 1.0)
 
     def ends(self, elements: Array | float) -> Array:
         """Elements on a rank of embedding, head and other parameters outside of the layers, before data sharding."""
-        whole = min(self.n.uncut.outside, float(np.min(elements)))
+        whole = min(self.uncut.outside, float(np.min(elements)))
         return np.asarray((elements - whole) / self.vocabulary_ranks + whole)
 
     @property
@@ -216,7 +225,7 @@ class Setting:
         """Bytes at the peak of the loss."""
         stack = self.machine.stack
         # Without the stream of all tokens, a whole head works on the tokens of its rank.
-        ranks = self.vocabulary_ranks if self.n.uncut.stream else self.c.tp
+        ranks = self.vocabulary_ranks if self.uncut.stream else self.c.tp
         elements = self.tokens * self.n.vocab / ranks
         converted = 8.0 * stack.eager * np.minimum(elements, _LOSS_BLOCK)
         unknown = stack.eager * self.tokens * self.n.unknown_logit_bytes / ranks
