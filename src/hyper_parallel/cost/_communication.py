@@ -149,8 +149,12 @@ def _tensor(s: Setting, backward: float = 1.0) -> Array:
         return total
     alone = (c.ep > 1) | s.whole_experts  # experts work on the tokens of their rank
     for block, column, layers in (
-        (_attention_widths(n), c.attention_shape, 1.0 - s.uncut.attention),
-        (_mlp_widths(n), c.mlp_shape, 1.0 - s.uncut.mlp - np.where(alone, n.moe_share, 0.0)),
+        (_attention_widths(n), c.attention_shape, 1.0 - s.uncut.attention * s.keeps_whole),
+        (
+            _mlp_widths(n),
+            c.mlp_shape,
+            1.0 - s.uncut.mlp * s.keeps_whole - np.where(alone, n.moe_share, 0.0),
+        ),
     ):
         for index, shape in enumerate(SHAPES):
             used = flat | (column == index) if shape == "1d" else ~flat & (column == index)

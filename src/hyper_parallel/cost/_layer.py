@@ -68,11 +68,11 @@ def layer_compute(s: Setting) -> Compute:
     attention, attention_backward = _attention(s)
 
     dense, expert = n.saved_elements, n.expert_saved_width
-    whole: Array | float = n.whole_bytes(s.uncut, 1.0, 0.0)
-    if not stack.sequence_parallel and not s.uncut.stream:
-        whole += 5.0 * n.hidden
+    uncut = n.whole_bytes(s.uncut, 1.0, 0.0)
+    whole = 0.0 if stack.sequence_parallel or s.uncut.stream else 5.0 * n.hidden
     routed = s.over_tp(s.uncut.stream)
-    moved = (dense - whole) / c.tp + whole + expert * stack.moe * stack.imbalance * routed
+    moved = (dense - whole - uncut) / c.tp + whole + uncut * s.over_tp(1.0)
+    moved = moved + expert * stack.moe * stack.imbalance * routed
     passes = stack.passes * moved + stack.bias_passes * n.bias_width / c.tp
     passing = tokens * passes * machine.width / machine.passing_bytes_s
     elementwise, elementwise_backward = 0.4 * passing, 0.6 * passing
@@ -154,7 +154,8 @@ def matmuls(s: Setting, visited_experts: Array | None = None) -> Array:
         seconds = matmul_seconds(machine, rows, m.outputs / cut_out, m.inputs / cut_in)
         if uncut[m.part]:
             alone = matmul_seconds(machine, tokens, m.outputs, m.inputs)
-            seconds = (1.0 - uncut[m.part]) * seconds + uncut[m.part] * alone
+            share = uncut[m.part] * s.keeps_whole
+            seconds = (1.0 - share) * seconds + share * alone
         total = total + m.count * seconds
     return total
 

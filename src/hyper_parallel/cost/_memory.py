@@ -66,16 +66,17 @@ def activation_bytes(s: Setting) -> Array:
     """
     n, c, stack, width = s.n, s.c, s.machine.stack, s.machine.width
     dense = n.saved_elements * width + stack.dropout * 2.0 * n.hidden
-    whole = n.whole_bytes(s.uncut, width, stack.eager)
+    uncut, whole = n.whole_bytes(s.uncut, width, stack.eager), 0.0
     if not stack.sequence_parallel and not s.uncut.stream:
         # Inputs of both norms and both column matmuls, and a dropout mask of each block.
-        whole = whole + 4.0 * n.hidden * width + stack.dropout * 2.0 * n.hidden
+        whole = 4.0 * n.hidden * width + stack.dropout * 2.0 * n.hidden
     # Element-wise kernels also write the experts' outputs, which backward does not need.
     experts = (n.expert_saved_width - n.experts_per_token * n.hidden) * width * stack.imbalance
     gathered = 2.0 * n.hidden * width * (1.0 - 1.0 / c.tp)
     kept = stack.keep_gathered * np.where(c.recompute > 1, 1.0, 1.0 - c.regather)
-    extra = kept * stack.sequence_parallel * gathered * (1.0 - s.uncut.stream)
-    total = (dense - whole + stack.eager * n.eager_bytes(width)) / c.tp + whole + extra
+    extra = kept * stack.sequence_parallel * gathered * (1.0 - s.uncut.stream * s.keeps_whole)
+    total = (dense - whole - uncut + stack.eager * n.eager_bytes(width)) / c.tp + whole + extra
+    total = total + uncut * s.over_tp(1.0)
     total = total + experts * s.over_tp(s.uncut.stream)
     if not stack.flash:
         # Selective recomputation drops the scores.

@@ -171,7 +171,9 @@ def phases(
     scores = scores * tokens * s.over_tp(s.uncut.attention)
     working = working + scores
     # Gradients of the output, queries, keys and values of attention that stays whole, in the next layer too.
-    attending = np.where(c.tp > 1, tokens * width * s.uncut.attention * n.attention_width, 0.0)
+    attending = np.where(
+        c.tp > 1, tokens * width * s.uncut.attention * s.keeps_whole * n.attention_width, 0.0
+    )
     working = np.maximum(working, attending)
     left = np.maximum(saved - layer.freed, 0.0) + layer.worked
     at_end = np.where(several, mine, inner + np.where(s.copies, 0.0, outer))

@@ -140,7 +140,7 @@ class Setting:
         """Parameters of mean layers on a tensor-parallel rank, without experts."""
         n, whole = self.n, self.uncut.weights
         cut = (n.attention_weights + n.mlp_weights - whole) / self.c.tp
-        return layers * (cut + whole + n.vector_weights)
+        return layers * (cut + whole * self.over_tp(1.0) + n.vector_weights)
 
     @property
     def uncut(self) -> Uncut:
@@ -149,7 +149,19 @@ class Setting:
 
     def over_tp(self, uncut: float) -> Array:
         """Share of some work of a layer that one tensor-parallel rank does, where a share of it stays whole."""
-        return (1.0 - uncut) / self.c.tp + uncut
+        kept = uncut * self.keeps_whole
+        return (1.0 - kept) / self.c.tp + kept
+
+    @cached_property
+    def keeps_whole(self) -> Array:
+        """1 for candidates whose uncut parts stay whole; 0 for those that layouts refuse, priced as if all were cut.
+
+        A whole residual stream goes with one axis of tensor parallelism, without ep and pp (`keep_whole`).
+        """
+        c = self.c
+        if not self.uncut.stream:
+            return np.ones(1)
+        return np.where((c.tp_y <= 1) & (c.pp <= 1) & (c.ep <= 1), 1.0, 0.0)
 
     @cached_property
     def etp(self) -> Array:
@@ -175,7 +187,7 @@ class Setting:
         ranks = self.c.ep * self.etp
         dense, experts = self.dense(), self.experts()
         for index, layer in enumerate(self.n.last_layers):
-            whole = layer.whole if self.machine.stack.phased else layer.whole / self.c.tp
+            whole = layer.whole * self.over_tp(float(self.uncut.weights > 0.0))
             own = layer.dense / self.c.tp + whole + layer.vectors, layer.experts / ranks
             larger = sum(own) > dense + experts if index else np.full(1, True)
             dense, experts = np.where(larger, own[0], dense), np.where(larger, own[1], experts)
@@ -207,12 +219,15 @@ class Setting:
         c, n = self.c, self.n
         if not self.machine.stack.phased:
             return c.tp
-        return np.where((n.vocab % c.tp == 0) & (not self.uncut.vocabulary), c.tp, 1.0)
+        return np.where(
+            (n.vocab % c.tp == 0) & ~(self.keeps_whole * self.uncut.vocabulary > 0.0), c.tp, 1.0
+        )
 
     def ends(self, elements: Array | float) -> Array:
         """Elements on a rank of embedding, head and other parameters outside of the layers, before data sharding."""
         whole = min(self.uncut.outside, float(np.min(elements)))
-        return np.asarray((elements - whole) / self.vocabulary_ranks + whole)
+        cut = (elements - whole) / self.vocabulary_ranks
+        return np.asarray(cut + whole * self.over_tp(1.0))
 
     @property
     def scores(self) -> float:
@@ -225,7 +240,7 @@ class Setting:
         """Bytes at the peak of the loss."""
         stack = self.machine.stack
         # Without the stream of all tokens, a whole head works on the tokens of its rank.
-        ranks = self.vocabulary_ranks if self.uncut.stream else self.c.tp
+        ranks = np.where(self.uncut.stream * self.keeps_whole, self.vocabulary_ranks, self.c.tp)
         elements = self.tokens * self.n.vocab / ranks
         converted = 8.0 * stack.eager * np.minimum(elements, _LOSS_BLOCK)
         unknown = stack.eager * self.tokens * self.n.unknown_logit_bytes / ranks
