@@ -63,7 +63,9 @@ def train(
     no_code: NoCode = False,
 ) -> None:
     """Train a model from a recipe; starts its own local ranks unless another launcher has."""
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    from hyper_parallel.hub import stay_offline
+
+    stay_offline()
     wanted = {
         "--trace": trace,
         "--topology": topology,
@@ -163,7 +165,7 @@ def _train(
             say(f"{job.plan.explain()}\n\n{would_start(launcher, job, words)}")
         return
     if launcher in ("torchrun", "slurm"):
-        start_elsewhere(launcher, job, words)
+        start_elsewhere(launcher, job, [*words, *_pinned(loaded, job)])
         return
     status, unwritten = 0, Unwritten()
     try:
@@ -182,6 +184,15 @@ def _train(
         os._exit(status or check_output())
     if status:
         raise typer.Exit(status)
+
+
+def _pinned(loaded: LoadedRecipe, job: Job) -> list[str]:
+    """Return overrides that give every rank the commit of the model that was resolved here."""
+    from hyper_parallel.hub import name_of_snapshot
+
+    path = job.recipe.model.path
+    name = None if path == loaded.recipe.model.path else name_of_snapshot(path)
+    return [] if name is None else [f"model.path={name}"]
 
 
 def _interrupted(job: Job, error: Interrupted) -> str:

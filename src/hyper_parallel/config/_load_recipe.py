@@ -44,6 +44,7 @@ from hyper_parallel.errors import (
     abbreviated,
     printable,
 )
+from hyper_parallel.hub import name_of_snapshot
 from hyper_parallel.received import LimitExceeded
 
 _LONGEST_HINT: Final = 300
@@ -340,11 +341,13 @@ def _nest(path: Path, merged: Mapping[_Key, tuple[Any, str]]) -> dict[str, Any]:
 
 
 def with_absolute_paths(recipe: Recipe) -> Recipe:
-    """The same recipe for any working directory: what exists, and what the run writes, by its absolute path."""
+    """Return the recipe for any working directory: paths absolute, snapshots by name and commit."""
 
     def absolute(value: str | None, written: bool) -> str | None:
         if not value or value in _WORDS:
             return value
+        if (name := name_of_snapshot(value)) is not None:
+            return str(name)  # on another machine the cache lies elsewhere
         path = os.path.abspath(os.path.expanduser(value))  # noqa: PTH100, PTH111
         return path if written or os.path.exists(path) else value  # noqa: PTH110
 

@@ -40,6 +40,7 @@ from hyper_parallel.errors import (
     RunUnreadable,
     WeightsUnreadable,
 )
+from hyper_parallel.hub import fetch, parse_name
 from hyper_parallel.model import ConfigFile
 from hyper_parallel.trainer._decode import (
     SLOTS,
@@ -74,6 +75,8 @@ def find_export(directory: str | Path) -> Path:
         RunUnreadable: HP603 when there is no exported model or no tokenizer beside it.
     """
     root = Path(directory).expanduser()
+    if not root.exists() and (name := parse_name(str(directory))) is not None:
+        root = fetch(name, "model", where="model to generate from")
     files = ("config.json", ADAPTER_CONFIG)
     export = next(
         (d for d in (root / "export", root) if any((d / f).is_file() for f in files)), None

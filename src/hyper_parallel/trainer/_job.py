@@ -41,6 +41,7 @@ from hyper_parallel.trainer.data import (
     StreamBatches,
     has_tokenizer,
 )
+from hyper_parallel.trainer.hub_models import with_hub_models
 from hyper_parallel.trainer.loop._callback import Callback
 from hyper_parallel.trainer.loop._trackers import check_trackers
 from hyper_parallel.trainer.run_directory import (
@@ -258,6 +259,7 @@ def prepare_job(
     recipe = (loaded := on_started(loaded, training_ranks)).recipe
     output_dir = Path(recipe.output_dir)
     check_writable(output_dir, "output_dir")
+    recipe = (loaded := with_hub_models(loaded)).recipe
     check_run_directory(loaded)
     if recipe.offload.flash_dir is not None:
         check_writable(Path(recipe.offload.flash_dir), "offload.flash_dir")
