@@ -3,6 +3,8 @@
 import json
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -79,6 +81,7 @@ def write_recipe(tmp_path, **model) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_a_run_keeps_the_commit_that_it_began_with(hub, tmp_path, published):
     first = hub.push("acme/tiny", published)
     path = write_recipe(tmp_path, path="acme/tiny")
@@ -208,3 +211,24 @@ def test_a_partial_snapshot_is_not_taken_for_the_whole(hub, tmp_path, published)
     (snapshot / "model.safetensors").unlink()
     shutil.rmtree(tmp_path / "run", ignore_errors=True)
     assert cached_snapshot(parse_name(f"acme/tiny@{commit}"), "model") is None
+
+
+@pytest.mark.slow
+def test_a_data_set_is_fetched_once(hub, tmp_path, published, monkeypatch):
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
+    rows = (json.dumps({"text": f"hello {i} " * 30}).encode() for i in range(40))
+    hub.push("datasets/acme/talks", **{"train.jsonl": b"\n".join(rows)})
+    folder = str(published)
+    path = write_recipe(tmp_path, path=folder)
+    with pytest.raises(HyperParallelError, match="the data set `acme/none` cannot be downloaded"):
+        prepare_job(load_recipe(path, ["data.source=acme/none"]), progress=False)
+    script = "from hyper_parallel.cli import main; main()"
+    words = ["train", str(path), "data.source=acme/talks", "--dry-run", "--no-calibrate"]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    for _ in range(2):
+        done = subprocess.run(
+            [sys.executable, "-c", script, *words], env=env, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        assert "acme/talks" in done.stderr
+    assert sum("train.jsonl" in r and r.startswith("GET") for r in hub.requests) == 1

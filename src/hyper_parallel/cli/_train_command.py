@@ -63,7 +63,7 @@ def train(
     no_code: NoCode = False,
 ) -> None:
     """Train a model from a recipe; starts its own local ranks unless another launcher has."""
-    from hyper_parallel.hub import stay_offline
+    from hyper_parallel.hub import permit_stream, stay_offline
 
     stay_offline()
     wanted = {
@@ -92,6 +92,7 @@ def train(
     try:
         with lasting_output(), handled(interrupt):
             loaded = _loaded(recipe, given, no_code)
+            permit_stream(loaded.recipe.data.streaming, str(loaded.recipe.data.source))
             if loaded.recipe.launch.launcher in ("local", "slurm"):
                 from hyper_parallel.runtime import join_srun
 

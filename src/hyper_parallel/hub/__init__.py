@@ -19,7 +19,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from hyper_parallel.errors import UnknownModel
+from hyper_parallel.errors import NoData, UnknownModel
 from hyper_parallel.received import Limits, read_json, read_text
 
 _log = logging.getLogger(__name__)
@@ -74,6 +74,12 @@ def parse_name(text: str) -> HubName | None:
     return HubName(match["repository"], match["revision"])
 
 
+def parse_dataset(text: str) -> str | None:
+    """Return the repository of a data set that a text names; None for a path."""
+    name = parse_name(text)
+    return None if name is None or name.revision is not None else name.repository
+
+
 def is_name(text: str) -> bool:
     """Whether a text has the form of a repository's name, whatever lies in the working directory."""
     return _NAME.fullmatch(text) is not None and text.partition("/")[0].lower() not in _FOLDERS
@@ -91,10 +97,15 @@ def name_of_snapshot(directory: str | os.PathLike[str]) -> HubName | None:
 
 
 def stay_offline() -> None:
-    """Keep the libraries of this process offline, and note whether the user's environment permits downloads."""
-    if downloads_allowed():
-        os.environ[_ALLOWED] = "1"
-    os.environ["HF_HUB_OFFLINE"] = "1"
+    """Keep the libraries of this process offline unless the environment decides; downloads of names stay permitted."""
+    if downloads_allowed() and not os.environ.get("HF_HUB_OFFLINE"):
+        os.environ[_ALLOWED] = os.environ["HF_HUB_OFFLINE"] = "1"
+
+
+def permit_stream(is_stream: bool, source: str) -> None:
+    """Let the libraries of this process read the hub, where a stream is to come from it and nothing forbids that."""
+    if is_stream and parse_dataset(source) is not None and _ALLOWED in os.environ:
+        os.environ["HF_HUB_OFFLINE"] = "0"
 
 
 def downloads_allowed() -> bool:
@@ -108,10 +119,13 @@ def cache_folder() -> Path:
     env = os.environ
     if named := env.get("HF_HUB_CACHE") or env.get("HUGGINGFACE_HUB_CACHE"):
         return Path(named).expanduser()
-    home = env.get("HF_HOME")
-    if home is None:
-        home = str(Path(env.get("XDG_CACHE_HOME", "~/.cache"), "huggingface"))
-    return Path(home).expanduser() / "hub"
+    return _home() / "hub"
+
+
+def _home() -> Path:
+    named = os.environ.get("HF_HOME")
+    default = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "huggingface")
+    return Path(named or default).expanduser()
 
 
 def cached_snapshot(name: HubName, part: Part) -> Path | None:
@@ -170,9 +184,8 @@ def fetch(name: HubName, part: Part, *, where: str | None = None, key: str = "")
             allowed=f"a directory that exists, or a repository in {cache_folder()}",
             hint=f"{variable}=0 {_command(name, part)}",
         )
-    answer = _download(
-        name, part, cache_folder(), logging.getLogger("hyper_parallel").level <= logging.INFO
-    )
+    words = (name.repository, part, name.revision or "main", "")
+    answer = _run_download(*words, folder=cache_folder(), is_shown=_is_shown())
     if (directory := answer.get("directory")) is not None:
         return Path(directory)
     if cached is not None and answer.get("kind") == "network":
@@ -181,16 +194,47 @@ def fetch(name: HubName, part: Part, *, where: str | None = None, key: str = "")
     raise _refusal(name, part, answer, where, key)
 
 
+def fetch_dataset(repository: str, config: str | None, split: str | None, where: str) -> None:
+    """Download a data set into the cache of `datasets`, unless the cache holds it or downloads are not permitted.
+
+    Raises:
+        NoData: HP602 when the hub does not give it.
+    """
+    named = os.environ.get("HF_DATASETS_CACHE")
+    folder = Path(named).expanduser() if named else _home() / "datasets"
+    cached = folder / repository.replace("/", "___") / (config or "")
+    if cached.is_dir() or not downloads_allowed():
+        return
+    words = (repository, "dataset", config or "", split or "")
+    answer = _run_download(*words, folder=cache_folder(), is_shown=_is_shown())
+    if "directory" in answer:
+        return
+    hints = {
+        "absent": "`hf auth login` where it is private; else correct the name",
+        "gated": "hf auth login",
+        "config": f"data.name={(answer.get('allowed') or [''])[0]}",
+    }
+    raise NoData(
+        f"the data set `{repository}` cannot be downloaded",
+        where=where,
+        got=answer.get("text"),
+        allowed=answer.get("allowed"),
+        hint=hints.get(str(answer.get("kind")), f"hf download --repo-type dataset {repository}"),
+    )
+
+
 @cache
 def _warn_once(text: str) -> None:
     _log.warning(text)
 
 
 @cache
-def _download(name: HubName, part: Part, folder: Path, is_shown: bool) -> dict[str, Any]:
+def _run_download(
+    repository: str, part: str, revision: str, split: str, *, folder: Path, is_shown: bool
+) -> dict[str, Any]:
     """Run the download into the cache in a process that may use the network; return its answer."""
-    words = [sys.executable, "-m", "hyper_parallel.hub.download", name.repository, part]
-    words += [name.revision or "main", *(["--quiet"] if not is_shown else [])]
+    words = [sys.executable, "-m", "hyper_parallel.hub.download", repository, part, revision, split]
+    words += [] if is_shown else ["--quiet"]
     env = {key: value for key, value in os.environ.items() if key not in _OFFLINE}
     env["HF_HUB_CACHE"] = str(folder)
     # The package of this process, however it was found.
@@ -204,6 +248,10 @@ def _download(name: HubName, part: Part, folder: Path, is_shown: bool) -> dict[s
     except ValueError:
         answer = {}
     return answer or {"kind": "failed", "text": f"the download ended with status {done.returncode}"}
+
+
+def _is_shown() -> bool:
+    return logging.getLogger("hyper_parallel").level <= logging.INFO
 
 
 def _refusal(

@@ -1,4 +1,4 @@
-"""Download named files of a repository into the cache; `python -m hyper_parallel.hub.download` for one repository.
+"""Download named files of a repository, or a data set, into the cache; `python -m hyper_parallel.hub.download`.
 
 Configurations, tokenizers and safetensors only: no pickled weights and no code. The last line of standard output is a
 JSON object, with `directory`, or with `kind` and `text` of the failure.
@@ -79,6 +79,39 @@ def download(repository: str, part: str, revision: str, quiet: bool) -> dict[str
     return {"directory": str(Path(found))}
 
 
+def download_dataset(repository: str, config: str, split: str, quiet: bool) -> dict[str, Any]:
+    """Let `datasets` download and prepare a data set in its cache, and return what became of it."""
+    import datasets
+
+    if quiet or not sys.stderr.isatty():
+        datasets.disable_progress_bars()
+    if not quiet:
+        sys.stderr.write(printable(f"fetching the data set {repository}") + "\n")
+        sys.stderr.flush()
+    try:
+        datasets.load_dataset(repository, config or None, split=split or None)
+    except datasets.exceptions.DatasetNotFoundError as error:
+        kind = "gated" if "gated" in str(error) else "absent"
+        return {"kind": kind, "text": _line(error)}
+    except Exception as error:  # datasets, Arrow and the HTTP library raise many classes
+        names = _configs(repository) if "Config name is missing" in str(error) else []
+        return {
+            "kind": "config" if names else "failed",
+            "text": _line(error),
+            "allowed": names or None,
+        }
+    return {"directory": str(datasets.config.HF_DATASETS_CACHE)}
+
+
+def _configs(repository: str) -> list[str]:
+    import datasets
+
+    try:
+        return sorted(datasets.get_dataset_config_names(repository))
+    except Exception:  # as above; the names are for a hint
+        return []
+
+
 def _formats(names: Iterable[str]) -> str:
     listed = sorted(names)
     return ", ".join(listed[:8]) + (f" and {len(listed) - 8} more" if len(listed) > 8 else "")
@@ -90,10 +123,13 @@ def _line(error: Exception) -> str:
 
 def main() -> None:
     """Download as the arguments say, and print the result."""
-    repository, part, revision, *options = sys.argv[1:]
+    repository, part, revision, split, *options = sys.argv[1:]
     if options or not sys.stderr.isatty():
         os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
-    answer = download(repository, part, revision, bool(options))
+    if part == "dataset":
+        answer = download_dataset(repository, revision, split, bool(options))
+    else:
+        answer = download(repository, part, revision, bool(options))
     sys.stdout.write(json.dumps(answer) + "\n")
 
 

@@ -16,7 +16,9 @@ from hyper_parallel.hub import (
     cached_snapshot,
     downloads_allowed,
     fetch,
+    fetch_dataset,
     is_name,
+    parse_dataset,
     parse_name,
 )
 from hyper_parallel.model import find_preset
@@ -38,6 +40,7 @@ def with_hub_models(loaded: LoadedRecipe) -> LoadedRecipe:
     recorded = _recorded(recipe)
     wanted: Part = "model" if model.init != "random" else "tokenizer"
     path = _folder(loaded, model.path, wanted, "model.path", recorded)
+    _fetch_data(loaded)
     if path != model.path and model.trust_remote_code:
         name = str(parse_name(model.path)).partition("@")[0]
         local = name.rpartition("/")[2]
@@ -62,6 +65,20 @@ def with_hub_models(loaded: LoadedRecipe) -> LoadedRecipe:
         "grpo": grpo.model_copy(update={"reward_funcs": rewards}),
     }
     return replace(loaded, recipe=recipe.model_copy(update=update))
+
+
+def _fetch_data(loaded: LoadedRecipe) -> None:
+    """Download the data sets that a recipe names; a stream is read from the hub while the run trains."""
+    data = loaded.recipe.data
+    if data.streaming:
+        return
+    named = [("data.source", str(part.source), part.name, part.split) for part, _ in data.parts()]
+    if data.validation is not None:
+        named.append(("data.validation", data.validation, data.name, data.validation_split))
+    for key, source, config, split in named:
+        repository = parse_dataset(source)
+        if repository is not None:
+            fetch_dataset(repository, config, split, loaded.where(key))
 
 
 def _folder(
