@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import get_scheduler
 
-from hyper_parallel.config import Training, load_recipe
+from hyper_parallel.config import Training, load_recipe, recipe_to_yaml
 from hyper_parallel.errors import Contradiction
 from hyper_parallel.trainer import LrSchedule
 
@@ -125,6 +125,7 @@ def test_a_schedule_of_transformers_has_its_values_at_every_step(name, options, 
         )
         section = Training(
             **{"lr": 2.0, "steps": steps, "warmup_steps": warmup, "lr_schedule": name}
+            | ({"min_lr_ratio": 0.0} if name == "warmup_stable_decay" else {})
             | {"lr_schedule_args": options}
             | keys
         )
@@ -154,6 +155,16 @@ def test_a_pasted_hint_mends_arguments_of_a_schedule(tmp_path, words):
     path.write_text("model: {path: m}\nparallel: {dp_shard: 1}\n")
     with pytest.raises(Contradiction) as caught:
         load_recipe(path, words)
-    (hint,) = re.findall("`([^`]*)`", caught.value.hint)
-    pasted = re.findall(r"(?:^| )(\S+?=(?:\{.*?\}|\S+))", hint)
-    load_recipe(path, [*words, *pasted])
+    pasted = re.findall("`([^`]*)`", caught.value.hint)
+    loaded = load_recipe(path, [*words, *pasted])
+    (path.parent / "config.yaml").write_text(recipe_to_yaml(loaded.recipe))
+    assert load_recipe(path.parent / "config.yaml").recipe.training == loaded.recipe.training
+
+
+def test_a_stable_decay_ends_at_0_as_in_transformers(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text("model: {path: m}\ntraining: {lr_schedule: warmup_stable_decay, steps: 20}\n")
+    loaded = load_recipe(path)
+    assert LrSchedule.of(loaded.recipe.training).factor(21) == 0.0
+    path.write_text(recipe_to_yaml(loaded.recipe))
+    assert LrSchedule.of(load_recipe(path).recipe.training).factor(21) == 0.0

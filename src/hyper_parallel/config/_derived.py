@@ -24,6 +24,16 @@ def derive_warmup(recipe: Recipe, origins: dict[str, str]) -> Recipe:
     return recipe.model_copy(update={"training": shorter})
 
 
+def derive_end(recipe: Recipe, origins: dict[str, str]) -> Recipe:
+    """Let `warmup_stable_decay` end at a rate of 0 by default, as in transformers."""
+    training = recipe.training
+    if training.lr_schedule != "warmup_stable_decay" or "min_lr_ratio" in training.model_fields_set:
+        return recipe
+    origins["training.min_lr_ratio"] = "derived: training.lr_schedule=warmup_stable_decay"
+    at_zero = training.model_copy(update={"min_lr_ratio": 0.0})
+    return recipe.model_copy(update={"training": at_zero})
+
+
 def derive_compared(recipe: Recipe, origins: dict[str, str]) -> Recipe:
     """Give stages that compare answers one conversation in a sequence, and both answers of a pair in a microbatch."""
     data, training = recipe.data, recipe.training

@@ -25,6 +25,7 @@ from hyper_parallel.config._comparisons import COMPARED
 from hyper_parallel.config._contradictions import cross_section
 from hyper_parallel.config._derived import (
     derive_compared,
+    derive_end,
     derive_holdout,
     derive_ranks,
     derive_warmup,
@@ -175,7 +176,7 @@ def load_recipe(
 
     recipe = validated(Recipe, _nest(path, merged), where, pasteable)
     resolved = {**{key: _DEFAULT for key, _ in leaves(Recipe)}, **origins}
-    for derive in (derive_warmup, derive_holdout, derive_ranks, derive_compared):
+    for derive in (derive_warmup, derive_end, derive_holdout, derive_ranks, derive_compared):
         recipe = derive(recipe, resolved)
     loaded = LoadedRecipe(recipe, resolved, path)
     raise_all(cross_section(recipe, loaded.where))

@@ -211,8 +211,8 @@ class Training(Section):
     lr: float = Field(default=3e-4, gt=0)
     """Peak learning rate."""
     lr_schedule: ScheduleName = "cosine"
-    """Shape after warm-up: cosine, warm-up-stable-decay, linear or constant; or, by transformers' name, one that has the
-    values of transformers at every step."""
+    """Shape after warm-up: cosine, warm-up-stable-decay, linear or constant; or, by transformers' name, one that has
+    the values of transformers at every step."""
     lr_schedule_args: Annotated[dict[str, Any], BeforeValidator(arguments)] = {}
     """Arguments of a schedule of transformers, by the names of its `lr_scheduler_kwargs`."""
     warmup_steps: int = Field(default=10, ge=0, le=MOST_STEPS)

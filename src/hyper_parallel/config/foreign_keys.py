@@ -60,7 +60,9 @@ _RENAMED: Final[Mapping[str, tuple[str, ...]]] = {
     ),
     "data.tokenizer": ("tokenizer_name_or_path", "tokenizer_name", "tokenizer_config"),
     "data.source": ("dataset_name", "train_file", "data_path", "dataset_path", "train_data", "train_files"),
-    "data.validation": ("eval_dataset", "validation_file", "eval_file", "valid_data_path", "val_files", "test_datasets"),
+    "data.validation": (
+        "eval_dataset", "validation_file", "eval_file", "valid_data_path", "val_files", "test_datasets",
+    ),
     "data.holdout": ("val_size", "val_set_size", "validation_split_percentage"),
     "data.text_key": ("dataset_text_field", "text_column", "text_field"),
     "data.split": ("dataset_split", "train_split"),
@@ -80,7 +82,8 @@ _RENAMED: Final[Mapping[str, tuple[str, ...]]] = {
     "training.seed": ("random_seed", "manual_seed"),
     "training.report_to": (),
     "training.microbatch": (
-        "ppo_micro_batch_size_per_gpu", "micro_batch_size_per_gpu", "per_device_train_batch_size", "micro_batch_size", "train_micro_batch_size_per_gpu", "local_batch_size",
+        "ppo_micro_batch_size_per_gpu", "micro_batch_size_per_gpu",
+        "per_device_train_batch_size", "micro_batch_size", "train_micro_batch_size_per_gpu", "local_batch_size",
     ),
     "training.accumulation_steps": ("gradient_accumulation_steps", "gradient_accumulation", "accumulate_grad_batches"),
     "training.eps": ("adam_epsilon", "adam_eps"),

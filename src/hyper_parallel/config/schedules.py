@@ -72,22 +72,22 @@ def check_schedule(training: Training, clash: Callable[..., None]) -> None:
                 "training.lr_schedule_args",
                 f"the schedule {name} {what}",
                 f"lr_schedule={name}, {key}={value}",
-                f"set `training.lr_schedule_args={{}}`",
+                "set `training.lr_schedule_args={}`",
                 ", ".join(map(_shown, kinds)) if kinds else (", ".join(known) or "no arguments"),
             )
-    if name in SCHEDULE_ARGS and name not in _WITH_MIN_RATIO:
-        if "min_lr_ratio" in training.model_fields_set:
+    default = type(training).model_fields["min_lr_ratio"].default
+    ends_itself = name in SCHEDULE_ARGS and name not in _WITH_MIN_RATIO
+    if ends_itself and training.min_lr_ratio != default:
+        end = training.min_lr_ratio * training.lr
+        better = f"training.lr_schedule_args={{lr_end: {end:g}}}"
+        if name != "polynomial":
             better = "training.lr_schedule=cosine"
-            if name == "polynomial":
-                better = (
-                    f"training.lr_schedule_args={{lr_end: {training.min_lr_ratio * training.lr:g}}}"
-                )
-            clash(
-                "training.min_lr_ratio",
-                f"`training.min_lr_ratio` has no effect on the schedule {name}",
-                f"lr_schedule={name}, min_lr_ratio={training.min_lr_ratio:g}",
-                f"set `{better} training.min_lr_ratio=null`",
-            )
+        clash(
+            "training.min_lr_ratio",
+            f"`training.min_lr_ratio` has no effect on the schedule {name}",
+            f"lr_schedule={name}, min_lr_ratio={training.min_lr_ratio:g}",
+            f"set `{better}` and `training.min_lr_ratio=null`",
+        )
     end = given.get("lr_end", 1e-7)
     if name == "polynomial" and isinstance(end, (int, float)) and end >= training.lr:
         clash(

@@ -42,16 +42,14 @@ class LrSchedule:
     @classmethod
     def of(cls, training: Training) -> LrSchedule:
         """The schedule a recipe's `training:` section describes."""
-        kind, decay, least = training.lr_schedule, training.decay_steps, training.min_lr_ratio
-        if kind == "warmup_stable_decay" and "min_lr_ratio" not in training.model_fields_set:
-            least = 0.0  # as in transformers
+        decay = training.decay_steps
         return cls(
-            kind=kind,
+            kind=training.lr_schedule,
             peak=training.lr,
             steps=training.steps,
             warmup_steps=training.warmup_steps,
             decay_steps=max(1, training.steps // 10) if decay is None else decay,
-            min_ratio=least,
+            min_ratio=training.min_lr_ratio,
             args=training.lr_schedule_args,
         )
 
