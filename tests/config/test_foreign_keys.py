@@ -53,7 +53,7 @@ def hint_of(path, *words):
         ("actor_rollout_ref.rollout.n=4", "write `grpo.num_generations=4`"),
         ("trainer.n_gpus_per_node=8", "write `launch.nproc_per_node=8`"),
         ("checkpoint.interval=3", "write `checkpoint.every=3`"),
-        ("trainin.lr=3", "write `training={'lr': 3}`"),
+        ("training_.lr=3", "write `training={'lr': 3}`"),
         ("eval_every=x", "the key is `training.eval_every`: an integer >= 0"),
         ("tensor_model_parallel_size=8", "write `parallel.tp=8`"),
         ("local_rank=0", "remove the key: a run has no such choice"),

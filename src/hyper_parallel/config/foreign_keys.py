@@ -225,7 +225,7 @@ _ADVICE: Final[Mapping[str, str]] = {
         ("enable_liger_kernel", "use_liger_kernel", "use_liger", "use_unsloth", "liger_rope"),
         "remove the key: kernels are those of torch; training.compile=true fuses more of them",
     ),
-    "rope_scaling": "write it into config.json of the model, by the names of transformers",
+    "rope_scaling": "write it into the config.json that model.path names, by the names of transformers",
     **dict.fromkeys(
         ("chat_template", "eos_token", "pad_token", "special_tokens"),
         "remove the key: the chat template and the tokens are the tokenizer's own (data.tokenizer)",
