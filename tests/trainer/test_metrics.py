@@ -1,5 +1,6 @@
 import json
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -53,11 +54,24 @@ def test_a_new_run_starts_with_empty_files(tmp_path):
 
 
 def test_the_line_has_the_usual_order():
-    line = log_line(_record(7), 100, 2**21)
-    words = ("step", "loss", "grad_norm", "memory", "tps", "tflops", "mfu", "pred")
+    line = log_line(_record(7), 100)
+    words = ("step", "loss", "grad_norm", "lr", "tok/s", "MiB", "pred")
     assert [line.index(word) for word in words] == sorted(line.index(word) for word in words)
-    assert "(50.0%)" in line
-    assert line.endswith("pred +25.0%")
+    assert line.endswith("pred +25%")
+
+
+@pytest.mark.parametrize("steps", [7, 1000, 100_000, 10**9])
+def test_the_line_of_a_step_has_at_most_80_columns(steps):
+    large = replace(
+        _record(steps), loss=12.34567, grad_norm=123.456, lr=2.5e-5, tps=123_456.0, memory_bytes=139 * 2**30
+    )
+    line = log_line(large, steps, epochs=123.456)
+    assert len(line) <= 80
+    for fact in ("12.3457", "grad_norm 123.46", "lr 2.5e-05", "tok/s", "139.00 GiB", "pred +25%"):
+        assert fact in line
+    small = log_line(replace(large, loss=2.0, grad_norm=0.5, tps=900.0), 600, epochs=0.5)
+    assert len(small) <= 80
+    assert "epoch 0.50" in small
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -149,13 +149,19 @@ class Job:
         batches, steps = self.train_batches(), self.recipe.training.steps
         if isinstance(batches, StreamBatches):
             return f"{self.recipe.data.source}, a stream; {steps:,} steps of {batches.sequences_per_step:,} sequences"
-        epochs = batches.sequences_seen(steps) / batches.unit / batches.num_sequences
+        epochs = self.epochs_at(steps, batches)
         read = f"{steps:,} steps of {batches.sequences_per_step:,} are {epochs:.4g} epochs"
         parts = self.recipe.data.parts()
         total = sum(weight for _, weight in parts)
         source = " + ".join(f"{weight / total:.4g} of {one.source}" for one, weight in parts)
         source = source if len(parts) > 1 else str(self.recipe.data.source)
         return f"{source}, {batches.num_sequences:,} training sequences; {read}"
+
+    def epochs_at(self, step: int, batches: Batches | StreamBatches) -> float | None:
+        """Return how often the data has been read after a step; None for a stream."""
+        if isinstance(batches, StreamBatches):
+            return None
+        return batches.sequences_seen(step) / batches.unit / batches.num_sequences
 
     def holdout_batches(self) -> Batches | None:
         """At most `eval_tokens` held-out tokens as one step; None when nothing is held out."""

@@ -21,9 +21,11 @@ from hyper_parallel.received import Limits, parse_json
 from hyper_parallel.serde import append_file, write_text
 from hyper_parallel.trainer._directory_watch import DirectoryWatch
 from hyper_parallel.trainer.loop._trackers import Tracker, make_trackers
-from hyper_parallel.units import MiB, format_bytes
+from hyper_parallel.units import MiB, format_bytes, format_count
 
 _log = logging.getLogger(__name__)
+LINE_WIDTH: Final = 80
+"""Columns of the line of a step."""
 _RECORD: Final = Limits(MiB, num_elements=100_000)
 
 
@@ -199,29 +201,43 @@ def _step_of(line: bytes) -> int | None:
     return step if type(step) is int and step >= 0 else None
 
 
-def log_line(record: StepRecord, steps: int, capacity_bytes: int) -> str:
-    """One step for people, in the field's usual order, with the deviation from the plan."""
-    width = len(str(steps))
-    share = f" ({record.memory_bytes / capacity_bytes:.1%})" if capacity_bytes else ""
-    parts = [
-        f"step {record.step:>{width}}/{steps}",
+def log_line(record: StepRecord, steps: int, epochs: float | None = None) -> str:
+    """Return the line of a step for people, at most 80 columns wide, with the deviation from the plan.
+
+    Args:
+        record: The step.
+        steps: Last step of the run.
+        epochs: Times that the data has been read after the step; None: it is a stream.
+    """
+    number = f"{record.step:>{len(str(steps))}}/{steps}"
+    score = (
         f"loss {record.loss:.4f}"
         if record.rollout is None
-        else f"reward {record.rollout['reward']:.4f}",
-        f"grad_norm {record.grad_norm:.3f}",
-        f"memory {format_bytes(record.memory_bytes)}{share}",
-        f"tps {record.tps:,.0f}",
-        f"tflops {record.tflops:.3g}",
-        f"mfu {record.mfu:.1%}",
+        else f"reward {record.rollout['reward']:.4f}"
+    )
+    memory = format_bytes(record.memory_bytes)
+    parts = [
+        f"step {number}",
+        score,
+        f"grad_norm {record.grad_norm:.2f}",
+        f"lr {record.lr:.1e}",
+        f"{format_count(record.tps)} tok/s",
+        memory,
     ]
     if record.pred_step_s and math.isfinite(record.pred_step_s):
-        parts.append(f"pred {record.step_s / record.pred_step_s - 1:+.1%}")
-    if record.skipped:
-        scale = "" if record.loss_scale is None else f" at loss scale {record.loss_scale:g}"
-        why = (
-            "is above training.skip_grad_norm"
-            if math.isfinite(record.grad_norm)
-            else "is not finite"
-        )
-        parts.append(f"skipped: the gradient {why}{scale}")
-    return "  ".join(parts)
+        parts.append(f"pred {record.step_s / record.pred_step_s - 1:+.0%}")
+    shown = [*parts, f"epoch {epochs:.2f}"] if epochs is not None else parts
+    line = next(
+        (
+            text
+            for text in ("  ".join(shown), " ".join(shown), " ".join(parts))
+            if len(text) <= LINE_WIDTH
+        ),
+        " ".join([number, score, *parts[2:]])[:LINE_WIDTH],
+    )
+    if not record.skipped:
+        return line
+    scale = "" if record.loss_scale is None else f" at loss scale {record.loss_scale:g}"
+    is_finite = math.isfinite(record.grad_norm)
+    why = "is above training.skip_grad_norm" if is_finite else "is not finite"
+    return f"{line}\n  skipped: the gradient {why}{scale}"
