@@ -1,11 +1,12 @@
 import json
+import logging
 import time
 from dataclasses import replace
 
 import pytest
 
 from hyper_parallel.errors import MissingDependency, TrackerFailed
-from hyper_parallel.trainer.loop import EvalRecord, MetricsLog, StepRecord, _trackers, log_line
+from hyper_parallel.trainer.loop import Display, EvalRecord, MetricsLog, StepRecord, _trackers, log_line
 
 pytestmark = pytest.mark.torch
 
@@ -63,15 +64,27 @@ def test_the_line_has_the_usual_order():
 @pytest.mark.parametrize("steps", [7, 1000, 100_000, 10**9])
 def test_the_line_of_a_step_has_at_most_80_columns(steps):
     large = replace(
-        _record(steps), loss=12.34567, grad_norm=123.456, lr=2.5e-5, tps=123_456.0, memory_bytes=139 * 2**30
+        _record(steps),
+        loss=12.34567,
+        grad_norm=123.456,
+        lr=2.5e-5,
+        tps=123_456.0,
+        memory_bytes=139 * 2**30,
     )
-    line = log_line(large, steps, epochs=123.456)
+    line = log_line(large, steps)
     assert len(line) <= 80
-    for fact in ("12.3457", "grad_norm 123.46", "lr 2.5e-05", "tok/s", "139.00 GiB", "pred +25%"):
+    for fact in ("12.3457", "grad_norm 123", "lr 2.5e-05", "123k tok/s", "139 GiB", "pred +25%"):
         assert fact in line
-    small = log_line(replace(large, loss=2.0, grad_norm=0.5, tps=900.0), 600, epochs=0.5)
-    assert len(small) <= 80
-    assert "epoch 0.50" in small
+    assert line.startswith(("step", str(steps)))
+
+
+def test_a_new_epoch_is_said(capsys):
+    logging.getLogger("hyper_parallel").setLevel(logging.INFO)
+    display = Display(30, True)
+    for step in range(1, 31):
+        display.advance(step, step / 12)
+    said = capsys.readouterr().err
+    assert said.splitlines() == ["epoch 2 begins after step 12", "epoch 3 begins after step 24"]
 
 
 @pytest.mark.filterwarnings("ignore")

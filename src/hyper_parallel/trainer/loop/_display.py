@@ -34,7 +34,8 @@ class Display:
 
     def __init__(self, steps: int, enabled: bool) -> None:
         enabled = enabled and logging.getLogger("hyper_parallel").level <= logging.INFO
-        self._enabled = enabled
+        self._enabled, self._steps = enabled, steps
+        self._epoch: int | None = None
         self._console = console(stderr=True, soft_wrap=True)
         self.bar = Progress(
             TextColumn("{task.description}"),
@@ -55,6 +56,11 @@ class Display:
         """Move the bar to a step, after which the data has been read so many times."""
         shown = "" if epochs is None else f"epoch {epochs:.2f}"
         self.bar.update(self._task, completed=step, epochs=shown)
+        if epochs is None:
+            return
+        before, self._epoch = self._epoch, int(epochs)
+        if before is not None and before < self._epoch and step < self._steps:
+            self.line(f"epoch {self._epoch + 1} begins after step {step}")
 
     def line(self, text: str) -> None:
         """Print one line above the bar."""

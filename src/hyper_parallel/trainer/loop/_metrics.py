@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -201,43 +202,38 @@ def _step_of(line: bytes) -> int | None:
     return step if type(step) is int and step >= 0 else None
 
 
-def log_line(record: StepRecord, steps: int, epochs: float | None = None) -> str:
-    """Return the line of a step for people, at most 80 columns wide, with the deviation from the plan.
-
-    Args:
-        record: The step.
-        steps: Last step of the run.
-        epochs: Times that the data has been read after the step; None: it is a stream.
-    """
-    number = f"{record.step:>{len(str(steps))}}/{steps}"
-    score = (
-        f"loss {record.loss:.4f}"
-        if record.rollout is None
-        else f"reward {record.rollout['reward']:.4f}"
-    )
-    memory = format_bytes(record.memory_bytes)
+def log_line(record: StepRecord, steps: int) -> str:
+    """Return the line of a step for people, at most 80 columns wide, with the deviation from the plan."""
+    number, score = f"{record.step:>{len(str(steps))}}/{steps}", f"loss {record.loss:.4f}"
+    if record.rollout is not None:
+        score = f"reward {record.rollout['reward']:.4f}"
     parts = [
-        f"step {number}",
         score,
-        f"grad_norm {record.grad_norm:.2f}",
+        f"grad_norm {record.grad_norm:.3g}",
         f"lr {record.lr:.1e}",
-        f"{format_count(record.tps)} tok/s",
-        memory,
+        f"{_brief(format_count(record.tps))} tok/s",
+        _brief(format_bytes(record.memory_bytes)),
     ]
     if record.pred_step_s and math.isfinite(record.pred_step_s):
         parts.append(f"pred {record.step_s / record.pred_step_s - 1:+.0%}")
-    shown = [*parts, f"epoch {epochs:.2f}"] if epochs is not None else parts
-    line = next(
-        (
-            text
-            for text in ("  ".join(shown), " ".join(shown), " ".join(parts))
-            if len(text) <= LINE_WIDTH
-        ),
-        " ".join([number, score, *parts[2:]])[:LINE_WIDTH],
-    )
+    forms = [
+        "  ".join([f"step {number}", *parts]),
+        " ".join([f"step {number}", *parts]),
+        " ".join([number, *parts]),
+        " ".join([str(record.step), *parts]),
+    ]
+    line = next((form for form in forms if len(form) <= LINE_WIDTH), forms[-1])
     if not record.skipped:
         return line
     scale = "" if record.loss_scale is None else f" at loss scale {record.loss_scale:g}"
     is_finite = math.isfinite(record.grad_norm)
     why = "is above training.skip_grad_norm" if is_finite else "is not finite"
     return f"{line}\n  skipped: the gradient {why}{scale}"
+
+
+def _brief(text: str) -> str:
+    """A number with a prefix, to three significant digits: `139 GiB`, `12.3k`."""
+    number = re.match(r"[\d,.]+", text)
+    if number is None:
+        return text
+    return f"{float(number[0].replace(',', '')):.3g}{text[number.end() :]}"

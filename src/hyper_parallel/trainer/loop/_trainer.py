@@ -444,7 +444,6 @@ class Trainer:
             return
         with written(self._job.output_dir):
             self._log.step(record)
-        epochs = self._job.epochs_at(step, self._batches)
-        self._display.advance(step, epochs)
+        self._display.advance(step, self._job.epochs_at(step, self._batches))
         if step % training.log_every == 0 or step in (1, training.steps):
-            self._display.line(log_line(record, training.steps, epochs))
+            self._display.line(log_line(record, training.steps))
