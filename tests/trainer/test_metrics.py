@@ -6,7 +6,14 @@ from dataclasses import replace
 import pytest
 
 from hyper_parallel.errors import MissingDependency, TrackerFailed
-from hyper_parallel.trainer.loop import Display, EvalRecord, MetricsLog, StepRecord, _trackers, log_line
+from hyper_parallel.trainer.loop import (
+    Display,
+    EvalRecord,
+    MetricsLog,
+    StepRecord,
+    _trackers,
+    log_line,
+)
 
 pytestmark = pytest.mark.torch
 

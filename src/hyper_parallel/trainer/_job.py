@@ -233,6 +233,7 @@ def prepare_job(
     *,
     progress: bool = True,
     check_ranks: Callable[[Recipe, int], None] = lambda *_: None,
+    check_plan: Callable[[Plan], None] = lambda _: None,
 ) -> Job:
     """Check the recipe, prepare its data and plan it; writes nothing but the data's cache.
 
@@ -240,6 +241,8 @@ def prepare_job(
         loaded: The recipe with the origins of its values.
         progress: Show progress bars of the data preparation on standard error.
         check_ranks: Called with the recipe and the number of ranks of all its worlds as soon as the plan has set it.
+
+        check_plan: Called with the plan before data is prepared.
 
     Raises:
         HyperParallelError: Anything a user can have got wrong; see docs/train.md.
@@ -301,6 +304,7 @@ def prepare_job(
     if weights is not None:
         check_pretrained(model, weights)
     plan = plan_recipe(recipe, training_ranks, loaded.where, spec, share)
+    check_plan(plan)
     recipe = (loaded := with_roles(loaded, plan)).recipe
     check_ranks(recipe, plan.strategy.world_size + recipe.grpo.sampling_ranks)
     check_offload(recipe, plan, model, loaded.where)
