@@ -59,7 +59,9 @@ def train(
     ] = False,
     launcher: Annotated[
         str | None,
-        typer.Option(help="Who starts the ranks: local, torchrun, slurm or ray; launch.launcher."),
+        typer.Option(
+            help="Who starts the ranks: local, torchrun, slurm, ray or kubernetes; launch.launcher."
+        ),
     ] = None,
     plan: Annotated[
         Path | None,
@@ -203,7 +205,7 @@ def _train(
         if main:
             say(f"{job.plan.explain()}\n\n{would_start(launcher, job, words)}")
         return
-    if launcher in ("torchrun", "slurm"):
+    if launcher in ("torchrun", "slurm", "kubernetes"):
         start_elsewhere(launcher, job, [*words, *_pinned(loaded, job)])
         return
     status, unwritten = 0, Unwritten()

@@ -330,7 +330,14 @@ def _of_launch(recipe: Recipe, clash: Callable[..., None]) -> None:
             "this process starts ranks on its own machine only",
             f"nnodes={launch.nnodes}, launcher=local",
             "set `launch.launcher=torchrun`, or `launch.nnodes=1`",
-            "torchrun, slurm, ray",
+            "torchrun, slurm, ray, kubernetes",
+        )
+    if launch.launcher == "kubernetes" and launch.image is None:
+        clash(
+            "launch.image",
+            "pods of Kubernetes run a container image, and none is named",
+            "launcher=kubernetes, image=null",
+            "set `launch.image=REGISTRY/hyper-parallel:TAG`, built from the Dockerfile of this project",
         )
     if launch.nnodes > 1 and launch.launcher == "torchrun" and launch.rdzv_endpoint is None:
         clash(
