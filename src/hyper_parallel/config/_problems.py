@@ -223,7 +223,20 @@ def problems(
                 continue
             problem: HyperParallelError = _unknown_key(model, path, value, where, pasteable)
         elif item["type"] == "missing":
-            problem = BadValue(f"`{key}` is missing", got="nothing", allowed=allowed)
+            inner = None if field is None else optional_section(field.annotation)
+            whole = f"{key}.{getattr(inner, 'MAIN_KEY', '')}".rstrip(".")
+            problem = BadValue(
+                f"`{key}` is missing",
+                got="nothing",
+                allowed=allowed,
+                hint=f"give `{whole}` a value",
+            )
+        elif isinstance(value, dict) and value and field is not None and not _has_keys(field):
+            found += [
+                _unknown_key(model, (*path, *inner), leaf, where, pasteable)
+                for inner, leaf in _leaves_of(value)
+            ]
+            continue
         elif item["type"] == "value_error":
             message = item["msg"].removeprefix("Value error, ")
             problem = BadValue(f"`{key}`: {message}" if key else message, got=_short(value))
@@ -259,6 +272,13 @@ def _main_key_hint(
     if _accepts(section.model_fields[main], value):
         return f"write `{pasteable(f'{key}.{main}', value, key)}`"
     return None
+
+
+def _has_keys(field: FieldInfo) -> bool:
+    """Whether a field is a section, a collection of sections, or a mapping with free keys."""
+    arguments = typing.get_args(field.annotation)
+    mapping = is_mapping(field.annotation) or any(map(is_mapping, arguments))
+    return mapping or section_of(field.annotation) is not None
 
 
 def _is_foreign(model: type[BaseModel], path: Sequence[str | int]) -> bool:
