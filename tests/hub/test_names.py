@@ -120,6 +120,8 @@ def test_commands_fetch_what_they_read(hub, tmp_path, published, capfd):
     commit = hub.push("acme/tiny", published)
     assert f"acme/tiny@{commit}" in call("plan", "acme/tiny", "--devices", "1")
     assert "fetching acme/tiny@" in capfd.readouterr().err
+    call("doctor", "--model", "acme/tiny")
+    assert "fetching" not in capfd.readouterr().err
     assert {f.name for f in cached_snapshot(parse_name("acme/tiny"), "config").iterdir()} == {
         "config.json"
     }

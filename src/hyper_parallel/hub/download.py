@@ -43,7 +43,7 @@ def choose_files(names: Iterable[str], part: str) -> list[str]:
 
 def download(repository: str, part: str, revision: str, quiet: bool) -> dict[str, Any]:
     """Download the files of a part, and return what became of it."""
-    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub import HfApi, snapshot_download, try_to_load_from_cache
     from huggingface_hub import errors as hub
 
     try:
@@ -54,9 +54,13 @@ def download(repository: str, part: str, revision: str, quiet: bool) -> dict[str
             return {"kind": "no weights", "text": _formats(sizes)}
         if not chosen:
             return {"kind": "no files", "text": _formats(sizes)}
-        if not quiet:
-            size = format_bytes(sum(sizes[name] for name in chosen))
-            told = f"fetching {repository}@{str(info.sha)[:12]}: {len(chosen)} files, {size}"
+        place = {"repo_id": repository, "revision": str(info.sha)}
+        missing = [
+            n for n in chosen if not isinstance(try_to_load_from_cache(filename=n, **place), str)
+        ]
+        if missing and not quiet:
+            size = format_bytes(sum(sizes[name] for name in missing))
+            told = f"fetching {repository}@{str(info.sha)[:12]}: {len(missing)} files, {size}"
             sys.stderr.write(printable(told) + "\n")
             sys.stderr.flush()
         # A pattern of fnmatch, in which a bracket would begin a class.
