@@ -48,7 +48,7 @@ def test_a_recipe_is_trained_after_what_its_next_lines_say(name, tmp_path, monke
             trained.append(load_recipe(shlex.split(line)[2]).recipe.output_dir)
         else:
             file, key, value = re.fullmatch(
-                r"edit (\S+): (\S+) \((\S+) does not exist\)", line
+                r"# edit (\S+): (\S+) \((\S+) does not exist\)", line
             ).groups()
             assert file == f"recipes/{name}.yaml"
             section, field = key.split(".")

@@ -80,7 +80,7 @@ def _next_lines(folder: Path, name: str, names: Sequence[str]) -> Iterator[str]:
                 f"  hyper-parallel train recipes/{writer}.yaml",
             ]
         else:
-            edits.append(f"  edit {target}: {key} ({value} does not exist)")
+            edits.append(f"  # edit {target}: {key} ({value} does not exist)")
     yield from [*first, *edits, f"  hyper-parallel train {target}"]
 
 

@@ -308,6 +308,7 @@ def _next(
     train = ["hyper-parallel", "train", str(recipe or "recipe.yaml")]
     if recipe is None:
         yield from _folded([*map(shlex.quote, _again(ctx)), "--launch", "ours", "> recipe.yaml"])
+        yield "  # edit recipe.yaml: model.path, data.source and stage are yours to give"
     elif topology is not None:
         train.append(f"topology={topology}")
     if recipe is not None and output is not None:
