@@ -177,7 +177,7 @@ def _dotted(key: str) -> str:
 
 
 def _as_yaml(value: Any) -> str:
-    """A value as an override has it: a text as it is, others as JSON, which YAML reads."""
+    """Return a value as an override has it: a text as it is, others as JSON, which YAML reads."""
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     return value if isinstance(value, str) else json.dumps(value)

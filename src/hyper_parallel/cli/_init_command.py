@@ -49,7 +49,7 @@ def init(
 
 
 def _description(path: Path) -> str:
-    """The comment at the head of a recipe, wrapped; indented lines in it stand as they are."""
+    """Return the comment at the head of a recipe, wrapped; indented lines in it stand as they are."""
     lines = takewhile(lambda line: line.startswith("#"), path.read_text("utf-8").splitlines())
     text = [line.removeprefix("#").removeprefix(" ") for line in lines]
     prose = " ".join(line for line in text if not line.startswith(" "))

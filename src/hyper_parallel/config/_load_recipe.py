@@ -184,7 +184,7 @@ def load_recipe(
 
 
 def _as_yaml(value: object) -> str:
-    """A value as YAML reads it: `null`, `true`, a list or a mapping in one line."""
+    """Return a value as YAML reads it: `null`, `true`, a list or a mapping in one line."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     return str(value)

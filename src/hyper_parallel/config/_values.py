@@ -20,7 +20,7 @@ _EXPONENT = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
 
 
 def arguments(value: object) -> object:
-    """A mapping of arguments, with numbers such as 1e-8 as numbers."""
+    """Return a mapping of arguments in which numbers such as 1e-8 are numbers."""
     if not isinstance(value, dict):
         return value
     return {
@@ -43,7 +43,7 @@ _ADAMW = (
 
 
 def canonical_optimizer(value: object) -> object:
-    """The name of an optimizer that has several."""
+    """Return the name of this project for an optimizer that has several."""
     if not isinstance(value, str) or "." in value:
         return value
     name = value.lower()

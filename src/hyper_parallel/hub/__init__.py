@@ -12,7 +12,6 @@ import json
 import logging
 import os
 import re
-import subprocess
 import sys
 from dataclasses import dataclass
 from functools import cache
@@ -233,6 +232,8 @@ def _run_download(
     repository: str, part: str, revision: str, split: str, *, folder: Path, is_shown: bool
 ) -> dict[str, Any]:
     """Run the download into the cache in a process that may use the network; return its answer."""
+    import subprocess
+
     words = [sys.executable, "-m", "hyper_parallel.hub.download", repository, part, revision, split]
     words += [] if is_shown else ["--quiet"]
     env = {key: value for key, value in os.environ.items() if key not in _OFFLINE}

@@ -41,7 +41,7 @@ def panel(plan: Plan, half_width: float | None, width: int) -> str:
 
 
 def brief(plan: Plan) -> str:
-    """What decides in at most ten lines: strategy, batch, step, memory, the largest terms and the first runner-up."""
+    """Return the plan in at most ten lines: strategy, batch, step, memory, largest terms, first runner-up."""
     rows = summary(plan)
     labels = (
         "strategy", "batch", "step time", "throughput", "memory", "mostly", "why not", "notes",

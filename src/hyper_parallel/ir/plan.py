@@ -303,7 +303,7 @@ class Plan:
         return _text.panel(self, half_width, width)
 
     def __str__(self) -> str:
-        """The plan in at most ten lines of 80 columns; `summary` and `explain` say more."""
+        """Return the plan in at most ten lines of 80 columns; `summary` and `explain` say more."""
         return _text.brief(self)
 
     def one_line(self) -> str:

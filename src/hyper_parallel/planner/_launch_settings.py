@@ -81,7 +81,7 @@ def recipe_values(plan: Plan) -> dict[str, Any]:
 
 
 def _recipe(plan: Plan) -> str:
-    """The recipe as text, with the keys that a plan cannot know named at its head."""
+    """Return the recipe as text, with the keys that a plan cannot know named at its head."""
     return (
         _HEAD.format(model=plan.model.name)
         + str(yaml.safe_dump(recipe_values(plan), sort_keys=False)).rstrip()

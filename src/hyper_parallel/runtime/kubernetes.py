@@ -42,7 +42,7 @@ def manifest(recipe: Recipe, ranks: int, output_dir: Path) -> str:
 
 
 def _name(text: str) -> str:
-    """A DNS label: small letters, digits and hyphens."""
+    """Return a text as a DNS label: small letters, digits and hyphens."""
     label = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:_MOST_NAME].strip("-")
     return label if re.match(r"[a-z]", label) else f"run-{label}".rstrip("-")
 

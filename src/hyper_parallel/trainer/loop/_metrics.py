@@ -232,7 +232,7 @@ def log_line(record: StepRecord, steps: int) -> str:
 
 
 def _brief(text: str) -> str:
-    """A number with a prefix, to three significant digits: `139 GiB`, `12.3k`."""
+    """Return a number with a prefix to three significant digits: `139 GiB`, `12.3k`."""
     number = re.match(r"[\d,.]+", text)
     if number is None:
         return text
