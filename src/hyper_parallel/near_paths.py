@@ -38,6 +38,16 @@ def nearest_path(text: str, folders: Iterable[str | os.PathLike[str]] = ()) -> s
     return None
 
 
+def export_hint(text: str) -> str | None:
+    """Return the hint for a missing export of a run, which training writes; None for any other path."""
+    path = Path(text)
+    if path.name != "export" or path.parent == Path():
+        return None
+    return (
+        f"train the run that writes it: hyper-parallel train RECIPE.yaml output_dir={path.parent}"
+    )
+
+
 def _names(folder: Path) -> list[str]:
     with os.scandir(folder) as entries:
         return [entry.name for entry, _ in zip(entries, range(_MOST_ENTRIES), strict=False)]

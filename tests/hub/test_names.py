@@ -151,6 +151,11 @@ def test_refusals_name_the_cause(hub, tmp_path, monkeypatch, published):
         ("acme/pickled", "no safetensors", "hf download acme/pickled --local-dir pickled"),
         ("tin.yaml", "neither a path", "check the path"),
         ("models/tiny", "does not exist", "check the path"),
+        (
+            "runs/sft/export",
+            "does not exist",
+            "hyper-parallel train RECIPE.yaml output_dir=runs/sft",
+        ),
         ("./recipe", "does not exist", "model.path=recipe.yaml"),
     ):
         with pytest.raises(HyperParallelError) as caught:

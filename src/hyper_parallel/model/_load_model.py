@@ -20,7 +20,7 @@ from hyper_parallel.model._limits import CONFIG_LIMITS, check_config
 from hyper_parallel.model._model_spec import ModelSpec
 from hyper_parallel.model._weight_listing import with_files_ties
 from hyper_parallel.model._weights import check_weights, read_headers
-from hyper_parallel.near_paths import nearest_path
+from hyper_parallel.near_paths import export_hint, nearest_path
 from hyper_parallel.received import check_value, read_text
 from hyper_parallel.units import DTYPE_BYTES
 
@@ -349,6 +349,8 @@ def _dtype(values: Mapping[str, Any], where: str) -> tuple[str, tuple[str, ...]]
 
 
 def _path_hint(text: str) -> str:
+    if (hint := export_hint(text)) is not None:
+        return hint
     near = nearest_path(text)
     if near is not None:
         return f"did you mean `{near}`?"

@@ -22,7 +22,7 @@ from hyper_parallel.hub import (
     parse_name,
 )
 from hyper_parallel.model import find_preset
-from hyper_parallel.near_paths import nearest_path
+from hyper_parallel.near_paths import export_hint, nearest_path
 from hyper_parallel.trainer.checkpoints._manifest import steps
 
 
@@ -111,6 +111,8 @@ def _folder(
 
 
 def _path_hint(text: str, key: str, near: str | None) -> str:
+    if (hint := export_hint(text)) is not None:
+        return hint
     if near is not None:
         return f"{key}={near}"
     return f"hf download {text} --local-dir {text}" if is_name(text) else "check the path"
