@@ -19,6 +19,9 @@ from pathlib import Path
 import pytest
 
 gc.disable()  # until the tests are collected: imports leave nothing to collect
+os.environ.setdefault(
+    "HF_HUB_OFFLINE", "1"
+)  # no test reads the hub but those with one of their own
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # `nohup` ignores it, and tests send it to their runs
 
 RANKS = ("e2e", "parity", "dist")

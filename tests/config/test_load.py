@@ -341,3 +341,72 @@ def test_a_contradiction_with_a_default_says_default(write):
     with pytest.raises(Contradiction) as caught:
         load_recipe(path)
     assert caught.value.where.endswith("data.source (default)")
+
+
+SFT = (
+    "stage: sft\ndata: {source: x.jsonl, packing: true}\n"
+    "training: {steps: 100, microbatch: 3, warmup_ratio: 0.5}\nparallel: {dp_shard: 1}\n"
+)
+
+
+def test_a_later_layer_replaces_what_says_the_same_in_another_way(write):
+    path = write(f"model: {{path: tiny}}\n{SFT}")
+    epochs = load_recipe(path, ["training.epochs=1"]).recipe.training
+    assert (epochs.epochs, "steps" in epochs.model_fields_set) == (1.0, False)
+    back = load_recipe(path, ["training.epochs=1", "training.epochs=null", "training.steps=7"])
+    assert (back.recipe.training.epochs, back.recipe.training.steps) == (None, 7)
+    assert load_recipe(path, ["training.warmup_steps=3"]).recipe.training.warmup_steps == 3
+    with pytest.raises(Contradiction, match="epochs and steps"):
+        load_recipe(path, ["training.epochs=1", "training.steps=7"])
+
+
+def test_null_unsets_a_key_of_any_type(write):
+    path = write(f"model: {{path: tiny}}\n{SFT}output_dir: elsewhere\nsample_prompt: x\n")
+    loaded = load_recipe(
+        path,
+        [
+            "training.steps=null",
+            "output_dir=null",
+            "sample_prompt=null",
+            "training.warmup_ratio=null",
+        ],
+    )
+    recipe = loaded.recipe
+    assert (recipe.training.steps, recipe.output_dir) == (100, "runs/run")
+    assert (recipe.sample_prompt, recipe.training.warmup_ratio) == (None, None)
+    assert loaded.origins["training.steps"] == "default"
+    whole = load_recipe(path, ["training=null"]).recipe.training
+    assert whole.model_fields_set == set()
+
+
+def test_a_stage_on_pairs_over_an_sft_recipe_derives_packing_and_microbatch(write):
+    path = write(f"model: {{path: tiny}}\n{SFT}")
+    loaded = load_recipe(path, ["stage=dpo"])
+    assert (loaded.recipe.data.packing, loaded.recipe.training.microbatch) == (False, 2)
+    assert loaded.origins["data.packing"].startswith("derived")
+    # In one layer, they contradict each other.
+    with pytest.raises(Contradiction, match="one conversation in a sequence"):
+        load_recipe(path, ["stage=dpo", "data.packing=true"])
+
+
+def test_a_mapping_given_as_a_whole_replaces_the_recipes(write):
+    path = write(
+        "model: {path: tiny}\ntraining: {optimizer: sgd, optimizer_args: {momentum: 0.9, eps: 1e-8}}\n"
+    )
+    assert load_recipe(path).recipe.training.optimizer_args == {"momentum": 0.9, "eps": 1e-8}
+    more = load_recipe(path, ["training.optimizer_args.nesterov=true"]).recipe.training
+    assert more.optimizer_args == {"momentum": 0.9, "eps": 1e-8, "nesterov": True}
+    none = load_recipe(path, ["training.optimizer_args={}"]).recipe.training
+    assert none.optimizer_args == {}
+
+
+@pytest.mark.parametrize(
+    ("written", "pasted"),
+    [("model=m", "model.path=m"), ("data=x.jsonl", "data.source=x.jsonl"), ("lora=16", "lora.r=16")],
+)  # fmt: skip
+def test_a_value_in_place_of_a_section_leads_to_its_main_key(write, written, pasted):
+    path = write("model: {path: tiny}\n")
+    with pytest.raises(BadValue) as caught:
+        load_recipe(path, [written])
+    assert caught.value.hint == f"write `{pasted}`"
+    load_recipe(path, [pasted])

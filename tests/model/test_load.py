@@ -87,16 +87,18 @@ def test_unknown_name_shows_the_nearest_preset():
     check(error, "HP304", "did you mean `llama-3-8", "recipe.yaml: model.path", "deepseek-v3")
 
 
-def test_unknown_hub_id_shows_how_to_fetch_it():
+def test_unknown_hub_id_shows_how_to_fetch_it(monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(UnknownModel) as error:
         load_model("some-org/zzz")
-    check(error, "HP304", "hf download some-org/zzz --include config.json --local-dir zzz")
+    check(error, "HP304", "HF_HUB_OFFLINE=0 hf download some-org/zzz config.json")
 
 
-def test_another_organisations_model_is_not_taken_for_a_preset():
+def test_another_organisations_model_is_not_taken_for_a_preset(monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(UnknownModel) as error:
         load_model("some-org/Qwen3-8B")
-    check(error, "HP304", "did you mean `qwen3-8b`")
+    check(error, "HP304", "HF_HUB_OFFLINE=0 hf download some-org/Qwen3-8B config.json")
 
 
 @pytest.mark.parametrize("text", ["x" * 5000, "a\x00b", "", "~nobody-here/model"])

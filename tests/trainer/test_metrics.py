@@ -1,10 +1,19 @@
 import json
+import logging
 import time
+from dataclasses import replace
 
 import pytest
 
 from hyper_parallel.errors import MissingDependency, TrackerFailed
-from hyper_parallel.trainer.loop import EvalRecord, MetricsLog, StepRecord, _trackers, log_line
+from hyper_parallel.trainer.loop import (
+    Display,
+    EvalRecord,
+    MetricsLog,
+    StepRecord,
+    _trackers,
+    log_line,
+)
 
 pytestmark = pytest.mark.torch
 
@@ -53,11 +62,36 @@ def test_a_new_run_starts_with_empty_files(tmp_path):
 
 
 def test_the_line_has_the_usual_order():
-    line = log_line(_record(7), 100, 2**21)
-    words = ("step", "loss", "grad_norm", "memory", "tps", "tflops", "mfu", "pred")
+    line = log_line(_record(7), 100)
+    words = ("step", "loss", "grad_norm", "lr", "tok/s", "MiB", "pred")
     assert [line.index(word) for word in words] == sorted(line.index(word) for word in words)
-    assert "(50.0%)" in line
-    assert line.endswith("pred +25.0%")
+    assert line.endswith("pred +25%")
+
+
+@pytest.mark.parametrize("steps", [7, 1000, 100_000, 10**9])
+def test_the_line_of_a_step_has_at_most_80_columns(steps):
+    large = replace(
+        _record(steps),
+        loss=12.34567,
+        grad_norm=123.456,
+        lr=2.5e-5,
+        tps=123_456.0,
+        memory_bytes=139 * 2**30,
+    )
+    line = log_line(large, steps)
+    assert len(line) <= 80
+    for fact in ("12.3457", "grad_norm 123", "lr 2.5e-05", "123k tok/s", "139 GiB", "pred +25%"):
+        assert fact in line
+    assert line.startswith(("step", str(steps)))
+
+
+def test_a_new_epoch_is_said(capsys):
+    logging.getLogger("hyper_parallel").setLevel(logging.INFO)
+    display = Display(30, True)
+    for step in range(1, 31):
+        display.advance(step, step / 12)
+    said = capsys.readouterr().err
+    assert said.splitlines() == ["epoch 2 begins after step 12", "epoch 3 begins after step 24"]
 
 
 @pytest.mark.filterwarnings("ignore")

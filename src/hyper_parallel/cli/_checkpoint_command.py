@@ -259,6 +259,8 @@ def _model_path(recipe: Path) -> Path:
     Raises:
         RunUnreadable: HP603.
     """
+    from hyper_parallel.hub import fetch, parse_name
+
     model = _recipe(recipe).get("model") if recipe.is_file() else None
     path = model.get("path") if isinstance(model, dict) else None
     if not isinstance(path, str):
@@ -267,4 +269,5 @@ def _model_path(recipe: Path) -> Path:
             where=str(recipe),
             hint="hyper-parallel checkpoint export RUN_DIR --model MODEL_DIR",
         )
-    return Path(path)
+    name = parse_name(path)
+    return Path(path) if name is None else fetch(name, "model", where=f"{recipe}: model.path")

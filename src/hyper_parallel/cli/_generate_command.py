@@ -51,7 +51,10 @@ def generate(
     ] = None,
     seed: Annotated[int, typer.Option(help="Same seed, same text.")] = 0,
     chat: Annotated[
-        bool, typer.Option("--chat", help="The prompt is a user's turn; use the chat template.")
+        bool,
+        typer.Option(
+            "--chat", help="The prompt is a user's turn. Without a prompt: a conversation."
+        ),
     ] = False,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
     dtype: Annotated[
@@ -84,6 +87,7 @@ def generate(
 ) -> None:
     """Continue a prompt with the model of a run; the text appears on stdout as it is made.
 
+    With --chat and no prompt, every line of standard input is a user's turn of one conversation.
     With --prompts many are continued at once, each as if it were alone, and come out in their order: every line with
     `text`, `token_ids`, `logprobs` and `finish`. Lines of a run that was interrupted may be given again, and go on.
     """
@@ -112,6 +116,12 @@ def generate(
         place = {"device": device, "dtype": dtype, "trusted": trust_remote_code}
         chosen = {"chat": chat, "slots": slots, "parallel": parallel}
         _many(run_dir, prompts, output, sampling, memory, topology, **chosen, **place)
+        return
+    if prompt is None and chat and not (as_json or output is not None or parallel):
+        from hyper_parallel.cli._conversation import converse
+
+        place = {"device": device, "dtype": dtype, "memory": memory}
+        converse(Generator(run_dir, trusted=trust_remote_code, **place), sampling)
         return
     if prompt is None or output is not None or parallel:
         raise BadValue(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated
 
@@ -27,10 +26,12 @@ def parity(
     Loss, gradient norm and the gradient of every parameter have to be equal to 1e-10. Ranks are local processes on the
     CPU, at most 8: degrees above 2 are taken as 2, and the output says which axes were left out.
     """
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
     from hyper_parallel.cli._dry_run_command import table
     from hyper_parallel.config import load_recipe, refuse_code
     from hyper_parallel.errors import LayoutDiffers
+    from hyper_parallel.hub import stay_offline
+
+    stay_offline()
 
     loaded = load_recipe(recipe, overrides or [])
     if no_code:

@@ -202,7 +202,7 @@ def plan(
     else:
         say(_shown(chosen, explain, gantt))
         ranks = chosen.strategy.world_size
-        say("\nnext:\n" + "\n".join(_next(ctx, recipe, topology, ranks)))
+        say("\nnext:\n" + "\n".join(_next(ctx, recipe, topology, ranks, output)))
     if schedule_csv is not None and not dry_run:
         write_schedule(chosen, schedule_csv)
         say(f"schedule written to {schedule_csv}", err=True)
@@ -296,7 +296,11 @@ def _shown(plan: Plan, explain: bool, gantt: bool) -> str:
 
 
 def _next(
-    ctx: typer.Context, recipe: Path | None, topology: str | None, ranks: int
+    ctx: typer.Context,
+    recipe: Path | None,
+    topology: str | None,
+    ranks: int,
+    output: Path | None,
 ) -> Iterator[str]:
     """Yield the lines to paste after a plan: write a recipe and train it, or check it where it does not run here."""
     from hyper_parallel.topology import find_accelerators, rank_capacity
@@ -304,8 +308,11 @@ def _next(
     train = ["hyper-parallel", "train", str(recipe or "recipe.yaml")]
     if recipe is None:
         yield from _folded([*map(shlex.quote, _again(ctx)), "--launch", "ours", "> recipe.yaml"])
+        yield "  # edit recipe.yaml: model.path, data.source and stage are yours to give"
     elif topology is not None:
         train.append(f"topology={topology}")
+    if recipe is not None and output is not None:
+        train += ["--plan", str(output)]
     if ranks > rank_capacity(len(find_accelerators())).num_ranks:
         train.append("--dry-run")
     yield from _folded(list(map(shlex.quote, train)))

@@ -23,7 +23,7 @@ def would_start(launcher: str, job: Job, words: Sequence[str]) -> str:
     """What a run would start and write, for a dry run.
 
     Args:
-        launcher: local, torchrun, slurm or ray.
+        launcher: local, torchrun, slurm, ray or kubernetes.
         job: The run.
         words: Arguments of `hyper-parallel` in every rank.
     """
@@ -33,6 +33,8 @@ def would_start(launcher: str, job: Job, words: Sequence[str]) -> str:
     by_hand = torchrun_command(job, words)
     if launcher == "slurm":
         return f"would write {_script(job)} and submit it with sbatch:\n\n{_sbatch(job, words)}"
+    if launcher == "kubernetes":
+        return f"would write {_manifest_file(job)}:\n\n{_manifest(job)}"
     if launcher == "torchrun":
         return f"would write {job.output_dir}/ and run on each of {launch.nnodes} machines:\n  {by_hand}"
     how = f"fork {ranks} ranks"
@@ -49,7 +51,7 @@ def would_start(launcher: str, job: Job, words: Sequence[str]) -> str:
 
 
 def start_elsewhere(launcher: str, job: Job, words: Sequence[str]) -> None:
-    """Become torchrun, or submit a job to Slurm; what is started is shown on standard error.
+    """Become torchrun, submit a job to Slurm, or write a manifest of Kubernetes; it is shown on standard error.
 
     Raises:
         LauncherMissing: HP630 when there is no `sbatch`, or it refuses the job.
@@ -61,15 +63,12 @@ def start_elsewhere(launcher: str, job: Job, words: Sequence[str]) -> None:
         sys.stdout.flush()
         torchrun = [sys.executable, "-m", "torch.distributed.run"]
         os.execv(sys.executable, [*torchrun, *shlex.split(command)[1:]])
-    from hyper_parallel.trainer._files import write_text
-    from hyper_parallel.trainer.run_directory import claim_run_directory
-
+    if launcher == "kubernetes":
+        _write_script(job, _manifest_file(job), _manifest(job))
+        say(f"\nnext:\n  kubectl apply -f {shlex.quote(str(_manifest_file(job)))}")
+        return
     script, text = _script(job), _sbatch(job, words)
-    with written(job.output_dir):
-        claim_run_directory(job.output_dir, job.recipe)
-        (job.output_dir / "logs").mkdir(parents=True, exist_ok=True)
-        write_text(script, text)
-    sys.stderr.write(text)
+    _write_script(job, script, text)
     sbatch = shutil.which("sbatch")
     if sbatch is None:
         raise LauncherMissing(
@@ -83,6 +82,18 @@ def start_elsewhere(launcher: str, job: Job, words: Sequence[str]) -> None:
             "sbatch refuses the job", where=str(script), got=done.stderr.strip()[-500:]
         )
     say(done.stdout.strip())
+
+
+def _write_script(job: Job, script: Path, text: str) -> None:
+    """Write a file that starts a job into the run directory, and show it."""
+    from hyper_parallel.trainer._files import write_text
+    from hyper_parallel.trainer.run_directory import claim_run_directory
+
+    with written(job.output_dir):
+        claim_run_directory(job.output_dir, job.recipe)
+        (job.output_dir / "logs").mkdir(parents=True, exist_ok=True)
+        write_text(script, text)
+    sys.stderr.write(text)
 
 
 def _largest_start(job: Job) -> float:
@@ -107,6 +118,16 @@ def _sbatch(job: Job, words: Sequence[str]) -> str:
 
     ranks = job.ranks
     return sbatch_script(job.recipe, ranks, _shown(words), job.output_dir)
+
+
+def _manifest(job: Job) -> str:
+    from hyper_parallel.runtime.kubernetes import manifest
+
+    return manifest(job.recipe, job.ranks, job.output_dir.absolute())
+
+
+def _manifest_file(job: Job) -> Path:
+    return job.output_dir.absolute() / "job.yaml"
 
 
 def _shown(words: Sequence[str]) -> list[str]:

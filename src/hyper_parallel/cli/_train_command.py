@@ -6,7 +6,7 @@ import math
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from hyper_parallel.config import LoadedRecipe, Recipe
+    from hyper_parallel.ir import Plan
     from hyper_parallel.trainer import Job, Summary
     from hyper_parallel.trainer._signals import Interrupted
 
@@ -58,12 +59,22 @@ def train(
     ] = False,
     launcher: Annotated[
         str | None,
-        typer.Option(help="Who starts the ranks: local, torchrun, slurm or ray; launch.launcher."),
+        typer.Option(
+            help="Who starts the ranks: local, torchrun, slurm, ray or kubernetes; launch.launcher."
+        ),
+    ] = None,
+    plan: Annotated[
+        Path | None,
+        typer.Option(
+            "--plan", help="Train this saved plan, as `plan -o` writes it.", dir_okay=False
+        ),
     ] = None,
     no_code: NoCode = False,
 ) -> None:
     """Train a model from a recipe; starts its own local ranks unless another launcher has."""
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    from hyper_parallel.hub import permit_stream, stay_offline
+
+    stay_offline()
     wanted = {
         "--trace": trace,
         "--topology": topology,
@@ -90,12 +101,18 @@ def train(
     try:
         with lasting_output(), handled(interrupt):
             loaded = _loaded(recipe, given, no_code)
+            saved = None if plan is None else _SavedPlan(plan)
+            if saved is not None:
+                loaded = _loaded(recipe, [*given, *saved.overrides(loaded)], no_code)
+            permit_stream(loaded.recipe.data.streaming, str(loaded.recipe.data.source))
             if loaded.recipe.launch.launcher in ("local", "slurm"):
                 from hyper_parallel.runtime import join_srun
 
                 join_srun()
             options = ["--no-code"] if no_code else []
-            _train(loaded, [*options, str(recipe), *given], dry_run, no_calibrate)
+            options += [] if plan is None else ["--plan", str(plan)]
+            check = (lambda _: None) if saved is None else saved.check
+            _train(loaded, [*options, str(recipe), *given], dry_run, no_calibrate, check)
     except Interrupted as error:
         sys.stderr.write("interrupted\n")
         raise typer.Exit(error.status) from None
@@ -117,8 +134,33 @@ def _loaded(path: Path, overrides: Sequence[str], no_code: bool) -> LoadedRecipe
     return loaded
 
 
+class _SavedPlan:
+    """A plan file that a run is to carry out."""
+
+    def __init__(self, path: Path) -> None:
+        from hyper_parallel.ir import Plan
+
+        self._path, self._plan = str(path), Plan.load(path)
+
+    def overrides(self, loaded: LoadedRecipe) -> list[str]:
+        """Return the overrides that make a recipe train with the plan."""
+        from hyper_parallel.planner import plan_overrides
+
+        return plan_overrides(self._plan, loaded.recipe, loaded.where, self._path)
+
+    def check(self, made: Plan) -> None:
+        """Refuse the plan of the run where it is another one."""
+        from hyper_parallel.planner import check_saved_plan
+
+        check_saved_plan(self._plan, made, self._path)
+
+
 def _train(
-    loaded: LoadedRecipe, arguments: Sequence[str], dry_run: bool, no_calibrate: bool
+    loaded: LoadedRecipe,
+    arguments: Sequence[str],
+    dry_run: bool,
+    no_calibrate: bool,
+    check_plan: Callable[[Plan], None],
 ) -> None:
     from hyper_parallel.cli._start_elsewhere import start_elsewhere, would_start
     from hyper_parallel.runtime import check_local_start
@@ -145,7 +187,8 @@ def _train(
 
     def prepared() -> Job:
         progress = main and sys.stderr.isatty() and not is_quiet()
-        return prepare_job(loaded, progress=progress, check_ranks=check_ranks)
+        checks = {"check_ranks": check_ranks, "check_plan": check_plan}
+        return prepare_job(loaded, progress=progress, **checks)
 
     job = prepared()
     collect_cycles()
@@ -162,8 +205,8 @@ def _train(
         if main:
             say(f"{job.plan.explain()}\n\n{would_start(launcher, job, words)}")
         return
-    if launcher in ("torchrun", "slurm"):
-        start_elsewhere(launcher, job, words)
+    if launcher in ("torchrun", "slurm", "kubernetes"):
+        start_elsewhere(launcher, job, [*words, *_pinned(loaded, job)])
         return
     status, unwritten = 0, Unwritten()
     try:
@@ -182,6 +225,15 @@ def _train(
         os._exit(status or check_output())
     if status:
         raise typer.Exit(status)
+
+
+def _pinned(loaded: LoadedRecipe, job: Job) -> list[str]:
+    """Return overrides that give every rank the commit of the model that was resolved here."""
+    from hyper_parallel.hub import name_of_snapshot
+
+    path = job.recipe.model.path
+    name = None if path == loaded.recipe.model.path else name_of_snapshot(path)
+    return [] if name is None else [f"model.path={name}"]
 
 
 def _interrupted(job: Job, error: Interrupted) -> str:

@@ -9,6 +9,7 @@ from hyper_parallel.config._compared_contradictions import of_compared
 from hyper_parallel.config._comparisons import COMPARED
 from hyper_parallel.config._maxima import MOST_RANKS, MOST_SEQUENCES
 from hyper_parallel.config._whole_recipe import Recipe
+from hyper_parallel.config.schedules import check_schedule
 from hyper_parallel.errors import Contradiction, DegreesMismatch, HyperParallelError
 
 
@@ -118,7 +119,7 @@ def cross_section(recipe: Recipe, where: Callable[[str], str]) -> list[HyperPara
             f"set `training.warmup_steps={steps // 10}`",
             f"0..{steps}",
         )
-    elif decay is not None and training.lr_schedule != "wsd":
+    elif decay is not None and training.lr_schedule not in ("wsd", "warmup_stable_decay"):
         clash(
             "training.decay_steps",
             "`training.decay_steps` belongs to the schedule wsd and would have no effect",
@@ -133,6 +134,7 @@ def cross_section(recipe: Recipe, where: Callable[[str], str]) -> list[HyperPara
             f"set `training.decay_steps={steps - warmup}`",
             f"0..{steps - warmup}",
         )
+    check_schedule(training, clash)
     if training.elastic and training.tokens_per_step is None:
         clash(
             "training.elastic",
@@ -328,7 +330,14 @@ def _of_launch(recipe: Recipe, clash: Callable[..., None]) -> None:
             "this process starts ranks on its own machine only",
             f"nnodes={launch.nnodes}, launcher=local",
             "set `launch.launcher=torchrun`, or `launch.nnodes=1`",
-            "torchrun, slurm, ray",
+            "torchrun, slurm, ray, kubernetes",
+        )
+    if launch.launcher == "kubernetes" and launch.image is None:
+        clash(
+            "launch.image",
+            "pods of Kubernetes run a container image, and none is named",
+            "launcher=kubernetes, image=null",
+            "set `launch.image=REGISTRY/hyper-parallel:TAG`, built from the Dockerfile of this project",
         )
     if launch.nnodes > 1 and launch.launcher == "torchrun" and launch.rdzv_endpoint is None:
         clash(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from hyper_parallel.config._comparisons import COMPARED, PAIRED
 from hyper_parallel.config._whole_recipe import Recipe
 
 
@@ -21,6 +22,30 @@ def derive_warmup(recipe: Recipe, origins: dict[str, str]) -> Recipe:
     )
     shorter = training.model_copy(update={"warmup_steps": training.steps // 10})
     return recipe.model_copy(update={"training": shorter})
+
+
+def derive_end(recipe: Recipe, origins: dict[str, str]) -> Recipe:
+    """Let `warmup_stable_decay` end at a rate of 0 by default, as in transformers."""
+    training = recipe.training
+    if training.lr_schedule != "warmup_stable_decay" or "min_lr_ratio" in training.model_fields_set:
+        return recipe
+    origins["training.min_lr_ratio"] = "derived: training.lr_schedule=warmup_stable_decay"
+    at_zero = training.model_copy(update={"min_lr_ratio": 0.0})
+    return recipe.model_copy(update={"training": at_zero})
+
+
+def derive_compared(recipe: Recipe, origins: dict[str, str]) -> Recipe:
+    """Give stages that compare answers one conversation in a sequence, and both answers of a pair in a microbatch."""
+    data, training = recipe.data, recipe.training
+    if recipe.stage in COMPARED and "packing" not in data.model_fields_set and data.packing:
+        origins["data.packing"] = f"derived: stage={recipe.stage}"
+        recipe = recipe.model_copy(update={"data": data.model_copy(update={"packing": False})})
+    is_derived = training.tokens_per_step is not None and training.accumulation_steps is not None
+    if recipe.stage in PAIRED and training.microbatch is None and not is_derived:
+        origins["training.microbatch"] = f"derived: stage={recipe.stage}, both rows of a pair"
+        pair = training.model_copy(update={"microbatch": 2})
+        recipe = recipe.model_copy(update={"training": pair})
+    return recipe
 
 
 def derive_holdout(recipe: Recipe, origins: dict[str, str]) -> Recipe:

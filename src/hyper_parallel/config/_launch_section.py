@@ -13,8 +13,9 @@ from hyper_parallel.config._sections import Section
 class Launch(Section):
     """Who starts the ranks, and on how many machines. Processes that are ranks already do not read it."""
 
-    launcher: Literal["local", "torchrun", "slurm", "ray"] = "local"
-    """This process (local), torchrun on every machine, a job of Slurm, or actors of Ray. `--launcher` says it too."""
+    launcher: Literal["local", "torchrun", "slurm", "ray", "kubernetes"] = "local"
+    """This process (local), torchrun on every machine, a job of Slurm, actors of Ray, or a JobSet of Kubernetes, whose
+    manifest is written. `--launcher` says it too."""
     nnodes: int = Field(default=1, ge=1, le=MOST_RANKS)
     """Machines."""
     nproc_per_node: int | None = Field(default=None, ge=1, le=MOST_RANKS)
@@ -33,7 +34,28 @@ class Launch(Section):
     ray_address: str | None = None
     """Address of the Ray cluster (`auto`, `HOST:6379`). None: that of RAY_ADDRESS, else one that is started here."""
 
-    @field_validator("partition", "time", "ray_address", "sbatch")
+    image: str | None = None
+    """Container image of Kubernetes, with this package and torch."""
+    namespace: str | None = None
+    """Namespace of Kubernetes. None: that of kubectl."""
+    resource: str | None = "nvidia.com/gpu"
+    """Resource of Kubernetes that a rank takes one of. None: ranks on the CPU."""
+    volume: str | None = None
+    """Claim of a shared volume (PersistentVolumeClaim) of Kubernetes with model, data and output. None: no volume."""
+    mount_path: str = "/workspace"
+    """Where the volume is mounted; paths of the recipe have to lie below it, here and in the pods."""
+
+    @field_validator(
+        "partition",
+        "time",
+        "ray_address",
+        "sbatch",
+        "image",
+        "namespace",
+        "resource",
+        "volume",
+        "mount_path",
+    )
     @classmethod
     def _one_line(cls, value: object) -> object:
         """They become lines of a script, which a line feed would end."""

@@ -16,13 +16,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 import yaml
 from pydantic import BaseModel
 
+from hyper_parallel.config._comparisons import COMPARED
 from hyper_parallel.config._contradictions import cross_section
-from hyper_parallel.config._derived import derive_holdout, derive_ranks, derive_warmup
+from hyper_parallel.config._derived import (
+    derive_compared,
+    derive_end,
+    derive_holdout,
+    derive_ranks,
+    derive_warmup,
+)
 from hyper_parallel.config._problems import (
     describe,
     dotted,
@@ -44,6 +51,7 @@ from hyper_parallel.errors import (
     abbreviated,
     printable,
 )
+from hyper_parallel.hub import name_of_snapshot
 from hyper_parallel.received import LimitExceeded
 
 _LONGEST_HINT: Final = 300
@@ -68,6 +76,19 @@ _WRITTEN: Final = ("output_dir", "data.cache_dir", "offload.flash_dir")
 
 _WORDS: Final = ("local", "python-stdlib")
 """Values of `_PATHS` that are never a path."""
+
+_ALTERNATIVES: Final = (
+    (("training", "steps"), ("training", "epochs")),
+    (("training", "warmup_steps"), ("training", "warmup_ratio")),
+    (("offload", "budget"), ("offload", "max_slowdown")),
+)
+"""Keys that say one thing in two ways: the later layer counts."""
+
+_OF_STAGES: Final = (("data", "packing"), ("data", "mask_documents"), ("training", "microbatch"))
+"""Keys that stages which compare answers derive, where an earlier layer gives them for another stage."""
+
+_UNSET: Final = object()
+"""Value of a key in a layer that removes the values of earlier layers."""
 
 _COMMAND_LINE: Final = "command line"
 _DEFAULT: Final = "default"
@@ -104,6 +125,9 @@ def load_recipe(
     A relative path to something that is read (model, source, tokenizer, ...) is taken from the folder of the file that
     gives it if it exists there, else from the working directory; overrides and `output_dir` are the caller's.
 
+    A later layer replaces earlier ones key by key. `null` unsets a key, so that its default holds; steps replace epochs
+    and the reverse; a stage that compares answers replaces packing and microbatch of another stage.
+
     Args:
         path: YAML file, or JSON when the name ends in `.json`. A top-level `extends: other.yaml`, relative to the file,
             names one parent whose values the file overrides; a parent has no parent.
@@ -125,7 +149,12 @@ def load_recipe(
         read.append((_COMMAND_LINE, _override_layer(path, overrides)))
     for origin, layer in read:
         _merge_parallel(path, merged, layer, origin)
-        merged.update({key: (value, origin) for key, value in layer.items()})
+        _drop_replaced(merged, layer)
+        for key, value in layer.items():
+            if value is _UNSET:
+                _drop(merged, key)
+            else:
+                merged[key] = (value, origin)
     origins = {dotted(key): origin for key, (_, origin) in merged.items()}
 
     def origin_of(key: str) -> str:
@@ -138,19 +167,27 @@ def load_recipe(
         return _where(path, key, origin_of(key))
 
     def pasteable(key: str, value: object, written: str) -> str:
-        typed = (f"{key}=", f"{written}=", f"{key.partition('.')[0]}.")
+        typed = (f"{key}=", f"{written}=", f"{written}.", f"{key.partition('.')[0]}.")
         as_override = origin_of(key) == _COMMAND_LINE or any(o.startswith(typed) for o in overrides)
-        text = "null" if value is None else str(value)
+        text = _as_yaml(value)
         return (
             f"{key}{'=' if as_override else ': '}{text if len(text) <= _LONGEST_HINT else 'VALUE'}"
         )
 
     recipe = validated(Recipe, _nest(path, merged), where, pasteable)
     resolved = {**{key: _DEFAULT for key, _ in leaves(Recipe)}, **origins}
-    recipe = derive_ranks(derive_holdout(derive_warmup(recipe, resolved), resolved), resolved)
+    for derive in (derive_warmup, derive_end, derive_holdout, derive_ranks, derive_compared):
+        recipe = derive(recipe, resolved)
     loaded = LoadedRecipe(recipe, resolved, path)
     raise_all(cross_section(recipe, loaded.where))
     return loaded
+
+
+def _as_yaml(value: object) -> str:
+    """Return a value as YAML reads it: `null`, `true`, a list or a mapping in one line."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return str(value)
 
 
 def with_steps(loaded: LoadedRecipe, steps: int) -> LoadedRecipe:
@@ -252,12 +289,22 @@ def _override_layer(path: Path, overrides: Sequence[str]) -> dict[_Key, Any]:
             )
         key = _split(name)
         value = _override_value(path, name, key, text)
+        field = field_at(Recipe, key)
+        whole = isinstance(value, Mapping) and field is not None and is_mapping(field.annotation)
+        unset = value is None and field is not None and not _accepts_null(field.annotation)
+        if whole or unset:
+            layer = {k: v for k, v in layer.items() if k[: len(key)] != key}
+            layer[key] = _UNSET
         if isinstance(value, Mapping):
             nested = reduce(lambda inner, part: {part: inner}, reversed(key), value)
             layer.update(_flatten(nested, Recipe))
-        else:
+        elif not unset:
             layer[key] = value
     return layer
+
+
+def _accepts_null(annotation: Any) -> bool:
+    return type(None) in get_args(annotation)
 
 
 def _split(name: str) -> _Key:
@@ -287,6 +334,30 @@ def _override_value(path: Path, name: str, key: _Key, text: str) -> Any:
 
 
 # --- merging --------------------------------------------------------------------------------------------------------
+
+
+def _drop(merged: dict[_Key, tuple[Any, str]], key: _Key) -> None:
+    """Remove a key and the keys below it, so that defaults hold."""
+    for known in [k for k in merged if k[: len(key)] == key]:
+        del merged[known]
+
+
+def _drop_replaced(merged: dict[_Key, tuple[Any, str]], layer: Mapping[_Key, Any]) -> None:
+    """Remove values of earlier layers that a layer replaces by another key, or by another stage."""
+
+    def is_given(key: _Key) -> bool:
+        return layer.get(key) not in (None, _UNSET)
+
+    for first, second in _ALTERNATIVES:
+        for one, other in ((first, second), (second, first)):
+            if is_given(one) and other not in layer:
+                _drop(merged, other)
+    stage = layer.get(("stage",))
+    before = merged.get(("stage",), ("pt", _DEFAULT))[0]
+    if isinstance(stage, str) and stage in COMPARED and stage != before:
+        for key in _OF_STAGES:
+            if key not in layer:
+                _drop(merged, key)
 
 
 def _merge_parallel(
@@ -340,11 +411,13 @@ def _nest(path: Path, merged: Mapping[_Key, tuple[Any, str]]) -> dict[str, Any]:
 
 
 def with_absolute_paths(recipe: Recipe) -> Recipe:
-    """The same recipe for any working directory: what exists, and what the run writes, by its absolute path."""
+    """Return the recipe for any working directory: paths absolute, snapshots by name and commit."""
 
     def absolute(value: str | None, written: bool) -> str | None:
         if not value or value in _WORDS:
             return value
+        if (name := name_of_snapshot(value)) is not None:
+            return str(name)  # on another machine the cache lies elsewhere
         path = os.path.abspath(os.path.expanduser(value))  # noqa: PTH100, PTH111
         return path if written or os.path.exists(path) else value  # noqa: PTH110
 

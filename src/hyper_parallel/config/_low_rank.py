@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Final, Literal
+from typing import Annotated, ClassVar, Final, Literal
 
 from pydantic import Discriminator, Field, Tag, field_validator
 
@@ -19,6 +19,8 @@ _LONGEST_PATTERN: Final = 10_000
 
 class Lora(Section):
     """Low-rank adapters, made and written by peft: the keys are those of its `LoraConfig`."""
+
+    MAIN_KEY: ClassVar[str] = "r"
 
     r: int = Field(default=8, ge=1, le=MOST_RANK)
     """Rank of the adapters."""

@@ -42,6 +42,15 @@ def section_of(annotation: object) -> type[BaseModel] | None:
     return next((section for section in inner if section is not None), None)
 
 
+def optional_section(annotation: object) -> type[BaseModel] | None:
+    """The section of a field that is one, or may be one; None for values and collections of sections."""
+    for inner in (annotation, *typing.get_args(annotation)):
+        if isinstance(inner, type) and issubclass(inner, BaseModel):
+            is_union = inner is annotation or type(None) in typing.get_args(annotation)
+            return inner if is_union else None
+    return None
+
+
 def field_at(model: type[BaseModel], path: Sequence[str | int]) -> FieldInfo | None:
     """The field a path points into, or None when there is none; list indices and mapping keys are stepped over."""
     section: type[BaseModel] | None = model
@@ -124,16 +133,14 @@ def nearest_key(model: type[BaseModel], path: Sequence[str | int]) -> str | None
 
     The same word in another section comes first, then a near sibling, then a near word in another section.
     """
-    section = _section_at(model, path[:-1])
-    if section is None:
-        return None
+    section = _section_at(model, path[:-1]) or model
     word, prefix = str(path[-1])[:80], dotted(path[:-1])
     everywhere = {key.rpartition(".")[2]: key for key in reversed(list(_all_keys(model)))}
     if word in everywhere:
         return everywhere[word]
-    if near := difflib.get_close_matches(word, keys_of(section), n=1):
-        return f"{prefix}.{near[0]}" if prefix else near[0]
-    near = difflib.get_close_matches(word, everywhere, n=1, cutoff=0.75)
+    if near := difflib.get_close_matches(word, keys_of(section), n=1, cutoff=0.7):
+        return f"{prefix}.{near[0]}" if prefix and section is not model else near[0]
+    near = difflib.get_close_matches(word, everywhere, n=1, cutoff=0.8)
     return everywhere[near[0]] if near else None
 
 
@@ -141,8 +148,8 @@ def _all_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
     """Yield every dotted key below a section that holds a value, aliases included."""
     for name in keys_of(model):
         field = model.model_fields.get(name)
-        inner = None if field is None else field.annotation
-        if isinstance(inner, type) and issubclass(inner, BaseModel):
+        inner = None if field is None else optional_section(field.annotation)
+        if inner is not None:
             yield from _all_keys(inner, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}"
@@ -153,7 +160,10 @@ def _foreign_hint(
 ) -> str | None:
     """Return how to write a key of another training program; None where the name is not known."""
     names: Mapping[str, ForeignKey] = getattr(model, "FOREIGN_KEYS", {})
-    foreign = names.get(key.rpartition(".")[2].lower().replace("-", "_"))
+    parts = key.lower().replace("-", "_").split(".")
+    # The last two parts first: `optimizer.name` is another key than `model.name`.
+    found = (names.get(".".join(parts[-count:])) for count in (2, 1))
+    foreign = next((one for one in found if one is not None), None)
     if foreign is None or foreign.advice:
         return None if foreign is None else foreign.advice
     with suppress(TypeError):  # a value without a hash
@@ -205,19 +215,28 @@ def problems(
         key, field = dotted(path), field_at(model, path)
         allowed = None if field is None else describe(field)
         if item["type"] == "extra_forbidden":
-            section, hint = (
-                _section_at(model, path[:-1]),
-                _foreign_hint(model, key, value, pasteable),
-            )
-            if hint is None and (near := nearest_key(model, path)):
-                hint = f"write `{pasteable(near, value, key)}`"
-            problem: HyperParallelError = UnknownKey(
-                f"unknown key `{key}`",
-                allowed=None if section is None else sorted(keys_of(section)),
-                hint=hint,
-            )
+            if isinstance(value, dict) and value and field is None and _is_foreign(model, path):
+                found += [
+                    _unknown_key(model, (*path, *inner), leaf, where, pasteable)
+                    for inner, leaf in _leaves_of(value)
+                ]
+                continue
+            problem: HyperParallelError = _unknown_key(model, path, value, where, pasteable)
         elif item["type"] == "missing":
-            problem = BadValue(f"`{key}` is missing", got="nothing", allowed=allowed)
+            inner = None if field is None else optional_section(field.annotation)
+            whole = f"{key}.{getattr(inner, 'MAIN_KEY', '')}".rstrip(".")
+            problem = BadValue(
+                f"`{key}` is missing",
+                got="nothing",
+                allowed=allowed,
+                hint=f"give `{whole}` a value",
+            )
+        elif isinstance(value, dict) and value and field is not None and not _has_keys(field):
+            found += [
+                _unknown_key(model, (*path, *inner), leaf, where, pasteable)
+                for inner, leaf in _leaves_of(value)
+            ]
+            continue
         elif item["type"] == "value_error":
             message = item["msg"].removeprefix("Value error, ")
             problem = BadValue(f"`{key}`: {message}" if key else message, got=_short(value))
@@ -225,15 +244,84 @@ def problems(
             allowed = allowed or item["msg"]
             given = value[:80] if isinstance(value, str) else abbreviated(value)
             word = difflib.get_close_matches(given, allowed.split(", "), n=1)
+            hint = f"write `{pasteable(key, word[0], key)}`" if word else None
             problem = BadValue(
                 f"`{key}` has a value that is not allowed",
                 got=_short(value),
                 allowed=allowed,
-                hint=f"write `{pasteable(key, word[0], key)}`" if word else None,
+                hint=hint or _main_key_hint(field, key, value, pasteable),
             )
         problem.where = where(key)
         found.append(problem)
     return found
+
+
+def _main_key_hint(
+    field: FieldInfo | None,
+    key: str,
+    value: object,
+    pasteable: Callable[[str, object, str], str],
+) -> str | None:
+    """Return the hint for a plain value where a section belongs: its main key may be meant."""
+    section = None if field is None else optional_section(field.annotation)
+    main = getattr(section, "MAIN_KEY", "")
+    if section is None or not main:
+        return None
+    if value is True:
+        return f"write `{pasteable(key, {main: section.model_fields[main].default}, key)}`"
+    if _accepts(section.model_fields[main], value):
+        return f"write `{pasteable(f'{key}.{main}', value, key)}`"
+    return None
+
+
+def _has_keys(field: FieldInfo) -> bool:
+    """Whether a field is a section, a collection of sections, or a mapping with free keys."""
+    arguments = typing.get_args(field.annotation)
+    mapping = is_mapping(field.annotation) or any(map(is_mapping, arguments))
+    return mapping or section_of(field.annotation) is not None
+
+
+def _is_foreign(model: type[BaseModel], path: Sequence[str | int]) -> bool:
+    """Whether a path is a section that another program has, not a misspelt one."""
+    return len(path) == 1 and not difflib.get_close_matches(
+        str(path[0])[:80], keys_of(model), n=1, cutoff=0.9
+    )
+
+
+def _leaves_of(value: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield path and value of every leaf of a mapping, such as a section of another program."""
+    for name, inner in value.items():
+        if isinstance(inner, dict) and inner:
+            yield from (((str(name), *path), leaf) for path, leaf in _leaves_of(inner))
+        else:
+            yield (str(name),), inner
+
+
+def _unknown_key(
+    model: type[BaseModel],
+    path: tuple[str | int, ...],
+    value: object,
+    where: Callable[[str], str],
+    pasteable: Callable[[str, object, str], str],
+) -> UnknownKey:
+    """Return the error for a key that does not exist, with the key that was probably meant."""
+    key, section = dotted(path), _section_at(model, path[:-1])
+    hint = _foreign_hint(model, key, value, pasteable)
+    if hint is None and (near := nearest_key(model, path)):
+        *sections, name = near.split(".")
+        owner = _section_at(model, sections) or model
+        field = owner.model_fields[getattr(owner, "KEY_ALIASES", {}).get(name, name)]
+        if _accepts(field, value):
+            hint = f"write `{pasteable(near, value, key)}`"
+        elif optional_section(field.annotation) is None and str(path[-1]) == name:
+            hint = f"the key is `{near}`: {describe(field)}"
+    error = UnknownKey(
+        f"unknown key `{key}`",
+        allowed=None if section is None else sorted(keys_of(section)),
+        hint=hint,
+    )
+    error.where = where(key)
+    return error
 
 
 def validated(

@@ -32,8 +32,9 @@ from hyper_parallel.config._maxima import (
     MOST_VOCABULARY,
     MOST_WEIGHT,
 )
-from hyper_parallel.config._values import canonical_dtype, size
+from hyper_parallel.config._values import arguments, canonical_dtype, canonical_optimizer, size
 from hyper_parallel.config.foreign_keys import ForeignKey
+from hyper_parallel.config.schedules import ScheduleName
 from hyper_parallel.units import MiB, TiB
 
 
@@ -44,6 +45,8 @@ class Section(BaseModel):
 
     KEY_ALIASES: ClassVar[Mapping[str, str]] = MappingProxyType({})
     """Other names of keys, accepted on input only."""
+    MAIN_KEY: ClassVar[str] = ""
+    """Key that is probably meant by a plain value in place of the section; empty: there is none."""
     FOREIGN_KEYS: ClassVar[Mapping[str, ForeignKey]] = MappingProxyType({})
     """Of a whole file: names of keys in other programs, for hints."""
 
@@ -61,6 +64,8 @@ Dtype = Literal["float64", "float32", "bfloat16", "float16"]
 
 class Model(Section):
     """Which model, and where its weights come from."""
+
+    MAIN_KEY: ClassVar[str] = "path"
 
     path: str
     """Hugging Face directory, config.json, or a preset name."""
@@ -109,6 +114,8 @@ def source_tag(value: object) -> str:
 
 class Data(Section):
     """What the model reads."""
+
+    MAIN_KEY: ClassVar[str] = "source"
 
     source: Annotated[
         Annotated[str, Tag("[text]")]
@@ -203,8 +210,11 @@ class Training(Section):
     """Microbatches per optimizer step. None: derived."""
     lr: float = Field(default=3e-4, gt=0)
     """Peak learning rate."""
-    lr_schedule: Literal["cosine", "wsd", "linear", "constant"] = "cosine"
-    """Shape after warm-up: cosine, warm-up-stable-decay, linear or constant."""
+    lr_schedule: ScheduleName = "cosine"
+    """Shape after warm-up: cosine, warm-up-stable-decay, linear or constant; or, by transformers' name, one that has
+    the values of transformers at every step."""
+    lr_schedule_args: Annotated[dict[str, Any], BeforeValidator(arguments)] = {}
+    """Arguments of a schedule of transformers, by the names of its `lr_scheduler_kwargs`."""
     warmup_steps: int = Field(default=10, ge=0, le=MOST_STEPS)
     """Steps of linear warm-up."""
     warmup_ratio: float | None = Field(default=None, ge=0, le=1)
@@ -213,9 +223,10 @@ class Training(Section):
     """Steps of the final decay of `wsd`. None: a tenth of the run."""
     min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
     """Learning rate that the decay ends at, one step after the last, over the peak one."""
-    optimizer: str = "adamw"
-    """adamw, adam, sgd, adafactor, muon (linear weights; AdamW for the rest), or the dotted path of a class."""
-    optimizer_args: dict[str, Any] = {}
+    optimizer: Annotated[str, BeforeValidator(canonical_optimizer)] = "adamw"
+    """adamw, adam, sgd, adafactor, muon (linear weights; AdamW for the rest), another one of torch, torchao or
+    bitsandbytes by the name that transformers gives it, or the dotted path of a class."""
+    optimizer_args: Annotated[dict[str, Any], BeforeValidator(arguments)] = {}
     """More arguments of the optimizer, by the names of its class."""
     weight_decay: float = Field(default=0.1, ge=0)
     """Decay of all parameters but norms, biases, vectors and those of state-space layers."""

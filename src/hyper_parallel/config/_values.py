@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from hyper_parallel.errors import abbreviated
 from hyper_parallel.units import parse_bytes
 
@@ -11,6 +13,41 @@ _DTYPE_ALIAS = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64"
 def canonical_dtype(value: object) -> object:
     """The full name of a number format that has a short one."""
     return _DTYPE_ALIAS.get(value, value) if isinstance(value, str) else value
+
+
+_EXPONENT = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
+"""A number that YAML 1.1 reads as a text, because it has no point or no sign of its exponent."""
+
+
+def arguments(value: object) -> object:
+    """Return a mapping of arguments in which numbers such as 1e-8 are numbers."""
+    if not isinstance(value, dict):
+        return value
+    return {
+        k: float(v) if isinstance(v, str) and _EXPONENT.fullmatch(v) else v
+        for k, v in value.items()
+    }
+
+
+_ADAMW = (
+    "adamw_torch",
+    "adamw_torch_fused",
+    "adamw_torch_npu_fused",
+    "adamw_torch_xla",
+    "adamw_apex_fused",
+    "adamw_hf",
+    "fused_adamw",
+    "adam_w",
+)
+"""Names of AdamW, whose update is the same in all of them."""
+
+
+def canonical_optimizer(value: object) -> object:
+    """Return the name of this project for an optimizer that has several."""
+    if not isinstance(value, str) or "." in value:
+        return value
+    name = value.lower()
+    return "adamw" if name in _ADAMW else name
 
 
 def size(value: object) -> int | None:

@@ -28,13 +28,24 @@ class ForeignKey:
 
 
 _RECOMPUTE: Final = {True: "full", False: "none"}
-_SCHEDULES: Final = {"constant_with_warmup": "constant", "warmup_stable_decay": "wsd"}
-_OPTIMIZERS: Final = dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf"), "adamw")
+_SCHEDULES: Final = {"constant_with_warmup": "constant", "WSD": "wsd"}
+_OPTIMIZERS: Final = dict.fromkeys(
+    ("adamw_torch", "adamw_torch_fused", "adamw_hf", "AdamW", "Adam"), "adamw"
+)
 _ATTENTION: Final = {
     "fa2": "flash_attention_2",
     "fa3": "flash_attention_3",
     True: "flash_attention_2",
+    "auto": None,
+    "disabled": "eager",
+    False: None,
 }
+_TRACKERS: Final = {
+    **{name: [name] for name in ("wandb", "tensorboard", "mlflow")},
+    "none": [],
+    "all": ["tensorboard"],
+}
+_MODES: Final = {"full": "full", "selective": "full", "none": "none", "uniform": "full"}
 _BFLOAT16: Final = {True: "bfloat16", False: "float32"}
 _FLOAT16: Final = {True: "float16", False: "float32"}
 _BATCH: Final = (
@@ -43,10 +54,15 @@ _BATCH: Final = (
 _REMOVE: Final = "remove the key: a run has no such choice"
 
 _RENAMED: Final[Mapping[str, tuple[str, ...]]] = {
-    "model.path": ("model_name_or_path", "model_name", "base_model", "model_id", "pretrained_model_name_or_path"),
+    "model.path": (
+        "model_name_or_path", "model_name", "base_model", "model_id", "pretrained_model_name_or_path", "model.name",
+        "model.hf_assets_path", "load", "pretrained_checkpoint",
+    ),
     "data.tokenizer": ("tokenizer_name_or_path", "tokenizer_name", "tokenizer_config"),
-    "data.source": ("dataset_name", "train_file", "data_path", "dataset_path", "train_data"),
-    "data.validation": ("eval_dataset", "validation_file", "eval_file", "valid_data_path"),
+    "data.source": ("dataset_name", "train_file", "data_path", "dataset_path", "train_data", "train_files"),
+    "data.validation": (
+        "eval_dataset", "validation_file", "eval_file", "valid_data_path", "val_files", "test_datasets",
+    ),
     "data.holdout": ("val_size", "val_set_size", "validation_split_percentage"),
     "data.text_key": ("dataset_text_field", "text_column", "text_field"),
     "data.split": ("dataset_split", "train_split"),
@@ -56,16 +72,23 @@ _RENAMED: Final[Mapping[str, tuple[str, ...]]] = {
         "model_max_length", "block_size", "context_length",
     ),
     "data.packing": ("sample_packing",),
-    "training.lr": ("learning_rate",),
-    "training.steps": ("max_steps", "train_iters", "num_steps", "total_steps"),
-    "training.epochs": ("num_train_epochs", "num_epochs"),
+    "training.lr": ("learning_rate", "optimizer.lr", "optim.lr", "actor.optim.lr"),
+    "training.steps": ("max_steps", "train_iters", "num_steps", "total_steps", "total_training_steps", "max_iters"),
+    "training.epochs": ("num_train_epochs", "num_epochs", "n_epochs", "total_epochs"),
+    "training.warmup_steps": ("num_warmup_steps", "lr_warmup_iters", "lr_warmup_steps", "warmup_iters"),
+    "training.min_lr_ratio": ("min_lr_rate", "min_lr_factor", "lr_min_ratio", "cosine_min_lr_ratio"),
+    "training.decay_steps": ("num_decay_steps", "lr_wsd_decay_iters"),
+    "training.lr_schedule_args": ("lr_scheduler_kwargs",),
+    "training.seed": ("random_seed", "manual_seed"),
+    "training.report_to": (),
     "training.microbatch": (
+        "ppo_micro_batch_size_per_gpu", "micro_batch_size_per_gpu",
         "per_device_train_batch_size", "micro_batch_size", "train_micro_batch_size_per_gpu", "local_batch_size",
     ),
-    "training.accumulation_steps": ("gradient_accumulation_steps",),
+    "training.accumulation_steps": ("gradient_accumulation_steps", "gradient_accumulation", "accumulate_grad_batches"),
     "training.eps": ("adam_epsilon", "adam_eps"),
     "training.max_grad_norm": ("gradient_clipping", "clip_grad", "max_norm"),
-    "training.eval_every": ("eval_steps", "eval_interval", "evals_per_epoch"),
+    "training.eval_every": ("eval_steps", "eval_interval", "test_freq", "val_check_interval", "validation.freq"),
     "training.log_every": ("logging_steps", "log_interval", "log_freq"),
     "training.warmup_ratio": ("lr_warmup_fraction",),
     "training.compile": ("torch_compile",),
@@ -73,20 +96,32 @@ _RENAMED: Final[Mapping[str, tuple[str, ...]]] = {
     "training.early_stopping_patience": ("early_stopping_steps",),
     "training.timeout_s": ("ddp_timeout",),
     "training.freeze": ("frozen_parameters", "freeze_parameters"),
-    "checkpoint.every": ("save_steps", "save_interval", "checkpoint_interval"),
+    "checkpoint.every": ("save_steps", "save_interval", "checkpoint_interval", "checkpoint.interval", "save_freq"),
     "checkpoint.keep": ("save_total_limit", "keep_latest_k"),
     "checkpoint.keep_best": ("load_best_model_at_end",),
     "lora.r": ("lora_r", "lora_rank"),
+    "lora.lora_alpha": ("lora_alpha",),
+    "lora.lora_dropout": ("lora_dropout",),
+    "lora.use_rslora": ("use_rslora",),
     "lora.target_modules": ("lora_target", "lora_target_modules"),
     "lora.modules_to_save": ("lora_modules_to_save", "additional_target"),
     "dpo.loss_type": ("pref_loss",),
     "dpo.label_smoothing": ("dpo_label_smoothing",),
     "dpo.beta": ("pref_beta", "rl_beta"),
     "moe.aux_loss_coef": ("moe_aux_loss_coef", "router_aux_loss_coef"),
-    "grpo.num_generations": ("num_samples_per_prompt", "group_size"),
-    "grpo.reward_funcs": ("reward_functions",),
-    "launch.nproc_per_node": ("num_processes", "nproc"),
-    "output_dir": ("output_path", "save_dir", "dump_folder"),
+    "grpo.num_generations": ("num_samples_per_prompt", "group_size", "rollout.n", "generations_per_prompt"),
+    "grpo.max_completion_length": ("max_response_length", "max_new_tokens", "response_length"),
+    "grpo.reward_funcs": ("reward_functions", "reward_model", "reward_model_path"),
+    "grpo.beta": ("kl_coef", "kl_loss_coef", "init_kl_coef"),
+    "grpo.epsilon": ("clip_ratio", "cliprange", "clip_range"),
+    "grpo.num_iterations": ("ppo_epochs", "num_ppo_epochs"),
+    "launch.nproc_per_node": ("num_processes", "nproc", "n_gpus_per_node", "gpus_per_node"),
+    "launch.nnodes": ("num_machines", "num_nodes"),
+    "parallel.world_size": ("num_gpus", "gpus", "world_size"),
+    "output_dir": (
+        "output_path", "save_dir", "dump_folder", "default_local_dir", "output", "out_dir", "save", "checkpoint_dir",
+        "checkpoint.folder", "job.dump_folder",
+    ),
     "parallel.tp": (
         "tensor_parallel_size", "tensor_parallel_degree", "tensor_model_parallel_size", "tp_size", "tensor_parallel",
     ),
@@ -107,13 +142,25 @@ _RENAMED: Final[Mapping[str, tuple[str, ...]]] = {
 
 _CONVERTED: Final[Mapping[str, ForeignKey]] = {
     **dict.fromkeys(
-        ("gradient_checkpointing", "activation_checkpointing", "use_gradient_checkpointing"),
+        (
+            "gradient_checkpointing",
+            "activation_checkpointing",
+            "use_gradient_checkpointing",
+            "enable_gradient_checkpointing",
+        ),
         ForeignKey("training.recompute", _RECOMPUTE),
     ),
     **dict.fromkeys(
-        ("lr_scheduler_type", "lr_scheduler", "lr_decay_style"),
+        ("recompute_granularity", "recompute_method", "activation_checkpoint.mode"),
+        ForeignKey("training.recompute", _MODES),
+    ),
+    **dict.fromkeys(
+        ("lr_scheduler_type", "lr_scheduler", "lr_decay_style", "lr_scheduler.decay_type"),
         ForeignKey("training.lr_schedule", _SCHEDULES),
     ),
+    "report_to": ForeignKey("training.report_to", _TRACKERS),
+    "optimizer.name": ForeignKey("training.optimizer", _OPTIMIZERS),
+    "compile.enable": ForeignKey("training.compile"),
     "optim": ForeignKey("training.optimizer", _OPTIMIZERS),
     "bf16": ForeignKey("training.dtype", _BFLOAT16),
     "fp16": ForeignKey("training.dtype", _FLOAT16),
@@ -125,7 +172,80 @@ _CONVERTED: Final[Mapping[str, ForeignKey]] = {
 }
 
 _ADVICE: Final[Mapping[str, str]] = {
-    **dict.fromkeys(("global_batch_size", "train_batch_size", "batch_size", "total_batch_size"), _BATCH),
+    **dict.fromkeys(
+        (
+            "global_batch_size", "train_batch_size", "batch_size", "total_batch_size", "batch", "ppo_mini_batch_size",
+            "rollout_batch_size", "num_prompts_per_step",
+        ),
+        _BATCH,
+    ),
+    **dict.fromkeys(
+        ("min_lr", "lr_end"),
+        "training.min_lr_ratio=0.1 ends at this share of training.lr; transformers' schedules take "
+        "`training.lr_schedule_args={min_lr: 1e-6}`",
+    ),
+    **dict.fromkeys(
+        ("lr_scheduler.decay_ratio", "lr_warmup_samples", "lr_decay_iters"),
+        "training.decay_steps=N and training.warmup_steps=N are counted in optimizer steps",
+    ),
+    "evals_per_epoch": "training.eval_every=N evaluates every N steps; 0: never",
+    "saves_per_epoch": "checkpoint.every=N saves every N steps",
+    **dict.fromkeys(
+        ("per_device_eval_batch_size", "eval_batch_size"),
+        "remove the key: evaluation has the microbatch of training; training.eval_tokens says how much is evaluated",
+    ),
+    **dict.fromkeys(
+        ("max_prompt_length", "max_source_length", "max_target_length"),
+        "data.seq_len bounds prompt and answer together; grpo.max_completion_length the completions of stage=grpo",
+    ),
+    "max_tokens": "data.seq_len bounds a sequence, grpo.max_completion_length a completion",
+    **dict.fromkeys(
+        ("assistant_only_loss", "completion_only_loss", "mask_history", "train_on_prompt"),
+        "remove the key: stage=sft learns the words of assistants alone, stage=pt all",
+    ),
+    **dict.fromkeys(
+        ("neat_packing", "padding_free"),
+        "data.packing=true packs; data.mask_documents=true blocks attention between the documents",
+    ),
+    **dict.fromkeys(
+        ("eval_packing", "eval_sample_packing", "pad_to_sequence_len"),
+        "remove the key: evaluation and training pack alike, by data.packing",
+    ),
+    "use_peft": "`lora: {r: 8}` trains adapters",
+    **dict.fromkeys(
+        ("quantization_bit", "load_in_4bit", "load_in_8bit", "quantization", "bnb_4bit_quant_type"),
+        "remove the key: weights are not quantised here; `lora: {r: 8}` with training.recompute=full saves memory",
+    ),
+    **dict.fromkeys(
+        ("use_dora", "loraplus_lr_ratio", "pissa_init", "galore", "use_galore"),
+        "remove the key: adapters are low-rank matrices of peft, by the section lora",
+    ),
+    "freeze_trainable_layers": "training.freeze takes globs of names that stay, such as `[*.embed_tokens.*]`",
+    **dict.fromkeys(
+        ("enable_liger_kernel", "use_liger_kernel", "use_liger", "use_unsloth", "liger_rope"),
+        "remove the key: kernels are those of torch; training.compile=true fuses more of them",
+    ),
+    "rope_scaling": "write it into the config.json that model.path names, by the names of transformers",
+    **dict.fromkeys(
+        ("chat_template", "eos_token", "pad_token", "special_tokens"),
+        "remove the key: the chat template and the tokens are the tokenizer's own (data.tokenizer)",
+    ),
+    **dict.fromkeys(
+        ("revision", "model_revision", "revision_of_model"), "model.path=org/name@REVISION names a revision"
+    ),
+    **dict.fromkeys(
+        ("model_flavor", "model.flavor", "num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size"),
+        "model.path names a preset, a config.json or a directory, which have the sizes of the model",
+    ),
+    "dataset_dir": "data.source is the path of a file or directory",
+    "ref_model": "remove the key: the reference is the model before the first step",
+    "label_smoothing_factor": "dpo.label_smoothing is for stage=dpo; other losses have no smoothing",
+    "data_seed": "training.seed decides the order of the data too",
+    "adv_estimator": "stage=grpo compares completions with each other; grpo.loss_type chooses how they count",
+    "num_layers_per_virtual_pipeline_stage": "parallel.schedule=interleaved parallel.virtual_stages=2",
+    "pipeline_parallel_microbatch_size": "training.microbatch=N is the number of sequences of a microbatch",
+    "use_distributed_optimizer": "parallel.zero=1 shards the optimizer states; parallel.dp_shard=N parameters too",
+    "wandb_project": "training.report_to=[wandb]; WANDB_PROJECT in the environment names the project",
     **dict.fromkeys(("adam_beta1", "adam_beta2"), "write both in training.betas: [0.9, 0.95]"),
     **dict.fromkeys(
         ("eval_strategy", "evaluation_strategy"), "training.eval_every=N evaluates every N steps; 0: never"
@@ -150,6 +270,9 @@ _ADVICE: Final[Mapping[str, str]] = {
         (
             "do_train", "do_eval", "local_rank", "dataloader_num_workers", "dataloader_pin_memory",
             "remove_unused_columns", "group_by_length", "ddp_find_unused_parameters", "preprocessing_num_workers",
+            "logging_first_step", "run_name", "bf16_full_eval", "fp16_full_eval", "dataset_kwargs", "dataset_num_proc",
+            "save_only_model", "auto_find_batch_size", "use_cache", "hub_model_id", "hub_token", "save_safetensors",
+            "dataloader_drop_last", "disable_tqdm", "log_level", "wandb_entity", "wandb_run_id", "wandb_name",
             "overwrite_cache", "plot_loss", "logging_dir", "push_to_hub", "tf32", "include_num_input_tokens_seen",
         ),
         _REMOVE,

@@ -24,6 +24,9 @@ _DETAILS: Final = ("searched:", "the space that was searched:")
 """Beginnings of notes about the search, which a panel leaves to the explanation."""
 
 
+_BRIEF_WIDTH = 80
+
+
 def panel(plan: Plan, half_width: float | None, width: int) -> str:
     """What decides, in about 25 lines: strategy, step, memory, the largest terms, why others lost, and notes."""
     lines = [_title(plan)]
@@ -35,6 +38,21 @@ def panel(plan: Plan, half_width: float | None, width: int) -> str:
                 break_long_words=False, break_on_hyphens=False,
             )  # fmt: skip
     return "\n".join(lines)
+
+
+def brief(plan: Plan) -> str:
+    """Return the plan in at most ten lines: strategy, batch, step, memory, largest terms, first runner-up."""
+    rows = summary(plan)
+    labels = (
+        "strategy", "batch", "step time", "throughput", "memory", "mostly", "why not", "notes",
+    )  # fmt: skip
+    shown = [f"  {label:<11}{rows[label][0]}" for label in labels if label in rows]
+    lines = [_cut(line) for line in (_title(plan), *shown)]
+    return "\n".join([*lines, "  more       plan.summary(), plan.explain()"])
+
+
+def _cut(line: str) -> str:
+    return line if len(line) <= _BRIEF_WIDTH else f"{line[: _BRIEF_WIDTH - 3].rstrip()}..."
 
 
 def summary(plan: Plan, half_width: float | None = None) -> dict[str, list[str]]:

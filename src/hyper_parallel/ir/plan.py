@@ -302,6 +302,10 @@ class Plan:
         """
         return _text.panel(self, half_width, width)
 
+    def __str__(self) -> str:
+        """Return the plan in at most ten lines of 80 columns; `summary` and `explain` say more."""
+        return _text.brief(self)
+
     def one_line(self) -> str:
         """The plan as one line: machine, strategy, step time and memory."""
         return _text.one_line(self)

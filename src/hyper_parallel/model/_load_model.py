@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hyper_parallel.errors import ModelUnreadable, UnknownModel, abbreviated
+from hyper_parallel.hub import fetch, name_of_snapshot, parse_name
 from hyper_parallel.model import _gpt2, _llama_like
 from hyper_parallel.model._config_json import STANDARD_KEYS, ConfigView
 from hyper_parallel.model._families import FAMILIES, LLAMA, TEXT_PARTS, Family
@@ -19,6 +20,7 @@ from hyper_parallel.model._limits import CONFIG_LIMITS, check_config
 from hyper_parallel.model._model_spec import ModelSpec
 from hyper_parallel.model._weight_listing import with_files_ties
 from hyper_parallel.model._weights import check_weights, read_headers
+from hyper_parallel.near_paths import export_hint, nearest_path
 from hyper_parallel.received import check_value, read_text
 from hyper_parallel.units import DTYPE_BYTES
 
@@ -109,23 +111,28 @@ def read_config(path_or_name: str | os.PathLike[str], *, where: str | None = Non
     if os.path.isfile(path / "config.json"):  # noqa: PTH113
         file = path / "config.json"
         values = with_files_ties(read_config_values(file), path)
-        return ConfigFile(values, path.resolve().name, str(file), path)
+        published = name_of_snapshot(path)
+        name = path.resolve().name if published is None else str(published)
+        return ConfigFile(values, name, str(file), path)
     if os.path.isfile(path):  # noqa: PTH113
         return ConfigFile(read_config_values(path), _name_of(path), str(path))
     preset = find_preset(text)
     if preset is not None:
         return ConfigFile(read_preset(preset), preset, f"preset {preset}")
+    if (hub_name := parse_name(text)) is not None and not os.path.lexists(path):
+        return read_config(fetch(hub_name, "config", where=where), where=where)
     if os.path.isdir(path):  # noqa: PTH112
         what = f"the directory `{text}` has no config.json"
     else:
         what = f"`{text}` is neither a path that exists nor a preset"
-    near = nearest_presets(text)
+    near = () if "/" in text else nearest_presets(text)
     raise UnknownModel(
         what,
         where=where,
         got=text,
-        allowed=f"a Hugging Face directory, a config.json, or a preset: {', '.join(preset_names())}",
-        hint=f"did you mean `{near[0]}`?" if near else _download_hint(text),
+        allowed=f"a Hugging Face directory, a config.json, a name on the hub as org/name, or a preset: "
+        f"{', '.join(preset_names())}",
+        hint=f"did you mean `{near[0]}`?" if near else _path_hint(text),
     )
 
 
@@ -133,12 +140,13 @@ def load_model(path_or_name: str | os.PathLike[str], *, where: str | None = None
     """Read a model without weights and without a framework.
 
     Args:
-        path_or_name: A Hugging Face directory, a config.json, a preset name such as `llama-3-8b`, or a hub id that a
-            preset stands for. A path that exists wins over a preset.
+        path_or_name: A Hugging Face directory, a config.json, a preset name such as `llama-3-8b`, or a name on the
+            hub, `org/name` or `org/name@revision`, whose config.json is fetched unless a preset stands for it. A path
+            that exists wins over a preset.
         where: Where the value came from, for errors: `recipe.yaml: model.path`.
 
     Raises:
-        UnknownModel: HP304 when it is none of these.
+        UnknownModel: HP304 when it is none of these, or the hub does not give it.
         ModelUnreadable: HP305 when the config cannot be read; names the keys.
         WeightsUnreadable: HP703 when a weight file is truncated, missing or belongs to another config.
     """
@@ -340,8 +348,10 @@ def _dtype(values: Mapping[str, Any], where: str) -> tuple[str, tuple[str, ...]]
     return dtype, (note,)
 
 
-def _download_hint(text: str) -> str:
-    if text.count("/") == 1 and not text.startswith((".", "/", "~")):
-        folder = text.rpartition("/")[2]
-        return f"hf download {text} --include config.json --local-dir {folder}"
+def _path_hint(text: str) -> str:
+    if (hint := export_hint(text)) is not None:
+        return hint
+    near = nearest_path(text)
+    if near is not None:
+        return f"did you mean `{near}`?"
     return "check the path; a model directory holds config.json"

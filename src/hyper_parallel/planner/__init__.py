@@ -7,16 +7,19 @@ from hyper_parallel.planner._plan import recheck
 from hyper_parallel.planner._recipe import parse_strategy, plan_recipe
 from hyper_parallel.planner._request import default_workload
 from hyper_parallel.planner._simulate import gantt, plan_tasks, simulate_plan
+from hyper_parallel.planner.saved_plan import check_saved_plan, plan_overrides
 
 __all__ = [
     "OBJECTIVES",
     "STACKS",
+    "check_saved_plan",
     "default_workload",
     "gantt",
     "half_width",
     "launch_settings",
     "parse_strategy",
     "plan",
+    "plan_overrides",
     "plan_recipe",
     "plan_tasks",
     "recheck",

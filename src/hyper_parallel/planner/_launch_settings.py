@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Final
+from typing import Any, Final
 
 import yaml
 
@@ -12,6 +12,12 @@ from hyper_parallel.ir import AXES, Plan
 from hyper_parallel.units import format_bytes
 
 STACKS: Final = ("ours", "megatron")
+_HEAD: Final = """\
+# Layout and batch of a plan. Three keys are yours to give before training:
+#   model.path   a directory with weights, or org/name on the hub; now {model}
+#   data.source  a file, a directory or a data set; now the source text of Python's standard library
+#   stage        pt (all tokens), sft (conversations), dpo, orpo, kto, rm or grpo; now pt
+"""
 
 
 def launch_settings(plan: Plan, stack: str) -> str:
@@ -31,7 +37,8 @@ def launch_settings(plan: Plan, stack: str) -> str:
     return "\n".join([*(f"# not expressed: {text}" for text in dropped), settings]) + "\n"
 
 
-def _recipe(plan: Plan) -> str:
+def recipe_values(plan: Plan) -> dict[str, Any]:
+    """Return layout, batch and formats of a plan as sections of a recipe, on the text of the standard library."""
     s, w = plan.strategy, plan.workload
     parallel: dict[str, object] = {
         name: degree for name, degree in s.degrees().items() if degree > 1
@@ -54,9 +61,10 @@ def _recipe(plan: Plan) -> str:
     else:
         parallel["reshard_after_forward"] = s.zero_stage in (0, 3)
     dtype = w.compute_dtype if w.compute_dtype in ("float64", "float32", "bfloat16") else "bfloat16"
-    recipe = {
+    recipe: dict[str, Any] = {
         "model": {"path": plan.model.name},
-        "data": {"seq_len": w.seq_len},
+        "stage": "pt",
+        "data": {"source": "python-stdlib", "seq_len": w.seq_len},
         "training": {
             "dtype": dtype,
             "microbatch": w.microbatch,
@@ -69,7 +77,15 @@ def _recipe(plan: Plan) -> str:
     }
     if s.offload:
         recipe["offload"] = {"budget": "auto"}
-    return str(yaml.safe_dump(recipe, sort_keys=False)).rstrip()
+    return recipe
+
+
+def _recipe(plan: Plan) -> str:
+    """Return the recipe as text, with the keys that a plan cannot know named at its head."""
+    return (
+        _HEAD.format(model=plan.model.name)
+        + str(yaml.safe_dump(recipe_values(plan), sort_keys=False)).rstrip()
+    )
 
 
 def _host_bytes(plan: Plan) -> dict[str, int]:

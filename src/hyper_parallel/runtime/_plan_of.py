@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 from dataclasses import replace
+from typing import Any
 
 from torch import nn
 
 from hyper_parallel.backends.torch import read_model
+from hyper_parallel.errors import HyperParallelError
 from hyper_parallel.ir import Plan, Strategy, Workload
 from hyper_parallel.planner import default_workload, parse_strategy, plan
 from hyper_parallel.topology import Supernode, detect_local
@@ -33,6 +37,7 @@ def plan_of(
         NotDivisible: HP203, RuleError: HP204, UnsupportedSharding: HP205 for what cannot be split exactly.
         BatchMismatch: HP308 when the batch does not divide over the data-parallel ranks.
     """
+    words = strategy if isinstance(strategy, str) else None
     if isinstance(strategy, str):
         strategy = parse_strategy(strategy)
     name = getattr(getattr(model, "config", None), "_name_or_path", "") or type(model).__name__
@@ -42,4 +47,42 @@ def plan_of(
             default_workload(spec, detect_local(strategy.world_size), strategy.world_size),
             **dict.fromkeys(("compute_dtype", "param_dtype", "reduce_dtype"), spec.dtype),
         )
-    return plan(spec, topology, workload, strategy=strategy)
+    try:
+        return plan(spec, topology, workload, strategy=strategy)
+    except HyperParallelError as error:
+        if words is not None:
+            _say_in_words(error, words)
+        raise
+
+
+def _say_in_words(error: HyperParallelError, words: str) -> None:
+    """Let an error name the words of a strategy where it names keys of a recipe."""
+    if error.where is not None and error.where.startswith("parallel."):
+        error.where = f"strategy: {error.where.removeprefix('parallel.')}"
+    changes = error.changes
+    if match := re.fullmatch(r"'parallel\.rules=\{(.*)\}'", error.hint or ""):
+        changes = {"parallel.rules": dict(pair.split(": ") for pair in match[1].split(", "))}
+    keys = {key.removeprefix("parallel.").removeprefix("training."): key for key in changes}
+    if not changes or not all(
+        key in (f"parallel.{k}", "training.recompute") for k, key in keys.items()
+    ):
+        return
+    given: dict[str, Any] = {}
+    for word in shlex.split(words):
+        if "parallel.rules" in changes and "rules." in word:
+            continue
+        name, _, value = word.removeprefix("parallel.").removeprefix("training.").partition("=")
+        given["tp" if name == "tp_x" else name] = value
+    for name, key in keys.items():
+        given["tp" if name == "tp_x" else name] = changes[key]
+    rules = given.pop("rules", None)
+    shown = [f"{name}={_word(value)}" for name, value in given.items()]
+    shown += [f"rules.{glob}={style}" for glob, style in (rules or {}).items()]
+    text = " ".join(shown)
+    error.hint = f'hp.plan_of(model, "{text}")'
+
+
+def _word(value: object) -> str:
+    if isinstance(value, (list, tuple)):
+        return f"[{','.join(map(str, value))}]"
+    return str(value).replace(" ", "")

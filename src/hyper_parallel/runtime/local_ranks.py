@@ -51,7 +51,9 @@ def check_local_start(recipe: Recipe, ranks: int, words: Sequence[str]) -> None:
     if "RANK" in os.environ:  # the ranks are started already
         return
     launch = recipe.launch
-    if launch.launcher == "slurm" or (launch.launcher == "ray" and has_cluster(recipe)):
+    if launch.launcher in ("slurm", "kubernetes") or (
+        launch.launcher == "ray" and has_cluster(recipe)
+    ):
         return
     here = ranks if launch.launcher == "local" else ranks_per_node(recipe, ranks)
     words = [word for word in words if not word.startswith(("launch.launcher=", "launch.n"))]

@@ -40,6 +40,7 @@ from hyper_parallel.errors import (
     RunUnreadable,
     WeightsUnreadable,
 )
+from hyper_parallel.hub import fetch, parse_name
 from hyper_parallel.model import ConfigFile
 from hyper_parallel.trainer._decode import (
     SLOTS,
@@ -53,6 +54,7 @@ from hyper_parallel.trainer._generate_memory import DeviceMemory
 from hyper_parallel.trainer._pick_device import pick_device
 from hyper_parallel.trainer._texts import (
     Generation,
+    Prompt,
     PromptBatch,
     Texts,
     draws_of,
@@ -74,6 +76,8 @@ def find_export(directory: str | Path) -> Path:
         RunUnreadable: HP603 when there is no exported model or no tokenizer beside it.
     """
     root = Path(directory).expanduser()
+    if not root.exists() and (name := parse_name(str(directory))) is not None:
+        root = fetch(name, "model", where="model to generate from")
     files = ("config.json", ADAPTER_CONFIG)
     export = next(
         (d for d in (root / "export", root) if any((d / f).is_file() for f in files)), None
@@ -253,9 +257,11 @@ class Generator:
         return Texts(self.tokenizer, self.model.config, stops)
 
     def stream(
-        self, prompt: str, sampling: Sampling | None = None, *, chat: bool = False
+        self, prompt: Prompt, sampling: Sampling | None = None, *, chat: bool = False
     ) -> Iterator[str]:
         """The continuation of a prompt, piece by piece; wrong input is refused before the first piece.
+
+        With `chat` a prompt is a user's turn, or a list of turns that the answer follows.
 
         Raises:
             BadValue: HP102 when prompt and continuation exceed the context of the model.
@@ -340,7 +346,9 @@ class Generator:
             passes.close()
             self.memory_use.add(passes.use)
 
-    def _start(self, prompt: str, sampling: Sampling, chat: bool) -> tuple[Running, Iterator[int]]:
+    def _start(
+        self, prompt: Prompt, sampling: Sampling, chat: bool
+    ) -> tuple[Running, Iterator[int]]:
         texts, model = self._texts, self.model
         sequence = texts.begin(prompt, 0, sampling, chat=chat)
         stops, ended = texts.stops(chat=chat), texts.ended(sampling)

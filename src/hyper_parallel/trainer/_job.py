@@ -41,6 +41,7 @@ from hyper_parallel.trainer.data import (
     StreamBatches,
     has_tokenizer,
 )
+from hyper_parallel.trainer.hub_models import with_hub_models
 from hyper_parallel.trainer.loop._callback import Callback
 from hyper_parallel.trainer.loop._trackers import check_trackers
 from hyper_parallel.trainer.run_directory import (
@@ -148,13 +149,19 @@ class Job:
         batches, steps = self.train_batches(), self.recipe.training.steps
         if isinstance(batches, StreamBatches):
             return f"{self.recipe.data.source}, a stream; {steps:,} steps of {batches.sequences_per_step:,} sequences"
-        epochs = batches.sequences_seen(steps) / batches.unit / batches.num_sequences
+        epochs = self.epochs_at(steps, batches)
         read = f"{steps:,} steps of {batches.sequences_per_step:,} are {epochs:.4g} epochs"
         parts = self.recipe.data.parts()
         total = sum(weight for _, weight in parts)
         source = " + ".join(f"{weight / total:.4g} of {one.source}" for one, weight in parts)
         source = source if len(parts) > 1 else str(self.recipe.data.source)
         return f"{source}, {batches.num_sequences:,} training sequences; {read}"
+
+    def epochs_at(self, step: int, batches: Batches | StreamBatches) -> float | None:
+        """Return how often the data has been read after a step; None for a stream."""
+        if isinstance(batches, StreamBatches):
+            return None
+        return batches.sequences_seen(step) / batches.unit / batches.num_sequences
 
     def holdout_batches(self) -> Batches | None:
         """At most `eval_tokens` held-out tokens as one step; None when nothing is held out."""
@@ -226,6 +233,7 @@ def prepare_job(
     *,
     progress: bool = True,
     check_ranks: Callable[[Recipe, int], None] = lambda *_: None,
+    check_plan: Callable[[Plan], None] = lambda _: None,
 ) -> Job:
     """Check the recipe, prepare its data and plan it; writes nothing but the data's cache.
 
@@ -233,6 +241,8 @@ def prepare_job(
         loaded: The recipe with the origins of its values.
         progress: Show progress bars of the data preparation on standard error.
         check_ranks: Called with the recipe and the number of ranks of all its worlds as soon as the plan has set it.
+
+        check_plan: Called with the plan before data is prepared.
 
     Raises:
         HyperParallelError: Anything a user can have got wrong; see docs/train.md.
@@ -258,6 +268,7 @@ def prepare_job(
     recipe = (loaded := on_started(loaded, training_ranks)).recipe
     output_dir = Path(recipe.output_dir)
     check_writable(output_dir, "output_dir")
+    recipe = (loaded := with_hub_models(loaded)).recipe
     check_run_directory(loaded)
     if recipe.offload.flash_dir is not None:
         check_writable(Path(recipe.offload.flash_dir), "offload.flash_dir")
@@ -293,6 +304,7 @@ def prepare_job(
     if weights is not None:
         check_pretrained(model, weights)
     plan = plan_recipe(recipe, training_ranks, loaded.where, spec, share)
+    check_plan(plan)
     recipe = (loaded := with_roles(loaded, plan)).recipe
     check_ranks(recipe, plan.strategy.world_size + recipe.grpo.sampling_ranks)
     check_offload(recipe, plan, model, loaded.where)

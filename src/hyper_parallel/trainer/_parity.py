@@ -34,6 +34,7 @@ from hyper_parallel.trainer._shrink import SIZES, shrunk
 from hyper_parallel.trainer.data import has_tokenizer
 from hyper_parallel.trainer.engine._engine import TorchEngine
 from hyper_parallel.trainer.engine._model import read_spec
+from hyper_parallel.trainer.hub_models import with_hub_models
 from hyper_parallel.trainer.loop import Display, LrSchedule
 
 LIMIT: Final = 1e-10
@@ -137,6 +138,7 @@ def parity(loaded: LoadedRecipe, steps: int = 3) -> Parity:
             where="environment of this process",
             hint=f"hyper-parallel parity {loaded.path}",
         )
+    loaded = with_hub_models(loaded)
     layout, notes = _layout(loaded)
     with scratch_folder(in_memory=False) as scratch:
         for narrow in (True, False):

@@ -16,6 +16,8 @@ from hyper_parallel.trainer._decode import Running, Sampling, numbers
 from hyper_parallel.trainer.data import render, stop_ids, tokenizing
 
 _REPLACEMENT = "\ufffd"
+Prompt = str | list[dict[str, str]]
+"""A text, or the turns of a conversation as `role` and `content`, which end with a user's."""
 _STREAM = 6
 """Of random numbers: that of generation, beside those of training."""
 
@@ -65,13 +67,15 @@ class Texts:
         self._vocabulary = config.get_text_config(decoder=True).vocab_size
         self._eos = stops
 
-    def encode(self, prompt: str, *, chat: bool = False) -> list[int]:
+    def encode(self, prompt: Prompt, *, chat: bool = False) -> list[int]:
         """Tokens of a prompt; with `chat`, wrapped as a user's turn. An empty prompt is a document's beginning.
+
+        Turns of a conversation are rendered by the chat template, up to the header of the answer.
 
         Raises:
             BadValue: HP102 when the tokenizer has no chat template.
         """
-        if chat:
+        if chat or not isinstance(prompt, str):
             if not self.tokenizer.chat_template:
                 raise BadValue(
                     "the tokenizer has no chat template",
@@ -79,7 +83,8 @@ class Texts:
                     got="--chat",
                     hint="leave out --chat",
                 )
-            text = render(self.tokenizer, [{"role": "user", "content": prompt}], prompt=True)
+            turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+            text = render(self.tokenizer, turns, prompt=True)
             with tokenizing("prompt"):
                 return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
         with tokenizing("prompt"):
@@ -87,7 +92,7 @@ class Texts:
         return ids or [self.tokenizer.eos_token_id]
 
     def begin(
-        self, given: str | Generation, number: int, sampling: Sampling, *, chat: bool = False
+        self, given: Prompt | Generation, number: int, sampling: Sampling, *, chat: bool = False
     ) -> Running:
         """The sequence of a prompt, or of a continuation as far as it came.
 
@@ -95,7 +100,7 @@ class Texts:
             BadValue: HP102 when prompt and continuation exceed the context of the model.
         """
         before = given if isinstance(given, Generation) else None
-        prompt = given if before is None else before.prompt
+        prompt: Any = given if before is None else before.prompt
         ids, limit = self.encode(prompt, chat=chat), sampling.max_new_tokens
         room = math.inf if self._context is None else self._context - len(ids)
         if limit > room:

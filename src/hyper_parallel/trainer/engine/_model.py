@@ -223,7 +223,7 @@ def weights_directory(recipe: Recipe, where: str | None = None) -> Path | None:
     if init == "auto" and published is None:
         return None
     why = "the recipe wants pretrained weights" if init == "pretrained" else published
-    fetch = f"hf download {path} --local-dir {path.rpartition('/')[2]}"
+    fetch = f"HF_HUB_OFFLINE=0 hf download {path}"
     raise WeightsUnreadable(
         f"{why}, but there are no weights that can be read",
         where=where or f"model.path={path}",

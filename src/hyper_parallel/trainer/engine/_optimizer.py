@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import json
 import logging
@@ -25,6 +26,7 @@ from hyper_parallel.ir import Plan
 from hyper_parallel.trainer._user_code import load_class
 from hyper_parallel.trainer.engine._adafactor import Adafactor
 from hyper_parallel.trainer.engine._muon import Muon, describe_muon, muon_groups
+from hyper_parallel.trainer.engine.optimizer_names import NAMED_OPTIMIZERS, check_package
 from hyper_parallel.trainer.engine.optimizer_trial import check_trial_step, resumed_failure
 
 logger = logging.getLogger(__name__)
@@ -66,7 +68,8 @@ def build_optimizer(model: nn.Module, training: Training) -> torch.optim.Optimiz
     """
     name, groups = training.optimizer, parameter_groups(model, training.weight_decay)
     given: dict[str, Any] = {"lr": training.lr}
-    if name in ("adamw", "adam", "muon"):
+    named = NAMED_OPTIMIZERS.get(name)
+    if name in ("adamw", "adam", "muon") or (named is not None and named.has_moments):
         given |= {"betas": training.betas, "eps": training.eps}
     if name in ("adamw", "adam"):  # torch has no sharding rule for the fused SGD
         given["fused"] = True
@@ -92,14 +95,22 @@ def optimizer_class(name: str, where: str = "training.optimizer") -> Any:
     }
     if name in known:
         return known[name]
+    if name in NAMED_OPTIMIZERS:
+        check_package(name, where)
+        return load_class(NAMED_OPTIMIZERS[name].path, torch.optim.Optimizer, where)
     if "." not in name:
-        allowed = [*known, "the dotted path of a subclass of torch.optim.Optimizer"]
+        near = difflib.get_close_matches(name.lower(), [*known, *NAMED_OPTIMIZERS], n=1)
+        allowed = [
+            *known,
+            *NAMED_OPTIMIZERS,
+            "the dotted path of a subclass of torch.optim.Optimizer",
+        ]
         raise BadValue(
             "there is no optimizer of this name",
             where=where,
             got=name,
             allowed=allowed,
-            hint="set `training.optimizer=adamw`",
+            hint=f"set `training.optimizer={near[0] if near else 'adamw'}`",
         )
     loaded = load_class(name, torch.optim.Optimizer, where)
     return _ON_WHOLE_PARTS.get(loaded, loaded)
@@ -155,7 +166,7 @@ def check_optimizer(
         ) from error
     if name == "muon":
         logger.info(describe_muon(trained_roles(model)))
-    if "." in name:
+    if "." in name or name in NAMED_OPTIMIZERS:
         check_trial_step(
             lambda layer: build_optimizer(layer, training),
             name,

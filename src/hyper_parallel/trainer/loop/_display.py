@@ -5,7 +5,14 @@ from __future__ import annotations
 import logging
 
 from rich.panel import Panel
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 
 from hyper_parallel.cost import LOCAL_CARD
@@ -27,22 +34,33 @@ class Display:
 
     def __init__(self, steps: int, enabled: bool) -> None:
         enabled = enabled and logging.getLogger("hyper_parallel").level <= logging.INFO
-        self._enabled = enabled
+        self._enabled, self._steps = enabled, steps
+        self._epoch: int | None = None
         self._console = console(stderr=True, soft_wrap=True)
         self.bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
             MofNCompleteColumn(),
+            TextColumn("{task.fields[epochs]}"),
+            TimeElapsedColumn(),
+            TextColumn("elapsed,"),
             TimeRemainingColumn(),
+            TextColumn("left"),
             console=self._console,
             disable=not (enabled and self._console.is_terminal),
             transient=True,
         )
-        self._task = self.bar.add_task("training", total=steps)
+        self._task = self.bar.add_task("step", total=steps, epochs="")
 
-    def advance(self, step: int) -> None:
-        """Move the bar to a step."""
-        self.bar.update(self._task, completed=step)
+    def advance(self, step: int, epochs: float | None = None) -> None:
+        """Move the bar to a step, after which the data has been read so many times."""
+        shown = "" if epochs is None else f"epoch {epochs:.2f}"
+        self.bar.update(self._task, completed=step, epochs=shown)
+        if epochs is None:
+            return
+        before, self._epoch = self._epoch, int(epochs)
+        if before is not None and before < self._epoch and step < self._steps:
+            self.line(f"epoch {self._epoch + 1} begins after step {step}")
 
     def line(self, text: str) -> None:
         """Print one line above the bar."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -21,9 +22,11 @@ from hyper_parallel.received import Limits, parse_json
 from hyper_parallel.serde import append_file, write_text
 from hyper_parallel.trainer._directory_watch import DirectoryWatch
 from hyper_parallel.trainer.loop._trackers import Tracker, make_trackers
-from hyper_parallel.units import MiB, format_bytes
+from hyper_parallel.units import MiB, format_bytes, format_count
 
 _log = logging.getLogger(__name__)
+LINE_WIDTH: Final = 80
+"""Columns of the line of a step."""
 _RECORD: Final = Limits(MiB, num_elements=100_000)
 
 
@@ -199,29 +202,38 @@ def _step_of(line: bytes) -> int | None:
     return step if type(step) is int and step >= 0 else None
 
 
-def log_line(record: StepRecord, steps: int, capacity_bytes: int) -> str:
-    """One step for people, in the field's usual order, with the deviation from the plan."""
-    width = len(str(steps))
-    share = f" ({record.memory_bytes / capacity_bytes:.1%})" if capacity_bytes else ""
+def log_line(record: StepRecord, steps: int) -> str:
+    """Return the line of a step for people, at most 80 columns wide, with the deviation from the plan."""
+    number, score = f"{record.step:>{len(str(steps))}}/{steps}", f"loss {record.loss:.4f}"
+    if record.rollout is not None:
+        score = f"reward {record.rollout['reward']:.4f}"
     parts = [
-        f"step {record.step:>{width}}/{steps}",
-        f"loss {record.loss:.4f}"
-        if record.rollout is None
-        else f"reward {record.rollout['reward']:.4f}",
-        f"grad_norm {record.grad_norm:.3f}",
-        f"memory {format_bytes(record.memory_bytes)}{share}",
-        f"tps {record.tps:,.0f}",
-        f"tflops {record.tflops:.3g}",
-        f"mfu {record.mfu:.1%}",
+        score,
+        f"grad_norm {record.grad_norm:.3g}",
+        f"lr {record.lr:.1e}",
+        f"{_brief(format_count(record.tps))} tok/s",
+        _brief(format_bytes(record.memory_bytes)),
     ]
     if record.pred_step_s and math.isfinite(record.pred_step_s):
-        parts.append(f"pred {record.step_s / record.pred_step_s - 1:+.1%}")
-    if record.skipped:
-        scale = "" if record.loss_scale is None else f" at loss scale {record.loss_scale:g}"
-        why = (
-            "is above training.skip_grad_norm"
-            if math.isfinite(record.grad_norm)
-            else "is not finite"
-        )
-        parts.append(f"skipped: the gradient {why}{scale}")
-    return "  ".join(parts)
+        parts.append(f"pred {record.step_s / record.pred_step_s - 1:+.0%}")
+    forms = [
+        "  ".join([f"step {number}", *parts]),
+        " ".join([f"step {number}", *parts]),
+        " ".join([number, *parts]),
+        " ".join([str(record.step), *parts]),
+    ]
+    line = next((form for form in forms if len(form) <= LINE_WIDTH), forms[-1])
+    if not record.skipped:
+        return line
+    scale = "" if record.loss_scale is None else f" at loss scale {record.loss_scale:g}"
+    is_finite = math.isfinite(record.grad_norm)
+    why = "is above training.skip_grad_norm" if is_finite else "is not finite"
+    return f"{line}\n  skipped: the gradient {why}{scale}"
+
+
+def _brief(text: str) -> str:
+    """Return a number with a prefix to three significant digits: `139 GiB`, `12.3k`."""
+    number = re.match(r"[\d,.]+", text)
+    if number is None:
+        return text
+    return f"{float(number[0].replace(',', '')):.3g}{text[number.end() :]}"

@@ -444,6 +444,6 @@ class Trainer:
             return
         with written(self._job.output_dir):
             self._log.step(record)
-        self._display.advance(step)
+        self._display.advance(step, self._job.epochs_at(step, self._batches))
         if step % training.log_every == 0 or step in (1, training.steps):
-            self._display.line(log_line(record, training.steps, plan.memory_capacity_bytes))
+            self._display.line(log_line(record, training.steps))

@@ -1,0 +1,296 @@
+"""Models and tokenizers by their name on the Hugging Face hub: `org/name`, or `org/name@revision`.
+
+A name is looked up in the cache of `huggingface_hub`, whose folders this module reads without importing the library.
+Files that are missing are downloaded by `hyper_parallel.hub.download` in a process of its own, so this process stays
+offline: no other library downloads kernels, code or configurations on its own account. The revision that was resolved
+is a commit, and the folder of a snapshot is named after it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import sys
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from hyper_parallel.errors import NoData, UnknownModel
+from hyper_parallel.received import Limits, read_json, read_text
+
+_log = logging.getLogger(__name__)
+
+Part = Literal["config", "tokenizer", "model"]
+"""Files that are wanted: the config; a tokenizer with the config; or all that training and generation read."""
+
+VOCABULARIES: Final = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
+"""Files of which a tokenizer has at least one."""
+_ALLOWED: Final = "HYPER_PARALLEL_DOWNLOADS"
+"""Variable that says to this process and its children that the user's environment permits downloads."""
+_OFFLINE: Final = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
+_TRUE: Final = ("1", "ON", "YES", "TRUE")
+_NAME: Final = re.compile(r"(?P<repository>\w[\w.-]*/\w[\w.-]*)(?:@(?P<revision>[\w.][\w./-]*))?")
+_FILE: Final = re.compile(
+    r".*\.(json|jsonl|ya?ml|txt|csv|parquet|gz|zst|bin|pt|pth|safetensors|gguf|py)"
+)
+_FOLDERS: Final = (
+    "model", "models", "data", "dataset", "datasets", "runs", "run", "output", "outputs", "checkpoint", "checkpoints",
+    "export", "exports", "weights", "recipes", "tmp",
+)  # fmt: skip
+"""First parts of paths that people write in recipes; none of them is an organisation that publishes models."""
+_COMMIT: Final = re.compile(r"[0-9a-f]{40}")
+_SNAPSHOT: Final = re.compile(r"models--(?P<org>.+?)--(?P<name>.+)")
+_INDEX: Final = Limits(num_bytes=256 * 1024**2, num_elements=5_000_000)
+
+
+@dataclass(frozen=True, slots=True)
+class HubName:
+    """Name of a repository of the hub, with a branch, tag or commit; no revision: the newest of its main branch."""
+
+    repository: str
+    revision: str | None = None
+
+    def __str__(self) -> str:
+        return self.repository if self.revision is None else f"{self.repository}@{self.revision}"
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether the revision is a commit, which never changes."""
+        return self.revision is not None and _COMMIT.fullmatch(self.revision) is not None
+
+
+def parse_name(text: str) -> HubName | None:
+    """Return the hub name that a text is; None for a path: one that exists, has a folder here, or ends as files do."""
+    match = _NAME.fullmatch(text)
+    if match is None or _FILE.fullmatch(text):
+        return None
+    first = text.partition("/")[0]
+    if first.lower() in _FOLDERS or os.path.lexists(first):
+        return None
+    return HubName(match["repository"], match["revision"])
+
+
+def parse_dataset(text: str) -> str | None:
+    """Return the repository of a data set that a text names; None for a path."""
+    name = parse_name(text)
+    return None if name is None or name.revision is not None else name.repository
+
+
+def is_name(text: str) -> bool:
+    """Whether a text has the form of a repository's name, whatever lies in the working directory."""
+    return _NAME.fullmatch(text) is not None and text.partition("/")[0].lower() not in _FOLDERS
+
+
+def name_of_snapshot(directory: str | os.PathLike[str]) -> HubName | None:
+    """Return repository and commit of a snapshot in the cache; None for any other directory."""
+    path = Path(directory)
+    match = _SNAPSHOT.fullmatch(path.parent.parent.name)
+    if match is None or path.parent.name != "snapshots" or not _COMMIT.fullmatch(path.name):
+        return None
+    if path.parent.parent.parent.absolute() != cache_folder().absolute():
+        return None
+    return HubName(f"{match['org']}/{match['name']}", path.name)
+
+
+def stay_offline() -> None:
+    """Keep the libraries of this process offline unless the environment decides; downloads of names stay permitted."""
+    if downloads_allowed() and not os.environ.get("HF_HUB_OFFLINE"):
+        os.environ[_ALLOWED] = os.environ["HF_HUB_OFFLINE"] = "1"
+
+
+def permit_stream(is_stream: bool, source: str) -> None:
+    """Let the libraries of this process read the hub, where a stream is to come from it and nothing forbids that."""
+    if is_stream and parse_dataset(source) is not None and _ALLOWED in os.environ:
+        os.environ["HF_HUB_OFFLINE"] = "0"
+
+
+def downloads_allowed() -> bool:
+    """Whether the user's environment permits downloads from the hub."""
+    values = (os.environ.get(name, "").upper() for name in _OFFLINE)
+    return _ALLOWED in os.environ or not any(value in _TRUE for value in values)
+
+
+def cache_folder() -> Path:
+    """Return the cache of `huggingface_hub`, by the variables that the library reads."""
+    env = os.environ
+    if named := env.get("HF_HUB_CACHE") or env.get("HUGGINGFACE_HUB_CACHE"):
+        return Path(named).expanduser()
+    return _home() / "hub"
+
+
+def _home() -> Path:
+    named = os.environ.get("HF_HOME")
+    default = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "huggingface")
+    return Path(named or default).expanduser()
+
+
+def cached_snapshot(name: HubName, part: Part) -> Path | None:
+    """Return the snapshot in the cache that has the wanted files; None where it is absent or incomplete."""
+    folder = cache_folder() / f"models--{name.repository.replace('/', '--')}"
+    commit = name.revision or "main"
+    if not name.is_pinned:
+        try:
+            commit = read_text(folder / "refs" / commit, Limits(num_bytes=100)).strip()
+        except (OSError, ValueError):
+            return None
+    directory = folder / "snapshots" / commit
+    return directory if _COMMIT.fullmatch(commit) and _is_complete(directory, part) else None
+
+
+def _is_complete(directory: Path, part: Part) -> bool:
+    if part != "tokenizer" and not (directory / "config.json").is_file():
+        return False
+    if part != "config" and not any((directory / file).is_file() for file in VOCABULARIES):
+        return False
+    if part != "model":
+        return True
+    try:
+        index = read_json(directory / "model.safetensors.index.json", _INDEX)
+        return all((directory / file).is_file() for file in {*index["weight_map"].values()})
+    except OSError:
+        return next(directory.glob("*.safetensors"), None) is not None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return False
+
+
+def fetch(name: HubName, part: Part, *, where: str | None = None, key: str = "") -> Path:
+    """Return the folder with the wanted files of a repository, downloaded where the cache does not hold them.
+
+    A name without a commit is looked up on the hub, so that a later version is found; where the hub does not answer,
+    the version in the cache is used.
+
+    Args:
+        name: Repository and revision.
+        part: Wanted files.
+        where: Origin of the name, for errors.
+        key: Key of the recipe that the name was given by, for hints; empty: an argument.
+
+    Raises:
+        UnknownModel: HP304 when downloads are not permitted, or the hub does not give the files.
+    """
+    cached = cached_snapshot(name, part)
+    if cached is not None and (name.is_pinned or not downloads_allowed()):
+        return cached
+    if not downloads_allowed():
+        variable = next((v for v in _OFFLINE if os.environ.get(v, "").upper() in _TRUE), "")
+        raise UnknownModel(
+            f"`{name}` is not on this machine, and {variable} forbids to download it",
+            where=where,
+            got=str(name),
+            allowed=f"a directory that exists, or a repository in {cache_folder()}",
+            hint=f"{variable}=0 {_command(name, part)}",
+        )
+    words = (name.repository, part, name.revision or "main", "")
+    answer = _run_download(*words, folder=cache_folder(), is_shown=_is_shown())
+    if (directory := answer.get("directory")) is not None:
+        return Path(directory)
+    if cached is not None and answer.get("kind") == "network":
+        _warn_once(f"the hub does not answer; {name} is read from the cache: {cached}")
+        return cached
+    raise _refusal(name, part, answer, where, key)
+
+
+def fetch_dataset(repository: str, config: str | None, split: str | None, where: str) -> None:
+    """Download a data set into the cache of `datasets`, unless the cache holds it or downloads are not permitted.
+
+    Raises:
+        NoData: HP602 when the hub does not give it.
+    """
+    named = os.environ.get("HF_DATASETS_CACHE")
+    folder = Path(named).expanduser() if named else _home() / "datasets"
+    cached = folder / repository.replace("/", "___") / (config or "")
+    if cached.is_dir() or not downloads_allowed():
+        return
+    words = (repository, "dataset", config or "", split or "")
+    answer = _run_download(*words, folder=cache_folder(), is_shown=_is_shown())
+    if "directory" in answer:
+        return
+    hints = {
+        "absent": "`hf auth login` where it is private; else correct the name",
+        "gated": "hf auth login",
+        "config": f"data.name={(answer.get('allowed') or [''])[0]}",
+    }
+    raise NoData(
+        f"the data set `{repository}` cannot be downloaded",
+        where=where,
+        got=answer.get("text"),
+        allowed=answer.get("allowed"),
+        hint=hints.get(str(answer.get("kind")), f"hf download --repo-type dataset {repository}"),
+    )
+
+
+@cache
+def _warn_once(text: str) -> None:
+    _log.warning(text)
+
+
+@cache
+def _run_download(
+    repository: str, part: str, revision: str, split: str, *, folder: Path, is_shown: bool
+) -> dict[str, Any]:
+    """Run the download into the cache in a process that may use the network; return its answer."""
+    import subprocess
+
+    words = [sys.executable, "-m", "hyper_parallel.hub.download", repository, part, revision, split]
+    words += [] if is_shown else ["--quiet"]
+    env = {key: value for key, value in os.environ.items() if key not in _OFFLINE}
+    env["HF_HUB_CACHE"] = str(folder)
+    # The package of this process, however it was found.
+    package = str(Path(__file__).parents[2])
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, [package, env.get("PYTHONPATH")]))
+    sys.stderr.flush()
+    done = subprocess.run(words, env=env, stdout=subprocess.PIPE, text=True, check=False)
+    lines = done.stdout.strip().splitlines()
+    try:
+        answer = json.loads(lines[-1]) if lines else {}
+    except ValueError:
+        answer = {}
+    return answer or {"kind": "failed", "text": f"the download ended with status {done.returncode}"}
+
+
+def _is_shown() -> bool:
+    return logging.getLogger("hyper_parallel").level <= logging.INFO
+
+
+def _refusal(
+    name: HubName, part: Part, answer: dict[str, Any], where: str | None, key: str
+) -> UnknownModel:
+    """Return the error for a download that gave no files."""
+    kind, text = answer.get("kind"), str(answer.get("text", ""))
+    local = name.repository.rpartition("/")[2]
+    whole = f"hf download {name.repository} --local-dir {local}"
+    known: dict[Any, tuple[str, str]] = {
+        "absent": (
+            f"the hub has no model `{name.repository}`, or it is private",
+            "`hf auth login` where it is private; else correct the name",
+        ),
+        "gated": (f"`{name.repository}` is given only to accounts that its owner admits", "hf auth login"),
+        "revision": (
+            f"`{name.repository}` has no revision `{name.revision}`",
+            f"{key}={name.repository}" if key else f"did you mean `{name.repository}`?",
+        ),
+        "no weights": (
+            f"`{name.repository}` has no safetensors, and weights in other formats are not downloaded",
+            f"{whole}, then " + (f"{key}={local}" if key else f"give {local}"),
+        ),
+        "no files": (
+            f"`{name.repository}` has no files that make up a {part}",
+            f"{whole}, to see what it holds",
+        ),
+        "network": ("the hub does not answer", _command(name, part)),
+    }  # fmt: skip
+    what, hint = known.get(kind, (f"`{name}` cannot be downloaded", _command(name, part)))
+    return UnknownModel(what, where=where, got=text or str(name), hint=hint)
+
+
+def _command(name: HubName, part: Part) -> str:
+    """Return the command that puts the wanted files into the cache."""
+    words = ["hf", "download", name.repository]
+    if part == "config":
+        words.append("config.json")
+    if name.revision is not None:
+        words += ["--revision", name.revision]
+    return " ".join(words)

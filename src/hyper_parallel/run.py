@@ -1,0 +1,190 @@
+"""Runs from Python: `hp.train` is `hyper-parallel train`, `hp.generate` is `hyper-parallel generate`."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, overload
+
+from hyper_parallel.received import Limits, parse_json
+
+if TYPE_CHECKING:
+    from hyper_parallel.ir import Plan
+
+_RECORD = Limits(num_bytes=1024**2, num_elements=100_000)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingRun:
+    """A run that has ended, by its directory.
+
+    Attributes:
+        output_dir: Directory of the run.
+        steps: Last step.
+        loss: Training loss of the last step; NaN when there was nothing left to do.
+        eval_loss: Held-out loss after the last step; NaN without held-out data.
+        seconds: Seconds of training, evaluations included.
+    """
+
+    output_dir: Path
+    steps: int
+    loss: float
+    eval_loss: float
+    seconds: float
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """Records of all steps, as metrics.jsonl has them."""
+        return _records(self.output_dir / "metrics.jsonl")
+
+    @property
+    def evaluations(self) -> list[dict[str, Any]]:
+        """Records of all evaluations, as eval.jsonl has them."""
+        return _records(self.output_dir / "eval.jsonl")
+
+    @property
+    def plan(self) -> Plan:
+        """Plan of the run."""
+        from hyper_parallel.ir import Plan
+
+        return Plan.load(self.output_dir / "plan.json")
+
+    @property
+    def export_dir(self) -> Path:
+        """Hugging Face directory of the trained model, or of its adapter."""
+        return self.output_dir / "export"
+
+    @property
+    def checkpoint_dir(self) -> Path:
+        """Directory of the checkpoints."""
+        return self.output_dir / "checkpoints"
+
+    @property
+    def report(self) -> Path:
+        """Report page of the run."""
+        return self.output_dir / "report.html"
+
+    def __str__(self) -> str:
+        return (
+            f"{self.steps} steps in {self.seconds:.0f} s, loss {self.loss:.4f}: {self.output_dir}"
+        )
+
+
+def train(recipe: str | os.PathLike[str], *overrides: str, **values: Any) -> TrainingRun | None:
+    """Train a recipe as `hyper-parallel train` does, with ranks of this machine, and return the run.
+
+    Args:
+        recipe: YAML file.
+        overrides: Values as on the command line: `"training.lr=1e-4"`.
+        values: Values by key, a section as a mapping, or a key with two underscores for its dot:
+            `training={"lr": 1e-4}`, `training__lr=1e-4`, `output_dir="runs/a"`.
+
+    Returns:
+        The run; None on other ranks than the first, where another launcher has started this process as a rank.
+
+    Raises:
+        HyperParallelError: What the command prints.
+    """
+    from hyper_parallel.config import load_recipe
+    from hyper_parallel.errors import Contradiction, Unwritten
+    from hyper_parallel.hub import stay_offline
+    from hyper_parallel.reports import write_report
+    from hyper_parallel.trainer import prepare_job, run_job
+
+    stay_offline()
+    given = [*overrides, *(f"{_dotted(key)}={_as_yaml(value)}" for key, value in values.items())]
+    loaded = load_recipe(recipe, given)
+    launcher = loaded.recipe.launch.launcher
+    if launcher not in ("local", "torchrun"):
+        raise Contradiction(
+            f"a job of {launcher} is submitted by the command, not from Python",
+            where=loaded.where("launch.launcher"),
+            got=f"launcher={launcher}",
+            hint=f"hyper-parallel train {recipe}",
+        )
+    job = prepare_job(loaded)
+    summary = run_job(job)
+    if summary is None:
+        return None
+    with Unwritten().spare(job.output_dir):
+        write_report(job.output_dir)
+    return TrainingRun(
+        job.output_dir, summary.steps, summary.loss, summary.last_eval_loss, summary.seconds
+    )
+
+
+@overload
+def generate(model: Any, prompts: str, **choices: Any) -> str: ...
+@overload
+def generate(model: Any, prompts: Sequence[str], **choices: Any) -> list[str]: ...
+def generate(model: Any, prompts: str | Sequence[str], **choices: Any) -> str | list[str]:
+    """Continue a prompt, or several at once, with the model of a run.
+
+    Args:
+        model: A `TrainingRun`, its directory, a Hugging Face directory, or a name on the hub.
+        prompts: One text, or several.
+        choices: `max_new_tokens`, `temperature`, `top_p`, `top_k`, `seed` and `stop` (texts) of the sampling; `chat`:
+            the prompts are turns of users; `device` and `dtype` of the model.
+
+    Returns:
+        The continuation of every prompt, without the prompt.
+
+    Raises:
+        BadValue: HP102 for a choice that does not exist, or prompts longer than the context of the model.
+        HyperParallelError: As loading the model raises.
+    """
+    from hyper_parallel.trainer._generate import Generator, Sampling
+
+    place = {key: choices.pop(key) for key in ("device", "dtype") if key in choices}
+    chat = bool(choices.pop("chat", False))
+    known = [key for key in Sampling.__dataclass_fields__ if key in choices]
+    _check_choices(choices, Sampling.__dataclass_fields__)
+    given = {key: choices[key] for key in known}
+    if "stop" in given:
+        stop = given["stop"]
+        given["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
+    generator = Generator(model.output_dir if isinstance(model, TrainingRun) else model, **place)
+    texts = [prompts] if isinstance(prompts, str) else list(prompts)
+    made = generator.generate_batch(texts, Sampling(**given), chat=chat)
+    answers = [generation.text for generation in made]
+    return answers[0] if isinstance(prompts, str) else answers
+
+
+def _check_choices(choices: Mapping[str, Any], known: Mapping[str, Any]) -> None:
+    """Refuse a choice that does not exist, with the nearest."""
+    from difflib import get_close_matches
+
+    from hyper_parallel.errors import BadValue
+
+    allowed = [*known, "chat", "device", "dtype"]
+    for key in choices:
+        if key not in known:
+            near = get_close_matches(key, allowed, 1)
+            raise BadValue(
+                f"`{key}` is no choice of generate",
+                where="hyper_parallel.generate",
+                got=key,
+                allowed=", ".join(allowed),
+                hint=f"{near[0]}=..." if near else None,
+            )
+
+
+def _dotted(key: str) -> str:
+    return key.replace("__", ".")
+
+
+def _as_yaml(value: Any) -> str:
+    """Return a value as an override has it: a text as it is, others as JSON, which YAML reads."""
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _records(path: Path) -> list[dict[str, Any]]:
+    if not path.is_file():
+        return []
+    with path.open(encoding="utf-8") as file:
+        return [parse_json(line, _RECORD) for line in file if line.strip()]

@@ -1,0 +1,106 @@
+"""Manifest of a run on Kubernetes: a JobSet with torchrun in one pod per machine, and the recipe as a ConfigMap.
+
+JobSet (`jobset.x-k8s.io`) gives every pod a stable host name, so the agents of torchrun meet at the first pod.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any, Final
+
+import yaml
+
+from hyper_parallel.config import Recipe, recipe_to_yaml, with_absolute_paths
+from hyper_parallel.runtime._launchers import ranks_per_node, torchrun_words
+
+_PORT: Final = 29500
+"""Port of torchrun's rendezvous in the first pod, its own default."""
+_RECIPE_FOLDER: Final = "/etc/hyper-parallel"
+_JOB: Final = "ranks"
+_MOST_NAME: Final = 40
+"""Characters of a name: those of pods add some twenty, and a host name has at most 63."""
+
+
+def manifest(recipe: Recipe, ranks: int, output_dir: Path) -> str:
+    """Return the manifest of a run, as `kubectl apply -f` takes it.
+
+    Args:
+        recipe: The run.
+        ranks: Ranks of all machines.
+        output_dir: Directory of the run, whose name is that of the job.
+
+    Raises:
+        DegreesMismatch: HP301 when the machines that the recipe names do not hold exactly these ranks.
+    """
+    name = _name(output_dir.name)
+    parts = [_config_map(name, recipe), _job_set(name, recipe, ranks)]
+    if recipe.launch.namespace is not None:
+        for part in parts:
+            part["metadata"]["namespace"] = recipe.launch.namespace
+    return yaml.safe_dump_all(parts, sort_keys=False, width=1000)
+
+
+def _name(text: str) -> str:
+    """Return a text as a DNS label: small letters, digits and hyphens."""
+    label = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:_MOST_NAME].strip("-")
+    return label if re.match(r"[a-z]", label) else f"run-{label}".rstrip("-")
+
+
+def _config_map(name: str, recipe: Recipe) -> dict[str, Any]:
+    text = recipe_to_yaml(with_absolute_paths(recipe))
+    return {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": {"name": name},
+        "data": {"recipe.yaml": text},
+    }
+
+
+def _job_set(name: str, recipe: Recipe, ranks: int) -> dict[str, Any]:
+    nodes = recipe.launch.nnodes
+    pods = {
+        "backoffLimit": 0,
+        "completions": nodes,
+        "parallelism": nodes,
+        "completionMode": "Indexed",
+        "template": {"spec": _pod(name, recipe, ranks)},
+    }
+    return {
+        "apiVersion": "jobset.x-k8s.io/v1alpha2",
+        "kind": "JobSet",
+        "metadata": {"name": name},
+        "spec": {
+            "network": {"enableDNSHostnames": True, "subdomain": name},
+            "failurePolicy": {"maxRestarts": recipe.training.max_restarts},
+            "replicatedJobs": [{"name": _JOB, "replicas": 1, "template": {"spec": pods}}],
+        },
+    }
+
+
+def _pod(name: str, recipe: Recipe, ranks: int) -> dict[str, Any]:
+    launch, each = recipe.launch, ranks_per_node(recipe, ranks)
+    meet = f"{name}-{_JOB}-0-0.{name}:{_PORT}"
+    update = {"rdzv_endpoint": launch.rdzv_endpoint or meet}
+    placed = recipe.model_copy(update={"launch": launch.model_copy(update=update)})
+    words = torchrun_words(placed, ranks, ["train", f"{_RECIPE_FOLDER}/recipe.yaml"])
+    container: dict[str, Any] = {
+        "name": _JOB,
+        "image": launch.image,
+        "command": ["torchrun", *words],
+        "volumeMounts": [
+            {"name": "recipe", "mountPath": _RECIPE_FOLDER, "readOnly": True},
+            {"name": "shm", "mountPath": "/dev/shm"},
+        ],
+    }
+    volumes: list[dict[str, Any]] = [
+        {"name": "recipe", "configMap": {"name": name}},
+        # Collectives and snapshots of ranks of one machine use shared memory; 64 MiB is the default.
+        {"name": "shm", "emptyDir": {"medium": "Memory"}},
+    ]
+    if launch.resource is not None:
+        container["resources"] = {"limits": {launch.resource: each}}
+    if launch.volume is not None:
+        volumes.append({"name": "files", "persistentVolumeClaim": {"claimName": launch.volume}})
+        container["volumeMounts"].append({"name": "files", "mountPath": launch.mount_path})
+    return {"restartPolicy": "Never", "containers": [container], "volumes": volumes}

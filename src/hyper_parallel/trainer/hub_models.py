@@ -1,0 +1,140 @@
+"""Replace names on the hub in a recipe by the folders that their files were downloaded to."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import yaml
+
+from hyper_parallel.config import LoadedRecipe, Recipe, read_mapping
+from hyper_parallel.errors import Contradiction, RecipeUnreadable, UnknownModel
+from hyper_parallel.hub import (
+    HubName,
+    Part,
+    cached_snapshot,
+    downloads_allowed,
+    fetch,
+    fetch_dataset,
+    is_name,
+    parse_dataset,
+    parse_name,
+)
+from hyper_parallel.model import find_preset
+from hyper_parallel.near_paths import export_hint, nearest_path
+from hyper_parallel.trainer.checkpoints._manifest import steps
+
+
+def with_hub_models(loaded: LoadedRecipe) -> LoadedRecipe:
+    """Return the recipe with folders for `model.path`, `data.tokenizer` and reward models that name repositories.
+
+    A run that continues reads the commits that its own config.yaml records, unless the recipe names a revision.
+
+    Raises:
+        UnknownModel: HP304 when files cannot be downloaded, or a path does not exist.
+        Contradiction: HP104 when `model.trust_remote_code` is set for a name: code is not downloaded.
+    """
+    recipe = loaded.recipe
+    model, data, grpo = recipe.model, recipe.data, recipe.grpo
+    recorded = _recorded(recipe)
+    wanted: Part = "model" if model.init != "random" else "tokenizer"
+    path = _folder(loaded, model.path, wanted, "model.path", recorded)
+    _fetch_data(loaded)
+    if path != model.path and model.trust_remote_code:
+        name = str(parse_name(model.path)).partition("@")[0]
+        local = name.rpartition("/")[2]
+        raise Contradiction(
+            "code of a model is not downloaded",
+            where=loaded.where("model.trust_remote_code"),
+            got=f"trust_remote_code=true, model.path={model.path}",
+            hint=f"hf download {name} --local-dir {local}, then model.path={local}",
+        )
+    tokenizer = data.tokenizer
+    if tokenizer is not None:
+        tokenizer = _folder(loaded, tokenizer, "tokenizer", "data.tokenizer", recorded)
+    rewards = tuple(
+        _folder(loaded, reward, "model", "grpo.reward_funcs", recorded) if "/" in reward else reward
+        for reward in grpo.reward_funcs
+    )
+    if (path, tokenizer, rewards) == (model.path, data.tokenizer, grpo.reward_funcs):
+        return loaded
+    update = {
+        "model": model.model_copy(update={"path": path}),
+        "data": data.model_copy(update={"tokenizer": tokenizer}),
+        "grpo": grpo.model_copy(update={"reward_funcs": rewards}),
+    }
+    return replace(loaded, recipe=recipe.model_copy(update=update))
+
+
+def _fetch_data(loaded: LoadedRecipe) -> None:
+    """Download the data sets that a recipe names; a stream is read from the hub while the run trains."""
+    data = loaded.recipe.data
+    if data.streaming:
+        return
+    named = [("data.source", str(part.source), part.name, part.split) for part, _ in data.parts()]
+    if data.validation is not None:
+        named.append(("data.validation", data.validation, data.name, data.validation_split))
+    for key, source, config, split in named:
+        repository = parse_dataset(source)
+        if repository is not None:
+            fetch_dataset(repository, config, split, loaded.where(key))
+
+
+def _folder(
+    loaded: LoadedRecipe, text: str, part: Part, key: str, recorded: dict[str, HubName]
+) -> str:
+    """Return the folder of a repository; any other text as it is."""
+    name = parse_name(text)
+    if name is None:
+        if key != "model.path" or not _is_missing(text):
+            return text
+        near = nearest_path(text, [loaded.path.parent])
+        raise UnknownModel(
+            "the model directory does not exist",
+            where=loaded.where(key),
+            got=text,
+            allowed="a Hugging Face directory, a config.json, a preset, or a name on the hub as org/name",
+            hint=_path_hint(text, key, near),
+        )
+    if name.revision is None:
+        name = recorded.get(name.repository, name)
+    if key == "model.path" and find_preset(text) is not None:
+        # Random weights need the config of the preset only.
+        absent = not downloads_allowed() and cached_snapshot(name, part) is None
+        if part == "tokenizer" or absent:
+            return text
+    if part == "tokenizer" and key == "model.path" and not downloads_allowed():
+        # A tokenizer is trained where the model has none.
+        part = part if cached_snapshot(name, part) is not None else "config"
+    return str(fetch(name, part, where=loaded.where(key), key=key))
+
+
+def _path_hint(text: str, key: str, near: str | None) -> str:
+    if (hint := export_hint(text)) is not None:
+        return hint
+    if near is not None:
+        return f"{key}={near}"
+    return f"hf download {text} --local-dir {text}" if is_name(text) else "check the path"
+
+
+def _is_missing(text: str) -> bool:
+    """Whether a text is a path, by its separators, and does not exist."""
+    # os.path, because pathlib raises where a text cannot be a path.
+    path = os.path.expanduser(text)  # noqa: PTH111
+    return "/" in text and not os.path.lexists(path) and find_preset(text) is None
+
+
+def _recorded(recipe: Recipe) -> dict[str, HubName]:
+    """Return the names with commits that the run in the output directory has begun with, by repository."""
+    place = Path(recipe.checkpoint.from_dir or recipe.output_dir)
+    if recipe.checkpoint.resume == "never" or not steps(place / "checkpoints"):
+        return {}
+    try:
+        values = read_mapping(place / "config.yaml", RecipeUnreadable, "recipe of the run")
+    except (RecipeUnreadable, yaml.YAMLError):
+        return {}
+    model, data, grpo = (values.get(key) or {} for key in ("model", "data", "grpo"))
+    texts = [model.get("path"), data.get("tokenizer"), *(grpo.get("reward_funcs") or ())]
+    names = [parse_name(text) for text in texts if isinstance(text, str)]
+    return {name.repository: name for name in names if name is not None and name.is_pinned}
