@@ -16,9 +16,11 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
+from hyper_parallel.received import Limits, read_json
 from hyper_parallel.trainer.data._template import rendered, variables_of
 from hyper_parallel.trainer.data._tokenizer_limits import tokenizing
 from hyper_parallel.trainer.data.conversation import Message
@@ -48,6 +50,7 @@ _TAG: Final = re.compile(
     r"</?[A-Za-z][\w-]*>|<\|[^|<>\s]{1,40}\|>|<\uff5c[^\uff5c<>\s]{1,40}\uff5c>|\[/?[A-Z_]{2,30}\]|/(?:no_)?think\b"
 )
 """Texts in a template that may decide how it reads the words of a turn."""
+_ANY_TAG: Final = re.compile(r"<[^<>\s]{1,60}>|\[/?[A-Z_]{2,30}\]")
 _UNFINISHED_TAG: Final = re.compile(r"[<\[][^<>\[\]]*$")
 
 
@@ -77,8 +80,10 @@ class TemplateProperties:
         self._special = dict(tokenizer.special_tokens_map)
         self.added = {str(token): i for i, token in tokenizer.added_tokens_decoder.items()}
         self.added_ids = frozenset(self.added.values())
+        stops = {tokenizer.eos_token_id, *generation_stops(tokenizer)}
+        self._stop_names = {name for name, i in self.added.items() if i in stops}
         names = sorted((name for name in self.added if name), key=len, reverse=True)
-        self._added_names = re.compile("|".join(map(re.escape, names))) if names else None
+        self.added_names = re.compile("|".join(map(re.escape, names))) if names else None
         self._parts: dict[str, bool] = {}
 
     def render(
@@ -235,7 +240,7 @@ class TemplateProperties:
 
     def _added_ends(self, text: str) -> list[tuple[int, int]]:
         """Return where the added tokens of the tokenizer stand in a text."""
-        pattern = self._added_names
+        pattern = self.added_names
         return [found.span() for found in pattern.finditer(text)] if pattern else []
 
     @cached_property
@@ -254,19 +259,38 @@ class TemplateProperties:
 
     def _ends(self, last: str, later: str) -> tuple[EndMarker, EndMarker]:
         shared = _shared(last, later)
-        ends = [end for _, end in self._added_ends(shared)]
-        if ends or (text := _UNFINISHED_TAG.sub("", shared).rstrip()):
-            end = EndMarker(shared[: ends[-1]] if ends else text)
+        text = self._first_stop(shared) or self._last_tag(self._before_opener(shared))
+        if text is not None:
+            end = EndMarker(_only_tags(self, text))
             return end, end
         # Nothing is written in both places: each has its own marker, or the next turn's beginning ends an answer.
-        (own, following) = (self._first_added(text) for text in (last, later))
+        own, following = (self._first_stop(t) or self._first_added(t) for t in (last, later))
+        following = _only_tags(self, following)
         if own is None and not last.strip():
             return EndMarker(following, is_written=False), EndMarker(following)
-        return EndMarker(own), EndMarker(following)
+        return EndMarker(_only_tags(self, own)), EndMarker(following)
 
     def _first_added(self, text: str) -> str | None:
         ends = self._added_ends(text)
         return text[: ends[0][1]] if ends else None
+
+    def _first_stop(self, text: str) -> str | None:
+        """Return a text to the end of its first token at which generation stops."""
+        ends = [end for start, end in self._added_ends(text) if text[start:end] in self._stop_names]
+        return text[: ends[0]] if ends else None
+
+    def _last_tag(self, text: str) -> str | None:
+        """Return a text to the end of its last special token; of one without any, to the end of its last tag."""
+        ends = self._added_ends(text) or [found.span() for found in _ANY_TAG.finditer(text)]
+        return text[: ends[-1][1]] if ends else None
+
+    def _before_opener(self, text: str) -> str:
+        """Return a text up to the token that begins a turn, which some templates write behind the last one."""
+        opened = self._probe(self.form({"role": "user", "content": _ASKED})).partition(_ASKED)[0]
+        names = [opened[slice(*span)] for span in self._added_ends(opened)]
+        names = [name for name in names if name != self._special.get("bos_token")]
+        at = text.find(names[0]) if names else -1
+        return text[:at] if at > 0 else text
 
     @cached_property
     def call_end(self) -> EndMarker:
@@ -276,17 +300,23 @@ class TemplateProperties:
         turn = self._call_turn(as_text, content)
         last = self._probe(asked, turn, tools=_TOOLS).rpartition(_VALUE)[2]
         text = self._probe(asked, turn, self._tool_turn, tools=_TOOLS)
-        later = text.partition(_ASKED)[2].partition(_VALUE)[2].partition(_RESULT)[0]
+        later = text.partition(_ASKED)[2].partition(_VALUE)[2].partition(_RESULT)[0] or last
         token = self.end_token(self.ends[0]) if self.ends[0].is_written else None
-        if token is not None and token in (later or last):
+        if token is not None and token in later:
             return EndMarker(token)
-        shared = _shared(last, later) if later else last
-        ends = self._added_ends(shared)
-        if self.ends[0].is_written:
-            return EndMarker(shared[slice(*ends[-1])] if ends else None)
-        behind = later[len(shared) :]
-        first = self._added_ends(behind)
-        return EndMarker(behind[slice(*first[0])] if first else None, is_written=False)
+        shared = _shared(last, later)
+        stop = self._first_stop(later)
+        if stop is None and not self.ends[0].is_written:
+            # The next turn's beginning ends an answer.
+            behind = self._first_added(later[len(shared) :])
+            stop = None if behind is None else shared + behind
+        if stop is not None:
+            return EndMarker(self._last_name(stop), is_written=stop in last)
+        tags = [found.group() for found in _ANY_TAG.finditer(self._before_opener(shared))]
+        return EndMarker(tags[-1] if tags else None)
+
+    def _last_name(self, text: str) -> str:
+        return text[slice(*self._added_ends(text)[-1])]
 
     def end_token(self, end: EndMarker) -> str | None:
         """Return the last token of a marker; of one without added tokens, its text."""
@@ -306,6 +336,15 @@ class TemplateProperties:
         return {self.added[token] for token in tokens if token in self.added}
 
 
+def _only_tags(template: TemplateProperties, text: str | None) -> str | None:
+    """Return a text that consists of tags; None for one that has words, which is no marker."""
+    if text is None:
+        return None
+    pattern = template.added_names
+    rest = _ANY_TAG.sub("", pattern.sub("", text) if pattern else text)
+    return None if any(map(str.isalnum, rest)) else text
+
+
 def unfinished(text: str) -> str:
     """Return a text without the tag that it begins and does not end."""
     return _UNFINISHED_TAG.sub("", text)
@@ -314,6 +353,18 @@ def unfinished(text: str) -> str:
 def _shared(one: str, other: str) -> str:
     pairs = enumerate(zip(one, other, strict=False))
     return one[: next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))]
+
+
+def generation_stops(tokenizer: Any) -> list[int]:
+    """Return the tokens that the generation config beside a tokenizer names as ends; none without one."""
+    path = Path(str(tokenizer.name_or_path)) / "generation_config.json"
+    if not path.is_file():
+        return []
+    try:
+        stops = read_json(path, Limits())["eos_token_id"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return []
+    return [i for i in (stops if isinstance(stops, list) else [stops]) if isinstance(i, int)]
 
 
 _KNOWN: Final[WeakKeyDictionary[Any, dict[str, TemplateProperties]]] = WeakKeyDictionary()
