@@ -86,6 +86,7 @@ class _Shape:
     names: bool = True
     words: list[_Words] = field(default_factory=list)
     _names: dict[str, str] = field(default_factory=dict)
+    _ids: dict[str, str] = field(default_factory=dict)
 
     def of(self, messages: Sequence[Message]) -> list[Message]:
         """Return turns with placeholders for their words."""
@@ -98,6 +99,8 @@ class _Shape:
             shaped = {**message, "content": self._text(i, message.get("content") or "")}
             if (name := message.get("name")) in self._names:
                 shaped["name"] = self._names[str(name)]
+            if message.get("tool_call_id") in self._ids:
+                shaped["tool_call_id"] = self._ids[message["tool_call_id"]]
             return shaped
         shaped = dict(message)
         if message.get("reasoning_content"):
@@ -130,7 +133,11 @@ class _Shape:
         if self.names and name:
             function["name"] = self._names[name] = self._one(i, name, "name")
         function["arguments"] = self._argument(i, function.get("arguments"))
-        return {**call, "function": function}
+        shaped = {**call, "function": function}
+        if isinstance(key := call.get("id"), str) and self.names and name and name in key:
+            # Some templates write the identifier of a call in place of its name.
+            shaped["id"] = self._ids[key] = key.replace(name, self._names[name])
+        return shaped
 
     def _argument(self, i: int, value: Any) -> Any:
         if isinstance(value, str):
@@ -241,8 +248,9 @@ class _Renderer:
         if not self._conversation.tools:
             return
         names = [tool.get("function", tool).get("name", "") for tool in self._conversation.tools]
-        missing = [name for name in names if name not in text]
-        if missing or text == self.without_tools():
+        without = self.without_tools()
+        missing = [name for name in names if text.count(name) <= without.count(name)]
+        if missing or text == without:
             raise self.refusal(
                 "the chat template does not write the tools of the conversation",
                 got=", ".join(missing or names)[:200],

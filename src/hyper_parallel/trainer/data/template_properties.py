@@ -47,10 +47,11 @@ _CALL_ID: Final = "abcdefgh1"
 _REASONING_KEYS: Final = ("reasoning_content", "reasoning", "thinking", "thought")
 """Names under which templates read the reasoning of a turn."""
 _TAG: Final = re.compile(
-    r"</?[A-Za-z][\w-]*>|<\|[^|<>\s]{1,40}\|>|<\uff5c[^\uff5c<>\s]{1,40}\uff5c>|\[/?[A-Z_]{2,30}\]|/(?:no_)?think\b"
+    r"</?[A-Za-z][\w-]*>|<\|[^|<>\s]{1,40}\|>|<\uff5c[^\uff5c<>\s]{1,40}\uff5c>|\[/?[A-Z_]{2,30}\]|\[\|[^|\[\]\s]{1,40}\|\]"
+    r"|/(?:no_)?think\b"
 )
 """Texts in a template that may decide how it reads the words of a turn."""
-_ANY_TAG: Final = re.compile(r"<[^<>\s]{1,60}>|\[/?[A-Z_]{2,30}\]")
+_ANY_TAG: Final = re.compile(r"<[^<>\s]{1,60}>|\[/?[A-Z_]{2,30}\]|\[\|[^|\[\]\s]{1,40}\|\]")
 _UNFINISHED_TAG: Final = re.compile(r"[<\[][^<>\[\]]*$")
 
 
@@ -142,7 +143,7 @@ class TemplateProperties:
         if self._takes_parts(role):
             shaped["content"] = [{"type": "text", "text": content}]
         if message.get("reasoning_content"):
-            shaped[self.reasoning_key] = message["reasoning_content"]
+            shaped |= self._reasoning(message["reasoning_content"], shaped["content"])
         if calls:
             shaped["tool_calls"] = [self._call(call, self._calls[0]) for call in calls]
             if not content:
@@ -175,14 +176,23 @@ class TemplateProperties:
             return "developer"
         return "system"
 
+    def _reasoning(self, reasoning: str, content: Any, key: str | None = None) -> Message:
+        """Return the keys of a turn that hold its reasoning and its content."""
+        key = self._reasoning_key if key is None else key
+        if key:
+            return {key: reasoning}
+        parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        return {"content": [{"type": "thinking", "thinking": reasoning}, *parts]}
+
     @cached_property
-    def reasoning_key(self) -> str:
-        """Key under which the template reads reasoning; the first one where it reads none."""
+    def _reasoning_key(self) -> str:
+        """Key under which the template reads reasoning, empty for a part of the content; the first one without any."""
         asked = self.form({"role": "user", "content": _ASKED})
         said = self.form({"role": "assistant", "content": _SAID})
-        for key in _REASONING_KEYS:
-            text = self._probe(asked, {**said, key: _MORE})
-            if _MORE in text and text.find(_MORE) < text.rfind(_SAID):
+        for key in (*_REASONING_KEYS, ""):
+            text = self._probe(asked, {**said, **self._reasoning(_MORE, said["content"], key)})
+            is_read = 0 <= text.find(_MORE) < text.rfind(_SAID) and "'text':" not in text
+            if is_read:
                 return key
         return _REASONING_KEYS[0]
 
@@ -197,10 +207,11 @@ class TemplateProperties:
         return {**call, "function": function}
 
     @cached_property
-    def _calls(self) -> tuple[bool, str | None]:
+    def _calls(self) -> tuple[bool, Any]:
         """Whether arguments of tool calls are a text, and the content of a turn that has only calls."""
         asked = self.form({"role": "user", "content": _ASKED})
-        forms = [(False, ""), (False, None), (True, ""), (True, None)]
+        empty = [{"type": "text", "text": ""}]
+        forms = [(text, content) for content in ("", None, empty) for text in (False, True)]
         for as_text, content in forms:
             turn = self._call_turn(as_text, content)
             for behind in ((), (self._tool_turn,)):
@@ -212,7 +223,7 @@ class TemplateProperties:
         return forms[0]
 
     @staticmethod
-    def _call_turn(as_text: bool, content: str | None) -> Message:
+    def _call_turn(as_text: bool, content: Any) -> Message:
         function = {"name": _NAME, "arguments": {_KEY: _VALUE}}
         call = {"type": "function", "id": _CALL_ID, "function": function}
         return {
@@ -330,6 +341,8 @@ class TemplateProperties:
         """Added tokens at which an answer ends."""
         last, later = self.ends
         markers = [last if last.text is not None else later]
+        if later.text is not None and not self._before_opener(f" {later.text.lstrip()}").strip():
+            markers.append(later)
         if "tools" in self.variables or "tool_calls" in self.source:
             markers.append(self.call_end)
         tokens = (self.end_token(end) for end in markers)
