@@ -160,15 +160,23 @@ def _joined(tokenizer: Any, facts: _Facts, text: str, cuts: Sequence[int], where
 
 def _continued(tokenizer: Any, before: tuple[str, list[int]], part: str, where: str) -> Tokens:
     """Return the tokens of a part that continue those of the part before it."""
-    text, ids = before
-    wanted = _text(tokenizer, _tokens(tokenizer, text + part)[0])
-    for own, places in _candidates(tokenizer, part):
-        if _text(tokenizer, ids + own) == wanted:
-            return own, places
+    context, ids = before
+    said = _text(tokenizer, ids)
+    alone, whole = (
+        _text(tokenizer, _tokens(tokenizer, one)[0]) for one in (context, context + part)
+    )
+    found = list(_candidates(tokenizer, part))
+    added = [_text(tokenizer, ids + own)[len(said) :] for own, _ in found]
+    # The best tokens have the text that the tokenizer makes of both parts; else, up to its first letter, the part's.
+    size = len(part) - len(part.lstrip()) + 1
+    for wanted, end in ((whole[len(alone) :], None), (part, size)):
+        for candidate, text in zip(found, added, strict=True):
+            if text[:end] == wanted[:end]:
+                return candidate
     raise BadValue(
         "the tokenizer cannot continue a prompt with these words without a space before them",
         where=where,
-        got=f"{abbreviated(text[-40:])} + {abbreviated(part[:40])}",
+        got=f"{abbreviated(context[-40:])} + {abbreviated(part[:40])}",
         allowed="a chat template that ends the generation prompt with a special token or a line end",
     )
 
@@ -176,12 +184,17 @@ def _continued(tokenizer: Any, before: tuple[str, list[int]], part: str, where: 
 def _candidates(tokenizer: Any, part: str) -> Iterator[Tokens]:
     """Yield the tokens of a part alone, and those that it has behind other texts."""
     yield _tokens(tokenizer, part)
-    for anchor in _ANCHORS:
-        alone = _tokens(tokenizer, anchor)[0]
-        ids, offsets = _tokens(tokenizer, anchor + part)
-        size, count = len(anchor), len(alone)
-        if ids[:count] == alone and all(first >= size for first, last in offsets[count:] if last > first):  # fmt: skip
-            yield ids[count:], [(max(0, a - size), max(0, b - size)) for a, b in offsets[count:]]
+    stripped = part.lstrip()  # a tokenizer may make one space of all white space
+    for text in (part, stripped) if stripped != part else (part,):
+        for anchor in _ANCHORS:
+            alone = _tokens(tokenizer, anchor)[0]
+            ids, offsets = _tokens(tokenizer, anchor + text)
+            size, count = len(anchor), len(alone)
+            moved = [(max(0, a - size), max(0, b - size)) for a, b in offsets[count:]]
+            apart = all(a >= size for a, b in offsets[count:] if b > a)
+            if ids[:count] == alone and apart:
+                shift = len(part) - len(text)
+                yield ids[count:], [(a + shift, b + shift) for a, b in moved]
 
 
 def _targets(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> list[bool]:
