@@ -455,6 +455,7 @@ class _Search:
         limit = own[0].start if own else len(self._text)
         if before is not None and len(before) <= limit and self._text.startswith(before):
             return len(before)
+        self._check_context(i, before)
         if not own:
             raise self._renderer.refusal(
                 "the chat template does not write a turn without words where generation begins it",
@@ -464,6 +465,19 @@ class _Search:
         if words.kind == "content":
             return self._with_space(i, own[0])
         return self._start_of_wrapper(i, own[0])
+
+    def _check_context(self, i: int, prompt: str | None) -> None:
+        """Refuse a turn before which generation reads other text: the turns before it change when others follow."""
+        before = [p.end for p in self._places if self._shape.words[p.number].turn < i]
+        end = max(before, default=0)
+        if prompt is not None and not prompt.startswith(self._text[:end]):
+            raise self._renderer.refusal(
+                "the chat template writes the turns before an answer differently once more turns follow, so it "
+                "would be trained on another prompt than generation has",
+                i,
+                got=abbreviated(self._text[:end][-80:]),
+                allowed="a text whose beginning stays the same when turns are added",
+            )
 
     def _with_space(self, i: int, place: _Place) -> int:
         """Return where words begin, white space included that the template keeps."""
