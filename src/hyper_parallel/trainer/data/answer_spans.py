@@ -456,15 +456,9 @@ class _Search:
         if before is not None and len(before) <= limit and self._text.startswith(before):
             return len(before)
         self._check_context(i, before)
-        if not own:
-            raise self._renderer.refusal(
-                "the chat template does not write a turn without words where generation begins it",
-                i,
-            )
-        words = self._shape.words[own[0].number]
-        if words.kind == "content":
+        if own and self._shape.words[own[0].number].kind == "content":
             return self._with_space(i, own[0])
-        return self._start_of_wrapper(i, own[0])
+        return self._start_of_wrapper(i)
 
     def _check_context(self, i: int, prompt: str | None) -> None:
         """Refuse a turn before which generation reads other text: the turns before it change when others follow."""
@@ -487,22 +481,23 @@ class _Search:
         kept = space and self._template.keeps_space and self._text[start : place.start] == space
         return start if kept else place.start
 
-    def _start_of_wrapper(self, i: int, place: _Place) -> int:
-        """Return where the text begins that the template writes before reasoning or a tool call.
+    def _start_of_wrapper(self, i: int) -> int:
+        """Return where the text begins that the template writes before reasoning, a tool call or an end marker.
 
         It is the first text behind the turns before that the generation prompt does not have.
         """
-        at = self._of_turn[i][0]
-        previous = self._places[at - 1].end if at else 0
-        asked = self._renderer.shaped_prompt(
-            _Shape(self._template.tags, self._shape.all_turns, self._shape.names), i
-        )
-        header = _PLACEHOLDER.split(asked)[-1]
-        gap = self._text[previous : place.start]
+        own = self.words_of(i)
+        before = [p for p in self._places if self._shape.words[p.number].turn < i]
+        previous = max((p.end for p in before), default=0)
+        behind = [p.start for p in self._places if p.start >= previous]
+        shape = _Shape(self._template.tags, self._shape.all_turns, self._shape.names)
+        header = _PLACEHOLDER.split(self._renderer.shaped_prompt(shape, i))[-1]
+        gap = self._text[previous : min(behind, default=len(self._text))]
         pairs = enumerate(zip(header, gap, strict=False))
         count = next((k for k, (a, b) in pairs if a != b), min(len(header), len(gap)))
         shared = header if count == len(header) else unfinished(gap[:count])
-        if not shared:
+        is_header = own or not header[len(shared) :][:1].isalnum()
+        if not shared or not is_header:
             raise self._renderer.refusal(
                 "the chat template writes a turn differently from the prompt of generation", i
             )
