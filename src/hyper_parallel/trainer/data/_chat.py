@@ -131,6 +131,7 @@ def encode_prompt(
     if not num_context:
         return [], []
     prompt = replace(conversation, messages=conversation.messages[:num_context])
+    complete_text(tokenizer, prompt, where)
     text = render(tokenizer, prompt, prompt=True, where=where)
     asked = ids_of(tokenizer, text, where)
     answer = answer_of(conversation.messages, num_context)

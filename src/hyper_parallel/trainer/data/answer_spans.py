@@ -267,7 +267,9 @@ def render_text(
     """
     renderer = _Renderer(tokenizer, conversation, where)
     renderer.check_values()
-    return renderer.text(prompt=prompt)
+    text = renderer.text(prompt=prompt)
+    renderer.check_tools(text)
+    return text
 
 
 def locate_answers(
@@ -474,12 +476,12 @@ class _Search:
             )
 
     def _with_space(self, i: int, place: _Place) -> int:
-        """Return where words begin, white space included that the template keeps."""
+        """Return where words begin, with white space that the template keeps, and tags before them."""
         content = self._messages[i].get("content") or ""
-        space = content[: len(content) - len(content.lstrip())]
-        start = place.start - len(space)
-        kept = space and self._template.keeps_space and self._text[start : place.start] == space
-        return start if kept else place.start
+        lead = content[: content.index(self._shape.words[place.number].text)]
+        start = place.start - len(lead)
+        kept = lead and (self._template.keeps_space or lead.strip())
+        return start if kept and self._text[start : place.start] == lead else place.start
 
     def _start_of_wrapper(self, i: int) -> int:
         """Return where the text begins that the template writes before reasoning, a tool call or an end marker.
@@ -515,6 +517,9 @@ class _Search:
             (p.start for p in following if self._shape.words[p.number].turn > i), len(self._text)
         )
         rest = self._text[behind:limit]
+        content = (self._messages[i].get("content") or "").strip()
+        if content and not own and content not in rest:  # words that are nothing but tags
+            raise self._renderer.refusal(_DROPPED["content"], i, got=abbreviated(content))
         is_last = i == len(self._messages) - 1
         is_call = bool(own) and self._shape.words[own[-1].number].kind in ("name", "argument")
         if self._messages[i].get("tool_calls") and not is_call and not self._calls_shown(i):
@@ -543,7 +548,7 @@ class _Search:
         for call in self._messages[i]["tool_calls"]:
             for key, value in _leaves(call["function"].get("arguments")):
                 is_shown = isinstance(value, str) or str(value) in said or json.dumps(value) in said
-                if key not in said or not is_shown:
+                if not is_shown or not any(form in said for form in _forms_of(key)):
                     raise self._renderer.refusal(_DROPPED["argument"], i, got=f"{key}: {value!r:.60}")  # fmt: skip
 
     def _words_end(self, rest: str, is_last: bool, has_words: bool) -> int | None:

@@ -66,6 +66,16 @@ def ids_of(tokenizer: Any, text: str, where: str) -> list[int]:
     return list(ids)
 
 
+def ids_behind(tokenizer: Any, token: int, text: str, where: str) -> list[int]:
+    """Return the tokens of a text that stands behind a token, as the tokenizer makes them of both together."""
+    with tokenizing(where):
+        before = tokenizer.decode([token])
+        ids = list(tokenizer(before + text, add_special_tokens=False, verbose=False)["input_ids"])
+    # A tokenizer may write a space before the first token of a text.
+    at = next((i for i in range(min(2, len(ids))) if ids[i] == token), None)
+    return ids_of(tokenizer, text, where) if at is None else ids[at + 1 :]
+
+
 def tokens_of_spans(
     tokenizer: Any, text: str, spans: Sequence[tuple[int, int]], where: str
 ) -> tuple[list[int], list[bool]]:
