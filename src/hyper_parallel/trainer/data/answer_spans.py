@@ -307,16 +307,15 @@ def _find_words(
     renderer: _Renderer, conversation: Conversation, text: str
 ) -> tuple[_Shape, list[_Place]]:
     """Return the places of all words in a text."""
-    tags = renderer.template.tags
     taken = _PLACEHOLDER.search(text)
     if taken:
         raise renderer.refusal(
             "a conversation holds a text that stands for words here", got=taken.group(), hint=None
         )
-    shape = _Shape(tags)
+    tags = renderer.template.tags
+    shapes = [_Shape(None), _Shape(tags), _Shape(tags, False), _Shape(tags, False, False)]
     first: BadValue | None = None
-    for all_turns, names in ((True, True), (False, True), (False, False)):
-        shape = _Shape(tags, all_turns, names)
+    for shape in shapes:
         try:
             shaped = renderer.shaped(shape)
         except BadValue as error:
@@ -449,7 +448,17 @@ class _Search:
     def span(self, i: int) -> tuple[int, int]:
         """Return the characters of the answer of turn `i`."""
         start = self._start(i)
-        return start, self._end(i, start)
+        end = self._end(i, start)
+        self._check_tags(i, start, end)
+        return start, end
+
+    def _check_tags(self, i: int, start: int, end: int) -> None:
+        """Refuse an answer with a tag that the template reads and drops; the generation prompt may end with it."""
+        if self._shape.tags is None:
+            return
+        for tag in self._shape.tags.findall(self._messages[i].get("content") or ""):
+            if tag not in self._text[max(0, start - 2 * len(tag)) : end]:
+                raise self._renderer.refusal(_DROPPED["content"], i, got=tag)
 
     def _start(self, i: int) -> int:
         own = self.words_of(i)
@@ -492,7 +501,7 @@ class _Search:
         before = [p for p in self._places if self._shape.words[p.number].turn < i]
         previous = max((p.end for p in before), default=0)
         behind = [p.start for p in self._places if p.start >= previous]
-        shape = _Shape(self._template.tags, self._shape.all_turns, self._shape.names)
+        shape = _Shape(self._shape.tags, self._shape.all_turns, self._shape.names)
         header = _PLACEHOLDER.split(self._renderer.shaped_prompt(shape, i))[-1]
         gap = self._text[previous : min(behind, default=len(self._text))]
         pairs = enumerate(zip(header, gap, strict=False))
