@@ -456,8 +456,10 @@ class _Search:
         """Refuse an answer with a tag that the template reads and drops; the generation prompt may end with it."""
         if self._shape.tags is None:
             return
-        for tag in self._shape.tags.findall(self._messages[i].get("content") or ""):
-            if tag not in self._text[max(0, start - 2 * len(tag)) : end]:
+        content = self._messages[i].get("content") or ""
+        for tag in set(self._shape.tags.findall(content)):
+            said = self._text[max(0, start - 2 * len(tag)) : end]
+            if said.count(tag) - said.endswith(tag) < content.count(tag):
                 raise self._renderer.refusal(_DROPPED["content"], i, got=tag)
 
     def _start(self, i: int) -> int:
@@ -537,7 +539,8 @@ class _Search:
             self._check_values(i, own)
             length = self._call_end(rest, is_last)
         else:
-            length = self._words_end(rest, is_last, bool(own))
+            has_words = bool(own) and self._shape.words[own[-1].number].kind == "content"
+            length = self._words_end(rest, is_last, has_words)
         if length is None:
             raise self._renderer.refusal(
                 "the chat template writes no marker behind an answer at which generation stops",
