@@ -5,6 +5,7 @@ Each template is a small one that behaves as a family of published templates doe
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from tokenizers.trainers import BpeTrainer, UnigramTrainer
@@ -12,8 +13,8 @@ from transformers import PreTrainedTokenizerFast
 
 from hyper_parallel.errors import BadValue
 from hyper_parallel.trainer._texts import Texts
-from hyper_parallel.trainer.data import CHATML, render, stop_ids
-from hyper_parallel.trainer.data._chat import encode_conversation, encode_prompt
+from hyper_parallel.trainer.data import CHATML, load_tokenizer, render, stop_ids
+from hyper_parallel.trainer.data._chat import RAW, encode_conversation, encode_prompt
 from hyper_parallel.trainer.data.conversation import Conversation
 
 pytestmark = pytest.mark.torch
@@ -376,3 +377,45 @@ def test_the_generation_config_decides_between_tokens_behind_a_call(tokenizer, t
     (tmp_path / "generation_config.json").write_text(f'{{"eos_token_id": [{number}]}}')
     again = PreTrainedTokenizerFast.from_pretrained(str(tmp_path))
     assert targets(again, CALLS)[0] == f"<call>{WRITTEN}</call><|call|>"
+
+
+def test_the_recipe_names_the_template_that_is_trained_and_exported(conversations, make, tmp_path):
+    own = tmp_path / "own.jinja"
+    own.write_text(
+        "{% for m in messages %}[{{ m.role }}] {{ m.content }}{{ eos_token }}\n{% endfor %}"
+        "{% if add_generation_prompt %}[assistant] {% endif %}"
+    )
+    found = {}
+    for name in ("auto", "none", str(own)):
+        packed = make(conversations, stage="sft", seq_len=256, chat_template=name)
+        exported = load_tokenizer(packed.tokenizer_dir)
+        found[name] = (exported.chat_template, packed.fingerprint, packed.tokenizer_fingerprint)
+        question = exported.decode(packed.train.read(np.arange(1))[0][0])
+        assert ("[user] What is" in question) == (name == str(own))
+        assert ("<|im_start|>user" in question) == (name == "auto")
+    assert found["none"][0] == RAW
+    assert found[str(own)][0] == own.read_text()
+    assert len({one[1] for one in found.values()}) == len({one[2] for one in found.values()}) == 3
+    own.write_text(own.read_text().replace("[", "<").replace("]", ">"))
+    changed = make(conversations, stage="sft", seq_len=256, chat_template=str(own))
+    assert changed.fingerprint != found[str(own)][1]
+
+
+@pytest.mark.parametrize(
+    ("content", "got", "line"),
+    [
+        ("{% for m in\nmessages %}", "Unexpected end", ", line 2"),
+        (None, "No such file", ""),
+        ("x" * 200_000, "131,072", ""),
+    ],
+)
+def test_a_template_file_that_is_no_template_is_refused(
+    conversations, make, tmp_path, content, got, line
+):
+    path = tmp_path / "own.jinja"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(BadValue, match="chat template cannot be read") as caught:
+        make(conversations, stage="sft", chat_template=str(path))
+    assert caught.value.where == f"data.chat_template: {path}{line}"
+    assert got in caught.value.got

@@ -16,15 +16,21 @@ ends with the marker at which generation stops.
 from __future__ import annotations
 
 import json
-import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
 from hyper_parallel.errors import BadValue, abbreviated
 from hyper_parallel.trainer.data.conversation import Conversation, Message
+from hyper_parallel.trainer.data.placeholders import (
+    PLACEHOLDER,
+    Placeholders,
+    WordsPlace,
+    forms_of,
+    places_of,
+)
 from hyper_parallel.trainer.data.template_properties import (
     EndMarker,
     TemplateProperties,
@@ -34,7 +40,6 @@ from hyper_parallel.trainer.data.template_properties import (
 
 _RESERVED: Final = ("messages", "tools", "add_generation_prompt")
 """Variables of a template that a record gives as turns and tools."""
-_PLACEHOLDER: Final = re.compile(r"Qz(\d+)zQ")
 _OTHER_FILE: Final = "data.chat_template=FILE"
 
 
@@ -51,102 +56,6 @@ class Rendering:
     text: str
     spans: tuple[tuple[int, int], ...] = ()
     turns: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class _Words:
-    """Words of a turn that a placeholder stands for."""
-
-    turn: int
-    kind: str  # content, reasoning, name or argument
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Characters of a text that hold the words number `number`."""
-
-    number: int
-    start: int
-    end: int
-
-
-@dataclass
-class _Shape:
-    """Turns with placeholders.
-
-    Args:
-        tags: Texts that stay as they are because the template may read them.
-        all_turns: Replace words of all turns, not of the assistant alone.
-        names: Replace names of called functions.
-    """
-
-    tags: re.Pattern[str] | None
-    all_turns: bool = True
-    names: bool = True
-    words: list[_Words] = field(default_factory=list)
-    _names: dict[str, str] = field(default_factory=dict)
-    _ids: dict[str, str] = field(default_factory=dict)
-
-    def of(self, messages: Sequence[Message]) -> list[Message]:
-        """Return turns with placeholders for their words."""
-        return [self._turn(i, message) for i, message in enumerate(messages)]
-
-    def _turn(self, i: int, message: Message) -> Message:
-        if message["role"] != "assistant":
-            if not self.all_turns:
-                return message
-            shaped = {**message, "content": self._text(i, message.get("content") or "")}
-            if (name := message.get("name")) in self._names:
-                shaped["name"] = self._names[str(name)]
-            if message.get("tool_call_id") in self._ids:
-                shaped["tool_call_id"] = self._ids[message["tool_call_id"]]
-            return shaped
-        shaped = dict(message)
-        if message.get("reasoning_content"):
-            shaped["reasoning_content"] = self._text(i, message["reasoning_content"], "reasoning")
-        shaped["content"] = self._text(i, message.get("content") or "")
-        if message.get("tool_calls"):
-            shaped["tool_calls"] = [self._call(i, call) for call in message["tool_calls"]]
-        return shaped
-
-    def _text(self, i: int, text: str, kind: str = "content") -> str:
-        parts = self.tags.split(text) if self.tags else [text]
-        last = len(parts) - 1
-        for at in range(0, len(parts), 2):  # every other part is a tag
-            closed = at < last and parts[at + 1].startswith(("</", "[/"))
-            parts[at] = self._one(i, parts[at], "reasoning" if closed else kind)
-        return "".join(parts)
-
-    def _one(self, i: int, text: str, kind: str) -> str:
-        """Replace the words between the white space at both ends, which a template may strip."""
-        core = text.strip()
-        if not core:
-            return text
-        self.words.append(_Words(i, kind, core))
-        start = text.index(core)
-        return f"{text[:start]}Qz{len(self.words) - 1}zQ{text[start + len(core) :]}"
-
-    def _call(self, i: int, call: Mapping[str, Any]) -> dict[str, Any]:
-        function = dict(call["function"])
-        name = function["name"]
-        if self.names and name:
-            function["name"] = self._names[name] = self._one(i, name, "name")
-        function["arguments"] = self._argument(i, function.get("arguments"))
-        shaped = {**call, "function": function}
-        if isinstance(key := call.get("id"), str) and self.names and name and name in key:
-            # Some templates write the identifier of a call in place of its name.
-            shaped["id"] = self._ids[key] = key.replace(name, self._names[name])
-        return shaped
-
-    def _argument(self, i: int, value: Any) -> Any:
-        if isinstance(value, str):
-            return self._one(i, value, "argument")
-        if isinstance(value, Mapping):
-            return {key: self._argument(i, item) for key, item in value.items()}
-        if isinstance(value, list):
-            return [self._argument(i, item) for item in value]
-        return value
 
 
 class _Renderer:
@@ -172,12 +81,12 @@ class _Renderer:
         """Return the text of all turns, and the characters that the template marks."""
         return self._render(self._forms, marks=self.template.has_marks)
 
-    def shaped(self, shape: _Shape) -> str:
+    def shaped(self, shape: Placeholders) -> str:
         """Return the text of the turns of a shape."""
         messages = shape.of(self._conversation.messages)
         return self._render([self.template.form(message) for message in messages])[0]
 
-    def shaped_prompt(self, shape: _Shape, count: int) -> str:
+    def shaped_prompt(self, shape: Placeholders, count: int) -> str:
         """Return the text of the first turns of a shape with the generation prompt; empty where it has none."""
         messages = shape.of(self._conversation.messages[:count])
         try:
@@ -305,15 +214,20 @@ def locate_answers(
 
 def _find_words(
     renderer: _Renderer, conversation: Conversation, text: str
-) -> tuple[_Shape, list[_Place]]:
+) -> tuple[Placeholders, list[WordsPlace]]:
     """Return the places of all words in a text."""
-    taken = _PLACEHOLDER.search(text)
+    taken = PLACEHOLDER.search(text)
     if taken:
         raise renderer.refusal(
             "a conversation holds a text that stands for words here", got=taken.group(), hint=None
         )
     tags = renderer.template.tags
-    shapes = [_Shape(None), _Shape(tags), _Shape(tags, False), _Shape(tags, False, False)]
+    shapes = [
+        Placeholders(None),
+        Placeholders(tags),
+        Placeholders(tags, False),
+        Placeholders(tags, False, False),
+    ]
     first: BadValue | None = None
     for shape in shapes:
         try:
@@ -321,7 +235,7 @@ def _find_words(
         except BadValue as error:
             first = first or error
             continue
-        places = _places(shaped, text, shape.words)
+        places = places_of(shaped, text, shape.words)
         if places is not None:
             return shape, places
     if first is not None:
@@ -334,7 +248,7 @@ def _raise_changed(renderer: _Renderer, conversation: Conversation, text: str) -
     """Refuse a conversation whose words the template changes; names the first turn with missing words."""
     for i, message in enumerate(conversation.messages):
         words = (message.get("content") or "").strip()
-        if words and not any(form in text for form in _forms_of(words)):
+        if words and not any(form in text for form in forms_of(words)):
             raise renderer.refusal(
                 "words of a turn do not appear in the text that the chat template writes",
                 i,
@@ -348,39 +262,11 @@ def _raise_changed(renderer: _Renderer, conversation: Conversation, text: str) -
     )
 
 
-def _forms_of(words: str) -> Iterator[str]:
-    """Yield the forms in which a template may write words: as they are, and as JSON."""
-    yield words
-    for ascii_only in (False, True):
-        escaped = json.dumps(words, ensure_ascii=ascii_only)[1:-1]
-        if escaped != words:
-            yield escaped
-
-
-def _places(shaped: str, text: str, words: Sequence[_Words]) -> list[_Place] | None:
-    """Return where words stand in a text, given the text with placeholders; None when the two differ otherwise."""
-    parts = _PLACEHOLDER.split(shaped)
-    places: list[_Place] = []
-    position = len(parts[0])
-    if not text.startswith(parts[0]):
-        return None
-    for at in range(1, len(parts), 2):
-        number, gap = int(parts[at]), parts[at + 1]
-        form = next(
-            (f for f in _forms_of(words[number].text) if text.startswith(f + gap, position)), None
-        )
-        if form is None:
-            return None
-        places.append(_Place(number, position, position + len(form)))
-        position += len(form) + len(gap)
-    return places if position == len(text) else None
-
-
 def _check_words(
     renderer: _Renderer,
     conversation: Conversation,
-    shape: _Shape,
-    places: Sequence[_Place],
+    shape: Placeholders,
+    places: Sequence[WordsPlace],
     text: str,
     trained: AbstractSet[int],
 ) -> None:
@@ -400,7 +286,7 @@ def _check_words(
     if not shape.all_turns:
         for i, message in enumerate(conversation.messages):
             core = (message.get("content") or "").strip()
-            if message["role"] != "assistant" and not any(f in text for f in _forms_of(core)):
+            if message["role"] != "assistant" and not any(f in text for f in forms_of(core)):
                 raise renderer.refusal(_DROPPED["content"], i, got=abbreviated(core))
     turns = [
         turn for p in places if (turn := shape.words[p.number].turn) in trained
@@ -425,8 +311,8 @@ class _Search:
         self,
         renderer: _Renderer,
         conversation: Conversation,
-        shape: _Shape,
-        places: Sequence[_Place],
+        shape: Placeholders,
+        places: Sequence[WordsPlace],
         text: str,
     ) -> None:
         self._renderer, self._messages = renderer, conversation.messages
@@ -441,7 +327,7 @@ class _Search:
         self.appended = ""
         """End marker of the last answer where the template leaves it to the turn that would follow."""
 
-    def words_of(self, i: int) -> list[_Place]:
+    def words_of(self, i: int) -> list[WordsPlace]:
         """Return the places of the words of a turn."""
         return [self._places[at] for at in self._of_turn.get(i, ())]
 
@@ -486,7 +372,7 @@ class _Search:
                 allowed="a text whose beginning stays the same when turns are added",
             )
 
-    def _with_space(self, i: int, place: _Place) -> int:
+    def _with_space(self, i: int, place: WordsPlace) -> int:
         """Return where words begin, with white space that the template keeps, and tags before them."""
         content = self._messages[i].get("content") or ""
         lead = content[: content.index(self._shape.words[place.number].text)]
@@ -503,8 +389,8 @@ class _Search:
         before = [p for p in self._places if self._shape.words[p.number].turn < i]
         previous = max((p.end for p in before), default=0)
         behind = [p.start for p in self._places if p.start >= previous]
-        shape = _Shape(self._shape.tags, self._shape.all_turns, self._shape.names)
-        header = _PLACEHOLDER.split(self._renderer.shaped_prompt(shape, i))[-1]
+        shape = Placeholders(self._shape.tags, self._shape.all_turns, self._shape.names)
+        header = PLACEHOLDER.split(self._renderer.shaped_prompt(shape, i))[-1]
         gap = self._text[previous : min(behind, default=len(self._text))]
         pairs = enumerate(zip(header, gap, strict=False))
         count = next((k for k, (a, b) in pairs if a != b), min(len(header), len(gap)))
@@ -554,13 +440,13 @@ class _Search:
         kinds = {self._shape.words[p.number].kind for p in self.words_of(i)}
         return bool(kinds & {"name", "argument"})
 
-    def _check_values(self, i: int, own: Sequence[_Place]) -> None:
+    def _check_values(self, i: int, own: Sequence[WordsPlace]) -> None:
         """Refuse a call with an argument that has no placeholder and is not written."""
         said = self._text[own[0].start :]
         for call in self._messages[i]["tool_calls"]:
             for key, value in _leaves(call["function"].get("arguments")):
                 is_shown = isinstance(value, str) or str(value) in said or json.dumps(value) in said
-                if not is_shown or not any(form in said for form in _forms_of(key)):
+                if not is_shown or not any(form in said for form in forms_of(key)):
                     raise self._renderer.refusal(_DROPPED["argument"], i, got=f"{key}: {value!r:.60}")  # fmt: skip
 
     def _words_end(self, rest: str, is_last: bool, has_words: bool) -> int | None:
