@@ -58,8 +58,8 @@ _CHOSEN: Final = (
 """Keys of the `parallel` section besides the degrees that the planner chooses where nobody gives them."""
 
 _PATHS: Final = (
-    "model.path", "data.source", "data.validation", "data.tokenizer", "data.chat_template",
-    "parallel.schedule_file", "checkpoint.from_dir", "topology",
+    "model.path", "data.source", "data.validation", "data.tokenizer", "data.chat_template", "parallel.schedule_file",
+    "checkpoint.from_dir", "topology",
 )  # fmt: skip
 """Keys that may name a file or a directory to read; a relative one is looked for beside the recipe first."""
 

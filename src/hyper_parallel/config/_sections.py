@@ -125,6 +125,9 @@ class Data(Section):
     """Shape of the records; auto looks at the file name and the first record."""
     text_key: str = "text"
     """Key or column of the text in records."""
+    chat_template: str = "auto"
+    """How conversations become text. auto: by the template of the tokenizer; where it has none, texts under `prompt`
+    and `completion` are joined as plain text. none: every pair of texts is joined. Else a file with a template."""
     seq_len: int = Field(default=512, ge=2, le=MOST_SEQ_LEN)
     """Tokens per sequence."""
     packing: bool = True
@@ -134,9 +137,6 @@ class Data(Section):
     conversations yes (`stage: sft`), between texts no (`stage: pt`), where a sequence is a piece of one long stream."""
     tokenizer: str | None = None
     """Tokenizer directory. None: the one of `model.path`, else a byte-level BPE trained on the source."""
-    chat_template: str = "auto"
-    """Chat template of conversations: `auto` (the tokenizer's own, else headed turns), `none` (the words of the turns
-    alone, answers closed by end-of-text) or a file with a jinja template. It is exported with the tokenizer."""
     vocab_size: int | None = Field(default=None, ge=260, le=MOST_VOCABULARY)
     """Entries of a tokenizer that is trained here. None: 4096, or as many as the model has where these are fewer."""
     holdout: float = Field(default=0.02, ge=0.0, lt=0.5)
