@@ -306,6 +306,10 @@ def test_the_role_of_a_tool_ends_a_call_where_roles_end_answers(tokenizer):
     assert targets(tokenizer, Conversation(CALLS.messages[:2], tools=TOOLS)) == expected[:1]
 
 
+CALLS_WITH_WORDS = replace(
+    CALLS,
+    messages=(CALLS.messages[0], {**CALLS.messages[1], "content": "Then"}, *CALLS.messages[2:]),
+)
 PAIR = Conversation(turns("a", "Reply"))
 SYSTEM = Conversation(({"role": "system", "content": "Be brief."}, *turns("a", "b")))
 ONE_OF_USER = "<|user|>{{ m.content if m.role == 'user' }}<|end|>"
@@ -323,6 +327,18 @@ REFUSED = [
     (loop("A: {{ m.content }}\n", "U: {{ m.content }}\n", "A: "), PAIR, "no marker", 2),
     (loop("<|assistant|>{{ m.content | upper }}<|end|>"), PAIR, "words of a turn", 2),
     (loop("<|assistant|>{{ m.content * 2 }}<|end|>"), PAIR, "more than once", 2),
+    (
+        LISTED
+        + loop(
+            "<|assistant|>{% for c in m.tool_calls %}{{ c.function.name }}{{ c.function.arguments | tojson }}"
+            "{% endfor %}{{ messages[2].content if loop.index0 == 1 }}{{ m.content }}<|end|>",
+            "{% if m.role == 'user' %}<|user|>{{ m.content }}<|end|>{% endif %}",
+            "<|assistant|>",
+        ),
+        CALLS_WITH_WORDS,
+        "words of another turn",
+        2,
+    ),
     ("{{ messages | length }}" + CHATML, PAIR, "differently once more turns follow", 2),
     (
         loop("<|assistant|>{% generation %}{{ m.content[:2] }}{% endgeneration %}{{ m.content[2:] }}<|end|>"),

@@ -336,7 +336,27 @@ class _Search:
         start = self._start(i)
         end = self._end(i, start)
         self._check_tags(i, start, end)
+        self._check_alone(i, start, end)
         return start, end
+
+    def _check_alone(self, i: int, start: int, end: int) -> None:
+        """Refuse an answer within which the template writes words of another turn, such as the result of a tool."""
+        inside = [p for p in self._places if start <= p.start < end]
+        others = {self._shape.words[p.number].turn for p in inside} - {i}
+        if not self._shape.all_turns:
+            borders = [start, *(edge for p in inside for edge in (p.start, p.end)), end]
+            gaps = [self._text[a:b] for a, b in zip(borders[::2], borders[1::2], strict=True)]
+            for turn, message in enumerate(self._messages):
+                core = (message.get("content") or "").strip()
+                if message["role"] != "assistant" and core and any(core in gap for gap in gaps):
+                    others.add(turn)
+        if others:
+            turn = min(others)
+            raise self._renderer.refusal(
+                "the chat template writes words of another turn within an answer",
+                i,
+                got=f"turn {turn + 1} ({self._messages[turn]['role']})",
+            )
 
     def _check_tags(self, i: int, start: int, end: int) -> None:
         """Refuse an answer with a tag that the template reads and drops; the generation prompt may end with it."""

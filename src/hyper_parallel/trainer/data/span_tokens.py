@@ -208,16 +208,17 @@ def _candidates(tokenizer: Any, part: str) -> Iterator[Tokens]:
 
 
 def _targets(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> list[bool]:
-    """Return whether each token holds a character of a span; both are in order."""
-    found, at = [False] * len(offsets), 0
-    for index, (first, last) in enumerate(offsets):
-        while at < len(spans) and first >= spans[at][1]:
-            at += 1
-        if at == len(spans):
-            break
-        start = spans[at][0]
-        # A token without characters, such as the mark of a word's beginning, belongs to the span that it begins.
-        found[index] = last > start or (first == last == start)
+    """Return whether each token holds a character of a span; both are in order.
+
+    A token without characters, such as the mark of a word's beginning, belongs to the span that it begins.
+    """
+    found = [False] * len(offsets)
+    firsts = [first for first, _ in offsets]
+    for start, end in spans:
+        at, stop = bisect_left(firsts, start), bisect_left(firsts, end)
+        while at and offsets[at - 1][1] > start:
+            at -= 1
+        found[at:stop] = [True] * (stop - at)
     return found
 
 
