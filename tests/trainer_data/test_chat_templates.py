@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from hyper_parallel.errors import BadValue
 from hyper_parallel.trainer._texts import Texts
 from hyper_parallel.trainer.data import CHATML, load_tokenizer, render, stop_ids
-from hyper_parallel.trainer.data._chat import RAW, encode_conversation, encode_prompt
+from hyper_parallel.trainer.data._chat import RAW, encode_conversation, encode_pair, encode_prompt
 from hyper_parallel.trainer.data.conversation import Conversation
 
 pytestmark = pytest.mark.torch
@@ -235,6 +235,18 @@ def test_no_tokenizer_gains_a_space_where_an_answer_begins(kind, words, template
     prompt = tokenizer(render(tokenizer, conversation.messages[:1], prompt=True), add_special_tokens=False)  # fmt: skip
     assert ids[: mask.index(True)] == prompt["input_ids"]
     assert ids.count(tokenizer.bos_token_id) == text.count("<s>")
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+@pytest.mark.parametrize("prompt", ["query: ", "query:", "query:\n"])
+def test_a_pair_of_texts_is_joined_without_a_space(kind, prompt):
+    tokenizer = TOKENIZERS[kind]()
+    ids, mask = encode_pair(tokenizer, prompt, "return words")
+    whole = tokenizer(f"{prompt}return words", add_special_tokens=False)["input_ids"]
+    assert tokenizer.decode(ids[:-1]) == tokenizer.decode(whole)
+    assert ids[: mask.index(True)] == tokenizer(prompt, add_special_tokens=False)["input_ids"]
+    assert ids[-1] == tokenizer.eos_token_id
+    assert mask[-1]
 
 
 REASONED = {"role": "assistant", "content": "Reply one", "reasoning_content": "Let me see."}

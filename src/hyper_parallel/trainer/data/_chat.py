@@ -120,6 +120,18 @@ def encode_conversation(
     return tokens_of_spans(tokenizer, text, spans, where)
 
 
+def encode_pair(
+    tokenizer: Any, prompt: str, answer: str, where: str = ""
+) -> tuple[list[int], list[bool]]:
+    """Return the tokens of two texts joined as plain text and closed by end-of-text; the answer's are targets.
+
+    The tokens of the prompt are those of generation, and the answer gains no space.
+    """
+    text = prompt + answer
+    ids, mask = tokens_of_spans(tokenizer, text, [(len(prompt), len(text))], where)
+    return [*ids, tokenizer.eos_token_id], [*mask, True]
+
+
 def encode_prompt(
     tokenizer: Any, conversation: Conversation, where: str = "", num_context: int = 0
 ) -> tuple[list[int], list[bool]]:
