@@ -114,12 +114,11 @@ class Placeholders:
 
 
 def forms_of(words: str) -> Iterator[str]:
-    """Yield the forms in which a template may write words: as they are, and as JSON."""
+    """Yield the forms in which a template may write words: as they are, as JSON, and as a text of Python."""
     yield words
-    for ascii_only in (False, True):
-        escaped = json.dumps(words, ensure_ascii=ascii_only)[1:-1]
-        if escaped != words:
-            yield escaped
+    for escaped in (json.dumps(words, ensure_ascii=False), json.dumps(words), repr(words)):
+        if escaped[1:-1] != words:
+            yield escaped[1:-1]
 
 
 def places_of(shaped: str, text: str, words: Sequence[Words]) -> list[WordsPlace] | None:
