@@ -132,6 +132,9 @@ class Data(Section):
     """Shape of the records; auto looks at the file name and the first record."""
     text_key: str = "text"
     """Key or column of the text in records."""
+    chat_template: str = "auto"
+    """How conversations become text. auto: by the template of the tokenizer; where it has none, texts under `prompt`
+    and `completion` are joined as plain text. none: every pair of texts is joined. Else a file with a template."""
     seq_len: int = Field(default=512, ge=2, le=MOST_SEQ_LEN)
     """Tokens per sequence."""
     packing: bool = True

@@ -3,26 +3,24 @@
 The tokenizer's own template is used when it has one. A tokenizer trained here carries `CHATML`; a foreign tokenizer
 without a template gets `PLAIN`, which needs no special token but the end-of-text one.
 
-A template that marks the assistant's words itself, between `{% generation %}` and `{% endgeneration %}`, decides the
-loss mask. For any other it is found from text alone: the assistant's turn i begins where the rendering of the
-turns before it, with the generation prompt, ends. The template must therefore render a conversation's beginning the
-same way whether or not more turns follow it; a template that does not is refused by name. In both, turns of the prompt
-are no targets, and a token is a target when it holds a character of the assistant's.
+`answer_spans` renders a conversation and finds the answers in its text, `span_tokens` tokenises it so that the tokens
+before an answer are those of generation. Targets are the words of the assistant, the marker that ends a turn, and what
+the template has the model write between the generation prompt and the words, such as an empty reasoning block. A
+template that marks the assistant's words itself, between `{% generation %}` and `{% endgeneration %}`, may leave out
+text before and behind the words.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
-from typing import Any, Final
+from dataclasses import replace
+from typing import Any
 
 from hyper_parallel.errors import BadValue
-from hyper_parallel.trainer.data._tokenizer_limits import tokenizing
+from hyper_parallel.trainer.data.answer_spans import locate_answers, render_text
 from hyper_parallel.trainer.data.conversation import Conversation, Message
-
-_WORDS: Final = "XYZ"
-"""Words of an answer that shows what a template writes around it."""
-_MARKS: Final = re.compile(r"\{%-?\+?\s*generation\b")
+from hyper_parallel.trainer.data.span_tokens import ids_of, tokens_of_spans
+from hyper_parallel.trainer.data.template_properties import properties_of
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
@@ -37,142 +35,67 @@ PLAIN = (
 )
 """Template of foreign tokenizers that bring none: headed turns, the assistant's closed by end-of-text."""
 
+RAW = (
+    "{% for message in messages %}{{ message['content'] }}"
+    "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+)
+"""Template of `data.chat_template: none`: words alone, the assistant's closed by end-of-text."""
+
 
 def render(
-    tokenizer: Any, messages: Sequence[Message], *, prompt: bool = False, where: str = ""
+    tokenizer: Any,
+    conversation: Conversation | Sequence[Message],
+    *,
+    prompt: bool = False,
+    where: str = "",
 ) -> str:
-    """Text of a conversation; with `prompt`, followed by the header of the assistant's next turn."""
-    return _render(tokenizer, messages, prompt, where, marks=False)[0]
-
-
-def _render(
-    tokenizer: Any, messages: Sequence[Message], prompt: bool, where: str, marks: bool
-) -> tuple[str, list[tuple[int, int]]]:
-    """Text of a conversation, and with `marks` the characters that the template marks as the assistant's.
+    """Return the text of a conversation; with `prompt`, followed by the header of the assistant's next turn.
 
     Raises:
-        BadValue: HP102 whatever the template raises.
+        BadValue: HP102 whatever the template raises, and for a variable that it does not read.
     """
-    from hyper_parallel.trainer.data._template import rendered
+    return render_text(tokenizer, _as_conversation(conversation), prompt=prompt, where=where)
 
-    values = {**tokenizer.special_tokens_map, "add_generation_prompt": prompt}
-    try:
-        return rendered(tokenizer.get_chat_template(), messages, values, marks=marks)
-    except Exception as error:  # a template is a program, and raises anything
-        roles = [message["role"] for message in messages]
-        raise BadValue(
-            "the chat template of the tokenizer refuses a conversation",
-            where=where or "chat template",
-            got=f"{str(error)[:500] or type(error).__name__}; roles: {', '.join(roles[:20])}",
-        ) from error
+
+def _as_conversation(turns: Conversation | Sequence[Message]) -> Conversation:
+    return turns if isinstance(turns, Conversation) else Conversation(tuple(turns))
+
+
+def complete_text(tokenizer: Any, conversation: Conversation, where: str = "") -> str:
+    """Return the text of a conversation that has the words of all turns.
+
+    Raises:
+        BadValue: HP102 as `encode_conversation`, without regard to end markers.
+    """
+    return locate_answers(tokenizer, conversation, (), where).text
 
 
 def assistant_spans(
-    tokenizer: Any, messages: Sequence[Message], where: str = "", num_context: int = 0
+    tokenizer: Any,
+    conversation: Conversation | Sequence[Message],
+    where: str = "",
+    num_context: int = 0,
 ) -> tuple[str, list[tuple[int, int]]]:
     """Return the text of a conversation and the [start, end) characters of the assistant's turns with end markers.
 
     Args:
         tokenizer: With a chat template.
-        messages: All turns.
+        conversation: All turns.
         where: Place of the record, for errors.
         num_context: Leading turns that have no span.
     """
-    full = render(tokenizer, messages, where=where)
-    spans = []
-    for i, message in enumerate(messages):
-        if message["role"] != "assistant" or i < num_context:
-            continue
-        opens = all(turn["role"] == "system" for turn in messages[:i])
-        find = _turn_by_header if opens else _later_turn
-        span = find(tokenizer, messages, i, full, where)
-        if span is None:
-            raise _unstable(f"{where}, turn {i + 1}", full)
-        start, end = span
-        # White space behind the end marker belongs to the template; generation stops at the marker.
-        spans.append((start, start + len(full[start:end].rstrip())))
-    return full, spans
+    one = _as_conversation(conversation)
+    found = locate_answers(tokenizer, one, _trained_turns(one, num_context), where)
+    return found.text, list(found.spans)
 
 
-def _unstable(where: str, full: str) -> BadValue:
-    return BadValue(
-        "the chat template writes a conversation differently once more turns follow, so the assistant's "
-        "tokens cannot be told from the others",
-        where=where,
-        got=repr(full[-80:]),
-        allowed="a text whose beginning stays the same when turns are added",
-    )
-
-
-def _later_turn(
-    tokenizer: Any, messages: Sequence[Message], i: int, full: str, where: str
-) -> tuple[int, int] | None:
-    """Return where turn `i`, which answers a user, begins and ends in the `full` text; None when it cannot be told."""
-    before = render(tokenizer, messages[:i], prompt=True, where=where)
-    upto = render(tokenizer, messages[: i + 1], where=where)
-    if not full.startswith(
-        before
-    ):  # a generation prompt may begin a reasoning block that earlier turns lack
-        return _turn_by_header(tokenizer, messages, i, full, where)
-    if full.startswith(upto):
-        return len(before), len(upto)
-    # Some templates add a reasoning block to the last turn only (Qwen3): the words and the marker must follow.
-    turn, said = (
-        full[len(before) :].lstrip(),
-        messages[i]["content"].strip() + _end_marker(tokenizer),
-    )
-    return (len(before), len(full) - len(turn) + len(said)) if turn.startswith(said) else None
-
-
-def _turn_by_header(
-    tokenizer: Any, messages: Sequence[Message], i: int, full: str, where: str
-) -> tuple[int, int] | None:
-    """Return as `_later_turn` by the text that the template writes before other words in the same place."""
-    shown = [
-        *messages[:i],
-        {"role": "assistant", "content": _WORDS},
-        {"role": "user", "content": "a"},
+def _trained_turns(conversation: Conversation, num_context: int) -> list[int]:
+    """Return the turns whose words are targets."""
+    return [
+        i
+        for i, turn in enumerate(conversation.messages)
+        if turn["role"] == "assistant" and i >= num_context and i not in conversation.untrained
     ]
-    header, found, _ = render(tokenizer, shown, where=where).partition(_WORDS)
-    if not found:  # some templates leave a turn before any of the user out
-        left_out = all(turn["role"] != "user" for turn in messages[:i])
-        return (len(full), len(full)) if left_out else None
-    if not full.startswith(header):
-        return None
-    marker = _end_marker(tokenizer)
-    for words in (messages[i]["content"], messages[i]["content"].strip()):
-        at = full.find(words + marker, len(header))
-        is_last = i == len(messages) - 1  # which alone may have a reasoning block before its words
-        if at >= 0 and (is_last or not full[len(header) : at].strip()):
-            return len(header), at + len(words + marker)
-    return None
-
-
-def _behind_answer(tokenizer: Any, *turns: Message) -> str:
-    """Return the text that a template writes behind the words of an answer, before `turns`."""
-    answered: list[Message] = [
-        {"role": "user", "content": "a"},
-        {"role": "assistant", "content": _WORDS},
-    ]
-    return render(tokenizer, [*answered, *turns]).rpartition(_WORDS)[2]
-
-
-def _end_marker(tokenizer: Any) -> str:
-    """Return the text that a template writes behind an answer wherever it stands, without white space at its end."""
-    last = _behind_answer(tokenizer)
-    later = _behind_answer(tokenizer, {"role": "user", "content": "a"})
-    if later.startswith(last):
-        return last.rstrip()
-    # Some templates close the whole conversation (Phi-3): whole tokens that are there in both cases are the marker.
-    shared = _num_shared_characters(last, later)
-    encoded = _encoded(tokenizer, later, "chat template", offsets=True)
-    ends = [end for _, end in encoded["offset_mapping"] if end <= shared]
-    return later[: max(ends, default=0)].rstrip()
-
-
-def _num_shared_characters(one: str, other: str) -> int:
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 def encode_conversation(
@@ -180,7 +103,11 @@ def encode_conversation(
 ) -> tuple[list[int], list[bool]]:
     """Return the tokens of a conversation and, for each, whether it is a target.
 
-    Targets are the assistant's tokens in all turns but the first `num_context`.
+    Targets are the assistant's tokens in all turns but the first `num_context` and those that the conversation leaves
+    out. The tokens before the first target are those of generation for the same turns.
+
+    Raises:
+        BadValue: HP102 when the template or the tokenizer cannot write the conversation exactly, naming the turn.
     """
     if not tokenizer.is_fast:
         raise BadValue(
@@ -189,57 +116,20 @@ def encode_conversation(
             got=type(tokenizer).__name__,
             allowed="a tokenizer with a tokenizer.json",
         )
-    messages = conversation.messages
-    if _MARKS.search(str(tokenizer.chat_template)):
-        return _encode_marked(tokenizer, messages, where, num_context)
-    text, spans = assistant_spans(tokenizer, messages, where, num_context)
-    encoded = _encoded(tokenizer, text, where, offsets=True)
-    offsets = encoded["offset_mapping"]
-    mask = [any(a <= first < b or first < a < last for a, b in spans) for first, last in offsets]
-    return list(encoded["input_ids"]), mask
+    text, spans = assistant_spans(tokenizer, conversation, where, num_context)
+    return tokens_of_spans(tokenizer, text, spans, where)
 
 
-def _encode_marked(
-    tokenizer: Any, messages: Sequence[Message], where: str, num_context: int
+def encode_pair(
+    tokenizer: Any, prompt: str, answer: str, where: str = ""
 ) -> tuple[list[int], list[bool]]:
-    """Return as `encode_conversation` for a template that marks the assistant's words."""
-    full, spans = _render(tokenizer, messages, False, where, marks=True)
-    encoded = _encoded(tokenizer, full, where, offsets=True)
-    later = [
-        i for i, turn in enumerate(messages) if turn["role"] == "assistant" and i >= num_context
-    ]
-    start = 0 if later else len(full)
-    if later and any(turn["role"] == "assistant" for turn in messages[: later[0]]):
-        context = render(tokenizer, messages[: later[0]], where=where)
-        if not full.startswith(context.rstrip()):
-            raise _unstable(f"{where}, turn {later[0] + 1}", full)
-        # A generation prompt may hold text that the conversation does not, such as an empty reasoning block.
-        before = render(tokenizer, messages[: later[0]], prompt=True, where=where)
-        start = _num_shared_characters(before, full)
-    marks = _overlapping(encoded["offset_mapping"], spans)
-    ends = (last for _, last in encoded["offset_mapping"])
-    learn = [one and last > start for one, last in zip(marks, ends, strict=True)]
-    return list(encoded["input_ids"]), learn
+    """Return the tokens of two texts joined as plain text and closed by end-of-text; the answer's are targets.
 
-
-def _encoded(tokenizer: Any, text: str, where: str, *, offsets: bool = False) -> Any:
-    """Return what a tokenizer makes of a text, with characters of each token where these are asked for."""
-    with tokenizing(where):
-        return tokenizer(
-            text, add_special_tokens=False, return_offsets_mapping=offsets, verbose=False
-        )
-
-
-def _overlapping(
-    offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]
-) -> list[bool]:
-    """Return whether each token overlaps a span; both are in order."""
-    found, at = [False] * len(offsets), 0
-    for index, (first, last) in enumerate(offsets):
-        while at < len(spans) and first >= spans[at][1]:
-            at += 1
-        found[index] = at < len(spans) and last > spans[at][0]
-    return found
+    The tokens of the prompt are those of generation, and the answer gains no space.
+    """
+    text = prompt + answer
+    ids, mask = tokens_of_spans(tokenizer, text, [(len(prompt), len(text))], where)
+    return [*ids, tokenizer.eos_token_id], [*mask, True]
 
 
 def encode_prompt(
@@ -252,13 +142,12 @@ def encode_prompt(
     """
     if not num_context:
         return [], []
-    messages = conversation.messages
-    prompt = render(tokenizer, messages[:num_context], prompt=True, where=where)
-    texts = (prompt, answer_of(messages, num_context))
-    asked, said = (
-        list(_encoded(tokenizer, text, where)["input_ids"]) if text else [] for text in texts
-    )
-    said.append(tokenizer.eos_token_id)
+    prompt = replace(conversation, messages=conversation.messages[:num_context])
+    complete_text(tokenizer, prompt, where)
+    text = render(tokenizer, prompt, prompt=True, where=where)
+    asked = ids_of(tokenizer, text, where)
+    answer = answer_of(conversation.messages, num_context)
+    said = [*(ids_of(tokenizer, answer, where) if answer else ()), tokenizer.eos_token_id]
     return [*asked, *said], [False] * len(asked) + [True] * len(said)
 
 
@@ -275,11 +164,11 @@ def stop_ids(
     Args:
         tokenizer: Of the model; its end-of-text token is one.
         eos: `eos_token_id` of the model's generation config: one token, or several.
-        chat: The text is an answer: the special token that the chat template writes behind an answer ends it too.
+        chat: The text is an answer: the special tokens that the chat template writes behind an answer or a tool call
+            end it too.
     """
     own = [eos] if eos is None or isinstance(eos, int) else eos
     stops = {tokenizer.eos_token_id, *own} - {None}
     if chat and tokenizer.chat_template:
-        first = _encoded(tokenizer, _behind_answer(tokenizer), "chat template")["input_ids"][:1]
-        stops |= {i for i in first if i in tokenizer.added_tokens_decoder}
+        stops |= properties_of(tokenizer).stops
     return stops

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from hyper_parallel.config import PAIRED, Data
 from hyper_parallel.errors import NoData
 from hyper_parallel.trainer.data._cache import byte_bar
-from hyper_parallel.trainer.data._chat import encode_conversation, encode_prompt, render
+from hyper_parallel.trainer.data._chat import complete_text, encode_conversation, encode_prompt
 from hyper_parallel.trainer.data._row_facts import DocumentFacts
 from hyper_parallel.trainer.data._sequences import IGNORE_INDEX, PackedSequences
 from hyper_parallel.trainer.data._sources import Document, Source, with_mismatched
@@ -140,8 +140,7 @@ def encode(
             yield encode_one(hf, conversation, document.where, document.num_context)
         return
     texts = [
-        render(hf, d.conversation.messages, where=d.where) if d.conversation else d.text
-        for d in batch
+        complete_text(hf, d.conversation, d.where) if d.conversation else d.text for d in batch
     ]
     if hf.is_fast:
         # Straight to the Rust library: the wrapper also builds masks and offsets, which doubles the time.

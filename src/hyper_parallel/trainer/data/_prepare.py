@@ -15,12 +15,13 @@ from hyper_parallel.trainer.data._sequences import JoinedSequences, PackedSequen
 from hyper_parallel.trainer.data._sources import Source, resolve
 from hyper_parallel.trainer.data._streaming import Place, Stream
 from hyper_parallel.trainer.data._tokenizer import has_tokenizer, obtain
+from hyper_parallel.trainer.data.template_properties import generation_stops
 
 logger = logging.getLogger(__name__)
 
 _VERSION = 1
-_TARGETS = "targets behind the prompt"
-"""Rule by which conversations are masked; in the key of their entries."""
+_TARGETS = "targets behind the generation prompt, cut at answers"
+"""Rule by which conversations are masked and tokenised; in the key of their entries."""
 
 
 @dataclass(frozen=True)
@@ -111,6 +112,7 @@ def prepare(
         )
 
     tokenizer_fingerprint = tokenizer.fingerprint  # reads its files
+    stops = generation_stops(tokenizer.hf)  # end markers of answers depend on them
     pad_id = tokenizer.hf.pad_token_id
     pad_id = tokenizer.hf.eos_token_id if pad_id is None else pad_id
 
@@ -131,7 +133,7 @@ def prepare(
         matters = [_VERSION, source.identity(), tokenizer_fingerprint, data.seq_len]
         rows: list[Any] = [data.packing, masked] if masked or not data.packing else []
         rows += ["last answer"] if stage in PAIRED else []
-        rows += [_TARGETS] if stage != "pt" else []
+        rows += [_TARGETS, *stops] if stage != "pt" else []
         key = digest([*matters, stage, data.holdout, seed, *rows, "num_real"])
         directory, meta = entry(cache / "packed", key, build)
         for note in meta["notes"]:
@@ -169,7 +171,7 @@ def prepare(
     next(stream.rows(Place()))  # a source without a sequence is refused here
     settings = [data.seq_len, data.packing, stream.masked, data.max_bytes, data.text_key]
     settings += [data.max_records] if data.max_records else []
-    settings += [_TARGETS] if stage != "pt" else []
+    settings += [_TARGETS, *stops] if stage != "pt" else []
     # A recipe may name the source from its own folder, and the run's copy of the recipe from the root.
     path = Path(source.name).expanduser()
     name = str(path.absolute()) if path.exists() else source.name

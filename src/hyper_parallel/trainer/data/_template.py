@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import Any, Final
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension
 from jinja2.runtime import BlockReference, Context, LoopContext, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -31,6 +31,7 @@ from hyper_parallel.trainer.data._template_work import (
     check_format,
     check_integers,
     deep_size,
+    num_bytes_of,
     size_of,
     spend_method,
 )
@@ -220,9 +221,10 @@ def compiled(source: str) -> jinja2.Template:
 
 def rendered(
     source: str,
-    messages: Sequence[Mapping[str, str]],
+    messages: Sequence[Mapping[str, Any]],
     values: Mapping[str, Any],
     *,
+    tools: Sequence[Mapping[str, Any]] = (),
     marks: bool = False,
 ) -> tuple[str, list[tuple[int, int]]]:
     """Return the text of a conversation, and the characters that the template marks as the assistant's (`generation`).
@@ -231,6 +233,7 @@ def rendered(
         source: The template.
         messages: Turns, each with the keys that the template reads.
         values: Further variables of the template.
+        tools: Functions that the assistant may call, as JSON schemas; the variable `tools` is None without any.
         marks: Find the marks; else there are none.
 
     Raises:
@@ -238,14 +241,20 @@ def rendered(
     """
     template = compiled(source)
     environment: Any = template.environment
-    num_bytes = sum(len(text) for turn in messages for text in turn.values())
-    environment.work.begin(len(messages), num_bytes)
+    num_bytes = num_bytes_of([*messages, *tools, values])
+    environment.work.begin(len(messages) + len(tools), num_bytes)
     pieces: list[str] = []
     marked: list[tuple[int, int]] = []
+    variables = {"documents": None, **values, "tools": list(tools) or None}
     with environment.activate_tracker(pieces, marked) if marks else nullcontext():
-        for piece in template.generate(
-            messages=list(messages), tools=None, documents=None, **values
-        ):
+        for piece in template.generate(messages=list(messages), **variables):
             environment.work.prints(piece)
             pieces.append(piece)
     return "".join(pieces), marked
+
+
+@lru_cache(maxsize=8)
+def variables_of(source: str) -> frozenset[str]:
+    """Return the names of all variables that a template reads and does not set itself."""
+    environment: Any = compiled(source).environment
+    return frozenset(meta.find_undeclared_variables(environment.parse(source)))

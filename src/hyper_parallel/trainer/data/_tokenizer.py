@@ -8,6 +8,7 @@ alphabet: no text is unknown to it. Source of the method: Sennrich et al. 2016 (
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,11 +17,14 @@ from typing import Any, Final
 from hyper_parallel.config import Data
 from hyper_parallel.errors import BadValue, NoData
 from hyper_parallel.model import read_config_values
+from hyper_parallel.received import Limits, read_text
 from hyper_parallel.trainer._files import FileEntry
 from hyper_parallel.trainer.data._cache import byte_bar, digest, entry
-from hyper_parallel.trainer.data._chat import CHATML, PLAIN
+from hyper_parallel.trainer.data._chat import CHATML, PLAIN, RAW
 from hyper_parallel.trainer.data._sources import Source
+from hyper_parallel.trainer.data._template import compiled
 from hyper_parallel.trainer.data._tokenizer_limits import check_files, check_parts, tokenizing
+from hyper_parallel.trainer.data.template_properties import generation_stops
 from hyper_parallel.units import MiB
 
 END_OF_TEXT = "<|endoftext|>"
@@ -28,6 +32,8 @@ PAD = "<|pad|>"
 TURN_TOKENS = ("<|im_start|>", "<|im_end|>")
 
 _TRAIN_BYTES = 64 * MiB  # more text hardly changes the merges of a small vocabulary
+_TEMPLATE_BYTES: Final = 512 * 1024
+"""Size of a file with a chat template; one character may have four bytes."""
 _VERSION = 1
 _ENTRIES: Final = 4096
 """Entries of a tokenizer that is trained here, where the recipe names no number and the model has as many."""
@@ -105,7 +111,10 @@ def obtain(
     show: bool,
     vocab_limit: int | None = None,
 ) -> Tokenizer:
-    """The tokenizer of a recipe: `data.tokenizer`, else the model directory's, else trained on the source."""
+    """Return the tokenizer of a recipe: `data.tokenizer`, else the model's, else trained on the source.
+
+    Where `data.chat_template` names another template than the tokenizer's own, a copy of the tokenizer has it.
+    """
     given = data.tokenizer or (model_path if has_tokenizer(model_path) else None)
     if given:
         directory = Path(given).expanduser().absolute()
@@ -121,13 +130,59 @@ def obtain(
             where=f"data.tokenizer: {directory}",
             hint="add `eos_token` to its tokenizer_config.json",
         )
-    if any(s.is_conversations for s in sources) and not tokenizer.hf.chat_template:
-        # A copy with the plain template, so that `generate --chat` knows it.
-        tokenizer.hf.chat_template = PLAIN
-        matters = [_VERSION, tokenizer.fingerprint, PLAIN]
-        directory = _saved(cache, matters, lambda: tokenizer.hf)
-        tokenizer = Tokenizer(load_tokenizer(directory), directory)
-    return tokenizer
+    template = _template(data, tokenizer.hf, any(s.is_conversations for s in sources))
+    if template is None or template == tokenizer.hf.chat_template:
+        return tokenizer
+    return _with_template(tokenizer, template, cache)
+
+
+def _template(data: Data, hf: Any, has_conversations: bool) -> str | None:
+    """Return the chat template that takes the place of the tokenizer's own; None: it keeps its own."""
+    if data.chat_template == "none":
+        return RAW
+    if data.chat_template != "auto":
+        return _read_template(Path(data.chat_template).expanduser())
+    return PLAIN if has_conversations and not hf.chat_template else None
+
+
+def _read_template(path: Path) -> str:
+    """Return the template of a file.
+
+    Raises:
+        BadValue: HP102 when the file cannot be read or is no template.
+    """
+    try:
+        text = read_text(path, Limits(num_bytes=_TEMPLATE_BYTES))
+        compiled(text)
+    except (
+        Exception
+    ) as error:  # jinja raises errors of its own, and what a damaged template leads to
+        line = getattr(error, "lineno", None)
+        raise BadValue(
+            "the chat template cannot be read",
+            where=f"data.chat_template: {path}" + (f", line {line}" if line else ""),
+            got=str(error)[:200] or type(error).__name__,
+            allowed="auto, none, or a file with a jinja template",
+            hint="data.chat_template=auto",
+        ) from error
+    return text
+
+
+def _with_template(tokenizer: Tokenizer, template: str, cache: Path) -> Tokenizer:
+    """Return a copy of a tokenizer with another chat template, so that exports and `generate --chat` have it."""
+    stops = generation_stops(tokenizer.hf)
+    matters = [_VERSION, tokenizer.fingerprint, template, *([stops] if stops else [])]
+    tokenizer.hf.chat_template = template
+
+    def build(target: Path) -> dict[str, Any]:
+        tokenizer.hf.save_pretrained(str(target))
+        if stops:
+            text = json.dumps({"eos_token_id": stops})
+            (target / "generation_config.json").write_text(text, encoding="utf-8")
+        return {}
+
+    directory = entry(cache / "tokenizers", digest(matters), build)[0]
+    return Tokenizer(load_tokenizer(directory), directory)
 
 
 def _saved(cache: Path, matters: list[Any], make: Callable[[], Any]) -> Path:

@@ -20,6 +20,7 @@ from hyper_parallel.errors import BadValue
 from hyper_parallel.trainer._decode import Running
 from hyper_parallel.trainer.data._chat import render
 from hyper_parallel.trainer.data.conversation import Message
+from hyper_parallel.trainer.data.span_tokens import ids_behind
 
 WHERE = "grpo.environment"
 _WORDS, _SAID = "XYZ", "UVW"  # in a conversation that shows what a template writes between turns
@@ -74,10 +75,9 @@ class Environments:
         if said is None:
             return []
         # The token that ended the turn is there already.
-        text = self._between.removeprefix(self._tokenizer.decode(turn[-1:])).replace(_SAID, said)
-        words: list[int] = self._tokenizer(text, add_special_tokens=False, verbose=False)[
-            "input_ids"
-        ]
+        end = self._tokenizer.decode(turn[-1:])
+        text = self._between.removeprefix(end).replace(_SAID, said)
+        words = ids_behind(self._tokenizer, turn[-1], text, WHERE)
         self._heard[row] = len(sequence.tokens) + len(words)
         return words
 

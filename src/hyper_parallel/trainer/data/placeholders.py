@@ -1,0 +1,140 @@
+"""Placeholders for the words of turns, and where the words stand in a rendered conversation.
+
+A placeholder takes the place of words between white space, so that a template that strips a turn strips both alike. Its
+characters are letters and digits, which no template and no JSON writer changes.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from hyper_parallel.trainer.data.conversation import Message
+
+PLACEHOLDER: Final = re.compile(r"Qz(\d+)zQ")
+
+
+@dataclass(frozen=True, slots=True)
+class Words:
+    """Words of a turn that a placeholder stands for."""
+
+    turn: int
+    kind: str  # content, reasoning, name or argument
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class WordsPlace:
+    """Characters of a text that hold the words number `number`."""
+
+    number: int
+    start: int
+    end: int
+
+
+@dataclass
+class Placeholders:
+    """Turns with placeholders.
+
+    Args:
+        tags: Texts that stay as they are because the template may read them.
+        all_turns: Replace words of all turns, not of the assistant alone.
+        names: Replace names of called functions.
+    """
+
+    tags: re.Pattern[str] | None
+    all_turns: bool = True
+    names: bool = True
+    words: list[Words] = field(default_factory=list)
+    _names: dict[str, str] = field(default_factory=dict)
+    _ids: dict[str, str] = field(default_factory=dict)
+
+    def of(self, messages: Sequence[Message]) -> list[Message]:
+        """Return turns with placeholders for their words."""
+        return [self._turn(i, message) for i, message in enumerate(messages)]
+
+    def _turn(self, i: int, message: Message) -> Message:
+        if message["role"] != "assistant":
+            if not self.all_turns:
+                return message
+            shaped = {**message, "content": self._text(i, message.get("content") or "")}
+            if (name := message.get("name")) in self._names:
+                shaped["name"] = self._names[str(name)]
+            if message.get("tool_call_id") in self._ids:
+                shaped["tool_call_id"] = self._ids[message["tool_call_id"]]
+            return shaped
+        shaped = dict(message)
+        if message.get("reasoning_content"):
+            shaped["reasoning_content"] = self._text(i, message["reasoning_content"], "reasoning")
+        shaped["content"] = self._text(i, message.get("content") or "")
+        if message.get("tool_calls"):
+            shaped["tool_calls"] = [self._call(i, call) for call in message["tool_calls"]]
+        return shaped
+
+    def _text(self, i: int, text: str, kind: str = "content") -> str:
+        parts = self.tags.split(text) if self.tags else [text]
+        last = len(parts) - 1
+        for at in range(0, len(parts), 2):  # every other part is a tag
+            closed = at < last and parts[at + 1].startswith(("</", "[/"))
+            parts[at] = self._one(i, parts[at], "reasoning" if closed else kind)
+        return "".join(parts)
+
+    def _one(self, i: int, text: str, kind: str) -> str:
+        """Replace the words between the white space at both ends, which a template may strip."""
+        core = text.strip()
+        if not core:
+            return text
+        self.words.append(Words(i, kind, core))
+        start = text.index(core)
+        return f"{text[:start]}Qz{len(self.words) - 1}zQ{text[start + len(core) :]}"
+
+    def _call(self, i: int, call: Mapping[str, Any]) -> dict[str, Any]:
+        function = dict(call["function"])
+        name = function["name"]
+        if self.names and name:
+            function["name"] = self._names[name] = self._one(i, name, "name")
+        function["arguments"] = self._argument(i, function.get("arguments"))
+        shaped = {**call, "function": function}
+        if isinstance(key := call.get("id"), str) and self.names and name and name in key:
+            # Some templates write the identifier of a call in place of its name.
+            shaped["id"] = self._ids[key] = key.replace(name, self._names[name])
+        return shaped
+
+    def _argument(self, i: int, value: Any) -> Any:
+        if isinstance(value, str):
+            return self._one(i, value, "argument")
+        if isinstance(value, Mapping):
+            return {key: self._argument(i, item) for key, item in value.items()}
+        if isinstance(value, list):
+            return [self._argument(i, item) for item in value]
+        return value
+
+
+def forms_of(words: str) -> Iterator[str]:
+    """Yield the forms in which a template may write words: as they are, as JSON, and as a text of Python."""
+    yield words
+    for escaped in (json.dumps(words, ensure_ascii=False), json.dumps(words), repr(words)):
+        if escaped[1:-1] != words:
+            yield escaped[1:-1]
+
+
+def places_of(shaped: str, text: str, words: Sequence[Words]) -> list[WordsPlace] | None:
+    """Return where words stand in a text, given the text with placeholders; None when the two differ otherwise."""
+    parts = PLACEHOLDER.split(shaped)
+    places: list[WordsPlace] = []
+    position = len(parts[0])
+    if not text.startswith(parts[0]):
+        return None
+    for at in range(1, len(parts), 2):
+        number, gap = int(parts[at]), parts[at + 1]
+        form = next(
+            (f for f in forms_of(words[number].text) if text.startswith(f + gap, position)), None
+        )
+        if form is None:
+            return None
+        places.append(WordsPlace(number, position, position + len(form)))
+        position += len(form) + len(gap)
+    return places if position == len(text) else None

@@ -1,0 +1,235 @@
+"""Tokens of a text in which some spans are targets, cut where generation begins to write.
+
+The tokens before a span are those that generation makes of the same prompt, and the tokens of the span continue them.
+A text is first tokenised whole. It is cut where that differs: where a token holds characters on both sides of the
+beginning of a span (`"ASSISTANT: "` and `return` have a common token `" return"`), or where the prompt alone has other
+tokens. The parts are tokenised one by one and their tokens joined; a part never gains a space that the text has not.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+from weakref import WeakKeyDictionary
+
+from hyper_parallel.errors import BadValue, abbreviated
+from hyper_parallel.trainer.data._tokenizer_limits import tokenizing
+
+_ANCHORS: Final = ("\n", "a", ".", "0")
+"""Texts before which a part is tokenised where the tokenizer writes a space before the first word of a text."""
+_MOST_STEPS: Final = 64
+"""Tokens among which the last special one is looked for."""
+_MOST_TAILS: Final = 1024
+"""Ends of prompts whose tokens are kept."""
+_MOST_ROUNDS: Final = 8
+_JOINED: Final = (("a", "b"), ("a ", "b"), ("a:", " b"), ("a\n", "\nb"), ("\u00fc", "\u6f22"))
+
+Tokens = tuple[list[int], list[tuple[int, int]]]
+"""Ids, and the [start, end) characters of each."""
+
+
+@dataclass
+class _Facts:
+    """Facts of one tokenizer."""
+
+    special: frozenset[int]
+    joins: bool
+    """Whether the tokens of two texts, joined, are the tokens of a text that has both."""
+    tails: dict[str, list[int]] = field(default_factory=dict)
+
+
+_KNOWN: Final[WeakKeyDictionary[Any, _Facts]] = WeakKeyDictionary()
+
+
+def _facts_of(tokenizer: Any) -> _Facts:
+    facts = _KNOWN.get(tokenizer)
+    if facts is None:
+        joins = all(
+            _text(tokenizer, _tokens(tokenizer, one)[0] + _tokens(tokenizer, other)[0])
+            == one + other
+            for one, other in _JOINED
+        )
+        facts = _KNOWN[tokenizer] = _Facts(frozenset(tokenizer.added_tokens_decoder), joins)
+    return facts
+
+
+def ids_of(tokenizer: Any, text: str, where: str) -> list[int]:
+    """Return the tokens of a text, none added.
+
+    Raises:
+        BadValue: HP102 when the tokenizer fails.
+    """
+    with tokenizing(where):
+        ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    return list(ids)
+
+
+def ids_behind(tokenizer: Any, token: int, text: str, where: str) -> list[int]:
+    """Return the tokens of a text that stands behind a token, as the tokenizer makes them of both together."""
+    with tokenizing(where):
+        before = tokenizer.decode([token])
+        ids = list(tokenizer(before + text, add_special_tokens=False, verbose=False)["input_ids"])
+    # A tokenizer may write a space before the first token of a text.
+    at = next((i for i in range(min(2, len(ids))) if ids[i] == token), None)
+    return ids_of(tokenizer, text, where) if at is None else ids[at + 1 :]
+
+
+def tokens_of_spans(
+    tokenizer: Any, text: str, spans: Sequence[tuple[int, int]], where: str
+) -> tuple[list[int], list[bool]]:
+    """Return the tokens of a text and, for each, whether it is a target.
+
+    Args:
+        tokenizer: Fast tokenizer of transformers.
+        text: All of it.
+        spans: [start, end) characters of the targets, in order and apart.
+        where: Place of the record, for errors.
+
+    Raises:
+        BadValue: HP102 when the tokens of a part cannot continue those before it.
+    """
+    with tokenizing(where):
+        spans = [span for span in spans if span[0] < span[1]]
+        facts = _facts_of(tokenizer)
+        cuts: set[int] = set()
+        ids, offsets = _tokens(tokenizer, text)
+        for _ in range(_MOST_ROUNDS):
+            more = {*_borders(tokenizer, facts, text, (ids, offsets), spans, cuts)} - cuts
+            if not more:
+                return ids, _targets(offsets, spans)
+            cuts |= more
+            ids, offsets = _joined(tokenizer, facts, text, sorted(cuts), where)
+    raise BadValue(
+        "the tokenizer has no tokens that end where an answer begins",
+        where=where,
+        got=abbreviated(text[-80:]),
+    )
+
+
+def _borders(
+    tokenizer: Any,
+    facts: _Facts,
+    text: str,
+    tokens: Tokens,
+    spans: Sequence[tuple[int, int]],
+    cuts: set[int],
+) -> Iterator[int]:
+    """Yield the borders of spans at which a text has to be cut."""
+    ids, offsets = tokens
+    firsts = [first for first, _ in offsets]
+    for start, end in spans:
+        at = bisect_left(firsts, start)
+        if at and offsets[at - 1][1] > start:
+            yield start
+        elif start and start not in cuts and text[start - 1].isspace():
+            prompt = text[:start]
+            yield from [start] * (not _is_prompt(tokenizer, facts, prompt, ids[:at], firsts))
+        at = bisect_left(firsts, end)
+        # A special token may include the white space behind it, which changes no target.
+        if at and offsets[at - 1][1] > end and text[end : offsets[at - 1][1]].strip():
+            yield end
+
+
+def _is_prompt(
+    tokenizer: Any, facts: _Facts, prompt: str, ids: Sequence[int], firsts: Sequence[int]
+) -> bool:
+    """Return whether the tokens of a prompt alone are these.
+
+    Special tokens divide a text, so only the text from the last one on is tokenised again.
+    """
+    first = max(0, len(ids) - _MOST_STEPS)
+    at = next((k for k in range(len(ids) - 1, first - 1, -1) if ids[k] in facts.special), 0)
+    tail = prompt[firsts[at] :] if at else prompt
+    known = facts.tails.get(tail)
+    if known is None:
+        known = _tokens(tokenizer, tail)[0]
+        if len(tail) < _MOST_TAILS and len(facts.tails) < _MOST_TAILS:
+            facts.tails[tail] = known
+    return known == ids[at:]
+
+
+def _joined(tokenizer: Any, facts: _Facts, text: str, cuts: Sequence[int], where: str) -> Tokens:
+    """Return the tokens of the parts of a text between cuts."""
+    ids: list[int] = []
+    offsets: list[tuple[int, int]] = []
+    before: tuple[str, list[int]] = ("", [])
+    for start, end in zip((0, *cuts), (*cuts, len(text)), strict=True):
+        part = text[start:end]
+        own, places = (
+            _continued(tokenizer, before, part, where)
+            if start and not facts.joins
+            else _tokens(tokenizer, part)
+        )
+        ids += own
+        offsets += [(first + start, last + start) for first, last in places]
+        before = (part, own)
+    return ids, offsets
+
+
+def _continued(tokenizer: Any, before: tuple[str, list[int]], part: str, where: str) -> Tokens:
+    """Return the tokens of a part that continue those of the part before it."""
+    context, ids = before
+    said = _text(tokenizer, ids)
+    alone, whole = (
+        _text(tokenizer, _tokens(tokenizer, one)[0]) for one in (context, context + part)
+    )
+    found = list(_candidates(tokenizer, part))
+    added = [_text(tokenizer, ids + own)[len(said) :] for own, _ in found]
+    # The best tokens have the text that the tokenizer makes of both parts; else, up to its first letter, the part's.
+    size = len(part) - len(part.lstrip()) + 1
+    for wanted, end in ((whole[len(alone) :], None), (part, size)):
+        for candidate, text in zip(found, added, strict=True):
+            if text[:end] == wanted[:end]:
+                return candidate
+    raise BadValue(
+        "the tokenizer cannot continue a prompt with these words without a space before them",
+        where=where,
+        got=f"{abbreviated(context[-40:])} + {abbreviated(part[:40])}",
+        allowed="a chat template that ends the generation prompt with a special token or a line end",
+    )
+
+
+def _candidates(tokenizer: Any, part: str) -> Iterator[Tokens]:
+    """Yield the tokens of a part alone, and those that it has behind other texts."""
+    yield _tokens(tokenizer, part)
+    stripped = part.lstrip()  # a tokenizer may make one space of all white space
+    for text in (part, stripped) if stripped != part else (part,):
+        for anchor in _ANCHORS:
+            alone = _tokens(tokenizer, anchor)[0]
+            ids, offsets = _tokens(tokenizer, anchor + text)
+            size, count = len(anchor), len(alone)
+            moved = [(max(0, a - size), max(0, b - size)) for a, b in offsets[count:]]
+            apart = all(a >= size for a, b in offsets[count:] if b > a)
+            if ids[:count] == alone and apart:
+                shift = len(part) - len(text)
+                yield ids[count:], [(a + shift, b + shift) for a, b in moved]
+
+
+def _targets(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> list[bool]:
+    """Return whether each token holds a character of a span; both are in order.
+
+    A token without characters, such as the mark of a word's beginning, belongs to the span that it begins.
+    """
+    found = [False] * len(offsets)
+    firsts = [first for first, _ in offsets]
+    for start, end in spans:
+        at, stop = bisect_left(firsts, start), bisect_left(firsts, end)
+        while at and offsets[at - 1][1] > start:
+            at -= 1
+        found[at:stop] = [True] * (stop - at)
+    return found
+
+
+def _tokens(tokenizer: Any, text: str) -> Tokens:
+    backend = tokenizer.backend_tokenizer
+    backend.no_truncation()
+    backend.no_padding()
+    encoding = backend.encode(text, add_special_tokens=False)
+    return encoding.ids, encoding.offsets
+
+
+def _text(tokenizer: Any, ids: Sequence[int]) -> str:
+    text: str = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    return text

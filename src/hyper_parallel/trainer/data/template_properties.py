@@ -1,0 +1,402 @@
+"""Properties of a chat template, measured by rendering short conversations of unique words.
+
+No property follows from the name of a model or from the text of its template. A probe is rendered when a conversation
+first needs the property, and the result is kept for each tokenizer and template:
+
+    probe -> text with the probe's words -> what stands before, between and behind the words
+
+Measured are the form in which turns reach the template (texts or lists of parts, arguments of tool calls as an object
+or a text, the key of reasoning, the role of a developer), and the marker that ends an answer.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Final
+from weakref import WeakKeyDictionary
+
+from hyper_parallel.received import Limits, read_json
+from hyper_parallel.trainer.data._template import rendered, variables_of
+from hyper_parallel.trainer.data._tokenizer_limits import tokenizing
+from hyper_parallel.trainer.data.conversation import Message
+
+_ASKED, _SAID, _MORE, _NAME, _VALUE, _RESULT = (f"Qzp{i}zQ" for i in range(6))
+"""Words of the probes."""
+_KEY: Final = "city"
+_TOOLS: Final[tuple[dict[str, Any], ...]] = (
+    {
+        "type": "function",
+        "function": {
+            "name": _NAME,
+            "description": "Look up.",
+            "parameters": {
+                "type": "object",
+                "properties": {_KEY: {"type": "string", "description": "Name."}},
+                "required": [_KEY],
+            },
+        },
+    },
+)
+_CALL_ID: Final = "abcdefgh1"
+"""Nine letters and digits, which some templates demand."""
+_REASONING_KEYS: Final = ("reasoning_content", "reasoning", "thinking", "thought")
+"""Names under which templates read the reasoning of a turn."""
+_TAG: Final = re.compile(
+    r"</?[A-Za-z][\w-]*>|<\|[^|<>\s]{1,40}\|>|<\uff5c[^\uff5c<>\s]{1,40}\uff5c>|\[/?[A-Z_]{2,30}\]|\[\|[^|\[\]\s]{1,40}\|\]"
+    r"|/(?:no_)?think\b"
+)
+"""Texts in a template that may decide how it reads the words of a turn."""
+_ANY_TAG: Final = re.compile(r"<[^<>\s]{1,60}>|\[/?[A-Z_]{2,30}\]|\[\|[^|\[\]\s]{1,40}\|\]")
+_UNFINISHED_TAG: Final = re.compile(r"[<\[][^<>\[\]]*$")
+
+
+@dataclass(frozen=True, slots=True)
+class EndMarker:
+    """Text that ends an answer.
+
+    Attributes:
+        text: From behind the words to the end of the marker; None: the template ends such answers with nothing.
+        is_written: Whether the template writes it; else it is the beginning of the turn that would follow.
+    """
+
+    text: str | None
+    is_written: bool = True
+
+
+class TemplateProperties:
+    """Properties of one template with one tokenizer.
+
+    Args:
+        tokenizer: Fast or slow tokenizer of transformers.
+        source: The template.
+    """
+
+    def __init__(self, tokenizer: Any, source: str) -> None:
+        self.source = source
+        self._special = dict(tokenizer.special_tokens_map)
+        self.added = {str(token): i for i, token in tokenizer.added_tokens_decoder.items()}
+        self.added_ids = frozenset(self.added.values())
+        stops = {tokenizer.eos_token_id, *generation_stops(tokenizer)}
+        self._stop_names = {name for name, i in self.added.items() if i in stops}
+        names = sorted((name for name in self.added if name), key=len, reverse=True)
+        self.added_names = re.compile("|".join(map(re.escape, names))) if names else None
+        self._parts: dict[str, bool] = {}
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        prompt: bool = False,
+        tools: Sequence[Mapping[str, Any]] = (),
+        values: Mapping[str, Any] | None = None,
+        marks: bool = False,
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """Return the text of turns that are in the form of the template already, and its marks."""
+        variables = {**self._special, **(values or {}), "add_generation_prompt": prompt}
+        return rendered(self.source, messages, variables, tools=tools, marks=marks)
+
+    def _probe(
+        self, *turns: Message, tools: Sequence[Mapping[str, Any]] = (), prompt: bool = False
+    ) -> str:
+        """Return the text of a probe; empty where the template refuses it."""
+        try:
+            return self.render(turns, tools=tools, prompt=prompt)[0]
+        except Exception:  # a template is a program, and raises anything
+            return ""
+
+    @cached_property
+    def variables(self) -> frozenset[str]:
+        """Names of the variables that the template reads."""
+        return variables_of(self.source)
+
+    @cached_property
+    def tags(self) -> re.Pattern[str] | None:
+        """Pattern of the tags in the template; None without any."""
+        found = sorted(set(_TAG.findall(self.source)), key=len, reverse=True)
+        return re.compile(f"({'|'.join(map(re.escape, found))})") if found else None
+
+    @cached_property
+    def has_marks(self) -> bool:
+        """Whether the template marks the assistant's words."""
+        return re.search(r"\{%-?\+?\s*generation\b", self.source) is not None
+
+    # Form of turns
+
+    def form(self, message: Message) -> Message:
+        """Return a turn with the keys and types that the template reads."""
+        role = message["role"]
+        if role == "developer":
+            role = self._developer
+        calls = message.get("tool_calls")
+        if not calls and len(message) == 2 and not self._takes_parts(role):
+            return message if role == message["role"] else {**message, "role": role}
+        shaped = {
+            k: v for k, v in message.items() if k not in ("reasoning_content", "tool_calls") and v is not None
+        }  # fmt: skip
+        content = message.get("content") or ""
+        shaped |= {"role": role, "content": content}
+        if self._takes_parts(role):
+            shaped["content"] = [{"type": "text", "text": content}]
+        if message.get("reasoning_content"):
+            shaped |= self._reasoning(message["reasoning_content"], shaped["content"])
+        if calls:
+            shaped["tool_calls"] = [self._call(call, self._calls[0]) for call in calls]
+            if not content:
+                shaped["content"] = self._calls[1]
+        return shaped
+
+    def _takes_parts(self, role: str) -> bool:
+        """Return whether the template reads the content of a role as a list of parts only."""
+        if role not in self._parts:
+            parts = [{"type": "text", "text": _SAID}]
+            before: list[Message] = []
+            if role not in ("system", "user", "developer"):
+                before = [{"role": "user", "content": _ASKED}]
+                if self._takes_parts("user"):
+                    before = [{"role": "user", "content": [{"type": "text", "text": _ASKED}]}]
+            behind: list[Message] = []
+            if role in ("system", "developer"):
+                behind = [{"role": "user", "content": _MORE}]
+            as_text = self._probe(*before, {"role": role, "content": _SAID}, *behind)
+            is_text = _SAID in as_text and "'text':" not in as_text
+            as_parts = self._probe(*before, {"role": role, "content": parts}, *behind)
+            self._parts[role] = not is_text and _SAID in as_parts and "'text':" not in as_parts
+        return self._parts[role]
+
+    @cached_property
+    def _developer(self) -> str:
+        """Role under which the template writes a developer's turn."""
+        turn, asked = {"role": "developer", "content": _SAID}, {"role": "user", "content": _ASKED}
+        if _SAID in self._probe(turn, self.form(asked)):
+            return "developer"
+        return "system"
+
+    def _reasoning(self, reasoning: str, content: Any, key: str | None = None) -> Message:
+        """Return the keys of a turn that hold its reasoning and its content."""
+        key = self._reasoning_key if key is None else key
+        if key:
+            return {key: reasoning}
+        parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        return {"content": [{"type": "thinking", "thinking": reasoning}, *parts]}
+
+    @cached_property
+    def _reasoning_key(self) -> str:
+        """Key under which the template reads reasoning, empty for a part of the content; the first one without any."""
+        asked = self.form({"role": "user", "content": _ASKED})
+        said = self.form({"role": "assistant", "content": _SAID})
+        for key in (*_REASONING_KEYS, ""):
+            text = self._probe(asked, {**said, **self._reasoning(_MORE, said["content"], key)})
+            is_read = 0 <= text.find(_MORE) < text.rfind(_SAID) and "'text':" not in text
+            if is_read:
+                return key
+        return _REASONING_KEYS[0]
+
+    @staticmethod
+    def _call(call: Mapping[str, Any], as_text: bool) -> dict[str, Any]:
+        """Return a tool call with its arguments as an object or as a text."""
+        function = dict(call["function"])
+        arguments = function.get("arguments")
+        if isinstance(arguments, Mapping):
+            text = json.dumps(arguments, ensure_ascii=False)
+            function["arguments"] = text if as_text else dict(arguments)
+        return {**call, "function": function}
+
+    @cached_property
+    def _calls(self) -> tuple[bool, Any]:
+        """Whether arguments of tool calls are a text, and the content of a turn that has only calls."""
+        asked = self.form({"role": "user", "content": _ASKED})
+        empty = [{"type": "text", "text": ""}]
+        forms = [(text, content) for content in ("", None, empty) for text in (False, True)]
+        for as_text, content in forms:
+            turn = self._call_turn(as_text, content)
+            for behind in ((), (self._tool_turn,)):
+                text = self._probe(asked, turn, *behind, tools=_TOOLS)
+                said = text.partition(_ASKED)[2]
+                shown = _NAME in said and _VALUE in said and "None" not in said
+                if shown and f"'{_KEY}':" not in said and f'\\"{_KEY}\\"' not in said:
+                    return as_text, content
+        return forms[0]
+
+    @staticmethod
+    def _call_turn(as_text: bool, content: Any) -> Message:
+        function = {"name": _NAME, "arguments": {_KEY: _VALUE}}
+        call = {"type": "function", "id": _CALL_ID, "function": function}
+        return {
+            "role": "assistant",
+            "content": content,
+            "tool_calls": [TemplateProperties._call(call, as_text)],
+        }
+
+    @property
+    def _tool_turn(self) -> Message:
+        turn = {"role": "tool", "content": _RESULT, "name": _NAME, "tool_call_id": _CALL_ID}
+        return self.form(turn)
+
+    @cached_property
+    def keeps_space(self) -> bool:
+        """Whether white space before the words of an answer is written."""
+        asked = self.form({"role": "user", "content": _ASKED})
+        plain, spaced = (
+            self._probe(asked, self.form({"role": "assistant", "content": words}))
+            for words in (_SAID, f" {_SAID}")
+        )
+        return spaced == plain.replace(_SAID, f" {_SAID}")
+
+    # Markers that end an answer
+
+    def _added_ends(self, text: str) -> list[tuple[int, int]]:
+        """Return where the added tokens of the tokenizer stand in a text."""
+        pattern = self.added_names
+        return [found.span() for found in pattern.finditer(text)] if pattern else []
+
+    @cached_property
+    def _behind_words(self) -> tuple[str, str]:
+        """What the template writes behind the words of the last answer, and of one that a user's turn follows."""
+        asked = self.form({"role": "user", "content": _ASKED})
+        said = self.form({"role": "assistant", "content": _SAID})
+        more = self.form({"role": "user", "content": _MORE})
+        last = self._probe(asked, said).rpartition(_SAID)[2]
+        return last, self._probe(asked, said, more).partition(_SAID)[2].partition(_MORE)[0]
+
+    @cached_property
+    def ends(self) -> tuple[EndMarker, EndMarker]:
+        """Marker of the last answer, and of an answer that a user's turn follows."""
+        return self._ends(*self._behind_words)
+
+    def _ends(self, last: str, later: str) -> tuple[EndMarker, EndMarker]:
+        shared = _shared(last, later)
+        text = self._first_stop(shared) or self._last_tag(self._before_opener(shared))
+        if text is not None:
+            end = EndMarker(_only_tags(self, text))
+            return end, end
+        # Nothing is written in both places: each has its own marker, or the next turn's beginning ends an answer.
+        own, following = (self._first_stop(t) or self._first_added(t) for t in (last, later))
+        following = _only_tags(self, following)
+        if own is None and not last.strip():
+            return EndMarker(following, is_written=False), EndMarker(following)
+        return EndMarker(_only_tags(self, own)), EndMarker(following)
+
+    def _first_added(self, text: str) -> str | None:
+        ends = self._added_ends(text)
+        return text[: ends[0][1]] if ends else None
+
+    def _first_stop(self, text: str) -> str | None:
+        """Return a text to the end of its first token at which generation stops."""
+        ends = [end for start, end in self._added_ends(text) if text[start:end] in self._stop_names]
+        return text[: ends[0]] if ends else None
+
+    def _last_tag(self, text: str) -> str | None:
+        """Return a text to the end of its last special token; of one without any, to the end of its last tag."""
+        ends = self._added_ends(text) or [found.span() for found in _ANY_TAG.finditer(text)]
+        return text[: ends[-1][1]] if ends else None
+
+    def _before_opener(self, text: str) -> str:
+        """Return a text up to the token that begins a turn, which some templates write behind the last one."""
+        opened = self._probe(self.form({"role": "user", "content": _ASKED})).partition(_ASKED)[0]
+        names = [opened[slice(*span)] for span in self._added_ends(opened)]
+        names = [name for name in names if name != self._special.get("bos_token")]
+        at = text.find(names[0]) if names else -1
+        return text[:at] if at > 0 else text
+
+    @cached_property
+    def call_end(self) -> EndMarker:
+        """Marker of an answer that ends with a tool call; without the text that closes the call itself."""
+        as_text, content = self._calls
+        asked = self.form({"role": "user", "content": _ASKED})
+        turn = self._call_turn(as_text, content)
+        last = self._probe(asked, turn, tools=_TOOLS).rpartition(_VALUE)[2]
+        text = self._probe(asked, turn, self._tool_turn, tools=_TOOLS)
+        later = text.partition(_ASKED)[2].partition(_VALUE)[2].partition(_RESULT)[0] or last
+        token = self.end_token(self.ends[0]) if self.ends[0].is_written else None
+        if token is not None and token in later:
+            return EndMarker(token)
+        shared = _shared(last, later)
+        stop = self._first_stop(later)
+        if stop is None and not self.ends[0].is_written:
+            # The next turn's beginning ends an answer.
+            behind = self._first_added(later[len(shared) :])
+            stop = None if behind is None else shared + behind
+        if stop is not None:
+            return EndMarker(self._last_name(stop), is_written=stop in last)
+        tags = [found.group() for found in _ANY_TAG.finditer(self._before_opener(shared))]
+        return EndMarker(tags[-1] if tags else None)
+
+    def _last_name(self, text: str) -> str:
+        return text[slice(*self._added_ends(text)[-1])]
+
+    def end_token(self, end: EndMarker) -> str | None:
+        """Return the last token of a marker; of one without added tokens, its text."""
+        if end.text is None:
+            return None
+        ends = self._added_ends(end.text)
+        return end.text[slice(*ends[-1])] if ends else end.text.strip()
+
+    @property
+    def stops(self) -> set[int]:
+        """Added tokens at which an answer ends."""
+        last, later = self.ends
+        markers = [last if last.text is not None else later]
+        if later.text is not None and not self._before_opener(f" {later.text.lstrip()}").strip():
+            markers.append(later)
+        if "tools" in self.variables or "tool_calls" in self.source:
+            markers.append(self.call_end)
+        tokens = (self.end_token(end) for end in markers)
+        return {self.added[token] for token in tokens if token in self.added}
+
+
+def _only_tags(template: TemplateProperties, text: str | None) -> str | None:
+    """Return a text that consists of tags; None for one that has words, which is no marker."""
+    if text is None:
+        return None
+    pattern = template.added_names
+    rest = _ANY_TAG.sub("", pattern.sub("", text) if pattern else text)
+    return None if any(map(str.isalnum, rest)) else text
+
+
+def unfinished(text: str) -> str:
+    """Return a text without the tag that it begins and does not end."""
+    return _UNFINISHED_TAG.sub("", text)
+
+
+def _shared(one: str, other: str) -> str:
+    pairs = enumerate(zip(one, other, strict=False))
+    return one[: next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))]
+
+
+def generation_stops(tokenizer: Any) -> list[int]:
+    """Return the tokens that the generation config beside a tokenizer names as ends; none without one."""
+    path = Path(str(tokenizer.name_or_path)) / "generation_config.json"
+    if not path.is_file():
+        return []
+    try:
+        stops = read_json(path, Limits())["eos_token_id"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return []
+    return [i for i in (stops if isinstance(stops, list) else [stops]) if isinstance(i, int)]
+
+
+_KNOWN: Final[WeakKeyDictionary[Any, dict[str, TemplateProperties]]] = WeakKeyDictionary()
+
+
+def properties_of(tokenizer: Any, *, tools: bool = False) -> TemplateProperties:
+    """Return the properties of the template that a tokenizer has for conversations with or without tools.
+
+    Raises:
+        Exception: The tokenizer has no template.
+    """
+    template = tokenizer.chat_template
+    source = (
+        template
+        if isinstance(template, str)
+        else tokenizer.get_chat_template(tools=[{}] if tools else None)
+    )
+    known = _KNOWN.setdefault(tokenizer, {})
+    if source not in known:
+        with tokenizing("chat template"):
+            known[source] = TemplateProperties(tokenizer, source)
+    return known[source]
