@@ -10,11 +10,10 @@ import difflib
 import itertools
 import os
 import sysconfig
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from hyper_parallel.config import COMPARED, Data
 from hyper_parallel.errors import Contradiction, NoData
@@ -30,7 +29,8 @@ from hyper_parallel.trainer.data._conversations import (
 from hyper_parallel.trainer.data._parquet import records_too_long
 from hyper_parallel.trainer.data._records import Record, read_records, text_of
 from hyper_parallel.trainer.data._tables import Table, is_table, open_table, refuse_outside
-from hyper_parallel.trainer.data.conversation import Conversation
+from hyper_parallel.trainer.data.counts import EMPTY_RECORD, DataCounts
+from hyper_parallel.trainer.data.document import Document
 from hyper_parallel.units import MiB
 
 STDLIB = "python-stdlib"
@@ -56,57 +56,6 @@ _FORMATS: Final = {
 
 
 @dataclass(frozen=True, slots=True)
-class Document:
-    """One text or one conversation, with the place it came from.
-
-    Attributes:
-        where: Place of the record.
-        text: The text; empty for a conversation.
-        conversation: The conversation; None for a text.
-        num_context: Leading turns that are no targets.
-        good: Whether the last answer is a good one, with `stage: kto`.
-        margin: Wanted difference of the two scores of a pair, with `stage: rm`; None: the record has none.
-        columns: Keys of the record that rewards may read, with `stage: grpo`.
-    """
-
-    where: str
-    text: str = ""
-    conversation: Conversation | None = None
-    num_context: int = 0
-    good: bool = False
-    margin: float | None = None
-    columns: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def content(self) -> bytes:
-        """All of the document but its place, as bytes for a checksum."""
-        one = self.conversation or Conversation(())
-        beside: tuple[Any, ...] = (
-            one.messages,
-            self.num_context,
-            self.good,
-            self.margin,
-            self.columns,
-        )
-        further = one.tools, one.template_values, one.untrained
-        # Places in streams of earlier versions have checksums without the further fields.
-        beside += further if any(further) else ()
-        text = self.text.encode("utf-8", "surrogatepass")
-        return b"%d %b %b" % (len(text), text, repr(beside).encode("utf-8", "surrogatepass"))
-
-    @property
-    def plain(self) -> str:
-        """The words alone, without any template: what a tokenizer is trained on."""
-        turns = self.conversation.messages if self.conversation else ()
-        return self.text or "\n".join(turn["content"] for turn in turns)
-
-    @property
-    def num_bytes(self) -> int:
-        """UTF-8 bytes of the words."""
-        return len(self.plain.encode("utf-8", "surrogatepass"))
-
-
-@dataclass(frozen=True, slots=True)
 class Source:
     """The files or the table of a recipe, resolved: `files` in reading order."""
 
@@ -122,8 +71,10 @@ class Source:
     """Stage that reads it, which decides what a record must hold."""
     record_bytes: int = 64 * MiB
     """Most bytes of a record; longer text files are read in pieces."""
-    counts: Counter[str] = field(default_factory=Counter)
-    """What was left out, by reason."""
+    counts: DataCounts = field(default_factory=DataCounts)
+    """Counts of the records that `documents` reads."""
+    templated: bool = True
+    """Pairs of texts are written through the chat template, not joined as plain text."""
 
     @property
     def is_conversations(self) -> bool:
@@ -165,12 +116,13 @@ class Source:
         self.counts.clear()
         left = self.max_bytes
         for documents in self._all_documents():
+            self.counts.read += 1
             sizes = [document.num_bytes for document in documents]
             if max(sizes) > self.record_bytes:
                 where, got = documents[0].where, f"{max(sizes):,} bytes"
                 raise records_too_long(where, got, self.record_bytes)
             if 0 in sizes:  # of a pair both are left out
-                self.counts["empty records left out"] += self.shape != "text"
+                self.counts.dropped[EMPTY_RECORD] += self.shape != "text"
                 continue
             if left is not None and sum(sizes) > left:
                 if documents[0].text and left:
@@ -221,13 +173,17 @@ class Source:
                             where=str(path),
                             allowed=f"text, {', '.join(_KINDS)}",
                         )
-                    self.counts["binary files left out"] += 1
+                    self.counts.remarks["binary files left out"] += 1
                     return
                 text = raw.decode("utf-8", "replace")
                 replaced += "\ufffd" in text and "\ufffd".encode() not in raw
-                self.counts["cuts in text files longer than data.max_record_bytes"] += number > 0
+                self.counts.remarks["cuts in text files longer than data.max_record_bytes"] += (
+                    number > 0
+                )
                 if replaced == 1:
-                    self.counts["files with bytes that are not UTF-8 (replaced by U+FFFD)"] += 1
+                    self.counts.remarks[
+                        "files with bytes that are not UTF-8 (replaced by U+FFFD)"
+                    ] += 1
                     replaced += 1
                 yield Document(str(path), text)
         except OSError as error:
@@ -286,7 +242,8 @@ def resolve(data: Data, stage: str) -> Source:
     files = _files(data) if table is None else []
     shape = _shape(files, table, data, stage)
     limits = data.max_bytes, table, data.max_records, stage, data.max_record_bytes
-    source = Source(data.source, shape, tuple(files), data.text_key, *limits)
+    counts = DataCounts(data.source, shape, data.seq_len)
+    source = Source(data.source, shape, tuple(files), data.text_key, *limits, counts)
     pairs = shape == "preference"
     turns = stage in ("sft", "kto", "grpo") and not source.is_conversations
     if (stage in ("dpo", "orpo", "rm")) != pairs or turns:
