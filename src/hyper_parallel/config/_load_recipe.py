@@ -58,15 +58,15 @@ _CHOSEN: Final = (
 """Keys of the `parallel` section besides the degrees that the planner chooses where nobody gives them."""
 
 _PATHS: Final = (
-    "model.path", "data.source", "data.validation", "data.tokenizer", "parallel.schedule_file", "checkpoint.from_dir",
-    "topology",
+    "model.path", "data.source", "data.validation", "data.tokenizer", "data.chat_template", "parallel.schedule_file",
+    "checkpoint.from_dir", "topology",
 )  # fmt: skip
 """Keys that may name a file or a directory to read; a relative one is looked for beside the recipe first."""
 
 _WRITTEN: Final = ("output_dir", "data.cache_dir", "offload.flash_dir")
 """Keys that name a directory to write, always the caller's."""
 
-_WORDS: Final = ("local", "python-stdlib")
+_WORDS: Final = ("local", "python-stdlib", "auto", "none")
 """Values of `_PATHS` that are never a path."""
 
 _COMMAND_LINE: Final = "command line"

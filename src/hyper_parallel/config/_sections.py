@@ -140,15 +140,15 @@ class Data(Section):
     text_key: str = "text"
     """Key or column of the text in records."""
     columns: dict[ColumnName, str] = {}
-    """Keys of the records by their names here: `{prompt: question, completion: answer}`. `role` and `content` are keys of
-    turns."""
+    """Keys of the records by their names here: `{prompt: question, completion: answer}`. `role` and `content` are keys
+    of turns."""
     roles: dict[RoleName, str] = {}
     """Words for the roles of turns: `{user: customer, assistant: agent}`, beside the usual ones (human, gpt, ...)."""
     ignore_keys: tuple[str, ...] = ()
     """Keys of records, turns and tool calls that are passed over. Every other key has a meaning, or is refused."""
     chat_template: str = "auto"
-    """How conversations become text. auto: by the template of the tokenizer; where it has none, texts under `prompt` and
-    `completion` are joined as plain text. none: every pair of texts is joined. Else a file with a template."""
+    """How conversations become text. auto: by the template of the tokenizer; where it has none, texts under `prompt`
+    and `completion` are joined as plain text. none: every pair of texts is joined. Else a file with a template."""
     seq_len: int = Field(default=512, ge=2, le=MOST_SEQ_LEN)
     """Tokens per sequence."""
     packing: bool = True

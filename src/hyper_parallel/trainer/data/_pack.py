@@ -179,7 +179,7 @@ def encode(
     texts = [
         render(hf, d.conversation.messages, where=d.where)
         if d.conversation and d.templated
-        else d.plain
+        else d.text or "".join(_contents(d))
         for d in batch
     ]
     if hf.is_fast:
@@ -196,14 +196,17 @@ def encode(
         yield [*ids, hf.eos_token_id], ()
 
 
+def _contents(document: Document) -> list[str]:
+    one = document.conversation
+    return [turn["content"] for turn in one.messages] if one else []
+
+
 def _encode_plain(hf: Any, document: Document) -> tuple[list[int], list[bool]]:
     """Return the tokens of a conversation without a template: its contents as they are, then end-of-text.
 
     The prompt and the answer are tokenized apart, so that the tokens of the prompt are those of generation.
     """
-    assert document.conversation is not None
-    contents = [turn["content"] for turn in document.conversation.messages]
-    at = document.num_context
+    contents, at = _contents(document), document.num_context
     prompt, answer = "".join(contents[:at]), "".join(contents[at:])
     with tokenizing(document.where):
         asked, said = (

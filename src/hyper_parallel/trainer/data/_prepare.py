@@ -10,9 +10,10 @@ from typing import Any
 from hyper_parallel.config import PAIRED, Data
 from hyper_parallel.errors import BadValue, NoData
 from hyper_parallel.trainer.data._cache import cache_root, digest, entry
+from hyper_parallel.trainer.data._chat import PLAIN
 from hyper_parallel.trainer.data._pack import pack, tokenise
 from hyper_parallel.trainer.data._sequences import JoinedSequences, PackedSequences
-from hyper_parallel.trainer.data._sources import Source, resolve
+from hyper_parallel.trainer.data._sources import Source, resolve, with_template
 from hyper_parallel.trainer.data._streaming import Place, Stream
 from hyper_parallel.trainer.data._tokenizer import has_tokenizer, obtain
 from hyper_parallel.trainer.data.counts import DataCounts
@@ -120,6 +121,9 @@ def prepare(
     pad_id = tokenizer.hf.pad_token_id
     pad_id = tokenizer.hf.eos_token_id if pad_id is None else pad_id
 
+    own_template = tokenizer.hf.chat_template != PLAIN
+    sources = [(one, with_template(source, one, own_template)) for one, source in sources]
+
     def packed(data: Data, source: Source) -> PackedData:
         def build(target: Path) -> dict[str, Any]:
             flat = tokenise(source, tokenizer, stage, target, progress)
@@ -137,7 +141,7 @@ def prepare(
         rows: list[Any] = [data.packing, masked] if masked or not data.packing else []
         rows += ["last answer"] if stage in PAIRED else []
         rows += [_TARGETS] if stage != "pt" else []
-        rows += [] if source.templated else [_PLAIN_TEXT]
+        rows += [] if source.plain == "never" else [_PLAIN_TEXT, source.plain]
         key = digest([*matters, stage, data.holdout, seed, *rows, "num_real", _COUNTED])
         directory, meta = entry(cache / "packed", key, build)
         for note in meta["notes"]:
@@ -165,7 +169,7 @@ def prepare(
         name = data.name if data.validation == data.source else None
         update = {"source": data.validation, "split": data.validation_split, "name": name}
         held = data.model_copy(update={**update, "holdout": 0.0, "streaming": False})
-        validation = packed(held, resolve(held, stage))
+        validation = packed(held, with_template(resolve(held, stage), held, own_template))
         sources = [(one.model_copy(update={"holdout": 0.0}), s) for one, s in sources]
     if not data.streaming:
         found = [packed(one, source) for one, source in sources]
@@ -177,7 +181,8 @@ def prepare(
     settings = [data.seq_len, data.packing, stream.masked, data.max_bytes, data.text_key]
     settings += [data.max_records] if data.max_records else []
     settings += [_TARGETS] if stage != "pt" else []
-    settings += [] if source.templated else [_PLAIN_TEXT]
+    settings += [] if source.plain == "never" else [_PLAIN_TEXT, source.plain]
+    settings += [source.rules.identity] if source.rules.identity else []
     # A recipe may name the source from its own folder, and the run's copy of the recipe from the root.
     path = Path(source.name).expanduser()
     name = str(path.absolute()) if path.exists() else source.name

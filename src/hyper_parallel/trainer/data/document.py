@@ -58,6 +58,13 @@ class Document:
         return self.text or "\n".join(turn["content"] for turn in turns)
 
     @property
+    def is_empty(self) -> bool:
+        """Whether the document has neither words nor calls of tools."""
+        turns = self.conversation.messages if self.conversation else ()
+        said = ("content", "tool_calls", "reasoning_content")
+        return not self.text and not any(turn.get(key) for turn in turns for key in said)
+
+    @property
     def num_bytes(self) -> int:
         """UTF-8 bytes of the words."""
         return len(self.plain.encode("utf-8", "surrogatepass"))
