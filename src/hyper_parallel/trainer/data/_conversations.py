@@ -44,6 +44,7 @@ _INPUTS: Final = ("input", "context")
 _SHARED: Final = frozenset((*SYSTEMS, *TOOLS, "chat_template_kwargs"))
 _SAID: Final = frozenset((*PROMPTS, *ANSWERS, *TURNS, *SYSTEMS, "context", "text", "history"))
 """Keys of words: beside the keys that a record is read from they have to repeat its turns."""
+_TURNS_ALONE: Final = {key: frozenset((key,)) for key in TURNS}
 _STAGE_KEYS: Final = {"kto": LABELS, "rm": ("margin",), "dpo": ("margin",), "orpo": ("margin",)}
 """Keys that a stage reads, or, of margins, passes over."""
 
@@ -55,8 +56,10 @@ def _sharegpt(values: Values, rules: RecordRules, where: str) -> Iterator[Part]:
 
 
 def _turns_key(values: Values) -> str:
-    present = [key for key in TURNS if key in values]
-    return next((k for k in present if isinstance(values[k], list | tuple)), present[0])
+    for key in TURNS:
+        if isinstance(values.get(key), (list, tuple)):
+            return key
+    return next(key for key in TURNS if key in values)
 
 
 def _alpaca(values: Values, rules: RecordRules, where: str) -> Iterator[Part]:
@@ -334,8 +337,8 @@ def conversations_of(
     reader, allowed = _FORMATS[shape]
     if shape == "prompt_completion" and stage == "grpo":
         reader = _prompt
-    actual = _conversation(values, stage)
-    if shape != actual and not _has_keys(values, shape, stage):
+    if not _has_keys(values, shape, stage):
+        actual = _conversation(values, stage)
         raise NoData(
             f"a record is not {shape}",
             where=where,
@@ -362,10 +365,10 @@ def conversations_of(
 
 def _has_keys(values: Values, shape: str, stage: str) -> bool:
     """Return whether a record has the keys that its format needs."""
+    if shape == "sharegpt":
+        return not values.keys().isdisjoint(TURNS)
     if shape == "preference":
         return "chosen" in values and "rejected" in values
-    if shape == "sharegpt":
-        return any(key in values for key in TURNS)
     answered = any(key in values for key in ANSWERS)
     if shape == "alpaca":
         return "instruction" in values and answered
@@ -400,7 +403,7 @@ def _with_system(
 def _read_keys(values: Values, shape: str) -> frozenset[str]:
     """Return the keys whose words are the turns of a record."""
     if shape == "sharegpt":
-        return frozenset((_turns_key(values),))
+        return _TURNS_ALONE[_turns_key(values)]
     if shape == "prompt_completion":
         return frozenset((*_asked(values), *ANSWERS))
     if shape == "alpaca":

@@ -141,7 +141,8 @@ class Source:
             if max(sizes) > self.record_bytes:
                 where, got = documents[0].where, f"{max(sizes):,} bytes"
                 raise records_too_long(where, got, self.record_bytes)
-            if any(document.is_empty for document in documents):  # of a pair both are left out
+            # Of a pair both are left out.
+            if 0 in sizes and any(document.is_empty for document in documents):
                 self.counts.dropped[EMPTY_RECORD] += self.shape != "text"
                 continue
             if left is not None and sum(sizes) > left:
@@ -189,6 +190,8 @@ class Source:
         Raises:
             NoData: HP602 for turns with `data.chat_template: none`.
         """
+        if self.plain == "never" and self.shape in ("sharegpt", "alpaca"):
+            return True
         pair = is_text_pair(record, self.shape, self.rules, any_name=self.plain == "all")
         if self.plain == "never" or (self.plain == "pairs" and not pair):
             self.counts.remarks[_TEMPLATED] += pair

@@ -25,6 +25,7 @@ TURNS: Final = ("conversations", "messages")
 SYSTEMS: Final = ("system", "system_prompt", "system_message")
 TOOLS: Final = ("tools", "functions")
 LABELS: Final = ("label", "kto_tag")
+_OF_STAGES: Final = {"label": "kto", "kto_tag": "kto", "margin": "rm"}
 
 _NAMES: Final = """
     __index_level_0__ _id id ids idx index uid uuid guid hash row row_id record_id sample_id example_id item_id doc_id
@@ -174,6 +175,8 @@ class RecordRules:
                 continue
             if key in _MEDIA:
                 raise self._unsupported_media(key, where)
+            if key in _OF_STAGES:
+                raise self._of_another_stage(key, value, where)
             if key in _WITHOUT_INFLUENCE:
                 self.counts.ignored_keys[key] += 1
             else:
@@ -186,6 +189,15 @@ class RecordRules:
                 allowed=sorted(known),
                 hint=self.ignore_hint(unknown),
             )
+
+    def _of_another_stage(self, key: str, value: Any, where: str) -> NoData:
+        return NoData(
+            f"`{key}` of a record is read with `stage: {_OF_STAGES[key]}`, and means something else otherwise",
+            where=where,
+            got=f"{key}: {abbreviated(value)}",
+            allowed=f"stage={_OF_STAGES[key]}, or records without this key",
+            hint=self.ignore_hint([key]),
+        )
 
     def refuse_media(self, record: Record, texts: Iterable[str], where: str) -> None:
         """Refuse placeholders of images and the like in texts, which would be trained on as letters.
@@ -220,7 +232,7 @@ class RecordRules:
 
 def is_empty(value: Any) -> bool:
     """Return whether a value says nothing: absent, or a text, list or object without members."""
-    return value is None or (isinstance(value, str | list | tuple | dict) and not value)
+    return value is None or (isinstance(value, (str, list, tuple, dict)) and not value)
 
 
 def ignore_hint(keys: Iterable[str]) -> str:

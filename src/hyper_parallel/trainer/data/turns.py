@@ -41,7 +41,7 @@ def read_turns(values: Any, rules: RecordRules, where: str, key: str = "messages
     """
     if isinstance(values, Mapping):
         values = [values]
-    if not isinstance(values, list | tuple):
+    if not isinstance(values, (list, tuple)):
         raise _unreadable(f"`{key}` is no list of turns", where, values, "a list of turns")
     messages, roles, simple = [], rules.roles, not (rules.turn_columns or rules.ignored)
     for number, turn in enumerate(values, start=1):
