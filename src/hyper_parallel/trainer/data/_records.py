@@ -93,7 +93,7 @@ def _undecodable_line(path: Path) -> int:
 
 def _read_json(path: Path, most: int) -> Iterator[tuple[str, Any]]:
     with open_text(path) as file:
-        is_array = _is_array(file, most)
+        is_array = _is_array(file, most, inner_name(path).suffix != ".json")
     with open_text(path) as file:
         if is_array:
             yield from _read_array(file, path, most)
@@ -104,8 +104,14 @@ def _read_json(path: Path, most: int) -> Iterator[tuple[str, Any]]:
                 yield where, _unicode(_parse(line, path, number), line, where)
 
 
-def _is_array(file: IO[str], most: int) -> bool:
-    """Return whether a file is one array of records, or an object around it, and not a record in each line."""
+def _is_array(file: IO[str], most: int, of_lines: bool) -> bool:
+    """Return whether a file is one array of records, or an object around it, and not a record in each line.
+
+    Args:
+        file: Text of the file.
+        most: Most characters of a record.
+        of_lines: The name of the file says that a line is a record: an object in one line is one.
+    """
     head = file.read(HEAD)
     if head.lstrip().startswith("["):
         return True
@@ -119,8 +125,10 @@ def _is_array(file: IO[str], most: int) -> bool:
         value = json.loads(line) if end or len(text) <= min(most, _UNCOUNTED) else None
     except (ValueError, RecursionError):
         return True  # an object over several lines
-    if (behind or file.read(HEAD)).strip() or not isinstance(value, dict):
-        return value is None
+    if value is None:
+        return not of_lines
+    if of_lines or (behind or file.read(HEAD)).strip() or not isinstance(value, dict):
+        return False
     lists = [part for part in value.values() if isinstance(part, list | dict)]
     records = lists[0] if len(lists) == 1 and isinstance(lists[0], list) else []
     # The list of a record in one line has turns.

@@ -75,11 +75,12 @@ class Stream:
         self.data, self.seed, self.masked = data, seed, data.masks(stage)
         self._source, self._hf, self._stage, self._pad = source, hf, stage, pad_id
         self._reported: list[str] = []
+        self._epoch_counts: DataCounts | None = None
 
     @property
     def counts(self) -> DataCounts:
-        """Counts of the records of the present epoch, up to the last one that was read."""
-        return self._source.counts
+        """Counts of the first whole epoch, or, before its end, of the records up to the last one that was read."""
+        return self._epoch_counts or self._source.counts
 
     def rows(self, at: Place) -> Iterator[tuple[Place, Row]]:
         """Sequences from a place on, each with the place of the next one."""
@@ -106,13 +107,15 @@ class Stream:
                     at = at._replace(checksum="")
                 encoded = encode(chosen, self._hf, self._stage)
                 for index, (document, (ids, learn)) in enumerate(zip(chosen, encoded, strict=True)):
-                    self.counts.add([document], [(ids, learn)], self._stage)
+                    self._source.counts.add([document], [(ids, learn)], self._stage)
                     document_number = number - len(chosen) + index
                     yield Place(epoch, document_number, 0, checksum), ids, learn
                 self._report(number)
             whole = epoch > at.epoch or (at.document, at.part) == (0, 0)
-            if number == 0 or (whole and not self.counts.used):
+            if number == 0 or (whole and not self._source.counts.used):
                 raise self._empty()
+            if whole and self._epoch_counts is None:
+                self._epoch_counts = DataCounts.from_dict(self._source.counts.as_dict())
             if epoch == at.epoch:
                 self._report()
                 self._check_passed(at, f"{digest.hexdigest()} of {number} documents")
