@@ -6,7 +6,8 @@ messages in the form of OpenAI, which chat templates read.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import shlex
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from hyper_parallel.errors import NoData, abbreviated
@@ -134,7 +135,7 @@ def _message(turn: Any, rules: RecordRules, where: str) -> Message:
     if word is None:
         got = next((values[key] for key in _ROLE if key in values), sorted(values))
         what = "a turn has no role that is known"
-        hint = "data.roles.user=WORD, or assistant, system, tool, function_call"
+        hint = shlex.quote(f"data.roles.user={got}") if isinstance(got, str) else None
         raise NoData(what, where=where, got=got, allowed=sorted(rules.roles), hint=hint)
     content = rules.one_of(values, _CONTENT, where)
     role = "assistant" if word == "function_call" else word
@@ -291,8 +292,3 @@ def _without_absent(value: Any) -> Any:
 
 def _unreadable(what: str, where: str, got: Any, allowed: str) -> NoData:
     return NoData(what, where=where, got=abbreviated(got, 60), allowed=allowed)
-
-
-def texts_of(messages: Iterable[Message]) -> Iterable[str]:
-    """Yield the contents of messages."""
-    return (message["content"] for message in messages)
