@@ -202,6 +202,6 @@ def test_pairs_of_a_known_data_set_are_read(tmp_path):
 
 
 def test_a_column_that_no_record_has_is_named(tmp_path):
-    with pytest.raises(NoData, match="no key `questio`") as caught:
-        read(tmp_path, {"question": "q", "answer": "r"}, columns={"prompt": "questio"})
+    with pytest.raises(NoData, match="no key `questions`") as caught:
+        read(tmp_path, {"question": "q", "answer": "r"}, columns={"prompt": "questions"})
     assert caught.value.hint == "data.columns.prompt=question"
