@@ -90,6 +90,14 @@ _Format = Literal[
 ]
 
 
+ColumnName = Literal[
+    "prompt", "completion", "instruction", "input", "output", "answer", "system", "history", "messages", "chosen",
+    "rejected", "tools", "label", "margin", "role", "content",
+]  # fmt: skip
+"""Names of keys that a reader of records knows: those of records, then those of turns."""
+RoleName = Literal["system", "developer", "user", "assistant", "tool", "function_call"]
+
+
 class MixedSource(Section):
     """One source of several; a key that is not given is that of `data`."""
 
@@ -105,6 +113,12 @@ class MixedSource(Section):
     """As `data.format`."""
     text_key: str | None = None
     """As `data.text_key`."""
+    columns: dict[ColumnName, str] | None = None
+    """As `data.columns`."""
+    roles: dict[RoleName, str] | None = None
+    """As `data.roles`."""
+    ignore_keys: tuple[str, ...] | None = None
+    """As `data.ignore_keys`."""
 
 
 def source_tag(value: object) -> str:
@@ -132,6 +146,13 @@ class Data(Section):
     """Shape of the records; auto looks at the file name and the first record."""
     text_key: str = "text"
     """Key or column of the text in records."""
+    columns: dict[ColumnName, str] = {}
+    """Keys of the records by their names here: `{prompt: question, completion: answer}`. `role` and `content` are keys
+    of turns."""
+    roles: dict[RoleName, str] = {}
+    """Words for the roles of turns: `{user: customer, assistant: agent}`, beside the usual ones (human, gpt, ...)."""
+    ignore_keys: tuple[str, ...] = ()
+    """Keys of records, turns and tool calls that are passed over. Every other key has a meaning, or is refused."""
     chat_template: str = "auto"
     """How conversations become text. auto: by the template of the tokenizer; where it has none, texts under `prompt`
     and `completion` are joined as plain text. none: every pair of texts is joined. Else a file with a template."""

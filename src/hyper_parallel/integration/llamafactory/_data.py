@@ -13,14 +13,24 @@ from hyper_parallel.trainer.data._records import read_records
 from hyper_parallel.trainer.data._tokenizer import load_tokenizer
 
 _COLUMNS: Final = {
-    "prompt": "instruction", "query": "input", "response": "output", "system": "system", "history": "history",
-    "chosen": "chosen", "rejected": "rejected",
+    "alpaca": {"prompt": "instruction", "query": "input", "response": "output"},
+    "sharegpt": {"messages": "messages"},
+}
+"""Keys that LlamaFactory reads without a word in `columns`, by their names in `data.columns`."""
+_DEFAULTS: Final = {"messages": "conversations"}
+_NAMED: Final = {
+    "prompt": "instruction", "query": "input", "response": "output", "history": "history", "messages": "messages",
+    "system": "system", "tools": "tools", "chosen": "chosen", "rejected": "rejected", "kto_tag": "label",
 }  # fmt: skip
-_OF_SEVERAL: Final = {"messages": ("conversations", "messages"), "kto_tag": ("kto_tag", "label")}
-_TAGS: Final = {
-    "role_tag": ("from", "role"), "content_tag": ("value", "content"), "user_tag": ("human", "user"),
-    "assistant_tag": ("gpt", "assistant"), "system_tag": ("system",), "observation_tag": (), "function_tag": (),
+"""Names of `columns`, and what they are called in `data.columns`."""
+_OPTIONAL: Final = ("query", "history", "system", "tools", "kto_tag")
+_TAGS: Final = {"role_tag": "role", "content_tag": "content"}
+_ROLES: Final = {
+    "user_tag": "user", "assistant_tag": "assistant", "system_tag": "system", "observation_tag": "tool",
+    "function_tag": "function_call",
 }  # fmt: skip
+_SAID: Final = ("system", "history", "tools", "images", "videos", "audios")
+"""Keys of words that LlamaFactory would not read without a column; a record with one is refused."""
 _CHATML: Final = (False, "<|im_start|>{role}\n{content}<|im_end|>\n")
 _TEMPLATES: Final = {
     "chatml": _CHATML,
@@ -56,34 +66,52 @@ def source_of(name: str, directory: str, stage: str) -> tuple[dict[str, Any], in
     parts = (info.get("columns") or {}, info.get("tags") or {}) if isinstance(info, dict) else ()
     if not parts or not all(isinstance(part, dict) for part in parts):
         raise refuse(name, abbreviated(info), "an object with keys, also under columns and tags")
-    columns, shape = dict(parts[0]), info.get("formatting", "alpaca")
+    columns, tags, shape = *map(dict, parts), info.get("formatting", "alpaca")
     for key in info:
         if key not in ("file_name", "formatting", "ranking", "columns", "tags"):
             raise refuse(key, info[key], "file_name, formatting, ranking, columns, tags")
-    text_key = columns.pop("prompt", "instruction") if stage == "pt" else None
-    for key, value in columns.items():
-        wanted = _OF_SEVERAL.get(key) or (_COLUMNS.get(key, ""),)
-        if value not in wanted:
-            raise refuse(f"columns.{key}", value, wanted)
-    for key, value in (info.get("tags") or {}).items():
-        if value not in _TAGS.get(key, ()) and _TAGS.get(key) != ():
-            raise refuse(f"tags.{key}", value, _TAGS.get(key, list(_TAGS)))
+    if shape not in _COLUMNS:
+        raise refuse("formatting", abbreviated(shape), list(_COLUMNS))
+    for part, values, known in (("columns", columns, _NAMED), ("tags", tags, {**_TAGS, **_ROLES})):
+        for key, value in values.items():
+            if key not in known or not isinstance(value, str):
+                raise refuse(f"{part}.{key}", abbreviated(value), list(known))
     file = info.get("file_name")
     if not isinstance(file, str) or names_outside(file):
         raise refuse("file_name", abbreviated(file), "the name of a file in the folder")
-    path, number, record = Path(directory) / file, 0, {}
+    path = Path(directory) / file
     if (target := outside_target(path, Path(directory))) is not None:
         raise refuse("file_name", f"{file}, a link to {target}", "a file in the folder")
+    number, keys = 0, set[str]()
     for number, (_, record) in enumerate(read_records(path), start=1):
-        for key in ("system", "history", "tools", "images"):
-            if record.get(key) and key not in columns and stage != "pt":
-                raise refuse(
-                    f"a record with `{key}`, and no column for it", f"record {number}", columns
-                )
+        keys |= record.keys()
+        for key in _SAID if stage != "pt" else ():
+            if record.get(key) and key not in columns.values():
+                what = f"a record with `{key}`, and no column for it"
+                raise refuse(what, f"record {number}", columns)
+    for key, value in columns.items():
+        if value not in keys and key not in _OPTIONAL:
+            raise refuse(f"columns.{key}", value, sorted(keys))
+    if stage == "pt":
+        text_key = columns.get("prompt", "instruction")
+        return {"source": str(path), "format": "jsonl", "text_key": text_key}, number
     found = {"source": str(path), "format": "preference" if info.get("ranking") else shape}
-    return (
-        {"source": str(path), "format": "jsonl", "text_key": text_key} if text_key else found
-    ), number
+    return found | _names(columns, tags, shape, keys), number
+
+
+def _names(
+    columns: dict[str, str], tags: dict[str, str], shape: str, keys: set[str]
+) -> dict[str, Any]:
+    """Return the keys of `data` for the names of a dataset; keys of records that it does not name are passed over."""
+    read = {own: _DEFAULTS.get(own, own) for own in _COLUMNS[shape].values()}
+    read |= {_NAMED[name]: value for name, value in columns.items()}
+    own_names = {name: {name, _DEFAULTS.get(name, name)} for name in read}
+    renamed = {name: value for name, value in read.items() if value not in own_names[name]}
+    renamed |= {_TAGS[tag]: value for tag, value in tags.items() if tag in _TAGS}
+    roles = {_ROLES[tag]: value for tag, value in tags.items() if tag in _ROLES}
+    found: dict[str, Any] = {"columns": renamed, "roles": roles}
+    found["ignore_keys"] = sorted(keys - set(read.values()))
+    return {key: value for key, value in found.items() if value}
 
 
 def check_template(name: str, model: str, where: str) -> None:

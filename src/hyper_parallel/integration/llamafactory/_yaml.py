@@ -206,14 +206,30 @@ def _data_layers(v: dict[str, Any], path: Path) -> Iterator[Layer]:
     records, held = sum(min(n, limit) for _, n in parts), v["val_size"] or 0.0
     yield "val_size", {"data.holdout": held / records if held >= 1 else held}
     if v["eval_dataset"] is not None:
-        yield (
-            "eval_dataset",
-            {"data.validation": source_of(v["eval_dataset"], directory, stage)[0]["source"]},
-        )
+        held_out, _ = source_of(v["eval_dataset"], directory, stage)
+        _check_same_names(parts[0][0], held_out, f"{path}: eval_dataset")
+        yield "eval_dataset", {"data.validation": held_out["source"]}
     if WORDS["eval_strategy"][v["eval_strategy"]]:
         yield "eval_steps", {"training.eval_every": v["eval_steps"] or v["logging_steps"]}
     if v["template"] is not None and stage != "pt":
         check_template(v["template"], str(v["model_name_or_path"]), f"{path}: template")
+
+
+def _check_same_names(one: dict[str, Any], other: dict[str, Any], where: str) -> None:
+    """Refuse a held-out dataset whose keys have other names than those of the dataset.
+
+    Raises:
+        Contradiction: HP104.
+    """
+    for key in ("format", "text_key", "columns", "roles", "ignore_keys"):
+        if one.get(key) != other.get(key):
+            raise Contradiction(
+                "the datasets have different keys or tags, and a recipe names them once",
+                where=where,
+                got=f"{key}: {one.get(key)} and {other.get(key)}",
+                allowed="the same keys and tags in both datasets",
+                hint="val_size=0.02 eval_dataset=null",
+            )
 
 
 def _frozen(model: str, layers: int) -> list[str]:

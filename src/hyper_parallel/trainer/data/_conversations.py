@@ -2,175 +2,196 @@
 
 A record is `sharegpt`, `alpaca`, `prompt_completion` or `preference`. Each is read into `Conversation`: turns, and how
 many of them the record names as the prompt. A stage decides from these which turns are targets, see `num_context`.
+Keys of the same meaning are rows of tables in `record_keys`; a key without a meaning is refused there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from typing import Annotated, Any, Final, Literal, Self
+from collections.abc import Callable, Iterator, Sequence
+from typing import Annotated, Any, Final
 
-from pydantic import (
-    AliasChoices,
-    BaseModel,
-    Field,
-    StrictBool,
-    TypeAdapter,
-    ValidationError,
-    model_validator,
-)
+from pydantic import Field, StrictBool, TypeAdapter, ValidationError
 
 from hyper_parallel.config import PAIRED
-from hyper_parallel.errors import NoData
-from hyper_parallel.trainer.data._records import Record, text_of
+from hyper_parallel.errors import NoData, abbreviated
+from hyper_parallel.trainer.data._records import text_of
 from hyper_parallel.trainer.data.conversation import Conversation, Message
+from hyper_parallel.trainer.data.record_keys import (
+    ANSWERS,
+    LABELS,
+    PROMPTS,
+    SYSTEMS,
+    TOOLS,
+    TURNS,
+    Record,
+    RecordRules,
+    is_empty,
+)
+from hyper_parallel.trainer.data.turns import (
+    conversation_of,
+    read_template_values,
+    read_tools,
+    read_turns,
+)
 
-_SAME_ROLE: Final = {"human": "user", "gpt": "assistant"}
-_TURNS: Final = ("conversations", "messages")
+Values = dict[str, Any]
+"""Values of a record by our names."""
+Part = tuple[list[Message], int | None]
+"""Turns of a conversation, and how many of them are its prompt; None: the record names no prompt."""
 
-
-class _Turn(BaseModel):
-    role: Literal["system", "user", "human", "assistant", "gpt"] = Field(
-        validation_alias=AliasChoices("from", "role")
-    )
-    content: str = Field(validation_alias=AliasChoices("value", "content"))
-
-    @property
-    def message(self) -> Message:
-        return _message(_SAME_ROLE.get(self.role, self.role), self.content)
-
-
-class _Sharegpt(BaseModel):
-    """A sharegpt (`conversations`: from, value) or OpenAI (`messages`: role, content) record."""
-
-    system: str | None = None
-    turns: list[_Turn] = Field(validation_alias=AliasChoices(*_TURNS))
-
-    def conversations(self) -> Iterator[Conversation]:
-        """The one conversation of the record."""
-        yield Conversation(tuple(turn.message for turn in self.turns))
-
-
-class _Alpaca(BaseModel):
-    """An alpaca record: history pairs, then the instruction with its input, and the output."""
-
-    system: str | None = None
-    history: list[tuple[str, str]] = []
-    instruction: str
-    input: str = ""
-    output: str
-
-    def conversations(self) -> Iterator[Conversation]:
-        """The one conversation of the record."""
-        question = "\n".join(text for text in (self.instruction, self.input) if text)
-        last = (_message("user", question), _message("assistant", self.output))
-        yield Conversation((*_history(self.history), *last))
+_QUESTIONS: Final = tuple(key for key in PROMPTS if key not in ("instruction", "input"))
+_INPUTS: Final = ("input", "context")
+_SHARED: Final = frozenset((*SYSTEMS, *TOOLS, "chat_template_kwargs"))
+_SAID: Final = frozenset((*PROMPTS, *ANSWERS, *TURNS, *SYSTEMS, "context", "text", "history"))
+"""Keys of words: beside the keys that a record is read from they have to repeat its turns."""
+_TURNS_ALONE: Final = {key: frozenset((key,)) for key in TURNS}
+_STAGE_KEYS: Final = {"kto": LABELS, "rm": ("margin",), "dpo": ("margin",), "orpo": ("margin",)}
+"""Keys that a stage reads, or, of margins, passes over."""
 
 
-class _Completion(BaseModel):
-    """A prompt and its completion, each a text or turns."""
-
-    system: str | None = None
-    prompt: str | list[_Turn]
-    completion: str | list[_Turn]
-
-    def conversations(self) -> Iterator[Conversation]:
-        """The one conversation of the record."""
-        prompt, completion = _turns(self.prompt, "user"), _turns(self.completion, "assistant")
-        yield _joined(prompt, completion)
+def _sharegpt(values: Values, rules: RecordRules, where: str) -> Iterator[Part]:
+    """Read `conversations` (from, value) or `messages` (role, content)."""
+    key = _turns_key(values)
+    yield read_turns(values[key], rules, where, key), None
 
 
-class _Prompt(_Completion):
-    """A prompt for which completions are sampled; its own completion, if it has one, is the answer."""
-
-    completion: str | list[_Turn] = []
-    answer: Any = None
-
-    def conversations(self) -> Iterator[Conversation]:
-        """The one conversation of the record; without a completion its answer is the column `answer`."""
-        prompt, completion = _turns(self.prompt, "user"), _turns(self.completion, "assistant")
-        if not completion and isinstance(self.answer, str | int | float):
-            completion = [_message("assistant", str(self.answer))]
-        yield _joined(prompt, completion)
+def _turns_key(values: Values) -> str:
+    for key in TURNS:
+        if isinstance(values.get(key), (list, tuple)):
+            return key
+    return next(key for key in TURNS if key in values)
 
 
-class _Preference(BaseModel):
-    """Two answers to one prompt: of TRL (`prompt`), alpaca (`instruction`, `input`) or sharegpt (`conversations`)."""
+def _alpaca(values: Values, rules: RecordRules, where: str) -> Iterator[Part]:
+    """Read history pairs, then the instruction with its input, and the output."""
+    answer = _text(rules.one_of(values, ANSWERS, where), "output", where)
+    last = _message("user", _instruction(values, rules, where)), _message("assistant", answer)
+    yield [*_history(values, where), *last], None
 
-    system: str | None = None
-    prompt: str | list[_Turn] | None = None
-    turns: list[_Turn] = Field(default=[], validation_alias=AliasChoices(*_TURNS))
-    history: list[tuple[str, str]] = []
-    instruction: str = ""
-    input: str = ""
-    chosen: str | list[_Turn] | _Turn
-    rejected: str | list[_Turn] | _Turn
 
-    @model_validator(mode="after")
-    def _check_prompt(self) -> Self:
-        prompt, text = self._prompt, self._text_prompt
-        if not prompt and (isinstance(self.chosen, str) or isinstance(self.rejected, str)):
-            raise ValueError("an answer that is a text needs a prompt beside it")
-        for answer in self._answers if text else ():
-            opens = next((turn["role"] for turn in answer if turn["role"] != "system"), None)
-            if opens == "user" and not _quotes(answer, text):
-                raise ValueError("an answer begins with a turn of the user that is not the prompt")
-        return self
+def _completion(values: Values, rules: RecordRules, where: str) -> Iterator[Part]:
+    """Read a prompt and its completion, each a text or turns."""
+    prompt = _side(rules.one_of(values, _asked(values), where), "user", rules, where, "prompt")
+    answer = rules.one_of(values, ANSWERS, where)
+    yield _joined(prompt, _side(answer, "assistant", rules, where, "completion"))
 
-    @property
-    def _text_prompt(self) -> Message | None:
-        """The turn of a prompt that is a text, not a list of turns."""
-        if self.prompt or (self.prompt is not None and isinstance(self.chosen, str)):
-            return _message("user", self.prompt) if isinstance(self.prompt, str) else None
-        if self.turns or not (self.instruction or self.input or self.history):
-            return None
-        return _message("user", "\n".join(text for text in (self.instruction, self.input) if text))
 
-    @property
-    def _prompt(self) -> list[Message]:
-        """Turns that the record names as the prompt; none where the answers hold the whole conversation."""
-        text = self._text_prompt
-        if text is None:
-            return _turns(self.prompt or self.turns, "user")
-        return [text] if self.prompt else [*_history(self.history), text]
+def _prompt(values: Values, rules: RecordRules, where: str) -> Iterator[Part]:
+    """Read a prompt for which completions are sampled; its answer is the completion, or a column of another name."""
+    prompt = _side(values[_asked(values)[0]], "user", rules, where, "prompt")
+    answer = values.get("completion", [])
+    if is_empty(answer):
+        named = (values.get(key) for key in ("answer", "response", "output"))
+        answer = next((str(a) for a in named if isinstance(a, str | int | float)), "")
+    completion = [] if answer == "" else _side(answer, "assistant", rules, where, "completion")
+    yield _joined(prompt, completion)
 
-    @property
-    def _answers(self) -> list[list[Message]]:
-        given = (self.chosen, self.rejected)
-        return [_turns([a] if isinstance(a, _Turn) else a, "assistant") for a in given]
 
-    def conversations(self) -> Iterator[Conversation]:
-        """The conversation with the chosen answer, and the one with the rejected answer.
+def _preference(values: Values, rules: RecordRules, where: str) -> Iterator[Part]:
+    """Read the conversation with the chosen answer, and the one with the rejected answer.
 
-        An answer continues the prompt. Where both answers repeat the prompt, or none is named, the prompt is the
-        turns that both have in common.
-        """
-        prompt, text, answers = self._prompt, self._text_prompt, self._answers
-        if all(_repeats(prompt, answer) or _quotes(answer, text) for answer in answers):
-            system, _ = _split_system(prompt)
-            whole = [a if a[0]["role"] == "system" else [*system, *a] for a in answers]
-            named = [_joined(prompt, a).num_prompt or 0 for a in answers if _repeats(prompt, a)]
-            shared = max(_num_shared(whole), min(named, default=0))
-            yield from (Conversation(tuple(turns), shared) for turns in whole)
-            return
-        yield from (_joined(prompt, answer) for answer in answers)
+    An answer continues the prompt. Where both answers repeat the prompt, or none is named, the prompt is the turns that
+    both have in common.
+    """
+    given = [values[key] for key in ("chosen", "rejected")]
+    answers = [_side(a, "assistant", rules, where, "chosen or rejected") for a in given]
+    prompt, text = _prompt_of_pair(values, rules, where)
+    _check_pair(given, answers, prompt, text, where)
+    if all(_repeats(prompt, answer) or _quotes(answer, text) for answer in answers):
+        system, _ = _split_system(prompt)
+        whole = [a if a and a[0]["role"] == "system" else [*system, *a] for a in answers]
+        named = [_joined(prompt, a)[1] or 0 for a in answers if _repeats(prompt, a)]
+        shared = max(_num_shared(whole), min(named, default=0))
+        yield from ((turns, shared) for turns in whole)
+        return
+    yield from (_joined(prompt, answer) for answer in answers)
+
+
+def _prompt_of_pair(
+    values: Values, rules: RecordRules, where: str
+) -> tuple[list[Message], Message | None]:
+    """Return the turns that a pair names as the prompt, and the turn of a prompt that is a text.
+
+    There are no turns where the answers hold the whole conversation.
+    """
+    prompt = rules.one_of(values, _QUESTIONS, where)
+    if isinstance(prompt, str) and (prompt or isinstance(values["chosen"], str)):
+        turn = _message("user", prompt)
+        return ([turn] if prompt else []), turn
+    if not is_empty(prompt):
+        return _side(prompt, "user", rules, where, "prompt"), None
+    for key in TURNS:
+        if not is_empty(values.get(key)):
+            return read_turns(values[key], rules, where, key), None
+    if all(is_empty(values.get(key)) for key in ("instruction", "history", *_INPUTS)):
+        return [], None
+    turn = _message("user", _instruction(values, rules, where))
+    return [*_history(values, where), turn], turn
+
+
+def _check_pair(
+    given: list[Any],
+    answers: list[list[Message]],
+    prompt: list[Message],
+    text: Message | None,
+    where: str,
+) -> None:
+    """Refuse a pair whose prompt cannot be told.
+
+    Raises:
+        NoData: HP602.
+    """
+    what = None
+    if not prompt and any(isinstance(answer, str) for answer in given):
+        what = "an answer that is a text needs a prompt beside it"
+    for answer in answers if text else ():
+        opens = next((turn["role"] for turn in answer if turn["role"] != "system"), None)
+        if opens == "user" and not _quotes(answer, text):
+            what = "an answer begins with a turn of the user that is not the prompt"
+    if what is not None:
+        allowed = _FORMATS["preference"][1]
+        raise NoData(f"a record is not preference: {what}", where=where, allowed=allowed)
 
 
 def _message(role: str, content: str) -> Message:
     return {"role": role, "content": content}
 
 
-def _turns(given: str | Sequence[_Turn] | None, role: str) -> list[Message]:
-    """Turns of a key that holds a text of `role` or a list of turns."""
+def _side(given: Any, role: str, rules: RecordRules, where: str, key: str) -> list[Message]:
+    """Return the turns of a key that holds a text of `role`, a turn or a list of turns."""
     if isinstance(given, str):
         return [_message(role, given)]
-    return [turn.message for turn in given or ()]
+    if not isinstance(given, list | tuple | dict):
+        _text(given, key, where)
+    return read_turns(given, rules, where, key)
 
 
-def _history(pairs: Sequence[tuple[str, str]]) -> list[Message]:
-    """Turns of questions with their answers."""
-    roles = ("user", "assistant")
-    return [_message(r, text) for pair in pairs for r, text in zip(roles, pair, strict=True)]
+def _text(value: Any, key: str, where: str) -> str:
+    if not isinstance(value, str):
+        got, what = f"{key}: {abbreviated(value, 60)}", f"`{key}` of a record is no text"
+        raise NoData(what, where=where, got=got, allowed="a text")
+    return value
+
+
+def _instruction(values: Values, rules: RecordRules, where: str) -> str:
+    """Return the instruction of an alpaca record with its input."""
+    texts = values.get("instruction", ""), rules.one_of(values, _INPUTS, where) or ""
+    return "\n".join(text for text in (_text(t, "instruction", where) for t in texts) if text)
+
+
+def _history(values: Values, where: str) -> list[Message]:
+    """Return the turns of questions with their answers."""
+    turns, pairs = [], values.get("history") or []
+    for pair in pairs if isinstance(pairs, list | tuple) else [pairs]:
+        if not isinstance(pair, list | tuple) or len(pair) != 2:
+            got = f"history: {abbreviated(pair, 60)}"
+            what, allowed = "a record has no pairs under `history`", "a list of [question, answer]"
+            raise NoData(what, where=where, got=got, allowed=allowed)
+        turns += [
+            _message(role, _text(text, "history", where))
+            for role, text in zip(("user", "assistant"), pair, strict=True)
+        ]
+    return turns
 
 
 def _split_system(turns: Sequence[Message]) -> tuple[list[Message], list[Message]]:
@@ -210,99 +231,232 @@ def _num_shared(whole: Sequence[Sequence[Message]]) -> int:
     return next(differ, max(most, 0))
 
 
-def _joined(prompt: Sequence[Message], answer: Sequence[Message]) -> Conversation:
-    """The conversation of a prompt and what continues it; an answer that repeats the prompt is all of it."""
+def _joined(prompt: Sequence[Message], answer: Sequence[Message]) -> Part:
+    """Return the turns of a prompt and of the answer to it; an answer that repeats the prompt is all of them."""
     (system, asked), (own, turns) = _split_system(prompt), _split_system(answer)
     repeats = bool(prompt) and _repeats(prompt, answer)
     if system and own and not repeats:
-        return Conversation((*prompt, *answer), len(prompt))
+        return [*prompt, *answer], len(prompt)
     first = own or system
     behind = turns[len(asked) :] if repeats else turns
-    return Conversation((*first, *asked, *behind), len(first) + len(asked))
+    return [*first, *asked, *behind], len(first) + len(asked)
 
 
-_Model = type[_Sharegpt | _Alpaca | _Completion | _Preference]
-_CONVERSATIONS: Final[dict[str, tuple[_Model, str]]] = {
+_Reader = Callable[[Values, RecordRules, str], Iterator[Part]]
+_FORMATS: Final[dict[str, tuple[_Reader, str]]] = {
     "sharegpt": (
-        _Sharegpt,
+        _sharegpt,
         "`conversations` with from and value, or `messages` with role and content",
     ),
-    "alpaca": (_Alpaca, "instruction, output; optional: input, system, history"),
-    "prompt_completion": (_Completion, "prompt, completion: texts or lists of turns"),
+    "alpaca": (_alpaca, "instruction, output; optional: input, system, history"),
+    "prompt_completion": (
+        _completion,
+        "prompt, completion (or question, answer, and the like): texts or lists of turns",
+    ),
     "preference": (
-        _Preference,
+        _preference,
         "chosen, rejected: texts, turns or lists of turns; prompt, instruction or conversations; "
         "lists may begin with the prompt",
     ),
 }
-"""How a conversation is read, and what its record holds in words."""
-CONVERSATIONS: Final = frozenset(_CONVERSATIONS)
-"""Shapes of records that are conversations."""
+"""Readers of conversations, and the keys that they read in words."""
+CONVERSATIONS: Final = frozenset(_FORMATS)
+"""Formats of records that are conversations."""
+_DEFAULT: Final = RecordRules()
 
 
-def shape_of(record: Record, text_key: str, where: str, stage: str = "pt") -> str:
-    """Which shape a record has: that of a conversation, or `records` (text under `text_key`)."""
-    shape = _conversation(record, stage)
+def shape_of(
+    record: Record, text_key: str, where: str, stage: str = "pt", rules: RecordRules = _DEFAULT
+) -> str:
+    """Return the format of a record: that of a conversation, or `records` (text under `text_key`).
+
+    Raises:
+        NoData: HP602 for a record that is neither.
+    """
+    values = rules.named(record, rules.columns, where)
+    shape = _conversation(values, stage)
     text = isinstance(record.get(text_key), str)
     if shape == "prompt_completion" and text and stage != "grpo":
         shape = None
     if shape is None:
+        _hint_at_columns(values, text, stage, where)
         text_of(record, text_key, where)
     return shape or "records"
 
 
-def _conversation(record: Record, stage: str) -> str | None:
-    if "chosen" in record and "rejected" in record:
+def _hint_at_columns(values: Values, text: bool, stage: str, where: str) -> None:
+    """Refuse a record that may be a conversation under other names, with the override that says so."""
+    columns = {}
+    for key, value in values.items():
+        if isinstance(value, list | tuple) and value and isinstance(value[0], dict):
+            columns["messages"] = key
+    texts = [key for key, value in values.items() if isinstance(value, str)]
+    if not columns and stage not in ("pt", "dpo", "orpo", "rm") and not text and len(texts) == 2:
+        columns = dict(zip(("prompt", "completion"), texts, strict=True))
+    if columns:
+        raise NoData(
+            "the keys of a record do not say which of them holds the conversation",
+            where=where,
+            got=sorted(values),
+            allowed=[words for _, words in _FORMATS.values()],
+            hint=" ".join(f"data.columns.{name}={key}" for name, key in columns.items()),
+        )
+
+
+def _conversation(values: Record, stage: str) -> str | None:
+    if "chosen" in values and "rejected" in values:
         return "preference"
-    if any(isinstance(record.get(key), list) for key in _TURNS):
+    if any(isinstance(values.get(key), list | tuple) for key in TURNS):
         return "sharegpt"
-    if "instruction" in record and "output" in record:
+    answered = any(key in values for key in ANSWERS)
+    if "instruction" in values and answered:
         return "alpaca"
-    completed = stage == "grpo" or "completion" in record
-    return "prompt_completion" if "prompt" in record and completed else None
+    asked = any(key in values for key in (PROMPTS if answered else _QUESTIONS))
+    return "prompt_completion" if asked and (answered or stage == "grpo") else None
+
+
+def _asked(values: Values) -> tuple[str, ...]:
+    """Return the keys of the prompt: `input` is one where there is no other."""
+    present = tuple(key for key in _QUESTIONS if key in values)
+    return present or tuple(key for key in PROMPTS if key in values)
 
 
 def conversations_of(
-    record: Record, shape: str, where: str, stage: str = "sft"
+    record: Record,
+    shape: str,
+    where: str,
+    stage: str = "sft",
+    rules: RecordRules = _DEFAULT,
 ) -> list[Conversation]:
-    """The conversation of a record; of a preference two, that with the chosen answer first.
+    """Return the conversation of a record; of a preference two, that with the chosen answer first.
 
-    NoData (HP602) names the turn that is wrong.
+    Raises:
+        NoData: HP602 naming the key or the turn that is wrong.
     """
-    model, allowed = _CONVERSATIONS[shape]
+    values = rules.named(record, rules.columns, where)
+    reader, allowed = _FORMATS[shape]
     if shape == "prompt_completion" and stage == "grpo":
-        model, allowed = _Prompt, "prompt, and optionally completion: texts or lists of turns"
-    try:
-        read = model.model_validate({k: v for k, v in record.items() if v is not None})
-    except ValidationError as error:
-        raise _unreadable(error, record, shape, where, allowed, stage) from error
-    except RecursionError as error:
-        raise NoData("values are nested too deep", where=where) from error
-    return [_with_system(one, read.system) for one in read.conversations()]
+        reader = _prompt
+    if not _has_keys(values, shape, stage):
+        actual = _conversation(values, stage)
+        raise NoData(
+            f"a record is not {shape}",
+            where=where,
+            got=sorted(map(str, record)),
+            allowed=allowed,
+            hint=f"data.format={actual}" if actual else None,
+        )
+    parts = list(reader(values, rules, where))
+    read_keys = _read_keys(values, shape)
+    tools, variables = (), {}
+    if not values.keys() <= read_keys:
+        system = rules.one_of(values, SYSTEMS, where)
+        if not is_empty(system):
+            system = _text(system, "system", where)
+            parts = [_with_system(turns, count, system, rules, where) for turns, count in parts]
+        tools = read_tools(values, rules, where)
+        variables = read_template_values(values.get("chat_template_kwargs"), rules, where)
+    if rules.media or not values.keys() == record.keys() <= read_keys:
+        texts = (turn["content"] for turns, _ in parts for turn in turns)
+        rules.refuse_media(record, texts, where)
+        _check_others(values, read_keys, shape, stage, parts, rules, where)
+    return [conversation_of(turns, count, tools, variables) for turns, count in parts]
 
 
-def _unreadable(
-    error: ValidationError, record: Record, shape: str, where: str, allowed: str, stage: str
-) -> NoData:
-    problem, other = error.errors(include_url=False)[0], _conversation(record, stage)
-    turn = next((f", turn {part + 1}" for part in problem["loc"] if isinstance(part, int)), "")
-    key, found = ".".join(map(str, problem["loc"])), problem["input"]
-    return NoData(
-        f"a record is not {shape}: " + (f"`{key}`, " if key else "") + problem["msg"],
-        where=where + turn,
-        got=sorted(found) if isinstance(found, dict) else f"{found!r:.60}",
-        allowed=allowed,
-        hint=f"data.format={other}" if other not in (None, shape) else None,
+def _has_keys(values: Values, shape: str, stage: str) -> bool:
+    """Return whether a record has the keys that its format needs."""
+    if shape == "sharegpt":
+        return not values.keys().isdisjoint(TURNS)
+    if shape == "preference":
+        return "chosen" in values and "rejected" in values
+    answered = any(key in values for key in ANSWERS)
+    if shape == "alpaca":
+        return "instruction" in values and answered
+    return bool(_asked(values)) and (answered or stage == "grpo")
+
+
+def _with_system(
+    turns: list[Message], count: int | None, system: str | None, rules: RecordRules, where: str
+) -> Part:
+    """Return a conversation with the record's own system text first, unless it has that turn already.
+
+    Raises:
+        NoData: HP602 for a turn of the system that says something else.
+    """
+    if not system:
+        return turns, count
+    first = _message("system", system)
+    own = [turn for turn in turns if turn["role"] in ("system", "developer")]
+    if any(_same(turn, first) for turn in own):
+        return turns, count
+    if own:
+        raise NoData(
+            "`system` of a record and its turn of the system say different things",
+            where=where,
+            got=f"system: {abbreviated(system, 60)}; turn: {abbreviated(own[0]['content'], 60)}",
+            allowed="one of them, or equal texts",
+            hint=rules.ignore_hint(["system"]),
+        )
+    return [first, *turns], None if count is None else count + 1
+
+
+def _read_keys(values: Values, shape: str) -> frozenset[str]:
+    """Return the keys whose words are the turns of a record."""
+    if shape == "sharegpt":
+        return _TURNS_ALONE[_turns_key(values)]
+    if shape == "prompt_completion":
+        return frozenset((*_asked(values), *ANSWERS))
+    if shape == "alpaca":
+        return frozenset(("instruction", "history", *_INPUTS, *ANSWERS))
+    asked = [key for key in _QUESTIONS if not is_empty(values.get(key))]
+    turns = [key for key in TURNS if not is_empty(values.get(key))][:1]
+    return frozenset(
+        ("chosen", "rejected", *(asked or turns or ("instruction", "history", *_INPUTS)))
     )
 
 
-def _with_system(one: Conversation, system: str | None) -> Conversation:
-    """The conversation with the record's own system text first, unless it begins with that already."""
-    first = _message("system", system or "")
-    if not system or one.messages[:1] == (first,):
-        return one
-    count = None if one.num_prompt is None else one.num_prompt + 1
-    return replace(one, messages=(first, *one.messages), num_prompt=count)
+def _check_others(
+    values: Values,
+    read_keys: frozenset[str],
+    shape: str,
+    stage: str,
+    read: list[Part],
+    rules: RecordRules,
+    where: str,
+) -> None:
+    """Refuse keys beside those that a record is read from, unless they repeat its turns or have no influence.
+
+    Raises:
+        NoData: HP602 naming the key.
+    """
+    if stage == "grpo":  # rewards may read all of them
+        return
+    known = {*read_keys, *_SHARED, *_STAGE_KEYS.get(stage, ())}
+    for key in _SAID & values.keys() - known:
+        value = values[key]
+        if is_empty(value) or any(_holds(turns, value, rules, where) for turns, _ in read):
+            known.add(key)
+            rules.counts.ignored_keys[key] += not is_empty(value)
+            continue
+        raise NoData(
+            f"`{key}` of a record says something else than the turns that are read from the others",
+            where=where,
+            got=f"{key}: {abbreviated(value, 60)}",
+            allowed=f"{_FORMATS[shape][1]}; further keys may repeat a turn",
+            hint=rules.ignore_hint([key]),
+        )
+    rules.refuse_unknown(values, known, f"a record of the format {shape}", where)
+
+
+def _holds(turns: list[Message], value: Any, rules: RecordRules, where: str) -> bool:
+    """Return whether a text is a turn or all turns of a conversation, or turns are its first ones."""
+    if isinstance(value, str):
+        contents = [turn["content"].strip() for turn in turns]
+        return value.strip() in contents or all(content in value for content in contents)
+    if not isinstance(value, list | tuple) or not all(isinstance(turn, dict) for turn in value):
+        return False
+    (_, said), (_, given) = _split_system(turns), _split_system(read_turns(value, rules, where))
+    return _begins(said, given)
 
 
 def num_context(one: Conversation, stage: str) -> int:
@@ -321,7 +475,6 @@ def num_context(one: Conversation, stage: str) -> int:
     return next((i for i in range(len(written) - 1, -1, -1) if written[i]), 0)
 
 
-_LABELS: Final = ("label", "kto_tag")
 _LABEL: Final = TypeAdapter(bool)
 _MARGIN: Final[TypeAdapter[float | bool]] = TypeAdapter(
     StrictBool | Annotated[float, Field(allow_inf_nan=False)]
@@ -333,7 +486,7 @@ _ROLLED_OUT: Final = ("prompt", "completion", "completion_ids")
 
 def label_of(record: Record, where: str) -> bool:
     """Whether a record's answer is a good one, by its key `label` (TRL) or `kto_tag` (LlamaFactory); HP602 without."""
-    found = [record[key] for key in _LABELS if record.get(key) is not None]
+    found = [record[key] for key in LABELS if record.get(key) is not None]
     try:
         return _LABEL.validate_python(found[0] if found else None)
     except ValidationError as error:
@@ -341,7 +494,7 @@ def label_of(record: Record, where: str) -> bool:
             "a record does not say whether its answer is good",
             where=where,
             got=f"{found[0]!r:.60}" if found else sorted(record),
-            allowed=f"true or false under {' or '.join(_LABELS)}",
+            allowed=f"true or false under {' or '.join(LABELS)}",
         ) from error
 
 
@@ -367,6 +520,27 @@ def margin_of(record: Record, where: str) -> float | None:
     return margin
 
 
-def columns_of(record: Record) -> dict[str, Any]:
-    """Keys of a record that rewards may read: all but those whose place rollouts take, as in TRL."""
-    return {str(k): v for k, v in record.items() if k not in _ROLLED_OUT}
+def columns_of(record: Record, rules: RecordRules = _DEFAULT) -> dict[str, Any]:
+    """Return the keys of a record that rewards may read: all but those whose place rollouts take, as in TRL."""
+    named = ((rules.columns.get(key, key), value) for key, value in record.items())
+    return {str(k): v for k, v in named if k not in _ROLLED_OUT and k not in rules.ignored}
+
+
+def is_text_pair(record: Record, shape: str, rules: RecordRules, *, any_name: bool) -> bool:
+    """Return whether a record is a prompt and what continues it, as texts alone.
+
+    Args:
+        record: The record.
+        shape: Its format.
+        rules: How its keys are read.
+        any_name: Questions and answers under other names than `prompt` and `completion` are such texts, too.
+    """
+    if shape not in ("prompt_completion", "preference"):
+        return False
+    values = {rules.columns.get(key, key): value for key, value in record.items()}
+    said = ("prompt", *(("chosen", "rejected") if shape == "preference" else ("completion",)))
+    if any_name:
+        said = tuple(key for key in (*PROMPTS, *ANSWERS, "chosen", "rejected") if key in values)
+    others = (*SYSTEMS, *TOOLS, "chat_template_kwargs")
+    alone = all(is_empty(values.get(key)) or key in rules.ignored for key in others)
+    return alone and all(isinstance(values.get(key), str) for key in said)

@@ -1,4 +1,7 @@
-"""Elements of a JSON array in a file, one after the other: no more than one of them is held in memory."""
+"""Elements of a JSON array in a file, one after the other: no more than one of them is held in memory.
+
+The array may be the value of a key of an object, beside values that are no list and no object.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,13 @@ from hyper_parallel.received import LimitExceeded
 
 _CHUNK: Final = 2**20
 _SPACE: Final = re.compile(r"[ \t\n\r]*")
+HEAD: Final = 4096
+"""Characters of a file within which an array begins."""
+_PLAIN_VALUE: Final = r'"[^"\\]*"\s*:\s*(?:"[^"\\]*"|[-+.\w]+)\s*'
+AROUND: Final = re.compile(rf'\s*\{{\s*(?:{_PLAIN_VALUE},\s*)*"[^"\\]*"\s*:\s*(?=\[)')
+"""Beginning of an object around an array."""
+_BEHIND: Final = re.compile(rf"\s*(?:,\s*{_PLAIN_VALUE})*\}}\s*")
+"""End of such an object."""
 _LONGEST_LITERAL: Final = 16
 """A word or number that is cut by the end of a chunk is reported at most so far before it."""
 
@@ -26,8 +36,12 @@ class ArrayReader:
     def __init__(self, file: IO[str], most: int) -> None:
         self._file, self._most = file, most
         self._decoder = json.JSONDecoder()
-        self._buffer, self._at, self._first_line = "", 0, 1
+        self._buffer, self._at, self._first_line = file.read(HEAD), 0, 1
         self._ended = False
+        around = AROUND.match(self._buffer)
+        self._is_value = around is not None
+        if around is not None:
+            self._at = around.end()
 
     def __iter__(self) -> Iterator[tuple[Any, str]]:
         """Yield each element with its text.
@@ -77,6 +91,13 @@ class ArrayReader:
 
     def _close(self) -> None:
         self._at += 1
+        if self._is_value:
+            while len(self._buffer) - self._at < _CHUNK and self._fill():
+                pass
+            behind = _BEHIND.match(self._buffer, self._at)
+            if behind is None:
+                raise self._error("Expecting plain values beside the list of records")
+            self._at = behind.end()
         if self._next():
             raise self._error("Extra data")
 

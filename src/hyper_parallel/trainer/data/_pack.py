@@ -19,13 +19,25 @@ from numpy.typing import NDArray
 from hyper_parallel.config import PAIRED, Data
 from hyper_parallel.errors import NoData
 from hyper_parallel.trainer.data._cache import byte_bar
-from hyper_parallel.trainer.data._chat import complete_text, encode_conversation, encode_prompt
+from hyper_parallel.trainer.data._chat import (
+    complete_text,
+    encode_conversation,
+    encode_pair,
+    encode_prompt,
+)
 from hyper_parallel.trainer.data._row_facts import DocumentFacts
 from hyper_parallel.trainer.data._sequences import IGNORE_INDEX, PackedSequences
-from hyper_parallel.trainer.data._sources import Document, Source, with_mismatched
+from hyper_parallel.trainer.data._sources import Source, with_mismatched
 from hyper_parallel.trainer.data._tokenizer import Tokenizer
 from hyper_parallel.trainer.data._tokenizer_limits import tokenizing
 from hyper_parallel.trainer.data.conversation import Conversation
+from hyper_parallel.trainer.data.counts import (
+    ALLOWED,
+    BEHIND_SEQ_LEN,
+    DataCounts,
+    missing_target,
+)
+from hyper_parallel.trainer.data.document import Document
 from hyper_parallel.units import MiB
 
 _BATCH_BYTES = 4 * MiB
@@ -42,41 +54,65 @@ class Flat:
     pairs: bool = False  # two neighbours are answers to one prompt
     facts: DocumentFacts = field(default_factory=DocumentFacts)
     scored: bool = False  # the one target is the last token itself, which says that it is read
+    reasons: dict[tuple[int, int], str] = field(default_factory=dict)
+    """Why documents have no target, by the first token and the one behind the last."""
 
 
 def pack(
-    directory: Path, flat: Flat, data: Data, pad_id: int, seed: int, masked: bool
+    directory: Path,
+    flat: Flat,
+    data: Data,
+    pad_id: int,
+    seed: int,
+    masked: bool,
+    counts: DataCounts,
 ) -> list[str]:
-    """Write the training and the held-out sequences of a stream; returns what was cut or left out, in words."""
+    """Write the training and the held-out sequences of a stream; add to the counts, and return further notes."""
     notes: list[str] = []
+    if flat.learn is None:
+        for span in flat.spans:
+            counts.add_used(_length(span), _length(span))
     train, holdout = split_documents(flat, data.holdout, seed, data.seq_len)
     for split, spans in (("train", train), ("holdout", holdout)):
         if flat.learn is None and data.packing and not masked:
             write_text(flat, spans, directory / f"{split}.npy")
         else:
-            notes += write_rows(flat, spans, directory / split, data, pad_id, masked)
+            write_rows(flat, spans, directory / split, data, pad_id, masked, counts)
     if len(PackedSequences(directory, "train", data.seq_len)) == 0:
-        raise _too_short(flat, data, sum(map(_length, train)))
+        raise _too_short(flat, data, sum(map(_length, train)), counts)
     if data.holdout and len(PackedSequences(directory, "holdout", data.seq_len)) == 0:
         notes.append("nothing held out: too little text for one more sequence")
     return notes
 
 
-def _too_short(flat: Flat, data: Data, num_train: int) -> NoData:
+def _too_short(flat: Flat, data: Data, num_train: int, counts: DataCounts) -> NoData:
     where = f"data.source: {data.source}"
     if flat.learn is not None:
-        return NoData(
-            "no conversation has a token of the assistant within one sequence",
-            where=where,
-            got=f"seq_len={data.seq_len}",
-            hint=f"data.seq_len={data.seq_len * 4}",
-        )
+        return no_target("no conversation has a token to learn from", counts, data)
     return NoData(
         "the text is shorter than one training sequence",
         where=where,
         got=f"{len(flat.tokens)} tokens, {num_train} of them for training, seq_len={data.seq_len}",
         allowed=f"more than {data.seq_len} training tokens",
         hint=f"data.seq_len={max(2, num_train // 4)}" if num_train > 8 else "data.holdout=0",
+    )
+
+
+def no_target(what: str, counts: DataCounts, data: Data) -> NoData:
+    """Return the refusal of conversations of which none has a target, with the most frequent reason."""
+    where = f"data.source: {data.source}"
+    if counts.used:  # all of them are held out
+        got = f"{counts.used} conversations, data.holdout={data.holdout}"
+        return NoData(
+            "no conversation is left to train on", where=where, got=got, hint="data.holdout=0"
+        )
+    reasons = counts.dropped.most_common()
+    return NoData(
+        f"{what}: {reasons[0][0]}",
+        where=where,
+        got=", ".join(f"{count} left out: {reason}" for reason, count in reasons),
+        allowed=ALLOWED[reasons[0][0]],
+        hint=f"data.seq_len={data.seq_len * 4}" if reasons[0][0] == BEHIND_SEQ_LEN else None,
     )
 
 
@@ -90,6 +126,7 @@ def tokenise(source: Source, tokenizer: Tokenizer, stage: str, directory: Path, 
     dtype = token_dtype(tokenizer.vocab_size)
     spans: list[slice] = []
     facts, end = DocumentFacts(), 0
+    reasons: dict[tuple[int, int], str] = {}
     found = source.documents()
     with (
         byte_bar("tokenise", source.num_bytes, show) as advance,
@@ -101,6 +138,8 @@ def tokenise(source: Source, tokenizer: Tokenizer, stage: str, directory: Path, 
             for document, (ids, learn) in zip(batch, encoded, strict=True):
                 spans.append(slice(end, end + len(ids)))
                 facts.add(end, document, stage)
+                if stage != "pt" and not any(learn):
+                    reasons[end, end + len(ids)] = missing_target(document, stage)
                 end += len(ids)
                 tokens_file.write(np.asarray(ids, dtype))
                 learn_file.write(np.asarray(learn, np.bool_))
@@ -109,7 +148,7 @@ def tokenise(source: Source, tokenizer: Tokenizer, stage: str, directory: Path, 
         learn = None if stage == "pt" else _map(learn_file, np.bool_)
         if stage == "kto" and spans:  # the first prompt's other answer is the last record's
             spans.insert(1, spans.pop())
-        return Flat(tokens, spans, learn, stage in PAIRED, facts, stage == "rm")
+        return Flat(tokens, spans, learn, stage in PAIRED, facts, stage == "rm", reasons)
 
 
 def _map(file: IO[bytes], dtype: Any) -> NDArray[Any]:
@@ -137,10 +176,17 @@ def encode(
         encode_one = encode_prompt if stage == "grpo" else encode_conversation
         for document in batch:
             conversation = document.conversation or Conversation(())
-            yield encode_one(hf, conversation, document.where, document.num_context)
+            if document.templated:
+                yield encode_one(hf, conversation, document.where, document.num_context)
+            else:
+                words, at = _contents(document), document.num_context
+                yield encode_pair(hf, "".join(words[:at]), "".join(words[at:]), document.where)
         return
     texts = [
-        complete_text(hf, d.conversation, d.where) if d.conversation else d.text for d in batch
+        complete_text(hf, d.conversation, d.where)
+        if d.conversation and d.templated
+        else d.text or "".join(_contents(d))
+        for d in batch
     ]
     if hf.is_fast:
         # Straight to the Rust library: the wrapper also builds masks and offsets, which doubles the time.
@@ -154,6 +200,11 @@ def encode(
             encoded = hf(texts, add_special_tokens=False, verbose=False)["input_ids"]
     for ids in encoded:
         yield [*ids, hf.eos_token_id], ()
+
+
+def _contents(document: Document) -> list[str]:
+    one = document.conversation
+    return [turn["content"] for turn in one.messages] if one else []
 
 
 def split_documents(
@@ -213,15 +264,21 @@ def write_text(flat: Flat, spans: list[slice], path: Path) -> None:
 
 
 def write_rows(
-    flat: Flat, spans: list[slice], path: Path, data: Data, pad_id: int, masked: bool
-) -> list[str]:
+    flat: Flat,
+    spans: list[slice],
+    path: Path,
+    data: Data,
+    pad_id: int,
+    masked: bool,
+    counts: DataCounts,
+) -> None:
     """Put documents into rows of `seq_len`; write inputs, shifted labels, labels per row and, `masked`, positions.
 
     A document of T tokens takes T - 1 positions (its last token is only a label; T where it is scored) of a row that
     it shares with others, or without packing of its own. A longer text is cut into pieces that share one token, so
     that every token but its first is a label once; a longer conversation keeps its first `seq_len` + 1 tokens, of which
     `seq_len` are scored. One without a token to learn is left out. Positions begin at 0 with every document and with
-    the padding, and the number of tokens before it is kept for each row. Returns how many were cut, in words.
+    the padding, and the number of tokens before it is kept for each row. Conversations are added to the counts.
     """
     seq_len, learn = data.seq_len, flat.learn
     more = 0 if flat.scored else 1  # tokens that are a label only
@@ -233,10 +290,7 @@ def write_rows(
             for at in range(s.start, s.stop - 1, seq_len)
         ]
     else:
-        counts = [bool(learn[k.start + 1 : k.stop].any()) for k in kept]
-        if flat.pairs:  # both or neither
-            counts = [counts[i] and counts[i ^ 1] for i in range(len(counts))]
-        used = [k for k, count in zip(kept, counts, strict=True) if count]
+        used = _used_conversations(flat, spans, kept, counts)
         flat.facts.write(path, [k.start for k in used])
     lengths = [_length(s) - more for s in used]
     rows = first_fit(lengths, seq_len) if data.packing else [[i] for i in range(len(used))]
@@ -251,15 +305,27 @@ def write_rows(
     arrays = {"": inputs, "_labels": labels, "_num_valid": num_valid, "_num_real": num_real}
     for name, array in {**arrays, **({"_positions": positions} if masked else {})}.items():
         np.save(path.with_name(f"{path.name}{name}.npy"), array)
-    if learn is None:
-        return []
-    left_out = {
-        f"cut to seq_len={seq_len}": sum(k != s for k, s in zip(kept, spans, strict=True)),
-        "left out: no token of the assistant in them": len(kept) - len(used),
-    }
-    return [
-        f"{count} {path.name} conversations {what}" for what, count in left_out.items() if count
-    ]
+
+
+def _used_conversations(
+    flat: Flat, spans: list[slice], kept: list[slice], counts: DataCounts
+) -> list[slice]:
+    """Return the conversations that have a target, of a pair both or neither, and add all of them to the counts."""
+    assert flat.learn is not None
+    first, used, unit = int(not flat.scored), list[slice](), 2 if flat.pairs else 1
+    targets = [int(flat.learn[k.start + first : k.stop].sum()) for k in kept]
+    for at in range(0, len(kept), unit):
+        group = range(at, at + unit)
+        missing = next((i for i in group if not targets[i]), None)
+        if missing is None:
+            used += [kept[i] for i in group]
+            lengths = sum(_length(kept[i]) for i in group)
+            is_cut = any(kept[i] != spans[i] for i in group)
+            counts.add_used(lengths, sum(targets[i] for i in group), is_cut)
+        else:
+            span = spans[missing]
+            counts.dropped[flat.reasons.get((span.start, span.stop), BEHIND_SEQ_LEN)] += 1
+    return used
 
 
 def _piece(flat: Flat, span: slice, pad_id: int) -> tuple[NDArray[Any], NDArray[Any]]:

@@ -10,11 +10,13 @@ from typing import Any
 from hyper_parallel.config import PAIRED, Data
 from hyper_parallel.errors import BadValue, NoData
 from hyper_parallel.trainer.data._cache import cache_root, digest, entry
+from hyper_parallel.trainer.data._chat import PLAIN
 from hyper_parallel.trainer.data._pack import pack, tokenise
 from hyper_parallel.trainer.data._sequences import JoinedSequences, PackedSequences
-from hyper_parallel.trainer.data._sources import Source, resolve
+from hyper_parallel.trainer.data._sources import Source, resolve, with_template
 from hyper_parallel.trainer.data._streaming import Place, Stream
 from hyper_parallel.trainer.data._tokenizer import has_tokenizer, obtain
+from hyper_parallel.trainer.data.counts import DataCounts
 from hyper_parallel.trainer.data.template_properties import generation_stops
 
 logger = logging.getLogger(__name__)
@@ -22,6 +24,9 @@ logger = logging.getLogger(__name__)
 _VERSION = 1
 _TARGETS = "targets behind the generation prompt, cut at answers"
 """Rule by which conversations are masked and tokenised; in the key of their entries."""
+_PLAIN_TEXT = "pairs of texts are joined without a template"
+_COUNTED = "every key of a record has a meaning, and records are counted"
+"""Rules of readers of records; in the key of entries."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +42,7 @@ class PackedData:
     fingerprint: str  # hash of the packed content: equal wherever the same text is packed alike
     cached: bool  # whether the cache already held the result
     notes: tuple[str, ...] = ()  # what was cut or left out, in words
+    counts: tuple[DataCounts, ...] = ()  # of each source of the recipe; of a stream live
     weights: tuple[float, ...] = ()  # of the sources of a mixture
     tokenizer_fingerprint: str = ""  # hash of the tokenizer's files
     validation_fingerprint: str | None = None  # as `fingerprint`, of `data.validation`
@@ -54,6 +60,7 @@ def _joined(found: list[PackedData], weights: list[float]) -> PackedData:
         fingerprint=digest([[f.fingerprint for f in found], weights]),
         cached=all(f.cached for f in found),
         notes=tuple(note for f in found for note in f.notes),
+        counts=tuple(counts for f in found for counts in f.counts),
         records_fingerprint=digest([f.records_fingerprint for f in found]),
         weights=tuple(weights),
     )
@@ -116,25 +123,28 @@ def prepare(
     pad_id = tokenizer.hf.pad_token_id
     pad_id = tokenizer.hf.eos_token_id if pad_id is None else pad_id
 
+    own_template = tokenizer.hf.chat_template != PLAIN
+    sources = [(one, with_template(source, one, own_template)) for one, source in sources]
+
     def packed(data: Data, source: Source) -> PackedData:
         def build(target: Path) -> dict[str, Any]:
             flat = tokenise(source, tokenizer, stage, target, progress)
-            counts = sorted(source.counts.items())
-            notes = [f"{count} {reason}" for reason, count in counts if count]
             if not len(flat.tokens):
                 raise NoData(
                     "the data source holds no text",
                     where=f"data.source: {data.source}",
-                    got=", ".join(notes) or f"{len(source.files)} files, no record",
+                    got=", ".join(source.counts.notes) or f"{len(source.files)} files, no record",
                 )
-            return {"notes": notes + pack(target, flat, data, pad_id, seed, masked)}
+            notes = pack(target, flat, data, pad_id, seed, masked, source.counts)
+            return {"notes": source.counts.notes + notes, "counts": source.counts.as_dict()}
 
         masked = data.masks(stage)
         matters = [_VERSION, source.identity(), tokenizer_fingerprint, data.seq_len]
         rows: list[Any] = [data.packing, masked] if masked or not data.packing else []
         rows += ["last answer"] if stage in PAIRED else []
         rows += [_TARGETS, *stops] if stage != "pt" else []
-        key = digest([*matters, stage, data.holdout, seed, *rows, "num_real"])
+        rows += [] if source.plain == "never" else [_PLAIN_TEXT, source.plain]
+        key = digest([*matters, stage, data.holdout, seed, *rows, "num_real", _COUNTED])
         directory, meta = entry(cache / "packed", key, build)
         for note in meta["notes"]:
             logger.warning("%s: %s", data.source, note)
@@ -151,6 +161,7 @@ def prepare(
             fingerprint=digest([arrays, data.seq_len]),
             cached=meta["cached"],
             notes=tuple(meta["notes"]),
+            counts=(DataCounts.from_dict(meta["counts"]),),
             tokenizer_fingerprint=tokenizer_fingerprint,
             records_fingerprint=digest({n: file["sha256"] for n, file in records.items()}),
         )
@@ -160,7 +171,7 @@ def prepare(
         name = data.name if data.validation == data.source else None
         update = {"source": data.validation, "split": data.validation_split, "name": name}
         held = data.model_copy(update={**update, "holdout": 0.0, "streaming": False})
-        validation = packed(held, resolve(held, stage))
+        validation = packed(held, with_template(resolve(held, stage), held, own_template))
         sources = [(one.model_copy(update={"holdout": 0.0}), s) for one, s in sources]
     if not data.streaming:
         found = [packed(one, source) for one, source in sources]
@@ -172,6 +183,8 @@ def prepare(
     settings = [data.seq_len, data.packing, stream.masked, data.max_bytes, data.text_key]
     settings += [data.max_records] if data.max_records else []
     settings += [_TARGETS, *stops] if stage != "pt" else []
+    settings += [] if source.plain == "never" else [_PLAIN_TEXT, source.plain]
+    settings += [source.rules.identity] if source.rules.identity else []
     # A recipe may name the source from its own folder, and the run's copy of the recipe from the root.
     path = Path(source.name).expanduser()
     name = str(path.absolute()) if path.exists() else source.name
@@ -182,6 +195,7 @@ def prepare(
         vocab_size=tokenizer.vocab_size,
         fingerprint=digest([_VERSION, name, source.shape, stage, tokenizer_fingerprint, *settings]),
         cached=False,
+        counts=(stream.counts,),
         tokenizer_fingerprint=tokenizer_fingerprint,
         files_fingerprint=digest(source.identity()),
     )

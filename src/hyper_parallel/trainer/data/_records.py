@@ -17,11 +17,11 @@ from typing import IO, Any, Final
 
 from hyper_parallel.errors import NoData
 from hyper_parallel.received import LimitExceeded
-from hyper_parallel.trainer.data._json_array import ArrayReader
+from hyper_parallel.trainer.data._json_array import AROUND, HEAD, ArrayReader
 from hyper_parallel.trainer.data._parquet import read_parquet, records_too_long
+from hyper_parallel.trainer.data.data_files import inner_name, line_command, open_bytes, open_text
+from hyper_parallel.trainer.data.record_keys import Record
 from hyper_parallel.units import MiB
-
-Record = Mapping[str, Any]
 
 _PART: Final = 2**20
 _UNCOUNTED: Final = 2**22
@@ -40,7 +40,7 @@ def read_records(path: Path, most: int = 64 * MiB) -> Iterator[tuple[str, Record
     Raises:
         NoData: HP602 naming the line or row that cannot be read, or is longer.
     """
-    suffix = path.suffix
+    suffix = inner_name(path).suffix
     if suffix == ".parquet":
         reader = read_parquet(path, most)
     else:
@@ -81,7 +81,7 @@ def _lines(file: IO[str], path: Path, most: int) -> Iterator[str]:
 def _undecodable_line(path: Path) -> int:
     """Number of the first line that is not UTF-8."""
     decoder, number = codecs.getincrementaldecoder("utf-8")(), 1
-    with path.open("rb") as file:
+    with open_bytes(path) as file:
         while part := file.readline(_PART):
             try:
                 decoder.decode(part)
@@ -92,9 +92,9 @@ def _undecodable_line(path: Path) -> int:
 
 
 def _read_json(path: Path, most: int) -> Iterator[tuple[str, Any]]:
-    with path.open(encoding="utf-8-sig") as file:
-        is_array = file.read(4096).lstrip().startswith("[")
-        file.seek(0)
+    with open_text(path) as file:
+        is_array = _is_array(file, most, inner_name(path).suffix != ".json")
+    with open_text(path) as file:
         if is_array:
             yield from _read_array(file, path, most)
             return
@@ -102,6 +102,39 @@ def _read_json(path: Path, most: int) -> Iterator[tuple[str, Any]]:
             if line.strip():
                 where = f"{path}:{number}"
                 yield where, _unicode(_parse(line, path, number), line, where)
+
+
+def _is_array(file: IO[str], most: int, of_lines: bool) -> bool:
+    """Return whether a file is one array of records, or an object around it, and not a record in each line.
+
+    Args:
+        file: Text of the file.
+        most: Most characters of a record.
+        of_lines: The name of the file says that a line is a record: an object in one line is one.
+    """
+    head = file.read(HEAD)
+    if head.lstrip().startswith("["):
+        return True
+    if AROUND.match(head) is None:
+        return False
+    text = head.lstrip()
+    while "\n" not in text and len(text) <= min(most, _UNCOUNTED) and (part := file.read(_PART)):
+        text += part
+    line, end, behind = text.partition("\n")
+    try:
+        value = json.loads(line) if end or len(text) <= min(most, _UNCOUNTED) else None
+    except (ValueError, RecursionError):
+        return True  # an object over several lines
+    if value is None:
+        return not of_lines
+    if of_lines or (behind or file.read(HEAD)).strip() or not isinstance(value, dict):
+        return False
+    lists = [part for part in value.values() if isinstance(part, list | dict)]
+    records = lists[0] if len(lists) == 1 and isinstance(lists[0], list) else []
+    # The list of a record in one line has turns.
+    return bool(records) and all(
+        isinstance(record, dict) and not {"role", "from"} & record.keys() for record in records
+    )
 
 
 def _read_array(file: IO[str], path: Path, most: int) -> Iterator[tuple[str, Any]]:
@@ -143,7 +176,7 @@ def _not_json(error: json.JSONDecodeError, path: Path, first_line: int) -> NoDat
         f"a line is not valid JSON: {error.msg} at column {error.colno}",
         where=f"{path}:{number}",
         got=shown or "an empty line",
-        hint=f"sed -n {number}p {path}",
+        hint=line_command(path, number),
     )
 
 
@@ -172,8 +205,8 @@ def _unicode(record: Any, text: str, where: str) -> Any:
 
 def _read_table(path: Path, most: int) -> Iterator[tuple[str, Any]]:
     csv.field_size_limit(min(most, 2**31 - 1))
-    delimiter = "\t" if path.suffix == ".tsv" else ","
-    with path.open(encoding="utf-8-sig", newline="") as file:
+    delimiter = "\t" if inner_name(path).suffix == ".tsv" else ","
+    with open_text(path, newline="") as file:
         lines = _narrow(_lines(file, path, most), path, delimiter)
         rows = csv.DictReader(lines, delimiter=delimiter, strict=True)
         try:
@@ -184,7 +217,7 @@ def _read_table(path: Path, most: int) -> Iterator[tuple[str, Any]]:
                         "a row has more or fewer columns than the header",
                         where=where,
                         allowed=rows.fieldnames,
-                        hint=f"sed -n {rows.line_num}p {path}",
+                        hint=line_command(path, rows.line_num),
                     )
                 yield where, row
         except csv.Error as error:

@@ -9,12 +9,12 @@ from __future__ import annotations
 import difflib
 import itertools
 import os
+import shlex
 import sysconfig
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Final, Literal
 
 from hyper_parallel.config import COMPARED, Data
 from hyper_parallel.errors import Contradiction, NoData
@@ -22,88 +22,45 @@ from hyper_parallel.trainer.data._conversations import (
     CONVERSATIONS,
     columns_of,
     conversations_of,
+    is_text_pair,
     label_of,
     margin_of,
     num_context,
     shape_of,
 )
 from hyper_parallel.trainer.data._parquet import records_too_long
-from hyper_parallel.trainer.data._records import Record, read_records, text_of
+from hyper_parallel.trainer.data._records import read_records, text_of
 from hyper_parallel.trainer.data._tables import Table, is_table, open_table, refuse_outside
-from hyper_parallel.trainer.data.conversation import Conversation
+from hyper_parallel.trainer.data.counts import EMPTY_RECORD, DataCounts
+from hyper_parallel.trainer.data.data_files import (
+    KINDS,
+    describes,
+    kind_of,
+    nearest,
+    open_bytes,
+)
+from hyper_parallel.trainer.data.document import Document
+from hyper_parallel.trainer.data.record_keys import Record, RecordRules
 from hyper_parallel.units import MiB
 
 STDLIB = "python-stdlib"
+PlainText = Literal["never", "pairs", "all"]
+"""Conversations that are joined as plain text: none, a prompt and a completion of texts, or every pair of texts."""
+_TEMPLATED: Final = (
+    "pairs of texts written through the chat template (data.chat_template=none: as plain text)"
+)
+_JOINED: Final = "pairs of texts joined as plain text, without a chat template"
 _STDLIB_SKIP = frozenset({"test", "tests", "idle_test", "site-packages", "__pycache__"})
-_KINDS: Final = {
-    ".json": "json",
-    ".jsonl": "json",
-    ".ndjson": "json",
-    ".parquet": "parquet",
-    ".csv": "csv",
-    ".tsv": "csv",
-}
-"""What a file holds, by its suffix; every other file is text."""
+_OPTIONAL_COLUMNS: Final = ("system", "history", "tools", "input", "label", "margin", "answer")
 _RECORDS: Final = ("csv", "jsonl", "parquet")
 _FORMATS: Final = {
-    "text": {"text", *_KINDS.values()},
+    "text": {"text", *KINDS.values()},
     "jsonl": {"json"},
     "parquet": {"parquet"},
     "csv": {"csv"},
-    **{shape: set(_KINDS.values()) for shape in CONVERSATIONS},
+    **{shape: set(KINDS.values()) for shape in CONVERSATIONS},
 }
 """Kinds of files that are read with a `data.format`."""
-
-
-@dataclass(frozen=True, slots=True)
-class Document:
-    """One text or one conversation, with the place it came from.
-
-    Attributes:
-        where: Place of the record.
-        text: The text; empty for a conversation.
-        conversation: The conversation; None for a text.
-        num_context: Leading turns that are no targets.
-        good: Whether the last answer is a good one, with `stage: kto`.
-        margin: Wanted difference of the two scores of a pair, with `stage: rm`; None: the record has none.
-        columns: Keys of the record that rewards may read, with `stage: grpo`.
-    """
-
-    where: str
-    text: str = ""
-    conversation: Conversation | None = None
-    num_context: int = 0
-    good: bool = False
-    margin: float | None = None
-    columns: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def content(self) -> bytes:
-        """All of the document but its place, as bytes for a checksum."""
-        one = self.conversation or Conversation(())
-        beside: tuple[Any, ...] = (
-            one.messages,
-            self.num_context,
-            self.good,
-            self.margin,
-            self.columns,
-        )
-        further = one.tools, one.template_values, one.untrained
-        # Places in streams of earlier versions have checksums without the further fields.
-        beside += further if any(further) else ()
-        text = self.text.encode("utf-8", "surrogatepass")
-        return b"%d %b %b" % (len(text), text, repr(beside).encode("utf-8", "surrogatepass"))
-
-    @property
-    def plain(self) -> str:
-        """The words alone, without any template: what a tokenizer is trained on."""
-        turns = self.conversation.messages if self.conversation else ()
-        return self.text or "\n".join(turn["content"] for turn in turns)
-
-    @property
-    def num_bytes(self) -> int:
-        """UTF-8 bytes of the words."""
-        return len(self.plain.encode("utf-8", "surrogatepass"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,8 +79,15 @@ class Source:
     """Stage that reads it, which decides what a record must hold."""
     record_bytes: int = 64 * MiB
     """Most bytes of a record; longer text files are read in pieces."""
-    counts: Counter[str] = field(default_factory=Counter)
-    """What was left out, by reason."""
+    rules: RecordRules = field(default_factory=RecordRules)
+    """How keys of records are read."""
+    plain: PlainText = "never"
+    """Which conversations are joined as plain text, without a chat template."""
+
+    @property
+    def counts(self) -> DataCounts:
+        """Counts of the records that `documents` reads."""
+        return self.rules.counts
 
     @property
     def is_conversations(self) -> bool:
@@ -151,6 +115,7 @@ class Source:
             "text_key": self.text_key if self.shape == "records" else "",
             "max_bytes": self.max_bytes,
             **({"max_records": self.max_records} if self.max_records else {}),
+            **self.rules.identity,
             **({"record_bytes": self.record_bytes} if self._in_pieces(stats) else {}),
             "files": [[n, s.st_size, s.st_mtime_ns, s.st_ctime_ns] for n, s in stats],
             **({"table": [self.table.name, self.table.fingerprint]} if self.table else {}),
@@ -164,13 +129,21 @@ class Source:
         """Documents in order, up to `max_bytes` of text: the last text is cut, a conversation is never cut."""
         self.counts.clear()
         left = self.max_bytes
+        beside = _descriptions(Path(self.name).expanduser(), self.files)
+        if beside:
+            names = ", ".join(sorted({path.name for path in beside}))
+            self.counts.remarks[f"files that describe the data are not read ({names})"] = len(
+                beside
+            )
         for documents in self._all_documents():
+            self.counts.read += 1
             sizes = [document.num_bytes for document in documents]
             if max(sizes) > self.record_bytes:
                 where, got = documents[0].where, f"{max(sizes):,} bytes"
                 raise records_too_long(where, got, self.record_bytes)
-            if 0 in sizes:  # of a pair both are left out
-                self.counts["empty records left out"] += self.shape != "text"
+            # Of a pair both are left out.
+            if 0 in sizes and any(document.is_empty for document in documents):
+                self.counts.dropped[EMPTY_RECORD] += self.shape != "text"
                 continue
             if left is not None and sum(sizes) > left:
                 if documents[0].text and left:
@@ -197,6 +170,7 @@ class Source:
     def _conversations(self, where: str, record: Record) -> list[Document]:
         """The conversation of a record, or the two of a pair."""
         stage = self.stage
+        templated = self._is_templated(where, record)
         return [
             Document(
                 where,
@@ -204,10 +178,34 @@ class Source:
                 num_context=num_context(one, stage),
                 good=stage == "kto" and label_of(record, where),
                 margin=margin_of(record, where) if stage == "rm" else None,
-                columns=columns_of(record) if stage == "grpo" else {},
+                columns=columns_of(record, self.rules) if stage == "grpo" else {},
+                templated=templated,
             )
-            for one in conversations_of(record, self.shape, where, stage)
+            for one in conversations_of(record, self.shape, where, stage, self.rules)
         ]
+
+    def _is_templated(self, where: str, record: Record) -> bool:
+        """Return whether a conversation is written through the chat template.
+
+        Raises:
+            NoData: HP602 for turns with `data.chat_template: none`.
+        """
+        if self.plain == "never" and self.shape in ("sharegpt", "alpaca"):
+            return True
+        pair = is_text_pair(record, self.shape, self.rules, any_name=self.plain == "all")
+        if self.plain == "never" or (self.plain == "pairs" and not pair):
+            self.counts.remarks[_TEMPLATED] += pair
+            return True
+        if not pair:
+            raise NoData(
+                "`data.chat_template: none` joins pairs of texts, and a record has turns, tools or a system text",
+                where=where,
+                got=sorted(map(str, record)),
+                allowed="a prompt and a completion that are texts",
+                hint="data.chat_template=auto",
+            )
+        self.counts.remarks[_JOINED] += 1
+        return False
 
     def _text_documents(self, path: Path) -> Iterator[Document]:
         """The text of a file, in pieces where it is longer than a record."""
@@ -219,15 +217,19 @@ class Source:
                         raise NoData(
                             "the data file is binary, not text",
                             where=str(path),
-                            allowed=f"text, {', '.join(_KINDS)}",
+                            allowed=f"text, {', '.join(KINDS)}",
                         )
-                    self.counts["binary files left out"] += 1
+                    self.counts.remarks["binary files left out"] += 1
                     return
                 text = raw.decode("utf-8", "replace")
                 replaced += "\ufffd" in text and "\ufffd".encode() not in raw
-                self.counts["cuts in text files longer than data.max_record_bytes"] += number > 0
+                self.counts.remarks["cuts in text files longer than data.max_record_bytes"] += (
+                    number > 0
+                )
                 if replaced == 1:
-                    self.counts["files with bytes that are not UTF-8 (replaced by U+FFFD)"] += 1
+                    self.counts.remarks[
+                        "files with bytes that are not UTF-8 (replaced by U+FFFD)"
+                    ] += 1
                     replaced += 1
                 yield Document(str(path), text)
         except OSError as error:
@@ -237,7 +239,7 @@ class Source:
 
 def _pieces(path: Path, most: int) -> Iterator[bytes]:
     """Yield the bytes of a file, cut behind the last line of each piece, else between characters."""
-    with path.open("rb") as file:
+    with open_bytes(path) as file:
         rest = b""
         while True:
             piece = rest + file.read(most - len(rest))
@@ -284,9 +286,13 @@ def resolve(data: Data, stage: str) -> Source:
                 hint=f"data.{key}=null",
             )
     files = _files(data) if table is None else []
-    shape = _shape(files, table, data, stage)
+    counts = DataCounts(data.source, seq_len=data.seq_len)
+    is_table_of = table is not None or kind_of(files[0]) == "parquet"
+    rules = RecordRules.of(data, counts, table.opened if table else (), is_table_of)
+    counts.format = shape = _shape(files, table, data, stage, rules)
+    counts.clear()
     limits = data.max_bytes, table, data.max_records, stage, data.max_record_bytes
-    source = Source(data.source, shape, tuple(files), data.text_key, *limits)
+    source = Source(data.source, shape, tuple(files), data.text_key, *limits, rules=rules)
     pairs = shape == "preference"
     turns = stage in ("sft", "kto", "grpo") and not source.is_conversations
     if (stage in ("dpo", "orpo", "rm")) != pairs or turns:
@@ -331,7 +337,33 @@ def _with_answer_of(one: Document, other: Document) -> Document:
         raise TypeError("a text has no answer")
     prompt = one.conversation.messages[: one.num_context]
     answer = other.conversation.messages[other.num_context :]
-    return replace(one, conversation=replace(one.conversation, messages=(*prompt, *answer)))
+    moved = len(prompt) - other.num_context
+    kept = {i for i in one.conversation.untrained if i < len(prompt)}
+    kept |= {i + moved for i in other.conversation.untrained if i >= other.num_context}
+    messages, untrained = (*prompt, *answer), frozenset(kept)
+    mixed = replace(one.conversation, messages=messages, untrained=untrained)
+    return replace(one, conversation=mixed)
+
+
+def with_template(source: Source, data: Data, own_template: bool) -> Source:
+    """Return a source whose pairs of texts are written as the recipe says.
+
+    Args:
+        source: The source.
+        data: Section `data` of the recipe.
+        own_template: The tokenizer has a chat template of its own.
+    """
+    plain: PlainText = "all" if data.chat_template == "none" else "never"
+    if data.chat_template == "auto" and not own_template:
+        plain = "pairs"
+    return replace(source, plain=plain if source.is_conversations else "never")
+
+
+def _descriptions(folder: Path, files: Sequence[Path]) -> list[Path]:
+    """Return the files of a folder that describe the data files beside them."""
+    if not files or kind_of(files[0]) == "text" or not folder.is_dir():
+        return []
+    return [path for path in _sorted_files(folder) if describes(path)]
 
 
 def _records(files: Sequence[Path], table: Table | None, most: int) -> Iterator[tuple[str, Record]]:
@@ -350,19 +382,20 @@ def _files(data: Data) -> list[Path]:
     else:
         path = Path(data.source).expanduser()
         if not path.exists():
+            near = nearest(path)
             raise NoData(
                 "the data source does not exist",
                 where=where,
                 got=str(path.absolute()),
                 allowed=f"{STDLIB}, a file, a directory, or a name on the Hugging Face hub (user/name)",
-                hint=f"data.source={_nearest(path)}",
+                hint=None if near is None else shlex.quote(f"data.source={near}"),
             )
         path = path.absolute()
         files = [path] if path.is_file() else _sorted_files(path)
     if not files:
         raise NoData("the data directory holds no files", where=where, got=str(path))
     if path.is_dir():
-        files = _of_one_kind(path, files, data.format)
+        files = _of_one_kind(path, _without_descriptions(files, data.format), data.format)
     if all(f.stat().st_size == 0 for f in files):
         raise NoData("the data source is empty", where=where, got="0 bytes")
     return files
@@ -378,16 +411,18 @@ def _sorted_files(root: Path, pattern: str = "*") -> list[Path]:
     return files
 
 
-def _nearest(path: Path) -> str:
-    siblings = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
-    close = difflib.get_close_matches(path.name, siblings, n=1)
-    return str(path.parent / close[0]) if close else STDLIB
+def _without_descriptions(files: list[Path], format_: str) -> list[Path]:
+    """Return the files without those that describe records beside them; a folder of texts is left as it is."""
+    if format_ == "text":
+        return files
+    records = [f for f in files if kind_of(f) != "text" and not describes(f)]
+    return [f for f in files if not describes(f)] if records else files
 
 
 def _of_one_kind(root: Path, files: list[Path], format_: str) -> list[Path]:
     """Files of a directory that belong to the format; with `auto` all of them must be of one kind."""
-    kinds = _FORMATS.get(format_) or {_kind(f) for f in files}
-    found = ", ".join(sorted({f.suffix or f.name for f in files}))
+    kinds = _FORMATS.get(format_) or {kind_of(f) for f in files}
+    found = ", ".join(sorted({"".join(f.suffixes[-2:]) or f.name for f in files}))
     if format_ == "auto" and len(kinds) > 1:
         raise NoData(
             "the data directory mixes kinds of files",
@@ -396,27 +431,47 @@ def _of_one_kind(root: Path, files: list[Path], format_: str) -> list[Path]:
             allowed="one of text, JSON, parquet, CSV; or a format that says which files to take (text: all)",
             hint=f"data.format={next(f for f in _RECORDS[::-1] if _FORMATS[f] & kinds)}",
         )
-    chosen = [f for f in files if _kind(f) in kinds]
+    chosen = [f for f in files if kind_of(f) in kinds]
     if not chosen:
         raise NoData(
             f"the data directory holds no file of the format {format_}",
             where=f"data.source: {root}",
             got=found,
-            allowed=sorted(suffix for suffix, kind in _KINDS.items() if kind in kinds),
+            allowed=sorted(suffix for suffix, kind in KINDS.items() if kind in kinds),
         )
     return chosen
 
 
-def _kind(path: Path) -> str:
-    return _KINDS.get(path.suffix, "text")
+def _shape(
+    files: Sequence[Path], table: Table | None, data: Data, stage: str, rules: RecordRules
+) -> str:
+    """Return the format of the records, by the first one.
 
-
-def _shape(files: Sequence[Path], table: Table | None, data: Data, stage: str) -> str:
-    if data.format != "auto" and not (table and data.format == "text"):
-        return "records" if data.format in _RECORDS else data.format
-    if table is None and _kind(files[0]) == "text":
+    Raises:
+        NoData: HP602 without a record, or where it lacks a key that the recipe names.
+    """
+    if table is None and kind_of(files[0]) == "text" and data.format in ("auto", "text"):
         return "text"
     for where, record in _records(files[:1], table, data.max_record_bytes):
-        return shape_of(record, data.text_key, where, stage)
+        _check_columns(record, data, where, table is not None or kind_of(files[0]) != "json")
+        if data.format != "auto" and not (table and data.format == "text"):
+            return "records" if data.format in _RECORDS else data.format
+        return shape_of(record, data.text_key, where, stage, rules)
     what = "the dataset holds no row" if table else "the first data file holds no record"
     raise NoData(what, where=table.name if table else str(files[0]))
+
+
+def _check_columns(record: Record, data: Data, where: str, all_alike: bool) -> None:
+    """Refuse a name in `data.columns` that the first record has not; one that is optional may be in later ones."""
+    for name, own in data.columns.items():
+        optional = name in _OPTIONAL_COLUMNS and not all_alike
+        if own in record or optional or name in ("role", "content"):
+            continue
+        near = difflib.get_close_matches(own, map(str, record), n=1)
+        raise NoData(
+            f"a record has no key `{own}`, which `data.columns` names",
+            where=where,
+            got=sorted(map(str, record)),
+            allowed="keys of the records",
+            hint=shlex.quote(f"data.columns.{name}={near[0]}") if near else None,
+        )

@@ -10,6 +10,8 @@ over the same documents, compares the checksum, and tokenises nothing again but 
 from __future__ import annotations
 
 import itertools
+import logging
+import os
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -26,8 +28,11 @@ from hyper_parallel.trainer.data._batches import (
     check_cut,
     check_position,
 )
-from hyper_parallel.trainer.data._pack import encode, fill_row
+from hyper_parallel.trainer.data._pack import encode, fill_row, no_target
 from hyper_parallel.trainer.data._sources import Source
+from hyper_parallel.trainer.data.counts import DataCounts
+
+logger = logging.getLogger(__name__)
 
 _BLOCK = 256  # documents that are shuffled together, and all that a resumed run tokenises twice
 _KEPT = 4  # steps that can be asked for again
@@ -69,6 +74,13 @@ class Stream:
     ) -> None:
         self.data, self.seed, self.masked = data, seed, data.masks(stage)
         self._source, self._hf, self._stage, self._pad = source, hf, stage, pad_id
+        self._reported: list[str] = []
+        self._epoch_counts: DataCounts | None = None
+
+    @property
+    def counts(self) -> DataCounts:
+        """Counts of the first whole epoch, or, before its end, of the records up to the last one that was read."""
+        return self._epoch_counts or self._source.counts
 
     def rows(self, at: Place) -> Iterator[tuple[Place, Row]]:
         """Sequences from a place on, each with the place of the next one."""
@@ -93,12 +105,19 @@ class Stream:
                 if epoch == at.epoch and at.document < number:
                     self._check_passed(at, checksum)
                     at = at._replace(checksum="")
-                for index, (ids, learn) in enumerate(encode(chosen, self._hf, self._stage)):
+                encoded = encode(chosen, self._hf, self._stage)
+                for index, (document, (ids, learn)) in enumerate(zip(chosen, encoded, strict=True)):
+                    self._source.counts.add([document], [(ids, learn)], self._stage)
                     document_number = number - len(chosen) + index
                     yield Place(epoch, document_number, 0, checksum), ids, learn
-            if number == 0:
+                self._report(number)
+            whole = epoch > at.epoch or (at.document, at.part) == (0, 0)
+            if number == 0 or (whole and not self._source.counts.used):
                 raise self._empty()
+            if whole and self._epoch_counts is None:
+                self._epoch_counts = DataCounts.from_dict(self._source.counts.as_dict())
             if epoch == at.epoch:
+                self._report()
                 self._check_passed(at, f"{digest.hexdigest()} of {number} documents")
 
     def _check_passed(self, at: Place, checksum: str) -> None:
@@ -116,10 +135,21 @@ class Stream:
                 hint="restore the data, or train from the start with `checkpoint.resume=never`",
             )
 
+    def _report(self, number: int | None = None) -> None:
+        """Log what is cut and left out: after 256, 512, 1,024, ... documents, and at the end of the epoch."""
+        blocks = 0 if number is None else number // _BLOCK
+        notes = self.counts.notes
+        if blocks & (blocks - 1) or notes == self._reported or os.environ.get("RANK", "0") != "0":
+            return
+        self._reported = notes
+        for note in notes:
+            logger.warning("%s: of %d records read: %s", self._source.name, self.counts.read, note)
+
     def _empty(self) -> NoData:
-        return NoData(
-            "the stream has no sequence to learn from", where=f"data.source: {self._source.name}"
-        )
+        what = "the stream has no sequence to learn from"
+        if self._stage != "pt" and self.counts.dropped:
+            return no_target(what, self.counts, self.data)
+        return NoData(what, where=f"data.source: {self._source.name}")
 
     def _pieces_of_text(self, at: Place) -> Iterator[tuple[Place, Row]]:
         size = self.data.seq_len

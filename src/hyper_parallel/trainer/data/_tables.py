@@ -20,7 +20,8 @@ from hyper_parallel.config import Data, parse_yaml
 from hyper_parallel.errors import HyperParallelError, MissingDependency, NoData, abbreviated
 from hyper_parallel.received import Limits, bounded_heap, names_outside, outside_target, read_json
 from hyper_parallel.trainer.data._parquet import heap_bytes, records_too_long
-from hyper_parallel.trainer.data._records import Record
+from hyper_parallel.trainer.data.data_files import is_file_name
+from hyper_parallel.trainer.data.record_keys import Record
 from hyper_parallel.units import format_bytes
 
 _SAVED = ("dataset_dict.json", "state.json")
@@ -48,10 +49,14 @@ class Table:
         """What the library names its content by."""
         return str(getattr(self.rows, "_fingerprint", ""))
 
-    def _readable(self) -> Any:
-        """The rows without columns that a reader would open files or addresses for: images, sounds and the like."""
+    @property
+    def opened(self) -> tuple[str, ...]:
+        """Columns that a reader would open files or addresses for: images, sounds and the like. They are not read."""
         features = getattr(self.rows, "features", None) or {}
-        opened = [name for name, feature in features.items() if _opens_files(feature)]
+        return tuple(name for name, feature in features.items() if _opens_files(feature))
+
+    def _readable(self) -> Any:
+        opened = list(self.opened)
         return self.rows.remove_columns(opened) if opened else self.rows
 
     def _sound_rows(self) -> Iterator[bool]:
@@ -98,7 +103,8 @@ def is_table(data: Data, path: Path) -> bool:
     """Whether `datasets` opens the source at `path`: a folder that it wrote or that has a card, or a name."""
     if not path.exists():
         # A name whose first part is a folder here is a path with a mistake in it.
-        return bool(_HUB_NAME.fullmatch(data.source)) and not path.parent.exists()
+        named = bool(_HUB_NAME.fullmatch(data.source)) and not is_file_name(data.source)
+        return named and not path.parent.exists()
     if not path.is_dir():
         return False
     described = _card_text(path / _CARDS[0])[:3] == "---"
