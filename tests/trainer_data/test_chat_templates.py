@@ -3,6 +3,7 @@
 Each template is a small one that behaves as a family of published templates does. Expected texts are written by hand.
 """
 
+import json
 from dataclasses import replace
 
 import numpy as np
@@ -413,9 +414,13 @@ def test_the_recipe_names_the_template_that_is_trained_and_exported(conversation
         "{% for m in messages %}[{{ m.role }}] {{ m.content }}{{ eos_token }}\n{% endfor %}"
         "{% if add_generation_prompt %}[assistant] {% endif %}"
     )
+    pairs = tmp_path / "pairs.jsonl"
+    words = ({"prompt": f"What is {i}? ", "completion": f"It is {i}."} for i in range(40))
+    pairs.write_text("".join(json.dumps(one) + "\n" for one in words))
     found = {}
     for name in ("auto", "none", str(own)):
-        packed = make(conversations, stage="sft", seq_len=256, chat_template=name)
+        source = pairs if name == "none" else conversations
+        packed = make(source, stage="sft", seq_len=256, chat_template=name)
         exported = load_tokenizer(packed.tokenizer_dir)
         found[name] = (exported.chat_template, packed.fingerprint, packed.tokenizer_fingerprint)
         question = exported.decode(packed.train.read(np.arange(1))[0][0])
