@@ -17,6 +17,7 @@ from hyper_parallel.trainer.data._sources import Source, resolve, with_template
 from hyper_parallel.trainer.data._streaming import Place, Stream
 from hyper_parallel.trainer.data._tokenizer import has_tokenizer, obtain
 from hyper_parallel.trainer.data.counts import DataCounts
+from hyper_parallel.trainer.data.preview import LengthHistogram, SourcePreview, preview_examples
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +25,7 @@ _VERSION = 1
 _TARGETS = "targets behind the prompt"
 """Rule by which conversations are masked; in the key of their entries."""
 _PLAIN_TEXT = "pairs of texts are joined without a template"
-_COUNTED = "every key of a record has a meaning, and records are counted"
+_COUNTED = "every key of a record has a meaning, records are counted, and examples are kept"
 """Rules of readers of records; in the key of entries."""
 
 
@@ -42,6 +43,7 @@ class PackedData:
     cached: bool  # whether the cache already held the result
     notes: tuple[str, ...] = ()  # what was cut or left out, in words
     counts: tuple[DataCounts, ...] = ()  # of each source of the recipe; of a stream live
+    previews: tuple[SourcePreview, ...] = ()  # of each source of the recipe; of a stream live
     weights: tuple[float, ...] = ()  # of the sources of a mixture
     tokenizer_fingerprint: str = ""  # hash of the tokenizer's files
     validation_fingerprint: str | None = None  # as `fingerprint`, of `data.validation`
@@ -60,6 +62,7 @@ def _joined(found: list[PackedData], weights: list[float]) -> PackedData:
         cached=all(f.cached for f in found),
         notes=tuple(note for f in found for note in f.notes),
         counts=tuple(counts for f in found for counts in f.counts),
+        previews=tuple(preview for f in found for preview in f.previews),
         records_fingerprint=digest([f.records_fingerprint for f in found]),
         weights=tuple(weights),
     )
@@ -134,7 +137,16 @@ def prepare(
                     got=", ".join(source.counts.notes) or f"{len(source.files)} files, no record",
                 )
             notes = pack(target, flat, data, pad_id, seed, masked, source.counts)
-            return {"notes": source.counts.notes + notes, "counts": source.counts.as_dict()}
+            # Every second document of `kto` is a prompt with the answer to another one.
+            lengths = LengthHistogram()
+            for span in flat.spans[:: 2 if stage == "kto" else 1]:
+                lengths.add(span.stop - span.start)
+            examples = preview_examples(source, tokenizer.hf, stage, data.seq_len)
+            return {
+                "notes": source.counts.notes + notes,
+                "counts": source.counts.as_dict(),
+                "preview": SourcePreview(examples, lengths).as_dict(),
+            }
 
         masked = data.masks(stage)
         matters = [_VERSION, source.identity(), tokenizer_fingerprint, data.seq_len]
@@ -160,6 +172,7 @@ def prepare(
             cached=meta["cached"],
             notes=tuple(meta["notes"]),
             counts=(DataCounts.from_dict(meta["counts"]),),
+            previews=(SourcePreview.from_dict(meta["preview"]),),
             tokenizer_fingerprint=tokenizer_fingerprint,
             records_fingerprint=digest({n: file["sha256"] for n, file in records.items()}),
         )
@@ -178,6 +191,7 @@ def prepare(
     ((data, source),) = sources
     stream = Stream(source, tokenizer.hf, data, stage, seed, pad_id)
     next(stream.rows(Place()))  # a source without a sequence is refused here
+    examples = preview_examples(source, tokenizer.hf, stage, data.seq_len)
     settings = [data.seq_len, data.packing, stream.masked, data.max_bytes, data.text_key]
     settings += [data.max_records] if data.max_records else []
     settings += [_TARGETS] if stage != "pt" else []
@@ -194,6 +208,7 @@ def prepare(
         fingerprint=digest([_VERSION, name, source.shape, stage, tokenizer_fingerprint, *settings]),
         cached=False,
         counts=(stream.counts,),
+        previews=(SourcePreview(examples, stream.lengths),),
         tokenizer_fingerprint=tokenizer_fingerprint,
         files_fingerprint=digest(source.identity()),
     )

@@ -30,6 +30,7 @@ from hyper_parallel.trainer._files import write_text, write_timeline
 from hyper_parallel.trainer._parts import RunPart
 from hyper_parallel.trainer._signals import StopRequest
 from hyper_parallel.trainer._user_code import load_class
+from hyper_parallel.trainer.data_record import write_data_record
 from hyper_parallel.trainer.loop._callback import Callback
 from hyper_parallel.trainer.loop._display import Display
 from hyper_parallel.trainer.loop._early_stopping import EarlyStopping
@@ -300,6 +301,8 @@ class Trainer:
             **engine.facts(),
         }
         with self._unwritten.spare(job.output_dir):
+            if job.recipe.data.streaming:
+                write_data_record(job)
             write_text(job.output_dir / "run.json", json.dumps(about, indent=1) + "\n")
         unwritten = [*self._unwritten.errors, *(self._log.unwritten.errors if self._log else ())]
         return Summary(done, first, last, loss, seconds, unwritten=tuple(unwritten))

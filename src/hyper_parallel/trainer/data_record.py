@@ -1,0 +1,69 @@
+"""`data.json` of a run: what it reads, in counts, lengths and examples. Start panels and reports are drawn from it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from hyper_parallel.serde import write_text
+from hyper_parallel.trainer.data import StreamBatches
+from hyper_parallel.trainer.data.summary import notes, records_word, summary_rows
+
+if TYPE_CHECKING:
+    from hyper_parallel.trainer._job import Job
+
+DATA_RECORD: Final = "data.json"
+
+
+def data_facts(job: Job) -> dict[str, Any]:
+    """Return the facts about the data of a run as values of JSON; of a stream those of the records read so far."""
+    packed, stage = job.packed, job.recipe.stage
+    weights = packed.weights or (1.0,) * len(packed.counts)
+    sources = []
+    for counts, preview, weight in zip(packed.counts, packed.previews, weights, strict=True):
+        values = preview.as_dict() | {"lengths": preview.lengths.buckets()}
+        sources.append({**counts.as_dict(), "weight": weight, **values})
+    return {
+        "stage": stage,
+        "records": records_word(stage),
+        "rows": data_rows(job),
+        "notes": notes(stage, packed.counts),
+        "epochs": _epochs(job)[0],
+        "sources": sources,
+    }
+
+
+def data_rows(job: Job) -> dict[str, str]:
+    """Return the summary of the data of a run by the names of its rows."""
+    packed, stage = job.packed, job.recipe.stage
+    streaming = job.recipe.data.streaming
+    rows = summary_rows(stage, packed.counts, sampled=streaming)
+    if streaming:
+        rows["source"] += ", a stream"
+    elif len(packed.weights) > 1:
+        total = sum(packed.weights)
+        parts = zip(packed.weights, packed.counts, strict=True)
+        rows["source"] = " + ".join(f"{w / total:.4g} of {c.source}" for w, c in parts)
+    rows["epochs"] = _epochs(job)[1]
+    return rows
+
+
+def _epochs(job: Job) -> tuple[float | None, str]:
+    """Return how often the data is read, None for a stream, and the same in words."""
+    batches, steps, stage = job.train_batches(), job.recipe.training.steps, job.recipe.stage
+    per_step = batches.sequences_per_step
+    if isinstance(batches, StreamBatches):
+        return None, f"{steps:,} steps of {per_step:,} sequences of a stream"
+    epochs = batches.sequences_seen(steps) / batches.unit / batches.num_sequences
+    word = "sequences" if stage in ("pt", "sft") else records_word(stage)
+    own = f"{per_step // batches.unit:,} of {batches.num_sequences:,} {word}"
+    if stage == "grpo":
+        own += f", {batches.unit} completions of each"
+    return epochs, f"{epochs:.4g} in {steps:,} steps, each of {own}"
+
+
+def write_data_record(job: Job) -> None:
+    """Write `data.json` into the directory of a run."""
+    path = Path(job.output_dir) / DATA_RECORD
+    write_text(path, json.dumps(data_facts(job), indent=1) + "\n")
