@@ -208,19 +208,25 @@ def _started_s(pid: int) -> float:
 def make_sample(job: Job) -> str:
     """Return the continuation of the recipe's `sample_prompt` by the exported model.
 
-    Called once, after the ranks have ended: one device reads the export as anybody would.
+    A model that was trained on conversations is given the prompt as a user's turn through its chat template, and the
+    text is the conversation as the template writes it. Called once, after the ranks have ended: one device reads the
+    export as anybody would.
     """
     prompt = job.recipe.sample_prompt or ""
     generator = Generator(job.output_dir, trusted=job.recipe.model.trust_remote_code)
+    recipe = job.recipe
+    turns = recipe.stage != "pt" and recipe.data.chat_template != "none"
+    chat = turns and bool(generator.tokenizer.chat_template)
     context = getattr(generator.model.config, "max_position_embeddings", None) or _NEW_TOKENS * 2
-    room = context - len(generator.encode(prompt))
+    ids = generator.encode(prompt, chat=chat)
     sampling = Sampling(
-        max_new_tokens=max(1, min(_NEW_TOKENS, room)),
+        max_new_tokens=max(1, min(_NEW_TOKENS, context - len(ids))),
         temperature=_TEMPERATURE,
         seed=job.recipe.training.seed,
     )
-    generation = generator.generate(prompt, sampling)
-    return generation.prompt + generation.text
+    generation = generator.generate(prompt, sampling, chat=chat)
+    asked = generator.tokenizer.decode(ids) if chat else generation.prompt
+    return f"{asked}{generation.text}"
 
 
 def write_sample(job: Job, text: str) -> None:
