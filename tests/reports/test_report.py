@@ -328,3 +328,43 @@ def test_a_phone_shows_the_whole_width(run_dir: Path) -> None:
     width, charts = map(int, re.search(r"<p>(\d+) (\d+)</p>", shown).groups())
     assert charts >= 4
     assert width <= 390
+
+
+def test_preference_stages_are_shown_by_the_names_of_their_scores(run_dir: Path) -> None:
+    (run_dir / "config.yaml").write_text(
+        "stage: dpo\ndpo: {loss_type: ipo}\ntraining: {lr: 5.0e-7, lr_schedule: cosine, warmup_steps: 4}\n"
+    )
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    for row in rows:
+        share = row["step"] / 60
+        row["preference"] = {"chosen": share, "rejected": -share, "margin": 2 * share, "accuracy": share}
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    first = {"step": 0, "loss": 0.7, "preference": {"margin": 0.0, "accuracy": 0.5}}
+    last = {"step": 60, "loss": 0.4, "preference": {"margin": 1.5, "accuracy": 0.75}}
+    (run_dir / "eval.jsonl").write_text(f"{json.dumps(first)}\n{json.dumps(last)}\n")
+    found = {r.name: (r.text, r.note) for r in results(load_run(run_dir))}
+    assert found["steps"] == ("60", "480 pairs"), "of 256 tokens for each answer"
+    assert found["accuracy"] == ("100.0 %", "from 1.7 %")
+    assert found["held-out accuracy"] == ("75.0 %", "from 50.0 %")
+    assert found["margin"] == ("2", "chosen 1, rejected -1")
+    assert found["learning rate"] == ("5e-07", "cosine, warm-up 4 steps")
+    assert found["elapsed time"][0] == "1 min 10 s"
+    assert "IPO loss" in found
+    page = page_of(run_dir)
+    for title in ("IPO loss", "Accuracy", "Margin", "Rewards of answers"):
+        assert title in page.text
+    assert page.text.index("Conditions of all numbers") > page.text.index("How the prediction was made")
+
+
+def test_rewards_and_lengths_of_completions_have_curves(run_dir: Path) -> None:
+    (run_dir / "config.yaml").write_text("stage: grpo\n")
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    for row in rows:
+        row["rollout"] = {"reward": row["step"] / 60, "completion_tokens": 40.0 - row["step"] / 2}
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = {r.name: (r.text, r.note) for r in results(load_run(run_dir))}
+    assert found["completion length"] == ("10.0", "tokens, from 39.5")
+    assert found["steps"] == ("60", "960 completions")
+    page = page_of(run_dir)
+    assert "Length of completions" in page.text
+    assert "GRPO loss" in page.text

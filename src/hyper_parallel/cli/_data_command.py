@@ -74,10 +74,15 @@ def _print(sample: DataSample, max_records: int) -> None:
         of = f" of {one.counts.source}" if len(sample.sources) > 1 else ""
         shown.print(f"lengths in tokens{of}")
         _print_lengths(shown, one.lengths)
+    coloured = shown.is_terminal and not shown.no_color
     for one in sample.sources:
         for number, example in enumerate(one.examples, 1):
             shown.print()
-            _print_example(shown, example, f"example {number}")
+            _print_example(shown, example, f"example {number}", coloured)
+    texts = [text for one in sample.sources for e in one.examples for text in e.texts]
+    if any(segment.trained for text in texts for segment in text.segments):
+        what = "the token at which it is scored" if sample.stage == "rm" else "tokens with loss"
+        shown.print(f"\n{'green' if coloured else '[[...]]'}: {what}")
 
 
 def _print_lengths(shown: Console, lengths: LengthHistogram) -> None:
@@ -90,14 +95,14 @@ def _print_lengths(shown: Console, lengths: LengthHistogram) -> None:
         shown.print(f"{ends}  {bucket['documents']:>{width},}  {bar}".rstrip())
 
 
-def _print_example(shown: Console, example: Example, title: str) -> None:
+def _print_example(shown: Console, example: Example, title: str, coloured: bool) -> None:
     from rich.text import Text
 
     from hyper_parallel.trainer.data_panel import highlighted
 
-    coloured = shown.is_terminal and not shown.no_color
     for text in example.texts:
         cut = f", the last {text.num_cut:,} cut" if text.num_cut else ""
-        head = f"--- {title}, {text.name}: {text.num_tokens:,} tokens{cut}, {example.where}"
+        count = f"{text.num_tokens:,} token{'' if text.num_tokens == 1 else 's'}"
+        head = f"--- {title}, {text.name}: {count}{cut}, {example.where}"
         shown.print(Text(head, style="bold"))
         shown.print(highlighted(text.segments, coloured=coloured))

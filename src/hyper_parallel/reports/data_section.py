@@ -102,4 +102,13 @@ def data_section(facts: dict[str, Any] | None) -> dict[str, Any] | None:
             for b in one["lengths"]
         ]
         sources.append({"source": one["source"], "bars": bars, "examples": one["examples"]})
-    return {"rows": facts["rows"], "notes": facts["notes"], "sources": sources}
+    texts = [text for one in sources for example in one["examples"] for text in example["texts"]]
+    is_marked = any(segment["trained"] for text in texts for segment in text["segments"])
+    scored = "Marked: the token at which an answer is scored."
+    marks = scored if facts["stage"] == "rm" else "Marked: tokens with loss."
+    return {
+        "rows": facts["rows"],
+        "notes": facts["notes"],
+        "sources": sources,
+        "marks": marks if is_marked else "",
+    }

@@ -27,6 +27,7 @@ _CONTEXT: Final = 8
 _MOST_CHARACTERS: Final = 1200
 """Of a segment in the file of a run; its middle is left out where it is longer."""
 _MOST_SEGMENTS: Final = 40
+_MOST_BUCKETS: Final = 16
 _PAIR: Final = ("chosen", "rejected")
 
 
@@ -65,22 +66,35 @@ class Example:
 
 @dataclass(slots=True)
 class LengthHistogram:
-    """Counts of documents by length: bucket k holds lengths in (2^(k-1), 2^k] tokens."""
+    """Counts of documents by their number of tokens, in four buckets for each power of two."""
 
     counts: Counter[int] = field(default_factory=Counter)
 
     def add(self, num_tokens: int) -> None:
         """Count a document."""
-        self.counts[max(num_tokens - 1, 0).bit_length()] += 1
+        shift = max(num_tokens.bit_length() - 3, 0)
+        self.counts[4 * shift + (num_tokens >> shift)] += 1
 
     def buckets(self) -> list[dict[str, int]]:
-        """Return the buckets between the shortest and the longest document, as values of JSON."""
+        """Return at most 16 buckets between the shortest and the longest document, as values of JSON."""
         if not self.counts:
             return []
-        found = range(min(self.counts), max(self.counts) + 1)
+        first, last = min(self.counts), max(self.counts)
+        step = -(-(last + 1 - first) // _MOST_BUCKETS)
         return [
-            {"from": 2**k // 2 + 1, "to": 2**k, "documents": self.counts.get(k, 0)} for k in found
+            {
+                "from": _least(at),
+                "to": _least(at + step) - 1,
+                "documents": sum(self.counts.get(k, 0) for k in range(at, at + step)),
+            }
+            for at in range(first, last + 1, step)
         ]
+
+
+def _least(bucket: int) -> int:
+    """Return the smallest number of tokens in a bucket of `LengthHistogram`."""
+    shift = max(bucket // 4 - 1, 0)
+    return (bucket - 4 * shift) << shift
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +217,8 @@ def preview_examples(source: Source, hf: Any, stage: str, seq_len: int) -> tuple
     # A file of text is one document, of which the first sequence is shown.
     head = seq_len * 16 if source.shape == "text" else None
     most = source.max_bytes if head is None else min(head, source.max_bytes or head)
-    first = replace(source, counts=DataCounts(), max_bytes=most)
+    rules = replace(source.rules, counts=DataCounts())
+    first = replace(source, rules=rules, max_bytes=most)
     found: list[Example] = []
     for unit in itertools.islice(units(first, stage), _SEARCHED):
         encoded = list(encode(unit, hf, stage))
