@@ -127,14 +127,17 @@ def test_panel_and_report_show_what_the_run_reads_and_redraw_it(tmp_path):
     )  # fmt: skip
     out = tmp_path / "run"
     shown = train(place, out, report=True).stderr
-    panel = " ".join(line.strip("\u2502 ") for line in shown.splitlines() if "\u2502" in line)
+    lines = [line for line in shown.splitlines() if "\u2502" in line]
+    panel = " ".join(" ".join(line.strip("\u2502") for line in lines).split())
     for words in ("sft: loss on the assistant's tokens", "6 conversations of 6 records"):
         assert words in panel
-    assert "epochs 0.3333 in 1 steps, each of 2 of 6 sequences" in panel
-    assert max(map(len, (line for line in shown.splitlines() if "\u2502" in line))) <= 80
+    assert "epochs 0.3333 in 1 step, each of 2 of 6 sequences" in panel
+    assert max(map(len, lines)) <= 80
     assert "[[It is" in panel
     page = (out / "report.html").read_text()
-    assert "<mark>It is &lt;/script&gt;&lt;script&gt;alert(1)&lt;/script&gt;.&lt;|im_end|&gt;" in page
+    assert (
+        "<mark>It is &lt;/script&gt;&lt;script&gt;alert(1)&lt;/script&gt;.&lt;|im_end|&gt;" in page
+    )
     assert "alert(1)</script>" not in page
     (out / "report.html").unlink()
     command("report", str(out))

@@ -53,14 +53,15 @@ def _epochs(job: Job) -> tuple[float | None, str]:
     """Return how often the data is read, None for a stream, and the same in words."""
     batches, steps, stage = job.train_batches(), job.recipe.training.steps, job.recipe.stage
     per_step = batches.sequences_per_step
+    amount = f"{steps:,} step{'' if steps == 1 else 's'}"
     if isinstance(batches, StreamBatches):
-        return None, f"{steps:,} steps of {per_step:,} sequences of a stream"
+        return None, f"{amount} of {per_step:,} sequences of a stream"
     epochs = batches.sequences_seen(steps) / batches.unit / batches.num_sequences
     word = "sequences" if stage in ("pt", "sft") else records_word(stage)
     own = f"{per_step // batches.unit:,} of {batches.num_sequences:,} {word}"
     if stage == "grpo":
         own += f", {batches.unit} completions of each"
-    return epochs, f"{epochs:.4g} in {steps:,} steps, each of {own}"
+    return epochs, f"{epochs:.4g} in {amount}, each of {own}"
 
 
 def write_data_record(job: Job) -> None:
