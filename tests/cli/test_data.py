@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hyper_parallel.errors import RunUnreadable
+from hyper_parallel.errors import NoData, RunUnreadable
 from tests.e2e.runs import (
     ANSWERS,
     PAIRS,
@@ -116,6 +116,21 @@ def test_sources_are_shown_apart_and_control_characters_are_escaped(tmp_path):
     assert "\x1b" not in shown
     assert "\\u001b[31m two" in shown
     assert "0.75 of " in shown
+
+
+def test_counts_of_many_records_are_those_of_all_and_name_a_bad_one(tmp_path):
+    records = [{"messages": [TALK, UNANSWERED, LONG][i % 3]} for i in range(1500)]
+    place = make_stage_place(tmp_path, "sft", records, seq_len=128, data={"cache_dir": "cache"})
+    (source,) = sample(place)["sources"]
+    (first,) = sample(place, "--max-records", "300")["sources"]
+    for key in ("read", "used", "cut", "tokens", "target_tokens"):
+        assert source[key] == 5 * first[key]
+    assert source["dropped"] == {"no turn of the assistant": 500}
+    assert sum(bucket["documents"] for bucket in source["lengths"]) == 1500
+    with (place / "records.jsonl").open("a") as file:
+        file.write('{"messages": 3}\n')
+    with pytest.raises(NoData, match=r"records\.jsonl:1501"):
+        sample(place)
 
 
 def test_panel_and_report_show_what_the_run_reads_and_redraw_it(tmp_path):

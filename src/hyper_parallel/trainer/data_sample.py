@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -10,11 +11,15 @@ from typing import Any, Final
 from hyper_parallel.config import LoadedRecipe
 from hyper_parallel.model import read_config
 from hyper_parallel.trainer.data._cache import cache_root
-from hyper_parallel.trainer.data._pack import encode
 from hyper_parallel.trainer.data._sources import Source, resolve
 from hyper_parallel.trainer.data._tokenizer import obtain
-from hyper_parallel.trainer.data.counts import DataCounts, Encoded
+from hyper_parallel.trainer.data.counts import DataCounts
 from hyper_parallel.trainer.data.document import Document
+from hyper_parallel.trainer.data.encoding_helpers import (
+    EncodingHelpers,
+    count_unit,
+    encoded_units,
+)
 from hyper_parallel.trainer.data.preview import (
     Example,
     LengthHistogram,
@@ -29,6 +34,9 @@ _MOST_BYTES: Final = 16 * MiB
 """Text of all sources together that is tokenized."""
 _BATCH: Final = 256
 """Records that are tokenized together."""
+_OWN_RECORDS: Final = 2 * _BATCH
+"""Records that are encoded before further processes are started."""
+_MOST_PROCESSES: Final = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,17 +179,19 @@ def _sample(source: Source, hf: Any, limits: _Limits) -> SourceSample:
         source = replace(source, max_bytes=most)
     records = units(source, stage)
     num_bytes, seen = 0, 0
-    while batch := list(_batch(records, min(_BATCH, limits.records - seen))):
-        for unit, encoded in _encoded(batch, hf, stage):
-            counts.add(unit, encoded, stage)
-            for ids, _ in encoded:
-                lengths.add(len(ids))
-            if len(examples) < limits.examples and is_used(encoded, stage, counts.seq_len):
-                examples.append(example_of(hf, unit, encoded, stage, counts.seq_len))
-        seen += len(batch)
-        num_bytes += sum(document.num_bytes for unit in batch for document in unit)
-        if seen >= limits.records or num_bytes >= limits.num_bytes:
-            break
+    with EncodingHelpers(hf, stage, counts.seq_len, _num_helpers(stage)) as helpers:
+        while batch := list(_batch(records, min(_BATCH, limits.records - seen))):
+            # The first records are encoded here: examples are taken from them.
+            if seen < _OWN_RECORDS or len(examples) < limits.examples or not helpers.take(batch):
+                for unit, encoded in encoded_units(batch, hf, stage):
+                    count_unit(unit, encoded, stage, counts, lengths)
+                    if len(examples) < limits.examples and is_used(encoded, stage, counts.seq_len):
+                        examples.append(example_of(hf, unit, encoded, stage, counts.seq_len))
+            seen += len(batch)
+            num_bytes += sum(document.num_bytes for unit in batch for document in unit)
+            if seen >= limits.records or num_bytes >= limits.num_bytes:
+                break
+        helpers.add_to(counts, lengths)
     counts = copy.deepcopy(counts)  # the next record is not among them
     complete = next(records, None) is None and not (is_text and num_bytes >= limits.num_bytes)
     return SourceSample(counts, lengths, tuple(examples), complete)
@@ -200,10 +210,6 @@ def _batch(records: Iterator[list[Document]], size: int) -> Iterator[list[Docume
             return
 
 
-def _encoded(
-    batch: list[list[Document]], hf: Any, stage: str
-) -> Iterator[tuple[list[Document], list[Encoded]]]:
-    """Yield the documents of each record with their tokens."""
-    encoded = encode([document for unit in batch for document in unit], hf, stage)
-    for unit in batch:
-        yield unit, [next(encoded) for _ in unit]
+def _num_helpers(stage: str) -> int:
+    """Return how many further processes encode records; texts are encoded by threads of the tokenizer."""
+    return 0 if stage == "pt" else min(len(os.sched_getaffinity(0)), _MOST_PROCESSES) - 1
