@@ -100,6 +100,9 @@ def test_every_stage_shows_its_texts(tmp_path, stage, records, wanted):
     found = sample(place)
     assert [(name, targets) for name, _, targets in texts(found)] == wanted
     assert found["sources"][0]["used"] == len(records)
+    if stage == "kto":
+        plain = texts(sample(place, "data.chat_template=none"))
+        assert plain == [("bad answer", "0+0=no<|endoftext|>", ["no<|endoftext|>"])]
     if stage == "grpo":
         assert texts(found)[1][1] == "0", "the answer that rewards compare with"
 

@@ -66,8 +66,7 @@ def _print(sample: DataSample, max_records: int) -> None:
     for note in sample.notes:
         table.add_row("note", note)
     if not sample.complete:
-        note = f"counts are those of the first records; --max-records={max_records * 10} reads more"
-        table.add_row("note", note)
+        table.add_row("note", _what_was_read(sample, max_records))
     printing_console().print(table)
     for one in sample.sources:
         shown.print()
@@ -83,6 +82,16 @@ def _print(sample: DataSample, max_records: int) -> None:
     if any(segment.trained for text in texts for segment in text.segments):
         what = "the token at which it is scored" if sample.stage == "rm" else "tokens with loss"
         shown.print(f"\n{'green' if coloured else '[[...]]'}: {what}")
+
+
+def _what_was_read(sample: DataSample, max_records: int) -> str:
+    """Return why only the first records were counted."""
+    from hyper_parallel.trainer.data_sample import MOST_BYTES
+    from hyper_parallel.units import format_bytes
+
+    if sum(one.read for one in sample.counts) + len(sample.sources) <= max_records:
+        return f"counts are those of the first {format_bytes(MOST_BYTES)} of text"
+    return f"counts are those of the first records; --max-records={max_records * 10} reads more"
 
 
 def _print_lengths(shown: Console, lengths: LengthHistogram) -> None:

@@ -30,6 +30,7 @@ from hyper_parallel.trainer._generate import Generator, Sampling
 from hyper_parallel.trainer._job import Job, prepare_job, under_torchrun
 from hyper_parallel.trainer._signals import Interrupted, StopRequest
 from hyper_parallel.trainer._snapshots import newest_saved, snapshot_folder
+from hyper_parallel.trainer.data import PLAIN
 from hyper_parallel.trainer.engine._engine import train_rank
 from hyper_parallel.trainer.loop import Summary
 from hyper_parallel.trainer.run_directory import claim_run_directory, write_kept
@@ -38,6 +39,7 @@ from hyper_parallel.trainer.stages._rollouts import sample_rank
 
 _log = logging.getLogger(__name__)
 _NEW_TOKENS: Final = 160
+_PAIRS_OF_TEXTS: Final = ("prompt_completion", "preference")
 _TEMPERATURE: Final = 0.5
 """Below 1: a model of a few million parameters is surest of itself where it has learnt something."""
 
@@ -214,9 +216,7 @@ def make_sample(job: Job) -> str:
     """
     prompt = job.recipe.sample_prompt or ""
     generator = Generator(job.output_dir, trusted=job.recipe.model.trust_remote_code)
-    recipe = job.recipe
-    turns = recipe.stage != "pt" and recipe.data.chat_template != "none"
-    chat = turns and bool(generator.tokenizer.chat_template)
+    chat = _reads_turns(job, generator.tokenizer.chat_template)
     context = getattr(generator.model.config, "max_position_embeddings", None) or _NEW_TOKENS * 2
     ids = generator.encode(prompt, chat=chat)
     sampling = Sampling(
@@ -227,6 +227,15 @@ def make_sample(job: Job) -> str:
     generation = generator.generate(prompt, sampling, chat=chat)
     asked = generator.tokenizer.decode(ids) if chat else generation.prompt
     return f"{asked}{generation.text}"
+
+
+def _reads_turns(job: Job, template: str | None) -> bool:
+    """Return whether the model was trained on turns that its chat template has written."""
+    recipe = job.recipe
+    if recipe.stage == "pt" or recipe.data.chat_template == "none" or not template:
+        return False
+    # Pairs of texts are joined as plain text where the tokenizer brought no template of its own.
+    return template != PLAIN or any(c.format not in _PAIRS_OF_TEXTS for c in job.packed.counts)
 
 
 def write_sample(job: Job, text: str) -> None:

@@ -10,9 +10,8 @@ from typing import Any, Final
 
 from hyper_parallel.config import LoadedRecipe
 from hyper_parallel.model import read_config
-from hyper_parallel.trainer.data._cache import cache_root
-from hyper_parallel.trainer.data._sources import Source, resolve
-from hyper_parallel.trainer.data._tokenizer import obtain
+from hyper_parallel.trainer.data._prepare import open_sources
+from hyper_parallel.trainer.data._sources import Source
 from hyper_parallel.trainer.data.counts import DataCounts
 from hyper_parallel.trainer.data.document import Document
 from hyper_parallel.trainer.data.encoding_helpers import (
@@ -30,7 +29,7 @@ from hyper_parallel.trainer.data.preview import (
 from hyper_parallel.trainer.data.summary import notes, summary_rows
 from hyper_parallel.units import MiB
 
-_MOST_BYTES: Final = 16 * MiB
+MOST_BYTES: Final = 16 * MiB
 """Text of all sources together that is tokenized."""
 _BATCH: Final = 256
 """Records that are tokenized together."""
@@ -135,16 +134,14 @@ def sample_data(
     """
     recipe = loaded.recipe
     stage, parts = recipe.stage, recipe.data.parts()
-    sources = [(one, resolve(one, stage)) for one, _ in parts]
-    tokenizer = obtain(
+    tokenizer, sources = open_sources(
         recipe.data,
-        [source for _, source in sources],
-        recipe.model.path,
-        cache_root(recipe.data.cache_dir),
-        progress,
-        _vocabulary(loaded),
+        stage=stage,
+        model_path=recipe.model.path,
+        progress=progress,
+        vocab_limit=_vocabulary(loaded),
     )
-    limits = _Limits(max(1, max_records // len(sources)), _MOST_BYTES // len(sources), num_examples)
+    limits = _Limits(max(1, max_records // len(sources)), MOST_BYTES // len(sources), num_examples)
     samples = [
         replace(_sample(source, tokenizer.hf, limits), weight=weight)
         for (_, source), (_, weight) in zip(sources, parts, strict=True)
@@ -199,7 +196,7 @@ def _sample(source: Source, hf: Any, limits: _Limits) -> SourceSample:
 
 def _batch(records: Iterator[list[Document]], size: int) -> Iterator[list[Document]]:
     """Yield the next records, fewer where they are long."""
-    left = _MOST_BYTES // 8
+    left = MOST_BYTES // 8
     for _ in range(size):
         unit = next(records, None)
         if unit is None:

@@ -15,7 +15,7 @@ from hyper_parallel.trainer.data._pack import pack, tokenise
 from hyper_parallel.trainer.data._sequences import JoinedSequences, PackedSequences
 from hyper_parallel.trainer.data._sources import Source, resolve, with_template
 from hyper_parallel.trainer.data._streaming import Place, Stream
-from hyper_parallel.trainer.data._tokenizer import has_tokenizer, obtain
+from hyper_parallel.trainer.data._tokenizer import Tokenizer, has_tokenizer, obtain
 from hyper_parallel.trainer.data.counts import DataCounts
 from hyper_parallel.trainer.data.preview import LengthHistogram, SourcePreview, preview_examples
 
@@ -74,6 +74,36 @@ def _validated(data: PackedData, validation: PackedData) -> PackedData:
     return replace(data, holdout=validation.train, validation_fingerprint=fingerprint)
 
 
+def open_sources(
+    data: Data,
+    *,
+    stage: str,
+    model_path: str | None,
+    progress: bool,
+    vocab_limit: int | None,
+) -> tuple[Tokenizer, list[tuple[Data, Source]]]:
+    """Return the tokenizer of a recipe and its sources, each with its section; arguments and errors as of `prepare`."""
+    sources = [(one, resolve(one, stage)) for one, _ in data.parts()]
+    cache = cache_root(data.cache_dir)
+    tokenizer = obtain(data, [s for _, s in sources], model_path, cache, progress, vocab_limit)
+    if vocab_limit is not None and tokenizer.vocab_size > vocab_limit:
+        trained = not data.tokenizer and not has_tokenizer(model_path)
+        own = (
+            f"data.vocab_size={vocab_limit}"
+            if trained
+            else "data.tokenizer=THE_MODEL'S_OWN_DIRECTORY"
+        )
+        raise BadValue(
+            "the tokenizer has more tokens than the model's vocabulary",
+            where=f"tokenizer: {tokenizer.directory}",
+            got=f"tokenizer={tokenizer.vocab_size}, model={vocab_limit}",
+            allowed=f"a tokenizer of at most {vocab_limit} tokens",
+            hint=own,
+        )
+    own_template = tokenizer.hf.chat_template != PLAIN
+    return tokenizer, [(one, with_template(source, one, own_template)) for one, source in sources]
+
+
 def prepare(
     data: Data,
     *,
@@ -102,30 +132,13 @@ def prepare(
         Contradiction: HP104 when the stage does not suit the records.
         OutputNotWritable: HP105 when the cache cannot be written.
     """
-    sources = [(one, resolve(one, stage)) for one, _ in data.parts()]
     cache = cache_root(data.cache_dir)
-    tokenizer = obtain(data, [s for _, s in sources], model_path, cache, progress, vocab_limit)
-    if vocab_limit is not None and tokenizer.vocab_size > vocab_limit:
-        trained = not data.tokenizer and not has_tokenizer(model_path)
-        own = (
-            f"data.vocab_size={vocab_limit}"
-            if trained
-            else "data.tokenizer=THE_MODEL'S_OWN_DIRECTORY"
-        )
-        raise BadValue(
-            "the tokenizer has more tokens than the model's vocabulary",
-            where=f"tokenizer: {tokenizer.directory}",
-            got=f"tokenizer={tokenizer.vocab_size}, model={vocab_limit}",
-            allowed=f"a tokenizer of at most {vocab_limit} tokens",
-            hint=own,
-        )
-
+    tokenizer, sources = open_sources(
+        data, stage=stage, model_path=model_path, progress=progress, vocab_limit=vocab_limit
+    )
     tokenizer_fingerprint = tokenizer.fingerprint  # reads its files
     pad_id = tokenizer.hf.pad_token_id
     pad_id = tokenizer.hf.eos_token_id if pad_id is None else pad_id
-
-    own_template = tokenizer.hf.chat_template != PLAIN
-    sources = [(one, with_template(source, one, own_template)) for one, source in sources]
 
     def packed(data: Data, source: Source) -> PackedData:
         def build(target: Path) -> dict[str, Any]:
@@ -182,6 +195,7 @@ def prepare(
         name = data.name if data.validation == data.source else None
         update = {"source": data.validation, "split": data.validation_split, "name": name}
         held = data.model_copy(update={**update, "holdout": 0.0, "streaming": False})
+        own_template = tokenizer.hf.chat_template != PLAIN
         validation = packed(held, with_template(resolve(held, stage), held, own_template))
         sources = [(one.model_copy(update={"holdout": 0.0}), s) for one, s in sources]
     if not data.streaming:
