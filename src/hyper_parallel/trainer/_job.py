@@ -144,6 +144,12 @@ class Job:
             together=2 if self.recipe.stage in PAIRED else 1,
         )
 
+    def epochs_at(self, step: int, batches: Batches | StreamBatches) -> float | None:
+        """Return how often the data has been read after a step; None for a stream."""
+        if isinstance(batches, StreamBatches):
+            return None
+        return batches.sequences_seen(step) / batches.unit / batches.num_sequences
+
     def holdout_batches(self) -> Batches | None:
         """At most `eval_tokens` held-out tokens as one step; None when nothing is held out."""
         held_out = self.packed.holdout

@@ -56,7 +56,7 @@ def _epochs(job: Job) -> tuple[float | None, str]:
     amount = f"{steps:,} step{'' if steps == 1 else 's'}"
     if isinstance(batches, StreamBatches):
         return None, f"{amount} of {per_step:,} sequences of a stream"
-    epochs = batches.sequences_seen(steps) / batches.unit / batches.num_sequences
+    epochs = job.epochs_at(steps, batches)
     word = "sequences" if stage in ("pt", "sft") else records_word(stage)
     own = f"{per_step // batches.unit:,} of {batches.num_sequences:,} {word}"
     if stage == "grpo":
