@@ -138,7 +138,8 @@ def test_counts_of_many_records_are_those_of_all_and_name_a_bad_one(tmp_path):
 
 def test_panel_and_report_show_what_the_run_reads_and_redraw_it(tmp_path):
     attack = "</script><script>alert(1)</script>"
-    records = [{"messages": [TALK[1], {**TALK[2], "content": f"It is {attack}."}]}] * 6
+    turned = {**TALK[1], "content": "turned \u202e around"}
+    records = [{"messages": [turned, {**TALK[2], "content": f"It is {attack}."}]}] * 6
     place = make_stage_place(
         tmp_path, "sft", records, seq_len=128, sequences=2,
         data={"cache_dir": "cache"}, training={"steps": 1, "log_every": 1},
@@ -151,12 +152,13 @@ def test_panel_and_report_show_what_the_run_reads_and_redraw_it(tmp_path):
         assert words in panel
     assert "epochs 0.3333 in 1 step, each of 2 of 6 sequences" in panel
     assert max(map(len, lines)) <= 80
-    assert "[[It is" in panel
+    assert f"[[Itis{attack}.<|im_end|>]]".replace(" ", "") in "".join(panel.split())
     page = (out / "report.html").read_text()
     assert (
         "<mark>It is &lt;/script&gt;&lt;script&gt;alert(1)&lt;/script&gt;.&lt;|im_end|&gt;" in page
     )
     assert "alert(1)</script>" not in page
+    assert "turned \\u202e around" in page, "no mark of a text reorders the page"
     (out / "report.html").unlink()
     command("report", str(out))
     assert (out / "report.html").read_text().count("<mark>") == page.count("<mark>") == 3

@@ -72,6 +72,14 @@ def charts_of(page: Path) -> list[dict]:
     return found
 
 
+def assert_charts_have_places(page: Path) -> None:
+    """Bokeh draws no chart of a page where the place of one is absent."""
+    text = page.read_text()
+    (roots,) = re.findall(r'"roots":\{(.*?)\}', text.replace('\\"', '"'))
+    for place in re.findall(r':"([^"]+)"', roots):
+        assert f'id="{place}"' in text
+
+
 def test_page_is_well_formed_and_refers_to_nothing_outside(run_dir: Path) -> None:
     parsed = page_of(run_dir)
     assert parsed.references == []
@@ -359,6 +367,9 @@ def test_preference_stages_are_shown_by_the_names_of_their_scores(run_dir: Path)
     text = "".join(page_of(run_dir).text)
     for title in ("IPO loss", "Accuracy", "Margin", "Rewards of answers"):
         assert title in text
+    write_comparison([run_dir, run_dir])
+    for page in ("report.html", "comparison.html"):
+        assert_charts_have_places(run_dir / page)
     assert text.index("Conditions of all numbers") > text.index("How the prediction was made")
 
 
@@ -374,3 +385,6 @@ def test_rewards_and_lengths_of_completions_have_curves(run_dir: Path) -> None:
     text = "".join(page_of(run_dir).text)
     assert "Length of completions" in text
     assert "GRPO loss" in text
+    write_comparison([run_dir, run_dir])
+    for page in ("report.html", "comparison.html"):
+        assert_charts_have_places(run_dir / page)

@@ -13,6 +13,7 @@ from bokeh.resources import Resources
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from hyper_parallel.errors import printable
 from hyper_parallel.ir import Layout, Mesh, Timeline, joined
 from hyper_parallel.reports._charts import (
     BYTES,
@@ -88,6 +89,7 @@ def render(*runs: RunRecord) -> str:
         loader=PackageLoader("hyper_parallel.reports"), autoescape=True, undefined=StrictUndefined
     )
     environment.filters |= {"bytes": format_bytes, "seconds": format_seconds, "count": format_count}
+    environment.filters["printable"] = printable
     charts = _curves(runs)
     if len(runs) == 1:
         charts |= _single(runs[0])

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Final, NotRequired
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
 from typing_extensions import TypedDict
 
-from hyper_parallel.errors import RunUnreadable
+from hyper_parallel.errors import RunUnreadable, printable
 from hyper_parallel.received import Limits, read_json
 from hyper_parallel.units import MiB
 
@@ -107,7 +107,7 @@ def data_section(facts: dict[str, Any] | None) -> dict[str, Any] | None:
     scored = "Marked: the token at which an answer is scored."
     marks = scored if facts["stage"] == "rm" else "Marked: tokens with loss."
     return {
-        "rows": facts["rows"],
+        "rows": [(printable(name), printable(text)) for name, text in facts["rows"].items()],
         "notes": facts["notes"],
         "sources": sources,
         "marks": marks if is_marked else "",

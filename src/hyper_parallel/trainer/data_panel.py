@@ -39,7 +39,9 @@ def _example(example: Example) -> Any:
         lines.append(line.append_text(highlighted(_compact(text.segments), coloured=coloured)))
     if any(s.trained for text in example.texts for s in text.segments):
         lines.append(Text("(targets in green)" if coloured else "([[...]]: targets)"))
-    return Text("\n").join(lines)
+    shown = Text("\n").join(lines)
+    shown.overflow = "fold"  # a word longer than a line is not cut
+    return shown
 
 
 def _compact(segments: Iterable[Segment]) -> list[Segment]:
