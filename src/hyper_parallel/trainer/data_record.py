@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from hyper_parallel.serde import write_text
-from hyper_parallel.trainer.data import StreamBatches
+from hyper_parallel.trainer.data import Stream, StreamBatches
+from hyper_parallel.trainer.data.counts import DataCounts
 from hyper_parallel.trainer.data.summary import notes, records_word, summary_rows
 
 if TYPE_CHECKING:
@@ -21,14 +22,14 @@ def data_facts(job: Job) -> dict[str, Any]:
     packed, stage = job.packed, job.recipe.stage
     weights = packed.weights or (1.0,) * len(packed.counts)
     sources = []
-    for counts, preview, weight in zip(packed.counts, packed.previews, weights, strict=True):
+    for counts, preview, weight in zip(_counts(job), packed.previews, weights, strict=True):
         values = preview.as_dict() | {"lengths": preview.lengths.buckets()}
         sources.append({**counts.as_dict(), "weight": weight, **values})
     return {
         "stage": stage,
         "records": records_word(stage),
         "rows": data_rows(job),
-        "notes": notes(stage, packed.counts),
+        "notes": notes(stage, _counts(job)),
         "epochs": _epochs(job)[0],
         "sources": sources,
     }
@@ -38,7 +39,7 @@ def data_rows(job: Job) -> dict[str, str]:
     """Return the summary of the data of a run by the names of its rows."""
     packed, stage = job.packed, job.recipe.stage
     streaming = job.recipe.data.streaming
-    rows = summary_rows(stage, packed.counts, sampled=streaming)
+    rows = summary_rows(stage, _counts(job), sampled=streaming)
     if streaming:
         rows["source"] += ", a stream"
     elif len(packed.weights) > 1:
@@ -47,6 +48,12 @@ def data_rows(job: Job) -> dict[str, str]:
         rows["source"] = " + ".join(f"{w / total:.4g} of {c.source}" for w, c in parts)
     rows["epochs"] = _epochs(job)[1]
     return rows
+
+
+def _counts(job: Job) -> tuple[DataCounts, ...]:
+    """Return the counts of the sources; of a stream those of its first epoch, as far as it was read."""
+    stream = job.packed.train
+    return (stream.counts,) if isinstance(stream, Stream) else job.packed.counts
 
 
 def _epochs(job: Job) -> tuple[float | None, str]:

@@ -92,7 +92,8 @@ class Stream:
     def _documents(self, at: Place) -> Iterator[tuple[Place, Sequence[int], Sequence[bool]]]:
         for epoch in itertools.count(at.epoch):
             number, digest = 0, xxh3_128()
-            self.lengths.counts.clear()
+            if self._epoch_counts is None:
+                self.lengths.counts.clear()
             documents = self._source.documents()
             while block := list(itertools.islice(documents, _BLOCK)):
                 first = at.document - number if epoch == at.epoch else 0
@@ -111,7 +112,8 @@ class Stream:
                 encoded = encode(chosen, self._hf, self._stage)
                 for index, (document, (ids, learn)) in enumerate(zip(chosen, encoded, strict=True)):
                     self._source.counts.add([document], [(ids, learn)], self._stage)
-                    self.lengths.add(len(ids))
+                    if self._epoch_counts is None:
+                        self.lengths.add(len(ids))
                     document_number = number - len(chosen) + index
                     yield Place(epoch, document_number, 0, checksum), ids, learn
                 self._report(number)
