@@ -54,7 +54,9 @@ def texts(found: dict[str, Any]) -> list[tuple[str, str, list[str]]]:
 
 def test_conversations_are_counted_and_their_targets_are_the_answers(tmp_path):
     records = [{"messages": m, "id": i} for i, m in enumerate([UNANSWERED, TALK, LONG, TALK])]
-    place = make_stage_place(tmp_path, "sft", records, seq_len=128, data={"cache_dir": "cache"})
+    place = make_stage_place(
+        tmp_path, "sft", records, seq_len=128, data={"cache_dir": f"{tmp_path}/cache"}
+    )
     found = sample(place)
     (source,) = found["sources"]
     assert (source["read"], source["used"], source["cut"]) == (4, 3, 1)
@@ -96,7 +98,7 @@ def test_conversations_are_counted_and_their_targets_are_the_answers(tmp_path):
     ],
 )
 def test_every_stage_shows_its_texts(tmp_path, stage, records, wanted):
-    place = make_stage_place(tmp_path, stage, records, data={"cache_dir": "cache"})
+    place = make_stage_place(tmp_path, stage, records, data={"cache_dir": f"{tmp_path}/cache"})
     found = sample(place)
     assert [(name, targets) for name, _, targets in texts(found)] == wanted
     assert found["sources"][0]["used"] == len(records)
@@ -123,7 +125,9 @@ def test_sources_are_shown_apart_and_control_characters_are_escaped(tmp_path):
 
 def test_counts_of_many_records_are_those_of_all_and_name_a_bad_one(tmp_path):
     records = [{"messages": [TALK, UNANSWERED, LONG][i % 3]} for i in range(1500)]
-    place = make_stage_place(tmp_path, "sft", records, seq_len=128, data={"cache_dir": "cache"})
+    place = make_stage_place(
+        tmp_path, "sft", records, seq_len=128, data={"cache_dir": f"{tmp_path}/cache"}
+    )
     (source,) = sample(place)["sources"]
     (first,) = sample(place, "--max-records", "300")["sources"]
     for key in ("read", "used", "cut", "tokens", "target_tokens"):
@@ -142,7 +146,7 @@ def test_panel_and_report_show_what_the_run_reads_and_redraw_it(tmp_path):
     records = [{"messages": [turned, {**TALK[2], "content": f"It is {attack}."}]}] * 6
     place = make_stage_place(
         tmp_path, "sft", records, seq_len=128, sequences=2,
-        data={"cache_dir": "cache"}, training={"steps": 1, "log_every": 1},
+        data={"cache_dir": f"{tmp_path}/cache"}, training={"steps": 1, "log_every": 1},
     )  # fmt: skip
     out = tmp_path / "run"
     shown = train(place, out, report=True).stderr
@@ -172,7 +176,7 @@ def test_panel_and_report_show_what_the_run_reads_and_redraw_it(tmp_path):
 def test_a_chat_model_is_sampled_through_its_template(tmp_path):
     records = [{"messages": TALK[1:3]}] * 6
     place = make_stage_place(
-        tmp_path, "sft", records, sequences=2, data={"cache_dir": "cache", "streaming": True},
+        tmp_path, "sft", records, sequences=2, data={"cache_dir": f"{tmp_path}/cache", "streaming": True},
         training={"steps": 1}, checkpoint={"export": True},
     )  # fmt: skip
     train(place, tmp_path / "run", "sample_prompt=Where?")
