@@ -279,7 +279,8 @@ def make_good(root: Path) -> None:
     cli("train", root / "recipe.yaml", "--no-calibrate")  # starts one rank, once
     shutil.copytree(root / "run" / "model", root / "tokenizer")
     (root / "tokenizer" / "chat_template.jinja").write_text(
-        "{% for m in messages %}<|{{ m.role }}|>{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
+        "{% for m in messages %}<|{{ m.role }}|>{% generation %}{{ m.content }}{{ eos_token }}"
+        "{% endgeneration %}{% endfor %}"
     )
     shutil.copytree(
         root / "run", root / "other", ignore=shutil.ignore_patterns("checkpoints", "export")

@@ -182,10 +182,8 @@ def test_epochs_become_steps_and_each_reads_all_in_another_order(place):
     said = " ".join(re.sub("[^\\w.,;]+", " ", command(*words).stderr).split())
     count = rows_of(place, source[0], "data.holdout=0.02")
     steps = math.ceil(2.5 * count / 8)
-    assert (
-        f"{count:,} training sequences; {steps} steps of 8 are {steps * 8 / count:.4g} epochs"
-        in said
-    )
+    epochs = f"epochs {steps * 8 / count:.4g} in {steps} steps, each of 8 of {count:,} sequences"
+    assert epochs in said
     with pytest.raises(Contradiction, match="how long the run is"):
         dry(place, *source)
     with pytest.raises(Contradiction, match="warm-up is longer"):

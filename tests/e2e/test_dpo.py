@@ -43,7 +43,7 @@ def test_every_layout_learns_what_one_rank_does_and_a_resumed_run_keeps_its_refe
     train(place, place / "one", EXPORT)
     one = rows(place / "one" / "metrics.jsonl")
     assert one[0]["loss"] == pytest.approx(math.log(2), rel=1e-12), "the model is its reference"
-    assert one[0]["preference"]["accuracy"] == 0
+    assert one[0]["preference"]["accuracy"] == 0.5, "neither answer of a pair is preferred"
     assert one[-1]["preference"]["accuracy"] > 0.5
     train(
         place,
@@ -232,3 +232,29 @@ def test_orpo_is_a_stage_too_with_adapters_on_four_ranks_as_on_one(place):
     assert not (place / "stage" / "reference.npy").exists()
     with pytest.raises(Contradiction, match=r"`dpo.beta` has no effect in another stage"):
         train(place, place / "refused", "stage=orpo", "dpo.beta=0.3")
+
+
+def test_scores_that_differ_by_rounding_only_are_no_preference():
+    workload = hp.Workload(seq_len=64, tokens_per_step=256 * 64, microbatch=256)
+    plan = hp.plan_of(torch.nn.Linear(2, 2), "", workload)
+    torch.manual_seed(0)
+    logps = -torch.rand(256, 64) * 6
+    own = logps.double().sum(-1)
+    batch = {"shift_labels": torch.ones(256, 64, dtype=torch.long), "reference": own}
+
+    def accuracy(logps):
+        scores = PairScores(plan, torch.device("cpu"))
+        DpoStage(Dpo(beta=0.1), scores, None).objective(logps, batch)
+        return scores.record()["preference"]["accuracy"]
+
+    noise = logps.sum(-1).double() - own
+    assert (noise[0::2] - noise[1::2]).abs().max() > 0, "sums of float32 are rounded"
+    assert accuracy(logps) == 0.5
+    moved = logps.clone()
+    moved[0::2, 0] += 0.01
+    assert accuracy(moved) == 1
+    moved[0:128:2, 0] -= 0.02
+    assert accuracy(moved) == 0.5
+    moved[0::2] = logps[0::2]
+    moved[1, 0] += 0.01
+    assert accuracy(moved) == (127 / 2) / 128

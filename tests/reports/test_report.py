@@ -12,6 +12,7 @@ from hyper_parallel.cli import main
 from hyper_parallel.errors import PlanUnreadable, RunUnreadable
 from hyper_parallel.ir import Counter, Span, Timeline
 from hyper_parallel.reports import chrome_trace, load_run, one_step, write_comparison, write_report
+from hyper_parallel.reports._results import results
 from hyper_parallel.reports._terms import COLORS, RESUMED, RUNS
 from hyper_parallel.serde import encode
 from tests.reports.conftest import make_plan, make_timeline
@@ -69,6 +70,14 @@ def charts_of(page: Path) -> list[dict]:
             item.values() if isinstance(item, dict) else item if isinstance(item, list) else ()
         )
     return found
+
+
+def assert_charts_have_places(page: Path) -> None:
+    """Bokeh draws no chart of a page where the place of one is absent."""
+    text = page.read_text()
+    (roots,) = re.findall(r'"roots":\{(.*?)\}', text.replace('\\"', '"'))
+    for place in re.findall(r':"([^"]+)"', roots):
+        assert f'id="{place}"' in text
 
 
 def test_page_is_well_formed_and_refers_to_nothing_outside(run_dir: Path) -> None:
@@ -328,3 +337,54 @@ def test_a_phone_shows_the_whole_width(run_dir: Path) -> None:
     width, charts = map(int, re.search(r"<p>(\d+) (\d+)</p>", shown).groups())
     assert charts >= 4
     assert width <= 390
+
+
+def test_preference_stages_are_shown_by_the_names_of_their_scores(run_dir: Path) -> None:
+    (run_dir / "config.yaml").write_text(
+        "stage: dpo\ndpo: {loss_type: ipo}\ntraining: {lr: 5.0e-7, lr_schedule: cosine, warmup_steps: 4}\n"
+    )
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    for row in rows:
+        share = row["step"] / 60
+        row["preference"] = {
+            "chosen": share,
+            "rejected": -share,
+            "margin": 2 * share,
+            "accuracy": share,
+        }
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    first = {"step": 0, "loss": 0.7, "preference": {"margin": 0.0, "accuracy": 0.5}}
+    last = {"step": 60, "loss": 0.4, "preference": {"margin": 1.5, "accuracy": 0.75}}
+    (run_dir / "eval.jsonl").write_text(f"{json.dumps(first)}\n{json.dumps(last)}\n")
+    found = {r.name: (r.text, r.note) for r in results(load_run(run_dir))}
+    assert found["steps"] == ("60", "480 pairs"), "of 256 tokens for each answer"
+    assert found["accuracy"] == ("100.0 %", "from 1.7 %")
+    assert found["held-out accuracy"] == ("75.0 %", "from 50.0 %")
+    assert found["margin"] == ("2", "chosen 1, rejected -1")
+    assert found["learning rate"] == ("5e-07", "cosine, warm-up 4 steps")
+    assert found["elapsed time"] == ("69.8 s", "69.8 s in steps")
+    assert "IPO loss" in found
+    text = "".join(page_of(run_dir).text)
+    for title in ("IPO loss", "Accuracy", "Margin", "Rewards of answers"):
+        assert title in text
+    write_comparison([run_dir, run_dir])
+    for page in ("report.html", "comparison.html"):
+        assert_charts_have_places(run_dir / page)
+    assert text.index("Conditions of all numbers") > text.index("How the prediction was made")
+
+
+def test_rewards_and_lengths_of_completions_have_curves(run_dir: Path) -> None:
+    (run_dir / "config.yaml").write_text("stage: grpo\n")
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    for row in rows:
+        row["rollout"] = {"reward": row["step"] / 60, "completion_tokens": 40.0 - row["step"] / 2}
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = {r.name: (r.text, r.note) for r in results(load_run(run_dir))}
+    assert found["completion length"] == ("10.0", "tokens, from 39.5")
+    assert found["steps"] == ("60", "960 completions")
+    text = "".join(page_of(run_dir).text)
+    assert "Length of completions" in text
+    assert "GRPO loss" in text
+    write_comparison([run_dir, run_dir])
+    for page in ("report.html", "comparison.html"):
+        assert_charts_have_places(run_dir / page)

@@ -18,7 +18,7 @@ import typer
 from hyper_parallel.cli._frame import build_app, run
 
 _COMMANDS = (
-    "init", "plan", "train", "parity", "generate", "report", "doctor", "calibrate", "predict",
+    "init", "data", "plan", "train", "parity", "generate", "report", "doctor", "calibrate", "predict",
 )  # fmt: skip
 _GROUPS = ("checkpoint", "config")
 

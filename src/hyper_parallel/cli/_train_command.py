@@ -93,17 +93,17 @@ def train(
         from hyper_parallel.cli._dry_run_command import print_dry_run
 
         values = [*(overrides or []), *([f"topology={topology}"] if topology else [])]
-        print_dry_run(_loaded(recipe, values, no_code), ranks, rank, as_json)
+        print_dry_run(load_any_recipe(recipe, values, no_code), ranks, rank, as_json)
         return
     from hyper_parallel.trainer._signals import Interrupted, handled, interrupt
 
     given = [*(overrides or []), *([f"launch.launcher={launcher}"] if launcher else [])]
     try:
         with lasting_output(), handled(interrupt):
-            loaded = _loaded(recipe, given, no_code)
+            loaded = load_any_recipe(recipe, given, no_code)
             saved = None if plan is None else _SavedPlan(plan)
             if saved is not None:
-                loaded = _loaded(recipe, [*given, *saved.overrides(loaded)], no_code)
+                loaded = load_any_recipe(recipe, [*given, *saved.overrides(loaded)], no_code)
             permit_stream(loaded.recipe.data.streaming, str(loaded.recipe.data.source))
             if loaded.recipe.launch.launcher in ("local", "slurm"):
                 from hyper_parallel.runtime import join_srun
@@ -118,7 +118,7 @@ def train(
         raise typer.Exit(error.status) from None
 
 
-def _loaded(path: Path, overrides: Sequence[str], no_code: bool) -> LoadedRecipe:
+def load_any_recipe(path: Path, overrides: Sequence[str], no_code: bool) -> LoadedRecipe:
     """A recipe, or a file of LlamaFactory as one; with `no_code` one that names no code."""
     from hyper_parallel.config import load_recipe, read_mapping, refuse_code
     from hyper_parallel.errors import RecipeUnreadable
@@ -166,6 +166,7 @@ def _train(
     from hyper_parallel.runtime import check_local_start
     from hyper_parallel.trainer import (
         calibrate_first_run,
+        panel_rows,
         prepare_job,
         run_job,
         run_on_ray,
@@ -199,7 +200,7 @@ def _train(
         weights = f"pretrained, {job.weights}"
         if job.weights is None:
             weights = f"from scratch, drawn with training.seed={loaded.recipe.training.seed}"
-        about = (job.data_line(), str(job.output_dir), weights, job.on_topology)
+        about = (panel_rows(job), str(job.output_dir), weights, job.on_topology)
         console.print(startup_panel(job.plan, *about, job.trained, job.router_loss))
     if dry_run:
         if main:

@@ -67,7 +67,7 @@ class Recipe(Section):
     output_dir: str = "runs/run"
     """Where everything of the run is written."""
     sample_prompt: str | None = None
-    """Text to continue after training; None: no sample."""
+    """Text to continue after training; a model of conversations answers it as a user's turn. None: no sample."""
 
     @property
     def disables_dropout(self) -> bool:

@@ -13,6 +13,7 @@ from bokeh.resources import Resources
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from hyper_parallel.errors import printable
 from hyper_parallel.ir import Layout, Mesh, Timeline, joined
 from hyper_parallel.reports._charts import (
     BYTES,
@@ -45,6 +46,7 @@ from hyper_parallel.reports._terms import (
     words,
 )
 from hyper_parallel.reports._timeline import one_step, some_steps, steps_of
+from hyper_parallel.reports.data_section import data_section
 from hyper_parallel.units import format_bytes, format_count, format_seconds
 
 _MAX_LANES: Final = 16
@@ -68,7 +70,17 @@ _CURVES: Final = (
     ("step_s", "step time", SECONDS),
     ("tps", "tokens/s per rank", (("", 1.0),)),
 )
-_OF_ROLLOUTS: Final = (("age_mean", "rollouts"), ("effective_samples", "share"))
+_OF_ROLLOUTS: Final = (
+    ("completion_tokens", "tokens"),
+    ("age_mean", "rollouts"),
+    ("effective_samples", "share"),
+)
+_OF_PREFERENCES: Final = {
+    "accuracy": ("accuracy",),
+    "margin": ("margin",),
+    "scores": ("chosen", "rejected"),
+}
+"""Charts of answers that are compared, with the keys of their lines."""
 
 
 def render(*runs: RunRecord) -> str:
@@ -77,6 +89,7 @@ def render(*runs: RunRecord) -> str:
         loader=PackageLoader("hyper_parallel.reports"), autoescape=True, undefined=StrictUndefined
     )
     environment.filters |= {"bytes": format_bytes, "seconds": format_seconds, "count": format_count}
+    environment.filters["printable"] = printable
     charts = _curves(runs)
     if len(runs) == 1:
         charts |= _single(runs[0])
@@ -112,6 +125,8 @@ def render(*runs: RunRecord) -> str:
         offload=_offload_facts(run),
         medians=medians_text(run),
         parts=part_rows(run),
+        data=data_section(run.data),
+        loss_title=run.terms.loss[0].upper() + run.terms.loss[1:],
     )
 
 
@@ -149,14 +164,24 @@ def _curves(runs: Sequence[RunRecord]) -> dict[str, Chart | None]:
     # Of a page with several runs the marks of one would be taken for those of another.
     resumed = [] if several else [part.step + 0.5 for part in runs[0].parts[1:]]
     drawn: dict[str, Any] = {"x_range": across, "marks": resumed}
-    charts = {"loss": curves(losses, "loss", **drawn, height=320)}
+    shared = {run.terms.loss for run in runs}
+    charts = {
+        "loss": curves(losses, "loss" if len(shared) > 1 else min(shared), **drawn, height=320)
+    }
     rewards = [
         Curve(label(name, key.replace("_", " ")), _points(run, "rollout", key), color, dash)
         for run, name, color in named
         for key, dash in zip(run.rewards, ("solid", *["dashed"] * len(run.rewards)), strict=False)
     ]
     if rewards:
-        charts["reward"] = curves(rewards, "reward", **drawn, height=320)
+        held = [
+            Curve(
+                label(name, "held out"), _points_of(run.evals, "rollout", "reward"), color, "dots"
+            )
+            for run, name, color in named
+        ]
+        charts["reward"] = curves([*rewards, *held], "reward", **drawn, height=320)
+    charts |= _preference_charts(named, label, drawn)
     for key, what in _OF_ROLLOUTS:
         lines = [
             Curve(label(name, "measured"), _points(run, "rollout", key), color)
@@ -179,6 +204,28 @@ def _curves(runs: Sequence[RunRecord]) -> dict[str, Chart | None]:
     return charts
 
 
+def _preference_charts(
+    named: Sequence[tuple[RunRecord, str, str]],
+    label: Callable[[str, str], str],
+    drawn: dict[str, Any],
+) -> dict[str, Chart | None]:
+    """Accuracy, margin and scores of answers that are compared; charts without a point are left out."""
+    charts: dict[str, Chart | None] = {}
+    for chart, keys in _OF_PREFERENCES.items():
+        lines = []
+        for run, name, color in named:
+            for key, dash in zip(keys, ("solid", "dashed"), strict=False):
+                what = key if len(keys) > 1 else "training"
+                line = _points(run, "preference", key)
+                lines.append(Curve(label(name, what), line, color, dash))
+            held = _points_of(run.evals, "preference", keys[0])
+            if len(keys) == 1:
+                lines.append(Curve(label(name, "held out"), held, color, "dots"))
+        if any(line.points for line in lines):
+            charts[chart] = curves(lines, chart, **drawn, from_zero=chart == "accuracy")
+    return charts
+
+
 def _predicted_steps(run: RunRecord) -> list[tuple[str, list[tuple[float, float]]]]:
     """Return the predicted time of a step as a flat line for each part of the run, with a label."""
     lines = []
@@ -193,9 +240,16 @@ def _predicted_steps(run: RunRecord) -> list[tuple[str, list[tuple[float, float]
 
 def _points(run: RunRecord, key: str, inside: str | None = None) -> list[tuple[float, float]]:
     """Steps and values of a key of the metrics, or of one `inside` of it."""
+    return _points_of(run.metrics, key, inside)
+
+
+def _points_of(
+    rows: Sequence[dict[str, Any]], key: str, inside: str | None = None
+) -> list[tuple[float, float]]:
+    """Steps and values of a key of records, or of one `inside` of it."""
     found = [
         (m["step"], m[key] if inside is None else m[key][inside])
-        for m in run.metrics
+        for m in rows
         if m.get(key) is not None and (inside is None or m[key].get(inside) is not None)
     ]
     return [(float(step), float(value)) for step, value in found]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import nan
 from typing import Final, NamedTuple
 
@@ -40,47 +40,114 @@ def _beside(text: str, measured: float, predicted: float) -> str:
 
 
 def results(run: RunRecord) -> list[Result]:
-    plan, last = run.plan, run.metrics[-1] if run.metrics else {}
+    """Return the numbers of a run at a glance: settings, quality, speed and memory."""
+    return [*_settings_of(run), *_quality(run), *_speed(run)]
+
+
+def _settings_of(run: RunRecord) -> Iterator[Result]:
+    """Yield steps, data, learning rate and elapsed time."""
     tokens = float(sum(int(m.get("tokens", 0)) for m in run.metrics))
-    found = [
-        Result("steps", f"{len(run.metrics)}", len(run.metrics), f"{format_count(tokens)} tokens")
-    ]
+    amount = f"{format_count(tokens)} tokens"
+    if run.terms.records and run.plan.workload.seq_len:
+        records = tokens / run.plan.workload.seq_len / run.terms.rows
+        amount = f"{format_count(records)} {run.terms.records}"
+    yield Result("steps", f"{len(run.metrics)}", float(len(run.metrics)), amount)
+    if run.data is not None:
+        used = sum(source["used"] for source in run.data["sources"])
+        epochs = run.data["epochs"]
+        note = run.data["records"] + (
+            f", {epochs:.3g} epochs" if epochs is not None else ", a stream"
+        )
+        yield Result("data", f"{used:,}", float(used), note)
+    lr = run.settings.get("training.lr")
+    if isinstance(lr, (int, float)):
+        warmup = run.settings.get("training.warmup_ratio") or run.settings.get(
+            "training.warmup_steps"
+        )
+        warmup = f"{warmup:.1%}" if isinstance(warmup, float) and warmup < 1 else f"{warmup} steps"
+        note = f"{run.settings.get('training.lr_schedule')}, warm-up {warmup}"
+        yield Result("learning rate", f"{lr:.3g}", float(lr), note)
+    in_steps = float(sum(m.get("step_s", 0.0) for m in run.metrics))
+    elapsed = float(run.run_info.get("training_s", 0.0)) if len(run.parts) == 1 else 0.0
+    elapsed = max(elapsed, in_steps)
+    if elapsed:
+        note = f"{format_duration(in_steps)} in steps"
+        yield Result("elapsed time", format_duration(elapsed), elapsed, note)
 
-    def add(name: str, text: str, value: float, note: str) -> None:
-        found.append(Result(name, text, float(value), note))
 
+def format_duration(seconds: float) -> str:
+    """Print a duration for people: `12.3 s`, `4 min 5 s`, `3 h 20 min`."""
+    if seconds < 100:
+        return format_seconds(seconds)
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours:,} h {minutes} min" if hours else f"{minutes} min {rest} s"
+
+
+def _quality(run: RunRecord) -> Iterator[Result]:
+    """Yield losses, rewards and scores at the end of the run, beside those at its beginning."""
+    if not run.metrics:
+        return
+    first, last, loss = run.metrics[0], run.metrics[-1], run.terms.loss
+    name = f"training {loss}" if loss == "loss" else loss
     if "loss" in last:
-        loss = last["loss"]
-        add("training loss", f"{loss:.3f}", loss, f"from {run.metrics[0].get('loss', nan):.3f}")
+        yield Result(
+            name, f"{last['loss']:.3f}", last["loss"], f"from {first.get('loss', nan):.3f}"
+        )
     for key in run.rewards:
-        first, final = run.metrics[0]["rollout"][key], last["rollout"][key]
-        add(key.replace("_", " "), f"{final:.3f}", final, f"from {first:.3f}")
+        begin, end = first["rollout"][key], last["rollout"][key]
+        yield Result(key.replace("_", " "), f"{end:.3f}", end, f"from {begin:.3f}")
+    if (length := (last.get("rollout") or {}).get("completion_tokens")) is not None:
+        begin = (first.get("rollout") or {}).get("completion_tokens", nan)
+        yield Result("completion length", f"{length:.1f}", length, f"tokens, from {begin:.1f}")
+    yield from _preference("", first.get("preference"), last.get("preference"))
     if run.evals:
-        first, final = run.evals[0]["loss"], run.evals[-1]["loss"]
-        add("held-out loss", f"{final:.3f}", final, f"from {first:.3f} before training")
-    part = run.last
+        first, last = run.evals[0], run.evals[-1]
+        note = f"from {first['loss']:.3f} before training"
+        yield Result("held-out loss", f"{last['loss']:.3f}", last["loss"], note)
+        yield from _preference("held-out ", first.get("preference"), last.get("preference"))
+        begin, end = ((row.get("rollout") or {}).get("reward") for row in (first, last))
+        if begin is not None and end is not None:
+            yield Result("held-out reward", f"{end:.3f}", end, f"from {begin:.3f}")
+
+
+def _preference(
+    prefix: str, first: Mapping[str, float] | None, last: Mapping[str, float] | None
+) -> Iterator[Result]:
+    """Yield accuracy and margin of answers that are compared."""
+    first, last = first or {}, last or {}
+    if (accuracy := last.get("accuracy")) is not None:
+        note = f"from {first['accuracy'] * 100:.1f} %" if first.get("accuracy") is not None else ""
+        yield Result(f"{prefix}accuracy", f"{accuracy * 100:.1f} %", accuracy, note)
+    if (margin := last.get("margin")) is not None:
+        scores = [
+            f"{key} {last[key]:.3g}" for key in ("chosen", "rejected") if last.get(key) is not None
+        ]
+        yield Result(f"{prefix}margin", f"{margin:.3g}", margin, ", ".join(scores))
+
+
+def _speed(run: RunRecord) -> Iterator[Result]:
+    """Yield times, throughput and memory beside their predictions."""
+    plan, part = run.plan, run.last
     if (step_s := part.steady("step_s")) is not None:
         note = _beside(format_seconds(plan.whole_step_s), step_s, plan.whole_step_s)
         if run.rewards and plan.roles is None:
             note = f"of them {format_seconds(plan.step_s)} predicted for learning"
-        add("step time (median)", format_seconds(step_s), step_s, note)
+        yield Result("step time (median)", format_seconds(step_s), step_s, note)
     for name, share in run.busy.items():
-        add(f"busy, {name}", f"{share * 100:.0f} %", share, "of the seconds of steps")
+        yield Result(f"busy, {name}", f"{share * 100:.0f} %", share, "of the seconds of steps")
     if (tps := part.steady("tps")) is not None:
-        add("tokens/s per rank", f"{tps:,.0f}", tps, f"all ranks {tps * plan.mesh.size:,.0f}")
+        note = f"all ranks {tps * plan.mesh.size:,.0f}"
+        yield Result("tokens/s per rank", f"{tps:,.0f}", tps, note)
     if (mfu := part.steady("mfu")) is not None:
-        add("MFU", f"{mfu * 100:.1f} %", mfu, f"predicted {plan.predicted_mfu * 100:.1f} %")
+        note = f"predicted {plan.predicted_mfu * 100:.1f} %"
+        yield Result("MFU", f"{mfu * 100:.1f} %", mfu, note)
     if (peak := part.peak_memory_bytes) is not None:
         note = _beside(format_bytes(plan.memory_bytes), peak, plan.memory_bytes)
-        add("peak memory per rank", format_bytes(peak), peak, note)
+        yield Result("peak memory per rank", format_bytes(peak), float(peak), note)
     if skipped := sum(int(m.get("skipped", 0)) for m in run.metrics):
-        add(
-            "skipped steps",
-            f"{skipped}",
-            skipped,
-            "gradients were not finite, the loss scale was lowered",
-        )
-    return found
+        note = "gradients were not finite, the loss scale was lowered"
+        yield Result("skipped steps", f"{skipped}", float(skipped), note)
 
 
 def medians_text(run: RunRecord) -> str:

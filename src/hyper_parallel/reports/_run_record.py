@@ -14,6 +14,8 @@ from hyper_parallel.errors import RunUnreadable
 from hyper_parallel.ir import Plan, Timeline, joined
 from hyper_parallel.received import Limits, parse_json, read_text
 from hyper_parallel.reports._run_parts import PartRecord, read_parts
+from hyper_parallel.reports.data_section import read_data_facts
+from hyper_parallel.reports.stage_terms import StageTerms, stage_terms
 from hyper_parallel.serde import DecodeError, read
 from hyper_parallel.units import MiB
 
@@ -46,6 +48,7 @@ class _Row(TypedDict):
     tokens: NotRequired[int]
     skipped: NotRequired[int | None]
     rollout: NotRequired[dict[str, _Number | None] | None]
+    preference: NotRequired[dict[str, _Number | None] | None]
     offload: NotRequired[_Offloaded]
 
 
@@ -58,6 +61,7 @@ class _About(TypedDict):
     python: NotRequired[str]
     torch: NotRequired[str]
     transformers: NotRequired[str]
+    training_s: NotRequired[_Number]
 
 
 _ROW: Final[TypeAdapter[_Row]] = TypeAdapter(_Row)
@@ -80,6 +84,7 @@ class RunRecord:
         evals: One mapping per evaluation with a finite loss, in step order; empty when there was none.
         timeline: Measured spans of a window of steps, or None.
         parts: Steps between two resumes, each with its plan; at least one.
+        data: Facts about the data, as data.json has them; None for a run of an earlier version.
         samplers: The same of ranks that only sample, on the same clock; None: there are none.
         simulated: One step of the plan, event by event, with the lanes of its pipeline ranks; or None.
         config: Text of the resolved recipe.
@@ -102,11 +107,17 @@ class RunRecord:
     parts: tuple[PartRecord, ...]
     offload: tuple[Timeline, Timeline] | None = None
     samplers: Timeline | None = None
+    data: dict[str, Any] | None = None
 
     @property
     def last(self) -> PartRecord:
         """The last part: what its plan predicted is compared with what its steps measured."""
         return self.parts[-1]
+
+    @property
+    def terms(self) -> StageTerms:
+        """Words of the stage."""
+        return stage_terms(self.settings)
 
     @property
     def rewards(self) -> list[str]:
@@ -174,6 +185,7 @@ def load_run(directory: str | Path) -> RunRecord:
         run_info=_about(root / "run.json"),
         parts=read_parts(root, plan, metrics),
         offload=(predicted, measured) if predicted and measured else None,
+        data=read_data_facts(root / "data.json"),
         samplers=joined(t for t in apart if t is not None) if apart else None,
     )
 

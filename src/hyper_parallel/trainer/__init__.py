@@ -17,6 +17,7 @@ _MODULES = {
     "_run": ("make_sample", "run_job", "run_on_ray", "write_sample"),
     "_trace": ("TracedRank", "differences", "trace_rank"),
     "checkpoints._own_loop": ("load", "save", "save_pretrained"),
+    "data_panel": ("panel_rows",),
     "engine._engine": ("train_rank",),
     "engine._optimizer": ("build_optimizer", "parameter_groups"),
     "loop": ("Callback", "LrSchedule", "Summary", "startup_panel"),

@@ -41,6 +41,7 @@ from hyper_parallel.trainer.data import (
     StreamBatches,
     has_tokenizer,
 )
+from hyper_parallel.trainer.data_record import write_data_record
 from hyper_parallel.trainer.hub_models import with_hub_models
 from hyper_parallel.trainer.loop._callback import Callback
 from hyper_parallel.trainer.loop._trackers import check_trackers
@@ -144,19 +145,6 @@ class Job:
             together=2 if self.recipe.stage in PAIRED else 1,
         )
 
-    def data_line(self) -> str:
-        """What is read and how often, in words."""
-        batches, steps = self.train_batches(), self.recipe.training.steps
-        if isinstance(batches, StreamBatches):
-            return f"{self.recipe.data.source}, a stream; {steps:,} steps of {batches.sequences_per_step:,} sequences"
-        epochs = self.epochs_at(steps, batches)
-        read = f"{steps:,} steps of {batches.sequences_per_step:,} are {epochs:.4g} epochs"
-        parts = self.recipe.data.parts()
-        total = sum(weight for _, weight in parts)
-        source = " + ".join(f"{weight / total:.4g} of {one.source}" for one, weight in parts)
-        source = source if len(parts) > 1 else str(self.recipe.data.source)
-        return f"{source}, {batches.num_sequences:,} training sequences; {read}"
-
     def epochs_at(self, step: int, batches: Batches | StreamBatches) -> float | None:
         """Return how often the data has been read after a step; None for a stream."""
         if isinstance(batches, StreamBatches):
@@ -194,6 +182,7 @@ class Job:
         mark_run_directory(out)
         write_kept(out / "config.yaml", recipe_to_yaml(with_absolute_paths(self.recipe)))
         write_text(out / "plan.json", plan.to_json() + "\n")
+        write_data_record(self)
         _write_prediction(self.plan, out / "predicted_timeline.json")
         if keeps_model(self.recipe):
             return

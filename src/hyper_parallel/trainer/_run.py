@@ -30,6 +30,7 @@ from hyper_parallel.trainer._generate import Generator, Sampling
 from hyper_parallel.trainer._job import Job, prepare_job, under_torchrun
 from hyper_parallel.trainer._signals import Interrupted, StopRequest
 from hyper_parallel.trainer._snapshots import newest_saved, snapshot_folder
+from hyper_parallel.trainer.data import PLAIN
 from hyper_parallel.trainer.engine._engine import train_rank
 from hyper_parallel.trainer.loop import Summary
 from hyper_parallel.trainer.run_directory import claim_run_directory, write_kept
@@ -38,6 +39,7 @@ from hyper_parallel.trainer.stages._rollouts import sample_rank
 
 _log = logging.getLogger(__name__)
 _NEW_TOKENS: Final = 160
+_PAIRS_OF_TEXTS: Final = ("prompt_completion", "preference")
 _TEMPERATURE: Final = 0.5
 """Below 1: a model of a few million parameters is surest of itself where it has learnt something."""
 
@@ -208,19 +210,32 @@ def _started_s(pid: int) -> float:
 def make_sample(job: Job) -> str:
     """Return the continuation of the recipe's `sample_prompt` by the exported model.
 
-    Called once, after the ranks have ended: one device reads the export as anybody would.
+    A model that was trained on conversations is given the prompt as a user's turn through its chat template, and the
+    text is the conversation as the template writes it. Called once, after the ranks have ended: one device reads the
+    export as anybody would.
     """
     prompt = job.recipe.sample_prompt or ""
     generator = Generator(job.output_dir, trusted=job.recipe.model.trust_remote_code)
+    chat = _reads_turns(job, generator.tokenizer.chat_template)
     context = getattr(generator.model.config, "max_position_embeddings", None) or _NEW_TOKENS * 2
-    room = context - len(generator.encode(prompt))
+    ids = generator.encode(prompt, chat=chat)
     sampling = Sampling(
-        max_new_tokens=max(1, min(_NEW_TOKENS, room)),
+        max_new_tokens=max(1, min(_NEW_TOKENS, context - len(ids))),
         temperature=_TEMPERATURE,
         seed=job.recipe.training.seed,
     )
-    generation = generator.generate(prompt, sampling)
-    return generation.prompt + generation.text
+    generation = generator.generate(prompt, sampling, chat=chat)
+    asked = generator.tokenizer.decode(ids) if chat else generation.prompt
+    return f"{asked}{generation.text}"
+
+
+def _reads_turns(job: Job, template: str | None) -> bool:
+    """Return whether the model was trained on turns that its chat template has written."""
+    recipe = job.recipe
+    if recipe.stage == "pt" or recipe.data.chat_template == "none" or not template:
+        return False
+    # Pairs of texts are joined as plain text where the tokenizer brought no template of its own.
+    return template != PLAIN or any(c.format not in _PAIRS_OF_TEXTS for c in job.packed.counts)
 
 
 def write_sample(job: Job, text: str) -> None:

@@ -26,10 +26,14 @@ from hyper_parallel.near_paths import export_hint, nearest_path
 from hyper_parallel.trainer.checkpoints._manifest import steps
 
 
-def with_hub_models(loaded: LoadedRecipe) -> LoadedRecipe:
+def with_hub_models(loaded: LoadedRecipe, *, weights: bool = True) -> LoadedRecipe:
     """Return the recipe with folders for `model.path`, `data.tokenizer` and reward models that name repositories.
 
     A run that continues reads the commits that its own config.yaml records, unless the recipe names a revision.
+
+    Args:
+        loaded: The recipe.
+        weights: Fetch the weights of the model too, where the recipe starts from them.
 
     Raises:
         UnknownModel: HP304 when files cannot be downloaded, or a path does not exist.
@@ -38,7 +42,7 @@ def with_hub_models(loaded: LoadedRecipe) -> LoadedRecipe:
     recipe = loaded.recipe
     model, data, grpo = recipe.model, recipe.data, recipe.grpo
     recorded = _recorded(recipe)
-    wanted: Part = "model" if model.init != "random" else "tokenizer"
+    wanted: Part = "model" if weights and model.init != "random" else "tokenizer"
     path = _folder(loaded, model.path, wanted, "model.path", recorded)
     _fetch_data(loaded)
     if path != model.path and model.trust_remote_code:

@@ -38,8 +38,8 @@ RUN: Final = "run"
 _RECIPE: Final = "config.yaml"
 _SAMPLE: Final = "sample.txt"
 _KEPT_FILES: Final = (
-    "config.yaml", "plan.json", "predicted_timeline.json", "reference.npy", "reference_holdout.npy", "job.sbatch",
-    "job.yaml", "comparison.html", ".run.lock", ".run.owner",
+    "config.yaml", "plan.json", "data.json", "predicted_timeline.json", "reference.npy", "reference_holdout.npy",
+    "job.sbatch", "job.yaml", "comparison.html", ".run.lock", ".run.owner",
 )  # fmt: skip
 """Files of a run that are replaced, and stay when it starts over."""
 _CLEARED_FILES: Final = (

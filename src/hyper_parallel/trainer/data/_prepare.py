@@ -15,8 +15,9 @@ from hyper_parallel.trainer.data._pack import pack, tokenise
 from hyper_parallel.trainer.data._sequences import JoinedSequences, PackedSequences
 from hyper_parallel.trainer.data._sources import Source, resolve, with_template
 from hyper_parallel.trainer.data._streaming import Place, Stream
-from hyper_parallel.trainer.data._tokenizer import has_tokenizer, obtain
+from hyper_parallel.trainer.data._tokenizer import Tokenizer, has_tokenizer, obtain
 from hyper_parallel.trainer.data.counts import DataCounts
+from hyper_parallel.trainer.data.preview import LengthHistogram, SourcePreview, preview_examples
 from hyper_parallel.trainer.data.template_properties import generation_stops
 
 logger = logging.getLogger(__name__)
@@ -25,7 +26,7 @@ _VERSION = 1
 _TARGETS = "targets behind the generation prompt, cut at answers"
 """Rule by which conversations are masked and tokenised; in the key of their entries."""
 _PLAIN_TEXT = "pairs of texts are joined without a template"
-_COUNTED = "every key of a record has a meaning, and records are counted"
+_COUNTED = "every key of a record has a meaning, records are counted, and examples are kept"
 """Rules of readers of records; in the key of entries."""
 
 
@@ -43,6 +44,7 @@ class PackedData:
     cached: bool  # whether the cache already held the result
     notes: tuple[str, ...] = ()  # what was cut or left out, in words
     counts: tuple[DataCounts, ...] = ()  # of each source of the recipe; of a stream live
+    previews: tuple[SourcePreview, ...] = ()  # of each source of the recipe; of a stream live
     weights: tuple[float, ...] = ()  # of the sources of a mixture
     tokenizer_fingerprint: str = ""  # hash of the tokenizer's files
     validation_fingerprint: str | None = None  # as `fingerprint`, of `data.validation`
@@ -61,6 +63,7 @@ def _joined(found: list[PackedData], weights: list[float]) -> PackedData:
         cached=all(f.cached for f in found),
         notes=tuple(note for f in found for note in f.notes),
         counts=tuple(counts for f in found for counts in f.counts),
+        previews=tuple(preview for f in found for preview in f.previews),
         records_fingerprint=digest([f.records_fingerprint for f in found]),
         weights=tuple(weights),
     )
@@ -70,6 +73,36 @@ def _validated(data: PackedData, validation: PackedData) -> PackedData:
     """Data whose held-out part is all of another source."""
     fingerprint = validation.fingerprint
     return replace(data, holdout=validation.train, validation_fingerprint=fingerprint)
+
+
+def open_sources(
+    data: Data,
+    *,
+    stage: str,
+    model_path: str | None,
+    progress: bool,
+    vocab_limit: int | None,
+) -> tuple[Tokenizer, list[tuple[Data, Source]]]:
+    """Return the tokenizer of a recipe and its sources, each with its section; arguments and errors as of `prepare`."""
+    sources = [(one, resolve(one, stage)) for one, _ in data.parts()]
+    cache = cache_root(data.cache_dir)
+    tokenizer = obtain(data, [s for _, s in sources], model_path, cache, progress, vocab_limit)
+    if vocab_limit is not None and tokenizer.vocab_size > vocab_limit:
+        trained = not data.tokenizer and not has_tokenizer(model_path)
+        own = (
+            f"data.vocab_size={vocab_limit}"
+            if trained
+            else "data.tokenizer=THE_MODEL'S_OWN_DIRECTORY"
+        )
+        raise BadValue(
+            "the tokenizer has more tokens than the model's vocabulary",
+            where=f"tokenizer: {tokenizer.directory}",
+            got=f"tokenizer={tokenizer.vocab_size}, model={vocab_limit}",
+            allowed=f"a tokenizer of at most {vocab_limit} tokens",
+            hint=own,
+        )
+    own_template = tokenizer.hf.chat_template != PLAIN
+    return tokenizer, [(one, with_template(source, one, own_template)) for one, source in sources]
 
 
 def prepare(
@@ -100,31 +133,14 @@ def prepare(
         Contradiction: HP104 when the stage does not suit the records.
         OutputNotWritable: HP105 when the cache cannot be written.
     """
-    sources = [(one, resolve(one, stage)) for one, _ in data.parts()]
     cache = cache_root(data.cache_dir)
-    tokenizer = obtain(data, [s for _, s in sources], model_path, cache, progress, vocab_limit)
-    if vocab_limit is not None and tokenizer.vocab_size > vocab_limit:
-        trained = not data.tokenizer and not has_tokenizer(model_path)
-        own = (
-            f"data.vocab_size={vocab_limit}"
-            if trained
-            else "data.tokenizer=THE_MODEL'S_OWN_DIRECTORY"
-        )
-        raise BadValue(
-            "the tokenizer has more tokens than the model's vocabulary",
-            where=f"tokenizer: {tokenizer.directory}",
-            got=f"tokenizer={tokenizer.vocab_size}, model={vocab_limit}",
-            allowed=f"a tokenizer of at most {vocab_limit} tokens",
-            hint=own,
-        )
-
+    tokenizer, sources = open_sources(
+        data, stage=stage, model_path=model_path, progress=progress, vocab_limit=vocab_limit
+    )
     tokenizer_fingerprint = tokenizer.fingerprint  # reads its files
     stops = generation_stops(tokenizer.hf)  # end markers of answers depend on them
     pad_id = tokenizer.hf.pad_token_id
     pad_id = tokenizer.hf.eos_token_id if pad_id is None else pad_id
-
-    own_template = tokenizer.hf.chat_template != PLAIN
-    sources = [(one, with_template(source, one, own_template)) for one, source in sources]
 
     def packed(data: Data, source: Source) -> PackedData:
         def build(target: Path) -> dict[str, Any]:
@@ -136,7 +152,16 @@ def prepare(
                     got=", ".join(source.counts.notes) or f"{len(source.files)} files, no record",
                 )
             notes = pack(target, flat, data, pad_id, seed, masked, source.counts)
-            return {"notes": source.counts.notes + notes, "counts": source.counts.as_dict()}
+            # Every second document of `kto` is a prompt with the answer to another one.
+            lengths = LengthHistogram()
+            for span in flat.spans[:: 2 if stage == "kto" else 1]:
+                lengths.add(span.stop - span.start)
+            examples = preview_examples(source, tokenizer.hf, stage, data.seq_len)
+            return {
+                "notes": source.counts.notes + notes,
+                "counts": source.counts.as_dict(),
+                "preview": SourcePreview(examples, lengths).as_dict(),
+            }
 
         masked = data.masks(stage)
         matters = [_VERSION, source.identity(), tokenizer_fingerprint, data.seq_len]
@@ -162,6 +187,7 @@ def prepare(
             cached=meta["cached"],
             notes=tuple(meta["notes"]),
             counts=(DataCounts.from_dict(meta["counts"]),),
+            previews=(SourcePreview.from_dict(meta["preview"]),),
             tokenizer_fingerprint=tokenizer_fingerprint,
             records_fingerprint=digest({n: file["sha256"] for n, file in records.items()}),
         )
@@ -171,6 +197,7 @@ def prepare(
         name = data.name if data.validation == data.source else None
         update = {"source": data.validation, "split": data.validation_split, "name": name}
         held = data.model_copy(update={**update, "holdout": 0.0, "streaming": False})
+        own_template = tokenizer.hf.chat_template != PLAIN
         validation = packed(held, with_template(resolve(held, stage), held, own_template))
         sources = [(one.model_copy(update={"holdout": 0.0}), s) for one, s in sources]
     if not data.streaming:
@@ -180,6 +207,7 @@ def prepare(
     ((data, source),) = sources
     stream = Stream(source, tokenizer.hf, data, stage, seed, pad_id)
     next(stream.rows(Place()))  # a source without a sequence is refused here
+    examples = preview_examples(source, tokenizer.hf, stage, data.seq_len)
     settings = [data.seq_len, data.packing, stream.masked, data.max_bytes, data.text_key]
     settings += [data.max_records] if data.max_records else []
     settings += [_TARGETS, *stops] if stage != "pt" else []
@@ -196,6 +224,7 @@ def prepare(
         fingerprint=digest([_VERSION, name, source.shape, stage, tokenizer_fingerprint, *settings]),
         cached=False,
         counts=(stream.counts,),
+        previews=(SourcePreview(examples, stream.lengths),),
         tokenizer_fingerprint=tokenizer_fingerprint,
         files_fingerprint=digest(source.identity()),
     )

@@ -31,6 +31,7 @@ from hyper_parallel.trainer.data._batches import (
 from hyper_parallel.trainer.data._pack import encode, fill_row, no_target
 from hyper_parallel.trainer.data._sources import Source
 from hyper_parallel.trainer.data.counts import DataCounts
+from hyper_parallel.trainer.data.preview import LengthHistogram
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +77,7 @@ class Stream:
         self._source, self._hf, self._stage, self._pad = source, hf, stage, pad_id
         self._reported: list[str] = []
         self._epoch_counts: DataCounts | None = None
+        self.lengths = LengthHistogram()
 
     @property
     def counts(self) -> DataCounts:
@@ -90,6 +92,8 @@ class Stream:
     def _documents(self, at: Place) -> Iterator[tuple[Place, Sequence[int], Sequence[bool]]]:
         for epoch in itertools.count(at.epoch):
             number, digest = 0, xxh3_128()
+            if self._epoch_counts is None:
+                self.lengths.counts.clear()
             documents = self._source.documents()
             while block := list(itertools.islice(documents, _BLOCK)):
                 first = at.document - number if epoch == at.epoch else 0
@@ -108,6 +112,8 @@ class Stream:
                 encoded = encode(chosen, self._hf, self._stage)
                 for index, (document, (ids, learn)) in enumerate(zip(chosen, encoded, strict=True)):
                     self._source.counts.add([document], [(ids, learn)], self._stage)
+                    if self._epoch_counts is None:
+                        self.lengths.add(len(ids))
                     document_number = number - len(chosen) + index
                     yield Place(epoch, document_number, 0, checksum), ids, learn
                 self._report(number)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
+from typing import Any
 
 from rich.panel import Panel
 from rich.progress import (
@@ -70,7 +72,7 @@ class Display:
 
 def startup_panel(
     plan: Plan,
-    data: str,
+    data: Mapping[str, Any],
     output_dir: str,
     weights: str,
     on_topology: bool = True,
@@ -81,7 +83,7 @@ def startup_panel(
 
     Args:
         plan: The plan of the run.
-        data: What is read and how often.
+        data: Rows on the data, by name.
         output_dir: Directory of the run.
         weights: Origin of the weights.
         on_topology: This machine is the topology of the plan.
@@ -100,7 +102,7 @@ def startup_panel(
         **({"trained": trained} if trained else {}),
         "mesh": str(plan.mesh),
         "step": f"{tokens} tokens: {batch} per data rank, {work.compute_dtype}",
-        "data": data,
+        **data,
         **({} if router_loss is None else {"router loss": router_loss}),
         "plan": plan.fingerprint,
         "predicted step": f"{format_seconds(plan.whole_step_s)}, MFU {plan.predicted_mfu:.1%}"

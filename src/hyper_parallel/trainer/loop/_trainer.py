@@ -16,6 +16,7 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from hyper_parallel.config import COMPARED
 from hyper_parallel.errors import (
     HyperParallelError,
     LossNotFinite,
@@ -30,6 +31,8 @@ from hyper_parallel.trainer._files import write_text, write_timeline
 from hyper_parallel.trainer._parts import RunPart
 from hyper_parallel.trainer._signals import StopRequest
 from hyper_parallel.trainer._user_code import load_class
+from hyper_parallel.trainer.data.summary import records_word
+from hyper_parallel.trainer.data_record import write_data_record
 from hyper_parallel.trainer.loop._callback import Callback
 from hyper_parallel.trainer.loop._display import Display
 from hyper_parallel.trainer.loop._early_stopping import EarlyStopping
@@ -300,6 +303,8 @@ class Trainer:
             **engine.facts(),
         }
         with self._unwritten.spare(job.output_dir):
+            if job.recipe.data.streaming:
+                write_data_record(job)
             write_text(job.output_dir / "run.json", json.dumps(about, indent=1) + "\n")
         unwritten = [*self._unwritten.errors, *(self._log.unwritten.errors if self._log else ())]
         return Summary(done, first, last, loss, seconds, unwritten=tuple(unwritten))
@@ -411,9 +416,16 @@ class Trainer:
                 if name in measured
             )
             self._display.line(
-                f"eval after step {step}: held-out loss {loss:.4f}{told} ({tokens:,} tokens)"
+                f"eval after step {step}: held-out loss {loss:.4f}{told} ({self._held_out(tokens)})"
             )
         return loss
+
+    def _held_out(self, tokens: int) -> str:
+        """Return how much an evaluation reads: tokens, or pairs, answers or prompts of stages that compare them."""
+        stage = self._job.recipe.stage
+        if stage not in COMPARED or self._holdout is None:
+            return f"{tokens:,} tokens"
+        return f"{self._holdout.num_sequences:,} {records_word(stage)}"
 
     def _report(self, step: int, result: StepResult, lr: float) -> None:
         if self._log is None and not self._callbacks:

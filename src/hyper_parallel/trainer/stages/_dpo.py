@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hyper_parallel.config import Dpo
 from hyper_parallel.trainer.data._batches import IGNORE_INDEX
-from hyper_parallel.trainer.stages._pair_scores import PairScores
+from hyper_parallel.trainer.stages._pair_scores import PairScores, rounding_of
 from hyper_parallel.trainer.stages._reference import Reference
 
 WITHOUT_REFERENCE: Final = ("orpo", "simpo")
@@ -79,13 +79,14 @@ class DpoStage:
         lengths = (batch["shift_labels"] != IGNORE_INDEX).sum(-1)
         real, lengths = lengths[0::2] > 0, lengths.clamp(min=1)
         sums, mean = logprobs.sum(-1), logprobs.sum(-1) / lengths
-        scores = (sums - batch.get("reference", 0.0)) * beta
+        scores, magnitudes = (sums - batch.get("reference", 0.0)) * beta, sums.abs() * beta
         if settings.loss_type == "ipo":
-            scores = (sums - batch["reference"]) / lengths
+            scores, magnitudes = (sums - batch["reference"]) / lengths, mean.abs()
         elif settings.loss_type == "simpo":
-            scores = beta * mean
+            scores, magnitudes = beta * mean, beta * mean.abs()
         elif settings.loss_type == "orpo":
             scores = mean - torch.log1p(-mean.exp())
+            magnitudes = scores.abs()
         chosen, rejected = scores[0::2], scores[1::2]
         margin = chosen - rejected
         if settings.loss_type == "sigmoid":
@@ -99,7 +100,8 @@ class DpoStage:
             losses = -F.logsigmoid(margin - settings.simpo_gamma)
         else:
             losses = -mean[0::2] - beta * F.logsigmoid(margin)
-        return self.scores.mean(losses, chosen, rejected, real)
+        rounding = rounding_of(magnitudes, logprobs.dtype)
+        return self.scores.mean(losses, chosen, rejected, real, rounding)
 
     def rejects(self) -> None:
         """No step is left out."""

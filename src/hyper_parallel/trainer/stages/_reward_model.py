@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hyper_parallel.config import Rm
 from hyper_parallel.trainer.data._batches import IGNORE_INDEX
-from hyper_parallel.trainer.stages._pair_scores import PairScores
+from hyper_parallel.trainer.stages._pair_scores import PairScores, rounding_of
 
 
 @dataclass
@@ -66,7 +66,8 @@ class RewardModelStage:
         if self.settings.center_rewards_coefficient is not None:
             centred = (chosen + rejected) ** 2
             losses = losses + self.settings.center_rewards_coefficient * centred
-        return self.scores.mean(losses, chosen, rejected, read.any(-1)[0::2])
+        rounding = rounding_of(rewards.abs(), scores.dtype)
+        return self.scores.mean(losses, chosen, rejected, read.any(-1)[0::2], rounding)
 
     def rejects(self) -> None:
         """No step is left out."""

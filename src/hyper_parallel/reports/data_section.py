@@ -1,0 +1,114 @@
+"""The section *Data* of a report, from `data.json` of the run directory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Final, NotRequired
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
+from typing_extensions import TypedDict
+
+from hyper_parallel.errors import RunUnreadable, printable
+from hyper_parallel.received import Limits, read_json
+from hyper_parallel.units import MiB
+
+_STRICT: Final = ConfigDict(strict=True, extra="allow")
+_Count = Annotated[int, Field(ge=0, lt=1 << 53)]
+
+
+@with_config(_STRICT)
+class _Segment(TypedDict):
+    text: str
+    trained: bool
+
+
+@with_config(_STRICT)
+class _Text(TypedDict):
+    name: str
+    segments: list[_Segment]
+    num_tokens: _Count
+    num_cut: NotRequired[_Count]
+
+
+@with_config(_STRICT)
+class _Example(TypedDict):
+    where: str
+    texts: list[_Text]
+
+
+_Bucket = TypedDict("_Bucket", {"from": _Count, "to": _Count, "documents": _Count})
+
+
+@with_config(_STRICT)
+class _DataSource(TypedDict):
+    source: str
+    used: _Count
+    lengths: list[_Bucket]
+    examples: list[_Example]
+
+
+@with_config(_STRICT)
+class _DataFacts(TypedDict):
+    """Values of data.json that a report shows."""
+
+    stage: str
+    records: str
+    rows: dict[str, str]
+    notes: list[str]
+    epochs: Annotated[float, Field(allow_inf_nan=False)] | None
+    sources: list[_DataSource]
+
+
+_FACTS: Final[TypeAdapter[_DataFacts]] = TypeAdapter(_DataFacts)
+_LIMITS: Final = Limits(16 * MiB)
+
+
+def read_data_facts(path: Path) -> dict[str, Any] | None:
+    """Return the facts about the data of a run; None for a run of an earlier version, which has none.
+
+    Raises:
+        RunUnreadable: HP603.
+    """
+    if not path.is_file():
+        return None
+    try:
+        facts: dict[str, Any] = read_json(path, _LIMITS)
+        _FACTS.validate_python(facts)
+    except ValidationError as error:
+        place, problem = error.errors()[0]["loc"], error.errors()[0]["msg"]
+        raise RunUnreadable(
+            "the facts on the data of the run cannot be read",
+            where=str(path),
+            got=f"{'.'.join(map(str, place))}: {problem:.200}",
+        ) from error
+    except (OSError, ValueError) as error:
+        raise RunUnreadable(
+            "the facts on the data of the run cannot be read",
+            where=str(path),
+            got=f"{error!s:.200}",
+        ) from error
+    return facts
+
+
+def data_section(facts: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Return the values of the template: rows, notes, histograms with bars of 0 to 100 %, and examples."""
+    if facts is None:
+        return None
+    sources = []
+    for one in facts["sources"]:
+        most = max((bucket["documents"] for bucket in one["lengths"]), default=0) or 1
+        bars = [
+            (b["from"], b["to"], b["documents"], 100 * b["documents"] / most)
+            for b in one["lengths"]
+        ]
+        sources.append({"source": one["source"], "bars": bars, "examples": one["examples"]})
+    texts = [text for one in sources for example in one["examples"] for text in example["texts"]]
+    is_marked = any(segment["trained"] for text in texts for segment in text["segments"])
+    scored = "Marked: the token at which an answer is scored."
+    marks = scored if facts["stage"] == "rm" else "Marked: tokens with loss."
+    return {
+        "rows": [(printable(name), printable(text)) for name, text in facts["rows"].items()],
+        "notes": facts["notes"],
+        "sources": sources,
+        "marks": marks if is_marked else "",
+    }

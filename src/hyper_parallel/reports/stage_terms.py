@@ -1,0 +1,50 @@
+"""Names of losses, counts and scores by stage, as the reports show them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final, NamedTuple
+
+
+class StageTerms(NamedTuple):
+    """Words of a stage: its loss, the meaning of that, and the records that a step compares.
+
+    Attributes:
+        loss: Name of the loss.
+        meaning: One sentence on it.
+        records: Plural of what a step is counted in; empty: tokens.
+        rows: Sequences of one of these.
+    """
+
+    loss: str
+    meaning: str
+    records: str = ""
+    rows: int = 1
+
+
+_TOKENS: Final = "Mean over the valid tokens of all ranks, in nats per token."
+_PAIRS: Final = "Mean over the pairs of a step."
+_STAGES: Final = {
+    "pt": StageTerms("loss", _TOKENS),
+    "sft": StageTerms("loss", "Mean over the target tokens of all ranks, in nats per token."),
+    "dpo": StageTerms("DPO loss", _PAIRS, "pairs", 2),
+    "orpo": StageTerms("ORPO loss", _PAIRS, "pairs", 2),
+    "kto": StageTerms("KTO loss", "Mean over the answers of a step.", "answers", 2),
+    "rm": StageTerms("reward-model loss", _PAIRS, "pairs", 2),
+    "grpo": StageTerms("GRPO loss", "Policy loss; it is near 0 while rewards rise.", "completions"),
+}
+_DPO_LOSSES: Final = {
+    "hinge": "hinge (SLiC) loss",
+    "ipo": "IPO loss",
+    "simpo": "SimPO loss",
+    "orpo": "ORPO loss",
+}
+
+
+def stage_terms(settings: Mapping[str, Any]) -> StageTerms:
+    """Return the words of the stage that a recipe names, given by its dotted keys."""
+    stage = settings.get("stage")
+    terms = _STAGES.get(f"{stage}", _STAGES["pt"])
+    if stage == "dpo":
+        terms = terms._replace(loss=_DPO_LOSSES.get(f"{settings.get('dpo.loss_type')}", terms.loss))
+    return terms

@@ -1,0 +1,141 @@
+"""Processes that encode and count records beside the one that reads them, for commands that count many.
+
+    reader -> a batch of records -> idle helper -> counts
+
+Helpers are forked when the first batch is given to one, so that they share the tokenizer. A batch goes to a helper only
+while it waits for one, so no pipe is ever written to from both ends.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Iterator, Sequence
+from multiprocessing.connection import Connection
+from types import TracebackType
+from typing import Any, Final, Self
+
+from hyper_parallel.trainer.data._pack import encode
+from hyper_parallel.trainer.data.counts import DataCounts, Encoded
+from hyper_parallel.trainer.data.document import Document
+from hyper_parallel.trainer.data.preview import LengthHistogram
+
+_SUMS: Final = ("used", "cut", "tokens", "target_tokens")
+
+Unit = list[Document]
+"""Documents of one record: one, or the two of a pair."""
+
+
+def encoded_units(
+    batch: Sequence[Unit], hf: Any, stage: str
+) -> Iterator[tuple[Unit, list[Encoded]]]:
+    """Yield the documents of each record with their tokens."""
+    encoded = encode([document for unit in batch for document in unit], hf, stage)
+    for unit in batch:
+        yield unit, [next(encoded) for _ in unit]
+
+
+def count_unit(
+    unit: Unit, encoded: list[Encoded], stage: str, counts: DataCounts, lengths: LengthHistogram
+) -> None:
+    """Count a record, and the lengths of its documents."""
+    counts.add(unit, encoded, stage)
+    for ids, _ in encoded:
+        lengths.add(len(ids))
+
+
+class EncodingHelpers:
+    """Processes that encode records, started by the first batch.
+
+    Args:
+        hf: Tokenizer of transformers.
+        stage: Stage of the recipe.
+        seq_len: `data.seq_len`.
+        number: Processes.
+    """
+
+    def __init__(self, hf: Any, stage: str, seq_len: int, number: int) -> None:
+        self._hf, self._stage, self._seq_len, self._number = hf, stage, seq_len, number
+        self._idle: list[Connection] = []
+        self._busy: list[Connection] = []
+        self._processes: list[Any] = []
+        self._counts, self._lengths = DataCounts(), LengthHistogram()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, _: Any, __: TracebackType | None) -> None:
+        """End the processes."""
+        for connection in (*self._idle, *self._busy):
+            connection.close()
+        for process in self._processes:
+            if kind is not None:
+                process.terminate()
+            process.join()
+
+    def take(self, batch: Sequence[Unit]) -> bool:
+        """Give a batch to an idle helper; return whether there is one."""
+        if self._number and not self._processes:
+            self._start()
+        for connection in [c for c in self._busy if c.poll()]:
+            self._receive(connection)
+        if not self._idle:
+            return False
+        connection = self._idle.pop()
+        connection.send(batch)
+        self._busy.append(connection)
+        return True
+
+    def add_to(self, counts: DataCounts, lengths: LengthHistogram) -> None:
+        """Wait for all helpers, and add their counts."""
+        for connection in tuple(self._busy):
+            self._receive(connection)
+        _merge(counts, lengths, self._counts, self._lengths)
+
+    def _receive(self, connection: Connection) -> None:
+        found = connection.recv()
+        self._busy.remove(connection)
+        self._idle.append(connection)
+        if isinstance(found, Exception):
+            raise found
+        _merge(self._counts, self._lengths, *found)
+
+    def _start(self) -> None:
+        # Threads of the tokenizer do not survive a fork; the library warns unless it is told.
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        context = multiprocessing.get_context("fork")
+        for _ in range(self._number):
+            own, other = context.Pipe()
+            process = context.Process(target=self._encode_batches, args=(other, own), daemon=True)
+            process.start()
+            other.close()
+            self._processes.append(process)
+            self._idle.append(own)
+
+    def _encode_batches(self, connection: Connection, parent: Connection) -> None:
+        """Count batches until the reader closes its end."""
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the reader ends its helpers
+        for inherited in (parent, *self._idle):
+            inherited.close()
+        while True:
+            try:
+                batch = connection.recv()
+            except EOFError:
+                return
+            counts, lengths = DataCounts(seq_len=self._seq_len), LengthHistogram()
+            try:
+                for unit, encoded in encoded_units(batch, self._hf, self._stage):
+                    count_unit(unit, encoded, self._stage, counts, lengths)
+                connection.send((counts, lengths))
+            except Exception as error:  # raised again by the reader
+                connection.send(error)
+
+
+def _merge(
+    counts: DataCounts, lengths: LengthHistogram, more: DataCounts, further: LengthHistogram
+) -> None:
+    for name in _SUMS:
+        setattr(counts, name, getattr(counts, name) + getattr(more, name))
+    counts.dropped.update(more.dropped)
+    lengths.counts.update(further.counts)

@@ -1,0 +1,253 @@
+"""Preview of a source: decoded examples with their targets, and a histogram of lengths.
+
+    records -> tokens and targets, as training encodes them -> texts of neighbouring tokens that are targets or not
+
+The command `data`, the start panel and the report show the same objects. Texts are decoded from token ids, so they show
+the tokens that the model reads, special tokens included.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
+
+from hyper_parallel.trainer.data._pack import encode
+from hyper_parallel.trainer.data._sources import Source
+from hyper_parallel.trainer.data.counts import DataCounts, Encoded
+from hyper_parallel.trainer.data.document import Document
+
+_SEARCHED: Final = 64
+"""Records among which examples for the start panel and the report are looked for."""
+_EXAMPLES: Final = 3
+_CONTEXT: Final = 8
+"""Tokens before a segment that it is decoded with: some tokenizers drop the space at the beginning of a text."""
+_MOST_CHARACTERS: Final = 1200
+"""Of a segment in the file of a run; its middle is left out where it is longer."""
+_MOST_SEGMENTS: Final = 40
+_MOST_BUCKETS: Final = 16
+_PAIR: Final = ("chosen", "rejected")
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Text of neighbouring tokens that are all targets, or all none."""
+
+    text: str
+    trained: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ExampleText:
+    """One text of a record, as the model reads it.
+
+    Attributes:
+        name: `text`, `conversation`, `chosen`, `rejected`, `good answer`, `bad answer`, `prompt` or `answer`.
+        segments: The text up to `data.seq_len`.
+        num_tokens: Tokens of all of it.
+        num_cut: Tokens beyond `data.seq_len` that are not trained on.
+    """
+
+    name: str
+    segments: tuple[Segment, ...]
+    num_tokens: int
+    num_cut: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """One record: the place it came from, and its texts, of a pair two."""
+
+    where: str
+    texts: tuple[ExampleText, ...]
+
+
+@dataclass(slots=True)
+class LengthHistogram:
+    """Counts of documents by their number of tokens, in four buckets for each power of two."""
+
+    counts: Counter[int] = field(default_factory=Counter)
+
+    def add(self, num_tokens: int) -> None:
+        """Count a document."""
+        shift = max(num_tokens.bit_length() - 3, 0)
+        self.counts[4 * shift + (num_tokens >> shift)] += 1
+
+    def buckets(self) -> list[dict[str, int]]:
+        """Return at most 16 buckets between the shortest and the longest document, as values of JSON."""
+        if not self.counts:
+            return []
+        first, last = min(self.counts), max(self.counts)
+        step = -(-(last + 1 - first) // _MOST_BUCKETS)
+        return [
+            {
+                "from": _least(at),
+                "to": _least(at + step) - 1,
+                "documents": sum(self.counts.get(k, 0) for k in range(at, at + step)),
+            }
+            for at in range(first, last + 1, step)
+        ]
+
+
+def _least(bucket: int) -> int:
+    """Return the smallest number of tokens in a bucket of `LengthHistogram`."""
+    shift = max(bucket // 4 - 1, 0)
+    return (bucket - 4 * shift) << shift
+
+
+@dataclass(frozen=True, slots=True)
+class SourcePreview:
+    """Examples of a source, and the lengths of its documents."""
+
+    examples: tuple[Example, ...] = ()
+    lengths: LengthHistogram = field(default_factory=LengthHistogram)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the preview as values of JSON."""
+        from hyper_parallel.serde import encode as plain
+
+        return {
+            "examples": plain(self.examples),
+            "lengths": {str(k): n for k, n in sorted(self.lengths.counts.items())},
+        }
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> SourcePreview:
+        """Return the preview that `as_dict` has written."""
+        from hyper_parallel.serde import decode
+
+        lengths = Counter({int(k): n for k, n in values["lengths"].items()})
+        examples = decode(tuple[Example, ...], values["examples"])
+        return cls(examples, LengthHistogram(lengths))
+
+
+def example_of(
+    hf: Any, documents: Sequence[Document], encoded: Sequence[Encoded], stage: str, seq_len: int
+) -> Example:
+    """Return a record as an example.
+
+    Args:
+        hf: Tokenizer of transformers.
+        documents: The document of the record, or the two of a pair.
+        encoded: Tokens of each, and which are targets.
+        stage: Stage of the recipe.
+        seq_len: `data.seq_len`.
+    """
+    where = documents[0].where
+    if stage == "grpo":
+        return Example(where, _prompt_and_answer(hf, *encoded[0]))
+    names: Sequence[str] = _PAIR if len(documents) == 2 else ("conversation",)
+    if stage == "kto":
+        names = ("good answer" if documents[0].good else "bad answer",)
+    elif stage == "pt":
+        names = ("text",)
+    texts = [
+        _example_text(hf, name, ids, learn, stage, seq_len)
+        for name, (ids, learn) in zip(names, encoded, strict=True)
+    ]
+    return Example(where, tuple(texts))
+
+
+def _example_text(
+    hf: Any, name: str, ids: Sequence[int], learn: Sequence[bool], stage: str, seq_len: int
+) -> ExampleText:
+    # The score of a text is read at its last token; other stages predict the token behind a sequence as well.
+    kept = list(ids[: seq_len if stage == "rm" else seq_len + 1])
+    if stage == "rm":
+        targets = [False] * (len(kept) - 1) + [True] * bool(kept)
+    elif stage == "pt":
+        targets = [True] * len(kept)
+    else:
+        targets = [index > 0 and one for index, one in enumerate(learn[: len(kept)])]
+    num_cut = 0 if stage == "pt" else len(ids) - len(kept)
+    return ExampleText(name, tuple(segments_of(hf, kept, targets)), len(ids), num_cut)
+
+
+def _prompt_and_answer(
+    hf: Any, ids: Sequence[int], learn: Sequence[bool]
+) -> tuple[ExampleText, ...]:
+    """Return the prompt that completions are sampled for, and the answer that rewards may compare them with."""
+    prompt = [one for one, marked in zip(ids, learn, strict=True) if not marked]
+    answer = [one for one, marked in zip(ids, learn, strict=True) if marked][:-1]
+    parts = {"prompt": prompt} | ({"answer": answer} if answer else {})
+    return tuple(
+        ExampleText(name, tuple(segments_of(hf, part, [False] * len(part))), len(part))
+        for name, part in parts.items()
+    )
+
+
+def segments_of(hf: Any, ids: Sequence[int], targets: Sequence[bool]) -> Iterator[Segment]:
+    """Yield the text of tokens, cut wherever targets begin or end."""
+    at = 0
+    for trained, run in itertools.groupby(targets):
+        end = at + sum(1 for _ in run)
+        yield Segment(_decoded(hf, ids[max(at - _CONTEXT, 0) : at], ids[at:end]), trained)
+        at = end
+
+
+def _decoded(hf: Any, before: Sequence[int], ids: Sequence[int]) -> str:
+    options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
+    context: str = hf.decode(list(before), **options) if before else ""
+    whole: str = hf.decode([*before, *ids], **options)
+    return whole[len(context) :] if whole.startswith(context) else hf.decode(list(ids), **options)
+
+
+def is_used(encoded: Sequence[Encoded], stage: str, seq_len: int) -> bool:
+    """Return whether a record is trained on, as `DataCounts.add` counts it."""
+    counts = DataCounts(seq_len=seq_len)
+    counts.add([Document("")] * len(encoded), encoded, stage)
+    return counts.used > 0
+
+
+def units(source: Source, stage: str) -> Iterator[list[Document]]:
+    """Yield the documents of each record: one, or the two of a pair."""
+    size = 2 if source.shape == "preference" and stage in ("dpo", "orpo", "rm") else 1
+    documents = source.documents()
+    while unit := list(itertools.islice(documents, size)):
+        yield unit
+
+
+def preview_examples(source: Source, hf: Any, stage: str, seq_len: int) -> tuple[Example, ...]:
+    """Return the first records of a source that are trained on, with long texts shortened.
+
+    Reads the beginning of the source once more and leaves its counts alone.
+    """
+    # A file of text is one document, of which the first sequence is shown.
+    head = seq_len * 16 if source.shape == "text" else None
+    most = source.max_bytes if head is None else min(head, source.max_bytes or head)
+    rules = replace(source.rules, counts=DataCounts())
+    first = replace(source, rules=rules, max_bytes=most)
+    found: list[Example] = []
+    for unit in itertools.islice(units(first, stage), _SEARCHED):
+        encoded = list(encode(unit, hf, stage))
+        if is_used(encoded, stage, seq_len):
+            found.append(shortened(example_of(hf, unit, encoded, stage, seq_len)))
+        if len(found) == _EXAMPLES:
+            break
+    return tuple(found)
+
+
+def shortened(example: Example, most: int = _MOST_CHARACTERS) -> Example:
+    """Return an example whose long segments lack their middle."""
+    texts = []
+    for text in example.texts:
+        shown = text.segments[:_MOST_SEGMENTS]
+        segments = [replace(s, text=without_middle(s.text, most)) for s in shown]
+        if left := len(text.segments) - len(shown):
+            segments.append(Segment(f" [... {left} segments ...]", trained=False))
+        texts.append(replace(text, segments=tuple(segments)))
+    return replace(example, texts=tuple(texts))
+
+
+def without_middle(text: str, most: int) -> str:
+    """Return a text of about `most` characters: beginning and end, with the number of characters between them."""
+    if len(text) <= most + 40:
+        return text
+    return f"{text[: most // 2]} [... {len(text) - most:,} characters ...] {text[-(most // 2) :]}"
+
+
+def marked_text(segments: Iterable[Segment], opening: str = "[[", closing: str = "]]") -> str:
+    """Return the text of segments with marks around the targets."""
+    return "".join(f"{opening}{s.text}{closing}" if s.trained else s.text for s in segments)

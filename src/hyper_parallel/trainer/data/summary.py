@@ -1,0 +1,101 @@
+"""Summary of data in words: stage, source, format, records, targets. The same for a command, a panel and a report."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Final
+
+from hyper_parallel.trainer.data._conversations import CONVERSATIONS
+from hyper_parallel.trainer.data.counts import DataCounts
+
+TARGETS: Final = {
+    "pt": "loss on every token",
+    "sft": "loss on the assistant's tokens",
+    "dpo": "the chosen answer is to become likelier than the rejected one",
+    "orpo": "loss on the chosen answer, and the rejected one is to become less likely",
+    "kto": "good answers are to become likelier, bad ones less likely",
+    "rm": "the chosen answer is to get a higher score than the rejected one",
+    "grpo": "completions of prompts are sampled and rewarded",
+}
+"""What a stage trains on."""
+_RECORDS: Final = {
+    "pt": "documents", "sft": "conversations", "kto": "answers with labels", "grpo": "prompts",
+}  # fmt: skip
+_FORMATS: Final = {
+    "text": "text (each file is a document)",
+    "records": "records with a text",
+    "sharegpt": "sharegpt or messages (turns with roles)",
+    "alpaca": "alpaca (instruction, input, output)",
+    "prompt_completion": "prompt and completion",
+    "preference": "preference (a prompt with two answers)",
+}
+
+
+def records_word(stage: str) -> str:
+    """Return the word for the records of a stage: documents, conversations, pairs, answers or prompts."""
+    return _RECORDS.get(stage, "pairs")
+
+
+def summary_rows(
+    stage: str, counts: Sequence[DataCounts], *, sampled: bool = False
+) -> dict[str, str]:
+    """Return the rows of a summary by their names.
+
+    Args:
+        stage: Stage of the recipe.
+        counts: Counts of each source.
+        sampled: Only the beginning of the data was counted.
+    """
+    formats = dict.fromkeys(_FORMATS.get(c.format, c.format) for c in counts)
+    rows = {
+        "stage": f"{stage}: {TARGETS[stage]}",
+        "source": " + ".join(c.source for c in counts),
+        "format": ", ".join(formats),
+        "examples": _examples(stage, counts, sampled),
+    }
+    dropped: Counter[str] = sum((c.dropped for c in counts), Counter())
+    if dropped.total():
+        rows["left out"] = "; ".join(f"{n:,}: {why}" for why, n in dropped.most_common())
+    if (note := targets_text(stage, counts)) is not None:
+        rows["target tokens"] = note
+    return rows
+
+
+def _examples(stage: str, counts: Sequence[DataCounts], sampled: bool) -> str:
+    read, used, cut = (sum(getattr(c, n) for c in counts) for n in ("read", "used", "cut"))
+    text = f"{used:,} {records_word(stage)} of {read:,} records"
+    if sampled:
+        text = f"{used:,} {records_word(stage)} of the first {read:,} records"
+    if cut:
+        lengths = dict.fromkeys(f"{c.seq_len:,}" for c in counts)
+        text += f"; {cut:,} cut to {' or '.join(lengths)} tokens"
+    return text
+
+
+def targets_text(stage: str, counts: Sequence[DataCounts]) -> str | None:
+    """Return the number of targets in words; None for a stage that learns from sampled completions."""
+    if stage == "grpo":
+        return None
+    if stage == "rm":
+        return "none: each answer is scored at its last token"
+    tokens, targets = sum(c.tokens for c in counts), sum(c.target_tokens for c in counts)
+    share = f" ({targets / tokens:.1%})" if tokens else ""
+    return f"{targets:,} of {tokens:,} tokens{share}"
+
+
+def notes(stage: str, counts: Sequence[DataCounts]) -> list[str]:
+    """Return further sentences: ignored keys, remarks of readers, and a stage that does not suit the records."""
+    found = []
+    if stage == "pt" and (talks := [c for c in counts if c.format in CONVERSATIONS]):
+        found.append(
+            f"{talks[0].source} holds conversations, and stage `pt` trains on every token of them, the user's "
+            "included; `stage=sft` trains on the answers"
+        )
+    for one in counts:
+        lines = [f"{n:,} {what}" for what, n in sorted(one.remarks.items()) if n]
+        if one.ignored_keys:
+            keys = ", ".join(f"{key} ({n:,})" for key, n in sorted(one.ignored_keys.items()))
+            lines.append(f"keys without influence on the text: {keys}")
+        found += [f"{one.source}: {line}" if len(counts) > 1 else line for line in lines]
+    return found

@@ -1,0 +1,213 @@
+"""Counts and examples of the data of a recipe, from its first records; no model is built and no weights are read."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from hyper_parallel.config import LoadedRecipe
+from hyper_parallel.model import read_config
+from hyper_parallel.trainer.data._prepare import open_sources
+from hyper_parallel.trainer.data._sources import Source
+from hyper_parallel.trainer.data.counts import DataCounts
+from hyper_parallel.trainer.data.document import Document
+from hyper_parallel.trainer.data.encoding_helpers import (
+    EncodingHelpers,
+    count_unit,
+    encoded_units,
+)
+from hyper_parallel.trainer.data.preview import (
+    Example,
+    LengthHistogram,
+    example_of,
+    is_used,
+    units,
+)
+from hyper_parallel.trainer.data.summary import notes, summary_rows
+from hyper_parallel.trainer.hub_models import with_hub_models
+from hyper_parallel.units import MiB
+
+MOST_BYTES: Final = 16 * MiB
+"""Text of all sources together that is tokenized."""
+_BATCH: Final = 256
+"""Records that are tokenized together."""
+_OWN_RECORDS: Final = 2 * _BATCH
+"""Records that are encoded before further processes are started."""
+_MOST_PROCESSES: Final = 4
+
+
+@dataclass(frozen=True, slots=True)
+class SourceSample:
+    """Counts of the first records of a source.
+
+    Attributes:
+        counts: The counts.
+        lengths: Histogram of the lengths of all documents, in tokens.
+        examples: First records that are trained on.
+        complete: All records of the source were read.
+        weight: Share of the source in a mixture.
+    """
+
+    counts: DataCounts
+    lengths: LengthHistogram
+    examples: tuple[Example, ...]
+    complete: bool
+    weight: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class DataSample:
+    """Counts of the first records of all sources.
+
+    Attributes:
+        stage: Stage of the recipe.
+        sources: Samples of the sources.
+        tokenizer: Directory of the tokenizer.
+    """
+
+    stage: str
+    sources: tuple[SourceSample, ...]
+    tokenizer: str
+
+    @property
+    def complete(self) -> bool:
+        """Whether all records were read."""
+        return all(one.complete for one in self.sources)
+
+    @property
+    def counts(self) -> list[DataCounts]:
+        """Counts of the sources."""
+        return [one.counts for one in self.sources]
+
+    @property
+    def rows(self) -> dict[str, str]:
+        """The summary by the names of its rows."""
+        rows = summary_rows(self.stage, self.counts, sampled=not self.complete)
+        total = sum(one.weight for one in self.sources)
+        if len(self.sources) > 1:
+            parts = (f"{s.weight / total:.4g} of {s.counts.source}" for s in self.sources)
+            rows["source"] = " + ".join(parts)
+        return rows | {"tokenizer": self.tokenizer}
+
+    @property
+    def notes(self) -> list[str]:
+        """Further sentences."""
+        return notes(self.stage, self.counts)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the sample as values of JSON."""
+        from hyper_parallel.serde import encode as plain
+
+        return {
+            "stage": self.stage,
+            "tokenizer": self.tokenizer,
+            "complete": self.complete,
+            "notes": self.notes,
+            "sources": [
+                {
+                    **one.counts.as_dict(),
+                    "weight": one.weight,
+                    "complete": one.complete,
+                    "lengths": one.lengths.buckets(),
+                    "examples": plain(one.examples),
+                }
+                for one in self.sources
+            ],
+        }
+
+
+def sample_data(
+    loaded: LoadedRecipe, max_records: int, num_examples: int, *, progress: bool = False
+) -> DataSample:
+    """Encode the first records of a recipe as training does, and count them.
+
+    Args:
+        loaded: The recipe.
+        max_records: Most records of all sources together, shared evenly.
+        num_examples: Examples of each source.
+        progress: Show a bar where a tokenizer is trained first.
+
+    Raises:
+        NoData, BadValue, Contradiction: As `prepare`.
+    """
+    recipe = (loaded := with_hub_models(loaded, weights=False)).recipe
+    stage, parts = recipe.stage, recipe.data.parts()
+    tokenizer, sources = open_sources(
+        recipe.data,
+        stage=stage,
+        model_path=recipe.model.path,
+        progress=progress,
+        vocab_limit=_vocabulary(loaded),
+    )
+    limits = _Limits(max(1, max_records // len(sources)), MOST_BYTES // len(sources), num_examples)
+    samples = [
+        replace(_sample(source, tokenizer.hf, limits), weight=weight)
+        for (_, source), (_, weight) in zip(sources, parts, strict=True)
+    ]
+    return DataSample(stage, tuple(samples), str(tokenizer.directory))
+
+
+def _vocabulary(loaded: LoadedRecipe) -> int | None:
+    """Return the entries of the model's vocabulary by its config; None where the config names none."""
+    values = read_config(loaded.recipe.model.path, where=loaded.where("model.path")).values
+    inner = values.get("text_config")
+    size = values.get("vocab_size", inner.get("vocab_size") if isinstance(inner, dict) else None)
+    return size if isinstance(size, int) else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Limits:
+    """Most records, bytes of text and examples of one source."""
+
+    records: int
+    num_bytes: int
+    examples: int
+
+
+def _sample(source: Source, hf: Any, limits: _Limits) -> SourceSample:
+    """Encode and count the first records of a source."""
+    stage, counts = source.stage, source.counts
+    lengths, examples = LengthHistogram(), list[Example]()
+    is_text = source.shape == "text"
+    if is_text:  # a file is one record, of any length
+        most = min(source.max_bytes or limits.num_bytes, limits.num_bytes)
+        source = replace(source, max_bytes=most)
+    records = units(source, stage)
+    num_bytes, seen = 0, 0
+    with EncodingHelpers(hf, stage, counts.seq_len, _num_helpers(stage)) as helpers:
+        while batch := list(_batch(records, min(_BATCH, limits.records - seen))):
+            # The first records are encoded here: examples are taken from them.
+            if seen < _OWN_RECORDS or len(examples) < limits.examples or not helpers.take(batch):
+                for unit, encoded in encoded_units(batch, hf, stage):
+                    count_unit(unit, encoded, stage, counts, lengths)
+                    if len(examples) < limits.examples and is_used(encoded, stage, counts.seq_len):
+                        examples.append(example_of(hf, unit, encoded, stage, counts.seq_len))
+            seen += len(batch)
+            num_bytes += sum(document.num_bytes for unit in batch for document in unit)
+            if seen >= limits.records or num_bytes >= limits.num_bytes:
+                break
+        helpers.add_to(counts, lengths)
+    counts = copy.deepcopy(counts)  # the next record is not among them
+    complete = next(records, None) is None and not (is_text and num_bytes >= limits.num_bytes)
+    return SourceSample(counts, lengths, tuple(examples), complete)
+
+
+def _batch(records: Iterator[list[Document]], size: int) -> Iterator[list[Document]]:
+    """Yield the next records, fewer where they are long."""
+    left = MOST_BYTES // 8
+    for _ in range(size):
+        unit = next(records, None)
+        if unit is None:
+            return
+        yield unit
+        left -= sum(document.num_bytes for document in unit)
+        if left <= 0:
+            return
+
+
+def _num_helpers(stage: str) -> int:
+    """Return how many further processes encode records; texts are encoded by threads of the tokenizer."""
+    return 0 if stage == "pt" else min(len(os.sched_getaffinity(0)), _MOST_PROCESSES) - 1

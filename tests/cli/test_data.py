@@ -1,0 +1,188 @@
+"""`hyper-parallel data`: counts, and examples whose marked texts are the targets, for every stage."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hyper_parallel.errors import NoData, RunUnreadable
+from tests.e2e.runs import (
+    ANSWERS,
+    PAIRS,
+    QUESTIONS,
+    command,
+    make_stage_place,
+    train,
+    write_records,
+)
+
+pytestmark = pytest.mark.e2e
+
+TALK = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Where is it?"},
+    {"role": "assistant", "content": "Here \u00fc."},
+    {"role": "user", "content": "And now?"},
+    {"role": "assistant", "content": "Gone."},
+]
+UNANSWERED = [{"role": "user", "content": "Anybody?"}]
+LONG = [*TALK[1:3], {"role": "user", "content": "many words " * 40}, TALK[4]]
+
+
+def sample(place: Path, *words: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(
+        command("data", str(place / "recipe.yaml"), "--json", *words).stdout
+    )
+    return found
+
+
+def texts(found: dict[str, Any]) -> list[tuple[str, str, list[str]]]:
+    """Name, whole text and targets of the texts of the first example."""
+    shown = found["sources"][0]["examples"][0]["texts"]
+    return [
+        (
+            text["name"],
+            "".join(s["text"] for s in text["segments"]),
+            [s["text"] for s in text["segments"] if s["trained"]],
+        )
+        for text in shown
+    ]
+
+
+def test_conversations_are_counted_and_their_targets_are_the_answers(tmp_path):
+    records = [{"messages": m, "id": i} for i, m in enumerate([UNANSWERED, TALK, LONG, TALK])]
+    place = make_stage_place(
+        tmp_path, "sft", records, seq_len=128, data={"cache_dir": f"{tmp_path}/cache"}
+    )
+    found = sample(place)
+    (source,) = found["sources"]
+    assert (source["read"], source["used"], source["cut"]) == (4, 3, 1)
+    assert source["dropped"] == {"no turn of the assistant": 1}
+    assert source["ignored_keys"] == {"id": 4}
+    assert (source["format"], found["complete"]) == ("sharegpt", True)
+    assert sum(bucket["documents"] for bucket in source["lengths"]) == 4
+    turns = "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in TALK)
+    ((_, text, targets),) = texts(found)
+    assert text == turns, "the text that the model reads, with its special tokens"
+    assert targets == ["Here \u00fc.<|im_end|>", "Gone.<|im_end|>"]
+    cut = source["examples"][1]["texts"][0]
+    assert cut["num_tokens"] - cut["num_cut"] == 128 + 1
+
+    shown = command("data", str(place / "recipe.yaml"), "-n", "1").stdout
+    assert "assistant\n[[Here \u00fc.<|im_end|>]]\n<|im_start|>user" in shown
+    assert "3 conversations of 4 records; 1 cut to 128 tokens" in shown
+    assert "1: no turn of the assistant" in shown
+    assert "example 2" not in shown
+    few = sample(place, "--max-records", "2")
+    assert (few["sources"][0]["read"], few["sources"][0]["used"], few["complete"]) == (2, 1, False)
+
+    for words in (["data.streaming=true"], ["stage=pt"], ["stage=pt", "data.packing=true"]):
+        again = sample(place, *words)
+        assert again["sources"][0]["read"] == 4
+    assert [t for _, _, t in texts(again)] != [targets], "stage pt trains on every token"
+    assert "stage=sft" in again["notes"][0]
+
+
+@pytest.mark.parametrize(
+    ("stage", "records", "wanted"),
+    [
+        ("dpo", PAIRS, [("chosen", ["0<|im_end|>"]), ("rejected", ["1 or so<|im_end|>"])]),
+        ("orpo", PAIRS, [("chosen", ["0<|im_end|>"]), ("rejected", ["1 or so<|im_end|>"])]),
+        ("rm", PAIRS, [("chosen", ["\n"]), ("rejected", ["\n"])]),
+        ("kto", ANSWERS, [("bad answer", ["no<|im_end|>"])]),
+        ("grpo", QUESTIONS, [("prompt", []), ("answer", [])]),
+        ("pt", [{"text": "a < b"}] * 40, [("text", ["a < b<|endoftext|>"])]),
+    ],
+)
+def test_every_stage_shows_its_texts(tmp_path, stage, records, wanted):
+    place = make_stage_place(tmp_path, stage, records, data={"cache_dir": f"{tmp_path}/cache"})
+    found = sample(place)
+    assert [(name, targets) for name, _, targets in texts(found)] == wanted
+    assert found["sources"][0]["used"] == len(records)
+    if stage == "kto":
+        plain = texts(sample(place, "data.chat_template=none"))
+        assert plain == [("bad answer", "0+0=no<|endoftext|>", ["no<|endoftext|>"])]
+    if stage == "grpo":
+        assert texts(found)[1][1] == "0", "the answer that rewards compare with"
+
+
+def test_sources_are_shown_apart_and_control_characters_are_escaped(tmp_path):
+    place = make_stage_place(tmp_path, "pt", [{"text": "one \x1b[31m two"}] * 20)
+    write_records(place / "more.jsonl", [{"text": "more"}] * 30)
+    first, second = place / "records.jsonl", place / "more.jsonl"
+    parts = f"[{{source: {first}, weight: 3}}, {{source: {second}, weight: 1}}]"
+    words = (f"data.source={parts}", f"data.cache_dir={tmp_path}/cache")
+    found = sample(place, *words, "--max-records", "40")
+    assert [source["read"] for source in found["sources"]] == [20, 20]
+    shown = command("data", str(place / "recipe.yaml"), *words).stdout
+    assert "\x1b" not in shown
+    assert "\\u001b[31m two" in shown
+    assert "0.75 of " in shown
+
+
+def test_counts_of_many_records_are_those_of_all_and_name_a_bad_one(tmp_path):
+    records = [{"messages": [TALK, UNANSWERED, LONG][i % 3]} for i in range(1500)]
+    place = make_stage_place(
+        tmp_path, "sft", records, seq_len=128, data={"cache_dir": f"{tmp_path}/cache"}
+    )
+    (source,) = sample(place)["sources"]
+    (first,) = sample(place, "--max-records", "300")["sources"]
+    for key in ("read", "used", "cut", "tokens", "target_tokens"):
+        assert source[key] == 5 * first[key]
+    assert source["dropped"] == {"no turn of the assistant": 500}
+    assert sum(bucket["documents"] for bucket in source["lengths"]) == 1500
+    with (place / "records.jsonl").open("a") as file:
+        file.write('{"messages": 3}\n')
+    with pytest.raises(NoData, match=r"records\.jsonl:1501"):
+        sample(place)
+
+
+def test_panel_and_report_show_what_the_run_reads_and_redraw_it(tmp_path):
+    attack = "</script><script>alert(1)</script>"
+    turned = {**TALK[1], "content": "turned \u202e around"}
+    records = [{"messages": [turned, {**TALK[2], "content": f"It is {attack}."}]}] * 6
+    place = make_stage_place(
+        tmp_path, "sft", records, seq_len=128, sequences=2,
+        data={"cache_dir": f"{tmp_path}/cache"}, training={"steps": 1, "log_every": 1},
+    )  # fmt: skip
+    out = tmp_path / "run"
+    shown = train(place, out, report=True).stderr
+    lines = [line for line in shown.splitlines() if "\u2502" in line]
+    panel = " ".join(" ".join(line.strip("\u2502") for line in lines).split())
+    for words in ("sft: loss on the assistant's tokens", "6 conversations of 6 records"):
+        assert words in panel
+    assert "epochs 0.3333 in 1 step, each of 2 of 6 sequences" in panel
+    assert max(map(len, lines)) <= 80
+    assert f"[[Itis{attack}.<|im_end|>]]".replace(" ", "") in "".join(panel.split())
+    page = (out / "report.html").read_text()
+    assert (
+        "<mark>It is &lt;/script&gt;&lt;script&gt;alert(1)&lt;/script&gt;.&lt;|im_end|&gt;" in page
+    )
+    assert "alert(1)</script>" not in page
+    assert "turned \\u202e around" in page, "no mark of a text reorders the page"
+    (out / "report.html").unlink()
+    command("report", str(out))
+    assert (out / "report.html").read_text().count("<mark>") == page.count("<mark>") == 3
+    facts = json.loads((out / "data.json").read_text())
+    facts["sources"][0]["used"] = "six"
+    (out / "data.json").write_text(json.dumps(facts))
+    with pytest.raises(RunUnreadable, match="facts on the data"):
+        command("report", str(out))
+
+
+def test_a_chat_model_is_sampled_through_its_template(tmp_path):
+    records = [{"messages": TALK[1:3]}] * 6
+    place = make_stage_place(
+        tmp_path, "sft", records, sequences=2, data={"cache_dir": f"{tmp_path}/cache", "streaming": True},
+        training={"steps": 1}, checkpoint={"export": True},
+    )  # fmt: skip
+    train(place, tmp_path / "run", "sample_prompt=Where?")
+    sample_text = (tmp_path / "run" / "sample.txt").read_text()
+    assert sample_text.startswith("<|im_start|>user\nWhere?<|im_end|>\n<|im_start|>assistant\n")
+    facts = json.loads((tmp_path / "run" / "data.json").read_text())
+    read = facts["sources"][0]["read"]
+    assert read > 0, "a stream is counted while it is read"
+    assert sum(bucket["documents"] for bucket in facts["sources"][0]["lengths"]) > 0
