@@ -402,8 +402,12 @@ def _files(data: Data) -> list[Path]:
 
 
 def _sorted_files(root: Path, pattern: str = "*") -> list[Path]:
-    """Files below `root` that are not hidden, by relative path."""
-    found = {p.relative_to(root): p for p in root.rglob(pattern) if p.is_file()}
+    """Return the files below `root` that are not hidden, by relative path.
+
+    Raises:
+        NoData: HP602 for a pipe, a broken link, or a link to outside of `root`, instead of passing over it.
+    """
+    found = {p.relative_to(root): p for p in root.rglob(pattern) if not p.is_dir()}
     shown = (name for name in found if not any(part.startswith(".") for part in name.parts))
     files = [found[name] for name in sorted(shown, key=Path.as_posix)]
     for file in files:

@@ -181,7 +181,7 @@ def _opens_files(feature: Any) -> bool:
 
 
 def refuse_outside(file: Path, folder: Path) -> None:
-    """Refuse a file of a data folder that is a link to elsewhere, a pipe, a socket or a device.
+    """Refuse a file of a data folder that is a link to elsewhere or to nothing, a pipe, a socket or a device.
 
     Who made the folder would choose what is read, or let the reader wait for ever.
 
@@ -205,6 +205,13 @@ def refuse_outside(file: Path, folder: Path) -> None:
             got=str(target),
             allowed="links to files in the folder",
             hint=f"data.source={target}, if you mean to read it",
+        )
+    if not file.exists():
+        raise NoData(
+            "a file of the data folder is a link that leads nowhere",
+            where=str(file),
+            got=str(file.readlink()),
+            hint=shlex.join(["rm", str(file)]),
         )
 
 
