@@ -185,7 +185,7 @@ def test_epochs_become_steps_and_each_reads_all_in_another_order(place):
     epochs = f"epochs {steps * 8 / count:.4g} in {steps} steps, each of 8 of {count:,} sequences"
     assert epochs in said
     with pytest.raises(Contradiction, match="how long the run is"):
-        dry(place, *source)
+        dry(place, *source, "training.steps=2")
     with pytest.raises(Contradiction, match="warm-up is longer"):
         command(*words, "training.warmup_steps=5000")
     # Few rows: the run is short, and what it wrote is a recipe with steps.

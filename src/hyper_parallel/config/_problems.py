@@ -6,6 +6,7 @@ Used for recipes and for every other file that a pydantic section describes (top
 from __future__ import annotations
 
 import difflib
+import re
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -297,6 +298,11 @@ def _leaves_of(value: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], Any]
             yield (str(name),), inner
 
 
+def _parts(key: str) -> list[str | int]:
+    """Return the parts of a dotted key: those of `data.source[0].weight` are data, source, 0 and weight."""
+    return [int(part) if part.isdigit() else part for part in re.findall(r"[^.\[\]]+", key)]
+
+
 def _unknown_key(
     model: type[BaseModel],
     path: tuple[str | int, ...],
@@ -308,7 +314,7 @@ def _unknown_key(
     key, section = dotted(path), _section_at(model, path[:-1])
     hint = _foreign_hint(model, key, value, pasteable)
     if hint is None and (near := nearest_key(model, path)):
-        *sections, name = near.split(".")
+        *sections, name = _parts(near)
         owner = _section_at(model, sections) or model
         field = owner.model_fields[getattr(owner, "KEY_ALIASES", {}).get(name, name)]
         if _accepts(field, value):
