@@ -5,7 +5,7 @@ import pytest
 pytestmark = [pytest.mark.unit, pytest.mark.torch]
 pytest.importorskip("transformers")
 
-from hyper_parallel.trainer.data import CHATML, PLAIN, render  # noqa: E402
+from hyper_parallel.trainer.data import CHATML, PLAIN, render, stop_ids  # noqa: E402
 from hyper_parallel.trainer.data._chat import encode_conversation  # noqa: E402
 from hyper_parallel.trainer.data.conversation import Conversation  # noqa: E402
 from tests.received.bounds import refusal, within_bounds  # noqa: E402
@@ -99,6 +99,11 @@ def test_a_template_is_refused_with_a_code(name: str) -> None:
     template, word = REFUSED[name]
     tokenizer = with_template(template)
     refusal(lambda: render(tokenizer, TURNS, where="rows:1"), "HP102", word, "rows:1")
+
+
+def test_end_markers_of_a_template_without_end_are_refused() -> None:
+    tokenizer = with_template(REFUSED["macros"][0])
+    refusal(lambda: stop_ids(tokenizer), "HP102", "more work")
 
 
 def test_marks_of_a_template_are_work_as_well() -> None:

@@ -10,25 +10,32 @@ from hyper_parallel.units import MiB
 pytestmark = pytest.mark.dist
 
 
+def _pages(num_mib):
+    """Pages of their own: a tensor may lie in a hole of the inherited heap, and its pages stay with the C library."""
+    pages = mmap.mmap(-1, num_mib * MiB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    for _ in range(num_mib):
+        pages.write(bytes(MiB))
+    return pages
+
+
 def test_the_peak_counts_what_was_freed_again():
     def rank_body(rank):
         gauge = MemoryGauge(torch.device("cpu"))
+        with gauge.step():  # writes to the inherited pages that later steps write to
+            _pages(1).close()
+            gauge.peak_bytes()
         with gauge.step():
-            empty = gauge.peak_bytes()  # pages that a fork writes to, more in a large parent
-        # Pages of their own: a tensor may lie in a hole of the inherited heap, and its pages stay with the C library.
-        kept = mmap.mmap(-1, 16 * MiB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        kept.write(bytes(16 * MiB))
+            empty = gauge.peak_bytes()
+        kept = _pages(16)
         with gauge.step():
             before = gauge.peak_bytes()
-            with mmap.mmap(-1, 64 * MiB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as pages:
-                for _ in range(64):
-                    pages.write(bytes(MiB))
+            _pages(64).close()
             peak = gauge.peak_bytes()
         with gauge.step():
             return len(kept), empty, before, peak, gauge.peak_bytes()
 
     _, empty, before, peak, after = launch(rank_body, 1)[0]
-    # A page at either end of a tensor may be there already, and Linux adds up a thread's pages in batches of 64.
+    # Linux adds up a thread's pages in batches of 64.
     assert 15 * MiB < before - empty < 20 * MiB
     assert 63 * MiB < peak - before < 68 * MiB
     assert abs(after - before) < 4 * MiB

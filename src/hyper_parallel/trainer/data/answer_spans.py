@@ -71,7 +71,7 @@ class _Renderer:
             self.template = properties_of(tokenizer, tools=bool(conversation.tools))
             self._forms = [self.template.form(message) for message in conversation.messages]
         except Exception as error:
-            raise self._refused(error) from error
+            raise self._refused(error.__cause__ or error) from error
 
     def text(self, count: int | None = None, *, prompt: bool = False) -> str:
         """Return the text of the first `count` turns."""
@@ -120,7 +120,7 @@ class _Renderer:
         except Exception as error:  # a template is a program, and raises anything
             raise self._refused(error) from error
 
-    def _refused(self, error: Exception) -> BadValue:
+    def _refused(self, error: BaseException) -> BadValue:
         roles = [message["role"] for message in self._conversation.messages]
         return BadValue(
             "the chat template of the tokenizer refuses a conversation",

@@ -20,8 +20,10 @@ from pathlib import Path
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
+from hyper_parallel.errors import BadValue
 from hyper_parallel.received import Limits, read_json
 from hyper_parallel.trainer.data._template import rendered, variables_of
+from hyper_parallel.trainer.data._template_work import TemplateBudget
 from hyper_parallel.trainer.data._tokenizer_limits import tokenizing
 from hyper_parallel.trainer.data.conversation import Message
 
@@ -106,6 +108,12 @@ class TemplateProperties:
         """Return the text of a probe; empty where the template refuses it."""
         try:
             return self.render(turns, tools=tools, prompt=prompt)[0]
+        except TemplateBudget as error:  # the next probe would cost as much
+            raise BadValue(
+                "the chat template of the tokenizer refuses a conversation",
+                where="chat template",
+                got=str(error),
+            ) from error
         except Exception:  # a template is a program, and raises anything
             return ""
 
