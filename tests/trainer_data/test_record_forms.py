@@ -205,3 +205,42 @@ def test_a_column_that_no_record_has_is_named(tmp_path):
     with pytest.raises(NoData, match="no key `questions`") as caught:
         read(tmp_path, {"question": "q", "answer": "r"}, columns={"prompt": "questions"})
     assert caught.value.hint == "data.columns.prompt=question"
+
+
+@pytest.mark.parametrize(
+    ("record", "stage", "says"),
+    [
+        ({"messages": [{"role": "user", "name": "bo", "content": "q"}, A]}, "sft", "`name`"),
+        ({"messages": [{"role": "user", "from": "alice", "content": "q"}, A]}, "sft", "role"),
+        ({"role": "user", "content": "q"}, "sft", "one turn"),
+        ({"from": "human", "value": "q"}, "sft", "one turn"),
+        ({"chosen": [U, A], "rejected": [{"role": "user", "content": "z"}, A]}, "dpo", "in common"),
+    ],
+)
+def test_what_would_be_lost_is_refused(tmp_path, record, stage, says):
+    with pytest.raises(NoData) as caught:
+        read(tmp_path, record, stage=stage)
+    assert says in caught.value.render()
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (
+            '{"messages": [{"role": "user", "content": "a", "content": "b"}]}\n',
+            "`content` occurs twice",
+        ),
+        (
+            '{"system": "s", "data": [{"prompt": "q", "completion": "r"}]}',
+            "keys that no record gets",
+        ),
+        ('{"data": [{"prompt": "q", "completion": "r"}], "weight": 0}', "keys that no record gets"),
+        ('{\n"messages": [\n{"role": "user", "content": "q"}\n]\n}', "one turn"),
+    ],
+)
+def test_a_file_that_loses_words_is_refused(tmp_path, text, says):
+    path = tmp_path / "a.json"
+    path.write_text(text)
+    with pytest.raises(NoData) as caught:
+        list(resolve(Data(source=str(path)), "sft").documents())
+    assert says in caught.value.render()

@@ -103,6 +103,7 @@ def train(
             loaded = load_any_recipe(recipe, given, no_code)
             saved = None if plan is None else _SavedPlan(plan)
             if saved is not None:
+                saved.refuse_degrees(given)
                 loaded = load_any_recipe(recipe, [*given, *saved.overrides(loaded)], no_code)
             permit_stream(loaded.recipe.data.streaming, str(loaded.recipe.data.source))
             if loaded.recipe.launch.launcher in ("local", "slurm"):
@@ -141,6 +142,24 @@ class _SavedPlan:
         from hyper_parallel.ir import Plan
 
         self._path, self._plan = str(path), Plan.load(path)
+
+    def refuse_degrees(self, overrides: Sequence[str]) -> None:
+        """Refuse degrees beside the plan, which has its own.
+
+        Raises:
+            PlanMismatch: HP307 naming the override.
+        """
+        from hyper_parallel.errors import PlanMismatch
+
+        for override in overrides:
+            if override.startswith(("parallel.", "parallel=")):
+                raise PlanMismatch(
+                    "a saved plan has its own degrees, and the command line sets others",
+                    where=self._path,
+                    got=override,
+                    allowed="overrides outside of the section `parallel`",
+                    hint=f"leave out `{override}`, or `--plan`",
+                )
 
     def overrides(self, loaded: LoadedRecipe) -> list[str]:
         """Return the overrides that make a recipe train with the plan."""

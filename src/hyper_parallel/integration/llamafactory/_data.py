@@ -117,16 +117,19 @@ def _names(
 def check_template(name: str, model: str, where: str) -> None:
     """Raise Contradiction (HP104) unless the model's own chat template writes what LlamaFactory's of this name does."""
     turns = [("system", "A"), ("user", "B"), ("assistant", "C"), ("user", "D"), ("assistant", "E")]
-    messages = [{"role": role, "content": content} for role, content in turns]
     tokenizer, known = load_tokenizer(model), _TEMPLATES.get(name)
-    own, wanted = "", None
-    if tokenizer.chat_template:
-        own = render(tokenizer, messages, where=model).rstrip()
-    if known is not None:
-        begin, turn = known
-        text = "".join(turn.format(role=r, content=c) for r, c in turns)
-        wanted = ((tokenizer.bos_token or "") * begin + text).rstrip()
-    if own != wanted:
+    # With a system text and without: templates may write one of their own.
+    for part in (turns, turns[1:]):
+        messages = [{"role": role, "content": content} for role, content in part]
+        own, wanted = "", None
+        if tokenizer.chat_template:
+            own = render(tokenizer, messages, where=model).rstrip()
+        if known is not None:
+            begin, turn = known
+            text = "".join(turn.format(role=r, content=c) for r, c in part)
+            wanted = ((tokenizer.bos_token or "") * begin + text).rstrip()
+        if own == wanted:
+            continue
         raise Contradiction(
             f"conversations are written by the model's own chat template, and `{name}` is not known to be the same",
             where=where,

@@ -46,7 +46,7 @@ _SAID: Final = frozenset((*PROMPTS, *ANSWERS, *TURNS, *SYSTEMS, "context", "text
 """Keys of words: beside the keys that a record is read from they have to repeat its turns."""
 _TURNS_ALONE: Final = {key: frozenset((key,)) for key in TURNS}
 _STAGE_KEYS: Final = {"kto": LABELS, "rm": ("margin",), "dpo": ("margin",), "orpo": ("margin",)}
-"""Keys that a stage reads, or, of margins, passes over."""
+"""Keys that a stage reads, or, of margins, passes over and counts."""
 
 
 def _sharegpt(values: Values, rules: RecordRules, where: str) -> Iterator[Part]:
@@ -102,6 +102,15 @@ def _preference(values: Values, rules: RecordRules, where: str) -> Iterator[Part
         whole = [a if a and a[0]["role"] == "system" else [*system, *a] for a in answers]
         named = [_joined(prompt, a)[1] or 0 for a in answers if _repeats(prompt, a)]
         shared = max(_num_shared(whole), min(named, default=0))
+        opened = [next((t["role"] for t in a if t["role"] != "system"), "") for a in whole]
+        asked = any(turn["role"] == "user" for turn in whole[0][:shared])
+        if "user" in opened and not asked:
+            raise NoData(
+                "the two answers of a pair have no prompt in common",
+                where=where,
+                got=[turn["content"][:40] for one in whole for turn in one[:1]],
+                allowed="chosen and rejected that begin with the same turns, or a prompt beside them",
+            )
         yield from ((turns, shared) for turns in whole)
         return
     yield from (_joined(prompt, answer) for answer in answers)
@@ -287,6 +296,14 @@ def shape_of(
 def _hint_at_columns(values: Values, text: bool, stage: str, where: str) -> None:
     """Refuse a record that may be a conversation under other names, with the override that says so."""
     columns = {}
+    if {"role", "content"} <= values.keys() or {"from", "value"} <= values.keys():
+        raise NoData(
+            "a record is one turn; a record is a whole conversation, in one line of a file of lines",
+            where=where,
+            got=sorted(values),
+            allowed=[words for _, words in _FORMATS.values()],
+            hint="jq -c . FILE > lines.jsonl, where a record stretches over several lines",
+        )
     for key, value in values.items():
         if isinstance(value, list | tuple) and value and isinstance(value[0], dict):
             columns["messages"] = key
@@ -432,6 +449,8 @@ def _check_others(
     if stage == "grpo":  # rewards may read all of them
         return
     known = {*read_keys, *_SHARED, *_STAGE_KEYS.get(stage, ())}
+    if stage in ("dpo", "orpo") and not is_empty(values.get("margin")):
+        rules.counts.ignored_keys["margin"] += 1
     for key in _SAID & values.keys() - known:
         value = values[key]
         if is_empty(value) or any(_holds(turns, value, rules, where) for turns, _ in read):

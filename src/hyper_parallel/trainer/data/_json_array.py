@@ -14,6 +14,7 @@ from hyper_parallel.received import LimitExceeded
 
 _CHUNK: Final = 2**20
 _SPACE: Final = re.compile(r"[ \t\n\r]*")
+_KEY: Final = re.compile(r'"([^"\\]*)"\s*:')
 HEAD: Final = 4096
 """Characters of a file within which an array begins."""
 _PLAIN_VALUE: Final = r'"[^"\\]*"\s*:\s*(?:"[^"\\]*"|[-+.\w]+)\s*'
@@ -23,6 +24,20 @@ _BEHIND: Final = re.compile(rf"\s*(?:,\s*{_PLAIN_VALUE})*\}}\s*")
 """End of such an object."""
 _LONGEST_LITERAL: Final = 16
 """A word or number that is cut by the end of a chunk is reported at most so far before it."""
+
+
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the object of some pairs.
+
+    Raises:
+        ValueError: A key occurs twice, so one of its values would be lost.
+    """
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the key `{twice[:40]}` occurs twice in one object")
+    return found
 
 
 class ArrayReader:
@@ -35,13 +50,16 @@ class ArrayReader:
 
     def __init__(self, file: IO[str], most: int) -> None:
         self._file, self._most = file, most
-        self._decoder = json.JSONDecoder()
+        self._decoder = json.JSONDecoder(object_pairs_hook=unique_keys)
         self._buffer, self._at, self._first_line = file.read(HEAD), 0, 1
         self._ended = False
         around = AROUND.match(self._buffer)
         self._is_value = around is not None
+        self.beside: list[str] = []
+        """Keys of the object around the array, but that of the array."""
         if around is not None:
             self._at = around.end()
+            self.beside = _KEY.findall(around[0])[:-1]
 
     def __iter__(self) -> Iterator[tuple[Any, str]]:
         """Yield each element with its text.
@@ -98,6 +116,7 @@ class ArrayReader:
             if behind is None:
                 raise self._error("Expecting plain values beside the list of records")
             self._at = behind.end()
+            self.beside += _KEY.findall(behind[0])
         if self._next():
             raise self._error("Extra data")
 

@@ -17,13 +17,20 @@ from typing import IO, Any, Final
 
 from hyper_parallel.errors import NoData
 from hyper_parallel.received import LimitExceeded
-from hyper_parallel.trainer.data._json_array import AROUND, HEAD, ArrayReader
+from hyper_parallel.trainer.data._json_array import AROUND, HEAD, ArrayReader, unique_keys
 from hyper_parallel.trainer.data._parquet import read_parquet, records_too_long
 from hyper_parallel.trainer.data.data_files import inner_name, line_command, open_bytes, open_text
-from hyper_parallel.trainer.data.record_keys import Record
+from hyper_parallel.trainer.data.record_keys import WITHOUT_INFLUENCE, Record
 from hyper_parallel.units import MiB
 
 _PART: Final = 2**20
+_OF_FILES: Final = frozenset(
+    (
+        "count", "total", "size", "num_records", "num_rows", "num_examples", "name", "title", "description", "info",
+        "comment", "note", "format",
+    )
+)  # fmt: skip
+"""Keys that files have beside their list of records."""
 _UNCOUNTED: Final = 2**22
 """Characters of a line whose values are not counted before it is read: they take little memory in any case."""
 _MOST_VALUES: Final = 8_000_000
@@ -142,13 +149,28 @@ def _read_array(file: IO[str], path: Path, most: int) -> Iterator[tuple[str, Any
     try:
         for index, (record, text) in enumerate(reader, start=1):
             where = f"{path}: record {index}"
+            if index == 1:
+                _refuse_beside(reader, path)
             yield where, _unicode(record, text, where)
+        _refuse_beside(reader, path)
     except json.JSONDecodeError as error:
         raise _not_json(error, path, reader.first_line) from error
     except LimitExceeded as error:
         raise records_too_long(f"{path}:{reader.line}", str(error), most) from error
     except (RecursionError, ValueError) as error:
         raise _unreadable(error, f"{path}:{reader.line}") from error
+
+
+def _refuse_beside(reader: ArrayReader, path: Path) -> None:
+    """Refuse keys beside the list of records that could change a record: a system text, or a weight of all of them."""
+    if unknown := sorted({*reader.beside} - WITHOUT_INFLUENCE - _OF_FILES):
+        raise NoData(
+            "an object around the records has keys that no record gets",
+            where=str(path),
+            got=unknown,
+            allowed="the list of records, and keys without influence such as name, version, license",
+            hint=f"jq -c '.[] | arrays | .[]' {path} > records.jsonl, if they do not matter",
+        )
 
 
 def _parse(text: str, path: Path, number: int) -> Any:
@@ -160,7 +182,7 @@ def _parse(text: str, path: Path, number: int) -> Any:
             allowed=f"at most {_MOST_VALUES:,} values",
         )
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=unique_keys)
     except json.JSONDecodeError as error:
         raise _not_json(error, path, number) from error
     except (RecursionError, ValueError) as error:

@@ -41,7 +41,7 @@ _NAMES: Final = """
     num_turns num_tokens n_tokens token_count tokens_count length len
     meta metadata annotations
     """
-_WITHOUT_INFLUENCE: Final = frozenset(_NAMES.split())
+WITHOUT_INFLUENCE: Final = frozenset(_NAMES.split())
 """Keys of records and turns that data sets have for their own sake: they are passed over, and counted."""
 _MEDIA: Final = frozenset(
     (
@@ -177,7 +177,7 @@ class RecordRules:
                 raise self._unsupported_media(key, where)
             if key in _OF_STAGES:
                 raise self._of_another_stage(key, value, where)
-            if key in _WITHOUT_INFLUENCE:
+            if key in WITHOUT_INFLUENCE:
                 self.counts.ignored_keys[key] += 1
             else:
                 unknown.append(key)

@@ -131,8 +131,9 @@ def _message(turn: Any, rules: RecordRules, where: str) -> Message:
         raise _unreadable("a turn is not an object with keys", where, turn, "role and content")
     values = rules.named(turn, rules.turn_columns, where)
     rules.refuse_unknown(values, _KEYS, "a turn", where)
-    word = rules.one_of({k: _role(values.get(k), rules) for k in _ROLE}, _ROLE, where)
-    if word is None:
+    named = {k: values[k] for k in _ROLE if not is_empty(values.get(k))}
+    word = rules.one_of({k: _role(text, rules) for k, text in named.items()}, _ROLE, where)
+    if word is None or any(_role(text, rules) is None for text in named.values()):
         got = next((values[key] for key in _ROLE if key in values), sorted(values))
         what = "a turn has no role that is known"
         hint = shlex.quote(f"data.roles.user={got}") if isinstance(got, str) else None
@@ -156,6 +157,9 @@ def _message(turn: Any, rules: RecordRules, where: str) -> Message:
         raise _unreadable(what, where, sorted(values), "these keys in turns of the assistant")
     for key in ("name", "tool_call_id"):
         if not is_empty(values.get(key)):
+            if role != "tool":
+                rules.refuse_unknown({key: values[key]}, (), f"a turn of the role {role}", where)
+                continue
             message[key] = values[key]
     if not _is_trained(values, role, where):
         message[_UNTRAINED] = True
