@@ -96,6 +96,13 @@ def test_a_saved_plan_is_the_plan_of_the_run(saved):
     assert other.strategy == plan.strategy
 
 
+def test_degrees_beside_a_saved_plan_are_refused(saved):
+    words = ("train", str(saved / "recipe.yaml"), "--plan", str(saved / "plan.json"))
+    with pytest.raises(PlanMismatch, match="its own degrees") as caught:
+        call(*words, "parallel.dp_shard=2")
+    assert "parallel.dp_shard=2" in caught.value.hint
+
+
 @pytest.mark.parametrize(
     "override",
     ["data.seq_len=2048", "training.tokens_per_step=524288", "training.dtype=float16", "model.path=qwen3-8b"],

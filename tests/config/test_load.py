@@ -410,3 +410,10 @@ def test_a_value_in_place_of_a_section_leads_to_its_main_key(write, written, pas
         load_recipe(path, [written])
     assert caught.value.hint == f"write `{pasted}`"
     load_recipe(path, [pasted])
+
+
+def test_names_of_modules_with_commas_are_a_list(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text("model: {path: llama-3-8b}\n")
+    lora = load_recipe(path, ["lora.target_modules=q_proj,v_proj"]).recipe.lora
+    assert lora.target_modules == ("q_proj", "v_proj")

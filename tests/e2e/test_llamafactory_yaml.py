@@ -14,13 +14,14 @@ import torch
 import yaml
 
 from hyper_parallel.config import load_recipe
-from hyper_parallel.errors import HyperParallelError, NotServed
+from hyper_parallel.errors import Contradiction, HyperParallelError, NotServed
 from hyper_parallel.integration.llamafactory import (
     HyperParallelArguments,
     clip_grad_norm_,
     fsdp2_prepare_model,
     load_llamafactory,
 )
+from hyper_parallel.integration.llamafactory._data import check_template
 from hyper_parallel.integration.llamafactory._keys import REFUSED, SAME, TOGETHER, WITHOUT_EFFECT
 from hyper_parallel.integration.llamafactory.context_parallel import shard_inputs_for_cp
 from hyper_parallel.integration.llamafactory.expert_parallel import ep_prepare_model
@@ -398,3 +399,15 @@ def test_the_page_has_every_key():
         assert all(f"`{name}`" in rows[key] for name in target.split(", ") if name), key
     for keys in (WITHOUT_EFFECT, REFUSED):
         assert ", ".join(f"`{key}`" for key in sorted(keys)) in " ".join(page.split())
+
+
+def test_a_template_that_adds_a_system_text_is_not_that_of_llamafactory(root, tmp_path):
+    shutil.copytree(root / "model", tmp_path / "model")
+    check_template("chatml", str(tmp_path / "model"), "template")
+    own = (
+        "{% if messages[0].role != 'system' %}<|im_start|>system\nHelp.<|im_end|>\n{% endif %}"
+        + CHATML
+    )
+    (tmp_path / "model" / "chat_template.jinja").write_text(own)
+    with pytest.raises(Contradiction, match="not known to be the same"):
+        check_template("chatml", str(tmp_path / "model"), "template")

@@ -14,6 +14,7 @@ from hyper_parallel.errors import abbreviated
 NAMES_OF_EXPERTS = ("gate_proj", "up_proj", "down_proj", "gate", "w1", "w2", "w3")
 """Linear modules that all-linear leaves out of a model whose experts are one parameter: peft means experts by them."""
 
+_NAMES: Final = re.compile(r"[\w.]+(\s*,\s*[\w.]+)+")
 _LONGEST_PATTERN: Final = 10_000
 
 
@@ -46,6 +47,14 @@ class Lora(Section):
     """Ends of the names of modules that are trained whole and written with the adapter, such as norms."""
     init_lora_weights: Literal[True, "gaussian"] = True
     """First values of A, as peft draws them; B is 0."""
+
+    @field_validator("target_modules", mode="before")
+    @classmethod
+    def _separate(cls, value: object) -> object:
+        """Read `q_proj,v_proj`, which LlamaFactory writes, as a list; as an expression it would match no module."""
+        if isinstance(value, str) and _NAMES.fullmatch(value):
+            return [name.strip() for name in value.split(",")]
+        return value
 
     @field_validator("target_modules", "rank_pattern", "alpha_pattern")
     @classmethod

@@ -193,9 +193,9 @@ def _not_json(error: json.JSONDecodeError, path: Path, first_line: int) -> NoDat
     """The refusal of a text that begins in a line of a file."""
     begin = error.doc.rfind("\n", 0, error.pos) + 1
     shown = error.doc[begin : begin + 400].partition("\n")[0].strip()[:60]
-    number = first_line + error.lineno - 1
+    number, problem = first_line + error.lineno - 1, error.msg.removesuffix(" at")
     return NoData(
-        f"a line is not valid JSON: {error.msg} at column {error.colno}",
+        f"a line is not valid JSON: {problem} at column {error.colno}",
         where=f"{path}:{number}",
         got=shown or "an empty line",
         hint=line_command(path, number),
