@@ -24,7 +24,7 @@ _LATENT_VALUES = re.compile(r"\bkv_b_proj\.weight$")
 """Projections whose one output holds the values of all heads beside parts of their keys."""
 
 _NORM_BYTES = 8.0
-"""Bytes per element that an unfused norm keeps and gives: its input and the normalised one in float32 and bfloat16."""
+"""Bytes per element of an unfused norm in bfloat16: its input in float32, the normalised one and its output."""
 _CLAMPED = {"gpt_oss": 3.0}
 """Widths of an expert that its activation keeps beside a plain gate, by family: clamped, shifted and sigmoid values."""
 _EVERY_EXPERT = ("llama4", "llama4_text")
@@ -298,6 +298,7 @@ class ModelNumbers:
     @property
     def unknown_logit_bytes(self) -> float:
         """Bytes per token that are kept behind the layers, such as capped logits, beyond what a norm keeps."""
+        # Norms that multiply in float32 keep two bytes more (Gemma); measured is 8 h for Llama and 10 h for Gemma 3.
         known = (_NORM_BYTES + 2.0) * self.hidden
         return 0.0 if self.measured is None else max(0.0, self.measured.outside - known)
 

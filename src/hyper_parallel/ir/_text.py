@@ -24,7 +24,7 @@ _DETAILS: Final = ("searched:", "the space that was searched:")
 """Beginnings of notes about the search, which a panel leaves to the explanation."""
 
 
-_BRIEF_WIDTH = 80
+_BRIEF_WIDTH = 80  # columns of a terminal
 
 
 def panel(plan: Plan, half_width: float | None, width: int) -> str:

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 _SAFE_LR: Final = 3e-4  # the default of `training.lr`
 _REMOVAL_S: Final = 2.0
-_LOOK_S: Final = 0.02
+"""Wait for a removal to reach the directory itself: files are removed first, one by one."""
+_LOOK_S: Final = 0.02  # short beside that
 
 
 def continuing_words(job: Job) -> str:

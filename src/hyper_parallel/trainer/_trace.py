@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
-from hyper_parallel.backends.torch import allocate, local
+from hyper_parallel.backends.torch import FusedAttention, allocate, local
 from hyper_parallel.backends.torch.memory import (
     FakeKernels,
     Peak,
@@ -95,27 +95,13 @@ def _fused_attention() -> Iterator[None]:
     def attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if query.shape[-1] == value.shape[-1]:
             return plain(query, key, value, *args, **kwargs)
-        return _FusedKernel.apply(query, key, value)
+        return FusedAttention.apply(query, key, value)
 
     F.scaled_dot_product_attention = attention
     try:
         yield
     finally:
         F.scaled_dot_product_attention = plain
-
-
-class _FusedKernel(torch.autograd.Function):
-    """The tensors that a fused kernel keeps and makes, without their values."""
-
-    @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        out = query.new_empty(*query.shape[:-1], value.shape[-1])
-        ctx.save_for_backward(query, key, value, out, query.new_empty(query.shape[:-1]).float())
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
-        return tuple(torch.empty_like(x) for x in ctx.saved_tensors[:3])
 
 
 def trace_rank(

@@ -37,7 +37,7 @@ from hyper_parallel.backends.torch.experts._routing import (
     check_routing,
     routing_statistics,
 )
-from hyper_parallel.backends.torch.kept_activations import measure_kept
+from hyper_parallel.backends.torch.kept_activations import FusedAttention, measure_kept
 from hyper_parallel.backends.torch.memory import CommCounter, cpu_workspace, device_workspace
 from hyper_parallel.backends.torch.weights._initialise import allocate, materialize
 from hyper_parallel.backends.torch.weights._pretrained import check_pretrained, load_pretrained
@@ -47,6 +47,7 @@ __all__ = [
     "FLAT",
     "TOKEN_MASK",
     "CommCounter",
+    "FusedAttention",
     "Handle",
     "Ranks",
     "RouterLoss",

@@ -104,7 +104,7 @@ def _fused_attention() -> Iterator[None]:
     def attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if query.shape[1] != key.shape[1] and not kwargs.get("enable_gqa"):
             return plain(query, key, value)  # heads that are broadcast: no kernel fuses them
-        return _FusedAttention.apply(query, key, value)
+        return FusedAttention.apply(query, key, value)
 
     F.scaled_dot_product_attention = attention
     try:
@@ -113,15 +113,17 @@ def _fused_attention() -> Iterator[None]:
         F.scaled_dot_product_attention = plain
 
 
-class _FusedAttention(torch.autograd.Function):
+class FusedAttention(torch.autograd.Function):
     """The tensors that a fused kernel keeps, without their values."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Return an output of the right shape; keep what a kernel keeps."""
         out = query.new_empty(*query.shape[:-1], value.shape[-1])
         ctx.save_for_backward(query, key, value, out, query.new_empty(query.shape[:-1]).float())
         return out
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
+        """Return gradients of the right shapes."""
         return tuple(torch.empty_like(x) for x in ctx.saved_tensors[:3])

@@ -89,6 +89,9 @@ def build_model(recipe: Recipe) -> nn.Module:
     return model
 
 
+_NOT_MEASURED: Final = (
+    "the activations that the model keeps could not be measured: formulas alone price them"
+)
 _KEEPS_MORE: Final = ("gemma2", "phi3")
 """Families whose layers keep more activations than the formulas of known families say: capped scores, packed inputs."""
 
@@ -121,7 +124,8 @@ def read_spec(
     if not scores and ("model_type" not in file.values or known):
         return load_model(path, where=where)
     model = model_from_config(file, torch.float32, trusted=trusted, scores=scores)
-    spec = replace(read_model(model, file.name), kept=measure_kept(model))
+    spec, kept = read_model(model, file.name), measure_kept(model)
+    spec = replace(spec, kept=kept, notes=spec.notes if kept else (*spec.notes, _NOT_MEASURED))
     return replace(spec, unsplit=unsplit_axes(model)) if tried else spec
 
 
