@@ -94,7 +94,13 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
+_PAUSES = "recursive loop"
+"""Takes 0.7 s of its own, and 8 s once at its place in the whole suite; the cause is not known."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow if n == _PAUSES else ()) for n in REFUSED]
+)
 def test_a_template_is_refused_with_a_code(name: str) -> None:
     template, word = REFUSED[name]
     tokenizer = with_template(template)
