@@ -21,7 +21,7 @@ from transformers import (
     StaticCache,
 )
 
-from hyper_parallel.backends.torch._forward import cache_argument
+from hyper_parallel.backends.torch.forward_variants import cache_argument
 from hyper_parallel.backends.torch.memory import (
     capture_inference,
     capture_training,

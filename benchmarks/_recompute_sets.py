@@ -6,8 +6,8 @@ import numpy as np
 
 from hyper_parallel.ir import MemoryProgram
 from hyper_parallel.memory import MemoryMachine, UseDef
-from hyper_parallel.memory._recompute import Chains, longest_gap
-from hyper_parallel.memory._usedef import live_bytes
+from hyper_parallel.memory.def_use import live_bytes
+from hyper_parallel.memory.recompute import Chains, longest_gap
 
 
 def recompute_density(finder: Chains) -> dict[int, float]:

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from hyper_parallel.ir import MemoryProgram
-from hyper_parallel.memory._host import device_part
-from hyper_parallel.memory._memory_machine import MemoryMachine
-from hyper_parallel.memory._usedef import UseDef, use_definitions
+from hyper_parallel.memory.def_use import UseDef, use_definitions
+from hyper_parallel.memory.host_updates import device_part
+from hyper_parallel.memory.memory_machine import MemoryMachine
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,12 @@ import numpy as np
 
 from hyper_parallel.errors import BadValue
 from hyper_parallel.ir import MemoryAction, MemoryProgram, replay
-from hyper_parallel.memory._emit import Emitter
-from hyper_parallel.memory._issue import Gap
-from hyper_parallel.memory._memory_machine import MemoryMachine
-from hyper_parallel.memory._movable import OffloadCandidates
-from hyper_parallel.memory._recompute import Recomputes
-from hyper_parallel.memory._usedef import use_definitions
+from hyper_parallel.memory.candidates import OffloadCandidates
+from hyper_parallel.memory.copy_issue import Gap
+from hyper_parallel.memory.def_use import use_definitions
+from hyper_parallel.memory.emission import Emitter
+from hyper_parallel.memory.memory_machine import MemoryMachine
+from hyper_parallel.memory.recompute import Recomputes
 
 _POLICIES = ("longest-gap", "on-demand", "largest-first")
 

@@ -33,7 +33,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from hyper_parallel.runtime import World, launch
-from hyper_parallel.trainer.checkpoints._checkpointer import Checkpointer
+from hyper_parallel.trainer.checkpoints.checkpointer import Checkpointer
 
 RANKS = 4
 BAR = 1.1

@@ -26,8 +26,8 @@ import torch.distributed as dist
 from _machine import machine
 from torch import Tensor, nn
 
-from hyper_parallel.backends.torch.context._attention import ATTRIBUTE, context_attention
-from hyper_parallel.backends.torch.context._state import ContextState, SequenceView
+from hyper_parallel.backends.torch.context.attention import ATTRIBUTE, context_attention
+from hyper_parallel.backends.torch.context.state import ContextState, SequenceView
 from hyper_parallel.ir import SequenceCut, Strategy
 from hyper_parallel.runtime import CommCounter, World, launch
 

@@ -30,7 +30,7 @@ from _machine import machine
 from save_cost import RANKS, STATE_BYTES, Run, on_rank
 
 from hyper_parallel.runtime import World, launch
-from hyper_parallel.trainer.checkpoints._checkpointer import Checkpointer
+from hyper_parallel.trainer.checkpoints.checkpointer import Checkpointer
 
 DEVICES, HOURS, BAR = 9600, 20000, 0.97
 FAILURES = {  # interruptions per device and hour, source

@@ -32,7 +32,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import hyper_parallel as hp
-from hyper_parallel.backends.torch._forward import keep_float64
+from hyper_parallel.backends.torch.forward_variants import keep_float64
 from hyper_parallel.runtime import World, clip_grad_norm_, launch
 
 BAR = 1.02

@@ -19,8 +19,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hyper_parallel.backends.torch import read_model
 from hyper_parallel.ir import GenerateWorkload
-from hyper_parallel.planner._generation import plan_generation
-from hyper_parallel.trainer._decode import Running, Sampling, decoder_of
+from hyper_parallel.planner.generation import plan_generation
+from hyper_parallel.trainer.decoding import Running, Sampling, decoder_of
 
 # Family, hidden, query and key heads; prompts, tokens of each, new ones.
 CASES = (

@@ -24,8 +24,8 @@ import torch
 from _machine import machine
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from hyper_parallel.trainer._decode import Running, Sampling, decoder_of
-from hyper_parallel.trainer._generate import decode_tokens
+from hyper_parallel.trainer.decoding import Running, Sampling, decoder_of
+from hyper_parallel.trainer.generation import decode_tokens
 
 Texts = list[list[int]]
 

@@ -27,7 +27,6 @@ from _machine import machine
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hyper_parallel.backends.torch._static_cache import decode_inputs, prompt_inputs
 from hyper_parallel.backends.torch.memory import (
     Captured,
     PlannedDevice,
@@ -36,6 +35,7 @@ from hyper_parallel.backends.torch.memory import (
     with_kernel_bytes,
 )
 from hyper_parallel.backends.torch.memory.generation import MemoryLimits, PlannedGeneration
+from hyper_parallel.backends.torch.static_cache import decode_inputs, prompt_inputs
 from hyper_parallel.memory import Channel, MemoryMachine, Roofline, plan_memory
 
 BAR = 0.01

@@ -40,7 +40,7 @@ from hyper_parallel.backends.torch.memory import (
     capture_training,
     training_step,
 )
-from hyper_parallel.backends.torch.memory._prepared import Prepared
+from hyper_parallel.backends.torch.memory.prepared_plan import Prepared
 from hyper_parallel.ir import MemoryPlan
 from hyper_parallel.memory import Channel, MemoryMachine, Roofline, plan_memory
 

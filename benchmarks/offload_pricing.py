@@ -53,10 +53,10 @@ from hyper_parallel.memory import (
     plan_memory,
     refine_order,
 )
-from hyper_parallel.memory._movable import OffloadCandidates
-from hyper_parallel.memory._plan_memory import unmoved_seconds
-from hyper_parallel.memory._recompute import Chains, choose_recomputes
-from hyper_parallel.memory._usedef import live_bytes, use_definitions
+from hyper_parallel.memory.candidates import OffloadCandidates
+from hyper_parallel.memory.def_use import live_bytes, use_definitions
+from hyper_parallel.memory.memory_planner import unmoved_seconds
+from hyper_parallel.memory.recompute import Chains, choose_recomputes
 
 DEVELOPED = ("llama-8b", "llama-8b-8-layers", "moe")
 """Models that the form was worked out on; the others had no part in it."""

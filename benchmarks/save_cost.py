@@ -33,7 +33,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from hyper_parallel.runtime import World, launch
-from hyper_parallel.trainer.checkpoints._checkpointer import Checkpointer
+from hyper_parallel.trainer.checkpoints.checkpointer import Checkpointer
 
 RANKS, STEPS, WIDTH, LAYERS, ROWS = 2, 50, 512, 8, 256
 STATE_BYTES = 12 * (LAYERS * 4 * WIDTH**2 + LAYERS // 2 * 5 * WIDTH)  # float32, and two moments

@@ -85,7 +85,7 @@ OVERRIDES: Final = (
 def cli(*words: object) -> Any:
     """The command in this process: its status; what it raises is raised, files that the system refuses with a code."""
     from hyper_parallel.cli import application
-    from hyper_parallel.cli._frame import coded
+    from hyper_parallel.cli.app import coded
 
     try:
         return application()([str(word) for word in words], standalone_mode=False)
@@ -139,7 +139,7 @@ def _topology(root: Path) -> None:
 
 def _config(root: Path) -> None:
     from hyper_parallel.config import Recipe
-    from hyper_parallel.trainer.engine._model import build_model
+    from hyper_parallel.trainer.engine.recipe_model import build_model
 
     path = root / "model" / "config.json"
     cli("plan", path, "--topology", "local-cpu", "--devices", 2)
@@ -147,7 +147,7 @@ def _config(root: Path) -> None:
 
 
 def _weights(root: Path) -> None:
-    from hyper_parallel.backends.torch.weights._tensor_files import WeightFiles
+    from hyper_parallel.backends.torch.weights.tensor_files import WeightFiles
     from hyper_parallel.model import load_model
 
     load_model(root / "model")
@@ -176,8 +176,8 @@ def _adapter(root: Path) -> str:
 
 
 def _checkpoint(root: Path) -> str:
-    from hyper_parallel.trainer.checkpoints._checkpointer import Checkpointer
-    from hyper_parallel.trainer.checkpoints._extra import check_trainer_extra
+    from hyper_parallel.trainer.checkpoints.checkpointer import Checkpointer
+    from hyper_parallel.trainer.checkpoints.extra_state import check_trainer_extra
 
     cli("checkpoint", "list", root / "run")
     intact = cli("checkpoint", "verify", root / "run") != 1
@@ -199,7 +199,7 @@ def _checkpoint(root: Path) -> str:
 
 
 def _run(root: Path) -> None:
-    from hyper_parallel.trainer.loop._metrics import _keep_until
+    from hyper_parallel.trainer.loop.metrics import _keep_until
 
     cli("report", root / "run")
     cli("report", root / "run", root / "other")
@@ -356,8 +356,8 @@ def _make_dumps(root: Path) -> None:
 
 def seal(path: Path) -> None:
     """Give a changed file of a checkpoint the checksums that its writer would have given it."""
-    from hyper_parallel.trainer._files import FileEntry
-    from hyper_parallel.trainer.checkpoints import _manifest as files
+    from hyper_parallel.trainer.checkpoints import manifest as files
+    from hyper_parallel.trainer.files import FileEntry
 
     manifest = path.with_name(files.MANIFEST)
     try:

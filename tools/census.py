@@ -132,9 +132,9 @@ def plain_step(model: Any, file: Path) -> dict[str, float]:
     from torch.nn.functional import cross_entropy
 
     from hyper_parallel.backends.torch import router_loss_facts
-    from hyper_parallel.backends.torch._forward import keep_float64
+    from hyper_parallel.backends.torch.forward_variants import keep_float64
     from hyper_parallel.config import load_recipe
-    from hyper_parallel.trainer._job import prepare_job
+    from hyper_parallel.trainer.job import prepare_job
 
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")  # grouped products have no float64
@@ -340,7 +340,7 @@ def main() -> None:
     import tensorboard.summary.writer.event_file_writer  # noqa: F401
     import transformers
 
-    import hyper_parallel.trainer.engine._engine  # noqa: F401
+    import hyper_parallel.trainer.engine.torch_engine  # noqa: F401
     from hyper_parallel.runtime import launch
 
     launch(lambda rank: None, 1)  # imports what every run of a cell would import anew

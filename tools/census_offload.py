@@ -166,7 +166,7 @@ def main() -> int:
     import transformers
 
     import hyper_parallel as hp
-    from hyper_parallel.runtime import _offloaded_step  # noqa: F401
+    from hyper_parallel.runtime import offloaded_step  # noqa: F401
 
     assert hp.offload is not None  # imported once, before the processes are forked
     transformers.logging.set_verbosity_error()

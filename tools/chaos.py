@@ -325,9 +325,9 @@ def _poisonable(flag: Path) -> None:
     """Have the ranks that are forked from here poison the first gradient while a file is there."""
     import torch
 
-    from hyper_parallel.trainer.engine import _loop
+    from hyper_parallel.trainer.engine import step_loop
 
-    honest = _loop.forward_backward
+    honest = step_loop.forward_backward
 
     def poisoned(model: torch.nn.Module, *args: object, **more: object) -> torch.Tensor:
         loss = honest(model, *args, **more)
@@ -336,7 +336,7 @@ def _poisonable(flag: Path) -> None:
                 next(model.parameters()).grad.to_local().mul_(float("nan"))
         return loss
 
-    _loop.forward_backward = poisoned
+    step_loop.forward_backward = poisoned
 
 
 def batch(run: Run, draw: random.Random) -> str:

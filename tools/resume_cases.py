@@ -341,8 +341,8 @@ def facts(edit: Callable[[dict[str, Any]], None]) -> Callable[[Place], None]:
     def change(place: Place) -> None:
         from dataclasses import replace
 
-        from hyper_parallel.trainer._files import FileEntry
-        from hyper_parallel.trainer.checkpoints import _manifest as files
+        from hyper_parallel.trainer.checkpoints import manifest as files
+        from hyper_parallel.trainer.files import FileEntry
 
         path = place.root / "run" / "checkpoints" / "step_00000002"
         extra = files.read_extra(path)

@@ -30,7 +30,7 @@ RESULT = Path(__file__).resolve().parents[1] / "docs" / "results" / "resume_chan
 TIMEOUT_S = 300
 TOLERANCE = 1e-10
 _MODULES = (
-    "hyper_parallel.cli", "hyper_parallel.trainer._run", "torch.distributed.checkpoint._fsspec_filesystem",
+    "hyper_parallel.cli", "hyper_parallel.trainer.run_start", "torch.distributed.checkpoint._fsspec_filesystem",
     "torch.distributed.tensor.experimental", "transformers.models.qwen3.modeling_qwen3",
 )  # fmt: skip
 

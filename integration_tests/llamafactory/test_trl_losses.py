@@ -16,14 +16,14 @@ from trl import CPOTrainer, DPOTrainer, KTOTrainer, ORPOTrainer, RewardTrainer
 from trl.trainer.dpo_config import FDivergenceType
 
 import hyper_parallel as hp
-from hyper_parallel.backends.torch._token_scores import score_every_token
+from hyper_parallel.backends.torch.token_scores import score_every_token
 from hyper_parallel.config import Data, Dpo, Kto, Rm
 from hyper_parallel.trainer.data import Batches, load_tokenizer, prepare
-from hyper_parallel.trainer.stages._dpo import WITHOUT_REFERENCE, DpoStage
-from hyper_parallel.trainer.stages._kto import KtoStage
-from hyper_parallel.trainer.stages._pair_scores import PairScores
-from hyper_parallel.trainer.stages._reference import Reference
-from hyper_parallel.trainer.stages._reward_model import RewardModelStage
+from hyper_parallel.trainer.stages.dpo import WITHOUT_REFERENCE, DpoStage
+from hyper_parallel.trainer.stages.kto import KtoStage
+from hyper_parallel.trainer.stages.pair_scores import PairScores
+from hyper_parallel.trainer.stages.reference import Reference
+from hyper_parallel.trainer.stages.reward_model import RewardModelStage
 
 BETA, SMOOTH, GAMMA, GOOD, BAD = 0.3, 0.1, 0.7, 1.2, 0.6
 SEQ_LEN = 64

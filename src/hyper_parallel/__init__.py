@@ -21,7 +21,7 @@ _EXPORTS = {
     "load_model": "hyper_parallel.model",
     "Supernode": "hyper_parallel.topology",
     "plan": "hyper_parallel.planner",
-    "plan_generation": "hyper_parallel.planner._generation",
+    "plan_generation": "hyper_parallel.planner.generation",
     "TrainingRun": "hyper_parallel.run",
     "generate": "hyper_parallel.run",
     "train": "hyper_parallel.run",

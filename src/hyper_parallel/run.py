@@ -136,7 +136,7 @@ def generate(model: Any, prompts: str | Sequence[str], **choices: Any) -> str | 
         BadValue: HP102 for a choice that does not exist, or prompts longer than the context of the model.
         HyperParallelError: As loading the model raises.
     """
-    from hyper_parallel.trainer._generate import Generator, Sampling
+    from hyper_parallel.trainer.generation import Generator, Sampling
 
     place = {key: choices.pop(key) for key in ("device", "dtype") if key in choices}
     chat = bool(choices.pop("chat", False))

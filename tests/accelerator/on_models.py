@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import StaticCache
 
-from hyper_parallel.backends.torch._forward import cache_argument
+from hyper_parallel.backends.torch.forward_variants import cache_argument
 from hyper_parallel.backends.torch.memory import (
     LruSpillMode,
     PlannedDevice,
@@ -19,7 +19,7 @@ from hyper_parallel.backends.torch.memory import (
 from hyper_parallel.backends.torch.memory.generation import PlannedGeneration
 from hyper_parallel.errors import BudgetImpossible
 from hyper_parallel.memory import Channel, MemoryMachine, Roofline, plan_memory
-from hyper_parallel.trainer._generate import Sampling, decode_tokens
+from hyper_parallel.trainer.generation import Sampling, decode_tokens
 from tests.torch_memory.models import tiny_model, tokens
 from tests.torch_memory.test_generation import PROMPT, limits
 

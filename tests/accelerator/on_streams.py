@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hyper_parallel.backends.torch.memory import DeviceApi, FileTier, PlannedDevice, record
-from hyper_parallel.backends.torch.memory._streams import StreamLanes
+from hyper_parallel.backends.torch.memory.streams import StreamLanes
 from hyper_parallel.errors import TierFull, TransferFailed
 from hyper_parallel.memory import Channel, MemoryMachine, Roofline, plan_memory
 from tests.torch_memory.test_streams import FAST, Net, batch

@@ -24,7 +24,7 @@ from hyper_parallel.calibration import (
     read_run,
     write_card,
 )
-from hyper_parallel.calibration._fit_runs import coverage, half_width
+from hyper_parallel.calibration.card_fit import coverage, half_width
 from hyper_parallel.cli import application
 from hyper_parallel.cost import card_names, load_card, read_card
 from hyper_parallel.errors import CardUnreadable, RunsUnreadable

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from hyper_parallel.cli._doctor_command import check_package, release
-from hyper_parallel.cli._requirements import REQUIREMENTS, Requirement
+from hyper_parallel.cli.doctor_command import check_package, release
+from hyper_parallel.cli.requirements import REQUIREMENTS, Requirement
 
 ROOT = Path(__file__).resolve().parents[2]
 HEAVY = ("torch", "transformers", "mindspore", "datasets", "numpy", "hyper_parallel.topology")
@@ -104,7 +104,7 @@ print(used.ru_utime + used.ru_stime)
 
 APP = """
 import sys, typer
-from hyper_parallel.cli._frame import build_app, run
+from hyper_parallel.cli.app import build_app, run
 from hyper_parallel.errors import BadValue
 def coded() -> None:
     raise BadValue("the value is odd", where="here", got=3, allowed="2, 4", hint="write 4")

@@ -8,7 +8,7 @@ import pytest
 
 APP = """
 import os, sys
-from hyper_parallel.cli._pipes import lasting_output
+from hyper_parallel.cli.pipes import lasting_output
 with lasting_output():
     print("first", flush=True)
     sys.stdin.readline()  # the reader has left
@@ -41,8 +41,8 @@ def test_a_process_goes_on_when_the_reader_of_its_output_has_left():
 
 FULL = """
 import os, sys
-from hyper_parallel.cli import _frame
-from hyper_parallel.cli._pipes import lasting_output
+from hyper_parallel.cli import app
+from hyper_parallel.cli.pipes import lasting_output
 import typer
 
 def go_on() -> None:

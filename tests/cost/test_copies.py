@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from hyper_parallel.cost import COPIES, Load, peak_memory, step_cost
 from hyper_parallel.ir import Strategy, Workload
 from hyper_parallel.memory import Channel, MemoryMachine, plan_memory, refine_order
-from hyper_parallel.memory._linear import LinearProgram
-from hyper_parallel.memory._usedef import live_bytes, use_definitions
+from hyper_parallel.memory.def_use import live_bytes, use_definitions
+from hyper_parallel.memory.linear_program import LinearProgram
 from hyper_parallel.topology import MemoryPool
 from tests.cost.machines import machine, quantity, small_model
 from tests.memory.programs import training_chain

@@ -15,7 +15,7 @@ from hyper_parallel.ir import Workload
 from hyper_parallel.model import load_model, read_preset, spec_from_config
 from hyper_parallel.planner import plan_recipe
 from hyper_parallel.topology import load_topology
-from hyper_parallel.trainer.engine._model import read_spec
+from hyper_parallel.trainer.engine.recipe_model import read_spec
 from hyper_parallel.units import GiB
 
 pytestmark = pytest.mark.unit

@@ -21,7 +21,7 @@ from hyper_parallel.cost import (
     score,
     step_seconds,
 )
-from hyper_parallel.cost._pipeline import bubble_seconds, in_flight, lay_out
+from hyper_parallel.cost.pipeline import bubble_seconds, in_flight, lay_out
 from hyper_parallel.ir import Strategy, Workload
 from hyper_parallel.ir.mesh import AXES
 from hyper_parallel.model import load_model

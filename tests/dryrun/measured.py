@@ -25,7 +25,7 @@ from hyper_parallel.config import Training
 from hyper_parallel.ir import Plan
 from hyper_parallel.runtime import World, parallelize
 from hyper_parallel.trainer import build_optimizer
-from hyper_parallel.trainer.engine._loop import Loop, StepInputs
+from hyper_parallel.trainer.engine.step_loop import Loop, StepInputs
 from tests.parity.planned import by_group
 
 Change = tuple[int, int, int]

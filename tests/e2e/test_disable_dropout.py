@@ -8,9 +8,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hyper_parallel.backends.torch import materialize
-from hyper_parallel.backends.torch._dropout import disable_dropout, original_config
+from hyper_parallel.backends.torch.dropout import disable_dropout, original_config
 from hyper_parallel.config import Recipe
-from hyper_parallel.trainer.engine._model import build_model
+from hyper_parallel.trainer.engine.recipe_model import build_model
 from tests.e2e.runs import PAIRS, make_stage_place, rows, train
 
 SMALL = {"vocab_size": 264, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}

@@ -10,13 +10,13 @@ from torch.nn.functional import logsigmoid
 from transformers import AutoModelForCausalLM
 
 import hyper_parallel as hp
-from hyper_parallel.backends.torch._forward import keep_float64
+from hyper_parallel.backends.torch.forward_variants import keep_float64
 from hyper_parallel.config import Dpo, load_recipe
 from hyper_parallel.errors import CheckpointMismatch, Contradiction
-from hyper_parallel.trainer._job import prepare_job
-from hyper_parallel.trainer.data._conversations import conversations_of, shape_of
-from hyper_parallel.trainer.stages._dpo import DpoStage
-from hyper_parallel.trainer.stages._pair_scores import PairScores
+from hyper_parallel.trainer.data.conversations import conversations_of, shape_of
+from hyper_parallel.trainer.job import prepare_job
+from hyper_parallel.trainer.stages.dpo import DpoStage
+from hyper_parallel.trainer.stages.pair_scores import PairScores
 from tests.e2e.runs import (
     PAIRS,
     assert_same_curve,

@@ -8,8 +8,8 @@ from transformers import EarlyStoppingCallback
 
 from hyper_parallel.config import load_recipe
 from hyper_parallel.errors import Contradiction
-from hyper_parallel.trainer.checkpoints._manifest import steps
-from hyper_parallel.trainer.loop._early_stopping import EarlyStopping
+from hyper_parallel.trainer.checkpoints.manifest import steps
+from hyper_parallel.trainer.loop.early_stopping import EarlyStopping
 from tests.e2e.runs import curve, make_place, rows, train
 
 

@@ -141,7 +141,7 @@ def test_a_lost_rank_costs_one_step_where_every_step_has_a_snapshot(
     assert [r["step"] for r in rows(tmp_path / "lost" / "metrics.jsonl")] == list(range(1, 9))
     assert set(Path("/dev/shm").glob("hyper_parallel-lost-*")) == folders
 
-    monkeypatch.setattr("hyper_parallel.trainer._snapshots.MEMORY", tmp_path / "none")
+    monkeypatch.setattr("hyper_parallel.trainer.snapshots.MEMORY", tmp_path / "none")
     with pytest.raises(SnapshotsTooLarge) as caught:
         train(place, tmp_path / "large", *words, "checkpoint.snapshot_every=1")
     assert "needed" in caught.value.got

@@ -7,8 +7,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel
 
 import hyper_parallel as hp
-from hyper_parallel.backends.torch._forward_state import changed_state, reset_before_calls
-from hyper_parallel.backends.torch._rotary_lengths import rotate_by_document
+from hyper_parallel.backends.torch.forward_state import changed_state, reset_before_calls
+from hyper_parallel.backends.torch.rotary_lengths import rotate_by_document
 from tests.e2e.runs import assert_same_curve, curve, make_stage_place, train
 
 ROPE = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}

@@ -10,9 +10,9 @@ from typer.testing import CliRunner
 
 from hyper_parallel.cli import application
 from hyper_parallel.errors import OutputNotWritable, TrackerFailed
-from hyper_parallel.trainer._files import check_writable
-from hyper_parallel.trainer.loop._metrics import MetricsLog, StepRecord
-from hyper_parallel.trainer.loop._trackers import make_trackers
+from hyper_parallel.trainer.files import check_writable
+from hyper_parallel.trainer.loop.metrics import MetricsLog, StepRecord
+from hyper_parallel.trainer.loop.trackers import make_trackers
 from tests.e2e.runs import make_place, rows, train
 
 pytestmark = pytest.mark.e2e

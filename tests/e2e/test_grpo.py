@@ -6,19 +6,19 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import hyper_parallel as hp
-from hyper_parallel.backends.torch._forward import keep_float64
+from hyper_parallel.backends.torch.forward_variants import keep_float64
 from hyper_parallel.config import Grpo
 from hyper_parallel.errors import BadValue, Contradiction, NotImportable
 from hyper_parallel.trainer.data import load_tokenizer
-from hyper_parallel.trainer.stages._grpo import GrpoStage
-from hyper_parallel.trainer.stages._rewards import (
+from hyper_parallel.trainer.stages.grpo import GrpoStage
+from hyper_parallel.trainer.stages.rewards import (
     check_columns,
     exact_match,
     prefix_match,
     score,
 )
-from hyper_parallel.trainer.stages._rollouts import Sampler
-from hyper_parallel.trainer.stages._sampling import sample, uniform
+from hyper_parallel.trainer.stages.rollouts import Sampler
+from hyper_parallel.trainer.stages.sampling import sample, uniform
 from tests.e2e.runs import CONFIG, QUESTIONS, make_stage_place, rows, train, write_records
 
 pytestmark = pytest.mark.e2e
@@ -195,7 +195,7 @@ def check_step(place, recorded, model, done, reference=None, beta=0.0):
     tokenizer = load_tokenizer(place / "zero" / "export")
     _, norm, valid, record = recorded
     from hyper_parallel.config import load_recipe
-    from hyper_parallel.trainer._job import prepare_job
+    from hyper_parallel.trainer.job import prepare_job
 
     job = prepare_job(
         load_recipe(place / "zero" / "config.yaml", ["checkpoint.resume=never"]), progress=False

@@ -5,10 +5,10 @@ import torch
 from torch.nn.functional import logsigmoid
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from hyper_parallel.backends.torch._forward import keep_float64
+from hyper_parallel.backends.torch.forward_variants import keep_float64
 from hyper_parallel.config import load_recipe
 from hyper_parallel.errors import CheckpointMismatch
-from hyper_parallel.trainer._job import prepare_job
+from hyper_parallel.trainer.job import prepare_job
 from tests.e2e.runs import (
     ANSWERS,
     PAIRS,

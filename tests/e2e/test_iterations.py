@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from hyper_parallel.backends.torch._forward import keep_float64
+from hyper_parallel.backends.torch.forward_variants import keep_float64
 from hyper_parallel.errors import Contradiction
 from hyper_parallel.trainer.data import load_tokenizer
 from tests.e2e.runs import QUESTIONS, make_stage_place, rows, train

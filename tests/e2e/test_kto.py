@@ -8,11 +8,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from hyper_parallel.backends.torch._forward import keep_float64
+from hyper_parallel.backends.torch.forward_variants import keep_float64
 from hyper_parallel.config import load_recipe
 from hyper_parallel.errors import Contradiction, NoData
-from hyper_parallel.trainer._job import prepare_job
 from hyper_parallel.trainer.data import load_tokenizer
+from hyper_parallel.trainer.job import prepare_job
 from tests.e2e.runs import ANSWERS, assert_same_curve, curve, make_stage_place, rows, train
 
 pytestmark = pytest.mark.e2e

@@ -14,7 +14,7 @@ from hyper_parallel.errors import (
     LauncherIncomplete,
     LauncherMissing,
 )
-from hyper_parallel.runtime._launchers import _tasks, first_host, join_srun
+from hyper_parallel.runtime.launchers import _tasks, first_host, join_srun
 from tests.e2e import slurm
 from tests.e2e.runs import (
     CURVE,

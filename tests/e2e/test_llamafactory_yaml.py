@@ -21,11 +21,11 @@ from hyper_parallel.integration.llamafactory import (
     fsdp2_prepare_model,
     load_llamafactory,
 )
-from hyper_parallel.integration.llamafactory._data import check_template
-from hyper_parallel.integration.llamafactory._keys import REFUSED, SAME, TOGETHER, WITHOUT_EFFECT
 from hyper_parallel.integration.llamafactory.context_parallel import shard_inputs_for_cp
+from hyper_parallel.integration.llamafactory.data import check_template
 from hyper_parallel.integration.llamafactory.expert_parallel import ep_prepare_model
-from hyper_parallel.trainer.data._chat import CHATML
+from hyper_parallel.integration.llamafactory.keys import REFUSED, SAME, TOGETHER, WITHOUT_EFFECT
+from hyper_parallel.trainer.data.chat import CHATML
 from tests.e2e.runs import CONFIG, assert_same_curve, command, curve
 
 pytestmark = pytest.mark.e2e

@@ -12,8 +12,8 @@ from hyper_parallel.errors import DeviceUnavailable
 from hyper_parallel.runtime import Deadlines, launch
 from hyper_parallel.topology import rank_capacity
 from hyper_parallel.topology.rank_capacity import CPU_RANK_BYTES
-from hyper_parallel.trainer._decode import Sampling
-from hyper_parallel.trainer._generate_ranks import generate_on_ranks
+from hyper_parallel.trainer.decoding import Sampling
+from hyper_parallel.trainer.generation_ranks import generate_on_ranks
 from tests.e2e.runs import CURVE, command, curve, make_place, start, train, wait_until
 
 pytestmark = pytest.mark.e2e

@@ -21,7 +21,7 @@ from hyper_parallel.errors import (
     WeightsUnreadable,
 )
 from hyper_parallel.ir import Plan
-from hyper_parallel.trainer.checkpoints._adapter import take_adapter
+from hyper_parallel.trainer.checkpoints.adapter_files import take_adapter
 from tests.e2e.runs import CURVE, assert_same_curve, command, curve, make_place, train
 
 peft = pytest.importorskip("peft")

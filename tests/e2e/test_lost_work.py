@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from hyper_parallel.errors import LossNotFinite, OutputNotWritable, RunDirectoryLost
+from hyper_parallel.trainer.engine import step_loop
 from tests.e2e.runs import command, make_place, published, rows, start, train, wait_for_steps
 from tests.slow import cells
 
@@ -90,15 +91,14 @@ def test_a_first_update_that_overflows_leaves_no_export(place, tmp_path, lr):
 def test_a_held_out_loss_that_is_not_finite_ends_the_run_before_it_is_saved(
     place, tmp_path, monkeypatch
 ):
-    from hyper_parallel.trainer.engine import _loop
 
-    honest, calls = _loop.forward_loss, []
+    honest, calls = step_loop.forward_loss, []
 
     def broken(*args, **more):
         calls.append(1)
         return honest(*args, **more) * (float("nan") if len(calls) == 3 else 1.0)
 
-    monkeypatch.setattr(_loop, "forward_loss", broken)
+    monkeypatch.setattr(step_loop, "forward_loss", broken)
     out, words = (
         tmp_path / "out",
         ("training.eval_every=1", "checkpoint.every=1", "checkpoint.keep=5"),

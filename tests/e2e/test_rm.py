@@ -11,14 +11,14 @@ from torch.nn.functional import logsigmoid
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import hyper_parallel as hp
-from hyper_parallel.backends.torch._forward import keep_float64
+from hyper_parallel.backends.torch.forward_variants import keep_float64
 from hyper_parallel.config import Rm, load_recipe
 from hyper_parallel.errors import Contradiction, ModelUnreadable
-from hyper_parallel.trainer._job import prepare_job
 from hyper_parallel.trainer.data import load_tokenizer
-from hyper_parallel.trainer.data._batches import IGNORE_INDEX
-from hyper_parallel.trainer.stages._pair_scores import PairScores
-from hyper_parallel.trainer.stages._reward_model import RewardModelStage
+from hyper_parallel.trainer.data.batches import IGNORE_INDEX
+from hyper_parallel.trainer.job import prepare_job
+from hyper_parallel.trainer.stages.pair_scores import PairScores
+from hyper_parallel.trainer.stages.reward_model import RewardModelStage
 from tests.e2e.runs import (
     CONFIG,
     PAIRS,

@@ -14,14 +14,14 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from hyper_parallel.backends.torch._forward import keep_float64
+from hyper_parallel.backends.torch.forward_variants import keep_float64
 from hyper_parallel.config import Grpo
 from hyper_parallel.errors import Contradiction
 from hyper_parallel.reports import load_run, write_report
-from hyper_parallel.reports._results import results
+from hyper_parallel.reports.results import results
 from hyper_parallel.trainer.data import load_tokenizer
-from hyper_parallel.trainer.stages._grpo import GrpoStage
-from hyper_parallel.trainer.stages._rollouts import Sampler
+from hyper_parallel.trainer.stages.grpo import GrpoStage
+from hyper_parallel.trainer.stages.rollouts import Sampler
 from tests.e2e import slurm
 from tests.e2e.runs import (
     QUESTIONS,

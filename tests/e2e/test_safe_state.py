@@ -7,7 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hyper_parallel.errors import Contradiction, ModelUnreadable, WeightsUnreadable
-from hyper_parallel.trainer.checkpoints._manifest import read_manifest, step_name, steps
+from hyper_parallel.trainer.checkpoints.manifest import read_manifest, step_name, steps
 from tests.e2e.runs import CONFIG, command, curve, rows, train, write_functions
 
 pytestmark = pytest.mark.e2e

@@ -10,12 +10,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import hyper_parallel as hp
 from hyper_parallel.backends.torch import load_pretrained, read_model
-from hyper_parallel.backends.torch._forward import keep_float64
+from hyper_parallel.backends.torch.forward_variants import keep_float64
 from hyper_parallel.errors import ModelUnreadable, NoLegalStrategy, RuleError, UnsupportedSharding
 from hyper_parallel.ir import Strategy, Workload
 from hyper_parallel.model import read_config
 from hyper_parallel.runtime import World, clip_grad_norm_, forward_backward, launch, parallelize
-from hyper_parallel.trainer.engine._model import read_spec
+from hyper_parallel.trainer.engine.recipe_model import read_spec
 from tests.e2e.runs import assert_same_curve, command, curve, train, write_functions
 from tests.slow import cells
 

@@ -7,7 +7,7 @@ import shutil
 import pytest
 from typer.testing import CliRunner
 
-from hyper_parallel.backends.torch.tensor import _gradients
+from hyper_parallel.backends.torch.tensor import gradients
 from hyper_parallel.cli import application
 from hyper_parallel.config import load_recipe
 from hyper_parallel.errors import (
@@ -30,8 +30,8 @@ from hyper_parallel.errors import (
 )
 from hyper_parallel.ir import Plan, Timeline
 from hyper_parallel.serde import decode
-from hyper_parallel.trainer.checkpoints import _checkpointer
-from hyper_parallel.trainer.engine import _loop
+from hyper_parallel.trainer.checkpoints import checkpointer
+from hyper_parallel.trainer.engine import step_loop
 from tests.e2e.runs import (
     CURVE,
     assert_same_curve,
@@ -114,7 +114,7 @@ def test_parity_proves_a_layout_and_names_the_parameter_that_a_fault_changes(pla
     assert "equal to 1e-10: loss, gradient norm and 24 gradients of 1 steps" in shown
 
     # Each rank keeps the part of a norm's gradient that its own tokens give.
-    monkeypatch.setattr(_gradients, "all_reduce", lambda x, *_: x)
+    monkeypatch.setattr(gradients, "all_reduce", lambda x, *_: x)
     with pytest.raises(
         LayoutDiffers, match=r"`model.layers.0.self_attn.q_norm.weight` differs"
     ) as caught:
@@ -129,7 +129,7 @@ def test_parity_proves_a_layout_and_names_the_parameter_that_a_fault_changes(pla
     (place / "uneven.json").write_text(json.dumps(lone))
     uneven = ("stage=sft", f"data.source={place}/uneven.json", "data.packing=false")
     command(*words, *uneven, "parallel.dp_replicate=2", "parallel.cp=2")
-    honest = _loop.forward_backward
+    honest = step_loop.forward_backward
 
     def local_mean(model, parts, tokens, *rest, **more):
         size, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
@@ -139,7 +139,7 @@ def test_parity_proves_a_layout_and_names_the_parameter_that_a_fault_changes(pla
         own = sum(int((part != -100).sum()) for part in labels)
         return honest(model, parts, max(own, 1) * size, *rest, **more)
 
-    monkeypatch.setattr(_loop, "forward_backward", local_mean)
+    monkeypatch.setattr(step_loop, "forward_backward", local_mean)
     for axis in ("dp_replicate", "cp"):
         with pytest.raises(LayoutDiffers, match=r"`model.embed_tokens.weight` differs"):
             command(*words, *uneven, f"parallel.{axis}=2")
@@ -174,12 +174,12 @@ def test_a_run_resumes_with_other_stages_and_layers_that_are_mixed_up_show(
     train(place, tmp_path / "run", "parallel.pp=2", *CURVE)
     assert_same_curve(curve(tmp_path / "run"), curve(one_rank))
 
-    honest = _checkpointer.read_tensors
+    honest = checkpointer.read_tensors
 
     def of_stage(targets, index, path):
         honest({n.replace("layers.1.", "layers.0."): t for n, t in targets.items()}, index, path)
 
-    monkeypatch.setattr(_checkpointer, "read_tensors", of_stage)
+    monkeypatch.setattr(checkpointer, "read_tensors", of_stage)
     train(place, faulty, "parallel.pp=2", *CURVE)
     (loss, _), (loss_0, _) = curve(faulty)[2], curve(one_rank)[2]
     assert loss != pytest.approx(loss_0, rel=1e-4)
@@ -330,7 +330,7 @@ def test_ranks_that_are_lost_again_and_again_are_planned_anew_on_fewer(
         "            os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr("hyper_parallel.runtime._supervise._BACKOFF_S", 0.0)
+    monkeypatch.setattr("hyper_parallel.runtime.supervision._BACKOFF_S", 0.0)
     elastic = ("parallel.dp_shard=2", "training.elastic=true", "checkpoint.every=1", *CURVE)
     train(place, tmp_path / "run", *elastic, "training.max_restarts=2", "checkpoint.asynchronous=false",
           "training.callbacks=[losing.Lose]")  # fmt: skip

@@ -9,8 +9,8 @@ from safetensors.torch import load_file
 
 from hyper_parallel.backends.torch.memory import PlannedDevice
 from hyper_parallel.errors import BudgetImpossible, TransferFailed
-from hyper_parallel.trainer.engine._loop import Loop
-from hyper_parallel.trainer.engine._offload import PlannedSteps
+from hyper_parallel.trainer.engine.offload import PlannedSteps
+from hyper_parallel.trainer.engine.step_loop import Loop
 from tests.e2e import runs
 from tests.e2e.runs import CONFIG, rows
 

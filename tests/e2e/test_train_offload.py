@@ -18,7 +18,7 @@ from hyper_parallel.errors import (
     TransferFailed,
 )
 from hyper_parallel.ir import Plan
-from hyper_parallel.trainer.checkpoints._manifest import check
+from hyper_parallel.trainer.checkpoints.manifest import check
 from tests.e2e import runs
 from tests.e2e.runs import CONFIG, curve, rows, write_functions
 from tests.slow import cells

@@ -7,11 +7,12 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hyper_parallel.backends.torch._forward import keep_float64
+from hyper_parallel.backends.torch.forward_variants import keep_float64
 from hyper_parallel.errors import BadValue, Contradiction, NotImportable
 from hyper_parallel.trainer.data import load_tokenizer
-from hyper_parallel.trainer.data._chat import render, stop_ids
-from hyper_parallel.trainer.stages._sampling import NOT_SAMPLED, Weights, sample
+from hyper_parallel.trainer.data.chat import render, stop_ids
+from hyper_parallel.trainer.stages import rollouts
+from hyper_parallel.trainer.stages.sampling import NOT_SAMPLED, Weights, sample
 from tests.e2e.runs import CONFIG, QUESTIONS, make_stage_place, rows, train
 
 pytestmark = pytest.mark.e2e
@@ -53,11 +54,10 @@ def place(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def _here(place, monkeypatch):
     monkeypatch.chdir(place)
-    from hyper_parallel.trainer.stages import _rollouts
 
     # A model that knows nothing hardly ever ends a turn: here a third of its tokens do.
     own = stop_ids
-    monkeypatch.setattr(_rollouts, "stop_ids", lambda *given: {*own(*given), *range(90)})
+    monkeypatch.setattr(rollouts, "stop_ids", lambda *given: {*own(*given), *range(90)})
 
 
 def read_export(run):
@@ -191,7 +191,7 @@ def test_rollouts_go_on_under_newer_weights_within_the_bound(place):
 
 def test_between_turns_of_a_template_that_reasons(place):
     """Qwen3's writes an empty reasoning block before the last turn of the assistant, and before no other."""
-    from hyper_parallel.trainer.stages._environments import _between_turns
+    from hyper_parallel.trainer.stages.environments import _between_turns
 
     tokenizer = load_tokenizer(place / "apart" / "export")
     tokenizer.chat_template = (

@@ -15,11 +15,11 @@ from hyper_parallel.memory import (
     predicted_timeline,
     use_definitions,
 )
-from hyper_parallel.memory._emit import Emitter
-from hyper_parallel.memory._emitted import assign_tiers
-from hyper_parallel.memory._host import HostUpdates, hostable
-from hyper_parallel.memory._movable import OffloadCandidates
-from hyper_parallel.memory._recompute import Chains, choose_recomputes
+from hyper_parallel.memory.candidates import OffloadCandidates
+from hyper_parallel.memory.emission import Emitter
+from hyper_parallel.memory.emitted_programs import assign_tiers
+from hyper_parallel.memory.host_updates import HostUpdates, hostable
+from hyper_parallel.memory.recompute import Chains, choose_recomputes
 from tests.memory.programs import training_chain
 from tests.memory.test_communication import communicating
 from tests.memory.test_random_programs import machines, programs

@@ -5,9 +5,9 @@ import pytest
 
 from hyper_parallel.ir import MemoryProgram, Operator, Storage
 from hyper_parallel.memory import Channel, MemoryMachine, order_peak, plan_memory
-from hyper_parallel.memory._flow import Flow
-from hyper_parallel.memory._linear import LinearProgram, SolverFailed
-from hyper_parallel.memory._rounding import Rounding
+from hyper_parallel.memory.linear_program import LinearProgram, SolverFailed
+from hyper_parallel.memory.residency_lp import Flow
+from hyper_parallel.memory.rounding import Rounding
 from tests.memory.programs import training_chain
 
 pytestmark = pytest.mark.unit
@@ -115,7 +115,7 @@ def test_a_plan_does_not_depend_on_how_the_solver_gets_there(monkeypatch, goal):
     machine = MemoryMachine(Channel(600.0), Channel(600.0))
     plans = []
     for method in ("simplex", "ipm"):
-        monkeypatch.setattr("hyper_parallel.memory._linear._METHODS", ({"solver": method},))
+        monkeypatch.setattr("hyper_parallel.memory.linear_program._METHODS", ({"solver": method},))
         plans.append(plan_memory(program, machine, **goal))
     assert plans[0].choices
     assert plans[0].actions == plans[1].actions
@@ -148,8 +148,8 @@ def test_the_solver_prints_nothing(capfd):
 
 def test_where_positions_are_still_missing_the_emission_decides(monkeypatch):
     """With few of them, and fewer added than the optimum asks for, a plan still keeps its budget."""
-    monkeypatch.setattr("hyper_parallel.memory._relaxation._SAMPLES", 3)
-    monkeypatch.setattr("hyper_parallel.memory._rounding._GROWN", 1)
+    monkeypatch.setattr("hyper_parallel.memory.lp_builder._SAMPLES", 3)
+    monkeypatch.setattr("hyper_parallel.memory.rounding._GROWN", 1)
     program, link = training_chain(12), Channel(400.0)
     budget = order_peak(program, range(len(program.operators))) // 2
     plan = plan_memory(program, MemoryMachine(link, link), budget_bytes=budget)

@@ -1,7 +1,7 @@
 """The queue of reloads without room: order, alarms, room and copies that others wait for."""
 
-from hyper_parallel.memory._issue import Gap
-from hyper_parallel.memory._reload_queue import ReloadQueue
+from hyper_parallel.memory.copy_issue import Gap
+from hyper_parallel.memory.reload_queue import ReloadQueue
 
 
 def four_reloads() -> ReloadQueue:

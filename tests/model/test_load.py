@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from hyper_parallel.errors import ModelUnreadable, UnknownModel
 from hyper_parallel.model import ModelSpec, load_model, preset_names, spec_from_config
-from hyper_parallel.model._load_model import read_preset
+from hyper_parallel.model.loading import read_preset
 from tests.model.files import TINY, check, model_dir, write_config
 
 pytestmark = pytest.mark.unit

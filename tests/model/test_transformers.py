@@ -8,8 +8,8 @@ import torch
 
 from hyper_parallel.backends.torch import read_model
 from hyper_parallel.model import ModelSpec, load_model, preset_names, spec_from_config
-from hyper_parallel.model._families import FAMILIES
-from hyper_parallel.model._load_model import read_preset
+from hyper_parallel.model.families import FAMILIES
+from hyper_parallel.model.loading import read_preset
 from tests.model.tiny import VARIANTS
 
 pytestmark = pytest.mark.torch

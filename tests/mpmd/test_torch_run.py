@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor  # noqa: E402
 
 from hyper_parallel.mpmd import lower, make_schedule, verify  # noqa: E402
 from hyper_parallel.runtime import launch  # noqa: E402
-from hyper_parallel.runtime._launch import INIT_METHOD  # noqa: E402
+from hyper_parallel.runtime.local_launch import INIT_METHOD  # noqa: E402
 
 pytestmark = pytest.mark.dist
 RANKS, WIDTH, ROWS = 4, 6, 4

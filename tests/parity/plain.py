@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hyper_parallel.backends.torch._resolve import starred
+from hyper_parallel.backends.torch.model_layouts import starred
 from hyper_parallel.ir import ModelRef, Plan, Rule, Strategy
 from hyper_parallel.shard import plan_layouts
 from tests.parity.universal import Setup

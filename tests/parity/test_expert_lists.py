@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hyper_parallel.backends.torch.weights._initialise import materialize
+from hyper_parallel.backends.torch.weights.initialization import materialize
 from hyper_parallel.errors import NotDivisible, UnsupportedSharding
 from hyper_parallel.ir import Strategy
 from hyper_parallel.runtime import Routing, World, forward_backward, handle, launch, parallelize
-from hyper_parallel.trainer.checkpoints._checkpointer import Checkpointer
+from hyper_parallel.trainer.checkpoints.checkpointer import Checkpointer
 from tests.parity.listed import EXPERTS, WIDTH, Listed, SparseBlock
 from tests.parity.universal import Reference, check
 from tests.slow import cells

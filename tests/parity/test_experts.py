@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hyper_parallel.backends.torch.weights._initialise import materialize
-from hyper_parallel.backends.torch.weights._pretrained import load_pretrained
+from hyper_parallel.backends.torch.weights.initialization import materialize
+from hyper_parallel.backends.torch.weights.pretrained import load_pretrained
 from hyper_parallel.ir import Strategy
 from hyper_parallel.runtime import (
     World,
@@ -20,8 +20,8 @@ from hyper_parallel.runtime import (
     launch,
     parallelize,
 )
-from hyper_parallel.trainer.checkpoints._checkpointer import Checkpointer
-from hyper_parallel.trainer.checkpoints._export import export_hf
+from hyper_parallel.trainer.checkpoints.checkpointer import Checkpointer
+from hyper_parallel.trainer.checkpoints.model_export import export_hf
 from tests.parity.universal import Reference, Setup, check
 
 pytestmark = pytest.mark.parity
@@ -172,7 +172,7 @@ def test_lists_of_expert_modules_work_without_ep() -> None:
 
 def _own_layouts(model: nn.Module, strategy: Strategy) -> dict[str, object]:
     """Layouts as planning would give them for this model, by starred names."""
-    from hyper_parallel.backends.torch._resolve import starred
+    from hyper_parallel.backends.torch.model_layouts import starred
     from hyper_parallel.shard import family_rules, plan_layouts
 
     params = {starred(n): (starred(n), tuple(p.shape), ()) for n, p in model.named_parameters()}

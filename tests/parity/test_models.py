@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from hyper_parallel.backends.torch._resolve import resolve_layouts
+from hyper_parallel.backends.torch.model_layouts import resolve_layouts
 from hyper_parallel.errors import UnsupportedSharding
 from hyper_parallel.ir import Rule, Strategy
 from hyper_parallel.runtime import World, launch, parallelize

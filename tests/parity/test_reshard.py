@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from hyper_parallel.ir import Strategy
 from hyper_parallel.runtime import World, forward_backward, launch, parallelize
-from hyper_parallel.trainer.checkpoints._checkpointer import Checkpointer
+from hyper_parallel.trainer.checkpoints.checkpointer import Checkpointer
 from tests.parity.universal import Setup
 from tests.slow import cells
 

@@ -18,10 +18,10 @@ from transformers import (
 
 import hyper_parallel as hp
 from hyper_parallel.backends.torch import router_loss_facts
-from hyper_parallel.backends.torch._forward import keep_float64
+from hyper_parallel.backends.torch.forward_variants import keep_float64
 from hyper_parallel.errors import UnsupportedSharding
-from hyper_parallel.integration.llamafactory._arguments import HyperParallelArguments
-from hyper_parallel.integration.llamafactory._laid_out import lay_out
+from hyper_parallel.integration.llamafactory.arguments import HyperParallelArguments
+from hyper_parallel.integration.llamafactory.parallel_model import lay_out
 from hyper_parallel.ir import Strategy
 from hyper_parallel.runtime import (
     Routing,

@@ -18,7 +18,7 @@ from hyper_parallel.errors import UnsupportedSharding
 from hyper_parallel.ir import Plan
 from hyper_parallel.planner import plan_recipe
 from hyper_parallel.runtime import World, clip_grad_norm_, forward_backward, launch, parallelize
-from hyper_parallel.trainer.engine._model import read_spec
+from hyper_parallel.trainer.engine.recipe_model import read_spec
 
 pytestmark = pytest.mark.parity
 

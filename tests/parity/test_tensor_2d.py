@@ -12,7 +12,7 @@ import torch
 from hyper_parallel.errors import UnsupportedSharding
 from hyper_parallel.ir import BLOCK_SHAPES, Strategy
 from hyper_parallel.runtime import World, clip_grad_norm_, forward_backward, launch, parallelize
-from hyper_parallel.trainer.checkpoints._checkpointer import Checkpointer
+from hyper_parallel.trainer.checkpoints.checkpointer import Checkpointer
 from tests.parity.universal import Reference, Setup, check
 from tests.slow import cells
 

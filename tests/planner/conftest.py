@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hyper_parallel.planner._space import Space
+from hyper_parallel.planner.strategy_space import Space
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ import numpy as np
 
 from hyper_parallel.cost import SHAPES, Candidates, Setting, memory_terms, score
 from hyper_parallel.ir import AXES, Strategy
-from hyper_parallel.planner._price import price
-from hyper_parallel.planner._space import Space
+from hyper_parallel.planner.pricing import price
+from hyper_parallel.planner.strategy_space import Space
 
 COLUMNS = (
     "pp", "dp_replicate", "dp_shard", "cp", "tp_x", "tp_y", "attention_shape", "mlp_shape", "ep", "etp",

@@ -11,13 +11,13 @@ import pytest
 from hyper_parallel.errors import DoesNotFit, HyperParallelError
 from hyper_parallel.ir import Strategy, Workload
 from hyper_parallel.planner import plan
-from hyper_parallel.planner._bounds import strategy_at
-from hyper_parallel.planner._pins import check_pins
-from hyper_parallel.planner._price import pipeline_s, price
-from hyper_parallel.planner._refine import find
-from hyper_parallel.planner._request import resolve
-from hyper_parallel.planner._search import BranchAndBound
-from hyper_parallel.planner._space import Space
+from hyper_parallel.planner.bounds import strategy_at
+from hyper_parallel.planner.pins import check_pins
+from hyper_parallel.planner.pricing import pipeline_s, price
+from hyper_parallel.planner.refinement import find
+from hyper_parallel.planner.request import resolve
+from hyper_parallel.planner.search import BranchAndBound
+from hyper_parallel.planner.strategy_space import Space
 from tests.planner.draws import draw_case, draw_pins
 from tests.planner.exhaustive import COLUMNS, TWO, closed_forms, every_strategy
 

@@ -19,11 +19,11 @@ from hyper_parallel.errors import (
 from hyper_parallel.ir import Strategy, Workload
 from hyper_parallel.model import spec_from_config
 from hyper_parallel.planner import plan, plan_recipe
-from hyper_parallel.planner._pins import check_pins
-from hyper_parallel.planner._plan import search
-from hyper_parallel.planner._refine import find
-from hyper_parallel.planner._request import resolve
-from hyper_parallel.planner._space import Space
+from hyper_parallel.planner.pins import check_pins
+from hyper_parallel.planner.plan_builder import search
+from hyper_parallel.planner.refinement import find
+from hyper_parallel.planner.request import resolve
+from hyper_parallel.planner.strategy_space import Space
 from tests.cost.machines import machine, small_model
 from tests.planner.draws import moe_model
 from tests.planner.exhaustive import every_strategy, least

@@ -21,7 +21,7 @@ from hyper_parallel.errors import (
 from hyper_parallel.ir import GenerateWorkload, Strategy, Workload
 from hyper_parallel.model import load_model, spec_from_config
 from hyper_parallel.planner import parse_strategy
-from hyper_parallel.planner._generation import plan_generation
+from hyper_parallel.planner.generation import plan_generation
 from tests.cost.machines import machine, small_model
 
 LONG = GenerateWorkload(prompts=8, prompt_len=1024, new_tokens=64, dtype="bfloat16")

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from hyper_parallel.cost import ORDERS
 from hyper_parallel.ir import AXES
-from hyper_parallel.planner._space import TENSOR_INNERMOST, distinct_orders
+from hyper_parallel.planner.strategy_space import TENSOR_INNERMOST, distinct_orders
 
 pytestmark = pytest.mark.unit
 

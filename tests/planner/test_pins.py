@@ -9,7 +9,7 @@ from hyper_parallel.cost import RECOMPUTE, SCHEDULES, SHAPES, Candidates
 from hyper_parallel.errors import BadValue, NoLegalStrategy
 from hyper_parallel.ir import Strategy, Workload
 from hyper_parallel.planner import plan, plan_recipe
-from hyper_parallel.planner._pins import EXCLUDABLE, PINNABLE, check_pins
+from hyper_parallel.planner.pins import EXCLUDABLE, PINNABLE, check_pins
 from hyper_parallel.units import format_bytes
 from tests.cost.machines import machine, small_model
 

@@ -14,7 +14,7 @@ from hyper_parallel.errors import BatchMismatch, DegreesMismatch, HyperParallelE
 from hyper_parallel.ir import Strategy, Workload
 from hyper_parallel.model import load_model
 from hyper_parallel.planner import plan
-from hyper_parallel.planner._refusals import follow_changes
+from hyper_parallel.planner.refusals import follow_changes
 from hyper_parallel.topology import load_topology
 
 pytestmark = pytest.mark.unit

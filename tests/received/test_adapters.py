@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hyper_parallel.backends.torch._adapter_config import read_adapter_config
+from hyper_parallel.backends.torch.adapter_config import read_adapter_config
 from hyper_parallel.config import Recipe
 from hyper_parallel.errors import (
     BadValue,
@@ -20,8 +20,8 @@ from hyper_parallel.errors import (
     UnsupportedSharding,
     WeightsUnreadable,
 )
-from hyper_parallel.trainer.checkpoints._adapter import take_adapter
-from hyper_parallel.trainer.engine._model import build_model
+from hyper_parallel.trainer.checkpoints.adapter_files import take_adapter
+from hyper_parallel.trainer.engine.recipe_model import build_model
 from tests.e2e.runs import CONFIG
 
 pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore")]  # peft's own

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from hyper_parallel.errors import BadValue, CheckpointCorrupt, CheckpointMismatch
-from hyper_parallel.trainer.checkpoints import _manifest as files
-from hyper_parallel.trainer.checkpoints._checkpointer import Checkpointer
-from hyper_parallel.trainer.checkpoints._extra import check_trainer_extra
-from hyper_parallel.trainer.checkpoints._index import read_index
+from hyper_parallel.trainer.checkpoints import manifest as files
+from hyper_parallel.trainer.checkpoints.checkpointer import Checkpointer
+from hyper_parallel.trainer.checkpoints.extra_state import check_trainer_extra
+from hyper_parallel.trainer.checkpoints.index import read_index
 from tests.trainer_checkpoint.test_cli import run
 
 pytestmark = pytest.mark.torch

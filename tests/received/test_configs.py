@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hyper_parallel.model import load_model, preset_names, read_config, read_preset
-from hyper_parallel.model._limits import check_config
+from hyper_parallel.model.config_limits import check_config
 from tests.received.bounds import refusal
 from tests.received.tokenizers import write
 
@@ -91,7 +91,7 @@ def test_every_command_refuses_alike(
 
 def test_code_beside_a_config_does_not_run(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    from hyper_parallel.trainer.engine._model import read_spec
+    from hyper_parallel.trainer.engine.recipe_model import read_spec
 
     (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()")
     values = SMALL | {"model_type": "evil", "auto_map": {"AutoConfig": "evil.Evil"}}

@@ -9,7 +9,7 @@ import pytest
 
 from hyper_parallel.config import Data
 from hyper_parallel.received import names_outside, outside_target
-from hyper_parallel.trainer.data._sources import resolve
+from hyper_parallel.trainer.data.sources import resolve
 from tests.received.bounds import refusal
 
 pytestmark = pytest.mark.unit
@@ -196,7 +196,7 @@ def test_an_address_is_no_source(source: str) -> None:
 )
 def test_a_list_of_llamafactory_stays_in_its_folder(folder: Path, secret: Path, name: Any) -> None:
     pytest.importorskip("transformers")
-    from hyper_parallel.integration.llamafactory._data import source_of
+    from hyper_parallel.integration.llamafactory.data import source_of
 
     (folder / "link.jsonl").symlink_to(secret)
     listed = {

@@ -205,6 +205,6 @@ def test_no_code_refuses_a_recipe_that_names_code(
 
 @pytest.mark.torch
 def test_known_rewards_are_those_of_the_trainer() -> None:
-    from hyper_parallel.trainer.stages._rewards import REWARDS
+    from hyper_parallel.trainer.stages.rewards import REWARDS
 
     assert set(KNOWN_REWARDS) == set(REWARDS)

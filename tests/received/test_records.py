@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from hyper_parallel.config import Data
-from hyper_parallel.trainer.data._json_array import ArrayReader
-from hyper_parallel.trainer.data._sources import Document, resolve
+from hyper_parallel.trainer.data.json_array import ArrayReader
+from hyper_parallel.trainer.data.sources import Document, resolve
 from tests.received.bounds import refusal, within_bounds
 
 pytestmark = pytest.mark.unit

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from hyper_parallel.calibration import predict_file
-from hyper_parallel.calibration._row import read_rows
+from hyper_parallel.calibration.csv_rows import read_rows
 from hyper_parallel.errors import HyperParallelError, PlanUnreadable, RunsUnreadable, RunUnreadable
 from hyper_parallel.ir import Plan, Strategy
 from hyper_parallel.reports import load_run, write_comparison, write_report

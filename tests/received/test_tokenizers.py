@@ -11,9 +11,9 @@ pytestmark = [pytest.mark.unit, pytest.mark.torch]
 pytest.importorskip("transformers")
 
 from hyper_parallel.trainer.data import load_tokenizer, tokenizing  # noqa: E402
-from hyper_parallel.trainer.data._pack import encode  # noqa: E402
-from hyper_parallel.trainer.data._sources import Document  # noqa: E402
-from hyper_parallel.trainer.data._tokenizer_limits import check_pattern  # noqa: E402
+from hyper_parallel.trainer.data.packing import encode  # noqa: E402
+from hyper_parallel.trainer.data.sources import Document  # noqa: E402
+from hyper_parallel.trainer.data.tokenizer_limits import check_pattern  # noqa: E402
 from tests.received.bounds import refusal, within_bounds  # noqa: E402
 from tests.received.tokenizers import Edit, small, write  # noqa: E402
 

@@ -12,8 +12,8 @@ from hyper_parallel.cli import main
 from hyper_parallel.errors import PlanUnreadable, RunUnreadable
 from hyper_parallel.ir import Counter, Span, Timeline
 from hyper_parallel.reports import chrome_trace, load_run, one_step, write_comparison, write_report
-from hyper_parallel.reports._results import results
-from hyper_parallel.reports._terms import COLORS, RESUMED, RUNS
+from hyper_parallel.reports.results import results
+from hyper_parallel.reports.terms import COLORS, RESUMED, RUNS
 from hyper_parallel.serde import encode
 from tests.reports.conftest import make_plan, make_timeline
 

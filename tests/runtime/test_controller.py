@@ -234,7 +234,7 @@ def test_a_file_that_is_no_journal_is_left_as_it_is(tmp_path, text) -> None:
 
 
 def test_one_journal_has_one_controller(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("hyper_parallel.runtime.controller._journal._LONGEST_WAIT_S", 0.0)
+    monkeypatch.setattr("hyper_parallel.runtime.controller.journal._LONGEST_WAIT_S", 0.0)
     with hp.Controller("inline", tmp_path / "journal"), pytest.raises(RunInUse):
         hp.Controller("inline", tmp_path / "journal")
     hp.Controller("inline", tmp_path / "journal").close()

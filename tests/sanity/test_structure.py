@@ -1,13 +1,8 @@
-"""The shape of the source: no import circle, one class name once, short files, file names that say one thing.
-
-What breaks a rule today stands in a list of known offenders. The lists only shrink: an entry that no longer offends
-fails its test until it is taken out.
-"""
+"""Structure of the source: no import circle, and no import of another folder's private modules."""
 
 from __future__ import annotations
 
 import ast
-from collections import defaultdict
 from functools import cache
 from pathlib import Path
 
@@ -18,17 +13,8 @@ pytestmark = pytest.mark.sanity
 SOURCE = Path(__file__).resolve().parents[2] / "src"
 PACKAGE = SOURCE / "hyper_parallel"
 FILES = sorted(PACKAGE.rglob("*.py"))
-MOST_LINES = 600
-ONE_SHAPE = (PACKAGE / "backends" / "torch", PACKAGE / "trainer")
-"""Folders whose sub-rooms have the same files: there a file name says which part of its room it is."""
 
-# Known, to go.
 KNOWN_CIRCLES: set[str] = set()  # the first module of each group
-KNOWN_LONG: set[str] = set()
-KNOWN_CLASSES: set[str] = set()
-KNOWN_FILE_NAMES: set[str] = {
-    "_collectives.py", "_copies.py", "_parallelize.py", "_plan.py", "_stages.py", "_step.py",
-}  # fmt: skip
 
 
 @cache
@@ -99,27 +85,31 @@ def test_no_modules_import_each_other() -> None:
     assert groups.keys() == KNOWN_CIRCLES, groups
 
 
-def test_a_class_name_is_used_once() -> None:
-    places: dict[str, list[str]] = defaultdict(list)
-    for path in FILES:
-        for node in parsed(path).body:
-            if isinstance(node, ast.ClassDef):
-                places[node.name].append(module_name(path))
-    repeated = {name: where for name, where in places.items() if len(where) > 1}
-    assert repeated.keys() == KNOWN_CLASSES, repeated
+def private_imports(path: Path, room: str) -> list[str]:
+    """Private modules of other folders that a file imports, at any depth."""
+    names = []
+    for node in ast.walk(parsed(path)):
+        if (
+            isinstance(node, ast.ImportFrom)
+            and node.module
+            and node.module.startswith("hyper_parallel")
+        ):
+            targets = [node.module, *(f"{node.module}.{a.name}" for a in node.names)]
+            private = [t for t in targets if t in MODULES and t.rpartition(".")[2].startswith("_")]
+            names += [t for t in private if t.rpartition(".")[0] != room]
+    return names
 
 
-def test_no_file_is_long() -> None:
-    lengths = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in FILES}
-    long = {str(p.relative_to(PACKAGE)): n for p, n in lengths.items() if n > MOST_LINES}
-    assert long.keys() == KNOWN_LONG, long
+def test_no_file_imports_a_private_module_of_another_folder() -> None:
+    found = {
+        str(path.relative_to(SOURCE)): names
+        for path in FILES
+        if (names := private_imports(path, module_name(path.with_name("__init__.py"))))
+    }
+    assert not found, found
 
 
-def test_a_file_name_is_used_once() -> None:
-    places: dict[str, set[Path]] = defaultdict(set)
-    for path in FILES:
-        folder = path.parent
-        if path.name != "__init__.py":
-            places[path.name].add(folder.parent if folder.parent in ONE_SHAPE else folder)
-    repeated = {name: where for name, where in places.items() if len(where) > 1}
-    assert repeated.keys() == KNOWN_FILE_NAMES, repeated
+def test_tests_import_public_modules_only() -> None:
+    tests = sorted(Path(__file__).parents[1].rglob("*.py"))
+    found = {str(path): names for path in tests if (names := private_imports(path, ""))}
+    assert not found, found

@@ -10,8 +10,8 @@ import pytest
 
 from hyper_parallel.errors import BadValue, DeviceUnavailable, UnknownDevice
 from hyper_parallel.topology import detect_local, find_accelerators, load_topology
-from hyper_parallel.topology._cpu import cache_dir, cpu_rates, read_cpu
-from hyper_parallel.topology._load_topology import parse_npu_smi, parse_nvidia_smi
+from hyper_parallel.topology.cpu_machine import cache_dir, cpu_rates, read_cpu
+from hyper_parallel.topology.loading import parse_npu_smi, parse_nvidia_smi
 
 pytestmark = pytest.mark.unit
 

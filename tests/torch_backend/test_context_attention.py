@@ -8,14 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from hyper_parallel.backends.torch.context import _block_attention
-from hyper_parallel.backends.torch.context._attention import PlaceAttention
-from hyper_parallel.backends.torch.context._block_attention import (
+from hyper_parallel.backends.torch.context import block_attention
+from hyper_parallel.backends.torch.context.attention import PlaceAttention
+from hyper_parallel.backends.torch.context.block_attention import (
     AttentionBlock,
     AttentionRules,
     wide,
 )
-from hyper_parallel.backends.torch.context._state import view_of
+from hyper_parallel.backends.torch.context.state import view_of
 from hyper_parallel.ir import SequenceCut
 
 pytestmark = pytest.mark.torch
@@ -138,7 +138,7 @@ def test_the_accelerator_kernels_take_these_arguments():
 
 
 def test_large_blocks_are_computed_in_tiles(monkeypatch):
-    monkeypatch.setattr(_block_attention, "_SCORES", 64)
+    monkeypatch.setattr(block_attention, "_SCORES", 64)
     for window in (None, 3):
         compare(2, 8, AttentionRules(0.4, window), False, (1, 2, 1, 4, 4), torch.float64, 1e-12)
 

@@ -11,8 +11,8 @@ import hyper_parallel as hp
 from hyper_parallel.config import load_recipe
 from hyper_parallel.errors import CaptureUnsupported
 from hyper_parallel.runtime import World, launch
-from hyper_parallel.trainer._job import prepare_job
-from hyper_parallel.trainer.engine._engine import TorchEngine
+from hyper_parallel.trainer.engine.torch_engine import TorchEngine
+from hyper_parallel.trainer.job import prepare_job
 from hyper_parallel.trainer.loop import Display
 from tests.e2e.runs import make_stage_place
 

@@ -8,7 +8,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from transformers.integrations.neftune import neftune_post_forward_hook
 
 import hyper_parallel as hp
-from hyper_parallel.backends.torch._embedding_noise import EmbeddingNoise, mixed
+from hyper_parallel.backends.torch.embedding_noise import EmbeddingNoise, mixed
 from hyper_parallel.config import load_recipe
 from hyper_parallel.errors import Contradiction
 from tests.e2e.runs import assert_same_curve, curve, make_place, rows, train

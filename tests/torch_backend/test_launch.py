@@ -23,8 +23,8 @@ from hyper_parallel.errors import (
 )
 from hyper_parallel.ir import Strategy
 from hyper_parallel.runtime import Deadlines, World, launch, with_restarts
-from hyper_parallel.runtime._heartbeat import Beat, Board, Pulse
-from hyper_parallel.runtime._supervise import Watch, hang
+from hyper_parallel.runtime.heartbeat import Beat, Board, Pulse
+from hyper_parallel.runtime.supervision import Watch, hang
 
 
 def _sleep_forever(_: int) -> None:
@@ -48,7 +48,7 @@ def test_a_rank_that_is_stopped_before_its_first_word_is_found(
             os.kill(os.getpid(), signal.SIGSTOP)
         return Pulse(board, rank)
 
-    monkeypatch.setattr("hyper_parallel.runtime._launch.Pulse", stopped)
+    monkeypatch.setattr("hyper_parallel.runtime.local_launch.Pulse", stopped)
 
     def body(rank: int) -> None:
         with World.join("cpu"):

@@ -3,8 +3,8 @@
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hyper_parallel.backends.torch._structure import PlaceholderModule
-from hyper_parallel.backends.torch._token_scores import head_of
+from hyper_parallel.backends.torch.model_structure import PlaceholderModule
+from hyper_parallel.backends.torch.token_scores import head_of
 
 pytestmark = pytest.mark.torch
 

@@ -21,8 +21,8 @@ from hyper_parallel.runtime import (
     launch,
     parallelize,
 )
-from hyper_parallel.trainer.checkpoints._checkpointer import Checkpointer
-from hyper_parallel.trainer.checkpoints._export import export_hf
+from hyper_parallel.trainer.checkpoints.checkpointer import Checkpointer
+from hyper_parallel.trainer.checkpoints.model_export import export_hf
 from tests.parity.universal import Setup
 
 SETUP = Setup("qwen3", tied=True, accumulation=4, config=(("num_hidden_layers", 4),))

@@ -10,8 +10,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hyper_parallel.backends.torch._regather import RegatherScope
-from hyper_parallel.backends.torch.tensor._spread_norm import SpreadNorm
+from hyper_parallel.backends.torch.regather import RegatherScope
+from hyper_parallel.backends.torch.tensor.sharded_norm import SpreadNorm
 from hyper_parallel.errors import UnsupportedSharding
 from hyper_parallel.runtime import World, launch
 

@@ -6,8 +6,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hyper_parallel.backends.torch._forward import recompute
-from hyper_parallel.backends.torch._swap import swap_layers
+from hyper_parallel.backends.torch.forward_variants import recompute
+from hyper_parallel.backends.torch.host_saved_activations import swap_layers
 
 pytestmark = pytest.mark.unit
 
@@ -67,7 +67,7 @@ def test_gradients_are_bitwise_those_without_and_no_product_runs_twice(attention
 
 def test_what_waits_is_a_copy_of_its_own(monkeypatch):
     """Products and inputs are released on the device as soon as the layer is done with them."""
-    import hyper_parallel.backends.torch._swap as swap
+    import hyper_parallel.backends.torch.host_saved_activations as swap
 
     copied = []
     real = swap._to_host

@@ -12,11 +12,11 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hyper_parallel.backends.torch import read_model
-from hyper_parallel.backends.torch.weights._lora import adapted, merge_adapters
+from hyper_parallel.backends.torch.weights.lora import adapted, merge_adapters
 from hyper_parallel.config import Lora, Recipe
 from hyper_parallel.errors import HyperParallelError
-from hyper_parallel.planner._trained import trained_share
-from hyper_parallel.trainer.engine._adapters import trained_of
+from hyper_parallel.planner.trained_share import trained_share
+from hyper_parallel.trainer.engine.trained_parameters import trained_of
 
 peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.torch
@@ -36,7 +36,7 @@ def _model(family: str) -> nn.Module:
 
 
 def _adapted(model: nn.Module, **keys: object) -> list[str]:
-    from hyper_parallel.backends.torch._peft import add_adapters
+    from hyper_parallel.backends.torch.peft_adapters import add_adapters
 
     values = Lora(**keys).model_dump(mode="json")
     add_adapters(model, peft.LoraConfig(**values))

@@ -43,7 +43,7 @@ CASES = {
 
 
 def _model(family: str, own: dict, targets: object, saved: object) -> nn.Module:
-    from hyper_parallel.backends.torch._peft import add_adapters
+    from hyper_parallel.backends.torch.peft_adapters import add_adapters
 
     torch.manual_seed(0)
     config = AutoConfig.for_model(family, **SIZES | own, attn_implementation="eager")

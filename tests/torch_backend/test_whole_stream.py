@@ -6,10 +6,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from hyper_parallel.backends.torch import read_model
-from hyper_parallel.backends.torch._resolve import module_rules
-from hyper_parallel.backends.torch.tensor._gradients import to_local
+from hyper_parallel.backends.torch.model_layouts import module_rules
+from hyper_parallel.backends.torch.tensor.gradients import to_local
 from hyper_parallel.ir import ModelRef, Plan, Strategy, Workload
-from hyper_parallel.planner._request import rules_of
+from hyper_parallel.planner.request import rules_of
 from hyper_parallel.runtime import World, launch, parallelize
 from hyper_parallel.shard import plan_layouts
 

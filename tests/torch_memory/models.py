@@ -3,7 +3,7 @@
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, StaticCache
 
-from hyper_parallel.backends.torch._forward import cache_argument
+from hyper_parallel.backends.torch.forward_variants import cache_argument
 
 _LLAMA_LIKE = {
     "hidden_size": 32,

@@ -18,8 +18,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hyper_parallel.backends.torch.memory._operators import written_leaves
-from hyper_parallel.backends.torch.memory._streams import DeviceApi
+from hyper_parallel.backends.torch.memory.operators import written_leaves
+from hyper_parallel.backends.torch.memory.streams import DeviceApi
 
 
 class Order:

@@ -13,10 +13,10 @@ from hyper_parallel.backends.torch.memory import (
     training_step,
     with_kernel_bytes,
 )
-from hyper_parallel.backends.torch.memory import _held_state as held_state
-from hyper_parallel.backends.torch.memory._kernel_bytes import columns, in_pieces, piece_bytes
-from hyper_parallel.backends.torch.memory._operators import Call, View
-from hyper_parallel.backends.torch.memory._out_variants import into
+from hyper_parallel.backends.torch.memory import arena_state as held_state
+from hyper_parallel.backends.torch.memory.kernel_bytes import columns, in_pieces, piece_bytes
+from hyper_parallel.backends.torch.memory.operators import Call, View
+from hyper_parallel.backends.torch.memory.out_variants import into
 from hyper_parallel.errors import MemoryPlanInvalid
 from hyper_parallel.memory import plan_memory, wrong_address
 from tests.torch_memory.test_parity import (

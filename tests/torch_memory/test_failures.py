@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hyper_parallel.backends.torch.memory import training_step
-from hyper_parallel.backends.torch.memory._bound_actions import BoundActions
+from hyper_parallel.backends.torch.memory.bound_actions import BoundActions
 from hyper_parallel.errors import StepChanged, TransferFailed
 from tests.torch_memory.steps import batch, bits, captured, opened, same, trained
 from tests.torch_memory.test_parity import one_thread

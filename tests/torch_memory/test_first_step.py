@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from hyper_parallel.backends.torch.memory._first_step import ULPS, StepOutcome, near, sample
+from hyper_parallel.backends.torch.memory.first_step import ULPS, StepOutcome, near, sample
 
 pytestmark = pytest.mark.torch
 

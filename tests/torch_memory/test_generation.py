@@ -6,18 +6,18 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hyper_parallel.backends.torch._slots import Passes, SlotPasses, SlotSteps
-from hyper_parallel.backends.torch._static_cache import GrowingSteps, StaticSteps
-from hyper_parallel.backends.torch.memory._handover import Way
+from hyper_parallel.backends.torch.decode_slots import Passes, SlotPasses, SlotSteps
 from hyper_parallel.backends.torch.memory.generation import (
     MemoryLimits,
     PlannedGeneration,
     PlannedSlots,
 )
+from hyper_parallel.backends.torch.memory.plan_transition import Way
+from hyper_parallel.backends.torch.static_cache import GrowingSteps, StaticSteps
 from hyper_parallel.errors import BudgetImpossible, CaptureUnsupported, TierFull
 from hyper_parallel.memory import Channel, MemoryMachine, Roofline
-from hyper_parallel.trainer._decode import Decoder, Running
-from hyper_parallel.trainer._generate import Sampling, decode_tokens
+from hyper_parallel.trainer.decoding import Decoder, Running
+from hyper_parallel.trainer.generation import Sampling, decode_tokens
 from tests.torch_memory.models import tiny_model
 
 pytestmark = pytest.mark.torch

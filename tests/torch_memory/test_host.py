@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from hyper_parallel.backends.torch.memory import PlannedDevice, capture_training, training_step
-from hyper_parallel.backends.torch.memory._copies import CopyLanes
-from hyper_parallel.backends.torch.memory._streams import DeviceApi
+from hyper_parallel.backends.torch.memory.streams import DeviceApi
+from hyper_parallel.backends.torch.memory.tier_copies import CopyLanes
 from hyper_parallel.errors import TransferFailed
 from hyper_parallel.ir import Operator
 from hyper_parallel.memory import Channel, MemoryMachine, Roofline, order_peak, plan_memory
@@ -127,7 +127,7 @@ def test_an_update_that_fails_stops_the_step(monkeypatch):
             return run
 
         monkeypatch.setattr(
-            "hyper_parallel.backends.torch.memory._bound_actions.in_host_memory", broken
+            "hyper_parallel.backends.torch.memory.bound_actions.in_host_memory", broken
         )
         with pytest.raises(TransferFailed, match="no memory"):
             device.step(batch(2))

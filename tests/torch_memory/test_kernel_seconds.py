@@ -2,7 +2,7 @@
 
 import pytest
 
-from hyper_parallel.backends.torch.memory._kernel_bytes import Events, kernel_seconds
+from hyper_parallel.backends.torch.memory.kernel_bytes import Events, kernel_seconds
 from hyper_parallel.ir import Operator
 
 

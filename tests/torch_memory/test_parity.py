@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from hyper_parallel.backends.torch._forward import cache_argument
+from hyper_parallel.backends.torch.forward_variants import cache_argument
 from hyper_parallel.backends.torch.memory import (
     PlannedDevice,
     capture_inference,

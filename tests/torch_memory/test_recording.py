@@ -14,8 +14,8 @@ from hyper_parallel.backends.torch.memory import (
     record,
     training_step,
 )
-from hyper_parallel.backends.torch.memory._operators import count_flops
-from hyper_parallel.backends.torch.memory._storages import Entry, Storages
+from hyper_parallel.backends.torch.memory.operators import count_flops
+from hyper_parallel.backends.torch.memory.storages import Entry, Storages
 from hyper_parallel.errors import CaptureUnsupported
 from hyper_parallel.memory import (
     Channel,

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from hyper_parallel.backends.torch._forward import recompute
+from hyper_parallel.backends.torch.forward_variants import recompute
 from hyper_parallel.backends.torch.memory import (
     FileTier,
     Meter,

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hyper_parallel.backends.torch.memory import PlannedDevice, record
-from hyper_parallel.backends.torch.memory._operators import draws
+from hyper_parallel.backends.torch.memory.operators import draws
 from hyper_parallel.memory import plan_memory
 from tests.torch_memory.test_parity import (
     MACHINE,

@@ -18,7 +18,7 @@ from hyper_parallel.backends.torch.memory import (
     record,
     training_step,
 )
-from hyper_parallel.backends.torch.memory._prepared import Addresses, Prepared
+from hyper_parallel.backends.torch.memory.prepared_plan import Addresses, Prepared
 from hyper_parallel.errors import CaptureUnsupported, StepChanged
 from hyper_parallel.memory import Channel, MemoryMachine, Roofline, plan_memory
 

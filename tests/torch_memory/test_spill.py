@@ -16,7 +16,7 @@ from hyper_parallel.backends.torch.memory import (
     optimizer_state,
     training_step,
 )
-from hyper_parallel.backends.torch.memory._host_pool import HostPool
+from hyper_parallel.backends.torch.memory.host_pool import HostPool
 from tests.torch_memory.models import tiny_model, tokens
 
 pytestmark = pytest.mark.torch

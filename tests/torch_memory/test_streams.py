@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from hyper_parallel.backends.torch.memory import DeviceApi, FileTier, PlannedDevice, record
-from hyper_parallel.backends.torch.memory import _held_state as held_state
-from hyper_parallel.backends.torch.memory import _streams as streams
-from hyper_parallel.backends.torch.memory._hardware import Hardware
-from hyper_parallel.backends.torch.memory._held_state import HeldState
+from hyper_parallel.backends.torch.memory import arena_state as held_state
+from hyper_parallel.backends.torch.memory import streams as streams
+from hyper_parallel.backends.torch.memory.arena_state import HeldState
+from hyper_parallel.backends.torch.memory.hardware import Hardware
 from hyper_parallel.errors import TransferFailed
 from hyper_parallel.memory import Channel, MemoryMachine, Roofline, plan_memory, wrong_address
 from tests.torch_memory.ordering import Order, Watch, executor_of

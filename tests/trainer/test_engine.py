@@ -22,7 +22,7 @@ CHILD = """
 import json, math, pickle, sys, time
 sys.modules["torch"] = None  # any import of it raises
 import numpy as np
-import hyper_parallel.trainer.checkpoints._manifest
+import hyper_parallel.trainer.checkpoints.manifest
 import hyper_parallel.trainer.data
 from hyper_parallel.errors import HyperParallelError
 from hyper_parallel.trainer import Job, LrSchedule

@@ -8,7 +8,7 @@ from hyper_parallel.config import load_recipe
 from hyper_parallel.errors import ModelUnreadable
 from hyper_parallel.planner import plan_recipe
 from hyper_parallel.trainer import prepare_job
-from hyper_parallel.trainer.engine._model import build_model, check_parameters
+from hyper_parallel.trainer.engine.recipe_model import build_model, check_parameters
 
 pytestmark = pytest.mark.torch
 

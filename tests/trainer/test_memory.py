@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hyper_parallel.runtime import launch
-from hyper_parallel.trainer.engine._gauges import MemoryGauge
+from hyper_parallel.trainer.engine.step_gauges import MemoryGauge
 from hyper_parallel.units import MiB
 
 pytestmark = pytest.mark.dist

@@ -11,8 +11,8 @@ from hyper_parallel.trainer.loop import (
     EvalRecord,
     MetricsLog,
     StepRecord,
-    _trackers,
     log_line,
+    trackers,
 )
 
 pytestmark = pytest.mark.torch
@@ -127,9 +127,9 @@ def test_trackers_get_the_same_numbers_and_go_on_in_their_runs(tmp_path, monkeyp
 
 
 def test_a_tracker_without_its_package_is_refused_with_the_line_for_pip(monkeypatch):
-    monkeypatch.setattr(_trackers, "find_spec", lambda name: None)
+    monkeypatch.setattr(trackers, "find_spec", lambda name: None)
     with pytest.raises(MissingDependency) as caught:
-        _trackers.check_trackers(["mlflow"], "training.report_to")
+        trackers.check_trackers(["mlflow"], "training.report_to")
     assert caught.value.hint == "pip install mlflow-skinny"
 
 
@@ -139,7 +139,7 @@ def _broken(step, values):
 
 def test_a_service_that_is_down_does_not_end_the_run(tmp_path, caplog):
     log = MetricsLog(tmp_path, 0, ())
-    log._trackers.append(_trackers.Tracker("broken", _broken, lambda: None))
+    log._trackers.append(trackers.Tracker("broken", _broken, lambda: None))
     log.step(_record(1))
     log.step(_record(2))
     log.close()

@@ -5,11 +5,11 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hyper_parallel.backends.torch._parameter_roles import parameter_roles
+from hyper_parallel.backends.torch.parameter_roles import parameter_roles
 from hyper_parallel.config import Training
 from hyper_parallel.trainer import build_optimizer, parameter_groups
-from hyper_parallel.trainer.engine._muon import describe_muon
-from hyper_parallel.trainer.engine._optimizer import step_unless
+from hyper_parallel.trainer.engine.muon import describe_muon
+from hyper_parallel.trainer.engine.optimizer import step_unless
 
 pytestmark = pytest.mark.torch
 

@@ -4,7 +4,7 @@ import pytest
 
 from hyper_parallel.config import load_recipe
 from hyper_parallel.trainer import LrSchedule
-from hyper_parallel.trainer.engine._model import build_model
+from hyper_parallel.trainer.engine.recipe_model import build_model
 
 pytestmark = pytest.mark.torch
 

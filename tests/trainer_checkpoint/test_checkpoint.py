@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-from hyper_parallel.backends.torch.weights._initialise import materialize
+from hyper_parallel.backends.torch.weights.initialization import materialize
 from hyper_parallel.errors import CheckpointCorrupt, CheckpointMismatch, OutputNotWritable
 from hyper_parallel.runtime import launch
-from hyper_parallel.trainer.checkpoints._checkpointer import Checkpointer
-from hyper_parallel.trainer.checkpoints._manifest import steps
+from hyper_parallel.trainer.checkpoints.checkpointer import Checkpointer
+from hyper_parallel.trainer.checkpoints.manifest import steps
 from tests.weights.models import assert_same, full_state, join, on_meta, qwen3, shard
 
 PRINT = {"model": "qwen3", "optimizer": "adamw"}

@@ -5,10 +5,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from hyper_parallel.cli._checkpoint_command import app
+from hyper_parallel.cli.checkpoint_command import app
 from hyper_parallel.errors import CheckpointCorrupt, ModelUnreadable, RunUnreadable
 from hyper_parallel.runtime import launch
-from hyper_parallel.trainer.checkpoints._checkpointer import Checkpointer
+from hyper_parallel.trainer.checkpoints.checkpointer import Checkpointer
 from tests.trainer_checkpoint.test_checkpoint import PRINT, build, flip, saved_run
 from tests.trainer_checkpoint.test_export import logits, reload
 from tests.weights.models import join
@@ -88,7 +88,7 @@ def test_export_of_a_sharded_checkpoint(tmp_path):
 @pytest.mark.sanity
 def test_the_command_module_needs_no_framework():
     code = (
-        "import sys; from hyper_parallel.cli import _checkpoint_command;"
+        "import sys; from hyper_parallel.cli import checkpoint_command;"
         " assert not {'torch', 'transformers'} & sys.modules.keys()"
     )
     subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": "src"})

@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch import nn
 
-from hyper_parallel.backends.torch.weights._initialise import materialize
-from hyper_parallel.backends.torch.weights._pretrained import load_pretrained
+from hyper_parallel.backends.torch.weights.initialization import materialize
+from hyper_parallel.backends.torch.weights.pretrained import load_pretrained
 from hyper_parallel.errors import ModelUnreadable, OutputNotWritable
 from hyper_parallel.runtime import launch
-from hyper_parallel.trainer.checkpoints._export import export_hf
+from hyper_parallel.trainer.checkpoints.model_export import export_hf
 from tests.weights.models import (
     assert_same,
     full_state,

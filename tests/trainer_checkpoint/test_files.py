@@ -24,12 +24,12 @@ from hyper_parallel.errors import (
     LossNotFinite,
     OutputNotWritable,
 )
-from hyper_parallel.trainer._files import Damaged, FileEntry
-from hyper_parallel.trainer.checkpoints import _manifest as files
-from hyper_parallel.trainer.checkpoints._checkpointer import Checkpointer
-from hyper_parallel.trainer.checkpoints._index import INDEX, encode_index, read_index
-from hyper_parallel.trainer.checkpoints._manifest import steps
-from hyper_parallel.trainer.checkpoints._pieces import owners
+from hyper_parallel.trainer.checkpoints import manifest as files
+from hyper_parallel.trainer.checkpoints.checkpointer import Checkpointer
+from hyper_parallel.trainer.checkpoints.index import INDEX, encode_index, read_index
+from hyper_parallel.trainer.checkpoints.manifest import steps
+from hyper_parallel.trainer.checkpoints.pieces import owners
+from hyper_parallel.trainer.files import Damaged, FileEntry
 from tests.owned_folder.test_replacement import listing
 from tests.trainer_checkpoint.test_cli import run
 

@@ -10,10 +10,10 @@ import hyper_parallel as hp
 from hyper_parallel.backends.torch import materialize
 from hyper_parallel.config import Grpo
 from hyper_parallel.runtime import World, launch, parallelize, plan_of
-from hyper_parallel.trainer.checkpoints._checkpointer import Checkpointer
-from hyper_parallel.trainer.checkpoints._manifest import steps
-from hyper_parallel.trainer.stages._rollout_folder import RolloutFolder
-from hyper_parallel.trainer.stages._rollouts import Publisher
+from hyper_parallel.trainer.checkpoints.checkpointer import Checkpointer
+from hyper_parallel.trainer.checkpoints.manifest import steps
+from hyper_parallel.trainer.stages.rollout_folder import RolloutFolder
+from hyper_parallel.trainer.stages.rollouts import Publisher
 from tests.parity.planned import whole
 from tests.weights.models import on_meta, qwen3_moe
 

@@ -6,8 +6,8 @@ import pytest
 
 from hyper_parallel.config import Data
 from hyper_parallel.errors import Contradiction
-from hyper_parallel.integration.llamafactory._data import source_of
-from hyper_parallel.trainer.data._sources import resolve
+from hyper_parallel.integration.llamafactory.data import source_of
+from hyper_parallel.trainer.data.sources import resolve
 
 pytestmark = pytest.mark.unit
 

@@ -14,7 +14,7 @@ from hyper_parallel.config import Data
 from hyper_parallel.errors import BadValue, NoData, OutputNotWritable
 from hyper_parallel.runtime import launch
 from hyper_parallel.trainer.data import IGNORE_INDEX, load_tokenizer, prepare
-from hyper_parallel.trainer.data._pack import first_fit, token_dtype
+from hyper_parallel.trainer.data.packing import first_fit, token_dtype
 
 pytestmark = pytest.mark.torch
 

@@ -9,13 +9,13 @@ import pytest
 from hyper_parallel.config import Data
 from hyper_parallel.errors import MissingDependency, NoData
 from hyper_parallel.trainer.data import StreamBatches, load_tokenizer
-from hyper_parallel.trainer.data._sources import resolve
 from hyper_parallel.trainer.data.counts import (
     ALL_UNTRAINED,
     EMPTY_ANSWERS,
     NO_ANSWER,
     NO_TARGET,
 )
+from hyper_parallel.trainer.data.sources import resolve
 
 RECORDS = [{"text": f"text {i}"} for i in range(3)]
 TEXTS = [record["text"] for record in RECORDS]

@@ -6,7 +6,7 @@ import pytest
 
 from hyper_parallel.config import Data
 from hyper_parallel.errors import Contradiction, NoData
-from hyper_parallel.trainer.data._sources import resolve
+from hyper_parallel.trainer.data.sources import resolve
 
 pytestmark = pytest.mark.unit
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hyper_parallel.errors import BatchMismatch, CheckpointMismatch, NoData
-from hyper_parallel.trainer.data import StreamBatches, _streaming, load_tokenizer
+from hyper_parallel.trainer.data import StreamBatches, load_tokenizer, streaming
 
 pytestmark = pytest.mark.torch
 
@@ -28,7 +28,7 @@ def steps(batches, which):
 
 @pytest.fixture(params=FORMS)
 def stream(request, corpus, conversations, make, monkeypatch):
-    monkeypatch.setattr(_streaming, "_BLOCK", 8)
+    monkeypatch.setattr(streaming, "_BLOCK", 8)
     source = conversations if request.param == "chat" else corpus
     return make(source, streaming=True, max_bytes=6000, **FORMS[request.param]).train
 
@@ -98,7 +98,7 @@ def test_another_order_is_refused_and_an_empty_stream_too(corpus, make, tmp_path
 
 
 def test_an_endless_source_is_not_read_to_its_end(tmp_path, make, monkeypatch):
-    import hyper_parallel.trainer.data._sources as sources
+    import hyper_parallel.trainer.data.sources as sources
 
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "first"}\n')
@@ -126,7 +126,7 @@ def test_a_validation_file_is_what_is_evaluated(corpus, make, tmp_path):
 def test_a_stream_refuses_to_go_on_in_data_that_changed_before_its_place(
     conversations, make, monkeypatch
 ):
-    monkeypatch.setattr(_streaming, "_BLOCK", 4)
+    monkeypatch.setattr(streaming, "_BLOCK", 4)
     tokenizer = make(conversations, stage="sft", seq_len=128).tokenizer_dir
 
     def opened():

@@ -4,10 +4,10 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hyper_parallel.backends.torch._forward import keep_float64, loop_over_experts
-from hyper_parallel.backends.torch._slots import SlotPasses, passes_of, why_no_slots
+from hyper_parallel.backends.torch.decode_slots import SlotPasses, passes_of, why_no_slots
+from hyper_parallel.backends.torch.forward_variants import keep_float64, loop_over_experts
 from hyper_parallel.errors import BadValue
-from hyper_parallel.trainer._decode import Decoder, Running, Sampling, numbers
+from hyper_parallel.trainer.decoding import Decoder, Running, Sampling, numbers
 
 pytestmark = pytest.mark.torch
 

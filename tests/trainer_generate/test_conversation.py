@@ -6,9 +6,9 @@ import pytest
 from typer.testing import CliRunner
 
 from hyper_parallel.cli import application
-from hyper_parallel.cli._conversation import converse
+from hyper_parallel.cli.chat_session import converse
 from hyper_parallel.errors import BadValue, printable
-from hyper_parallel.trainer._generate import Generator, Sampling
+from hyper_parallel.trainer.generation import Generator, Sampling
 
 pytestmark = pytest.mark.torch
 

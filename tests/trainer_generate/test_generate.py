@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 from transformers.generation import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 from typer.testing import CliRunner
 
-from hyper_parallel.cli._generate_command import generate as command
+from hyper_parallel.cli.generate_command import generate as command
 from hyper_parallel.config import load_recipe
 from hyper_parallel.errors import (
     BadValue,
@@ -26,18 +26,18 @@ from hyper_parallel.errors import (
     WeightsUnreadable,
     printable,
 )
-from hyper_parallel.trainer._decode import choose
-from hyper_parallel.trainer._generate import (
+from hyper_parallel.trainer.data import stop_ids
+from hyper_parallel.trainer.decoding import choose
+from hyper_parallel.trainer.generation import (
     Generator,
     Sampling,
     decode_tokens,
     stream_text,
 )
-from hyper_parallel.trainer._job import prepare_job
-from hyper_parallel.trainer._texts import PromptBatch
-from hyper_parallel.trainer.data import stop_ids
-from hyper_parallel.trainer.stages._rollouts import Sampler
-from hyper_parallel.trainer.stages._sampling import Weights
+from hyper_parallel.trainer.job import prepare_job
+from hyper_parallel.trainer.stages.rollouts import Sampler
+from hyper_parallel.trainer.stages.sampling import Weights
+from hyper_parallel.trainer.text_codec import PromptBatch
 from tests.trainer_generate.conftest import SIZES
 
 pytestmark = pytest.mark.torch
@@ -332,7 +332,7 @@ def test_the_command_with_a_device_smaller_than_the_model(run_dir, tmp_path, mon
 @pytest.mark.sanity
 def test_the_command_module_imports_no_framework():
     program = (
-        "import sys, hyper_parallel.cli._generate_command; "
+        "import sys, hyper_parallel.cli.generate_command; "
         "assert not {'torch', 'transformers', 'tokenizers'} & set(sys.modules)"
     )
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}

@@ -7,12 +7,12 @@ import pytest
 from typer.testing import CliRunner
 
 from hyper_parallel.backends.torch import data_share
-from hyper_parallel.backends.torch._slots import SlotPasses
+from hyper_parallel.backends.torch.decode_slots import SlotPasses
 from hyper_parallel.cli import application
 from hyper_parallel.errors import HyperParallelError, UnsupportedSharding
 from hyper_parallel.ir import Workload
 from hyper_parallel.runtime import World, launch, parallelize, plan_of
-from hyper_parallel.trainer._decode import Sampling, decoder_of
+from hyper_parallel.trainer.decoding import Sampling, decoder_of
 from tests.trainer_generate.test_batch import FAMILIES, decoded, model_of, running
 
 pytestmark = [pytest.mark.torch, pytest.mark.e2e]
@@ -110,7 +110,7 @@ def test_the_command_starts_ranks_and_writes_what_one_rank_does(run_dir, prompts
 def test_what_decoding_does_not_do_is_refused_before_ranks_start(
     run_dir, prompts, words, match, monkeypatch
 ):
-    monkeypatch.setattr("hyper_parallel.trainer._generate_ranks.launch", None)
+    monkeypatch.setattr("hyper_parallel.trainer.generation_ranks.launch", None)
     with pytest.raises(HyperParallelError, match=match) as caught:
         generated(run_dir, prompts, "--parallel", words)
     assert caught.value.hint or not isinstance(caught.value, UnsupportedSharding)

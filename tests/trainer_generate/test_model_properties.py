@@ -11,9 +11,9 @@ from hyper_parallel.errors import Contradiction
 from hyper_parallel.model import ConfigFile, ModelProperties, read_config
 from hyper_parallel.planner import plan_recipe
 from hyper_parallel.topology import cache_dir
-from hyper_parallel.trainer._generate import Generator, Sampling
 from hyper_parallel.trainer.data import load_tokenizer
-from hyper_parallel.trainer.engine._model import read_spec
+from hyper_parallel.trainer.engine.recipe_model import read_spec
+from hyper_parallel.trainer.generation import Generator, Sampling
 from hyper_parallel.trainer.model_properties import (
     check_properties,
     measure_config,

@@ -6,13 +6,13 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hyper_parallel.backends.torch import data_share, read_model
-from hyper_parallel.backends.torch._slots import SlotPasses, why_no_slots
+from hyper_parallel.backends.torch.decode_slots import SlotPasses, why_no_slots
 from hyper_parallel.errors import NoLegalStrategy
 from hyper_parallel.ir import GenerateWorkload, Workload
 from hyper_parallel.model import FAMILIES_READ
-from hyper_parallel.planner._generation import plan_generation
+from hyper_parallel.planner.generation import plan_generation
 from hyper_parallel.runtime import World, launch, parallelize, plan_of
-from hyper_parallel.trainer._decode import Sampling, decoder_of
+from hyper_parallel.trainer.decoding import Sampling, decoder_of
 from tests.cost.machines import machine
 from tests.trainer_generate.test_batch import FAMILIES, model_of, running
 

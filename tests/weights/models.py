@@ -20,7 +20,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from hyper_parallel.runtime._launch import INIT_METHOD
+from hyper_parallel.runtime.local_launch import INIT_METHOD
 
 SIZES = {
     "vocab_size": 67,

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hyper_parallel.backends.torch.weights._checksums import PartChecksum, joint_checksum
+from hyper_parallel.backends.torch.weights.checksums import PartChecksum, joint_checksum
 
 pytestmark = pytest.mark.torch
 

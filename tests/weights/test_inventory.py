@@ -16,13 +16,13 @@ from transformers import (
 )
 
 import hyper_parallel as hp
-from hyper_parallel.backends.torch.weights._initialise import materialize
+from hyper_parallel.backends.torch.weights.initialization import materialize
 from hyper_parallel.errors import BadValue, WeightsUnreadable
 from hyper_parallel.model import load_model, read_config
-from hyper_parallel.trainer._exported_model import from_pretrained
-from hyper_parallel.trainer.checkpoints._export_checkpoint import export_checkpoint
-from hyper_parallel.trainer.checkpoints._import import import_checkpoint
-from hyper_parallel.trainer.engine._auto_model import model_from_config
+from hyper_parallel.trainer.checkpoints.checkpoint_export import export_checkpoint
+from hyper_parallel.trainer.checkpoints.model_import import import_checkpoint
+from hyper_parallel.trainer.engine.auto_model import model_from_config
+from hyper_parallel.trainer.exported_model import from_pretrained
 from tests.weights.models import mixtral, qwen3, qwen3_moe
 
 pytestmark = pytest.mark.torch

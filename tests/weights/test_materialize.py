@@ -5,8 +5,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from hyper_parallel.backends.torch.weights._initialise import materialize
-from hyper_parallel.backends.torch.weights._ranges import copy_full, local
+from hyper_parallel.backends.torch.weights.initialization import materialize
+from hyper_parallel.backends.torch.weights.shard_ranges import copy_full, local
 from hyper_parallel.errors import UnsupportedSharding, WeightsUninitialised
 from hyper_parallel.runtime import launch
 from tests.weights.models import (

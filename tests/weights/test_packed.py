@@ -6,12 +6,12 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hyper_parallel.backends.torch.weights._initialise import materialize
-from hyper_parallel.backends.torch.weights._pretrained import load_pretrained
+from hyper_parallel.backends.torch.weights.initialization import materialize
+from hyper_parallel.backends.torch.weights.pretrained import load_pretrained
 from hyper_parallel.ir import Strategy
 from hyper_parallel.runtime import World, launch, parallelize
-from hyper_parallel.trainer.checkpoints._checkpointer import Checkpointer
-from hyper_parallel.trainer.checkpoints._export import export_hf
+from hyper_parallel.trainer.checkpoints.checkpointer import Checkpointer
+from hyper_parallel.trainer.checkpoints.model_export import export_hf
 from tests.parity.universal import Setup
 from tests.slow import cells
 from tests.weights.models import assert_same

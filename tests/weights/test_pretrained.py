@@ -5,9 +5,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from hyper_parallel.backends.torch.weights._initialise import materialize
-from hyper_parallel.backends.torch.weights._pretrained import load_pretrained
-from hyper_parallel.backends.torch.weights._tensor_files import WeightFiles
+from hyper_parallel.backends.torch.weights.initialization import materialize
+from hyper_parallel.backends.torch.weights.pretrained import load_pretrained
+from hyper_parallel.backends.torch.weights.tensor_files import WeightFiles
 from hyper_parallel.errors import WeightsUnreadable
 from hyper_parallel.runtime import launch
 from tests.weights.models import (

@@ -45,10 +45,10 @@ def compared(model_type: str, folder: Path) -> dict[str, str]:
     from census import write_tokenizer
     from transformers import AutoTokenizer
 
-    from hyper_parallel.backends.torch._forward import keep_float64
+    from hyper_parallel.backends.torch.forward_variants import keep_float64
     from hyper_parallel.backends.torch.measure_properties import prepare_model
-    from hyper_parallel.trainer._decode import Sampling
-    from hyper_parallel.trainer._generate import Generator
+    from hyper_parallel.trainer.decoding import Sampling
+    from hyper_parallel.trainer.generation import Generator
 
     os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
     try:

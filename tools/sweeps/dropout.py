@@ -23,7 +23,7 @@ KEPT = ("router_jitter_noise",)
 
 def model_types() -> list[str]:
     """Return all causal and image-text types; children inherit what is imported here."""
-    import hyper_parallel.backends.torch._dropout  # noqa: F401
+    import hyper_parallel.backends.torch.dropout  # noqa: F401
 
     return causal_types() + image_text_types()
 
@@ -82,8 +82,8 @@ def run(model_type: str, folder: Path) -> dict[str, str]:
     """Return the cells of one model type."""
     import torch
 
-    from hyper_parallel.backends.torch._dropout import disable_dropout, original_config
-    from hyper_parallel.backends.torch._forward import keep_float64
+    from hyper_parallel.backends.torch.dropout import disable_dropout, original_config
+    from hyper_parallel.backends.torch.forward_variants import keep_float64
 
     try:
         model = rated_model(model_type)

@@ -24,7 +24,7 @@ LENGTH = 32
 def model_types() -> list[str]:
     """Return all causal types; children inherit what is imported here."""
     import hyper_parallel.runtime
-    import hyper_parallel.trainer.engine._optimizer  # noqa: F401
+    import hyper_parallel.trainer.engine.optimizer  # noqa: F401
 
     return causal_types()
 
@@ -36,7 +36,7 @@ def record_calls(model_type: str, number: int, recompute: bool) -> tuple[list[An
 
     import hyper_parallel as hp
     from hyper_parallel.backends.torch import handle, local
-    from hyper_parallel.backends.torch._structure import decoder_of
+    from hyper_parallel.backends.torch.model_structure import decoder_of
     from hyper_parallel.runtime import World
 
     model = rated_model(model_type)

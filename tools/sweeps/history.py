@@ -21,7 +21,7 @@ SECONDS = 240
 
 def model_types() -> list[str]:
     """Return all causal and image-text types; children inherit what is imported here."""
-    import hyper_parallel.backends.torch._forward_state  # noqa: F401
+    import hyper_parallel.backends.torch.forward_state  # noqa: F401
 
     return causal_types() + image_text_types()
 
@@ -58,8 +58,8 @@ def cell(model: Any) -> str:
     """Return the cell of one model."""
     import torch
 
-    from hyper_parallel.backends.torch._forward import keep_float64
-    from hyper_parallel.backends.torch._forward_state import changed_state, reset_before_calls
+    from hyper_parallel.backends.torch.forward_state import changed_state, reset_before_calls
+    from hyper_parallel.backends.torch.forward_variants import keep_float64
 
     new, used = copy.deepcopy(model), model
     for one in (new, used):

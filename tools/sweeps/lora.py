@@ -40,7 +40,7 @@ def model_types() -> list[str]:
 
 def run(model_type: str, folder: Path) -> dict[str, str]:
     """Return the cells of one model type."""
-    from hyper_parallel.backends.torch._forward import keep_float64
+    from hyper_parallel.backends.torch.forward_variants import keep_float64
 
     try:
         model = plain_model(model_type)
@@ -96,7 +96,7 @@ def _batch() -> tuple[Tensor, Tensor]:
 
 def _plain_step(model: Any) -> Step:
     """Return loss and gradients by plain transformers."""
-    from hyper_parallel.backends.torch._forward import keep_float64
+    from hyper_parallel.backends.torch.forward_variants import keep_float64
 
     keep_float64(model)
     ids, targets = _batch()
@@ -131,7 +131,7 @@ def _adapted(model: nn.Module) -> nn.Module:
     """Return the model with an adapter on every linear module, both factors random."""
     from peft import LoraConfig
 
-    from hyper_parallel.backends.torch._peft import add_adapters
+    from hyper_parallel.backends.torch.peft_adapters import add_adapters
 
     add_adapters(model, LoraConfig(r=4, lora_alpha=6, target_modules="all-linear"))
     with torch.no_grad():
@@ -194,8 +194,8 @@ def _compare(expected: Step, found: Step) -> str:
 def _planned_share(adapted: Any, folder: Path) -> str:
     """Compare the trained share that planning estimates with that of the model."""
     from hyper_parallel.config import Recipe
-    from hyper_parallel.planner._trained import trained_share
-    from hyper_parallel.trainer.engine._model import read_spec
+    from hyper_parallel.planner.trained_share import trained_share
+    from hyper_parallel.trainer.engine.recipe_model import read_spec
 
     adapted.config.save_pretrained(folder)
     recipe = Recipe.model_validate(

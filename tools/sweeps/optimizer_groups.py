@@ -27,7 +27,7 @@ def model_types() -> list[str]:
     """Return all causal and image-text types; children inherit what is imported here."""
     from transformers import Trainer  # noqa: F401
 
-    import hyper_parallel.trainer.engine._optimizer  # noqa: F401
+    import hyper_parallel.trainer.engine.optimizer  # noqa: F401
 
     return causal_types() + image_text_types()
 
@@ -131,8 +131,8 @@ def muon_cell(model: Any) -> str:
     from torch import nn
     from transformers.pytorch_utils import Conv1D
 
-    from hyper_parallel.backends.torch._forward import keep_float64
-    from hyper_parallel.backends.torch._parameter_roles import parameter_roles
+    from hyper_parallel.backends.torch.forward_variants import keep_float64
+    from hyper_parallel.backends.torch.parameter_roles import parameter_roles
     from hyper_parallel.config import Training
     from hyper_parallel.trainer import build_optimizer
 

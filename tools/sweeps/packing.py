@@ -91,7 +91,7 @@ def packed_rows(folder: Path) -> int:
     """Return how many rows the conversations fill when they are packed."""
     from hyper_parallel.config import load_recipe
     from hyper_parallel.trainer.data import prepare
-    from hyper_parallel.trainer.engine._model import read_spec  # noqa: F401
+    from hyper_parallel.trainer.engine.recipe_model import read_spec  # noqa: F401
 
     recipe = load_recipe(folder / "recipe.json", [tokens(1)]).recipe
     data = prepare(
@@ -159,7 +159,7 @@ def plain_is_independent(model: Any) -> bool:
     """Return whether plain transformers gives the logits of separate texts when they are packed."""
     import torch
 
-    from hyper_parallel.backends.torch._forward import keep_float64
+    from hyper_parallel.backends.torch.forward_variants import keep_float64
 
     keep_float64(model.eval())
     texts = documents()

@@ -143,7 +143,7 @@ def float64() -> Any:
     """Return a context in which nothing is computed in float32, also not the counts of transformers' loss."""
     import torch
 
-    from hyper_parallel.backends.torch._forward import _KeepFloat64
+    from hyper_parallel.backends.torch.forward_variants import _KeepFloat64
 
     class Float64(_KeepFloat64):
         def __torch_function__(

@@ -183,7 +183,7 @@ class _Case:
         """Compare exports in float64 and in bfloat16 with what plain transformers reads of the original."""
         import torch
 
-        from hyper_parallel.trainer.checkpoints._export import export_hf
+        from hyper_parallel.trainer.checkpoints.model_export import export_hf
 
         model = self._loaded(self._base)
         for dtype in (None, torch.bfloat16):
@@ -231,7 +231,7 @@ class _Case:
 
         from hyper_parallel.backends.torch import load_pretrained
         from hyper_parallel.model import load_model, read_config
-        from hyper_parallel.trainer.engine._auto_model import model_from_config
+        from hyper_parallel.trainer.engine.auto_model import model_from_config
 
         if _is_known(self._model_type):
             load_model(directory)
@@ -256,7 +256,7 @@ class _Case:
         """Return the tensors of the export of a directory, loaded by plain transformers and by ours."""
         from safetensors.torch import load_file
 
-        from hyper_parallel.trainer.checkpoints._export import export_hf
+        from hyper_parallel.trainer.checkpoints.model_export import export_hf
 
         model = self._loaded(directory)
         out = self._folder / f"export{next(self._number)}"

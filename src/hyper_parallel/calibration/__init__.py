@@ -7,13 +7,6 @@ from hyper_parallel.calibration._constants import (
     write_card,
     write_own,
 )
-from hyper_parallel.calibration._fit_runs import (
-    FOLDS,
-    Fit,
-    fit_runs,
-    read_runs,
-    write_cards,
-)
 from hyper_parallel.calibration._local import (
     LocalRates,
     MeasuredStep,
@@ -31,7 +24,14 @@ from hyper_parallel.calibration._prediction import (
     read_cards,
 )
 from hyper_parallel.calibration._published_run import PublishedRun, read_run
-from hyper_parallel.calibration._row import RowError
+from hyper_parallel.calibration.card_fit import (
+    FOLDS,
+    Fit,
+    fit_runs,
+    read_runs,
+    write_cards,
+)
+from hyper_parallel.calibration.csv_rows import RowError
 
 __all__ = [
     "CONSTANTS",

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from hyper_parallel.calibration._published_run import PublishedRun, read_run
-from hyper_parallel.calibration._row import MEASURED, SURPLUS, RowError, read_rows, stated
+from hyper_parallel.calibration.csv_rows import MEASURED, SURPLUS, RowError, read_rows, stated
 from hyper_parallel.cost import (
     RECOMPUTE,
     Candidates,

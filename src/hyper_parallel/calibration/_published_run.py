@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-from hyper_parallel.calibration._row import MEASURED, REQUIRED, SHAPE, RowError, RunRow, stated
+from hyper_parallel.calibration.csv_rows import MEASURED, REQUIRED, SHAPE, RowError, RunRow, stated
 from hyper_parallel.model import (
     Block,
     ModelSpec,

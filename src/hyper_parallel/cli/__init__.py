@@ -15,7 +15,7 @@ from typing import Any
 
 import typer
 
-from hyper_parallel.cli._frame import build_app, run
+from hyper_parallel.cli.app import build_app, run
 
 _COMMANDS = (
     "init", "data", "plan", "train", "parity", "generate", "report", "doctor", "calibrate", "predict",
@@ -27,7 +27,7 @@ def application(only: str | None = None) -> typer.Typer:
     """The application with every command, or with one."""
 
     def named(command: str) -> Any:
-        module = import_module(f"{__name__}._{command}_command")
+        module = import_module(f"{__name__}.{command}_command")
         return getattr(module, command if command in _COMMANDS else "app")
 
     return build_app(

@@ -12,9 +12,9 @@ from hyper_parallel.cost._candidates import SCHEDULES, Array, shape_of
 from hyper_parallel.cost._copies import Load
 from hyper_parallel.cost._memory import chosen, fullest, held_parts, total_bytes, under
 from hyper_parallel.cost._phases import Parts, moving
-from hyper_parallel.cost._pipeline import in_flight
 from hyper_parallel.cost._setting import Setting
 from hyper_parallel.cost._step import Step
+from hyper_parallel.cost.pipeline import in_flight
 from hyper_parallel.ir import GRADIENT_PIECES
 
 

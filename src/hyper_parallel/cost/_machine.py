@@ -10,7 +10,7 @@ import numpy as np
 from hyper_parallel.cost._candidates import Array, Axis
 from hyper_parallel.cost._cards import DeviceCard, StackCard, device_card, stack_card
 from hyper_parallel.cost._own_cards import own_cards
-from hyper_parallel.cost._pipeline import Speed
+from hyper_parallel.cost.pipeline import Speed
 from hyper_parallel.topology import Supernode, Tier
 from hyper_parallel.units import DTYPE_BYTES
 

@@ -25,8 +25,8 @@ from hyper_parallel.cost._phases import (
     state_bytes,
     staying,
 )
-from hyper_parallel.cost._pipeline import in_flight, in_flight_of, lay_out
 from hyper_parallel.cost._setting import Setting, positions
+from hyper_parallel.cost.pipeline import in_flight, in_flight_of, lay_out
 from hyper_parallel.ir import MemoryTerm
 
 _TIE = 1e-9  # of a layer: what rounding may add to the layers that fit

@@ -19,8 +19,8 @@ from hyper_parallel.cost._communication import (
     layer_communication,
 )
 from hyper_parallel.cost._layer import Compute, layer_compute, matmul_seconds
-from hyper_parallel.cost._pipeline import StageSplit, lay_out
 from hyper_parallel.cost._setting import Setting
+from hyper_parallel.cost.pipeline import StageSplit, lay_out
 
 LOGIT_BYTES = 24.0
 """Bytes moved per logit by the loss: written, cast to float32 (read 2, written 4), softmax and its gradient in place

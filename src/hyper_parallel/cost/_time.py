@@ -18,9 +18,9 @@ from hyper_parallel.cost._machine import Machine
 from hyper_parallel.cost._memory import SpaceTerm, memory_terms
 from hyper_parallel.cost._numbers import ModelNumbers
 from hyper_parallel.cost._phases import moved_bytes, stage_elements
-from hyper_parallel.cost._pipeline import bubble_seconds
 from hyper_parallel.cost._setting import Setting
 from hyper_parallel.cost._step import BlockPrices, Step
+from hyper_parallel.cost.pipeline import bubble_seconds
 from hyper_parallel.ir import AXES, CostTerm, MemoryTerm, Strategy, Workload
 from hyper_parallel.model import ModelSpec
 from hyper_parallel.topology import Supernode

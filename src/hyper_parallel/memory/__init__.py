@@ -12,25 +12,25 @@ from hyper_parallel.memory._address import (
 )
 from hyper_parallel.memory._capacity_hint import with_capacity_hint
 from hyper_parallel.memory._clock import Copied, ProgramClock, clocked
-from hyper_parallel.memory._memory_machine import (
-    Channel,
-    MemoryMachine,
-    Roofline,
-    with_seconds,
-)
 from hyper_parallel.memory._order import order_peak, order_seconds, refine_order
 from hyper_parallel.memory._overlap import overlapped
-from hyper_parallel.memory._plan_cache import plan_memory_cached
-from hyper_parallel.memory._plan_memory import plan_memory
 from hyper_parallel.memory._plan_tasks import plan_tasks, predicted_timeline
 from hyper_parallel.memory._profile import peak_by_kind, summarise
-from hyper_parallel.memory._usedef import (
+from hyper_parallel.memory.def_use import (
     UseDef,
     dependencies,
     identity_actions,
     use_definitions,
     working_set_bytes,
 )
+from hyper_parallel.memory.memory_machine import (
+    Channel,
+    MemoryMachine,
+    Roofline,
+    with_seconds,
+)
+from hyper_parallel.memory.memory_planner import plan_memory
+from hyper_parallel.memory.plan_cache import plan_memory_cached
 
 __all__ = [
     "Channel",

@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Final
 
 from hyper_parallel.errors import TierFull
-from hyper_parallel.memory._emitted import Emitted
-from hyper_parallel.memory._memory_machine import MemoryMachine
+from hyper_parallel.memory.emitted_programs import Emitted
+from hyper_parallel.memory.memory_machine import MemoryMachine
 
 _ROUNDS: Final = 5  # of bisection
 

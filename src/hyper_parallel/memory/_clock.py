@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hyper_parallel.ir import COPIES, MemoryAction, MemoryProgram
-from hyper_parallel.memory._memory_machine import MemoryMachine
+from hyper_parallel.memory.memory_machine import MemoryMachine
 
 
 @dataclass(frozen=True, slots=True)

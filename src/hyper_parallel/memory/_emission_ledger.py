@@ -14,7 +14,7 @@ from hyper_parallel.ir import (
     slab_bytes,
 )
 from hyper_parallel.memory._clock import ProgramClock
-from hyper_parallel.memory._memory_machine import MemoryMachine
+from hyper_parallel.memory.memory_machine import MemoryMachine
 
 
 class EmissionLedger:

@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from hyper_parallel.errors import BudgetImpossible, TierFull
 from hyper_parallel.ir import MemoryPlan
 from hyper_parallel.memory._capacity_hint import sufficient_capacity, tier_full
-from hyper_parallel.memory._emitted import Emitted
-from hyper_parallel.memory._host import device_part
-from hyper_parallel.memory._memory_machine import MemoryMachine
 from hyper_parallel.memory._programs import Search
-from hyper_parallel.memory._usedef import working_set_bytes
+from hyper_parallel.memory.def_use import working_set_bytes
+from hyper_parallel.memory.emitted_programs import Emitted
+from hyper_parallel.memory.host_updates import device_part
+from hyper_parallel.memory.memory_machine import MemoryMachine
 from hyper_parallel.units import format_bytes
 
 _GOOD = 1.02  # of the live peak: an arena that is no larger needs no other program

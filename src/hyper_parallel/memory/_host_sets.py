@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from hyper_parallel.ir import MemoryProgram, Storage
-from hyper_parallel.memory._host import hostable, state_of, together
-from hyper_parallel.memory._memory_machine import Channel, MemoryMachine
-from hyper_parallel.memory._usedef import dependencies
+from hyper_parallel.memory.def_use import dependencies
+from hyper_parallel.memory.host_updates import hostable, state_of, together
+from hyper_parallel.memory.memory_machine import Channel, MemoryMachine
 
 
 def host_sets(

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 
 from hyper_parallel.ir import MemoryProgram, MemoryTier
 from hyper_parallel.memory._emission_ledger import EmissionLedger
-from hyper_parallel.memory._host import UpdatesInFlight
-from hyper_parallel.memory._issue import Gap, Pending
-from hyper_parallel.memory._recompute import Recomputes
-from hyper_parallel.memory._reload_queue import ReloadQueue
+from hyper_parallel.memory.copy_issue import Gap, Pending
+from hyper_parallel.memory.host_updates import UpdatesInFlight
+from hyper_parallel.memory.recompute import Recomputes
+from hyper_parallel.memory.reload_queue import ReloadQueue
 
 
 class InFlightCopies:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from hyper_parallel.ir import MemoryProgram, Operator, replay
 from hyper_parallel.memory._clock import clocked
-from hyper_parallel.memory._usedef import dependencies, identity_actions
+from hyper_parallel.memory.def_use import dependencies, identity_actions
 
 
 def refine_order(program: MemoryProgram) -> tuple[tuple[int, ...], tuple[str, ...]]:

@@ -14,7 +14,7 @@ from itertools import accumulate
 
 from hyper_parallel.ir import MemoryAction, MemoryProgram, Operator
 from hyper_parallel.memory._clock import ProgramClock
-from hyper_parallel.memory._usedef import dependencies, use_definitions
+from hyper_parallel.memory.def_use import dependencies, use_definitions
 
 DEPTHS = (1, 2)
 """How many collectives of a kind may be under way or unused before the one that is used now; tried in turn."""

@@ -23,7 +23,7 @@ from hyper_parallel.ir import (
     Timeline,
     simulate,
 )
-from hyper_parallel.memory._memory_machine import MemoryMachine
+from hyper_parallel.memory.memory_machine import MemoryMachine
 
 _WAIT, _ISSUE = "wait", "issue"  # kinds of tasks without seconds of their own
 

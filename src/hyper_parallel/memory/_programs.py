@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from hyper_parallel.ir import MemoryProgram
-from hyper_parallel.memory._emitted import Emitted, emit
-from hyper_parallel.memory._memory_machine import MemoryMachine
-from hyper_parallel.memory._rounding import Rounding, WholeChoice
+from hyper_parallel.memory.emitted_programs import Emitted, emit
+from hyper_parallel.memory.memory_machine import MemoryMachine
+from hyper_parallel.memory.rounding import Rounding, WholeChoice
 
 _LARGE_PROGRAM = 300  # operators
 # Storages that are on their way beyond what the linear program counts; the second for programs that are emitted fast.

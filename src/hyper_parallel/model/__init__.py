@@ -1,6 +1,15 @@
 """ModelSpec: read from a config.json, a Hugging Face directory or a preset, without any framework."""
 
-from hyper_parallel.model._load_model import (
+from hyper_parallel.model._model_spec import (
+    AttentionSpec,
+    Block,
+    KeptActivations,
+    MlpSpec,
+    ModelSpec,
+    ParamSpec,
+)
+from hyper_parallel.model._weight_listing import INDEX, SINGLE, WeightListing, list_weight_files
+from hyper_parallel.model.loading import (
     FAMILIES_READ,
     ConfigFile,
     find_preset,
@@ -12,15 +21,6 @@ from hyper_parallel.model._load_model import (
     read_preset,
     spec_from_config,
 )
-from hyper_parallel.model._model_spec import (
-    AttentionSpec,
-    Block,
-    KeptActivations,
-    MlpSpec,
-    ModelSpec,
-    ParamSpec,
-)
-from hyper_parallel.model._weight_listing import INDEX, SINGLE, WeightListing, list_weight_files
 from hyper_parallel.model.properties import QUESTIONS, ModelProperties, Property
 
 __all__ = [

@@ -10,8 +10,8 @@ from typing import Final, NamedTuple
 
 from hyper_parallel.errors import ModelUnreadable
 from hyper_parallel.model._config_json import ConfigView
-from hyper_parallel.model._families import Bias, Experts, Family
 from hyper_parallel.model._model_spec import AttentionSpec, Block, MlpSpec, ParamSpec
+from hyper_parallel.model.families import Bias, Experts, Family
 
 EMBEDDING = "model.embed_tokens.weight"
 LAYER = "model.layers.*"

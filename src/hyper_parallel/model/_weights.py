@@ -11,9 +11,9 @@ from pathlib import Path
 from types import MappingProxyType
 
 from hyper_parallel.errors import WeightsUnreadable
-from hyper_parallel.model._families import FAMILIES, Experts
 from hyper_parallel.model._model_spec import ModelSpec, ParamSpec
 from hyper_parallel.model._weight_listing import TensorInfo, list_weight_files, read_tensor_infos
+from hyper_parallel.model.families import FAMILIES, Experts
 
 _DTYPES: Mapping[str, str] = MappingProxyType(
     {

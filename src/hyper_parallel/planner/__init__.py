@@ -3,10 +3,10 @@
 from hyper_parallel.planner._explain import half_width
 from hyper_parallel.planner._launch_settings import STACKS, launch_settings
 from hyper_parallel.planner._objective import OBJECTIVES, plan
-from hyper_parallel.planner._plan import recheck
 from hyper_parallel.planner._recipe import parse_strategy, plan_recipe
-from hyper_parallel.planner._request import default_workload
 from hyper_parallel.planner._simulate import gantt, plan_tasks, simulate_plan
+from hyper_parallel.planner.plan_builder import recheck
+from hyper_parallel.planner.request import default_workload
 from hyper_parallel.planner.saved_plan import check_saved_plan, plan_overrides
 
 __all__ = [

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hyper_parallel.cost import distinct, memory_key
-from hyper_parallel.planner._bounds import (
+from hyper_parallel.planner.bounds import (
     FREED,
     FULL,
     PRICES,
@@ -18,7 +18,7 @@ from hyper_parallel.planner._bounds import (
     Pricer,
     select,
 )
-from hyper_parallel.planner._space import Columns
+from hyper_parallel.planner.strategy_space import Columns
 
 
 class PeakBytes:

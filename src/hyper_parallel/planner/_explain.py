@@ -7,8 +7,8 @@ from typing import Final
 
 from hyper_parallel.cost import COPIES, LOCAL_CARD, UNFITTED_HALF_WIDTH, Load, stack_card
 from hyper_parallel.ir import Certificate, CostTerm, Plan, Sensitivity, Strategy
-from hyper_parallel.planner._price import PricedStrategy
-from hyper_parallel.planner._request import missing
+from hyper_parallel.planner.pricing import PricedStrategy
+from hyper_parallel.planner.request import missing
 from hyper_parallel.units import format_bytes, format_seconds
 
 MOST_FACTOR: Final = 2.0

@@ -11,11 +11,11 @@ from typing import Final
 from hyper_parallel.errors import BadValue, DeadlineMissed, NoLegalStrategy
 from hyper_parallel.ir import Plan, Strategy, Workload
 from hyper_parallel.model import ModelSpec
-from hyper_parallel.planner._pins import check_exclusions, check_pins
-from hyper_parallel.planner._plan import evaluate, require, search, to_plan
-from hyper_parallel.planner._refine import Outcome, find
-from hyper_parallel.planner._request import LOCAL, HostMemory, PlanRequest, resolve
-from hyper_parallel.planner._space import divisors
+from hyper_parallel.planner.pins import check_exclusions, check_pins
+from hyper_parallel.planner.plan_builder import evaluate, require, search, to_plan
+from hyper_parallel.planner.refinement import Outcome, find
+from hyper_parallel.planner.request import LOCAL, HostMemory, PlanRequest, resolve
+from hyper_parallel.planner.strategy_space import divisors
 from hyper_parallel.topology import Supernode
 from hyper_parallel.units import format_seconds
 

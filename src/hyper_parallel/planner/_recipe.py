@@ -15,11 +15,11 @@ from hyper_parallel.errors import BadValue, Contradiction, DegreesMismatch
 from hyper_parallel.ir import Plan, Rule, Strategy, Workload
 from hyper_parallel.model import ModelSpec
 from hyper_parallel.mpmd import check_virtual
-from hyper_parallel.planner._pins import PINNABLE, check_pins
-from hyper_parallel.planner._plan import evaluate, search
-from hyper_parallel.planner._refusals import check_degrees
-from hyper_parallel.planner._request import HostMemory, PlanRequest, resolve
-from hyper_parallel.planner._trained import trained_share
+from hyper_parallel.planner.pins import PINNABLE, check_pins
+from hyper_parallel.planner.plan_builder import evaluate, search
+from hyper_parallel.planner.refusals import check_degrees
+from hyper_parallel.planner.request import HostMemory, PlanRequest, resolve
+from hyper_parallel.planner.trained_share import trained_share
 from hyper_parallel.received import LimitExceeded
 
 _SHARED: Final = tuple(

@@ -23,11 +23,11 @@ from hyper_parallel.ir import (
 from hyper_parallel.model import FAMILIES_READ
 from hyper_parallel.mpmd import on_shared_cores
 from hyper_parallel.planner._generation_layouts import strategies_of
-from hyper_parallel.planner._price import PricedStrategy
-from hyper_parallel.planner._refine import Outcome, find
-from hyper_parallel.planner._request import PlanRequest
 from hyper_parallel.planner._rollout_price import RolloutPrice, rollout_prices
-from hyper_parallel.planner._space import Space
+from hyper_parallel.planner.pricing import PricedStrategy
+from hyper_parallel.planner.refinement import Outcome, find
+from hyper_parallel.planner.request import PlanRequest
+from hyper_parallel.planner.strategy_space import Space
 from hyper_parallel.units import format_seconds
 
 KEPT: Final = 1024

@@ -1,6 +1,6 @@
 """The roles of `stage: grpo`: seconds of a step that samples and learns, and how devices are split among both.
 
-A step samples completions (the cost of generation, `cost._passes`) and learns from them (the cost of training, and a
+A step samples completions (the cost of generation, `cost.generation_passes`) and learns from them (the cost of training, and a
 forward for every pass beside it). With both a task graph of some steps, a lane per role, is simulated; its steady
 seconds per step are what a split is chosen by. The space is small, and all of it is priced: every number of ranks that
 only sample, every degree in which they share a copy, and of the ranks that learn every layout that the search of their
@@ -16,13 +16,13 @@ from dataclasses import replace
 from hyper_parallel.config import Recipe
 from hyper_parallel.errors import DoesNotFit, HyperParallelError, UnsupportedSharding, overrides
 from hyper_parallel.ir import Plan
-from hyper_parallel.planner._plan import require, search, to_plan
-from hyper_parallel.planner._price import PricedStrategy
-from hyper_parallel.planner._refine import Outcome, find
-from hyper_parallel.planner._refusals import check_legal
-from hyper_parallel.planner._request import PlanRequest
 from hyper_parallel.planner._role_prices import Learner, Roles, Split, rows_of
-from hyper_parallel.planner._space import divisors
+from hyper_parallel.planner.plan_builder import require, search, to_plan
+from hyper_parallel.planner.pricing import PricedStrategy
+from hyper_parallel.planner.refinement import Outcome, find
+from hyper_parallel.planner.refusals import check_legal
+from hyper_parallel.planner.request import PlanRequest
+from hyper_parallel.planner.strategy_space import divisors
 from hyper_parallel.units import format_bytes, format_seconds
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from hyper_parallel.cost._passes import pass_seconds
+from hyper_parallel.cost.generation_passes import pass_seconds
 from hyper_parallel.ir import GenerateWorkload, Strategy
 from hyper_parallel.planner._generation_layouts import (
     GenerationCut,
@@ -21,7 +21,7 @@ from hyper_parallel.planner._generation_layouts import (
     local_bytes,
     setting_of,
 )
-from hyper_parallel.planner._request import PlanRequest
+from hyper_parallel.planner.request import PlanRequest
 from hyper_parallel.units import DTYPE_BYTES
 
 

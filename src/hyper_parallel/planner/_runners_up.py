@@ -9,13 +9,13 @@ from typing import Final
 import numpy as np
 
 from hyper_parallel.ir import Rejected
-from hyper_parallel.planner._bounds import FREED, select, strategy_at, tuples
 from hyper_parallel.planner._explain import gained, slower, too_big
-from hyper_parallel.planner._price import PricedStrategy, price
-from hyper_parallel.planner._refusals import fits
-from hyper_parallel.planner._request import PlanRequest
-from hyper_parallel.planner._search import BranchAndBound
-from hyper_parallel.planner._space import Columns
+from hyper_parallel.planner.bounds import FREED, select, strategy_at, tuples
+from hyper_parallel.planner.pricing import PricedStrategy, price
+from hyper_parallel.planner.refusals import fits
+from hyper_parallel.planner.request import PlanRequest
+from hyper_parallel.planner.search import BranchAndBound
+from hyper_parallel.planner.strategy_space import Columns
 
 TOO_BIG_SHOWN: Final = 2
 """Strategies that do not fit in a list of runners-up: more would push those that can run off the screen."""

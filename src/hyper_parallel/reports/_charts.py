@@ -12,7 +12,7 @@ from bokeh.plotting import figure
 from bokeh.themes import Theme
 
 from hyper_parallel.ir import Span
-from hyper_parallel.reports._terms import COLORS, RESUMED
+from hyper_parallel.reports.terms import COLORS, RESUMED
 from hyper_parallel.units import GiB, KiB, MiB, format_bytes, format_seconds
 
 MAX_POINTS: Final = 2000

@@ -26,7 +26,10 @@ from hyper_parallel.reports._charts import (
     curves,
     lanes,
 )
-from hyper_parallel.reports._results import (
+from hyper_parallel.reports._run_record import RunRecord
+from hyper_parallel.reports._timeline import one_step, some_steps, steps_of
+from hyper_parallel.reports.data_section import data_section
+from hyper_parallel.reports.results import (
     conditions,
     deviation,
     differences,
@@ -34,8 +37,7 @@ from hyper_parallel.reports._results import (
     part_rows,
     results,
 )
-from hyper_parallel.reports._run_record import RunRecord
-from hyper_parallel.reports._terms import (
+from hyper_parallel.reports.terms import (
     MOVING,
     RUNS,
     STATES,
@@ -45,8 +47,6 @@ from hyper_parallel.reports._terms import (
     time_kind,
     words,
 )
-from hyper_parallel.reports._timeline import one_step, some_steps, steps_of
-from hyper_parallel.reports.data_section import data_section
 from hyper_parallel.units import format_bytes, format_count, format_seconds
 
 _MAX_LANES: Final = 16

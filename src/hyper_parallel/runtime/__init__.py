@@ -18,28 +18,28 @@ from hyper_parallel.backends.torch import (
     token_logprobs,
 )
 from hyper_parallel.runtime._agreed import agreed, of_all, of_ranks
-from hyper_parallel.runtime._heartbeat import Pulse
 from hyper_parallel.runtime._host_machine import host_machine
-from hyper_parallel.runtime._launch import launch
-from hyper_parallel.runtime._launchers import (
+from hyper_parallel.runtime._parallelize import parallelize
+from hyper_parallel.runtime._plan_of import plan_of
+from hyper_parallel.runtime._world import World, launched_rank
+from hyper_parallel.runtime.heartbeat import Pulse
+from hyper_parallel.runtime.launchers import (
     join_srun,
     ranks_per_node,
     sbatch_script,
     torchrun_words,
 )
-from hyper_parallel.runtime._offloaded_step import OffloadedStep, offload
-from hyper_parallel.runtime._parallelize import parallelize
-from hyper_parallel.runtime._plan_of import plan_of
-from hyper_parallel.runtime._ray import launch_on_ray
-from hyper_parallel.runtime._scratch import scratch_folder
-from hyper_parallel.runtime._supervise import Deadlines, with_restarts
-from hyper_parallel.runtime._world import World, launched_rank
+from hyper_parallel.runtime.local_launch import launch
 from hyper_parallel.runtime.local_ranks import (
     check_local_start,
     check_rank_count,
     launch_words,
     local_capacity,
 )
+from hyper_parallel.runtime.offloaded_step import OffloadedStep, offload
+from hyper_parallel.runtime.ray_ranks import launch_on_ray
+from hyper_parallel.runtime.scratch_folders import scratch_folder
+from hyper_parallel.runtime.supervision import Deadlines, with_restarts
 
 __all__ = [
     "CommCounter",

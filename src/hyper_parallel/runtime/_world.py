@@ -25,11 +25,11 @@ from hyper_parallel.errors import (
     LauncherIncomplete,
 )
 from hyper_parallel.ir import AXES, Strategy
-from hyper_parallel.runtime._fork import device_of_rank
-from hyper_parallel.runtime._heartbeat import BOARD, Board, Pulse
 from hyper_parallel.runtime._hosts import Hosts
-from hyper_parallel.runtime._launch import INIT_METHOD, stamp
-from hyper_parallel.runtime._supervise import Deadlines, QuietRanks, Sentry, board_of_machine
+from hyper_parallel.runtime.fork_server import device_of_rank
+from hyper_parallel.runtime.heartbeat import BOARD, Board, Pulse
+from hyper_parallel.runtime.local_launch import INIT_METHOD, stamp
+from hyper_parallel.runtime.supervision import Deadlines, QuietRanks, Sentry, board_of_machine
 
 _MISMATCH: Final = "Detected mismatch between collectives"
 """What torch says in its debug level DETAIL (ProcessGroupWrapper.cpp)."""

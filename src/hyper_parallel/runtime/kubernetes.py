@@ -12,7 +12,7 @@ from typing import Any, Final
 import yaml
 
 from hyper_parallel.config import Recipe, recipe_to_yaml, with_absolute_paths
-from hyper_parallel.runtime._launchers import ranks_per_node, torchrun_words
+from hyper_parallel.runtime.launchers import ranks_per_node, torchrun_words
 
 _PORT: Final = 29500
 """Port of torchrun's rendezvous in the first pod, its own default."""

@@ -7,10 +7,10 @@ import shlex
 from collections.abc import Sequence
 from typing import Any, Final
 
-from hyper_parallel.backends.torch._driver import driver_untouched
+from hyper_parallel.backends.torch.driver import driver_untouched
 from hyper_parallel.config import Recipe
 from hyper_parallel.errors import DeviceUnavailable
-from hyper_parallel.runtime._launchers import ranks_per_node
+from hyper_parallel.runtime.launchers import ranks_per_node
 from hyper_parallel.topology import RankCapacity, rank_capacity
 
 _NODE_RANKS = 8

@@ -1,20 +1,5 @@
 """Supernode: machines as planning sees them, from YAML presets or detected."""
 
-from hyper_parallel.topology._cpu import (
-    DEFAULT_CPU_RANKS,
-    cache_dir,
-    forget_measurements,
-    rank_threads,
-)
-from hyper_parallel.topology._load_topology import (
-    Accelerator,
-    detect_local,
-    find_accelerators,
-    is_this_machine,
-    load_topology,
-    preset_names,
-    read_topology,
-)
 from hyper_parallel.topology._supernode import (
     Certainty,
     Device,
@@ -22,6 +7,21 @@ from hyper_parallel.topology._supernode import (
     Quantity,
     Supernode,
     Tier,
+)
+from hyper_parallel.topology.cpu_machine import (
+    DEFAULT_CPU_RANKS,
+    cache_dir,
+    forget_measurements,
+    rank_threads,
+)
+from hyper_parallel.topology.loading import (
+    Accelerator,
+    detect_local,
+    find_accelerators,
+    is_this_machine,
+    load_topology,
+    preset_names,
+    read_topology,
 )
 from hyper_parallel.topology.rank_capacity import RankCapacity, rank_capacity
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from hyper_parallel.topology._cpu import free_memory_bytes, read_cpu
+from hyper_parallel.topology.cpu_machine import free_memory_bytes, read_cpu
 from hyper_parallel.units import GiB, format_bytes
 
 CPU_RANK_BYTES: Final = int(0.4 * GiB)

@@ -11,15 +11,15 @@ from typing import Any
 _MODULES = {
     "_calibrate": ("calibrate_first_run", "calibrate_local"),
     "_dryrun": ("DryRun", "dry_run"),
-    "_job": ("Job", "prepare_job", "under_torchrun"),
+    "job": ("Job", "prepare_job", "under_torchrun"),
     "_parity": ("Parity", "parity"),
     "_probe": ("short_step",),
-    "_run": ("make_sample", "run_job", "run_on_ray", "write_sample"),
+    "run_start": ("make_sample", "run_job", "run_on_ray", "write_sample"),
     "_trace": ("TracedRank", "differences", "trace_rank"),
     "checkpoints._own_loop": ("load", "save", "save_pretrained"),
     "data_panel": ("panel_rows",),
-    "engine._engine": ("train_rank",),
-    "engine._optimizer": ("build_optimizer", "parameter_groups"),
+    "engine.torch_engine": ("train_rank",),
+    "engine.optimizer": ("build_optimizer", "parameter_groups"),
     "loop": ("Callback", "LrSchedule", "Summary", "startup_panel"),
 }
 _HOME = {name: f"{__name__}.{module}" for module, names in _MODULES.items() for name in names}

@@ -44,10 +44,10 @@ from hyper_parallel.ir import Plan
 from hyper_parallel.model import ModelSpec
 from hyper_parallel.runtime import World, launch, scratch_folder
 from hyper_parallel.topology import Supernode, detect_local, rank_threads
-from hyper_parallel.trainer._job import Job, prepare_job, under_torchrun
 from hyper_parallel.trainer._probe import AT_ONCE, Probe, make_probes, time_probes
-from hyper_parallel.trainer._run import run_job
-from hyper_parallel.trainer.engine._model import read_spec
+from hyper_parallel.trainer.engine.recipe_model import read_spec
+from hyper_parallel.trainer.job import Job, prepare_job, under_torchrun
+from hyper_parallel.trainer.run_start import run_job
 
 _WARM: Final = 3
 _DTYPES: Final = ("float32", "bfloat16")

@@ -7,8 +7,8 @@ import math
 from hyper_parallel.config import PAIRED, LoadedRecipe
 from hyper_parallel.errors import Contradiction
 from hyper_parallel.ir import Plan
-from hyper_parallel.trainer._user_code import load_function
 from hyper_parallel.trainer.data import PackedData, Stream
+from hyper_parallel.trainer.user_code import load_function
 
 
 def check_rows(loaded: LoadedRecipe, plan: Plan) -> None:
@@ -22,7 +22,7 @@ def check_rows(loaded: LoadedRecipe, plan: Plan) -> None:
         Contradiction: HP104.
         NotImportable: HP109.
     """
-    from hyper_parallel.trainer.stages._rewards import reward_functions
+    from hyper_parallel.trainer.stages.rewards import reward_functions
 
     recipe, work, dp = loaded.recipe, plan.workload, plan.strategy.dp
     rows, size, what = (work.tokens_per_step or 0) // work.seq_len, 2, "pairs of rows"
@@ -57,8 +57,8 @@ def check_rewards(loaded: LoadedRecipe, packed: PackedData) -> None:
     Raises:
         Contradiction: HP104 naming a parameter of a function that is no column; and as `ModelReward.check`.
     """
-    from hyper_parallel.trainer.stages._model_reward import ModelReward
-    from hyper_parallel.trainer.stages._rewards import check_columns, reward_functions
+    from hyper_parallel.trainer.stages.model_reward import ModelReward
+    from hyper_parallel.trainer.stages.rewards import check_columns, reward_functions
 
     where, names = loaded.where("grpo.reward_funcs"), loaded.recipe.grpo.reward_funcs
     splits = [

@@ -14,8 +14,8 @@ from hyper_parallel.errors import BadValue, Contradiction
 from hyper_parallel.ir import Plan
 from hyper_parallel.topology import Supernode, load_topology
 from hyper_parallel.trainer._trace import TracedRank, trace_rank
-from hyper_parallel.trainer.engine._adapters import trained_of
-from hyper_parallel.trainer.engine._model import build_model, read_spec
+from hyper_parallel.trainer.engine.recipe_model import build_model, read_spec
+from hyper_parallel.trainer.engine.trained_parameters import trained_of
 
 _ALLOCATOR_BLOCK = 512
 """Bytes to which the caching allocators of accelerators round every allocation."""

@@ -13,7 +13,7 @@ from typing import Any, Final
 from torch import nn
 
 from hyper_parallel.backends.torch import handle, local
-from hyper_parallel.backends.torch.weights._initialise import canonical_name
+from hyper_parallel.backends.torch.weights.initialization import canonical_name
 from hyper_parallel.config import (
     COMPARED,
     PAIRED,
@@ -29,12 +29,12 @@ from hyper_parallel.model import read_config
 from hyper_parallel.planner import plan_recipe
 from hyper_parallel.runtime import World, launch, scratch_folder
 from hyper_parallel.topology import rank_threads
-from hyper_parallel.trainer._job import Job, prepare_job, under_torchrun
 from hyper_parallel.trainer._shrink import SIZES, shrunk
 from hyper_parallel.trainer.data import has_tokenizer
-from hyper_parallel.trainer.engine._engine import TorchEngine
-from hyper_parallel.trainer.engine._model import read_spec
+from hyper_parallel.trainer.engine.recipe_model import read_spec
+from hyper_parallel.trainer.engine.torch_engine import TorchEngine
 from hyper_parallel.trainer.hub_models import with_hub_models
+from hyper_parallel.trainer.job import Job, prepare_job, under_torchrun
 from hyper_parallel.trainer.loop import Display, LrSchedule
 
 LIMIT: Final = 1e-10

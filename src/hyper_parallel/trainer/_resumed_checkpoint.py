@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Final
 
 from hyper_parallel.config import LoadedRecipe
 from hyper_parallel.errors import Contradiction
-from hyper_parallel.trainer._files import Damaged
-from hyper_parallel.trainer.checkpoints._extra import check_trainer_extra, read_extra
-from hyper_parallel.trainer.checkpoints._manifest import step_name, steps
-from hyper_parallel.trainer.loop._facts import run_facts
-from hyper_parallel.trainer.loop._resume import check_resume
+from hyper_parallel.trainer.checkpoints.extra_state import check_trainer_extra, read_extra
+from hyper_parallel.trainer.checkpoints.manifest import step_name, steps
+from hyper_parallel.trainer.files import Damaged
+from hyper_parallel.trainer.loop.resume import check_resume
+from hyper_parallel.trainer.loop.run_facts import run_facts
 
 if TYPE_CHECKING:
-    from hyper_parallel.trainer._job import Job
+    from hyper_parallel.trainer.job import Job
 
 _OPTIMIZER_ARGS: Final = "training.optimizer_args"
 
@@ -45,7 +45,7 @@ def check_newest(job: Job, loaded: LoadedRecipe) -> None:
             saved = extra.get("run")
     changed = check_resume(saved, run_facts(job), directory.parent)
     if _OPTIMIZER_ARGS in changed:
-        from hyper_parallel.trainer.engine._optimizer import check_resumed_state
+        from hyper_parallel.trainer.engine.optimizer import check_resumed_state
 
         saved_args = changed[_OPTIMIZER_ARGS][0]
         saved_args = saved_args if isinstance(saved_args, dict) else {}

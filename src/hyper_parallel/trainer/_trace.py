@@ -30,9 +30,9 @@ from hyper_parallel.backends.torch.memory import (
 from hyper_parallel.config import Training
 from hyper_parallel.ir import Collective, Plan, Purpose
 from hyper_parallel.runtime import World, parallelize
-from hyper_parallel.trainer.engine._gauges import PhaseSpans
-from hyper_parallel.trainer.engine._loop import Loop, StepInputs
-from hyper_parallel.trainer.engine._optimizer import build_optimizer
+from hyper_parallel.trainer.engine.optimizer import build_optimizer
+from hyper_parallel.trainer.engine.step_gauges import PhaseSpans
+from hyper_parallel.trainer.engine.step_loop import Loop, StepInputs
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,10 +7,10 @@ import sys
 from collections.abc import Iterable
 from typing import Any, Final
 
-from hyper_parallel.trainer._job import Job
 from hyper_parallel.trainer.data.preview import Example, Segment, without_middle
 from hyper_parallel.trainer.data.summary import notes
 from hyper_parallel.trainer.data_record import data_rows
+from hyper_parallel.trainer.job import Job
 
 _MOST_CHARACTERS: Final = 110
 """Of a segment in the panel."""

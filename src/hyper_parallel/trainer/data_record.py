@@ -12,7 +12,7 @@ from hyper_parallel.trainer.data.counts import DataCounts
 from hyper_parallel.trainer.data.summary import notes, records_word, summary_rows
 
 if TYPE_CHECKING:
-    from hyper_parallel.trainer._job import Job
+    from hyper_parallel.trainer.job import Job
 
 DATA_RECORD: Final = "data.json"
 

@@ -10,8 +10,6 @@ from typing import Any, Final
 
 from hyper_parallel.config import LoadedRecipe
 from hyper_parallel.model import read_config
-from hyper_parallel.trainer.data._prepare import open_sources
-from hyper_parallel.trainer.data._sources import Source
 from hyper_parallel.trainer.data.counts import DataCounts
 from hyper_parallel.trainer.data.document import Document
 from hyper_parallel.trainer.data.encoding_helpers import (
@@ -19,6 +17,7 @@ from hyper_parallel.trainer.data.encoding_helpers import (
     count_unit,
     encoded_units,
 )
+from hyper_parallel.trainer.data.preparation import open_sources
 from hyper_parallel.trainer.data.preview import (
     Example,
     LengthHistogram,
@@ -26,6 +25,7 @@ from hyper_parallel.trainer.data.preview import (
     is_used,
     units,
 )
+from hyper_parallel.trainer.data.sources import Source
 from hyper_parallel.trainer.data.summary import notes, summary_rows
 from hyper_parallel.trainer.hub_models import with_hub_models
 from hyper_parallel.units import MiB

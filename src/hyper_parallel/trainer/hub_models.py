@@ -23,7 +23,7 @@ from hyper_parallel.hub import (
 )
 from hyper_parallel.model import find_preset
 from hyper_parallel.near_paths import export_hint, nearest_path
-from hyper_parallel.trainer.checkpoints._manifest import steps
+from hyper_parallel.trainer.checkpoints.manifest import steps
 
 
 def with_hub_models(loaded: LoadedRecipe, *, weights: bool = True) -> LoadedRecipe:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from hyper_parallel.backends.torch import measure_properties as measuring
-from hyper_parallel.backends.torch._driver import driver_untouched
+from hyper_parallel.backends.torch.driver import driver_untouched
 from hyper_parallel.config import LoadedRecipe
 from hyper_parallel.errors import Contradiction, ForkUnsafe, HyperParallelError, RankFailed
 from hyper_parallel.ir import Plan
@@ -27,7 +27,7 @@ from hyper_parallel.runtime import launch
 from hyper_parallel.serde import DecodeError, encode, read, write_text
 from hyper_parallel.topology import cache_dir
 from hyper_parallel.trainer._shrink import MOST_POSITIONS, small_configs
-from hyper_parallel.trainer.engine._auto_model import model_from_config
+from hyper_parallel.trainer.engine.auto_model import model_from_config
 from hyper_parallel.units import MiB
 
 logger = logging.getLogger(__name__)

@@ -30,7 +30,7 @@ from hyper_parallel.owned_folder import (
     write_marker,
 )
 from hyper_parallel.serde import write_text
-from hyper_parallel.trainer.checkpoints import _manifest as checkpoints
+from hyper_parallel.trainer.checkpoints import manifest as checkpoints
 
 _log = logging.getLogger(__name__)
 

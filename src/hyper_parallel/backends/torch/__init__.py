@@ -11,14 +11,8 @@ handle: what changes during a forward pass is the state of one room.
 """
 
 from hyper_parallel.backends.torch._audit import audit
-from hyper_parallel.backends.torch._collectives import purpose
-from hyper_parallel.backends.torch._handle import Handle, Ranks, handle
-from hyper_parallel.backends.torch._loss import cross_entropy_sum, shifted
-from hyper_parallel.backends.torch._padding import TOKEN_MASK
 from hyper_parallel.backends.torch._parallelize import apply_plan, check_flow, unsplit_axes
 from hyper_parallel.backends.torch._rates import measure_rates
-from hyper_parallel.backends.torch._read_model import read_model
-from hyper_parallel.backends.torch._resolve import resolve_layouts
 from hyper_parallel.backends.torch._step import (
     accumulate,
     clip_grad_norm_,
@@ -28,10 +22,10 @@ from hyper_parallel.backends.torch._step import (
     forward_backward,
     forward_loss,
 )
-from hyper_parallel.backends.torch._user_objective import token_logprobs
-from hyper_parallel.backends.torch.data._fsdp import FLAT
-from hyper_parallel.backends.torch.experts._router_loss import RouterLoss, router_loss_facts
-from hyper_parallel.backends.torch.experts._routing import (
+from hyper_parallel.backends.torch.collectives import purpose
+from hyper_parallel.backends.torch.data.fsdp import FLAT
+from hyper_parallel.backends.torch.experts.router_loss import RouterLoss, router_loss_facts
+from hyper_parallel.backends.torch.experts.routing import (
     Routing,
     RoutingStatistics,
     check_routing,
@@ -39,9 +33,15 @@ from hyper_parallel.backends.torch.experts._routing import (
 )
 from hyper_parallel.backends.torch.kept_activations import FusedAttention, measure_kept
 from hyper_parallel.backends.torch.memory import CommCounter, cpu_workspace, device_workspace
-from hyper_parallel.backends.torch.weights._initialise import allocate, materialize
-from hyper_parallel.backends.torch.weights._pretrained import check_pretrained, load_pretrained
-from hyper_parallel.backends.torch.weights._ranges import local
+from hyper_parallel.backends.torch.model_layouts import resolve_layouts
+from hyper_parallel.backends.torch.module_spec import read_model
+from hyper_parallel.backends.torch.parallel_handle import Handle, Ranks, handle
+from hyper_parallel.backends.torch.token_rows import TOKEN_MASK
+from hyper_parallel.backends.torch.user_objective import token_logprobs
+from hyper_parallel.backends.torch.vocab_parallel_loss import cross_entropy_sum, shifted
+from hyper_parallel.backends.torch.weights.initialization import allocate, materialize
+from hyper_parallel.backends.torch.weights.pretrained import check_pretrained, load_pretrained
+from hyper_parallel.backends.torch.weights.shard_ranges import local
 
 __all__ = [
     "FLAT",

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from torch import nn
 
-from hyper_parallel.backends.torch._handle import handle
-from hyper_parallel.backends.torch.data._fsdp import FLAT
-from hyper_parallel.backends.torch.weights._ranges import local_ranges
+from hyper_parallel.backends.torch.data.fsdp import FLAT
+from hyper_parallel.backends.torch.parallel_handle import handle
+from hyper_parallel.backends.torch.weights.shard_ranges import local_ranges
 from hyper_parallel.errors import AuditError
 from hyper_parallel.ir import Layout, Mesh
 

@@ -21,11 +21,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hyper_parallel.backends.torch._loss import cross_entropy
-from hyper_parallel.backends.torch.context._apply import join_sequences
-from hyper_parallel.backends.torch.context._state import ContextState
-from hyper_parallel.backends.torch.tensor._collectives import join, piece_size, reshard
-from hyper_parallel.backends.torch.tensor._state import TpState
+from hyper_parallel.backends.torch.context.apply import join_sequences
+from hyper_parallel.backends.torch.context.state import ContextState
+from hyper_parallel.backends.torch.tensor.collectives import join, piece_size, reshard
+from hyper_parallel.backends.torch.tensor.state import TpState
+from hyper_parallel.backends.torch.vocab_parallel_loss import cross_entropy
 from hyper_parallel.ir import Purpose
 
 Take = Callable[[Tensor, Tensor], Tensor]

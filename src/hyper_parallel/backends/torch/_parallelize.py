@@ -8,39 +8,47 @@ import torch
 from torch import nn
 
 from hyper_parallel.backends.torch._audit import audit
-from hyper_parallel.backends.torch._forward import keep_float64, loop_over_experts, recompute_layers
-from hyper_parallel.backends.torch._forward_state import reset_before_calls
-from hyper_parallel.backends.torch._handle import Handle, Ranks, attach
-from hyper_parallel.backends.torch._loss import has_causal_loss, loss_function, loss_of_logits
 from hyper_parallel.backends.torch._loss_tap import LossTap
-from hyper_parallel.backends.torch._padding import Tokens, watch_padding
-from hyper_parallel.backends.torch._partial_use import refuse_random_modules
 from hyper_parallel.backends.torch._placement import place_parameters
-from hyper_parallel.backends.torch._resolve import is_reversible, resolve_layouts
-from hyper_parallel.backends.torch._rotary_lengths import document_lengths, rotate_by_document
-from hyper_parallel.backends.torch._structure import decoder_of, layers_of
-from hyper_parallel.backends.torch._token_scores import scores_tokens
-from hyper_parallel.backends.torch._trial_flow import follow
-from hyper_parallel.backends.torch.context._apply import (
+from hyper_parallel.backends.torch.context.apply import (
     apply_context_parallel,
     follow_attention,
     mask_documents,
 )
-from hyper_parallel.backends.torch.data._fsdp import shard_data_parallel
-from hyper_parallel.backends.torch.data._unit_order import order_units
-from hyper_parallel.backends.torch.experts._apply import apply_to_experts, expert_state
-from hyper_parallel.backends.torch.experts._balance_loss import BalanceLoss, forbid_own_loss
-from hyper_parallel.backends.torch.experts._list import divide_lists
-from hyper_parallel.backends.torch.experts._routing import Routing, check_routing
-from hyper_parallel.backends.torch.pipeline._apply import Pipeline
-from hyper_parallel.backends.torch.pipeline._stages import cut_model, follow_stages
-from hyper_parallel.backends.torch.tensor._apply import (
+from hyper_parallel.backends.torch.data.fsdp import shard_data_parallel
+from hyper_parallel.backends.torch.data.unit_order import order_units
+from hyper_parallel.backends.torch.experts.apply import apply_to_experts, expert_state
+from hyper_parallel.backends.torch.experts.balance_loss import BalanceLoss, forbid_own_loss
+from hyper_parallel.backends.torch.experts.expert_list import divide_lists
+from hyper_parallel.backends.torch.experts.routing import Routing, check_routing
+from hyper_parallel.backends.torch.forward_state import reset_before_calls
+from hyper_parallel.backends.torch.forward_variants import (
+    keep_float64,
+    loop_over_experts,
+    recompute_layers,
+)
+from hyper_parallel.backends.torch.layer_flow import follow
+from hyper_parallel.backends.torch.model_layouts import is_reversible, resolve_layouts
+from hyper_parallel.backends.torch.model_structure import decoder_of, layers_of
+from hyper_parallel.backends.torch.parallel_handle import Handle, Ranks, attach
+from hyper_parallel.backends.torch.partial_use import refuse_random_modules
+from hyper_parallel.backends.torch.pipeline.apply import Pipeline
+from hyper_parallel.backends.torch.pipeline.stages import cut_model, follow_stages
+from hyper_parallel.backends.torch.rotary_lengths import document_lengths, rotate_by_document
+from hyper_parallel.backends.torch.tensor.apply import (
     apply_tensor_parallel,
     tensor_mesh,
     tensor_state,
     watch_gradients,
 )
-from hyper_parallel.backends.torch.tensor._tensor_trial import TensorTrial, try_forward
+from hyper_parallel.backends.torch.tensor.partial_gradients import TensorTrial, try_forward
+from hyper_parallel.backends.torch.token_rows import Tokens, watch_padding
+from hyper_parallel.backends.torch.token_scores import scores_tokens
+from hyper_parallel.backends.torch.vocab_parallel_loss import (
+    has_causal_loss,
+    loss_function,
+    loss_of_logits,
+)
 from hyper_parallel.errors import UnsupportedSharding
 from hyper_parallel.ir import Plan, Strategy
 from hyper_parallel.shard import ShardPlan

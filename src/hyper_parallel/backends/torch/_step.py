@@ -14,10 +14,17 @@ from contextlib import contextmanager, nullcontext
 import torch
 from torch import Tensor, nn
 
-from hyper_parallel.backends.torch._collectives import all_reduce
-from hyper_parallel.backends.torch._handle import Handle, handle
-from hyper_parallel.backends.torch._partial_use import refuse_other_inputs
-from hyper_parallel.backends.torch._user_objective import (
+from hyper_parallel.backends.torch.collectives import all_reduce
+from hyper_parallel.backends.torch.data.fsdp import set_last_backward
+from hyper_parallel.backends.torch.experts.routing import (
+    RoutingStatistics,
+    collect_routing,
+    routing_statistics,
+)
+from hyper_parallel.backends.torch.parallel_handle import Handle, handle
+from hyper_parallel.backends.torch.partial_use import refuse_other_inputs
+from hyper_parallel.backends.torch.pipeline.apply import Microbatch, Span
+from hyper_parallel.backends.torch.user_objective import (
     Objective,
     Over,
     check_loss,
@@ -25,14 +32,7 @@ from hyper_parallel.backends.torch._user_objective import (
     objective_loss,
     targets_of,
 )
-from hyper_parallel.backends.torch.data._fsdp import set_last_backward
-from hyper_parallel.backends.torch.experts._routing import (
-    RoutingStatistics,
-    collect_routing,
-    routing_statistics,
-)
-from hyper_parallel.backends.torch.pipeline._apply import Microbatch, Span
-from hyper_parallel.backends.torch.weights._ranges import local
+from hyper_parallel.backends.torch.weights.shard_ranges import local
 from hyper_parallel.errors import BadValue
 from hyper_parallel.ir import Purpose
 

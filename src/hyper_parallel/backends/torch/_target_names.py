@@ -11,8 +11,8 @@ from typing import Any, Final
 from torch import nn
 
 from hyper_parallel.backends.torch._name_patterns import chosen_names, ends_of
-from hyper_parallel.backends.torch._token_scores import head_of
-from hyper_parallel.backends.torch.weights._linear_map import is_linear_class, linear_maps
+from hyper_parallel.backends.torch.token_scores import head_of
+from hyper_parallel.backends.torch.weights.linear_map import is_linear_class, linear_maps
 from hyper_parallel.config import NAMES_OF_EXPERTS
 from hyper_parallel.errors import BadValue, UnsupportedSharding
 

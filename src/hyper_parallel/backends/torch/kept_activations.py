@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
 
-from hyper_parallel.backends.torch._driver import driver_untouched
-from hyper_parallel.backends.torch._marks import Marks
-from hyper_parallel.backends.torch._structure import decoder_of, text_config
+from hyper_parallel.backends.torch.driver import driver_untouched
+from hyper_parallel.backends.torch.flow_tracer import Marks
+from hyper_parallel.backends.torch.model_structure import decoder_of, text_config
 from hyper_parallel.model import KeptActivations
 
 _LENGTHS: Final = (256, 512)

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from hyper_parallel.backends.torch._forward import keep_float64
-from hyper_parallel.backends.torch._slots import SlotPasses, why_no_slots
-from hyper_parallel.backends.torch._static_cache import (
+from hyper_parallel.backends.torch.decode_slots import SlotPasses, why_no_slots
+from hyper_parallel.backends.torch.forward_variants import keep_float64
+from hyper_parallel.backends.torch.static_cache import (
     GrowingSteps,
     StaticSteps,
     why_no_own_cache,
@@ -71,7 +71,7 @@ def prepare_model(model: nn.Module) -> None:
     Args:
         model: A language model of transformers on the CPU in float64, small, with random weights, which are changed.
     """
-    from hyper_parallel.backends.torch.context._apply import mask_documents
+    from hyper_parallel.backends.torch.context.apply import mask_documents
 
     model.eval()
     _perturb_parameters(model)
@@ -111,7 +111,7 @@ def measure_properties(model: nn.Module, positions: int) -> ModelProperties:
 
 def _decoder_base(model: nn.Module) -> nn.Module | None:
     """Return the decoder without its head; None for a model without a list of layers."""
-    from hyper_parallel.backends.torch._structure import decoder_of
+    from hyper_parallel.backends.torch.model_structure import decoder_of
 
     decoder = decoder_of(model)
     return None if decoder is None else decoder[0]

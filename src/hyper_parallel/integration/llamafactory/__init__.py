@@ -13,7 +13,7 @@ from typing import Any
 from hyper_parallel.errors import NotServed
 
 _EXPORTS = {
-    "HyperParallelArguments": "_arguments",
+    "HyperParallelArguments": "arguments",
     "HyperParallelTrainer": "_sft",
     "load_llamafactory": "_yaml",
     **dict.fromkeys(

@@ -18,8 +18,8 @@ from torch.distributed.fsdp import FSDPModule as HSDPModule
 
 import hyper_parallel as hp
 from hyper_parallel.errors import BadValue, Contradiction
-from hyper_parallel.integration.llamafactory._arguments import HyperParallelArguments
-from hyper_parallel.integration.llamafactory._laid_out import (
+from hyper_parallel.integration.llamafactory.arguments import HyperParallelArguments
+from hyper_parallel.integration.llamafactory.parallel_model import (
     FORMATS,
     adopt_checkpointing,
     lay_out,

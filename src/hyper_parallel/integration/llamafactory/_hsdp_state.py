@@ -14,7 +14,7 @@ from torch import nn
 
 import hyper_parallel as hp
 from hyper_parallel.integration.llamafactory._fsdp2 import model_of
-from hyper_parallel.integration.llamafactory._laid_out import export, wait
+from hyper_parallel.integration.llamafactory.parallel_model import export, wait
 
 HSDP_MODEL_NAME: Final = "hsdp_model"
 _FOLDER: Final = f"{HSDP_MODEL_NAME}_0"

@@ -19,10 +19,10 @@ from llamafactory.train.sft.trainer import CustomSeq2SeqTrainer
 from torch import Tensor, nn
 
 import hyper_parallel as hp
-from hyper_parallel.backends.torch._peft import absorb_adapters
+from hyper_parallel.backends.torch.peft_adapters import absorb_adapters
 from hyper_parallel.errors import Contradiction
-from hyper_parallel.integration.llamafactory._arguments import HyperParallelArguments
-from hyper_parallel.integration.llamafactory._laid_out import (
+from hyper_parallel.integration.llamafactory.arguments import HyperParallelArguments
+from hyper_parallel.integration.llamafactory.parallel_model import (
     FORMATS,
     adopt_checkpointing,
     export,

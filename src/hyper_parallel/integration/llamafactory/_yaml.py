@@ -18,9 +18,9 @@ from hyper_parallel.config import (
     read_mapping,
 )
 from hyper_parallel.errors import BadValue, Contradiction, RecipeUnreadable, UnknownKey
-from hyper_parallel.integration.llamafactory._arguments import YAML_KEYS, HyperParallelArguments
-from hyper_parallel.integration.llamafactory._data import check_template, source_of
-from hyper_parallel.integration.llamafactory._keys import (
+from hyper_parallel.integration.llamafactory.arguments import YAML_KEYS, HyperParallelArguments
+from hyper_parallel.integration.llamafactory.data import check_template, source_of
+from hyper_parallel.integration.llamafactory.keys import (
     KNOWN,
     NEEDED,
     REFUSED,

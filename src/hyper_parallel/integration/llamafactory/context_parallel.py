@@ -72,7 +72,7 @@ def shard_inputs_for_cp(inputs: dict[str, Any], cp_rank: int, cp_size: int) -> d
             got=sorted(inputs),
             hint="cp_size: 1",
         )
-    from hyper_parallel.integration.llamafactory._laid_out import without_padding_mask
+    from hyper_parallel.integration.llamafactory.parallel_model import without_padding_mask
 
     given = without_padding_mask(inputs)
     labels = given.get("labels")

@@ -13,9 +13,9 @@ from contextlib import suppress
 from typing import Any, Final
 
 from hyper_parallel.errors import DeviceUnavailable, MissingDependency, RankFailed
-from hyper_parallel.runtime._ray import STORE_BYTES, Rank
-from hyper_parallel.runtime._supervise import process_state
 from hyper_parallel.runtime.controller._inline import RoleHost, RoleSpec
+from hyper_parallel.runtime.ray_ranks import STORE_BYTES, Rank
+from hyper_parallel.runtime.supervision import process_state
 
 _PLACED_S: Final = 60.0
 """Seconds in which a cluster has to find a place for a rank."""

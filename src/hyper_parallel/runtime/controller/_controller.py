@@ -10,8 +10,8 @@ from typing import Any, Final, Literal, Self
 
 from hyper_parallel.errors import BadValue, HyperParallelError
 from hyper_parallel.runtime.controller._inline import RoleSpec
-from hyper_parallel.runtime.controller._journal import Journal
 from hyper_parallel.runtime.controller._role import Role, RoleCall, as_json
+from hyper_parallel.runtime.controller.journal import Journal
 
 _ENGINES: Final = {
     "inline": ("_inline", "InlineEngine"),

@@ -24,17 +24,17 @@ from pathlib import Path
 from typing import Any
 
 from hyper_parallel.errors import written
-from hyper_parallel.runtime._fork import (
+from hyper_parallel.runtime.controller._inline import RoleHost, RoleSpec
+from hyper_parallel.runtime.fork_server import (
     begin_forked,
     prepare_fork,
     serial_tokenizers,
     start_rank,
 )
-from hyper_parallel.runtime._heartbeat import BOARD, Board, Pulse
-from hyper_parallel.runtime._launch import INIT_METHOD
-from hyper_parallel.runtime._scratch import scratch_folder
-from hyper_parallel.runtime._supervise import hang, process_state
-from hyper_parallel.runtime.controller._inline import RoleHost, RoleSpec
+from hyper_parallel.runtime.heartbeat import BOARD, Board, Pulse
+from hyper_parallel.runtime.local_launch import INIT_METHOD
+from hyper_parallel.runtime.scratch_folders import scratch_folder
+from hyper_parallel.runtime.supervision import hang, process_state
 from hyper_parallel.serde import write_text
 
 

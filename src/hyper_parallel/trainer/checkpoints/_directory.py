@@ -6,7 +6,7 @@ import logging
 from pathlib import Path
 
 from hyper_parallel.errors import OutputNotWritable
-from hyper_parallel.trainer.checkpoints import _manifest as files
+from hyper_parallel.trainer.checkpoints import manifest as files
 
 _log = logging.getLogger(__name__)
 

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hyper_parallel.backends.torch.weights._initialise import canonical_name, is_adapter
-from hyper_parallel.backends.torch.weights._lora import has_adapters
+from hyper_parallel.backends.torch.weights.initialization import canonical_name, is_adapter
+from hyper_parallel.backends.torch.weights.lora import has_adapters
 from hyper_parallel.errors import BadValue
-from hyper_parallel.trainer.checkpoints._index import MODEL, SLOTS, StoredGroup
-from hyper_parallel.trainer.checkpoints._pieces import dtype_name
+from hyper_parallel.trainer.checkpoints.index import MODEL, SLOTS, StoredGroup
+from hyper_parallel.trainer.checkpoints.pieces import dtype_name
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from hyper_parallel.backends.torch import handle
-from hyper_parallel.backends.torch.weights._lora import has_adapters
+from hyper_parallel.backends.torch.weights.lora import has_adapters
 from hyper_parallel.errors import BadValue, LossNotFinite
-from hyper_parallel.trainer.checkpoints._adapter import export_adapter
-from hyper_parallel.trainer.checkpoints._checkpointer import Checkpointer
-from hyper_parallel.trainer.checkpoints._export import MAX_FILE_BYTES, export_hf
+from hyper_parallel.trainer.checkpoints.adapter_files import export_adapter
+from hyper_parallel.trainer.checkpoints.checkpointer import Checkpointer
+from hyper_parallel.trainer.checkpoints.model_export import MAX_FILE_BYTES, export_hf
 
 _ALL: Final = sys.maxsize
 

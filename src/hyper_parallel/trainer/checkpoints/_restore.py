@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from hyper_parallel.backends.torch.weights._ranges import local, local_ranges
-from hyper_parallel.backends.torch.weights._tensor_files import Stored, copy_overlap, open_tensors
+from hyper_parallel.backends.torch.weights.shard_ranges import local, local_ranges
+from hyper_parallel.backends.torch.weights.tensor_files import Stored, copy_overlap, open_tensors
 from hyper_parallel.errors import CheckpointMismatch
-from hyper_parallel.trainer.checkpoints import _manifest as files
-from hyper_parallel.trainer.checkpoints._index import (
+from hyper_parallel.trainer.checkpoints import manifest as files
+from hyper_parallel.trainer.checkpoints._named_state import groups_of
+from hyper_parallel.trainer.checkpoints.index import (
     MODEL,
     SLOTS,
     Index,
@@ -23,7 +24,6 @@ from hyper_parallel.trainer.checkpoints._index import (
     StoredTensor,
     piece_key,
 )
-from hyper_parallel.trainer.checkpoints._named_state import groups_of
 
 _OF_SCHEDULERS: Final = ("initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum")
 """Numbers that torch's learning rate schedulers add to the groups of an optimizer."""

@@ -6,12 +6,12 @@
 Tokenising never happens under an open collective: `prepare` returns before ranks start, and ranks only map files.
 """
 
-from hyper_parallel.trainer.data._batches import IGNORE_INDEX, Batch, Batches, PackedSequences
-from hyper_parallel.trainer.data._chat import CHATML, PLAIN, render, stop_ids
-from hyper_parallel.trainer.data._prepare import PackedData, prepare
-from hyper_parallel.trainer.data._streaming import Stream, StreamBatches
-from hyper_parallel.trainer.data._tokenizer import TOKENIZER_FILES, has_tokenizer, load_tokenizer
-from hyper_parallel.trainer.data._tokenizer_limits import tokenizing
+from hyper_parallel.trainer.data.batches import IGNORE_INDEX, Batch, Batches, PackedSequences
+from hyper_parallel.trainer.data.chat import CHATML, PLAIN, render, stop_ids
+from hyper_parallel.trainer.data.preparation import PackedData, prepare
+from hyper_parallel.trainer.data.streaming import Stream, StreamBatches
+from hyper_parallel.trainer.data.tokenizer import TOKENIZER_FILES, has_tokenizer, load_tokenizer
+from hyper_parallel.trainer.data.tokenizer_limits import tokenizing
 
 __all__ = [
     "CHATML",

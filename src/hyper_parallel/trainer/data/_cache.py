@@ -30,7 +30,7 @@ from hyper_parallel.owned_folder import (
 from hyper_parallel.received import Limits, read_json
 from hyper_parallel.serde import decode, encode, write_text
 from hyper_parallel.topology import cache_dir
-from hyper_parallel.trainer._files import Damaged, FileEntry, check_files, check_writable
+from hyper_parallel.trainer.files import Damaged, FileEntry, check_files, check_writable
 from hyper_parallel.units import MiB
 
 logger = logging.getLogger(__name__)

@@ -13,8 +13,8 @@ import numpy as np
 from hyper_parallel.errors import NoData
 from hyper_parallel.received import Limits
 from hyper_parallel.serde import read
-from hyper_parallel.trainer.data._chat import answer_of
-from hyper_parallel.trainer.data._sources import Document
+from hyper_parallel.trainer.data.chat import answer_of
+from hyper_parallel.trainer.data.sources import Document
 
 
 @dataclass

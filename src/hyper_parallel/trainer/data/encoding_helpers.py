@@ -16,9 +16,9 @@ from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any, Final, Self
 
-from hyper_parallel.trainer.data._pack import encode
 from hyper_parallel.trainer.data.counts import DataCounts, Encoded
 from hyper_parallel.trainer.data.document import Document
+from hyper_parallel.trainer.data.packing import encode
 from hyper_parallel.trainer.data.preview import LengthHistogram
 
 _SUMS: Final = ("used", "cut", "tokens", "target_tokens")

@@ -14,10 +14,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-from hyper_parallel.trainer.data._pack import encode
-from hyper_parallel.trainer.data._sources import Source
 from hyper_parallel.trainer.data.counts import DataCounts, Encoded
 from hyper_parallel.trainer.data.document import Document
+from hyper_parallel.trainer.data.packing import encode
+from hyper_parallel.trainer.data.sources import Source
 
 _SEARCHED: Final = 64
 """Records among which examples for the start panel and the report are looked for."""

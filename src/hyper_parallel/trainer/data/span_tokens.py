@@ -15,7 +15,7 @@ from typing import Any, Final
 from weakref import WeakKeyDictionary
 
 from hyper_parallel.errors import BadValue, abbreviated
-from hyper_parallel.trainer.data._tokenizer_limits import tokenizing
+from hyper_parallel.trainer.data.tokenizer_limits import tokenizing
 
 _ANCHORS: Final = ("\n", "a", ".", "0")
 """Texts before which a part is tokenised where the tokenizer writes a space before the first word of a text."""

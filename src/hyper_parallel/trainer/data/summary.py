@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Final
 
-from hyper_parallel.trainer.data._conversations import CONVERSATIONS
+from hyper_parallel.trainer.data.conversations import CONVERSATIONS
 from hyper_parallel.trainer.data.counts import DataCounts
 
 TARGETS: Final = {

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from hyper_parallel.backends.torch.weights._ranges import local
+from hyper_parallel.backends.torch.weights.shard_ranges import local
 
 
 class Adafactor(torch.optim.Adafactor):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from hyper_parallel.backends.torch import forward_backward, handle, local
-from hyper_parallel.backends.torch.experts._routing import LayerRouting
+from hyper_parallel.backends.torch.experts.routing import LayerRouting
 from hyper_parallel.errors import RanksDisagree
 from hyper_parallel.ir import Plan
 

@@ -9,7 +9,7 @@ from hyper_parallel.backends.torch.memory import ULPS
 from hyper_parallel.ir import MemoryPlan, MemoryTerm, Plan, Timeline
 from hyper_parallel.memory import order_peak, order_seconds, peak_by_kind
 from hyper_parallel.runtime import of_ranks
-from hyper_parallel.trainer._files import write_timeline
+from hyper_parallel.trainer.files import write_timeline
 from hyper_parallel.units import format_bytes, format_seconds
 
 

@@ -1,10 +1,10 @@
 """The loop: what drives an engine through a run, its learning rate, its records and what people see. No framework."""
 
-from hyper_parallel.trainer.loop._callback import Callback
 from hyper_parallel.trainer.loop._display import Display, startup_panel
-from hyper_parallel.trainer.loop._metrics import EvalRecord, MetricsLog, StepRecord, log_line
 from hyper_parallel.trainer.loop._schedule import LrSchedule
 from hyper_parallel.trainer.loop._trainer import Engine, EvalResult, StepResult, Summary, Trainer
+from hyper_parallel.trainer.loop.callback import Callback
+from hyper_parallel.trainer.loop.metrics import EvalRecord, MetricsLog, StepRecord, log_line
 
 __all__ = [
     "Callback",

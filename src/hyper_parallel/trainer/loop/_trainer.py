@@ -26,31 +26,31 @@ from hyper_parallel.errors import (
 )
 from hyper_parallel.ir import Plan, Timeline
 from hyper_parallel.received import Limits, read_json
-from hyper_parallel.trainer._directory_watch import DirectoryWatch, continuing_words
-from hyper_parallel.trainer._files import write_text, write_timeline
-from hyper_parallel.trainer._parts import RunPart
-from hyper_parallel.trainer._signals import StopRequest
-from hyper_parallel.trainer._user_code import load_class
 from hyper_parallel.trainer.data.summary import records_word
 from hyper_parallel.trainer.data_record import write_data_record
-from hyper_parallel.trainer.loop._callback import Callback
+from hyper_parallel.trainer.directory_watch import DirectoryWatch, continuing_words
+from hyper_parallel.trainer.files import write_text, write_timeline
 from hyper_parallel.trainer.loop._display import Display
-from hyper_parallel.trainer.loop._early_stopping import EarlyStopping
-from hyper_parallel.trainer.loop._facts import run_facts
-from hyper_parallel.trainer.loop._metrics import (
+from hyper_parallel.trainer.loop._schedule import LrSchedule
+from hyper_parallel.trainer.loop.callback import Callback
+from hyper_parallel.trainer.loop.early_stopping import EarlyStopping
+from hyper_parallel.trainer.loop.metrics import (
     EvalRecord,
     MetricsLog,
     StepRecord,
     as_line,
     log_line,
 )
-from hyper_parallel.trainer.loop._resume import Changes, changes_line, check_resume
-from hyper_parallel.trainer.loop._schedule import LrSchedule
+from hyper_parallel.trainer.loop.resume import Changes, changes_line, check_resume
+from hyper_parallel.trainer.loop.run_facts import run_facts
 from hyper_parallel.trainer.run_directory import clear_run_directory, mark_run_directory
+from hyper_parallel.trainer.run_parts import RunPart
+from hyper_parallel.trainer.signals import StopRequest
+from hyper_parallel.trainer.user_code import load_class
 
 if TYPE_CHECKING:
-    from hyper_parallel.trainer._job import Job
     from hyper_parallel.trainer.data import Batches, StreamBatches
+    from hyper_parallel.trainer.job import Job
 
 
 @dataclass(frozen=True, slots=True)

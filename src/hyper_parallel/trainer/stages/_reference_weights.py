@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from hyper_parallel.backends.torch import handle, local
-from hyper_parallel.trainer._files import FileEntry
-from hyper_parallel.trainer._inputs import RunInputs
-from hyper_parallel.trainer.checkpoints._checkpointer import Checkpointer
-from hyper_parallel.trainer.checkpoints._index import INDEX
-from hyper_parallel.trainer.checkpoints._manifest import step_name
+from hyper_parallel.trainer.checkpoints.checkpointer import Checkpointer
+from hyper_parallel.trainer.checkpoints.index import INDEX
+from hyper_parallel.trainer.checkpoints.manifest import step_name
+from hyper_parallel.trainer.files import FileEntry
+from hyper_parallel.trainer.input_checksums import RunInputs
 
 FOLDER: Final = "reference"
 """In the run directory: the weights, in the form of a checkpoint, for runs that go on on any layout."""

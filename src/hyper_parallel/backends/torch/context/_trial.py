@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from hyper_parallel.backends.torch._loss import has_causal_loss, loss_of_logits
-from hyper_parallel.backends.torch._marks import OWN, POSITIONS, TOKENS, Marks
-from hyper_parallel.backends.torch._token_scores import scores_tokens
-from hyper_parallel.backends.torch._trial_flow import as_it_was, refused, run_hollow
-from hyper_parallel.backends.torch.context._attention import ATTRIBUTE, INTERFACE, TRIAL, register
+from hyper_parallel.backends.torch.context.attention import ATTRIBUTE, INTERFACE, TRIAL, register
+from hyper_parallel.backends.torch.flow_tracer import OWN, POSITIONS, TOKENS, Marks
+from hyper_parallel.backends.torch.layer_flow import as_it_was, refused, run_hollow
+from hyper_parallel.backends.torch.token_scores import scores_tokens
+from hyper_parallel.backends.torch.vocab_parallel_loss import has_causal_loss, loss_of_logits
 from hyper_parallel.errors import UnsupportedSharding
 
 _WINDOW = 5  # tokens; shorter than the sequence, so that a mask shows it

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import _disable_current_modes
 
-from hyper_parallel.backends.torch._collectives import purpose
+from hyper_parallel.backends.torch.collectives import purpose
 from hyper_parallel.errors import CollectiveMismatch
 from hyper_parallel.ir import Purpose
 

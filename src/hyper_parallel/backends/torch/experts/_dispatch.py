@@ -29,8 +29,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hyper_parallel.backends.torch._collectives import all_to_all, paired
-from hyper_parallel.backends.torch.experts._routing import LayerRouting, counts_now
+from hyper_parallel.backends.torch.collectives import all_to_all, paired
+from hyper_parallel.backends.torch.experts.routing import LayerRouting, counts_now
 from hyper_parallel.ir import Purpose
 
 

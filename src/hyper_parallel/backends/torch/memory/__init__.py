@@ -9,9 +9,7 @@ from hyper_parallel.backends.torch.memory._chunked_loss import chunked_loss
 from hyper_parallel.backends.torch.memory._cpu_kernels import with_kernel_bytes
 from hyper_parallel.backends.torch.memory._device import Measured, PlannedDevice
 from hyper_parallel.backends.torch.memory._fake_values import FakeKernels, Workspace
-from hyper_parallel.backends.torch.memory._first_step import ULPS, PlainStep, StepOutcome
 from hyper_parallel.backends.torch.memory._lru_spill import LruSpillMode
-from hyper_parallel.backends.torch.memory._operators import Call, View
 from hyper_parallel.backends.torch.memory._recorder import Recorder, Recording
 from hyper_parallel.backends.torch.memory._run_folder import run_folder
 from hyper_parallel.backends.torch.memory._spill_mode import spill_mode, within_device
@@ -25,7 +23,6 @@ from hyper_parallel.backends.torch.memory._steps import (
     training_step,
 )
 from hyper_parallel.backends.torch.memory._storage_watch import StorageWatch
-from hyper_parallel.backends.torch.memory._streams import DeviceApi
 from hyper_parallel.backends.torch.memory._tiers import FileTier, Meter
 from hyper_parallel.backends.torch.memory._views import (
     CommCounter,
@@ -35,6 +32,9 @@ from hyper_parallel.backends.torch.memory._views import (
     peak_of,
 )
 from hyper_parallel.backends.torch.memory._workspace import cpu_workspace, device_workspace
+from hyper_parallel.backends.torch.memory.first_step import ULPS, PlainStep, StepOutcome
+from hyper_parallel.backends.torch.memory.operators import Call, View
+from hyper_parallel.backends.torch.memory.streams import DeviceApi
 
 __all__ = [
     "ULPS",

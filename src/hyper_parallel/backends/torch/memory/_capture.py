@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-from hyper_parallel.backends.torch._collectives import current_purpose, issued_together
+from hyper_parallel.backends.torch.collectives import current_purpose, issued_together
 from hyper_parallel.backends.torch.memory._captured import (
     Captured,
     Named,
@@ -39,15 +39,17 @@ from hyper_parallel.backends.torch.memory._collectives import (
     refuse_unplaced,
     together,
 )
-from hyper_parallel.backends.torch.memory._kernel_bytes import (
+from hyper_parallel.backends.torch.memory._operator_mode import OperatorMode
+from hyper_parallel.backends.torch.memory._traffic import group_of, sent_bytes
+from hyper_parallel.backends.torch.memory._unseen import Unseen
+from hyper_parallel.backends.torch.memory.kernel_bytes import (
     Timed,
     beside,
     kernel_seconds,
     of_piece,
     run,
 )
-from hyper_parallel.backends.torch.memory._operator_mode import OperatorMode
-from hyper_parallel.backends.torch.memory._operators import (
+from hyper_parallel.backends.torch.memory.operators import (
     VIEWS,
     Arrived,
     Call,
@@ -62,9 +64,7 @@ from hyper_parallel.backends.torch.memory._operators import (
     without_work,
     written_leaves,
 )
-from hyper_parallel.backends.torch.memory._storages import Entry, Storages
-from hyper_parallel.backends.torch.memory._traffic import group_of, sent_bytes
-from hyper_parallel.backends.torch.memory._unseen import Unseen
+from hyper_parallel.backends.torch.memory.storages import Entry, Storages
 from hyper_parallel.errors import CaptureUnsupported
 from hyper_parallel.ir import MemoryProgram, Operator, Phase, StorageKind
 

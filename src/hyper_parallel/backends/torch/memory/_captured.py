@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten
 
-from hyper_parallel.backends.torch.memory._operators import Call, View
-from hyper_parallel.backends.torch.memory._source import CaptureSource
-from hyper_parallel.backends.torch.memory._storages import Entry
+from hyper_parallel.backends.torch.memory.operators import Call, View
+from hyper_parallel.backends.torch.memory.step_source import CaptureSource
+from hyper_parallel.backends.torch.memory.storages import Entry
 from hyper_parallel.errors import CaptureUnsupported
 from hyper_parallel.ir import MemoryProgram, StorageKind
 

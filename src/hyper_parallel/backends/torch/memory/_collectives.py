@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from hyper_parallel.backends.torch.memory._captured import storages_in, views_in
-from hyper_parallel.backends.torch.memory._operators import COMMUNICATION, Call, Messages
 from hyper_parallel.backends.torch.memory._traffic import group_of
+from hyper_parallel.backends.torch.memory.operators import COMMUNICATION, Call, Messages
 from hyper_parallel.errors import CaptureUnsupported
 from hyper_parallel.ir import Operator, Phase
 

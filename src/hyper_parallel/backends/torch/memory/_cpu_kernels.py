@@ -18,9 +18,9 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from hyper_parallel.backends.torch.memory._captured import Captured
-from hyper_parallel.backends.torch.memory._kernel_bytes import columns, in_pieces
-from hyper_parallel.backends.torch.memory._operators import Call, View
-from hyper_parallel.backends.torch.memory._out_variants import into
+from hyper_parallel.backends.torch.memory.kernel_bytes import columns, in_pieces
+from hyper_parallel.backends.torch.memory.operators import Call, View
+from hyper_parallel.backends.torch.memory.out_variants import into
 
 _MARK: Final = "kernel "
 

@@ -20,13 +20,13 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from hyper_parallel.backends.torch.memory._captured import Captured
-from hyper_parallel.backends.torch.memory._copies import Copies
-from hyper_parallel.backends.torch.memory._first_step import PlainStep, StepOutcome
-from hyper_parallel.backends.torch.memory._handover import hand_over
-from hyper_parallel.backends.torch.memory._held_state import HeldState
 from hyper_parallel.backends.torch.memory._lru_spill import LruSpillMode
-from hyper_parallel.backends.torch.memory._operators import View
-from hyper_parallel.backends.torch.memory._streams import DeviceApi
+from hyper_parallel.backends.torch.memory.arena_state import HeldState
+from hyper_parallel.backends.torch.memory.first_step import PlainStep, StepOutcome
+from hyper_parallel.backends.torch.memory.operators import View
+from hyper_parallel.backends.torch.memory.plan_transition import hand_over
+from hyper_parallel.backends.torch.memory.streams import DeviceApi
+from hyper_parallel.backends.torch.memory.tier_copies import Copies
 from hyper_parallel.errors import StepChanged
 from hyper_parallel.ir import Counter, MemoryPlan, Timeline
 from hyper_parallel.memory import (

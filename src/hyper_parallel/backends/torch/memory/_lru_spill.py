@@ -19,7 +19,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from hyper_parallel.backends.torch.memory._captured import as_view
 from hyper_parallel.backends.torch.memory._operator_mode import OperatorMode
-from hyper_parallel.backends.torch.memory._operators import (
+from hyper_parallel.backends.torch.memory._result_bytes import ResultBytes
+from hyper_parallel.backends.torch.memory._storage_resizes import StorageResizes
+from hyper_parallel.backends.torch.memory._unseen import TakenMode
+from hyper_parallel.backends.torch.memory.operators import (
     COMMUNICATION,
     EMPTY,
     TORCH,
@@ -30,9 +33,6 @@ from hyper_parallel.backends.torch.memory._operators import (
     without_work,
     written_leaves,
 )
-from hyper_parallel.backends.torch.memory._result_bytes import ResultBytes
-from hyper_parallel.backends.torch.memory._storage_resizes import StorageResizes
-from hyper_parallel.backends.torch.memory._unseen import TakenMode
 
 _PLAIN: Final = (torch.Tensor, torch.nn.Parameter)
 Content = torch.UntypedStorage | Callable[[], torch.UntypedStorage]

@@ -16,17 +16,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hyper_parallel.backends.torch._collectives import current_purpose
+from hyper_parallel.backends.torch.collectives import current_purpose
 from hyper_parallel.backends.torch.memory._operator_mode import OperatorMode
-from hyper_parallel.backends.torch.memory._operators import (
+from hyper_parallel.backends.torch.memory._storage_watch import shared_tensors
+from hyper_parallel.backends.torch.memory._traffic import group_of, sent_bytes
+from hyper_parallel.backends.torch.memory.operators import (
     EMPTY,
     count_flops,
     tensors_in,
     written_leaves,
 )
-from hyper_parallel.backends.torch.memory._storage_watch import shared_tensors
-from hyper_parallel.backends.torch.memory._storages import Entry, Storages
-from hyper_parallel.backends.torch.memory._traffic import group_of, sent_bytes
+from hyper_parallel.backends.torch.memory.storages import Entry, Storages
 from hyper_parallel.ir import MemoryAction, MemoryProgram, Operator, StorageKind
 
 Kernels = Callable[[Any, tuple[Any, ...], dict[str, Any], list[Tensor]], tuple[Any, int]]

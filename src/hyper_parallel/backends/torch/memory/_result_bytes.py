@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
-from hyper_parallel.backends.torch.memory._operators import tensors_in
+from hyper_parallel.backends.torch.memory.operators import tensors_in
 
 
 class ResultBytes:

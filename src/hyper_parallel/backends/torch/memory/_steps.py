@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import is_fake
 
-from hyper_parallel.backends.torch._forward import cache_argument
+from hyper_parallel.backends.torch.forward_variants import cache_argument
 from hyper_parallel.backends.torch.memory._capture import StepCapture
 from hyper_parallel.backends.torch.memory._captured import Captured
 from hyper_parallel.backends.torch.memory._chunked_loss import chunked_loss
 from hyper_parallel.backends.torch.memory._fake_values import fake_mode
 from hyper_parallel.backends.torch.memory._lru_spill import LruSpillMode
-from hyper_parallel.backends.torch.memory._source import CaptureSource
-from hyper_parallel.backends.torch.weights._ranges import local
+from hyper_parallel.backends.torch.memory.step_source import CaptureSource
+from hyper_parallel.backends.torch.weights.shard_ranges import local
 from hyper_parallel.errors import CaptureUnsupported
 from hyper_parallel.ir import StorageKind
 

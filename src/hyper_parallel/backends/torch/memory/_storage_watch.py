@@ -10,8 +10,8 @@ from typing import Any, Self
 from torch import Tensor
 
 from hyper_parallel.backends.torch.memory._operator_mode import OperatorMode
-from hyper_parallel.backends.torch.memory._operators import COMMUNICATION, EMPTY, tensors_in
-from hyper_parallel.backends.torch.memory._storages import Entry, Storages
+from hyper_parallel.backends.torch.memory.operators import COMMUNICATION, EMPTY, tensors_in
+from hyper_parallel.backends.torch.memory.storages import Entry, Storages
 
 
 def shared_tensors(func: Any, tensors: list[Tensor]) -> list[Tensor]:

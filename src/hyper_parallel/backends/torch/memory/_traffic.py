@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from hyper_parallel.backends.torch.memory._operators import COMMUNICATION, tensors_in
+from hyper_parallel.backends.torch.memory.operators import COMMUNICATION, tensors_in
 from hyper_parallel.ir import Mesh
 from hyper_parallel.shard import ring_bytes
 

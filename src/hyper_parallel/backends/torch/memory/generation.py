@@ -17,8 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hyper_parallel.backends.torch._slots import Passes, SlotSteps
-from hyper_parallel.backends.torch._static_cache import (
+from hyper_parallel.backends.torch.decode_slots import Passes, SlotSteps
+from hyper_parallel.backends.torch.memory._captured import Captured
+from hyper_parallel.backends.torch.memory._device import Measured, PlannedDevice
+from hyper_parallel.backends.torch.memory._fake_model import fake_copy
+from hyper_parallel.backends.torch.memory._generation_use import MemoryLimits, MemoryUse
+from hyper_parallel.backends.torch.memory._run_folder import run_folder
+from hyper_parallel.backends.torch.memory._steps import Named, model_state, record
+from hyper_parallel.backends.torch.memory.plan_transition import Way
+from hyper_parallel.backends.torch.static_cache import (
     TextSteps,
     bind_cache,
     cache_tensors,
@@ -26,13 +33,6 @@ from hyper_parallel.backends.torch._static_cache import (
     prompt_inputs,
     why_no_static_cache,
 )
-from hyper_parallel.backends.torch.memory._captured import Captured
-from hyper_parallel.backends.torch.memory._device import Measured, PlannedDevice
-from hyper_parallel.backends.torch.memory._fake_model import fake_copy
-from hyper_parallel.backends.torch.memory._generation_use import MemoryLimits, MemoryUse
-from hyper_parallel.backends.torch.memory._handover import Way
-from hyper_parallel.backends.torch.memory._run_folder import run_folder
-from hyper_parallel.backends.torch.memory._steps import Named, model_state, record
 from hyper_parallel.errors import BudgetImpossible, CaptureUnsupported, TierFull
 from hyper_parallel.ir import MemoryPlan, slab_bytes
 from hyper_parallel.memory import MemoryMachine, plan_memory_cached

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from hyper_parallel.backends.torch.weights._ranges import local
+from hyper_parallel.backends.torch.weights.shard_ranges import local
 
 
 @dataclass(slots=True)

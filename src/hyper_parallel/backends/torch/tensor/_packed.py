@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hyper_parallel.backends.torch._collectives import all_to_all, paired
-from hyper_parallel.backends.torch.tensor._state import TpState
+from hyper_parallel.backends.torch.collectives import all_to_all, paired
+from hyper_parallel.backends.torch.tensor.state import TpState
 from hyper_parallel.ir import Part, Purpose, exchanged, exchanged_rows, gate_up_parts, qkv_parts
 
 

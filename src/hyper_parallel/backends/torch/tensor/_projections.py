@@ -22,13 +22,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from hyper_parallel.backends.torch._collectives import sum_both, sum_forward
-from hyper_parallel.backends.torch._regather import RegatherScope
-from hyper_parallel.backends.torch.tensor._collectives import gather, padded, reshard, scatter
+from hyper_parallel.backends.torch.collectives import sum_both, sum_forward
+from hyper_parallel.backends.torch.regather import RegatherScope
 from hyper_parallel.backends.torch.tensor._span_attention import SpanAttention
-from hyper_parallel.backends.torch.tensor._state import TpState, Y
-from hyper_parallel.backends.torch.weights._initialise import LORA_A
-from hyper_parallel.backends.torch.weights._lora import delta
+from hyper_parallel.backends.torch.tensor.collectives import gather, padded, reshard, scatter
+from hyper_parallel.backends.torch.tensor.state import TpState, Y
+from hyper_parallel.backends.torch.weights.initialization import LORA_A
+from hyper_parallel.backends.torch.weights.lora import delta
 from hyper_parallel.errors import UnsupportedSharding
 from hyper_parallel.ir import Purpose
 from hyper_parallel.shard import Boundary

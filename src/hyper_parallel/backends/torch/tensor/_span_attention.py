@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hyper_parallel.backends.torch.tensor._collectives import gather
-from hyper_parallel.backends.torch.tensor._state import TpState, Y
+from hyper_parallel.backends.torch.tensor.collectives import gather
+from hyper_parallel.backends.torch.tensor.state import TpState, Y
 from hyper_parallel.errors import UnsupportedSharding
 from hyper_parallel.ir import Purpose
 

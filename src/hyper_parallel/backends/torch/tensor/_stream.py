@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hyper_parallel.backends.torch.tensor._collectives import padded
+from hyper_parallel.backends.torch.tensor.collectives import padded
 from hyper_parallel.shard import padded_sizes
 
 

@@ -19,11 +19,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from hyper_parallel.backends.torch._collectives import sum_backward
-from hyper_parallel.backends.torch._structure import layers_of
-from hyper_parallel.backends.torch.tensor._collectives import join
-from hyper_parallel.backends.torch.tensor._gradients import TpGradients, show_local, to_local
+from hyper_parallel.backends.torch.collectives import sum_backward
+from hyper_parallel.backends.torch.model_structure import layers_of
 from hyper_parallel.backends.torch.tensor._projections import Region
+from hyper_parallel.backends.torch.tensor.collectives import join
+from hyper_parallel.backends.torch.tensor.gradients import TpGradients, show_local, to_local
 from hyper_parallel.ir import Purpose
 
 

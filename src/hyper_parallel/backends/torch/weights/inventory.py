@@ -16,8 +16,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from hyper_parallel.backends.torch._token_scores import SCORE, scores_tokens
-from hyper_parallel.backends.torch.weights._huggingface import (
+from hyper_parallel.backends.torch.token_scores import SCORE, scores_tokens
+from hyper_parallel.backends.torch.weights.huggingface import (
     Box,
     Conversion,
     NameMap,
@@ -28,12 +28,12 @@ from hyper_parallel.backends.torch.weights._huggingface import (
     tied_names,
     twin,
 )
-from hyper_parallel.backends.torch.weights._initialise import (
+from hyper_parallel.backends.torch.weights.initialization import (
     canonical_name,
     is_adapter,
     named_tensors,
 )
-from hyper_parallel.backends.torch.weights._tensor_files import WeightFiles, same_values
+from hyper_parallel.backends.torch.weights.tensor_files import WeightFiles, same_values
 from hyper_parallel.errors import WeightsUnreadable
 
 Source = list[Box] | tuple[Conversion, str, tuple[int, ...]]

@@ -1,0 +1,402 @@
+"""The state of a step in the tiers: who owns its bytes, where they lie between steps, how they come back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from hyper_parallel.backends.torch.memory._captured import Captured, as_view
+from hyper_parallel.backends.torch.memory._lru_spill import LruSpillMode
+from hyper_parallel.backends.torch.memory._owners import Owners
+from hyper_parallel.backends.torch.memory._tiers import FileTier
+from hyper_parallel.backends.torch.memory._workspace import has_room
+from hyper_parallel.backends.torch.memory.bound_actions import Act, BoundActions
+from hyper_parallel.backends.torch.memory.hardware import Hardware
+from hyper_parallel.backends.torch.memory.operators import View
+from hyper_parallel.backends.torch.memory.prepared_plan import Addresses, Held
+from hyper_parallel.backends.torch.memory.streams import DeviceApi
+from hyper_parallel.backends.torch.memory.tier_copies import Copies, finish
+from hyper_parallel.errors import (
+    HyperParallelError,
+    MemoryPlanInvalid,
+    StepChanged,
+    TierFull,
+    TransferFailed,
+)
+from hyper_parallel.ir import MemoryPlan
+from hyper_parallel.memory import MemoryMachine, wrong_address
+
+_HOST = torch.device("cpu")
+
+
+class HeldState:
+    """Owns the bytes of a step's state, each storage in the tier where the plan has its home.
+
+    Args:
+        captured: See `PlannedDevice`; the others too.
+        plan: See there.
+        machine: See there.
+        copies: See there.
+        flash: See there.
+        queues: See there.
+        arena_bytes: See there.
+        before: An open state that this one takes over, with its hardware; None: the state is taken from
+            the tensors that own it.
+        take: Moves the state here from `before`.
+        spill: Has the bytes of the tensors that own the state, where they are not on the device.
+
+    Attributes:
+        hardware: Where the plan runs.
+        files: The file tier.
+        on: Bytes on the device and in DRAM, by storage.
+        actions: The plan's actions, ready to run.
+        arena: The buffer on the device, of `arena_bytes`.
+        owners: The tensors that own the state.
+        failed: A step failed, or the state was moved in part: it can only be closed.
+        closed: The bytes are back where they came from.
+    """
+
+    def __init__(
+        self,
+        captured: Captured,
+        plan: MemoryPlan,
+        machine: MemoryMachine,
+        copies: Copies,
+        flash: Path | None,
+        queues: DeviceApi | None,
+        arena_bytes: int | None = None,
+        before: HeldState | None = None,
+        take: Callable[[HeldState], None] | None = None,
+        spill: LruSpillMode | None = None,
+    ) -> None:
+        if plan.program.storages != captured.program.storages or len(plan.program.operators) != len(
+            captured.calls
+        ):
+            raise MemoryPlanInvalid(
+                "the plan was made for another program",
+                got=plan.program.name,
+                allowed=captured.program.name,
+                hint="plan the captured program again",
+            )
+        self.captured, self.plan, self.machine = captured, plan, machine
+        if wrong := wrong_address(plan):  # replays it: HP404 for an illegal action
+            raise MemoryPlanInvalid(
+                f"the plan cannot run at its addresses: {wrong}",
+                where=plan.program.name,
+                hint="plan again",
+            )
+        if plan.peak_bytes["flash"] and flash is None:
+            raise MemoryPlanInvalid(
+                "the plan uses the flash tier, but no folder was given for it",
+                hint="pass flash=Path(...)",
+            )
+        if queues is None and captured.device.type != "cpu":
+            queues = DeviceApi.of(captured.device)
+        self.hardware = (
+            Hardware(captured.device, machine, plan.program.alignment_bytes, copies, queues)
+            if before is None
+            else before.hardware  # its meters go on counting
+        )
+        self.hardware.reserve(plan)
+        self.files = FileTier(flash or Path(), self.hardware.flash)
+        self.on: dict[str, Held] = {"device": {}, "dram": {}}
+        self._device, self._inside = self.on["device"], self.hardware.inside
+        self._sizes = plan.program.sizes
+        self.actions: list[Act] = []
+        self.arena_bytes = plan.arena_bytes if arena_bytes is None else arena_bytes
+        self.arena: torch.UntypedStorage | None = None
+        self._numbers = {t.untyped_storage()._cdata: s for s, t in captured.state.items()}
+        self.failed = False
+        self.closed = False
+        self.owners, self._spill = Owners(captured), spill
+        self._begin_to_hold(take or HeldState._take_state)
+
+    def _is_input(self, storage: int) -> bool:
+        return self.plan.program.storages[storage].kind == "input"
+
+    def enter(self, s: int, base: torch.UntypedStorage) -> None:
+        """A storage comes to its range on the device."""
+        self._device[s] = base
+        self._inside.add(self._sizes[s])
+
+    def leave(self, s: int) -> None:
+        """A storage's range on the device is given up."""
+        del self._device[s]
+        self._inside.add(-self._sizes[s])
+
+    def _give_up(self) -> None:
+        """Let go of everything on the device, and of the arena itself."""
+        for s in list(self.on["device"]):
+            self.leave(s)
+        self.actions, self.arena = [], None
+
+    def take_arena(self) -> Addresses:
+        """Allocate the arena unless it exists, and bind the actions of the plan to its addresses."""
+        if self.arena is None:
+            self.arena = self.hardware.arena(self.arena_bytes)
+        addresses = Addresses(self.captured, self.plan, self.arena)
+        bound = BoundActions(self).bound
+        self.actions = list(map(bound, self.plan.actions, addresses.actions))
+        return addresses
+
+    def _begin_to_hold(self, take: Callable[[HeldState], None]) -> None:
+        """Take the state from the tensors that own it, and see to it that nobody else uses them meanwhile."""
+        try:
+            self.owners.check()
+        except StepChanged:
+            self._end()  # nobody would see what the recorded tensors hold
+            raise
+        take(self)
+        self.owners.hold()
+
+    def _take_state(self) -> None:
+        """Move the state's bytes into buffers of the device, and empty the tensors that owned them.
+
+        A storage that another tensor still holds would not be free when the plan detaches it. When the bytes cannot be
+        moved they go back, and the device is closed.
+        """
+        waiting: Held = {}
+        spill, self._spill = self._spill, None
+        aside = self._aside(spill)
+        try:
+            self.owners.check_bytes(
+                torch.UntypedStorage.nbytes if spill is None else spill.num_bytes
+            )
+        except StepChanged:
+            self._end()
+            raise
+        try:
+            for s, tensor in self.captured.state.items():
+                base = tensor.untyped_storage()
+                where = base if spill is None else spill.take(base)
+                if not (callable(where) and s in self.files):  # its file is as it was
+                    self._take(s, where() if callable(where) else where, base, waiting, aside)
+                if not self._is_input(s):
+                    # All tensors on this storage share it, so emptying it in place frees the bytes of all of them.
+                    # Inputs stay with the caller, who may pass the very same tensors again.
+                    base.resize_(0)
+            for s, target in self.take_arena().at_start.items():
+                target.copy_(waiting[s])
+                self.enter(s, target)
+                del waiting[s]
+        except BaseException as error:
+            with self._moving():
+                self._take_back(waiting, spill)
+                if isinstance(error, torch.OutOfMemoryError):
+                    raise self._no_room(error) from error
+                raise
+
+    def _aside(self, spill: LruSpillMode | None = None) -> torch.device:
+        """Where state waits on its way: on the device if that has room for both, and no spill keeps it in a budget."""
+        device = self.hardware.device
+        return device if spill is None and has_room(device, self.arena_bytes) else _HOST
+
+    def _take(
+        self,
+        s: int,
+        source: torch.UntypedStorage,
+        base: torch.UntypedStorage,
+        waiting: Held,
+        aside: torch.device,
+    ) -> None:
+        """Take a storage's bytes from where they are, its own base or host memory."""
+        home, size = self.plan.homes[s], self._num_bytes(s)
+        if self._is_input(s) and not base.nbytes():
+            base.resize_(size)
+            base.copy_(source)
+        if home == "dram":
+            mine = self.on[home].get(s)
+            if mine is None:
+                mine = self.on[home][s] = self.hardware.in_dram(size)
+            if mine is not source:
+                mine.copy_(source)
+            return
+        if home == "device":
+            waiting[s] = _copy(source, aside) if source is base else source
+        else:
+            self.files.take(s, size)
+            self.files.write(s, _copy(source, _HOST) if source is base else source)
+
+    def _take_back(self, waiting: Held, spill: LruSpillMode | None) -> None:
+        """Of a state that was taken in part, give what was emptied its bytes again; the device is closed."""
+        for s, tensor in self.captured.state.items():
+            base = tensor.untyped_storage()
+            now = base.nbytes() if spill is None else spill.num_bytes(base)
+            if now != self._num_bytes(s):
+                base.resize_(self._num_bytes(s))
+                base.copy_(waiting[s] if s in waiting else self._bytes(s))
+        self._end()
+
+    def _num_bytes(self, s: int) -> int:
+        return self.captured.program.storages[s].num_bytes
+
+    def _give_state(self) -> None:
+        """Give the state's bytes back to the tensors that owned them."""
+        self.owners.release()
+        mine = {s: t for s, t in self.captured.state.items() if not self.owners.keep(s)}
+        kept: Held = {}
+        if not self.failed:
+            here, aside = self.on["device"], self._aside()
+            kept = {s: _copy(here[s], aside) for s in mine if self.plan.homes[s] == "device"}
+        self._give_up()
+        for s, tensor in mine.items():
+            base = tensor.untyped_storage()
+            base.resize_(self._num_bytes(s))
+            if self.failed:
+                base.fill_(0xFF)
+            else:
+                base.copy_(kept.pop(s) if s in kept else self._bytes(s))
+        self.files.clear()
+        self.on["dram"].clear()
+
+    def _end(self) -> None:
+        """The state is where it came from, and stays there."""
+        self.closed = True
+        self.hardware.lanes.close()
+        self._give_up()
+        self.files.clear()
+        self.on["dram"].clear()
+
+    def _no_room(self, error: BaseException) -> TierFull:
+        module = torch.get_device_module(self.hardware.device)
+        free, total = module.mem_get_info(self.hardware.device)
+        return TierFull(
+            "the device has no room for the arena of the plan",
+            where=str(self.hardware.device),
+            got=f"{self.arena_bytes} bytes wanted, {free} of {total} free: {error}",
+            hint="plan with a smaller budget, or end what else is on the device",
+        )
+
+    @contextmanager
+    def lent(self, spill: LruSpillMode | None = None) -> Iterator[None]:
+        """Between two steps, give the state back to the model and the optimizer for the time of this context.
+
+        Whatever reads or changes their tensors here (an evaluation, a checkpoint) sees and sets the real ones. What it
+        takes is not counted.
+
+        Args:
+            spill: Brings to the device what operators inside of its own context use, from where the state has its home.
+                None: all of the state goes to the device.
+
+        Raises:
+            StepChanged: HP512 at the end when tensors were exchanged instead of changed, or model or optimizer are not
+                as they were when the step was recorded. All of it stays as it is, and the device is closed.
+            TransferFailed: HP513 when the state could not be moved; what cannot go to its tier stays with the model.
+        """
+        self.check_usable()
+        with self._moving():
+            if spill is None:
+                self._give_state()
+            else:
+                self.lend(spill)
+        self._spill = spill
+        try:
+            yield
+        finally:
+            self._begin_to_hold(HeldState._take_state)
+
+    def lend(self, spill: LruSpillMode) -> None:
+        """Let a mode bring the state to the device where it is used; its home stays where it is."""
+        self.owners.release()
+        for s, tensor in self.captured.state.items():
+            if self.owners.keep(s):
+                continue
+            home, base = self.plan.homes[s], tensor.untyped_storage()
+            base.resize_(0)  # of a buffer that steps change the caller has an old copy
+            content = partial(self._bytes, s) if home == "flash" else self.on[home][s]
+            if home == "device":
+                content = _copy(content, _HOST)
+            spill.hold(base, self._num_bytes(s), content)
+        self._give_up()
+
+    def end(self) -> None:
+        """No step will run any more, and nobody is given the state."""
+        if not self.closed:
+            self._end()
+
+    @contextmanager
+    def _moving(self) -> Iterator[None]:
+        """State that was moved in part only must not pass for good: the device can then only be closed."""
+        try:
+            yield
+        except BaseException as error:
+            self.failed = not self.closed
+            if isinstance(error, HyperParallelError) or not isinstance(error, Exception):
+                raise
+            raise TransferFailed(
+                "the state could not be moved between memory tiers",
+                got=f"{type(error).__name__}: {error}",
+            ) from error
+
+    def close(self) -> None:
+        """Give the state's bytes back to the tensors that owned them.
+
+        After a failed step they are filled with ones in every bit (NaN as floating point): a half-updated state must
+        not pass for a good one.
+        """
+        if self.closed:
+            return
+        with self._moving():
+            self.hardware.lanes.close()
+            self._give_state()
+            self.closed = True
+
+    def check_usable(self) -> None:
+        """Raise `StepChanged` if the device was closed or a step on it failed."""
+        if self.closed or self.failed:
+            raise StepChanged(
+                "the device was closed or a step on it failed; capture and plan again"
+            )
+
+    def at_home(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor of model or optimizer, between steps, on its bytes where they have their home; of a file, a copy."""
+        with torch._C.DisableTorchFunctionSubclass():
+            s = self._numbers.get(tensor.untyped_storage()._cdata)
+            if s is None or self.owners.keep(s):
+                return tensor.detach()
+            return as_view(tensor, s).on(self._bytes(s))
+
+    def read(self, name: str) -> torch.Tensor:
+        """A copy of a named persistent tensor, wherever it lives between steps."""
+        storage, view = self._state(name)
+        return view.on(self._bytes(storage)).clone()
+
+    def named(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The state between steps by name, one after the other; what is in a file is read."""
+        for name, view in self.captured.named.items():
+            yield name, view.on(self._bytes(view.storage))
+
+    def write(self, name: str, value: torch.Tensor) -> None:
+        """Overwrite a named persistent tensor between steps: reset a cache, load a checkpoint."""
+        storage, view = self._state(name)
+        base = self._bytes(storage)
+        view.on(base).copy_(value)
+        if self.plan.homes[storage] == "flash":
+            self.files.write(storage, base)
+
+    def _bytes(self, storage: int) -> torch.UntypedStorage:
+        """Bytes of a persistent storage between steps; of a file, a copy."""
+        home = self.plan.homes[storage]
+        if home != "flash":
+            return self.on[home][storage]
+        base = torch.UntypedStorage(self.plan.program.storages[storage].num_bytes)
+        finish(partial(self.files.read, storage, base))
+        return base
+
+    def _state(self, name: str) -> tuple[int, View]:
+        for s, tensor in self.captured.state.items():
+            if self.plan.program.storages[s].name == name:
+                return s, as_view(tensor, s)
+        raise StepChanged(
+            f"the captured step has no state named `{name}`",
+            allowed=[self.plan.program.storages[s].name for s in self.captured.state][:20],
+        )
+
+
+def _copy(base: torch.UntypedStorage, device: torch.device) -> torch.UntypedStorage:
+    """A copy that is in no tier."""
+    return torch.UntypedStorage(base.nbytes(), device=device).copy_(base)

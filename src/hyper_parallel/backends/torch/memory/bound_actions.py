@@ -1,0 +1,152 @@
+"""The actions of a plan as calls without arguments: what a step does between two operators is decided once.
+
+The host issues some thousand actions in a step, so none of them looks up what is the same in every step: which
+operator on which tensors, from which buffer of the device into which tier.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._pytree import tree_flatten
+
+from hyper_parallel.backends.torch.memory.first_step import other_number, other_size
+from hyper_parallel.backends.torch.memory.operators import finished
+from hyper_parallel.backends.torch.memory.prepared_plan import Prepared, in_host_memory
+from hyper_parallel.errors import StepChanged
+from hyper_parallel.ir import COPIES, MemoryAction
+
+if TYPE_CHECKING:
+    from hyper_parallel.backends.torch.memory.arena_state import HeldState
+
+Act = Callable[[], Any]
+"""Takes one action of a plan."""
+
+
+class BoundActions:
+    """Makes the actions of one plan.
+
+    Args:
+        state: Where the bytes are; of it and of its hardware the parts are taken that stay while it is open.
+    """
+
+    def __init__(self, state: HeldState) -> None:
+        self._captured, self._plan, self._files = state.captured, state.plan, state.files
+        self._enter, self._leave = state.enter, state.leave
+        self._device, self._dram = state.on["device"], state.on["dram"]
+        self._hardware, self._lanes = state.hardware, state.hardware.lanes
+        # Storages that are not on the device alone.
+        self._elsewhere = {a.target for a in self._plan.actions if a.kind in COPIES}
+        self._elsewhere |= {s for s, home in enumerate(self._plan.homes) if home != "device"}
+        self._in_flight: dict[int, Any] = {}  # what was begun with other ranks, by operator
+
+    def bound(self, action: MemoryAction, ready: Prepared | torch.UntypedStorage | None) -> Act:
+        """One action.
+
+        Args:
+            action: It.
+            ready: The operator with its tensors, or the range of the device that a copy reads or fills or that is left.
+        """
+        s, kind = action.target, action.kind
+        if isinstance(ready, Prepared):
+            return partial(self._run, ready, s)
+        if kind == "update":
+            return partial(self._update, s)
+        if kind == "join":
+            return partial(self._join, s)
+        if kind in ("prefetch", "store"):
+            size = self._plan.program.storages[s].num_bytes
+            return partial(self._prefetch if kind == "prefetch" else self._store, s, ready, size)
+        if kind in ("copy_in", "copy_out"):
+            size = self._plan.program.storages[s].num_bytes
+            return partial(self._read if kind == "copy_in" else self._write, s, size)
+        if kind == "wait":
+            return partial(self._lanes.wait, s, action.tier)
+        if kind == "free" and (ready is None or s in self._elsewhere):
+            return partial(self._free, s)
+        if kind == "free" or action.tier == "device":
+            return partial(self._leave, s)
+        return partial(self._dram.pop if action.tier == "dram" else self._files.drop, s)
+
+    def _run(self, ready: Prepared, index: int) -> None:
+        for s, base in ready.results:
+            self._enter(s, base)
+        hardware = self._hardware
+        self._lanes.position = None
+        if ready.communicates:
+            with hardware.in_library():
+                self._in_flight[index] = ready.run()
+            return
+        seen = hardware.num_operators
+        out = ready.run()
+        if seen == hardware.num_operators and hardware.counts and ready.dispatched:
+            raise StepChanged(
+                f"`{ready.func}` of the plan did not run: torch's dispatcher has not seen it",
+                where=f"operator {index} of {self._plan.program.name}",
+                hint="something has replaced the operator; capture and plan again",
+            )
+        if not ready.plain:
+            _accept(ready, tree_flatten(out)[0])
+
+    def _update(self, index: int) -> None:
+        run = in_host_memory(self._captured.calls[index], self._dram)
+        self._lanes.update(index, self._plan.program.operators[index], run)
+
+    def _join(self, index: int) -> None:
+        """Wait for what was begun beside the device's own operators."""
+        timed = self._hardware.timed
+        begin = None if timed is None else timed.now()
+        if index in self._in_flight:
+            with self._hardware.in_library():
+                finished(self._in_flight.pop(index))
+        else:
+            self._lanes.join(index, self._plan.program.operators[index])
+        if timed is not None:
+            timed.joined(index, begin)
+
+    def _prefetch(self, s: int, target: torch.UntypedStorage, size: int) -> None:
+        if s not in self._device:
+            self._enter(s, target)
+        move = partial(target.copy_, self._dram[s], non_blocking=True)
+        self._lanes.start(s, "prefetch", move, size)
+
+    def _store(self, s: int, source: torch.UntypedStorage, size: int) -> None:
+        move = partial(self._in_dram(s, size).copy_, source, non_blocking=True)
+        self._lanes.start(s, "store", move, size)
+
+    def _read(self, s: int, size: int) -> None:
+        move = partial(self._files.read, s, self._in_dram(s, size))
+        self._lanes.start(s, "copy_in", move, size)
+
+    def _write(self, s: int, size: int) -> None:
+        self._files.take(s, size)
+        self._lanes.start(s, "copy_out", partial(self._files.write, s, self._dram[s]), size)
+
+    def _in_dram(self, s: int, size: int) -> torch.UntypedStorage:
+        base = self._dram.get(s)
+        if base is None:
+            base = self._dram[s] = self._hardware.in_dram(size)
+        return base
+
+    def _free(self, s: int) -> None:
+        if s in self._device:
+            self._leave(s)
+        self._dram.pop(s, None)
+        if s in self._files:
+            self._files.drop(s)
+
+
+def _accept(ready: Prepared, flat: list[Any]) -> None:
+    """Copy what an operator has made beside the arena to its addresses, and compare the numbers that it gave."""
+    for position, view, target in ready.staged:
+        made = flat[position]
+        base = made.untyped_storage() if isinstance(made, torch.Tensor) else None
+        if base is None or base.nbytes() != target.nbytes() or made.shape != view.size:
+            raise other_size(ready.func, None if base is None else tuple(made.shape), view.size)
+        target.copy_(base)
+    for position, value in ready.guards:
+        if flat[position] != value:
+            raise other_number(ready.func, flat[position], value)

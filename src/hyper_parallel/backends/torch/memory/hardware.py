@@ -1,0 +1,178 @@
+"""Where a plan runs: meters, buffers and copy lanes of one device, simulated on the CPU or with streams of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hyper_parallel.backends.torch.memory._tiers import AllocatorGauge, Meter
+from hyper_parallel.backends.torch.memory.host_pool import HostPool
+from hyper_parallel.backends.torch.memory.operators import tensors_in
+from hyper_parallel.backends.torch.memory.streams import DeviceApi, StreamLanes
+from hyper_parallel.backends.torch.memory.tier_copies import Copies, CopyLanes
+from hyper_parallel.errors import TierFull
+from hyper_parallel.ir import MemoryPlan
+from hyper_parallel.memory import MemoryMachine
+
+
+class _Watch(TorchDispatchMode):
+    """Sees every operator of a planned step, whose tensors are plain ones.
+
+    Args:
+        made: Called with what each of them gives.
+    """
+
+    def __init__(self, made: Callable[[Any], None]) -> None:
+        super().__init__()
+        self._made = made
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled in a planned step, and to say so takes longer than a small operator
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **kwargs) if kwargs else func(*args)
+        self._made(out)
+        return out
+
+
+class Hardware:
+    """The three tiers and the ways between them.
+
+    Args:
+        device: Where operators run.
+        machine: Capacities.
+        alignment_bytes: Rounding of every allocation.
+        copies: How copies of a simulated device move.
+        queues: Streams and events of the device; None: it is simulated.
+
+    Attributes:
+        gauge: What the device gives: the arena and all storages that operators make, or an accelerator's allocator.
+        num_operators: Operators that the dispatcher has seen inside `watched`.
+        counts: It sees them.
+        inside: Bytes of the storages that are in the arena.
+        lanes: Running copies.
+        pool: DRAM buffers.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        machine: MemoryMachine,
+        alignment_bytes: int,
+        copies: Copies,
+        queues: DeviceApi | None,
+    ) -> None:
+        self.device = device
+        self.num_operators, self.counts = 0, False
+        self._counts_results = True
+        self._mode = _Watch(self._made)
+        self._arena = range(0)  # its addresses
+        self.dram = Meter("dram", alignment_bytes)
+        self.flash = Meter("flash", alignment_bytes, machine.flash_bytes)
+        self.inside = Meter("device", alignment_bytes)
+        self.gauge: Meter | AllocatorGauge = Meter("device", alignment_bytes)
+        self.lanes: CopyLanes | StreamLanes
+        self.lanes = CopyLanes(copies) if queues is None else StreamLanes(queues)
+        self.pool = HostPool(alignment_bytes, device.type != "cpu", machine.dram_bytes)
+        module: Any = None if queues is None else queues.module
+        if hasattr(module, "max_memory_allocated"):
+            self.gauge = AllocatorGauge(module, device)
+            _take_workspaces(device)
+
+    @property
+    def timed(self) -> StreamLanes | None:
+        """The lanes that measure time themselves; None: a virtual clock keeps it."""
+        return self.lanes if isinstance(self.lanes, StreamLanes) else None
+
+    def reserve(self, plan: MemoryPlan) -> None:
+        """Make the DRAM buffers that a plan needs.
+
+        Raises:
+            TierFull: HP403 when they take more than there is.
+        """
+        self.pool.reserve(plan.replayed.host_buffers)
+
+    def arena(self, num_bytes: int) -> torch.UntypedStorage:
+        """The buffer on the device in which a plan's storages have their addresses."""
+        if isinstance(self.gauge, AllocatorGauge):
+            return self.gauge.arena(num_bytes)
+        base = torch.UntypedStorage(num_bytes, device=self.device)
+        self.gauge.adopt(base)
+        self._arena = range(base.data_ptr(), base.data_ptr() + num_bytes)
+        return base
+
+    @contextmanager
+    def watched(self, every: bool) -> Iterator[None]:
+        """Around a step: count its operators, and on a simulated device the storages that they make.
+
+        Args:
+            every: Count on an accelerator too, where it takes the host's time.
+        """
+        self.counts = every or isinstance(self.gauge, Meter)
+        with self._mode if self.counts else nullcontext():
+            yield
+
+    @contextmanager
+    def in_library(self) -> Iterator[None]:
+        """Around a collective: what gloo makes for it is its own, as are the buffers of an accelerator's library."""
+        self._counts_results = False
+        try:
+            yield
+        finally:
+            self._counts_results = True
+
+    def _made(self, out: Any) -> None:
+        """An operator has run and gives this."""
+        self.num_operators += 1
+        if type(out) is torch.Tensor and out.data_ptr() in self._arena:
+            return  # the usual case
+        for tensor in tensors_in(out) if self._counts_results else ():
+            base = tensor.untyped_storage()
+            elsewhere = base in self.dram or base.device.type != self.device.type
+            if not elsewhere and base.data_ptr() not in self._arena:
+                self.gauge.adopt(base)
+
+    def in_dram(self, num_bytes: int) -> torch.UntypedStorage:
+        """A counted DRAM buffer.
+
+        Raises:
+            TierFull: HP403 when the capacity is exceeded.
+        """
+        try:
+            base = self.pool.take(num_bytes)
+        except TierFull:
+            if isinstance(self.lanes, CopyLanes):
+                self.lanes.refuse_failed()
+            raise
+        self.dram.adopt(base)
+        return base
+
+    def reset_peaks(self) -> None:
+        """Measure peaks from here on."""
+        for meter in (self.gauge, self.inside, self.dram, self.flash):
+            meter.reset_peak()
+
+    @property
+    def peaks(self) -> dict[str, int]:
+        """Highest bytes per tier since `reset_peaks`; of the device those inside the arena."""
+        return {
+            "device": self.inside.peak_bytes,
+            "dram": self.dram.peak_bytes,
+            "flash": self.flash.peak_bytes,
+        }
+
+    @property
+    def live(self) -> tuple[tuple[str, int], ...]:
+        """Bytes taken now, per tier."""
+        return tuple((m.name, m.live_bytes) for m in (self.inside, self.dram, self.flash))
+
+
+def _take_workspaces(device: torch.device) -> None:
+    """Run a product, so that what its library takes for good counts as there before, not as a step's."""
+    small = torch.ones(16, 16, dtype=torch.bfloat16, device=device)
+    torch.addmm(small[0], small, small @ small)

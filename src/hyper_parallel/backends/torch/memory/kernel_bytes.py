@@ -1,0 +1,205 @@
+"""Device bytes that an operator takes beside the addresses of its results, and how long it runs.
+
+What a kernel takes for itself and gives back before it returns depends on the kernel that a device chooses: sums in
+float32, sorted rows, workspaces. So the allocator of an accelerator is asked while the step is recorded, and its
+events are put around every kernel.
+
+The gradient of an embedding is as large as the table and no kernel writes it at a given address, so it is made beside
+its address a few columns at a time. A column of it depends on the same column of the incoming gradient only and is
+added up in an order that the rows give, so columns made apart have the same bits.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from hyper_parallel.backends.torch.memory._workspace import device_workspace
+from hyper_parallel.backends.torch.memory.operators import COMMUNICATION, Call, View
+from hyper_parallel.backends.torch.memory.out_variants import into
+from hyper_parallel.backends.torch.memory.storages import Entry
+from hyper_parallel.backends.torch.memory.streams import DeviceApi
+from hyper_parallel.ir import GRADIENT_PIECES, Operator
+from hyper_parallel.units import KiB
+
+_LEAST: Final = 64 * KiB  # a smaller piece is not worth its launches
+
+
+def beside(call: Call, entries: Sequence[Entry]) -> tuple[int, ...]:
+    """Bytes of the results that a call makes elsewhere first."""
+    if not call.made or into(call) is not None:
+        return ()
+    if pieces := columns(call):
+        return piece_bytes(call, pieces)
+    return tuple(entries[view.storage].num_bytes for _, view in call.made)
+
+
+class Events(NamedTuple):
+    """Around an operator's kernels, on the stream that they run on.
+
+    Attributes:
+        begin: Before them.
+        end: After them.
+        issued_s: What the host took for the operator.
+        reached: The device came to it before that, and waited for the host.
+    """
+
+    begin: Any
+    end: Any
+    issued_s: float
+    reached: bool
+
+
+Timed = tuple[range, Events]
+"""Operators of the program that are the parts of one, and the events around it."""
+
+
+def run(
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    tensors: Sequence[torch.Tensor],
+) -> tuple[Any, tuple[int, ...], Events | None]:
+    """Run an operator.
+
+    Args:
+        func: The operator.
+        args: Its arguments.
+        kwargs: Its named arguments.
+        tensors: The tensors among them.
+
+    Returns:
+        Its outputs, the bytes that its kernel had for itself beside them, and the events around it, on an accelerator.
+        The allocator's peak begins anew.
+    """
+    device = next((t.device for t in tensors if t.device.type != "cpu"), None)
+    if device is None or func.namespace in COMMUNICATION:
+        return func(*args, **kwargs), (), None
+    module: Any = torch.get_device_module(device)
+    measurable = hasattr(module, "max_memory_allocated")
+    if not measurable or any(isinstance(t, FakeTensor) for t in tensors):
+        taken = device_workspace(func, args, kwargs)
+        return func(*args, **kwargs), (taken,) if taken else (), None
+    event, stream = DeviceApi.of(device).event, module.current_stream(device)
+    begin, end = event(enable_timing=True), event(enable_timing=True)
+    with _no_collection():
+        module.reset_peak_memory_stats(device)
+        begin.record(stream)
+        start = time.perf_counter()
+        out = func(*args, **kwargs)
+        issued_s, reached = time.perf_counter() - start, bool(begin.query())
+        end.record(stream)
+        # What stays is a result, or a workspace that a library keeps.
+        taken = int(module.max_memory_allocated(device) - module.memory_allocated(device))
+    return out, (taken,) if taken else (), Events(begin, end, issued_s, reached)
+
+
+def kernel_seconds(
+    operators: Sequence[Operator], timed: Sequence[Timed]
+) -> tuple[float, ...] | None:
+    """Seconds of every operator by the events around it, 0 where there are none; None: there are none at all.
+
+    Where the device waited for the host, the time between the events is also what the host took; behind a longer kernel
+    it is not. A step whose kernels take less than the host takes as long as that.
+    """
+    if not timed:
+        return None
+    for _, events in timed:  # operators may be on several streams
+        events.end.synchronize()
+    kernels = [
+        max(float(e.begin.elapsed_time(e.end)) / 1e3 - e.issued_s * e.reached, 0.0)
+        for _, e in timed
+    ]
+    issue_s = statistics.median(events.issued_s for _, events in timed)
+    least = issue_s if sum(kernels) < issue_s * len(timed) else 0.0
+    seconds = [0.0] * len(operators)
+    for (parts, _), kernel in zip(timed, kernels, strict=True):
+        moved = sum(operators[at].access_bytes for at in parts)
+        for at in parts:
+            share = operators[at].access_bytes / moved if moved else 1 / len(parts)
+            seconds[at] = max(kernel, least) * share
+    return tuple(seconds)
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Garbage that is freed meanwhile would count as the kernel's."""
+    before = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if before:
+            gc.enable()
+
+
+def of_piece(
+    call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], taken: tuple[int, ...]
+) -> tuple[int, ...]:
+    """What of `taken` remains where a plan runs the call in pieces: one of them is run."""
+    pieces = columns(call)
+    if not taken or not pieces:
+        return taken
+    part = widest(pieces, args)
+    return run(call.func, part, kwargs, [t for t in part if isinstance(t, torch.Tensor)])[1]
+
+
+def columns(call: Call) -> tuple[range, ...]:
+    """Columns of the pieces in which a call can make its result; fewer than two: it makes it as a whole."""
+    if call.func is not torch.ops.aten.embedding_dense_backward.default or len(call.made) != 1:
+        return ()
+    # Scaled by how often a row occurs: a kernel's last columns may be rounded differently.
+    scaled, table = call.args[4], call.made[0][1]
+    if scaled or table.num_bytes <= call.room_bytes:
+        return ()
+    # Every piece sorts the rows again, so they are as wide as there is room.
+    every, most = table.size[1], min(GRADIENT_PIECES, table.num_bytes // _LEAST)
+    fitting = every * call.room_bytes // sum(piece_bytes(call, (range(every),)))
+    width = max(fitting, -(-every // max(most, 1)))
+    if width >= every:
+        return ()
+    return tuple(range(at, min(at + width, every)) for at in range(0, every, width))
+
+
+def piece_bytes(call: Call, pieces: tuple[range, ...]) -> tuple[int, ...]:
+    """Bytes beside the arena at the same time: columns of the result and of the incoming gradient."""
+    width = max(map(len, pieces))
+    table, grad = call.made[0][1], call.args[0]
+    assert isinstance(grad, View)
+    rows = 1
+    for size in grad.size[:-1]:
+        rows *= size
+    return width * table.size[0] * table.dtype.itemsize, width * rows * grad.dtype.itemsize
+
+
+def widest(pieces: tuple[range, ...], args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments of the operator for a piece that no other is larger than."""
+    return args[0][..., pieces[0].start : pieces[0].stop].contiguous(), *args[1:]
+
+
+def in_pieces(
+    pieces: tuple[range, ...],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    out: torch.Tensor,
+) -> Callable[[], None]:
+    """What runs the operator piece by piece into `out` [rows, columns]."""
+    op = torch.ops.aten.embedding_dense_backward.default
+    grad, rest = args[0], args[1:]
+    parts = [(grad[..., p.start : p.stop], out[:, p.start : p.stop]) for p in pieces]
+
+    def run() -> None:
+        for given, target in parts:
+            mine = given.clone(memory_format=torch.contiguous_format)
+            made = op(mine, *rest, **kwargs)
+            target.copy_(made)
+            del mine, made  # before the next piece is made
+
+    return run

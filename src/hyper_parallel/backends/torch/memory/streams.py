@@ -1,0 +1,355 @@
+"""Copies on the streams of a device, ordered by events: the host waits for none of them.
+
+A copy waits for everything the compute stream did before it was issued (it made what is copied, and it used the
+buffer that is filled). `wait` makes the compute stream wait for the copy. So what the compute stream does afterwards,
+above all giving a buffer back to an allocator that hands it out in the compute stream's order, comes after the copy.
+A valid plan drops nothing under a running copy, so no buffer needs `record_stream`.
+
+Files are read and written by host threads. A thread waits for the event of what it reads or overwrites; a copy to the
+device that follows a file is issued by the thread, and only the wait for it reaches the host.
+
+Only names that all device modules of torch share are used (`torch.get_device_module`: cuda, npu, xpu, and cpu, whose
+streams and events do nothing).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from hyper_parallel.backends.torch.memory.tier_copies import HOST, HostTasks, finish
+from hyper_parallel.ir import COPIES, MemoryAction, MemoryProgram, Operator
+from hyper_parallel.ir.timeline import Span
+from hyper_parallel.memory import Copied
+
+_FILES = ("copy_in", "copy_out")
+_KEPT: Final = {
+    "wait": ("compute", "wait", "wait "),
+    "join": ("compute", "wait", "wait "),
+    "run": ("compute", "run", ""),
+    "recompute": ("compute", "recompute", ""),
+    "communication": ("communication", "communication", ""),
+    HOST: (HOST, "update", ""),
+}
+"""What is kept of a step beside copies: its lane, its category, and what its name begins with in a timeline."""
+
+
+@dataclass(slots=True)
+class _Copies:
+    """Copies of one direction in a step, column by column: thousands of them are read at once, between two steps.
+
+    Attributes:
+        storages: What is copied.
+        begins: Events after which each begins.
+        ends: Events that end them.
+        waited: Those that the compute stream waits for.
+        waits: Where it does.
+        num_bytes: Of all of them.
+    """
+
+    storages: list[int] = field(default_factory=list)
+    begins: list[Any] = field(default_factory=list)
+    ends: list[Any] = field(default_factory=list)
+    waited: list[int] = field(default_factory=list)
+    waits: list[Any] = field(default_factory=list)
+    num_bytes: int = 0
+
+    def add(self, storage: int, begin: Any, end: Any, num_bytes: int) -> None:
+        """One more."""
+        self.storages.append(storage)
+        self.begins.append(begin)
+        self.ends.append(end)
+        self.num_bytes += num_bytes
+
+
+class _HostEvent(torch.cpu.Event):
+    """An event of torch.cpu, which has no queue, with the time that it lacks."""
+
+    __slots__ = ("_at_s",)  # some thousand are read between two steps
+
+    def __init__(self, enable_timing: bool = False) -> None:
+        self._at_s = 0.0
+
+    def record(self, stream: Any = None) -> None:
+        self._at_s = time.perf_counter()
+
+    @classmethod
+    def now(cls) -> _HostEvent:
+        event = cls()
+        event.record()
+        return event
+
+    def elapsed_time(self, end: _HostEvent) -> float:
+        return (end._at_s - self._at_s) * 1e3
+
+
+@dataclass(frozen=True)
+class DeviceApi:
+    """What the executor needs of a device's queues, under one set of names.
+
+    Attributes:
+        module: `torch.cuda`, `torch.npu`, `torch.cpu`, ...
+        device: The device.
+        event: Makes an event; `enable_timing=True` for one that knows its time.
+    """
+
+    module: Any
+    device: torch.device
+    event: Callable[..., Any]
+
+    @classmethod
+    def of(cls, device: torch.device) -> DeviceApi:
+        """The queues of a device."""
+        module = torch.get_device_module(device)
+        timed = hasattr(module.Event, "elapsed_time")
+        return cls(module, device, module.Event if timed else _HostEvent)
+
+    def enter_thread(self) -> None:
+        """A new thread works on this device: it would begin on the first one, and make a context there."""
+        if self.device.index is not None:
+            self.module.set_device(self.device)
+
+
+@dataclass(slots=True)
+class Times:
+    """Measured times of one step, in seconds from its start."""
+
+    now_s: float
+    wait_s: float
+    join_s: float
+    copied: dict[str, Copied]
+    spans: list[Span] | None
+
+
+class StreamLanes(HostTasks):
+    """The copies that are under way: one stream per direction, one thread for files in each direction.
+
+    Events are made once and recorded anew in every step, one for any number of things that begin at the same point of
+    the compute stream. A copy begins where it is issued or where the one before it on its stream ends.
+
+    Args:
+        api: The device's queues.
+    """
+
+    def __init__(self, api: DeviceApi) -> None:
+        super().__init__()
+        self._api = api
+        self._streams = {
+            kind: api.module.Stream(api.device) for kind in COPIES if kind not in _FILES
+        }
+        self._threads = {
+            kind: ThreadPoolExecutor(1, f"hyper-{kind}", api.enter_thread)
+            for kind in (*_FILES, HOST)
+        }
+        self._running: dict[tuple[int, str], Any] = {}
+        self._compute: Any = None
+        self._events: list[Any] = []
+        self._copies: dict[str, _Copies] = {}
+        self._by_threads: list[tuple[str, int, Any, Any]] = []
+        self._kept: dict[str, list[tuple[str, Any, Any]]] = {}
+        self._trace = False
+
+    def begin(self, program: MemoryProgram, trace: bool) -> None:
+        """A step starts on the compute stream, which is the current one."""
+        self._program = program
+        self._compute = self._api.module.current_stream(self._api.device)
+        self._trace, self.position = trace, None
+        self._copies, self._by_threads = {lane: _Copies() for lane in self._streams}, []
+        self._kept = {what: [] for what in _KEPT}
+        self._begun: dict[int, Any] = {}
+        self._unused = iter(tuple(self._events))
+        self._first, self._first_host = self.now(), _HostEvent.now()
+
+    def start(self, storage: int, lane: str, move: Callable[[], Any], num_bytes: int) -> None:
+        """Issue a copy; `move` moves the bytes, on the current stream or by itself."""
+        src, dst = COPIES[lane]
+        before = self._running.get((storage, src))
+        change = self._changing.get(storage) if src == "dram" else None
+        issued = self.now()
+        if before is None and change is None and lane not in _FILES:
+            end, copies = self._on_stream(lane, move, issued), self._copies[lane]
+            self._running[storage, dst] = copies, len(copies.ends)
+            copies.add(storage, issued, end, num_bytes)
+            return
+        todo = [move]
+
+        def by_thread() -> Any:
+            finish(change)
+            ahead = _end(before)
+            if lane not in _FILES:
+                stream = self._streams[lane]
+                if ahead is not None:
+                    stream.wait_event(ahead)
+                stream.wait_event(issued)
+                late = self._mark(stream)
+                end = self._on_stream(lane, todo.pop(), late)
+                self._by_threads.append((lane, storage, late, end))
+                return end
+            issued.synchronize()
+            if ahead is not None:
+                ahead.synchronize()
+            begin = _HostEvent.now()
+            # Let go of the buffers before the copy counts as done: the plan may free them right then.
+            todo.pop()()
+            self._by_threads.append((lane, storage, begin, _HostEvent.now()))
+            return None
+
+        # A copy to the device that follows a file is issued where the file is read, one that follows an operator in
+        # host memory where that runs.
+        behind = "copy_in" if change is None else HOST
+        self._running[storage, dst] = self._threads[lane if lane in _FILES else behind].submit(
+            by_thread
+        )
+
+    def update(self, index: int, operator: Operator, run: Callable[[], None]) -> None:
+        """Begin an operator in host memory, behind what fills its operands there and the operators before it."""
+        # What it writes may still be on its way to the device, which the compute stream has been made to wait for.
+        issued = self.now()
+        ahead = [self._running.get((s, "dram")) for s in operator.touched]
+        todo = [run]
+
+        def by_thread() -> None:
+            issued.synchronize()
+            for task in ahead:
+                if (event := _end(task)) is not None:
+                    event.synchronize()
+            ahead.clear()
+            begin = _HostEvent.now()
+            todo.pop()()
+            self._kept[HOST].append((operator.name, begin, _HostEvent.now()))
+
+        self._began(index, operator, self._threads[HOST].submit(by_thread))
+
+    def _on_stream(self, lane: str, move: Callable[[], Any], after: Any) -> Any:
+        """Copy on the stream of a direction, after an event; the event of its end."""
+        stream = self._streams[lane]
+        stream.wait_event(after)
+        with self._api.module.stream(stream):
+            move()
+        return self._mark(stream)
+
+    def wait(self, storage: int, tier: str) -> None:
+        """Let the compute stream go on only after the newest copy of a storage into a tier.
+
+        The host waits for a file, not for a copy.
+
+        Raises:
+            TransferFailed: HP513 when the copy could not be made.
+        """
+        copy, begin = self._running.pop((storage, tier)), self.now()
+        if (end := _end(copy)) is not None:
+            self._compute.wait_event(end)
+        self.position = None
+        if isinstance(copy, Future):
+            self._kept["wait"].append((self._program.storages[storage].name, begin, self.now()))
+        else:
+            copies, at = copy
+            copies.waited.append(at)
+            copies.waits.append(begin)
+
+    def ran(self, action: MemoryAction, begin: Any) -> None:
+        """An operator was issued after `begin`; kept for the timeline."""
+        operator = self._program.operators[action.target]
+        if operator.group:
+            self._begun[action.target] = begin
+        else:
+            self._kept[action.kind].append((operator.name, begin, self.now()))
+
+    def joined(self, index: int, begin: Any) -> None:
+        """The compute stream was made to wait for an operator of a group after `begin`.
+
+        The collective library's stream is its own, so for the timeline the operator is under way until then.
+        """
+        self.position = None
+        end, operator = self.now(), self._program.operators[index]
+        self._kept["join" if operator.group else "wait"].append((operator.name, begin, end))
+        if index in self._begun:
+            self._kept["communication"].append((operator.name, self._begun.pop(index), end))
+
+    def now(self) -> Any:
+        """An event at this point of the compute stream."""
+        if self.position is None:
+            self.position = self._mark(self._compute)
+        return self.position
+
+    def seconds(self, event: Any) -> float:
+        """When an event of the compute stream happened, from the start of the step."""
+        return float(self._first.elapsed_time(event)) / 1e3
+
+    def _mark(self, stream: Any) -> Any:
+        event = next(self._unused, None)
+        if event is None:
+            event = self._api.event(enable_timing=True)
+            self._events.append(event)
+        event.record(stream)
+        return event
+
+    def times(self) -> Times:
+        """What the step took; waits for its end."""
+        last = self.now()
+        for event in (last, *(copies.ends[-1] for copies in self._copies.values() if copies.ends)):
+            event.synchronize()
+        for _, _, _, event in self._by_threads:
+            event.synchronize()
+        storages, copied = self._program.storages, dict.fromkeys(COPIES, Copied())
+        seconds = dict.fromkeys(self._kept, 0.0)
+        spans: list[Span] = []
+        at_ms = self._first.elapsed_time
+        for lane, copies in self._copies.items():
+            stops = np.fromiter(map(at_ms, copies.ends), float, len(copies.ends))
+            starts = np.fromiter(map(at_ms, copies.begins), float, len(stops))
+            starts[1:] = np.maximum(starts[1:], stops[:-1])
+            asked = stops.copy()
+            asked[copies.waited] = list(map(at_ms, copies.waits))
+            reached = np.maximum(stops, asked)
+            busy_s = max(float((stops - starts).sum()), 0.0) / 1e3
+            copied[lane] = Copied(len(stops), copies.num_bytes, busy_s)
+            seconds["wait"] += float((reached - asked).sum()) / 1e3
+            if self._trace:
+                columns = (starts, stops - starts, asked, reached - asked)
+                rows = zip(copies.storages, *(column.tolist() for column in columns), strict=True)
+                for s, start, length, wait, waited in rows:
+                    name = storages[s].name
+                    spans.append(Span(lane, name, start / 1e3, length / 1e3, "copy"))
+                    at = Span("compute", f"wait {name}", wait / 1e3, waited / 1e3, "wait")
+                    spans.append(at)
+        for lane, s, begin, end in self._by_threads:
+            at_ms = (self._first_host if lane in _FILES else self._first).elapsed_time
+            start, length = at_ms(begin) / 1e3, max(at_ms(end) - at_ms(begin), 0.0) / 1e3
+            old, known = copied[lane], storages[s]
+            num_bytes = old.num_bytes + known.num_bytes
+            copied[lane] = Copied(old.count + 1, num_bytes, old.seconds + length)
+            if self._trace:
+                spans.append(Span(lane, known.name, start, length, "copy"))
+        for what, kept in self._kept.items():
+            at_ms = (self._first_host if what == HOST else self._first).elapsed_time
+            lane, category, prefix = _KEPT[what]
+            for name, begin, end in kept:
+                start, stop = at_ms(begin) / 1e3, at_ms(end) / 1e3
+                length = max(stop - start, 0.0)
+                seconds[what] += length
+                if self._trace:
+                    spans.append(Span(lane, prefix + name, start, length, category))
+        return Times(
+            self.seconds(last), seconds["wait"], seconds["join"], copied,
+            spans if self._trace else None,
+        )  # fmt: skip
+
+    def close(self) -> None:
+        """End the threads, and wait for what the device still does."""
+        for lane in self._threads.values():
+            lane.shutdown()
+        self._api.module.synchronize(self._api.device)
+
+
+def _end(copy: Future[Any] | tuple[_Copies, int] | None) -> Any:
+    """The event of the end of a copy; None: it has ended, or is none."""
+    if isinstance(copy, Future):
+        return finish(copy)
+    return None if copy is None else copy[0].ends[copy[1]]

@@ -1,0 +1,283 @@
+"""Read a model: its decoder parts, its own sharding plan, and the layouts these give, compared with the plan's."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any, Final
+
+from torch import nn
+
+from hyper_parallel.backends.torch.layer_flow import count_norm_calls
+from hyper_parallel.backends.torch.model_structure import (
+    decoder_of,
+    final_norm,
+    layers_of,
+    text_config,
+)
+from hyper_parallel.backends.torch.token_scores import SCORE, scores_tokens
+from hyper_parallel.backends.torch.weights.initialization import base_parameters
+from hyper_parallel.backends.torch.weights.lora import adapter_layouts, has_adapters
+from hyper_parallel.errors import PlanMismatch, UnsupportedSharding
+from hyper_parallel.ir import Layout, Plan, Rule, Strategy
+from hyper_parallel.shard import (
+    ShardPlan,
+    completed_rules,
+    covers,
+    derived_rules,
+    normalise_plan,
+    plan_layouts,
+)
+
+_WIDTH_OF_INPUT: Final = ("TrOCRAttention",)
+"""Classes that give their inner result the width of their input by shape; a rank has less."""
+
+
+def resolve_layouts(model: nn.Module, plan: Plan) -> ShardPlan:
+    """Layouts of the model's own parameters, which must be the ones the plan holds, and of its adapters.
+
+    Raises:
+        PlanMismatch: HP307 with the first parameter that differs.
+        RuleError: HP204, NotDivisible: HP203, UnsupportedSharding: HP205 from the layouts themselves.
+    """
+    params = [(name, tuple(p.shape), ()) for name, p in base_parameters(model)]
+    config, text = getattr(model, "config", None), text_config(model)
+    for rule in plan.strategy.rules if config is None else ():
+        if rule.style in ("kv_replicate", "qkv", "latent", "norm_heads"):
+            raise UnsupportedSharding(
+                f"style `{rule.style}` needs the heads of a Hugging Face decoder's config",
+                where=rule.pattern,
+                got=type(model).__name__,
+                allowed="colwise, rowwise, vocab, head, gate_up, replicate",
+            )
+    _require_dims(params, plan.strategy)
+    tp = plan.strategy.tp
+    # A plain module has no heads to check; what needs them refuses it by name.
+    heads, kv_heads, head_dim = _heads(text, tp * plan.strategy.cp)
+    shard_plan = plan_layouts(
+        params,
+        module_rules(model),
+        plan.strategy,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        vocab_size=_number(text, "vocab_size", tp),
+    )
+    if tp > 1:
+        _require_linear(model, shard_plan.styles)
+    if plan.strategy.recompute != "none" and not layers_of(model):
+        raise UnsupportedSharding(
+            "recompute needs a model with a list of layers of one class",
+            where=type(model).__name__,
+            got=f"recompute={plan.strategy.recompute}",
+            hint="parallel.recompute=none",
+        )
+    strategy = plan.strategy
+    if strategy.tp * strategy.cp * strategy.pp > 1 and is_reversible(model):
+        raise UnsupportedSharding(
+            "layers run again in a backward of their own, which knows no collectives",
+            where=type(model).__name__,
+            got=f"tp={strategy.tp} cp={strategy.cp} pp={strategy.pp}",
+            allowed="dp_replicate, dp_shard",
+            hint="parallel.tp=1 parallel.cp=1 parallel.pp=1",
+        )
+    if has_adapters(model) and is_reversible(model):
+        raise UnsupportedSharding(
+            "layers that run again in backward need gradients of their inputs, and the embedding is frozen",
+            where="lora",
+            got=type(model).__name__,
+            hint="lora=null",
+        )
+    _compare(shard_plan.layouts, plan, model)
+    adapters = adapter_layouts(model, shard_plan.layouts, plan.strategy)
+    return replace(shard_plan, layouts=shard_plan.layouts | adapters)
+
+
+def is_reversible(model: nn.Module) -> bool:
+    """Whether layers compute their inputs from their outputs in backward, as Reformer's do."""
+    return any(hasattr(module, "backward_pass") for module in model.modules())
+
+
+def _require_dims(params: Sequence[tuple[str, tuple[int, ...], Any]], strategy: Strategy) -> None:
+    """Refuse parameters without dims where FSDP, which takes none, manages them."""
+    scalar = next((name for name, shape, _ in params if not shape), None)
+    if scalar is not None and strategy.dp * strategy.cp > 1:
+        degrees = f"dp_replicate={strategy.dp_replicate}, dp_shard={strategy.dp_shard}"
+        raise UnsupportedSharding(
+            "FSDP takes no scalar parameter",
+            where=scalar,
+            got=f"{degrees}, cp={strategy.cp}",
+            allowed="parameters with at least one dim",
+            hint=f"give `{scalar}` the shape [1]",
+        )
+
+
+def _require_linear(model: nn.Module, styles: dict[str, str]) -> None:
+    """Refuse to split a module that computes something else than `nn.Linear`."""
+    for name, module in model.named_modules():
+        split = styles.get(name) in ("colwise", "rowwise", "qkv", "gate_up", "kv_replicate", "head")
+        if split and type(module).forward is not nn.Linear.forward and module._parameters:
+            if any(p.dim() == 1 and n == "weight" for n, p in module.named_parameters()):
+                continue  # the scale of a norm over heads
+            raise UnsupportedSharding(
+                "only nn.Linear can be split over ranks",
+                where=name,
+                got=type(module).__name__,
+                hint=f"'parallel.rules={{{starred(name)}: replicate}}'",
+            )
+
+
+def starred(name: str) -> str:
+    """A parameter name with `*` for every index, the form plans use."""
+    return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
+
+
+def _number(config: Any, key: str, default: int) -> int:
+    value = getattr(config, key, None)
+    return value if isinstance(value, int) else default
+
+
+def module_rules(model: nn.Module) -> tuple[Rule, ...]:
+    """Rules of a Hugging Face model, embedding and head included; none for any other module.
+
+    Those of its configuration class where they name all of it, else what its structure says.
+    """
+    config = text_config(model)
+    if config is None:
+        return ()
+    prefix = getattr(model, "base_model_prefix", "")
+    prefix = f"{prefix}." if prefix and hasattr(model, prefix) else ""
+    rules, _ = normalise_plan(getattr(config, "base_model_tp_plan", None), prefix)
+    rules = [
+        rule for rule in rules if rule.style not in ("vocab", "head")
+    ]  # plans since 5.24 name them
+    ends = _end_rules(model)
+    planned = (*ends, *completed_rules(getattr(config, "model_type", ""), prefix), *rules)
+    shapes = {name: tuple(p.shape) for name, p in base_parameters(model)}
+    heads, kv_heads, head_dim = _heads(config, 1)
+    if _has_decoder(model) and covers(shapes.items(), planned, heads, kv_heads, head_dim):
+        return planned
+    linear = [n for n, m in model.named_modules() if type(m).forward is nn.Linear.forward]
+    shared = {n for n, _ in base_parameters(model, remove_duplicate=False)} - shapes.keys()
+    # Modules around a choice of attention put another one, which nothing was put around, in place of the chosen.
+    choosers = {n for n, m in model.named_modules() if hasattr(m, "set_attention_type")}
+    choosers -= {n.rpartition(".")[0] for n in choosers}
+    linear = [n for n in linear if ".".join(n.split(".")[:-2]) not in choosers]
+    linear = [
+        n
+        for n in linear
+        if type(model.get_submodule(n.rpartition(".")[0])).__name__ not in _WIDTH_OF_INPUT
+    ]
+    # Of modules that share a parameter only one has its name; the others would not be split.
+    names = {id(p): name for name, p in model.named_parameters()}
+    shared |= {
+        names[id(p)] for n, p in model.named_parameters(remove_duplicate=False) if n in shared
+    }
+    linear = [
+        n
+        for n in linear
+        if f"{n}.weight" in shapes and shared.isdisjoint((f"{n}.weight", f"{n}.bias"))
+    ]
+    experts = (rule for rule in rules if rule.style == "experts")
+    found = (*ends, *experts, *derived_rules(shapes, frozenset(linear), heads, kv_heads))
+    if covers(shapes.items(), found, heads, kv_heads, head_dim) and not _has_decoder(model):
+        return tuple(rule for rule in found if rule.style != "vocab")  # so that the stream is whole
+    return found
+
+
+def _end_rules(model: nn.Module) -> tuple[Rule, ...]:
+    """Rules that split embedding and head; where one has no such form and the other shares its weight, neither."""
+    names = {id(module): name for name, module in model.named_modules()}
+    ends: dict[str, nn.Module] = {}
+    for get, style in (("get_input_embeddings", "vocab"), ("get_output_embeddings", "head")):
+        with suppress(AttributeError, NotImplementedError):  # the class does not say which it is
+            if (module := getattr(model, get)()) is not None and id(module) in names:
+                ends[style] = module
+    embedding, head = ends.get("vocab"), ends.get("head")
+    weights = {id(p) for end in ends.values() for p in end.parameters(recurse=False)}
+    owned = [
+        id(p) for n, m in model.named_modules() if m not in ends.values()
+        for p in m.parameters(recurse=False)
+    ]  # fmt: skip
+    if not weights.isdisjoint(owned):
+        return ()
+    one = head is not None and not {id(p) for p in head.parameters()}.isdisjoint(
+        [] if embedding is None else [id(p) for p in embedding.parameters()]
+    )
+    whole = {"vocab"} if embedding is not None and not _splits_rows(embedding) else set()
+    whole |= {"head"} if head is not None and type(head).forward is not nn.Linear.forward else set()
+    if whole and one:
+        return ()
+    ends = {style: module for style, module in ends.items() if style not in whole}
+    scores = (Rule(SCORE, "replicate"),) if scores_tokens(model) else ()
+    return (*(Rule(names[id(module)], style) for style, module in ends.items()), *scores)
+
+
+def _splits_rows(module: nn.Module) -> bool:
+    """Whether an embedding is one of rows alone, which a factor may scale."""
+    own = type(module).forward is not nn.Embedding.forward and not hasattr(module, "embed_scale")
+    return isinstance(module, nn.Embedding) and not (
+        own or module.max_norm is not None or module.sparse or module.scale_grad_by_freq
+    )
+
+
+def _has_decoder(model: nn.Module) -> bool:
+    """Whether a model is embedding, decoder layers and a final norm, so that its stream can be cut between them.
+
+    It cannot where the norm comes before the layers too, as NanoChat's does.
+    """
+    if (decoder := decoder_of(model)) is None:
+        return False
+    base, layers = decoder
+    try:
+        norm = final_norm(base)
+    except UnsupportedSharding:
+        return False
+    memo = _memo(type(model), type(base))
+    if "calls" not in memo:
+        memo["calls"] = count_norm_calls(model, layers, norm)
+    return memo["calls"] <= 1
+
+
+@functools.lru_cache(maxsize=256)
+def _memo(model: type[nn.Module], base: type[nn.Module]) -> dict[str, int]:
+    """Return what has been measured of the models of a class."""
+    return {}
+
+
+def _heads(config: Any, default: int) -> tuple[int, int, int]:
+    """Query heads, key and value heads, and the width of one; `default` heads where no config says."""
+    heads = _number(config, "num_attention_heads", default)
+    # Latent attention expands its own key and value for every head.
+    latent = _number(config, "kv_lora_rank", 0) > 0
+    kv_heads = heads if latent else _number(config, "num_key_value_heads", heads)
+    return (
+        heads,
+        kv_heads,
+        _number(config, "head_dim", _number(config, "hidden_size", heads) // heads),
+    )
+
+
+def _compare(layouts: dict[str, Layout], plan: Plan, model: nn.Module) -> None:
+    own = {starred(name): layout for name, layout in layouts.items()}
+    planned = {starred(name): layout for name, layout in dict(plan.layouts).items()}
+    # A head that shares the embedding's weight is one parameter in torch, two in a plan.
+    tied = {n for n, _ in base_parameters(model, remove_duplicate=False)} - layouts.keys()
+    for name in sorted(own.keys() | planned.keys()):
+        mine, theirs = own.get(name), planned.get(name)
+        if mine is None and name in tied:
+            continue
+        if mine is None or theirs is None or _cuts(mine) != _cuts(theirs):
+            raise PlanMismatch(
+                f"the plan does not fit this model at `{name}`",
+                got=f"model: {mine if mine is not None else 'no such parameter'}",
+                allowed=f"plan: {theirs if theirs is not None else 'no such parameter'}",
+                hint="hyper-parallel plan MODEL -o plan.json",
+            )
+
+
+def _cuts(layout: Layout) -> tuple[list[tuple[tuple[str, ...], int]], tuple[str, ...]]:
+    return [(axes, layout.parts_of(dim)) for dim, axes in enumerate(layout.axes)], layout.one_of

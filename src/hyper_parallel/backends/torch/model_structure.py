@@ -1,0 +1,138 @@
+"""Parts of a model by its structure: decoder layers, final norm, config of the language part, and stand-ins."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+from torch import Tensor, nn
+
+from hyper_parallel.errors import UnsupportedSharding
+
+
+class PlaceholderModule(nn.Module):
+    """Stands where a module that another rank holds stood; returns its first argument.
+
+    Plain attributes and properties of that module and its class (`attention_type` of a layer, say) stay readable.
+    """
+
+    def __init__(self, original: nn.Module) -> None:
+        super().__init__()
+        values = dict(vars(original))
+        for key in {*dir(type(original))} - {*dir(nn.Module)}:
+            with suppress(Exception):  # a property of another kind of module, say
+                if isinstance(value := getattr(original, key), str | int | float | tuple):
+                    values[key] = value
+        for key, value in values.items():
+            if not key.startswith("_") and not isinstance(value, Tensor | nn.Module):
+                self.__dict__[key] = value
+
+    def forward(self, first: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return the first argument unchanged."""
+        return first
+
+
+class SlotList(nn.ModuleList):
+    """A list of modules that shows stand-ins for them while whoever iterates it runs."""
+
+    def slots(self) -> list[Any] | None:
+        """The stand-ins; None: the modules themselves."""
+        raise NotImplementedError
+
+    def __iter__(self) -> Iterator[Any]:
+        slots = self.slots()
+        return super().__iter__() if slots is None else iter(slots)
+
+    def __getitem__(self, index: Any) -> Any:
+        if (slots := self.slots()) is not None:
+            return slots[index]
+        chosen = list(self._modules.values())[index]
+        return nn.ModuleList(chosen) if isinstance(index, slice) else chosen
+
+
+def decoder_of(model: nn.Module) -> tuple[nn.Module, nn.ModuleList] | None:
+    """The base model and its decoder layers, for a Hugging Face model with such a list; None for any other module.
+
+    The base is the innermost module around the list that says which module embeds its inputs.
+    """
+    prefix = getattr(model, "base_model_prefix", None)
+    if prefix is None or not hasattr(model, "config"):
+        return None
+    base = getattr(model, prefix, model)
+    layers = getattr(base, "layers", None)
+    if isinstance(layers, nn.ModuleList) and len(layers):
+        return base, layers
+    if (found := block_list(model)) is None:
+        return None
+    path, layers = found
+    while path := path.rpartition(".")[0]:
+        if hasattr(base := model.get_submodule(path), "get_input_embeddings"):
+            return base, layers
+    return model, layers
+
+
+def block_list(model: nn.Module) -> tuple[str, nn.ModuleList] | None:
+    """Name and members of the list of layers that most of a model lies in; None for a model without one.
+
+    Of the outermost lists, those in a module of the language part's config come first, then those of classes that the
+    model says not to split (`_no_split_modules`).
+    """
+    config = getattr(model, "config", None)
+    text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else None
+    parts = [
+        n for n, m in model.named_modules() if text is not None and m.__dict__.get("config") is text
+    ]
+    lists: dict[str, nn.ModuleList] = {}
+    for name, module in model.named_modules():
+        inside = any(name.startswith(f"{outer}.") for outer in lists)
+        if (
+            isinstance(module, nn.ModuleList)
+            and not inside
+            and next(module.parameters(), None) is not None
+        ):
+            lists[name] = module
+    whole = set(getattr(model, "_no_split_modules", None) or ())
+    of_text = {n: m for n, m in lists.items() if any(n.startswith(f"{p}.") for p in parts if p)}
+    lists = of_text or lists
+    named = {n: m for n, m in lists.items() if any(type(layer).__name__ in whole for layer in m)}
+    sizes = {n: sum(p.numel() for p in m.parameters()) for n, m in (named or lists).items()}
+    if not sizes:
+        return None
+    best = max(sizes, key=sizes.__getitem__)
+    return best, lists[best]
+
+
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    """Layers of the model's decoder, or of its `block_list`; none when it has no such list."""
+    decoder = decoder_of(model)
+    if decoder is not None:
+        return list(decoder[1])
+    found = block_list(model)
+    return [] if found is None else list(found[1])
+
+
+def text_config(model: nn.Module) -> Any:
+    """The Hugging Face config of the model's language part; None for a module without one.
+
+    Where layers have values of their own it is that of the first layer: the common one refuses to give them.
+    """
+    config = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return text.per_layer_config[0] if getattr(text, "is_heterogeneous", False) else text
+
+
+def final_norm(base: nn.Module) -> nn.Module:
+    """The norm that follows the layers: by name, or the last one beside them."""
+    for name in ("norm", "final_layernorm", "final_layer_norm", "ln_f"):
+        if isinstance(norm := getattr(base, name, None), nn.Module):
+            return norm
+    for module in reversed([*base.children()]):
+        if "norm" in type(module).__name__.lower():
+            return module
+    raise UnsupportedSharding(
+        "no final norm was found after the decoder layers",
+        where=type(base).__name__,
+        got=", ".join(name for name, _ in base.named_children()),
+        allowed="norm, final_layernorm, final_layer_norm, ln_f, or a module of a class *Norm*",
+    )

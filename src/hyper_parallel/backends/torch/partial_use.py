@@ -1,0 +1,110 @@
+"""Refuse batches and models that run modules on some ranks alone, where tensor, context or pipeline ranks share data.
+
+Data-parallel ranks may run different modules: `data._unit_order` keeps their collectives in one order. The ranks of one
+share of the data may not, because collectives of the other axes lie inside of modules.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Final
+
+from torch import Tensor, nn
+
+from hyper_parallel.backends.torch.flow_tracer import Marks
+from hyper_parallel.backends.torch.layer_flow import as_it_was, run_hollow
+from hyper_parallel.errors import UnsupportedSharding
+from hyper_parallel.ir import Strategy
+
+_TEXT_INPUTS: Final = {"inputs_embeds", "attention_mask", "position_ids"}
+"""Inputs of a language model that may be floating-point tensors."""
+
+
+def refuse_other_inputs(model: nn.Module, axes: Sequence[str], batch: Mapping[str, Any]) -> None:
+    """Refuse images, sounds and other inputs of a tower.
+
+    Args:
+        model: Who is given the batch.
+        axes: Axes, of `pp` and `cp`, that the model is split over; with none nothing is refused.
+        batch: Arguments of its forward.
+
+    Raises:
+        UnsupportedSharding: HP205 naming the input.
+    """
+    if not axes:
+        return
+    for name, value in batch.items():
+        # A scalar, such as `num_items_in_batch`, goes to the loss.
+        floating = isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 0
+        if floating and name not in _TEXT_INPUTS:
+            raise UnsupportedSharding(
+                f"`{name}` goes to a module outside of the decoder, which stages and parts of sequences do not share",
+                where=type(model).__name__,
+                got=" and ".join(axes),
+                allowed="dp_replicate, dp_shard",
+                hint=" ".join(f"parallel.{axis}=1" for axis in axes),
+            )
+
+
+def refuse_random_modules(model: nn.Module, strategy: Strategy) -> None:
+    """Refuse a model that draws which modules run, where ranks share data: each would draw for itself.
+
+    Two trials without values, one with every draw at its lowest and one at its highest, tell which modules run.
+
+    Raises:
+        UnsupportedSharding: HP205 naming a module that is left out by chance.
+    """
+    axes = [axis for axis in ("pp", "cp", "tp_x", "tp_y") if getattr(strategy, axis) > 1]
+    if not axes or not any(map(_has_probability, model.modules())):
+        return
+    lowest, highest = (_modules_run(model, draw) for draw in (0.0, 1.0))
+    chosen = lowest ^ highest
+    if differing := sorted(n for n in chosen if n.rpartition(".")[0] not in chosen):
+        names = {k for m in model.modules() for k in vars(m) if "layerdrop" in k}
+        raise UnsupportedSharding(
+            "chance decides which modules run in training, and ranks that share data would decide differently",
+            where=", ".join(differing[:2]),
+            got=", ".join(sorted(names)) or type(model).__name__,
+            allowed="dp_replicate, dp_shard",
+            hint="parallel.tp=1 parallel.cp=1 parallel.pp=1, or `layerdrop` of 0 in the model's config",
+        )
+
+
+def _has_probability(module: nn.Module) -> bool:
+    return any(
+        "drop" in name and isinstance(value, float) and 0 < value < 1
+        for name, value in vars(module).items()
+    )
+
+
+def _modules_run(model: nn.Module, draw: float) -> set[str]:
+    """Return the names of the modules that a trial in training mode runs, with every random draw at `draw`."""
+    run: set[str] = set()
+    with as_it_was(model), _drawing(draw):
+        model.train()
+        hooks = [
+            module.register_forward_pre_hook(lambda *_, name=name: run.add(name))
+            for name, module in model.named_modules()
+        ]
+        try:
+            run_hollow(model, Marks(draw), "pp")
+        except UnsupportedSharding:  # the trial of an axis that needs it says why
+            run.clear()
+        finally:
+            for hook in hooks:
+                hook.remove()
+    return run
+
+
+@contextmanager
+def _drawing(draw: float) -> Iterator[None]:
+    """Let Python's own generator draw one value."""
+    kept = random.random, random.uniform
+    random.random = lambda: draw
+    random.uniform = lambda a, b: a + (b - a) * draw
+    try:
+        yield
+    finally:
+        random.random, random.uniform = kept

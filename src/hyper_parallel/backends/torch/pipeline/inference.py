@@ -1,0 +1,38 @@
+"""A forward pass through the stages of a pipeline, one after the other, for passes that are not trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hyper_parallel.backends.torch.collectives import purpose
+from hyper_parallel.backends.torch.pipeline.apply import Pipeline
+from hyper_parallel.ir import Purpose
+
+
+def run_stages(pipeline: Pipeline, model: nn.Module, inputs: Mapping[str, Any]) -> Tensor | None:
+    """Logits of a pass on the rank of the last stage, None on the others; all ranks give the same inputs."""
+    stages, rank = pipeline.stages, pipeline.rank
+    hidden: Tensor | None = None
+    logits: Tensor | None = None
+    for stage in range(pipeline.last + 1):
+        if stages.rank_of[stage] != rank:
+            continue
+        if stage and (source := stages.rank_of[stage - 1]) != rank:
+            hidden = pipeline.message(inputs)
+            dist.recv(hidden, group=pipeline.group, group_src=source)
+        if pipeline.tp is not None:
+            pipeline.tp.batch = pipeline.tokens(inputs)  # as the model's first layer does
+        with stages.running.run(stage, hidden):
+            output = model(**inputs)
+            hidden = stages.running.output
+        if stage == pipeline.last:
+            logits = output.logits
+        elif (target := stages.rank_of[stage + 1]) != rank:
+            assert hidden is not None
+            with purpose(Purpose.PIPELINE_ACTIVATIONS):
+                dist.send(hidden.contiguous(), group=pipeline.group, group_dst=target)
+    return logits

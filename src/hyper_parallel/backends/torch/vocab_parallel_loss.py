@@ -1,0 +1,220 @@
+"""Causal language-model loss over a vocabulary that may be split over ranks.
+
+One autograd function computes the cross entropy of T tokens from local logits [T, V / tp]. Ranks exchange two numbers
+per token (log-sum-exp and the logit of the target) in one all-gather. Backward rebuilds the softmax from the logits,
+so besides the logits only one number per token is kept. Arithmetic is in float64 for float64 logits, else float32.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from hyper_parallel.backends.torch.collectives import gather_rows, sum_forward
+from hyper_parallel.backends.torch.tensor.state import TpState
+from hyper_parallel.errors import NoLoss
+from hyper_parallel.ir import Purpose
+
+_BLOCK_ELEMENTS = 1 << 24
+"""Elements of logits converted at a time, which bounds the temporaries."""
+
+
+def _blocks(logits: Tensor) -> range:
+    return range(0, logits.shape[0], max(1, _BLOCK_ELEMENTS // max(1, logits.shape[1])))
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        targets: Tensor,
+        ignore_index: int,
+        first: int,
+        group: dist.ProcessGroup | None,
+        summed: bool,
+    ) -> Tensor:
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        rows = _blocks(logits)
+        lse = torch.cat([torch.logsumexp(logits[i : i + rows.step].to(wide), dim=1) for i in rows])
+        valid = targets != ignore_index
+        here = targets - first
+        inside = valid & (here >= 0) & (here < logits.shape[1])
+        here = here.masked_fill_(~inside, 0)
+        at_target = logits.gather(1, here.unsqueeze(1)).squeeze(1).to(wide).masked_fill_(~inside, 0)
+        if group is not None:
+            stats = gather_rows(torch.stack((lse, at_target)), group, Purpose.LOSS_STATISTICS)
+            lse = torch.logsumexp(stats[:, 0], dim=0)
+            at_target = stats[:, 1].sum(dim=0)
+        ctx.save_for_backward(logits, lse, here, inside, valid)
+        losses = (lse - at_target).masked_fill_(~valid, 0)
+        return losses.sum() if summed else losses
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        logits, lse, here, inside, valid = ctx.saved_tensors
+        out = torch.empty_like(logits)
+        scale = valid.to(lse.dtype) * grad
+        hit = inside.to(lse.dtype)
+        rows = _blocks(logits)
+        for i in rows:
+            cut = slice(i, i + rows.step)
+            if out.dtype == lse.dtype:
+                block = torch.sub(logits[cut], lse[cut].unsqueeze(1), out=out[cut])
+            else:
+                block = logits[cut].to(lse.dtype).sub_(lse[cut].unsqueeze(1))
+            block.exp_()
+            block.scatter_add_(1, here[cut].unsqueeze(1), -hit[cut].unsqueeze(1))
+            block.mul_(scale[cut].unsqueeze(1))
+            if out.dtype != lse.dtype:
+                out[cut] = block
+        return out, None, None, None, None, None
+
+
+def cross_entropy_sum(
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    ignore_index: int = -100,
+    first: int = 0,
+    group: dist.ProcessGroup | None = None,
+    summed: bool = True,
+) -> Tensor:
+    """Sum of the cross entropies of all tokens whose target is not `ignore_index`.
+
+    Args:
+        logits: [T, V], or the columns from `first` on that this rank holds.
+        targets: [T] token ids of the whole vocabulary.
+        ignore_index: Target of tokens that do not count.
+        first: Token id of the first local column.
+        group: Ranks that hold the other columns; None: there are none.
+        summed: False: the cross entropy of every token instead, [T], 0 where the target is `ignore_index`.
+    """
+    return _CrossEntropy.apply(logits, targets, ignore_index, first, group, summed)
+
+
+def shifted(labels: Tensor, ignore_index: int = -100) -> Tensor:
+    """Labels moved one token to the left: the target of a position is the next token."""
+    return F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+
+
+def cross_entropy(
+    tp: TpState | None,
+    logits: Tensor,
+    targets: Tensor,
+    ignore_index: int = -100,
+    summed: bool = True,
+) -> Tensor:
+    """`cross_entropy_sum` of logits as the head left them, and the targets [T] of all tokens it saw.
+
+    Where the head works on pieces of the tokens it is that of this rank's piece, ceil(T / tp) tokens with padding.
+    """
+    split = None if tp is None or tp.head == "whole" else tp.head
+    if tp is not None:
+        tp.loss_taken = True
+    columns = logits.shape[-1]
+    if split == "tokens":
+        rows = logits.shape[-2]
+        missing = rows * tp.degree - targets.shape[0]
+        targets = F.pad(targets, (0, missing), value=ignore_index)
+        targets = targets[tp.rank * rows : (tp.rank + 1) * rows]
+    return cross_entropy_sum(
+        logits.reshape(-1, columns),
+        targets,
+        ignore_index=ignore_index,
+        first=tp.rank * columns if split == "vocabulary" else 0,
+        group=tp.group if split == "vocabulary" else None,
+        summed=summed,
+    )
+
+
+def loss_function(
+    tp: TpState | None, add: Callable[[Tensor, Tensor], Tensor] | None
+) -> Callable[..., Tensor]:
+    """The loss a Hugging Face model calls, for logits as a layout leaves them.
+
+    `add(loss, share)` adds the loss of routers, `share` being the valid targets over what the loss is divided by.
+    """
+
+    def causal_lm_loss(
+        logits: Tensor,
+        labels: Tensor | None,
+        vocab_size: int,
+        num_items_in_batch: Tensor | int | None = None,
+        ignore_index: int = -100,
+        shift_labels: Tensor | None = None,
+        **_: Any,
+    ) -> Tensor:
+        targets = shifted(labels, ignore_index) if shift_labels is None else shift_labels
+        targets = targets.to(logits.device).reshape(-1)
+        rows = logits.numel() // logits.shape[-1]
+        if rows != targets.numel() and (tp is None or tp.head != "tokens"):
+            raise NoLoss(
+                "the model gives logits of other positions than those of its tokens",
+                got=f"logits {tuple(logits.shape)} for {targets.numel()} targets",
+                allowed="logits [B, S, V] for token ids [B, S]",
+            )
+        count = num_items_in_batch
+        if count is None:
+            count = (targets != ignore_index).sum().clamp(min=1)
+        total = cross_entropy(tp, logits, targets, ignore_index)
+        if tp is not None and tp.head == "tokens":
+            total = sum_forward(total, tp.group, Purpose.LOSS)
+        if isinstance(count, Tensor):
+            count = count.to(total.device)
+        loss = total / count
+        if add is None:
+            return loss
+        return add(loss, (targets != ignore_index).sum().double() / count)
+
+    return causal_lm_loss
+
+
+def has_causal_loss(model: nn.Module) -> bool:
+    """Whether a model of transformers learns the next token; heads that classify or mask keep a loss of their own."""
+    if not hasattr(type(model), "loss_function"):
+        return False
+    from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
+
+    loss = LOSS_MAPPING.get(getattr(model, "loss_type", None), ForCausalLMLoss)
+    return loss is ForCausalLMLoss
+
+
+def loss_of_logits(model: nn.Module) -> None:
+    """Let a forward with a loss of its own, not `loss_function`, take that of its logits where targets are given.
+
+    Such losses are means over a microbatch, of labels that some models move and others do not.
+    """
+    own = inspect.unwrap(type(model).forward)
+    if (
+        "loss_function" in own.__code__.co_names
+        or "labels" not in inspect.signature(own).parameters
+    ):
+        return
+    inner = model.forward
+
+    @functools.wraps(inner)
+    def forward(*args: Any, shift_labels: Tensor | None = None, **kwargs: Any) -> Any:
+        if shift_labels is None:
+            return inner(*args, **kwargs)
+        labels, count = kwargs.pop("labels", None), kwargs.pop("num_items_in_batch", None)
+        output = inner(*args, **kwargs)
+        output.loss = model.loss_function(  # type: ignore[operator]
+            output.logits,
+            labels,
+            output.logits.shape[-1],
+            num_items_in_batch=count,
+            shift_labels=shift_labels,
+        )
+        return output
+
+    model.forward = forward

@@ -1,0 +1,310 @@
+"""Storage and random initial values of a model, the same for every layout and world size.
+
+A sharded model may still be on the meta device. `allocate` gives each rank storage for its own part. `materialize`
+then initialises one module at a time: full-size float32 tensors on the CPU, filled by the model's own rule with a
+random state derived from `(seed, module name)` only; each rank keeps its part. No communication, and no more than the
+parameters of one module in memory. Every rank generates every value: about 10 s per billion parameters.
+
+The rule is `_init_weights` of the nearest Hugging Face model around the module, or `reset_parameters` of a plain
+module. Values are generated in float32 and then cast, so a float64 run starts from exactly the float32 weights.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from typing import Final
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from hyper_parallel.backends.torch.weights.huggingface import original_class
+from hyper_parallel.backends.torch.weights.shard_ranges import copy_full
+from hyper_parallel.errors import WeightsUninitialised
+
+LORA_A: Final = "lora_A"
+LORA_B: Final = "lora_B"
+"""Parameters of an adapter, beside those of its linear module."""
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
+
+
+def canonical_name(name: str) -> str:
+    """A module or parameter name without the segments that compile and recompute wrappers add."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter is one of an adapter, by its name."""
+    return name.rpartition(".")[2] in (LORA_A, LORA_B)
+
+
+def base_parameters(
+    model: nn.Module, *, remove_duplicate: bool = True
+) -> Iterator[tuple[str, nn.Parameter]]:
+    """`named_parameters` without those of adapters."""
+    for name, param in model.named_parameters(remove_duplicate=remove_duplicate):
+        if not is_adapter(name):
+            yield name, param
+
+
+def allocate(model: nn.Module, *, device: torch.device | str | None = None) -> None:
+    """Give every tensor on the meta device uninitialised storage for this rank's part; tied parameters stay tied.
+
+    Args:
+        model: Module of plain tensors or DTensors; changed in place.
+        device: Where they go; None: plain tensors to the CPU, DTensors to the device of their mesh.
+    """
+    new: dict[int, tuple[Tensor, Tensor]] = {}
+    for module in model.modules():
+        for table in (module._parameters, module._buffers):
+            for name, old in table.items():
+                if old is None or not old.is_meta:
+                    continue
+                if id(old) not in new:
+                    new[id(old)] = (old, _storage_for(old, device))
+                table[name] = new[id(old)][1]
+
+
+def materialize(model: nn.Module, *, seed: int, device: torch.device | str | None = None) -> None:
+    """Fill all parameters with initial values that depend on `seed` and on module names only.
+
+    Parameters that hold values are initialised again, but not adapters. Buffers on the meta device are computed by the
+    same rules; a buffer with storage keeps its value unless a rule sets it.
+
+    Args:
+        model: Module of plain tensors or DTensors, on any device including meta; changed in place.
+        seed: Seed of the run.
+        device: As in `allocate`.
+
+    Raises:
+        WeightsUninitialised: HP704 with the first parameter or buffer that neither a rule nor the constructor sets.
+    """
+    _initialise(model, seed, device, parameters=True)
+
+
+def allocate_and_fill_buffers(
+    model: nn.Module,
+    *,
+    device: torch.device | str | None = None,
+    fresh: Collection[str] = (),
+    seed: int = 0,
+) -> None:
+    """`allocate`, and compute the buffers that were on the meta device: rotary frequencies are in no file.
+
+    The parameters `fresh` get the initial values of `seed`.
+    """
+    _initialise(model, seed, device, parameters=False, fresh=fresh)
+
+
+@torch.no_grad()
+def _initialise(
+    model: nn.Module,
+    seed: int,
+    device: torch.device | str | None,
+    *,
+    parameters: bool,
+    fresh: Collection[str] = (),
+) -> None:
+    """Run the rules; keep the values of parameters, all or `fresh`, and of buffers that were on the meta device."""
+    before = named_tensors(model)
+    # A tied parameter belongs to the first module that holds it; the rule of a later one must not overwrite it.
+    first: dict[int, str] = {}
+    owned = {name for name, t in before.items() if first.setdefault(id(t), name) == name}
+    required = {
+        name
+        for name in owned
+        if not is_adapter(name)
+        and (parameters if isinstance(before[name], nn.Parameter) else before[name].is_meta)
+    }
+    required |= owned & {*fresh}
+    allocate(model, device=device)
+    after = named_tensors(model)
+    rules = _Rules(model, seed)
+    unset = set(required)
+    for module_name, own in rules.own.items():
+        if not parameters and required.isdisjoint(own):
+            continue
+        for name, value in rules.values(module_name).items():
+            kept = isinstance(after[name], nn.Parameter) or not parameters
+            if name not in owned or (name not in required and kept):
+                continue
+            if value.is_floating_point() and bool(torch.isnan(value).any()):
+                continue
+            copy_full(after[name], value, name)
+            unset.discard(name)
+    for name, value in _constructed(model, unset, seed).items():
+        copy_full(after[name], value, name)
+        unset.discard(name)
+    if unset:
+        name = min(unset)
+        holder = type(model.get_submodule(name.rpartition(".")[0])).__name__
+        raise WeightsUninitialised(
+            f"no rule initialises `{name}` of {holder}",
+            got=f"{len(unset)} such tensors: {', '.join(sorted(unset)[:5])}",
+            allowed="tensors set by `_init_weights` of the Hugging Face model, or by"
+            " `reset_parameters` of the module",
+        )
+
+
+def _constructed(model: nn.Module, names: set[str], seed: int) -> dict[str, Tensor]:
+    """Values that the constructor of a Hugging Face model gives to these tensors, such as decay rates of a state.
+
+    The model is built once more on the CPU; parameters that are not asked for go to the meta device as they appear.
+    """
+    cls, config = original_class(model), getattr(model, "config", None)
+    if not names or not callable(getattr(cls, "_from_config", None)):
+        return {}
+    keys = {name.rpartition(".")[2] for name in names}
+
+    def keep(_: nn.Module, name: str, param: nn.Parameter | None) -> nn.Parameter | None:
+        if param is None or name in keys:
+            return None
+        return nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
+
+    hook = register_module_parameter_registration_hook(keep)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(seed)
+            whole = cls(copy.deepcopy(config))
+    finally:
+        hook.remove()
+    values = {canonical_name(n): t.detach() for n, t in named_tensors(whole).items()}
+    found = {name: values.get(canonical_name(name)) for name in names}
+    return {name: t for name, t in found.items() if t is not None and not t.is_meta}
+
+
+class _Rules:
+    """The initialisation rules of a model's modules, run on full-size CPU tensors."""
+
+    def __init__(self, model: nn.Module, seed: int) -> None:
+        self._model, self._seed = model, seed
+        self._rule: dict[str, Callable[[], object] | None] = {}
+        self.own: dict[str, list[str]] = {}
+        """For each module, children before parents, the names of the tensors it holds directly."""
+        self._visit("", model, None, set())
+
+    def _visit(self, name: str, module: nn.Module, owner: nn.Module | None, seen: set[int]) -> None:
+        if id(module) in seen:
+            return
+        seen.add(id(module))
+        if callable(getattr(module, "_init_weights", None)):
+            owner = module
+        for child_name, child in module.named_children():
+            self._visit(_join(name, child_name), child, owner, seen)
+        tables = (module._parameters, module._buffers)
+        self.own[name] = [_join(name, n) for t in tables for n, v in t.items() if v is not None]
+        if owner is not None:
+            self._rule[name] = lambda: owner._init_weights(module)
+        else:
+            plain = getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
+            self._rule[name] = plain if callable(plain) else None
+
+    def values(self, name: str) -> dict[str, Tensor]:
+        """Full-size values of the tensors that the rule of module `name` sets: its own and its descendants'."""
+        if self._rule[name] is None:
+            return {}
+        values, touched = self._run(name, {n: self._unset(n) for n in self.own[name]})
+        if touched:
+            # The rule reaches into descendants (a scaled output projection, say): run it again on their values.
+            inputs = {n: self._unset(n) for n in self.own[name]}
+            values, _ = self._run(name, inputs | {n: self._own_value(n) for n in touched})
+        return values
+
+    def _unset(self, name: str) -> Tensor:
+        """A full-size CPU tensor that shows which elements a rule leaves out; real buffers keep their values."""
+        module_name, _, key = name.rpartition(".")
+        module = self._model.get_submodule(module_name)
+        if key in module._buffers and not isinstance(module._buffers[key], DTensor):
+            return module._buffers[key].detach().cpu().clone()
+        old = module._parameters[key] if key in module._parameters else module._buffers[key]
+        if old.is_floating_point():
+            return torch.full(old.shape, torch.nan, dtype=torch.float32)
+        return torch.zeros(old.shape, dtype=old.dtype)
+
+    def _own_value(self, name: str) -> Tensor:
+        values = self.values(name.rpartition(".")[0])
+        return values.get(name, self._unset(name))
+
+    def _run(self, name: str, tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], set[str]]:
+        """Run one rule with `tensors` in place and everything else below the module on the meta device.
+
+        Returns:
+            The tensors of `tensors` that the rule changed, and the names of other tensors that it tried to change.
+        """
+        rule = self._rule[name]
+        assert rule is not None
+        with _swapped(self._model.get_submodule(name), name, tensors) as placed:
+            versions = {n: t._version for n, (_, _, t) in placed.items()}
+            with torch.random.fork_rng(devices=[]):
+                torch.default_generator.manual_seed(module_seed(self._seed, name))
+                rule()
+            now = {n: table[key] for n, (table, key, _) in placed.items()}
+        changed = {
+            n
+            for n, tensor in now.items()
+            if tensor is not placed[n][2] or tensor._version != versions[n]
+        }
+        values = {n: now[n].detach() for n in changed if n in tensors}
+        return values, {n for n in changed if n not in tensors}
+
+
+@contextmanager
+def _swapped(
+    module: nn.Module, name: str, tensors: dict[str, Tensor]
+) -> Iterator[dict[str, tuple[dict[str, Tensor], str, Tensor]]]:
+    """Put `tensors`, and meta placeholders for all others, in place of the tensors below `module`; then undo it."""
+    saved = []
+    placed = {}
+    for sub_name, sub in module.named_modules(prefix=name):
+        for table in (sub._parameters, sub._buffers):
+            saved.append((table, dict(table)))
+            for key, old in list(table.items()):
+                if old is None:
+                    continue
+                full = _join(sub_name, key)
+                new = tensors[full] if full in tensors else torch.empty(old.shape, device="meta")
+                if isinstance(old, nn.Parameter):
+                    new = nn.Parameter(new, requires_grad=False)
+                table[key] = new
+                placed[full] = (table, key, new)
+    try:
+        yield placed
+    finally:
+        for table, old_entries in saved:
+            table.clear()
+            table.update(old_entries)
+
+
+def named_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Every parameter and buffer by name; a tied one under each of its names."""
+    return {
+        _join(name, key): tensor
+        for name, module in model.named_modules()
+        for table in (module._parameters, module._buffers)
+        for key, tensor in table.items()
+        if tensor is not None
+    }
+
+
+def _storage_for(old: Tensor, device: torch.device | str | None) -> Tensor:
+    if device is None:
+        device = old.device_mesh.device_type if isinstance(old, DTensor) else "cpu"
+    new = torch.empty_like(old, device=device)
+    if isinstance(old, nn.Parameter):
+        new = nn.Parameter(new, requires_grad=old.requires_grad)
+        new.__dict__.update(old.__dict__)
+    return new
+
+
+def module_seed(seed: int, name: str) -> int:
+    """Seed of what has a name in a run of a seed."""
+    digest = hashlib.sha256(f"{seed}:{canonical_name(name)}".encode()).digest()
+    return int.from_bytes(digest[:8], "big")
+
+
+def _join(name: str, key: str) -> str:
+    return f"{name}.{key}" if name else key

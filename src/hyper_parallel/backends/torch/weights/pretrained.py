@@ -1,0 +1,200 @@
+"""Load pretrained weights into a sharded model; each rank reads only the bytes of its own part.
+
+What transformers converts in a way that is more than stacking and joining is read whole by each rank that needs it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from hyper_parallel.backends.torch.weights.checksums import PartChecksum
+from hyper_parallel.backends.torch.weights.huggingface import Box, untied_config
+from hyper_parallel.backends.torch.weights.initialization import (
+    allocate_and_fill_buffers,
+    named_tensors,
+)
+from hyper_parallel.backends.torch.weights.inventory import (
+    CARRIED,
+    Fate,
+    Inventory,
+    stored_tensors,
+    take_inventory,
+)
+from hyper_parallel.backends.torch.weights.shard_ranges import Run, copy_full, local, local_ranges
+from hyper_parallel.backends.torch.weights.tensor_files import Ranges, WeightFiles, copy_overlap
+from hyper_parallel.backends.torch.weights.unused_tensors import CarriedWeights, remember_carried
+from hyper_parallel.errors import WeightsUnreadable
+
+logger = logging.getLogger(__name__)
+
+HANDLE: Final = "_hyper_parallel"
+"""Attribute of a model that passed through `parallelize`."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """What one rank did: tensors filled, bytes read from the files, seconds, the fate of each stored name.
+
+    With checksums of the parts that were read, where they were wanted.
+    """
+
+    tensors: int
+    bytes_read: int
+    seconds: float
+    fates: dict[str, Fate]
+    checksums: tuple[PartChecksum, ...] = ()
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        """Stored names that are not used."""
+        unused = (*CARRIED, Fate.RECOMPUTED)
+        return tuple(sorted(name for name, fate in self.fates.items() if fate in unused))
+
+
+def check_pretrained(model: nn.Module, directory: str | Path) -> Inventory:
+    """Return the inventory of a model and a directory, or refuse as `load_pretrained` would; loads no values."""
+    files = WeightFiles(directory)
+    inventory = take_inventory(model, files)
+    if inventory.untied:
+        _check_untied(model, inventory, files)
+    remember_carried(model, CarriedWeights(Path(directory), tuple(inventory.names(*CARRIED))))
+    return inventory
+
+
+def load_pretrained(
+    model: nn.Module,
+    directory: str | Path,
+    *,
+    device: torch.device | str | None = None,
+    seed: int = 0,
+    checksums: bool = False,
+) -> LoadReport:
+    """Fill a model from a Hugging Face directory of safetensors files, or of PyTorch's where there are none.
+
+    Names, shapes and file sizes are checked from the headers before the first value is copied. Values are cast to the
+    dtype of each parameter. No communication; every rank reads the directory on its own. Parameters that the config
+    ties and the files hold with different values are untied, with a warning, as by transformers.
+
+    Args:
+        model: Module of plain tensors or DTensors, on any device including meta; changed in place.
+        directory: Holds `model.safetensors` or `pytorch_model.bin`, or shards, with or without their index.
+        device: Where plain tensors on the meta device go; None: the CPU.
+        seed: Of the first values of a head of scores, where no file holds it; another head is left out then.
+        checksums: Compute checksums of what is read, for `joint_checksum`.
+
+    Raises:
+        WeightsUnreadable: HP703 naming the file and the parameter: missing, truncated, unexpected, of another shape,
+            or to be untied after `parallelize`.
+    """
+    begin = time.perf_counter()
+    files = WeightFiles(directory)
+    inventory = take_inventory(model, files)
+    if inventory.untied:
+        _check_untied(model, inventory, files)
+        fates = inventory.fates
+        _untie(model, inventory)
+        inventory = take_inventory(model, files)
+        inventory.fates |= {n: f for n, f in fates.items() if f is Fate.TIED_DIFFERENT}
+    sources, targets = inventory.sources, stored_tensors(model)
+    ranges = {name: local_ranges(targets[name], name) for name in sources}
+    allocate_and_fill_buffers(model, device=device, fresh=inventory.fresh, seed=seed)
+    targets = stored_tensors(model)
+    read_before = files.bytes_read
+    files.checksums = [] if checksums else None
+    with torch.no_grad():
+        for name, parts in sources.items():
+            for box in parts if isinstance(parts, list) else ():
+                _read_box(files, box, local(targets[name]).detach(), ranges[name])
+        for conversion in inventory.conversions:
+            into = {n: p[1] for n, p in sources.items() if p[0] is conversion}
+            values = conversion.run(files.read) if into else {}
+            for name, stored in into.items():
+                copy_full(targets[name], values[stored], name)
+    remember_carried(model, CarriedWeights(Path(directory), tuple(inventory.names(*CARRIED))))
+    _say(inventory, files)
+    return LoadReport(
+        len(sources),
+        files.bytes_read - read_before,
+        time.perf_counter() - begin,
+        inventory.fates,
+        tuple(files.checksums or ()),
+    )
+
+
+def _say(inventory: Inventory, files: WeightFiles) -> None:
+    """Log which stored tensors the model does not use, and which parameters get initial values."""
+    counts = Counter(
+        fate
+        for fate in inventory.fates.values()
+        if fate in (*CARRIED, Fate.RECOMPUTED, Fate.ABSENT)
+    )
+    for fate, count in counts.items():
+        first = inventory.names(fate)[0]
+        logger.info("%s: %d tensors are %s, first `%s`", files.directory, count, fate, first)
+    if inventory.fresh:
+        logger.info(
+            "%s: no file holds %s: initial values",
+            files.directory,
+            ", ".join(sorted(inventory.fresh)),
+        )
+
+
+def _check_untied(model: nn.Module, inventory: Inventory, files: WeightFiles) -> None:
+    """Refuse to untie parameters that already have a layout.
+
+    Raises:
+        WeightsUnreadable: HP703.
+    """
+    laid_out = HANDLE in model.__dict__ or any(isinstance(p, DTensor) for p in model.parameters())
+    name, first = next(iter(inventory.untied.items()))
+    if laid_out:
+        raise WeightsUnreadable(
+            f"the config ties `{name}` to `{first}`, and the files hold different values of the two",
+            where=str(files.directory),
+            got="a model that passed through `parallelize` with the two tied",
+            allowed="a model whose config has tie_word_embeddings=False",
+            hint=f'set "tie_word_embeddings": false in {files.directory / "config.json"}',
+        )
+
+
+def _untie(model: nn.Module, inventory: Inventory) -> None:
+    """Give parameters that the files untie storage of their own, and say so in the config of the model."""
+    tensors: dict[str, Tensor] = named_tensors(model)
+    tied: dict[str, str] = getattr(model, "all_tied_weights_keys", {})
+    for name, first in inventory.untied.items():
+        logger.warning(
+            "the config ties `%s` to `%s`, but the files hold different values: the two are not tied",
+            name, first,
+        )  # fmt: skip
+        old = tensors[name]
+        parent, _, key = name.rpartition(".")
+        own = nn.Parameter(torch.empty_like(old), requires_grad=old.requires_grad)
+        model.get_submodule(parent)._parameters[key] = own
+        for pair in ((name, first), (first, name)):
+            if tied.get(pair[0]) == pair[1]:
+                del tied[pair[0]]
+    config: Any = getattr(model, "config", None)
+    if config is not None:
+        model.config = untied_config(config)
+
+
+def _read_box(
+    source: WeightFiles, box: Box, target: Tensor, ranges: tuple[tuple[Run, ...], ...]
+) -> None:
+    """Copy the intersection of a stored tensor with this rank's part of the parameter."""
+
+    def read(part: Ranges) -> Tensor:
+        stored = source.read(box.key, part[1:] if box.stacked else part)
+        return stored.unsqueeze(0) if box.stacked else stored
+
+    size = ((1,) if box.stacked else ()) + source.tensors[box.key].shape
+    copy_overlap(read, box.offset, size, target, ranges)

@@ -1,0 +1,191 @@
+"""The frame of the command line: the application, exit codes, and how errors are shown."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated, Final, NoReturn
+
+import typer
+
+from hyper_parallel import __version__
+from hyper_parallel.cli.pipes import sink_stream
+from hyper_parallel.errors import (
+    BadValue,
+    HyperParallelError,
+    MissingDependency,
+    OutputNotWritable,
+    PrintableFormatter,
+    not_writable,
+    printable,
+)
+
+_DEFECT_STATUS: Final = 70
+"""Exit status of a defect (EX_SOFTWARE of sysexits.h), so that scripts can tell it from a user's mistake."""
+
+_OF_FILES: Final = (
+    "EACCES", "EPERM", "ENOENT", "ENOTDIR", "EISDIR", "ENOSPC", "EDQUOT", "EFBIG", "EROFS", "EIO", "ELOOP",
+    "EEXIST", "ENOTEMPTY", "EXDEV", "EMFILE", "ENFILE", "ESTALE", "EBUSY", "ETXTBSY",
+)  # fmt: skip
+"""Refusals of files and disks; what else the system refuses is a defect."""
+
+
+NoCode = Annotated[
+    bool,
+    typer.Option(
+        "--no-code", help="Refuse a recipe that names Python code, before it is imported."
+    ),
+]
+"""The option of every command that reads a recipe and may run what it names."""
+
+
+def build_app(
+    commands: Sequence[Callable[..., None]], groups: Sequence[typer.Typer] = ()
+) -> typer.Typer:
+    """An application of commands.
+
+    Args:
+        commands: Functions whose name, signature and docstring are the command.
+        groups: Named applications that become commands with commands of their own.
+    """
+    app = typer.Typer(
+        name="hyper-parallel",
+        no_args_is_help=True,
+        add_completion=True,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+        context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    )
+    app.callback()(_root)
+    for command in commands:
+        app.command()(command)
+    for group in groups:
+        app.add_typer(group)
+    for info in (c for a in (app, *groups) for c in a.registered_commands):
+        # The whole first sentence: left to itself the list of commands cuts summaries off.
+        info.short_help = " ".join((info.callback.__doc__ or "").partition("\n\n")[0].split())
+    return app
+
+
+def say(text: object = "", *, err: bool = False, nl: bool = True) -> None:
+    """Print a text that may hold words of a file, without its control characters."""
+    typer.echo(printable(str(text)), err=err, nl=nl)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"hyper-parallel {__version__}")
+        raise typer.Exit
+
+
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+        ),
+    ] = False,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="Print results, warnings and errors only.")
+    ] = False,
+) -> None:
+    """A supernode as one computer: plan, train, generate and report."""
+    lines = logging.StreamHandler(sys.stderr)
+    lines.setFormatter(PrintableFormatter("%(levelname)s: %(message)s"))
+    logging.basicConfig(handlers=[lines], level=logging.WARNING)
+    logging.getLogger("hyper_parallel").setLevel(logging.WARNING if quiet else logging.INFO)
+
+
+def is_quiet() -> bool:
+    """Whether `--quiet` was given: only results and errors are shown."""
+    return logging.getLogger("hyper_parallel").level > logging.INFO
+
+
+def collect_cycles() -> None:
+    """Have reference cycles looked for from here on, but not among what imports have left."""
+    gc.freeze()
+    gc.enable()
+
+
+def run(app: typer.Typer) -> None:
+    """Run the application on the arguments of the process, and exit."""
+    # Imports make half a million objects that stay; looking for cycles among them is a sixth of a short run.
+    gc.disable()
+    # torch.cuda.is_available would start the driver, which ranks that are forked later could not use.
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    try:
+        app(prog_name="hyper-parallel")
+    except HyperParallelError as error:
+        fail(error)
+    except ModuleNotFoundError as error:
+        from hyper_parallel.cli.requirements import EXTRA, REQUIREMENTS
+
+        missing = (error.name or "").partition(".")[0]
+        if missing not in {r.name for r in REQUIREMENTS if r.need == "training"}:
+            _defect(error)
+        fail(
+            MissingDependency(
+                f"this command needs `{missing}`, which is not installed; planning works without",
+                got=f"no module {missing}",
+                hint=f"{Path(sys.executable).name} -m pip install '{EXTRA}'",
+            )
+        )
+    except BrokenPipeError:
+        # The reader of a pipe has left; a second complaint at interpreter exit is avoided by giving stdout a sink.
+        sink_stream(sys.stdout)
+        sys.exit(1)
+    except OSError as error:
+        fail(coded(error))
+    except Exception as error:
+        _defect(error)
+    finally:
+        gc.freeze()  # the process ends: reference cycles need not be looked for
+
+
+def coded(error: OSError) -> HyperParallelError:
+    """Return the coded error of a file that the system refuses, where no reader or writer has given it one."""
+    if error.errno == errno.ENAMETOOLONG:
+        return BadValue(
+            "a path is longer than the system allows",
+            got=f"{error.filename!s:.80}... of {len(str(error.filename))} characters",
+            allowed="4,095 bytes, 255 per name",
+        )
+    if errno.errorcode.get(error.errno or 0, "") not in _OF_FILES:
+        _defect(error)
+    if error.filename is None:
+        return OutputNotWritable("the output cannot be written", got=error.strerror, hint="df -h .")
+    return not_writable(error, error.filename)
+
+
+def _defect(error: Exception) -> NoReturn:
+    """Print a traceback that asks for a report, and exit."""
+    traceback.print_exception(error)
+    sys.stderr.write(
+        f"\ninternal error: {type(error).__name__} in hyper_parallel {__version__}; this is a defect, "
+        "please report it with the lines above\n"
+    )
+    sys.exit(_DEFECT_STATUS)
+
+
+def fail(error: HyperParallelError) -> None:
+    """Print a coded error on stderr and exit with status 1."""
+    text = error.render()
+    if sys.stderr.isatty() and not os.environ.get("NO_COLOR"):
+        head, _, rest = text.partition(":")
+        text = f"\x1b[1;31m{head}\x1b[0m:{rest}".replace("\nhint:", "\n\x1b[1;36mhint\x1b[0m:", 1)
+    with suppress(OSError):
+        sys.stderr.write(text + "\n")
+        sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:  # the interpreter would end with another status
+            sink_stream(stream)
+    sys.exit(1)

@@ -1,0 +1,273 @@
+"""`hyper-parallel checkpoint`: list, verify, inspect and export the checkpoints of a run; import a model as one.
+
+`list`, `verify` and `inspect` read files only; `export` and `import` build the model.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from hyper_parallel.cli.app import say
+from hyper_parallel.errors import BadValue, CheckpointCorrupt, CheckpointFormat, RunUnreadable
+
+if TYPE_CHECKING:
+    from hyper_parallel.config import Lora
+    from hyper_parallel.trainer.checkpoints.extra_state import CheckExtra
+
+app = typer.Typer(
+    name="checkpoint",
+    help="List, verify, inspect, export and import checkpoints.",
+    no_args_is_help=True,
+)
+
+RunDir = Annotated[
+    Path,
+    typer.Argument(
+        help="Directory that `hyper-parallel train` wrote, or its checkpoints directory.",
+        show_default=False,
+    ),
+]
+
+TrustRemoteCode = Annotated[
+    bool, typer.Option("--trust-remote-code", help="Run Python code that lies beside the model.")
+]
+
+
+@app.command("list")
+def list_(run_dir: RunDir) -> None:
+    """Print one line per checkpoint; sizes are compared with the manifest, contents are not read."""
+    _print_steps(run_dir, contents=False)
+
+
+@app.command()
+def verify(run_dir: RunDir) -> None:
+    """Compare every file with its checksum; ends with status 1 when a checkpoint is damaged."""
+    if not _print_steps(run_dir, contents=True):
+        raise typer.Exit(1)
+
+
+@app.command()
+def inspect(
+    run_dir: RunDir,
+    step: Annotated[int | None, typer.Option(help="Step; default the newest one.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+) -> None:
+    """Print what a checkpoint holds: tensors with shape, dtype and pieces, step, and position in the data."""
+    from hyper_parallel.trainer.checkpoints import manifest as files
+    from hyper_parallel.trainer.checkpoints.extra_state import read_extra
+    from hyper_parallel.trainer.files import Damaged
+
+    directory = _checkpoints(run_dir)
+    path = directory / files.step_name(files.steps(directory)[-1] if step is None else step)
+    try:
+        manifest, index = files.check(path, contents=False, check_extra=_extra_check(directory))
+        extra = read_extra(path)
+    except Damaged as error:
+        raise CheckpointCorrupt("the checkpoint is damaged", where=str(error)) from None
+    tensors = [
+        {
+            "name": name,
+            "shape": tensor.shape,
+            "dtype": tensor.dtype,
+            # Pieces along each dim.
+            "cut": [len({p.offset[d] for p in tensor.pieces}) for d in range(len(tensor.shape))],
+            "files": sorted({p.file for p in tensor.pieces}),
+        }
+        for name, tensor in index.tensors.items()
+    ]
+    facts = {
+        "step": manifest.step,
+        "world_size": manifest.world_size,
+        "size_bytes": manifest.size_bytes,
+        "fingerprint": manifest.fingerprint,
+        "metrics": manifest.metrics,
+        "extra": extra,
+    }
+    if as_json:
+        say(json.dumps(facts | {"tensors": tensors}, indent=1))
+        return
+    for key, value in facts.items():
+        say(f"{key}: {value if isinstance(value, int) else json.dumps(value)}")
+    for entry in tensors:
+        shape, cut = ("x".join(map(str, entry[key])) or "number" for key in ("shape", "cut"))
+        say(f"{entry['name']}  {shape}  {entry['dtype']}  cut {cut}")
+
+
+@app.command("import")
+def import_(
+    model_dir: Annotated[
+        Path,
+        typer.Argument(
+            help="Hugging Face directory with weights, or of an adapter.", show_default=False
+        ),
+    ],
+    run_dir: Annotated[
+        Path,
+        typer.Argument(help="Directory to write; train with checkpoint.from_dir=RUN_DIR."),
+    ],
+    dtype: Annotated[
+        str, typer.Option(help="Of the parameters: float32, or float64 for such a run.")
+    ] = "float32",
+    trust_remote_code: TrustRemoteCode = False,
+) -> None:
+    """Write a Hugging Face directory as checkpoint of step 0, which a run on any layout can start from."""
+    from hyper_parallel.trainer.checkpoints.model_import import import_checkpoint
+    from hyper_parallel.trainer.files import written
+    from hyper_parallel.trainer.run_directory import check_claimable, mark_run_directory
+
+    check_claimable(run_dir)
+    path = import_checkpoint(model_dir, run_dir / "checkpoints", dtype, trusted=trust_remote_code)
+    with written(run_dir):
+        mark_run_directory(run_dir)
+    say(f"step 0: {path}")
+
+
+@app.command()
+def export(
+    run_dir: RunDir,
+    out: Annotated[
+        Path | None, typer.Option(help="Directory to write; default RUN_DIR/export.")
+    ] = None,
+    step: Annotated[int | None, typer.Option(help="Step; default the newest intact one.")] = None,
+    model: Annotated[
+        Path | None,
+        typer.Option(
+            help="Directory of config.json, or such a file; default: as the run keeps it."
+        ),
+    ] = None,
+    tokenizer: Annotated[
+        Path | None,
+        typer.Option(help="Directory of the tokenizer; default: that of the run or the model."),
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="float32, bfloat16 or float16; default as trained.")
+    ] = None,
+    merge: Annotated[
+        bool, typer.Option("--merge", help="Of a run with lora: the model, adapters added to it.")
+    ] = False,
+    trust_remote_code: TrustRemoteCode = False,
+) -> None:
+    """Write a checkpoint as a Hugging Face directory, of a run with adapters as peft's, in one process."""
+    directory = _checkpoints(run_dir)
+    adapters = _adapters_of(directory.parent)
+    target = out if out is not None else directory.parent / ("merged" if merge else "export")
+    if out is None:
+        from hyper_parallel.trainer.run_directory import check_plain
+
+        check_plain(target)
+    if adapters is None and merge:
+        raise BadValue("the run has no adapters to merge", where="--merge", got=str(run_dir))
+    lora, weights = adapters or (None, None)
+    source = model or weights or _recipe_model(directory.parent)
+    from hyper_parallel.trainer.checkpoints.checkpoint_export import export_checkpoint
+
+    found = export_checkpoint(
+        directory, source, target, step, tokenizer, dtype,
+        lora=lora, merge=merge, trusted=trust_remote_code,
+    )  # fmt: skip
+    say(f"step {found}: {target}")
+
+
+def _print_steps(run_dir: Path, *, contents: bool) -> bool:
+    """One line per checkpoint, newest last; whether all are intact."""
+    from hyper_parallel.trainer.checkpoints import manifest as files
+    from hyper_parallel.trainer.files import Damaged
+    from hyper_parallel.units import format_bytes
+
+    directory = _checkpoints(run_dir)
+    check_extra, intact = _extra_check(directory), True
+    for step in files.steps(directory):
+        path = directory / files.step_name(step)
+        try:
+            manifest, index = files.check(path, contents=contents, check_extra=check_extra)
+            if contents and (strange := files.unexpected(path, index)):
+                raise Damaged(path / strange[0], "belongs to no checkpoint")
+        except (Damaged, CheckpointFormat) as error:
+            intact = False
+            why = error.what if isinstance(error, CheckpointFormat) else error
+            say(f"step {step:>8}  DAMAGED: {why}")
+            continue
+        state = "verified" if contents else "complete"
+        ranks = f"{manifest.world_size} rank{'s' if manifest.world_size > 1 else ''}"
+        size = format_bytes(manifest.size_bytes)
+        say(f"step {step:>8}  {state}  {size:>10}  saved by {ranks}")
+    return intact
+
+
+def _extra_check(directory: Path) -> CheckExtra | None:
+    """Return the check of values beside the tensors: that of the trainer where a run has written the checkpoints."""
+    from hyper_parallel.trainer.checkpoints.extra_state import check_trainer_extra
+
+    return check_trainer_extra if (directory.parent / "config.yaml").is_file() else None
+
+
+def _checkpoints(run_dir: Path) -> Path:
+    """The directory that holds the steps.
+
+    Raises:
+        RunUnreadable: HP603 when the run has none.
+    """
+    from hyper_parallel.trainer.checkpoints import manifest as files
+
+    for directory in (run_dir / "checkpoints", run_dir):
+        if files.steps(directory):
+            return directory
+    raise RunUnreadable(
+        "the run has no checkpoints",
+        where=str(run_dir),
+        allowed="a directory with checkpoints/step_00000010 and the like",
+    )
+
+
+def _adapters_of(run_dir: Path) -> tuple[Lora, Path] | None:
+    """Return the adapters that a run trains, and the directory of the weights beside them; None for any other run.
+
+    Raises:
+        RunUnreadable: HP603 when the recipe of the run cannot be read.
+    """
+    from hyper_parallel.config import Lora, validated
+
+    path = run_dir / "config.yaml"
+    if not path.is_file() or (given := _recipe(path).get("lora")) is None:
+        return None
+    lora = validated(
+        Lora, given, lambda key: f"{path}: lora.{key}", lambda key, value, _: f"{key}: {value}"
+    )
+    return lora, _model_path(path)
+
+
+def _recipe_model(run_dir: Path) -> Path:
+    """Return the model as the run keeps it beside the checkpoints; an older run has only `model.path` of its recipe."""
+    if (run_dir / "model" / "config.json").is_file():
+        return run_dir / "model"
+    return _model_path(run_dir / "config.yaml")
+
+
+def _recipe(path: Path) -> dict[str, Any]:
+    from hyper_parallel.config import read_mapping
+
+    return read_mapping(path, RunUnreadable, "recipe of the run")
+
+
+def _model_path(recipe: Path) -> Path:
+    """Return `model.path` of the recipe of a run.
+
+    Raises:
+        RunUnreadable: HP603.
+    """
+    from hyper_parallel.hub import fetch, parse_name
+
+    model = _recipe(recipe).get("model") if recipe.is_file() else None
+    path = model.get("path") if isinstance(model, dict) else None
+    if not isinstance(path, str):
+        raise RunUnreadable(
+            "config.yaml of the run does not name its model",
+            where=str(recipe),
+            hint="hyper-parallel checkpoint export RUN_DIR --model MODEL_DIR",
+        )
+    name = parse_name(path)
+    return Path(path) if name is None else fetch(name, "model", where=f"{recipe}: model.path")

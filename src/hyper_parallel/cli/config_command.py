@@ -1,0 +1,63 @@
+"""`hyper-parallel config`: look at a recipe the way a run would see it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hyper_parallel.cli.app import say
+
+app = typer.Typer(
+    name="config",
+    help="Look at a recipe the way a run would see it.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+
+
+@app.command()
+def show(
+    recipe: Annotated[Path, typer.Argument(help="Recipe, YAML or JSON.")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="Values as a.b=c.")] = None,
+    as_yaml: Annotated[
+        bool, typer.Option("--yaml", help="Print the resolved recipe, itself a valid recipe.")
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print values and origins as JSON.")
+    ] = False,
+) -> None:
+    """Print every value of a recipe with its origin.
+
+    Origins: default, recipe, the extended file, command line, or derived with the reason.
+    """
+    from hyper_parallel.config import load_recipe, recipe_to_yaml
+
+    loaded = load_recipe(recipe, overrides or [])
+    if as_yaml:
+        say(recipe_to_yaml(loaded.recipe), nl=False)
+        return
+    rows = _rows(loaded.recipe.model_dump(mode="json"), loaded.origins)
+    if as_json:
+        values = {key: {"value": value, "origin": origin} for key, value, origin in rows}
+        say(json.dumps(values, indent=2))
+        return
+    table = [(key, json.dumps(value), origin) for key, value, origin in rows]
+    widths = [max(len(row[i]) for row in table) for i in range(2)]
+    for key, value, origin in table:
+        say(f"{key:<{widths[0]}}  {value:<{widths[1]}}  {origin}")
+
+
+def _rows(
+    data: dict[str, object], origins: dict[str, str], prefix: str = ""
+) -> list[tuple[str, object, str]]:
+    rows: list[tuple[str, object, str]] = []
+    for name, value in data.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, dict) and value:
+            rows += _rows(value, origins, f"{key}.")
+        else:
+            rows.append((key, value, origins.get(key, "default")))
+    return rows

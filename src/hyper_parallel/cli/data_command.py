@@ -1,0 +1,118 @@
+"""`hyper-parallel data`: what a recipe trains on, with the tokens that are targets."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from hyper_parallel.cli.app import NoCode, is_quiet, say
+from hyper_parallel.errors import console as printing_console
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from hyper_parallel.trainer.data.preview import Example, LengthHistogram
+    from hyper_parallel.trainer.data_sample import DataSample
+
+_BAR = 40  # characters of the longest bar of the histogram
+
+
+def data(
+    recipe: Annotated[Path, typer.Argument(help="Recipe YAML.", dir_okay=False)],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="Values that replace the recipe's, as a.b=c.")
+    ] = None,
+    examples: Annotated[
+        int, typer.Option("--examples", "-n", min=0, help="Examples of each source to print.")
+    ] = 3,
+    max_records: Annotated[
+        int, typer.Option("--max-records", min=1, help="Records to read and count at most.")
+    ] = 10_000,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+    no_code: NoCode = False,
+) -> None:
+    """Show what a recipe trains on: format, counts, lengths, and examples with their targets marked.
+
+    The first records are encoded as training encodes them. No model is built, and no weights are read. Targets, which
+    are the tokens with loss, are green on a terminal, and between [[ and ]] elsewhere.
+    """
+    from hyper_parallel.cli.train_command import load_any_recipe
+    from hyper_parallel.hub import permit_stream, stay_offline
+    from hyper_parallel.trainer.data_sample import sample_data
+
+    stay_offline()
+    loaded = load_any_recipe(recipe, overrides or [], no_code)
+    permit_stream(loaded.recipe.data.streaming, str(loaded.recipe.data.source))
+    progress = sys.stderr.isatty() and not is_quiet()
+    sample = sample_data(loaded, max_records, examples, progress=progress)
+    if as_json:
+        say(json.dumps(sample.as_dict(), indent=1))
+        return
+    _print(sample, max_records)
+
+
+def _print(sample: DataSample, max_records: int) -> None:
+    from rich.table import Table
+
+    shown = printing_console(soft_wrap=True)
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, text in sample.rows.items():
+        table.add_row(name, text)
+    for note in sample.notes:
+        table.add_row("note", note)
+    if not sample.complete:
+        table.add_row("note", _what_was_read(sample, max_records))
+    printing_console().print(table)
+    for one in sample.sources:
+        shown.print()
+        of = f" of {one.counts.source}" if len(sample.sources) > 1 else ""
+        shown.print(f"lengths in tokens{of}")
+        _print_lengths(shown, one.lengths)
+    coloured = shown.is_terminal and not shown.no_color
+    for one in sample.sources:
+        for number, example in enumerate(one.examples, 1):
+            shown.print()
+            _print_example(shown, example, f"example {number}", coloured)
+    texts = [text for one in sample.sources for e in one.examples for text in e.texts]
+    if any(segment.trained for text in texts for segment in text.segments):
+        what = "the token at which it is scored" if sample.stage == "rm" else "tokens with loss"
+        shown.print(f"\n{'green' if coloured else '[[...]]'}: {what}")
+
+
+def _what_was_read(sample: DataSample, max_records: int) -> str:
+    """Return why only the first records were counted."""
+    from hyper_parallel.trainer.data_sample import MOST_BYTES
+    from hyper_parallel.units import format_bytes
+
+    if sum(one.read for one in sample.counts) + len(sample.sources) <= max_records:
+        return f"counts are those of the first {format_bytes(MOST_BYTES)} of text"
+    return f"counts are those of the first records; --max-records={max_records * 10} reads more"
+
+
+def _print_lengths(shown: Console, lengths: LengthHistogram) -> None:
+    buckets = lengths.buckets()
+    most = max((bucket["documents"] for bucket in buckets), default=1)
+    width = len(f"{most:,}")
+    for bucket in buckets:
+        bar = "#" * -(-bucket["documents"] * _BAR // most)
+        ends = f"{bucket['from']:>9,} to {bucket['to']:>9,}"
+        shown.print(f"{ends}  {bucket['documents']:>{width},}  {bar}".rstrip())
+
+
+def _print_example(shown: Console, example: Example, title: str, coloured: bool) -> None:
+    from rich.text import Text
+
+    from hyper_parallel.trainer.data_panel import highlighted
+
+    for text in example.texts:
+        cut = f", the last {text.num_cut:,} cut" if text.num_cut else ""
+        count = f"{text.num_tokens:,} token{'' if text.num_tokens == 1 else 's'}"
+        head = f"--- {title}, {text.name}: {count}{cut}, {example.where}"
+        shown.print(Text(head, style="bold"))
+        shown.print(highlighted(text.segments, coloured=coloured))

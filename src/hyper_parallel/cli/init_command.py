@@ -1,0 +1,132 @@
+"""`hyper-parallel init`: a recipe to start from, copied out of the package."""
+
+from __future__ import annotations
+
+import os
+import re
+import textwrap
+from collections.abc import Iterator, Sequence
+from difflib import get_close_matches
+from itertools import takewhile
+from pathlib import Path
+from typing import Annotated, Final
+
+import typer
+
+from hyper_parallel.cli.app import say
+from hyper_parallel.errors import BadValue, OutputNotWritable
+
+_FIRST: Final = "quickstart"
+"""Start of the names of recipes that are listed first."""
+_NAMED = re.compile(
+    r"^extends: *(\S+)|(?:path: *|source: *)((?:models|data)/\S+\.jsonl?)", re.MULTILINE
+)
+"""Other files of the folder that a recipe names."""
+
+
+def init(
+    name: Annotated[
+        str | None,
+        typer.Argument(help="Recipe to write. Default: list them.", show_default=False),
+    ] = None,
+) -> None:
+    """Write a recipe, and what it needs, into ./recipes; without a name, list the recipes."""
+    folder = _folder()
+    stems = (path.stem for path in folder.glob("*.yaml"))
+    names = sorted(stems, key=lambda stem: (not stem.startswith(_FIRST), stem))
+    if name is None:
+        for known in names:
+            say(f"{known}\n{_description(folder / f'{known}.yaml')}")
+        say(f"\nnext:\n  hyper-parallel init {names[0]}")
+        return
+    if name not in names:
+        near = get_close_matches(name, names, 1) or names[:1]
+        hint = f"hyper-parallel init {near[0]}"
+        raise BadValue("there is no such recipe", got=name, allowed=names, hint=hint)
+    for target, text in _needed(folder, f"{name}.yaml").items():
+        _write(target, text)
+    say("\nnext:\n" + "\n".join(_next_lines(folder, name, names)))
+
+
+def _description(path: Path) -> str:
+    """Return the comment at the head of a recipe, wrapped; indented lines in it stand as they are."""
+    lines = takewhile(lambda line: line.startswith("#"), path.read_text("utf-8").splitlines())
+    text = [line.removeprefix("#").removeprefix(" ") for line in lines]
+    prose = " ".join(line for line in text if not line.startswith(" "))
+    blocks = [textwrap.fill(prose, 76), *(line for line in text if line.startswith(" "))]
+    return textwrap.indent("\n".join(blocks), "    ")
+
+
+def _next_lines(folder: Path, name: str, names: Sequence[str]) -> Iterator[str]:
+    """Yield what to run after `init`: the recipes whose results this one reads, what to edit, and the run."""
+    from hyper_parallel.config import load_recipe, paths_read
+    from hyper_parallel.hub import parse_name
+    from hyper_parallel.model import find_preset
+
+    target = f"recipes/{name}.yaml"
+    writers = {load_recipe(folder / f"{one}.yaml").recipe.output_dir: one for one in names}
+    first, edits = [], []
+    for key, value in paths_read(load_recipe(target).recipe):
+        known = find_preset(value) is not None or parse_name(value) is not None
+        is_named = key == "grpo.reward_funcs" and "/" not in value
+        if Path(value).exists() or is_named or (key == "model.path" and known):
+            continue
+        writer = next(
+            (one for out, one in writers.items() if Path(out) in Path(value).parents), None
+        )
+        if writer is not None:
+            first += [
+                f"  hyper-parallel init {writer}",
+                f"  hyper-parallel train recipes/{writer}.yaml",
+            ]
+        else:
+            edits.append(f"  # edit {target}: {key} ({value} does not exist)")
+    yield from [*first, *edits, f"  hyper-parallel train {target}"]
+
+
+def _folder() -> Path:
+    """The recipes of the package; of an editable install those of the checkout."""
+    package = Path(__file__).resolve().parents[1]
+    inside = package / "recipes"
+    return inside if inside.is_dir() else package.parents[1] / "recipes"
+
+
+def _needed(folder: Path, name: str) -> dict[Path, str]:
+    """Return the text of a file and of those that it names, by where they are to be; a file that is there is the same.
+
+    Raises:
+        OutputNotWritable: HP105 for another file of that name, or one that cannot be read.
+    """
+    target, text = Path("recipes") / name, (folder / name).read_text(encoding="utf-8")
+    needed: dict[Path, str] = {}
+    for found in _NAMED.findall(text):
+        if (folder / (named := found[0] or found[1])).is_file():  # else it is a user's own
+            needed |= _needed(folder, named)
+    try:
+        if os.path.lexists(target) and target.read_text(encoding="utf-8") != text:
+            raise OutputNotWritable(
+                "there is another recipe of that name",
+                got=target,
+                hint=f"mv {target} {target}.mine",
+            )
+    except (OSError, UnicodeDecodeError) as error:
+        raise OutputNotWritable("the recipe cannot be written", got=f"{target}: {error}") from error
+    return {**needed, target: text}
+
+
+def _write(target: Path, text: str) -> None:
+    """Write a file that is not there yet.
+
+    Raises:
+        OutputNotWritable: HP105 for a folder that cannot be written.
+    """
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if not target.exists():
+            with target.open("x", encoding="utf-8") as file:
+                file.write(text)
+    except OSError as error:
+        raise OutputNotWritable(
+            "the recipe cannot be written", got=f"{target}: {error.strerror}"
+        ) from error
+    say(f"written: {target}")

@@ -1,0 +1,65 @@
+"""`hyper-parallel parity`: a recipe's layout against one rank, on a small copy of its model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hyper_parallel.cli.app import NoCode
+from hyper_parallel.errors import console as printing_console
+
+_ROWS = 8  # of a table that fits a small terminal
+
+
+def parity(
+    recipe: Annotated[Path, typer.Argument(help="Recipe YAML.", dir_okay=False)],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="Values that replace the recipe's, as a.b=c.")
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 3,
+    no_code: NoCode = False,
+) -> None:
+    """Prove a recipe's layout against one rank, on a small copy of its model in float64.
+
+    Loss, gradient norm and the gradient of every parameter have to be equal to 1e-10. Ranks are local processes on the
+    CPU, at most 8: degrees above 2 are taken as 2, and the output says which axes were left out.
+    """
+    from hyper_parallel.cli.dry_run_command import table
+    from hyper_parallel.config import load_recipe, refuse_code
+    from hyper_parallel.errors import LayoutDiffers
+    from hyper_parallel.hub import stay_offline
+
+    stay_offline()
+
+    loaded = load_recipe(recipe, overrides or [])
+    if no_code:
+        refuse_code(loaded)
+    from hyper_parallel.trainer import parity as compare
+
+    result = compare(loaded, steps)
+    console = printing_console(soft_wrap=True, width=140)
+    console.print(f"{result.model}: {result.strategy} on {result.strategy.world_size} ranks")
+    for note in result.notes:
+        console.print(f"note: {note}")
+    rows = table("worst", "step >", "one rank >", "layout >", "relative difference >")
+    for d in result.worst(_ROWS):
+        numbers = (f"{d.one_rank:.12g}", f"{d.layout:.12g}", f"{d.relative:.1e}")
+        rows.add_row(d.name, str(d.step), *numbers)
+    console.print(rows)
+    first = result.first
+    if first is not None:
+        names = dict.fromkeys(d.name for d in result.differences)
+        wrong = {d.name for d in result.differences if not d.relative <= 1e-10}
+        raise LayoutDiffers(
+            f"`{first.name}` differs between the layout and one rank in step {first.step}, by {first.relative:.1e}",
+            where=str(recipe),
+            got=f"{first.layout:.12g} on {result.strategy}",
+            allowed=f"{first.one_rank:.12g} of one rank, to 1e-10",
+            others=[f"`{name}`" for name in names if name in wrong - {first.name}][:_ROWS],
+        )
+    console.print(
+        f"equal to 1e-10: loss, gradient norm and {len({d.name for d in result.differences}) - 2} gradients "
+        f"of {steps} steps"
+    )

@@ -1,0 +1,393 @@
+"""`hyper-parallel plan`: the best plan of a model on a machine, its runners-up and why they lost."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import typer
+
+from hyper_parallel.cli.app import NoCode, is_quiet, say
+from hyper_parallel.cli.schedule_command import (
+    check_schedule_file,
+    pipeline_text,
+    write_schedule,
+)
+from hyper_parallel.errors import BadValue, Contradiction, OutputNotWritable
+from hyper_parallel.owned_folder import check_output_file
+
+if TYPE_CHECKING:
+    from hyper_parallel.ir import Plan
+    from hyper_parallel.model import ModelSpec
+
+
+WIDTH: Final = 80
+"""Columns of the panel, also where the terminal has more."""
+_NOT_REPEATED: Final = ("explain", "gantt", "dry_run", "top", "output", "launch")
+"""Options that the command to paste next leaves out."""
+
+
+def plan(
+    ctx: typer.Context,
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            help="Preset name, Hugging Face directory, or config.json.", show_default=False
+        ),
+    ] = None,
+    topology: Annotated[
+        str | None,
+        typer.Option(
+            "--topology",
+            "-t",
+            help="Preset name, YAML file, or local. Default: local, or the recipe's.",
+        ),
+    ] = None,
+    devices: Annotated[
+        int | None, typer.Option(min=1, help="Devices to use. Default: all of the topology.")
+    ] = None,
+    seq_len: Annotated[
+        int | None,
+        typer.Option(min=2, help="Tokens per sequence. Default: the model's, at most 8192."),
+    ] = None,
+    tokens_per_step: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of one step over all devices.")
+    ] = None,
+    pin: Annotated[
+        list[str] | None,
+        typer.Option(help="Fix a degree or a choice, as tp=8 or schedule=zbv. May be repeated."),
+    ] = None,
+    exclude: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Axes and choices that are not used, as cp,gathered_inputs. May be repeated."
+        ),
+    ] = None,
+    objective: Annotated[
+        str,
+        typer.Option(
+            help="step-time, tokens-per-device-second, memory or fewest-devices. To generate: throughput or latency."
+        ),
+    ] = "step-time",
+    deadline: Annotated[
+        float | None,
+        typer.Option(help="Longest step in seconds, for fewest-devices or memory.", min=0.0),
+    ] = None,
+    top: Annotated[int, typer.Option(min=0, help="Runners-up to print.")] = 5,
+    offload: Annotated[
+        bool,
+        typer.Option(
+            "--offload",
+            help="What exceeds a device's memory may lie in host memory, or be computed again.",
+        ),
+    ] = False,
+    all_layouts: Annotated[
+        bool,
+        typer.Option(
+            "--all-layouts", help="For studies: choose also what this version cannot run."
+        ),
+    ] = False,
+    memory_headroom: Annotated[
+        str | None,
+        typer.Option(
+            help="Share of a device's memory to leave free. Default: 5% on accelerators, 0% on a CPU.",
+        ),
+    ] = None,
+    recipe: Annotated[
+        Path | None, typer.Option(help="Plan what a recipe would train, instead of a model.")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write the plan here.")
+    ] = None,
+    schedule_csv: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write what every pipeline rank does, as torch.distributed.pipelining reads it."
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
+    dry_run: Annotated[bool, typer.Option(help="Write no file.")] = False,
+    explain: Annotated[
+        bool,
+        typer.Option("--explain", help="Print every term, layout, collective and runner-up."),
+    ] = False,
+    gantt: Annotated[
+        bool, typer.Option("--gantt", help="Also draw the simulated schedule.")
+    ] = False,
+    launch: Annotated[
+        str | None,
+        typer.Option(
+            help="Print launch settings instead: ours (a recipe) or megatron (flags).",
+            show_default=False,
+        ),
+    ] = None,
+    diff: Annotated[
+        tuple[Path, Path] | None,
+        typer.Option(help="Print what differs between two plan files, and plan nothing."),
+    ] = None,
+    purpose: Annotated[
+        str, typer.Option("--for", help="train, or generate: prompts continued by `generate`.")
+    ] = "train",
+    prompts: Annotated[
+        int | None, typer.Option(help="To generate: prompts, over all devices. Default: 32.")
+    ] = None,
+    prompt_len: Annotated[
+        int | None, typer.Option(help="To generate: tokens of a prompt. Default: 512.")
+    ] = None,
+    new_tokens: Annotated[
+        int | None, typer.Option(help="To generate: tokens of a continuation. Default: 128.")
+    ] = None,
+    parallel: Annotated[
+        str | None, typer.Option(help='To generate: only this layout: "tp=8", "pp=2 tp=4".')
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="To generate: float32, bfloat16, ...; default: as stored.")
+    ] = None,
+    no_code: NoCode = False,
+) -> None:
+    """Print the best plan of a model on a machine; starts no device and imports no torch."""
+    free = None if memory_headroom is None else _share(memory_headroom)
+    if purpose != "train" or {prompts, prompt_len, new_tokens, parallel, dtype} != {None}:
+        from hyper_parallel.cli.plan_to_generate import plan_to_generate
+
+        plan_to_generate(ctx, _read, free, WIDTH)
+        return
+    if diff is not None:
+        from hyper_parallel.ir import Plan
+
+        left, right = (Plan.load(path) for path in diff)
+        say(left.diff(right) or "the plans do not differ")
+        return
+    if output is not None and not dry_run:
+        check_output_file(output, _is_plan, "a plan", "--output")
+    if schedule_csv is not None and not dry_run:
+        check_schedule_file(schedule_csv)
+    if recipe is not None:
+        searched = (pin, exclude, deadline, objective != "step-time", offload)
+        searched += (all_layouts, memory_headroom)
+        if model is not None or seq_len or tokens_per_step or any(searched):
+            raise Contradiction(
+                "a recipe names the model and the workload itself",
+                got="--recipe with a model, a workload or choices of the search",
+                hint=f"hyper-parallel plan --recipe {recipe}",
+            )
+        chosen, named = _plan_recipe(recipe, devices, topology, no_code)
+    elif model is not None:
+        workload = (seq_len, tokens_per_step)
+        goal = (objective, deadline)
+        named = (model, topology or "local")
+        chosen = _plan_model(
+            *named, devices, workload, pin, exclude, goal, top,
+            offload=offload, all_layouts=all_layouts, memory_headroom=free,
+        )  # fmt: skip
+    else:
+        raise BadValue(
+            "nothing to plan: give a model, a recipe, or two plans to compare",
+            hint="hyper-parallel plan llama-3-8b --topology dgx-h100",
+        )
+    if launch is not None:
+        from hyper_parallel.planner import launch_settings
+
+        say(launch_settings(_as_named(chosen, *named), launch).rstrip())
+    elif as_json:
+        say(chosen.to_json())
+    elif is_quiet():
+        say(chosen.one_line())
+    else:
+        say(_shown(chosen, explain, gantt))
+        ranks = chosen.strategy.world_size
+        say("\nnext:\n" + "\n".join(_next(ctx, recipe, topology, ranks, output)))
+    if schedule_csv is not None and not dry_run:
+        write_schedule(chosen, schedule_csv)
+        say(f"schedule written to {schedule_csv}", err=True)
+    if output is not None and not dry_run:
+        try:
+            chosen.save(output)
+        except OSError as error:
+            raise OutputNotWritable(
+                "the plan cannot be written", where="--output", got=f"{output}: {error.strerror}"
+            ) from error
+        say(f"plan written to {output}", err=True)
+
+
+def _is_plan(text: str) -> bool:
+    """Return whether a text begins as a plan does."""
+    return re.match(r'\{\s*"model": \{', text) is not None and '"peak_flops": ' in text
+
+
+def _read(model: str, where: str | None = None) -> ModelSpec:
+    """A model by its config; by the module that transformers makes, where no reader knows all of it."""
+    from hyper_parallel.model import is_read, load_model, read_config
+
+    values = read_config(model, where=where).values
+    known = is_read(values) and "text_config" not in values
+    if known or find_spec("transformers") is None:
+        return load_model(model, where=where)
+    from hyper_parallel.trainer.engine.recipe_model import read_spec
+
+    return read_spec(model, where, tried=True)
+
+
+def _plan_model(
+    model: str,
+    topology: str,
+    devices: int | None,
+    batch: tuple[int | None, int | None],
+    pin: list[str] | None,
+    exclude: list[str] | None,
+    goal: tuple[str, float | None],
+    top: int,
+    **choices: Any,
+) -> Plan:
+    from hyper_parallel import planner
+    from hyper_parallel.topology import detect_local, load_topology
+
+    spec = _read(model)
+    supernode = detect_local(devices) if topology == "local" else load_topology(topology)
+    workload = None
+    seq_len, tokens_per_step = batch
+    if seq_len is not None or tokens_per_step is not None:
+        workload = planner.default_workload(
+            spec, supernode, devices, seq_len=seq_len, tokens_per_step=tokens_per_step
+        )
+    pins: dict[str, str] = {}
+    for name, value in map(_pin, pin or ()):
+        if pins.setdefault(name, value) != value:
+            raise Contradiction(
+                f"`{name}` is pinned twice",
+                where="--pin",
+                got=f"{name}={pins[name]}, {name}={value}",
+                hint=f"--pin {name}={value}",
+            )
+    return planner.plan(
+        spec,
+        supernode,
+        workload,
+        num_devices=devices,
+        pins=pins,
+        exclude=[axis.strip() for axis in ",".join(exclude or ()).split(",") if axis.strip()],
+        objective=goal[0],
+        deadline_s=goal[1],
+        top=top,
+        **choices,
+    )
+
+
+def _shown(plan: Plan, explain: bool, gantt: bool) -> str:
+    """What people read of a plan: the panel, or with `--explain` all of it."""
+    from hyper_parallel import planner
+
+    width = shutil.get_terminal_size((WIDTH, 24)).columns
+    if explain:
+        parts = [plan.explain(width)]
+        if plan.strategy.pp > 1:
+            parts.append(pipeline_text(plan))
+    else:
+        parts = [plan.summary(planner.half_width(plan), min(width, WIDTH))]
+    if gantt:
+        parts.append(planner.gantt(plan))
+    return "\n\n".join(parts)
+
+
+def _next(
+    ctx: typer.Context,
+    recipe: Path | None,
+    topology: str | None,
+    ranks: int,
+    output: Path | None,
+) -> Iterator[str]:
+    """Yield the lines to paste after a plan: write a recipe and train it, or check it where it does not run here."""
+    from hyper_parallel.topology import find_accelerators, rank_capacity
+
+    train = ["hyper-parallel", "train", str(recipe or "recipe.yaml")]
+    if recipe is None:
+        yield from _folded([*map(shlex.quote, _again(ctx)), "--launch", "ours", "> recipe.yaml"])
+        yield "  # edit recipe.yaml: model.path, data.source and stage are yours to give"
+    elif topology is not None:
+        train.append(f"topology={topology}")
+    if recipe is not None and output is not None:
+        train += ["--plan", str(output)]
+    if ranks > rank_capacity(len(find_accelerators())).num_ranks:
+        train.append("--dry-run")
+    yield from _folded(list(map(shlex.quote, train)))
+
+
+def _folded(words: list[str]) -> Iterator[str]:
+    """A command on lines that a shell reads as one."""
+    line = ""
+    for word in words:
+        if line and len(line) + len(word) > WIDTH - 5:
+            yield f"{line} \\"
+            line = "     "
+        line += f" {word}" if line else f"  {word}"
+    yield line
+
+
+def _again(ctx: typer.Context) -> list[str]:
+    """The words of the command that was called, without what concerns its output."""
+    words = ["hyper-parallel", "plan"]
+    for param in ctx.command.params:
+        name, value = param.name or "", ctx.params.get(param.name or "")
+        if name in _NOT_REPEATED or value in (None, param.default, False, ()):
+            continue
+        option = [] if param.param_type_name == "argument" else [max(param.opts, key=len)]
+        for item in value if isinstance(value, list) else [value]:
+            words += option if item is True else [*option, str(item)]
+    return words
+
+
+def _as_named(plan: Plan, model: str, topology: str) -> Plan:
+    """The plan with the paths that model and machine were read from: a recipe finds them by these, not by names."""
+    model, topology = (str(Path(n).resolve()) if Path(n).exists() else n for n in (model, topology))
+    return replace(plan, model=replace(plan.model, name=model), topology=topology)
+
+
+def _plan_recipe(
+    recipe: Path, devices: int | None, topology: str | None, no_code: bool
+) -> tuple[Plan, tuple[str, str]]:
+    """The plan of a recipe, and what model and topology are named by."""
+    from hyper_parallel.config import load_recipe, refuse_code
+    from hyper_parallel.planner import plan_recipe
+
+    loaded = load_recipe(recipe, [] if topology is None else [f"topology={topology}"])
+    if no_code:
+        refuse_code(loaded)
+    named = (loaded.recipe.model.path, loaded.recipe.topology)
+    spec = _read(loaded.recipe.model.path, loaded.where("model.path"))
+    return plan_recipe(loaded.recipe, devices, loaded.where, spec), named
+
+
+def _share(text: str) -> float:
+    """A share such as 5% or 0.05."""
+    try:
+        share = float(text.removesuffix("%")) / (100.0 if text.endswith("%") else 1.0)
+    except ValueError:
+        share = -1.0
+    if not 0.0 <= share < 1.0:
+        raise BadValue(
+            "headroom is a share of the memory",
+            where="--memory-headroom",
+            got=text,
+            allowed="from 0% to below 100%",
+            hint="--memory-headroom 5%",
+        )
+    return share
+
+
+def _pin(text: str) -> tuple[str, str]:
+    name, _, value = text.partition("=")
+    if not name.strip() or not value.strip():
+        raise BadValue(
+            "a pin is a name and a value",
+            where="--pin",
+            got=text,
+            allowed="tp=8",
+            hint="--pin tp=8",
+        )
+    return name.strip(), value.strip()

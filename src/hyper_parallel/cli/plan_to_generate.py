@@ -1,0 +1,127 @@
+"""`hyper-parallel plan --for generate`: the layout in which a machine continues prompts fastest, predicted."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import textwrap
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final
+
+import typer
+
+from hyper_parallel.cli.app import is_quiet, say
+from hyper_parallel.errors import BadValue, Contradiction
+from hyper_parallel.ir import GenerateWorkload
+from hyper_parallel.planner.generation import GenerationLayout, GenerationPlan, plan_generation
+from hyper_parallel.serde import encode
+from hyper_parallel.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from hyper_parallel.model import ModelSpec
+
+_WORK: Final = ("prompts", "prompt_len", "new_tokens", "dtype")
+_OWN: Final = (*_WORK, "parallel")
+_SHARED: Final = ("model", "topology", "devices", "objective", "top", "memory_headroom", "as_json")
+
+
+def plan_to_generate(
+    ctx: typer.Context, read: Callable[[str], ModelSpec], headroom: float | None, width: int
+) -> None:
+    """Print the best layout for generation, by the options that `plan` was called with.
+
+    Raises:
+        BadValue: HP102 for a purpose that does not exist, or without a model.
+        Contradiction: HP104 for an option of the other purpose.
+    """
+    chosen = ctx.params
+    given = _given(ctx)
+    if chosen["model"] is None:
+        raise BadValue(
+            "nothing to plan", hint="hyper-parallel plan llama-3-8b -t dgx-h100 --for generate"
+        )
+    made = plan_generation(
+        read(chosen["model"]),
+        chosen["topology"] or "local",
+        GenerateWorkload(**{n: chosen[n] for n in _WORK if n in given}),
+        num_devices=chosen["devices"],
+        strategy=chosen["parallel"],
+        objective=chosen["objective"] if "objective" in given else "throughput",
+        top=chosen["top"],
+        memory_headroom=headroom,
+    )
+    title = f"{made.model} on {made.devices} devices of {made.topology}"
+    if chosen["as_json"]:
+        say(json.dumps(encode(made), indent=2))
+    elif is_quiet():
+        say(f"{title}: {_one_line(made.best)}, predicted")
+    else:
+        say(f"{title}, to generate; all numbers are predicted")
+        for label, item in _rows(made):
+            head = f"  {label:<11}"
+            indents = {"initial_indent": head, "subsequent_indent": " " * len(head)}
+            say(textwrap.fill(item, width, break_on_hyphens=False, **indents))
+        say(f"\nnext:\n{_next(made)}")
+
+
+def _given(ctx: typer.Context) -> set[str]:
+    """Names of the options that were typed, all of them for generation."""
+    purpose, sources = ctx.params["purpose"], {p.name or "": p for p in ctx.command.params}
+    typed = {n for n in sources if str(ctx.get_parameter_source(n)).endswith("COMMANDLINE")}
+    if purpose not in ("train", "generate"):
+        raise BadValue(
+            "there is no such purpose", where="--for", got=purpose, allowed="train, generate"
+        )
+    generate = purpose == "generate"
+    wrong = typed - {*_OWN, *_SHARED, "purpose"} if generate else typed & {*_OWN}
+    if wrong:
+        option = max(sources[min(wrong)].opts, key=len)
+        raise Contradiction(
+            f"{option} is for {'training' if generate else 'generation'}",
+            got=f"--for {purpose}",
+            hint=f"leave out {option}" if generate else "--for generate",
+        )
+    return typed
+
+
+def _one_line(p: GenerationLayout) -> str:
+    times = (
+        f"first token after {format_seconds(p.prefill_s)}, then {format_seconds(p.token_s)} each"
+    )
+    return f"{p.parallel or 'one device'}, {p.tokens_s:,.0f} tokens/s, {times}"
+
+
+def _mostly(seconds: float, terms: dict[str, float]) -> str:
+    largest = sorted(terms.items(), key=lambda t: -t[1])[:3]
+    return ", ".join(f"{name} {s / seconds:.0%}" for name, s in largest)
+
+
+def _rows(made: GenerationPlan) -> list[tuple[str, str]]:
+    """The panel: labels and texts."""
+    p, w = made.best, made.workload
+    memory = (
+        f"weights {format_bytes(p.weight_bytes)} + cache {format_bytes(p.cache_bytes)} per device"
+    )
+    in_all = f"{format_bytes(p.memory_bytes)} of {format_bytes(made.device_bytes)}"
+    fits = "" if p.memory_bytes <= made.device_bytes else ": does not fit"
+    layouts = made.priced + sum(made.ruled_out.values())
+    return [
+        ("layout", f"{p.parallel or 'one device'}, {p.slots} slots on each data share"),
+        ("batch", f"{p.batch:,} of {w.prompts:,} prompts at a time, {w.prompt_len:,} + {w.new_tokens:,} tokens"),
+        ("prefill", f"{format_seconds(p.prefill_s)} to the first token: {_mostly(p.prefill_s, p.prefill)}"),
+        ("decode", f"{format_seconds(p.token_s)} a token: {_mostly(p.token_s, p.decode)}"),
+        ("throughput", f"{p.tokens_s:,.0f} tokens/s, {p.tokens_s_device:,.0f} per device, prefill included"),
+        ("memory", f"{memory}, in all {in_all}{fits}; largest batch that fits: {p.largest_batch:,} sequences"),
+        *(("then", _one_line(other)) for other in made.runners_up),
+        ("searched", f"all {layouts} layouts by {made.objective}, {made.priced} fit"),
+        *(("note", note) for note in made.notes),
+    ]  # fmt: skip
+
+
+def _next(made: GenerationPlan) -> str:
+    p = made.best
+    layout = f" --parallel {shlex.quote(p.parallel)}" if p.parallel else ""
+    return (
+        f"  hyper-parallel generate RUN_DIR --prompts FILE.jsonl -o OUT.jsonl{layout} \\\n"
+        f"     --slots {p.slots} --max-new-tokens {made.workload.new_tokens} --dtype {made.workload.dtype}"
+    )

@@ -1,0 +1,34 @@
+"""`hyper-parallel report`: the HTML page and the Perfetto trace of a run, or a page that compares runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hyper_parallel.cli.app import say
+
+
+def report(
+    run_dirs: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="RUN_DIR...",
+            help="Directories that `hyper-parallel train` wrote; several are compared.",
+            show_default=False,
+        ),
+    ],
+) -> None:
+    """Write report.html (self-contained) and trace.json (for Perfetto) into each run directory.
+
+    Of several runs also comparison.html into the first: curves overlaid, settings and results that differ.
+    """
+    from hyper_parallel.reports import write_comparison, write_report
+
+    for run_dir in dict.fromkeys(run_dirs):
+        page, trace = write_report(run_dir)
+        say(page)
+        say(trace)
+    if len(dict.fromkeys(run_dirs)) > 1:
+        say(write_comparison(list(dict.fromkeys(run_dirs))))

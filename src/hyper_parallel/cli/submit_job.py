@@ -1,0 +1,138 @@
+"""`hyper-parallel train --launcher`: show or run what starts the ranks of torchrun and Slurm."""
+
+from __future__ import annotations
+
+import math
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hyper_parallel.cli.app import is_quiet, say
+from hyper_parallel.errors import LauncherMissing, written
+
+if TYPE_CHECKING:
+    from hyper_parallel.trainer import Job
+
+
+def would_start(launcher: str, job: Job, words: Sequence[str]) -> str:
+    """What a run would start and write, for a dry run.
+
+    Args:
+        launcher: local, torchrun, slurm, ray or kubernetes.
+        job: The run.
+        words: Arguments of `hyper-parallel` in every rank.
+    """
+    from hyper_parallel.runtime import launch_words
+
+    ranks, launch = job.ranks, job.recipe.launch
+    by_hand = torchrun_command(job, words)
+    if launcher == "slurm":
+        return f"would write {_script(job)} and submit it with sbatch:\n\n{_sbatch(job, words)}"
+    if launcher == "kubernetes":
+        return f"would write {_manifest_file(job)}:\n\n{_manifest(job)}"
+    if launcher == "torchrun":
+        return f"would write {job.output_dir}/ and run on each of {launch.nnodes} machines:\n  {by_hand}"
+    how = f"fork {ranks} ranks"
+    if launcher == "ray":
+        how = f"start {ranks} actors of Ray on {launch.nnodes} machines"
+    elif ranks > (most := _largest_start(job)):
+        machines = launch_words(ranks, launch.nproc_per_node)
+        command = shlex.join(["hyper-parallel", *_shown(words)])
+        return (
+            f"this machine runs {most} of the {ranks} ranks; on a cluster:\n"
+            f"  {command} --launcher slurm {machines}"
+        )
+    return f"would write {job.output_dir}/ and {how}; the same by hand:\n  {by_hand}"
+
+
+def start_elsewhere(launcher: str, job: Job, words: Sequence[str]) -> None:
+    """Become torchrun, submit a job to Slurm, or write a manifest of Kubernetes; it is shown on standard error.
+
+    Raises:
+        LauncherMissing: HP630 when there is no `sbatch`, or it refuses the job.
+    """
+    if launcher == "torchrun":
+        command = torchrun_command(job, words)
+        sys.stderr.write(command + "\n")
+        sys.stderr.flush()
+        sys.stdout.flush()
+        torchrun = [sys.executable, "-m", "torch.distributed.run"]
+        os.execv(sys.executable, [*torchrun, *shlex.split(command)[1:]])
+    if launcher == "kubernetes":
+        _write_script(job, _manifest_file(job), _manifest(job))
+        say(f"\nnext:\n  kubectl apply -f {shlex.quote(str(_manifest_file(job)))}")
+        return
+    script, text = _script(job), _sbatch(job, words)
+    _write_script(job, script, text)
+    sbatch = shutil.which("sbatch")
+    if sbatch is None:
+        raise LauncherMissing(
+            "this machine has no `sbatch` to submit the job with",
+            where=str(script),
+            hint=f"sbatch {shlex.quote(str(script))}",
+        )
+    done = subprocess.run([sbatch, str(script)], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise LauncherMissing(
+            "sbatch refuses the job", where=str(script), got=done.stderr.strip()[-500:]
+        )
+    say(done.stdout.strip())
+
+
+def _write_script(job: Job, script: Path, text: str) -> None:
+    """Write a file that starts a job into the run directory, and show it."""
+    from hyper_parallel.trainer.files import write_text
+    from hyper_parallel.trainer.run_directory import claim_run_directory
+
+    with written(job.output_dir):
+        claim_run_directory(job.output_dir, job.recipe)
+        (job.output_dir / "logs").mkdir(parents=True, exist_ok=True)
+        write_text(script, text)
+    sys.stderr.write(text)
+
+
+def _largest_start(job: Job) -> float:
+    """Return the number of ranks that a run may start on this machine."""
+    from hyper_parallel.runtime import local_capacity
+
+    capacity = local_capacity()
+    unlimited = capacity.is_cpu and job.recipe.launch.oversubscribe
+    return math.inf if unlimited else capacity.num_ranks
+
+
+def torchrun_command(job: Job, words: Sequence[str]) -> str:
+    """The command that starts the ranks of this machine by hand; arguments as of `would_start`."""
+    from hyper_parallel.runtime import torchrun_words
+
+    ranks = job.ranks
+    return shlex.join(["torchrun", *torchrun_words(job.recipe, ranks, _shown(words))])
+
+
+def _sbatch(job: Job, words: Sequence[str]) -> str:
+    from hyper_parallel.runtime import sbatch_script
+
+    ranks = job.ranks
+    return sbatch_script(job.recipe, ranks, _shown(words), job.output_dir)
+
+
+def _manifest(job: Job) -> str:
+    from hyper_parallel.runtime.kubernetes import manifest
+
+    return manifest(job.recipe, job.ranks, job.output_dir.absolute())
+
+
+def _manifest_file(job: Job) -> Path:
+    return job.output_dir.absolute() / "job.yaml"
+
+
+def _shown(words: Sequence[str]) -> list[str]:
+    return ["--quiet", *words] if is_quiet() else list(words)
+
+
+def _script(job: Job) -> Path:
+    return job.output_dir.absolute() / "job.sbatch"

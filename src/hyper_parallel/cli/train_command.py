@@ -1,0 +1,312 @@
+"""`hyper-parallel train`: a recipe in, a trained model, its metrics and a report out."""
+
+from __future__ import annotations
+
+import math
+import os
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from hyper_parallel.cli.app import NoCode, collect_cycles, is_quiet, say
+from hyper_parallel.cli.pipes import check_output, lasting_output
+from hyper_parallel.errors import Contradiction, Unwritten
+from hyper_parallel.errors import console as printing_console
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from hyper_parallel.config import LoadedRecipe, Recipe
+    from hyper_parallel.ir import Plan
+    from hyper_parallel.trainer import Job, Summary
+    from hyper_parallel.trainer.signals import Interrupted
+
+
+def train(
+    recipe: Annotated[Path, typer.Argument(help="Recipe YAML.", dir_okay=False)],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="Values that replace the recipe's, as a.b=c.")
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check, plan and print; start no rank, write no run.")
+    ] = False,
+    trace: Annotated[
+        bool,
+        typer.Option("--trace", help="With --dry-run: trace a step and print its exact bytes."),
+    ] = False,
+    topology: Annotated[
+        str | None,
+        typer.Option("--topology", "-t", help="With --dry-run: trace on this machine instead."),
+    ] = None,
+    ranks: Annotated[
+        int | None,
+        typer.Option(min=1, help="With --trace: ranks of the run. Default: as the recipe says."),
+    ] = None,
+    rank: Annotated[
+        int | None,
+        typer.Option(min=0, help="With --trace: trace this rank. Default: one of each program."),
+    ] = None,
+    no_calibrate: Annotated[
+        bool,
+        typer.Option("--no-calibrate", help="Do not measure this machine before its first run."),
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="With --trace: print the result as JSON.")
+    ] = False,
+    launcher: Annotated[
+        str | None,
+        typer.Option(
+            help="Who starts the ranks: local, torchrun, slurm, ray or kubernetes; launch.launcher."
+        ),
+    ] = None,
+    plan: Annotated[
+        Path | None,
+        typer.Option(
+            "--plan", help="Train this saved plan, as `plan -o` writes it.", dir_okay=False
+        ),
+    ] = None,
+    no_code: NoCode = False,
+) -> None:
+    """Train a model from a recipe; starts its own local ranks unless another launcher has."""
+    from hyper_parallel.hub import permit_stream, stay_offline
+
+    stay_offline()
+    wanted = {
+        "--trace": trace,
+        "--topology": topology,
+        "--ranks": ranks,
+        "--rank": rank,
+        "--json": as_json,
+    }
+    tracing = [name for name, value in wanted.items() if value not in (None, False)]
+    if tracing:
+        if not dry_run:
+            raise Contradiction(
+                f"{tracing[0]} is for a dry run",
+                where=tracing[0],
+                hint=f"hyper-parallel train {recipe} --dry-run --trace",
+            )
+        from hyper_parallel.cli.dry_run_command import print_dry_run
+
+        values = [*(overrides or []), *([f"topology={topology}"] if topology else [])]
+        print_dry_run(load_any_recipe(recipe, values, no_code), ranks, rank, as_json)
+        return
+    from hyper_parallel.trainer.signals import Interrupted, handled, interrupt
+
+    given = [*(overrides or []), *([f"launch.launcher={launcher}"] if launcher else [])]
+    try:
+        with lasting_output(), handled(interrupt):
+            loaded = load_any_recipe(recipe, given, no_code)
+            saved = None if plan is None else _SavedPlan(plan)
+            if saved is not None:
+                saved.refuse_degrees(given)
+                loaded = load_any_recipe(recipe, [*given, *saved.overrides(loaded)], no_code)
+            permit_stream(loaded.recipe.data.streaming, str(loaded.recipe.data.source))
+            if loaded.recipe.launch.launcher in ("local", "slurm"):
+                from hyper_parallel.runtime import join_srun
+
+                join_srun()
+            options = ["--no-code"] if no_code else []
+            options += [] if plan is None else ["--plan", str(plan)]
+            check = (lambda _: None) if saved is None else saved.check
+            _train(loaded, [*options, str(recipe), *given], dry_run, no_calibrate, check)
+    except Interrupted as error:
+        sys.stderr.write("interrupted\n")
+        raise typer.Exit(error.status) from None
+
+
+def load_any_recipe(path: Path, overrides: Sequence[str], no_code: bool) -> LoadedRecipe:
+    """A recipe, or a file of LlamaFactory as one; with `no_code` one that names no code."""
+    from hyper_parallel.config import load_recipe, read_mapping, refuse_code
+    from hyper_parallel.errors import RecipeUnreadable
+
+    if "model_name_or_path" in read_mapping(path, RecipeUnreadable, "recipe"):
+        from hyper_parallel.integration.llamafactory import load_llamafactory
+
+        loaded = load_llamafactory(path, overrides)
+    else:
+        loaded = load_recipe(path, overrides)
+    if no_code:
+        refuse_code(loaded)
+    return loaded
+
+
+class _SavedPlan:
+    """A plan file that a run is to carry out."""
+
+    def __init__(self, path: Path) -> None:
+        from hyper_parallel.ir import Plan
+
+        self._path, self._plan = str(path), Plan.load(path)
+
+    def refuse_degrees(self, overrides: Sequence[str]) -> None:
+        """Refuse degrees beside the plan, which has its own.
+
+        Raises:
+            PlanMismatch: HP307 naming the override.
+        """
+        from hyper_parallel.errors import PlanMismatch
+
+        for override in overrides:
+            if override.startswith(("parallel.", "parallel=")):
+                raise PlanMismatch(
+                    "a saved plan has its own degrees, and the command line sets others",
+                    where=self._path,
+                    got=override,
+                    allowed="overrides outside of the section `parallel`",
+                    hint=f"leave out `{override}`, or `--plan`",
+                )
+
+    def overrides(self, loaded: LoadedRecipe) -> list[str]:
+        """Return the overrides that make a recipe train with the plan."""
+        from hyper_parallel.planner import plan_overrides
+
+        return plan_overrides(self._plan, loaded.recipe, loaded.where, self._path)
+
+    def check(self, made: Plan) -> None:
+        """Refuse the plan of the run where it is another one."""
+        from hyper_parallel.planner import check_saved_plan
+
+        check_saved_plan(self._plan, made, self._path)
+
+
+def _train(
+    loaded: LoadedRecipe,
+    arguments: Sequence[str],
+    dry_run: bool,
+    no_calibrate: bool,
+    check_plan: Callable[[Plan], None],
+) -> None:
+    from hyper_parallel.cli.submit_job import start_elsewhere, would_start
+    from hyper_parallel.runtime import check_local_start
+    from hyper_parallel.trainer import (
+        calibrate_first_run,
+        panel_rows,
+        prepare_job,
+        run_job,
+        run_on_ray,
+        startup_panel,
+        under_torchrun,
+    )
+    from hyper_parallel.trainer.signals import Interrupted
+
+    launcher = "local" if under_torchrun() else loaded.recipe.launch.launcher
+
+    main = os.environ.get("RANK", "0") == "0"
+    console = printing_console(stderr=True, quiet=is_quiet())
+
+    words = ["train", *arguments]
+
+    def check_ranks(recipe: Recipe, ranks: int) -> None:
+        if not dry_run:
+            check_local_start(recipe, ranks, words)
+
+    def prepared() -> Job:
+        progress = main and sys.stderr.isatty() and not is_quiet()
+        checks = {"check_ranks": check_ranks, "check_plan": check_plan}
+        return prepare_job(loaded, progress=progress, **checks)
+
+    job = prepared()
+    collect_cycles()
+    if not (dry_run or no_calibrate) and launcher == "local" and (line := calibrate_first_run(job)):
+        console.print(line, soft_wrap=True)
+        job = prepared()
+    if main:
+        weights = f"pretrained, {job.weights}"
+        if job.weights is None:
+            weights = f"from scratch, drawn with training.seed={loaded.recipe.training.seed}"
+        about = (panel_rows(job), str(job.output_dir), weights, job.on_topology)
+        console.print(startup_panel(job.plan, *about, job.trained, job.router_loss))
+    if dry_run:
+        if main:
+            say(f"{job.plan.explain()}\n\n{would_start(launcher, job, words)}")
+        return
+    if launcher in ("torchrun", "slurm", "kubernetes"):
+        start_elsewhere(launcher, job, [*words, *_pinned(loaded, job)])
+        return
+    status, unwritten = 0, Unwritten()
+    try:
+        summary = run_on_ray(job, loaded) if launcher == "ray" else run_job(job)
+    except Interrupted as error:
+        status, summary = error.status, None
+        if main:
+            sys.stderr.write(_interrupted(job, error))
+    if summary is not None:
+        _conclude(job, summary, console, unwritten)
+        for error in (*summary.unwritten, *unwritten.errors):
+            sys.stderr.write(error.render() + "\n")
+            status = 1
+    if under_torchrun():
+        # Threads of the collective library can abort a normal exit after all work is done.
+        os._exit(status or check_output())
+    if status:
+        raise typer.Exit(status)
+
+
+def _pinned(loaded: LoadedRecipe, job: Job) -> list[str]:
+    """Return overrides that give every rank the commit of the model that was resolved here."""
+    from hyper_parallel.hub import name_of_snapshot
+
+    path = job.recipe.model.path
+    name = None if path == loaded.recipe.model.path else name_of_snapshot(path)
+    return [] if name is None else [f"model.path={name}"]
+
+
+def _interrupted(job: Job, error: Interrupted) -> str:
+    """What became of an interrupted run, and the command that goes on with it."""
+    from hyper_parallel.cli.submit_job import torchrun_command
+    from hyper_parallel.errors import RankHung
+    from hyper_parallel.trainer import under_torchrun
+    from hyper_parallel.trainer.checkpoints.manifest import steps
+
+    if isinstance(error.__cause__, RankHung):  # the step would not have ended
+        sys.stderr.write(error.__cause__.render() + "\n")
+    if error.step is None and not steps(job.checkpoint_dir):
+        return "interrupted: all ranks were stopped before a checkpoint was saved\n"
+    what = "all ranks were stopped; checkpoints written so far are intact"
+    if error.step is not None:
+        what = f"ended after step {error.step}, whose checkpoint is saved"
+    words = [str(job.output_dir.absolute() / "config.yaml"), "checkpoint.resume=must"]
+    if job.recipe.checkpoint.from_dir:
+        words.append("checkpoint.from_dir=null")
+    command = "hyper-parallel train " + shlex.join(words)
+    if under_torchrun():
+        command = torchrun_command(job, ["train", *words])
+    return f"interrupted: {what}\nhint: {command}\n"
+
+
+def _is_newer(path: Path, other: Path) -> bool:
+    return path.is_file() and other.is_file() and path.stat().st_mtime >= other.stat().st_mtime
+
+
+def _conclude(job: Job, summary: Summary, console: Console, unwritten: Unwritten) -> None:
+    """Report of the run on standard error, the sample on standard output; what cannot be written is kept."""
+    from hyper_parallel.reports import write_report
+
+    if summary.complete and _is_newer(job.output_dir / "report.html", job.output_dir / "run.json"):
+        return
+    first, last, pages = summary.first_eval_loss, summary.last_eval_loss, None
+    with unwritten.spare(job.output_dir):
+        pages = write_report(job.output_dir)
+    page = pages[0] if pages else "no report"
+    if is_quiet():
+        losses = f"loss {summary.loss:.4f}"
+        if not math.isnan(last):
+            losses += f", held-out loss {last:.4f}"
+        say(f"{summary.steps} steps in {summary.seconds:.0f} s, {losses}: {page}")
+    if not math.isnan(last):
+        console.print(f"held-out loss {first:.4f} -> {last:.4f} in {summary.seconds:.0f} s")
+    if pages is not None:
+        console.print(f"report {page}\ntrace  {pages[1]}")
+    if job.recipe.sample_prompt is not None:
+        from hyper_parallel.trainer import make_sample, write_sample
+
+        sample = make_sample(job)
+        with unwritten.spare(job.output_dir):
+            write_sample(job, sample)
+        if not is_quiet():
+            say(sample)

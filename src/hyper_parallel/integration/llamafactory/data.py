@@ -1,0 +1,141 @@
+"""Datasets of LlamaFactory (`dataset_info.json`) as sources of a recipe, and its templates as texts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Final
+
+from hyper_parallel.config import read_mapping
+from hyper_parallel.errors import Contradiction, RecipeUnreadable, UnknownKey, abbreviated
+from hyper_parallel.received import names_outside, outside_target
+from hyper_parallel.trainer.data import render
+from hyper_parallel.trainer.data.records import read_records
+from hyper_parallel.trainer.data.tokenizer import load_tokenizer
+
+_COLUMNS: Final = {
+    "alpaca": {"prompt": "instruction", "query": "input", "response": "output"},
+    "sharegpt": {"messages": "messages"},
+}
+"""Keys that LlamaFactory reads without a word in `columns`, by their names in `data.columns`."""
+_DEFAULTS: Final = {"messages": "conversations"}
+_NAMED: Final = {
+    "prompt": "instruction", "query": "input", "response": "output", "history": "history", "messages": "messages",
+    "system": "system", "tools": "tools", "chosen": "chosen", "rejected": "rejected", "kto_tag": "label",
+}  # fmt: skip
+"""Names of `columns`, and what they are called in `data.columns`."""
+_OPTIONAL: Final = ("query", "history", "system", "tools", "kto_tag")
+_TAGS: Final = {"role_tag": "role", "content_tag": "content"}
+_ROLES: Final = {
+    "user_tag": "user", "assistant_tag": "assistant", "system_tag": "system", "observation_tag": "tool",
+    "function_tag": "function_call",
+}  # fmt: skip
+_SAID: Final = ("system", "history", "tools", "images", "videos", "audios")
+"""Keys of words that LlamaFactory would not read without a column; a record with one is refused."""
+_CHATML: Final = (False, "<|im_start|>{role}\n{content}<|im_end|>\n")
+_TEMPLATES: Final = {
+    "chatml": _CHATML,
+    "qwen3_nothink": _CHATML,
+    "llama3": (True, "<|start_header_id|>{role}<|end_header_id|>\n\n{content}<|eot_id|>"),
+}
+"""Whether the text begins with the token for that, and a turn, in LlamaFactory's templates of 0.9.5."""
+
+
+def source_of(name: str, directory: str, stage: str) -> tuple[dict[str, Any], int]:
+    """A dataset as keys of `data`, and how many records its file has.
+
+    Raises:
+        RecipeUnreadable: HP103 without `dataset_info.json`. UnknownKey: HP101 for a name that it has not.
+        Contradiction: HP104 for a dataset whose columns, tags or place are not read here.
+    """
+    listed = Path(directory) / "dataset_info.json"
+    known = read_mapping(listed, RecipeUnreadable, "list of datasets")
+    if name not in known:
+        raise UnknownKey(f"unknown dataset `{name}`", where=str(listed), allowed=sorted(known))
+    info: dict[str, Any] = known[name]
+
+    def refuse(key: str, got: object, allowed: object) -> Contradiction:
+        what = f"the dataset `{name}` says `{key}`, which is not read here"
+        return Contradiction(
+            what,
+            where=str(listed),
+            got=got,
+            allowed=allowed,
+            hint="data.source=<a file with these keys>",
+        )
+
+    parts = (info.get("columns") or {}, info.get("tags") or {}) if isinstance(info, dict) else ()
+    if not parts or not all(isinstance(part, dict) for part in parts):
+        raise refuse(name, abbreviated(info), "an object with keys, also under columns and tags")
+    columns, tags, shape = *map(dict, parts), info.get("formatting", "alpaca")
+    for key in info:
+        if key not in ("file_name", "formatting", "ranking", "columns", "tags"):
+            raise refuse(key, info[key], "file_name, formatting, ranking, columns, tags")
+    if shape not in _COLUMNS:
+        raise refuse("formatting", abbreviated(shape), list(_COLUMNS))
+    for part, values, known in (("columns", columns, _NAMED), ("tags", tags, {**_TAGS, **_ROLES})):
+        for key, value in values.items():
+            if key not in known or not isinstance(value, str):
+                raise refuse(f"{part}.{key}", abbreviated(value), list(known))
+    file = info.get("file_name")
+    if not isinstance(file, str) or names_outside(file):
+        raise refuse("file_name", abbreviated(file), "the name of a file in the folder")
+    path = Path(directory) / file
+    if (target := outside_target(path, Path(directory))) is not None:
+        raise refuse("file_name", f"{file}, a link to {target}", "a file in the folder")
+    number, keys = 0, set[str]()
+    for number, (_, record) in enumerate(read_records(path), start=1):
+        keys |= record.keys()
+        for key in _SAID if stage != "pt" else ():
+            if record.get(key) and key not in columns.values():
+                what = f"a record with `{key}`, and no column for it"
+                raise refuse(what, f"record {number}", columns)
+    for key, value in columns.items():
+        if value not in keys and key not in _OPTIONAL:
+            raise refuse(f"columns.{key}", value, sorted(keys))
+    if stage == "pt":
+        text_key = columns.get("prompt", "instruction")
+        return {"source": str(path), "format": "jsonl", "text_key": text_key}, number
+    found = {"source": str(path), "format": "preference" if info.get("ranking") else shape}
+    return found | _names(columns, tags, shape, keys), number
+
+
+def _names(
+    columns: dict[str, str], tags: dict[str, str], shape: str, keys: set[str]
+) -> dict[str, Any]:
+    """Return the keys of `data` for the names of a dataset; keys of records that it does not name are passed over."""
+    read = {own: _DEFAULTS.get(own, own) for own in _COLUMNS[shape].values()}
+    read |= {_NAMED[name]: value for name, value in columns.items()}
+    own_names = {name: {name, _DEFAULTS.get(name, name)} for name in read}
+    renamed = {name: value for name, value in read.items() if value not in own_names[name]}
+    renamed |= {_TAGS[tag]: value for tag, value in tags.items() if tag in _TAGS}
+    roles = {_ROLES[tag]: value for tag, value in tags.items() if tag in _ROLES}
+    found: dict[str, Any] = {"columns": renamed, "roles": roles}
+    found["ignore_keys"] = sorted(keys - set(read.values()))
+    return {key: value for key, value in found.items() if value}
+
+
+def check_template(name: str, model: str, where: str) -> None:
+    """Raise Contradiction (HP104) unless the model's own chat template writes what LlamaFactory's of this name does."""
+    turns = [("system", "A"), ("user", "B"), ("assistant", "C"), ("user", "D"), ("assistant", "E")]
+    tokenizer, known = load_tokenizer(model), _TEMPLATES.get(name)
+    # With a system text and without: templates may write one of their own.
+    for part in (turns, turns[1:]):
+        messages = [{"role": role, "content": content} for role, content in part]
+        own, wanted = "", None
+        if tokenizer.chat_template:
+            own = render(tokenizer, messages, where=model).rstrip()
+        if known is not None:
+            begin, turn = known
+            text = "".join(turn.format(role=r, content=c) for r, c in part)
+            wanted = ((tokenizer.bos_token or "") * begin + text).rstrip()
+        if own == wanted:
+            continue
+        raise Contradiction(
+            f"conversations are written by the model's own chat template, and `{name}` is not known to be the same",
+            where=where,
+            got=repr(own) if own else "a model without one",
+            allowed=repr(wanted)
+            if wanted
+            else f"null, or one of {', '.join(_TEMPLATES)} where they are the same",
+            hint="template=null",
+        )

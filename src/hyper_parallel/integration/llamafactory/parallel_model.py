@@ -1,0 +1,103 @@
+"""What every generation of LlamaFactory's callers does with a model: lay it out, and write it for `from_pretrained`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import hyper_parallel as hp
+from hyper_parallel.backends.torch.host_saved_activations import swap_layers
+from hyper_parallel.backends.torch.model_structure import layers_of
+from hyper_parallel.errors import UnsupportedSharding
+from hyper_parallel.integration.llamafactory.arguments import HyperParallelArguments
+from hyper_parallel.ir import Strategy
+from hyper_parallel.owned_folder import MARKER, remove_files
+
+FORMATS: Final = {"bf16": "bfloat16", "fp16": "float16"}
+"""Words of Accelerate's `mixed_precision`."""
+
+
+def lay_out(
+    model: nn.Module,
+    strategy: Strategy,
+    hp_args: HyperParallelArguments,
+    mixed: str | None,
+    average: bool = False,
+) -> None:
+    """Parallelize a model in place; `mixed`: format of a pass where `hp_args` names none."""
+    trained = (p for p in model.parameters() if p.requires_grad)
+    given = next(trained, None)  # of a reference model none is
+    plain = str((next(model.parameters()) if given is None else given).dtype).removeprefix("torch.")
+    plan = hp.plan_of(model, strategy)
+    workload = replace(
+        plan.workload,
+        compute_dtype=hp_args.param_dtype or mixed or plain,
+        param_dtype=plain,
+        reduce_dtype=hp_args.reduce_dtype or ("float64" if plain == "float64" else "float32"),
+    )
+    hp.parallelize(model, hp.plan_of(model, strategy, workload), average=average)
+    if hp_args.activation_mode == "swap":
+        swap_layers(layers_of(model), hp_args.activation_swap_inputs)
+
+
+def adopt_checkpointing(
+    model: nn.Module, hp_args: HyperParallelArguments, wanted: bool = False
+) -> HyperParallelArguments:
+    """Switch the checkpointing of transformers off, and return arguments that recompute in its place.
+
+    Both keep the inputs of a layer and compute its activations again. `swap` stays: it keeps other things.
+
+    Args:
+        model: Model of transformers, before it is laid out.
+        hp_args: Layout and formats.
+        wanted: Checkpointing was asked for, and the model has not been told yet.
+    """
+    on = bool(getattr(model, "is_gradient_checkpointing", False))
+    if on:
+        model.gradient_checkpointing_disable()
+        # Reentrant checkpointing needs inputs that require gradients; ours does not.
+        model.disable_input_require_grads()
+    if (on or wanted) and hp_args.activation_mode == "none":
+        return hp_args.model_copy(update={"activation_mode": "recompute"})
+    return hp_args
+
+
+def without_padding_mask(inputs: dict[str, Any]) -> dict[str, Any]:
+    """Inputs for ranks that share sequences: padding at the end needs no mask, and others are refused.
+
+    A token sees none behind it, and padding has no label.
+    """
+    mask: Tensor | None = inputs.get("attention_mask")
+    if mask is None:
+        return inputs
+    if mask.dim() != 2 or bool((mask[:, 1:] > mask[:, :-1]).any()):
+        raise UnsupportedSharding(
+            "cp_size splits sequences whose padding is at their end",
+            got=f"an attention mask of shape {tuple(mask.shape)}",
+            hint="neat_packing: false",
+        )
+    return {name: value for name, value in inputs.items() if name != "attention_mask"}
+
+
+def export(model: nn.Module, target: Path, processing_class: Any) -> None:
+    """Write model or adapter and tokenizer among what is in a folder already; every rank calls this."""
+    scratch = target / ".export"
+    hp.save_pretrained(model, scratch)
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        for file in scratch.iterdir():
+            if file.name != MARKER:
+                file.replace(target / file.name)
+        remove_files(scratch, MARKER.__eq__)
+        if processing_class is not None:
+            processing_class.save_pretrained(target)
+    wait()
+
+
+def wait() -> None:
+    """A barrier, when there are other ranks."""
+    if dist.is_initialized():
+        dist.barrier()

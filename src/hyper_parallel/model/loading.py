@@ -1,0 +1,357 @@
+"""load_model: from a directory, a config.json or a preset name to a ModelSpec."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from hyper_parallel.errors import ModelUnreadable, UnknownModel, abbreviated
+from hyper_parallel.hub import fetch, name_of_snapshot, parse_name
+from hyper_parallel.model import _gpt2, _llama_like
+from hyper_parallel.model._config_json import STANDARD_KEYS, ConfigView
+from hyper_parallel.model._model_spec import ModelSpec
+from hyper_parallel.model._weight_listing import with_files_ties
+from hyper_parallel.model._weights import check_weights, read_headers
+from hyper_parallel.model.config_limits import CONFIG_LIMITS, check_config
+from hyper_parallel.model.families import FAMILIES, LLAMA, TEXT_PARTS, Family
+from hyper_parallel.near_paths import export_hint, nearest_path
+from hyper_parallel.received import check_value, read_text
+from hyper_parallel.units import DTYPE_BYTES
+
+_FOLDER = Path(__file__).parent / "presets"
+
+
+def preset_names() -> tuple[str, ...]:
+    """Names of all presets, sorted."""
+    return tuple(sorted(p.stem for p in _FOLDER.glob("*.json")))
+
+
+def read_preset(name: str) -> dict[str, Any]:
+    """The config of a preset; keys that start with `_` are ours: `_source`, `_aliases`."""
+    values: dict[str, Any] = json.loads((_FOLDER / f"{name}.json").read_text())
+    return values
+
+
+def find_preset(text: str) -> str | None:
+    """The preset a name or hub id stands for, or None.
+
+    Case and punctuation do not matter. `org/name` must be a hub id the preset lists, because another organisation may
+    publish another model under the same name; a name alone may be the preset's or the last part of such an id.
+    """
+    wanted = _normal(text)
+    if "/" not in text and wanted in preset_names():
+        return wanted
+    for name in preset_names():
+        aliases = read_preset(name).get("_aliases", [])
+        known = aliases if "/" in text else [a.rpartition("/")[2] for a in aliases]
+        if wanted in map(_normal, known):
+            return name
+    return None
+
+
+def nearest_presets(text: str, count: int = 3) -> tuple[str, ...]:
+    """Preset names that look most like a name."""
+    close = difflib.get_close_matches(
+        _normal(text.rpartition("/")[2]), preset_names(), count, cutoff=0.4
+    )
+    return tuple(close)
+
+
+def _normal(text: str) -> str:
+    return "/".join(re.sub(r"[^a-z0-9]+", "-", part.lower()).strip("-") for part in text.split("/"))
+
+
+_NOT_GENERIC = (
+    "num_experts",
+    "num_local_experts",
+    "n_routed_experts",
+    "num_experts_per_tok",
+    "moe_intermediate_size",
+    "kv_lora_rank",
+    "is_encoder_decoder",
+    "state_size",
+    "ssm_state_size",
+    "mamba_d_state",
+    "linear_num_key_heads",
+)
+"""Keys that say a model of an unknown family is not a plain Llama-like decoder."""
+
+FAMILIES_READ = (*sorted(FAMILIES), "gpt2")
+"""`model_type` of every family that is known."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigFile:
+    """The config that a model is named by.
+
+    Attributes:
+        values: Its keys.
+        name: Name of the model for people.
+        where: The file, or the preset.
+        directory: Where weights may be; None for a preset and a config that stands alone.
+    """
+
+    values: Mapping[str, Any]
+    name: str
+    where: str
+    directory: Path | None = None
+
+
+def read_config(path_or_name: str | os.PathLike[str], *, where: str | None = None) -> ConfigFile:
+    """Find and read the config that a model is named by; arguments and errors as of `load_model`."""
+    text = os.fspath(path_or_name)
+    # os.path, because pathlib raises where a text cannot be a path: too long, an unknown user's home.
+    path = Path(os.path.expanduser(text))  # noqa: PTH111
+    if os.path.isfile(path / "config.json"):  # noqa: PTH113
+        file = path / "config.json"
+        values = with_files_ties(read_config_values(file), path)
+        published = name_of_snapshot(path)
+        name = path.resolve().name if published is None else str(published)
+        return ConfigFile(values, name, str(file), path)
+    if os.path.isfile(path):  # noqa: PTH113
+        return ConfigFile(read_config_values(path), _name_of(path), str(path))
+    preset = find_preset(text)
+    if preset is not None:
+        return ConfigFile(read_preset(preset), preset, f"preset {preset}")
+    if (hub_name := parse_name(text)) is not None and not os.path.lexists(path):
+        return read_config(fetch(hub_name, "config", where=where), where=where)
+    if os.path.isdir(path):  # noqa: PTH112
+        what = f"the directory `{text}` has no config.json"
+    else:
+        what = f"`{text}` is neither a path that exists nor a preset"
+    near = () if "/" in text else nearest_presets(text)
+    raise UnknownModel(
+        what,
+        where=where,
+        got=text,
+        allowed=f"a Hugging Face directory, a config.json, a name on the hub as org/name, or a preset: "
+        f"{', '.join(preset_names())}",
+        hint=f"did you mean `{near[0]}`?" if near else _path_hint(text),
+    )
+
+
+def load_model(path_or_name: str | os.PathLike[str], *, where: str | None = None) -> ModelSpec:
+    """Read a model without weights and without a framework.
+
+    Args:
+        path_or_name: A Hugging Face directory, a config.json, a preset name such as `llama-3-8b`, or a name on the
+            hub, `org/name` or `org/name@revision`, whose config.json is fetched unless a preset stands for it. A path
+            that exists wins over a preset.
+        where: Where the value came from, for errors: `recipe.yaml: model.path`.
+
+    Raises:
+        UnknownModel: HP304 when it is none of these, or the hub does not give it.
+        ModelUnreadable: HP305 when the config cannot be read; names the keys.
+        WeightsUnreadable: HP703 when a weight file is truncated, missing or belongs to another config.
+    """
+    config = read_config(path_or_name, where=where)
+    spec = spec_from_config(config.values, name=config.name, where=config.where)
+    if config.directory is None:
+        return spec
+    tensors, notes = read_headers(config.directory)
+    spec = replace(spec, notes=spec.notes + notes)
+    if not tensors:
+        return spec
+    return check_weights(
+        spec,
+        tensors,
+        config.directory,
+        known_family=spec.family in FAMILIES_READ,
+        quantized=bool(config.values.get("quantization_config")),
+    )
+
+
+def spec_from_config(
+    values: Mapping[str, Any], *, name: str, where: str | None = None
+) -> ModelSpec:
+    """The ModelSpec of a config that is already in memory, for instance `model.config.to_dict()`.
+
+    Args:
+        values: The keys of a config.json.
+        name: Name for people.
+        where: The file the values came from, for errors.
+
+    Raises:
+        ModelUnreadable: HP305 when the config cannot be read; names the keys.
+    """
+    where = where or f"config of {name}"
+    values, notes = _text_part(values, where)
+    model_type = _model_type(values, where)
+    dtype, dtype_notes = _dtype(values, where)
+    if model_type == "gpt2":
+        config = ConfigView(values, where, _gpt2.DEFAULTS, _gpt2.ALIASES)
+        blocks = _gpt2.read_blocks(config)
+    else:
+        family, family_notes = _family(model_type, values, where)
+        notes += family_notes
+        config = ConfigView(values, where, family.defaults, family.aliases)
+        blocks = _llama_like.read_blocks(config, family)
+    return ModelSpec(
+        name=name,
+        family=TEXT_PARTS.get(model_type, model_type),
+        dtype=dtype,
+        hidden_size=config.integer("hidden_size"),
+        num_layers=config.integer("num_hidden_layers"),
+        vocab_size=config.integer("vocab_size"),
+        tied_embeddings=config.flag("tie_word_embeddings"),
+        blocks=blocks,
+        notes=(*notes, *dtype_notes),
+        max_position_embeddings=config.optional_integer("max_position_embeddings"),
+        rules=_gpt2.RULES if model_type == "gpt2" else None,
+        quantised=bool(values.get("quantization_config")),
+    )
+
+
+def _name_of(path: Path) -> str:
+    """A config.json is named after its directory, another file after itself."""
+    return path.resolve().parent.name if path.name == "config.json" else path.stem
+
+
+def _special_float(value: dict[str, Any]) -> Any:
+    """Infinity and the like, which transformers writes as `{"__float__": "Infinity"}`."""
+    if value.keys() != {"__float__"}:
+        return value
+    number = value["__float__"]
+    if not isinstance(number, (str, int, float)):
+        raise ValueError("`__float__` of the config is no number")
+    return float(number)
+
+
+def read_config_values(path: Path) -> dict[str, Any]:
+    """Return the values of a config.json, which are checked before anything is made of them.
+
+    Raises:
+        ModelUnreadable: HP305 when it is no JSON object, or beyond every published model.
+    """
+    try:
+        text = read_text(path, CONFIG_LIMITS)
+        values = json.loads(text, object_hook=_special_float)
+        check_value(values, CONFIG_LIMITS)
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelUnreadable(
+            "the config is not readable JSON",
+            where=str(path),
+            got=str(error),
+            hint="fetch config.json again from where the model was published",
+        ) from error
+    if not isinstance(values, dict):
+        raise ModelUnreadable(
+            "the config is not a JSON object",
+            where=str(path),
+            got=type(values).__name__,
+            hint='a config starts with `{"model_type": ...`',
+        )
+    check_config(values, str(path))
+    if not isinstance(values.get("model_type"), str | None):
+        raise ModelUnreadable(
+            "`model_type` of the config is no text",
+            where=str(path),
+            got=abbreviated(values["model_type"]),
+            hint="fetch config.json again from where the model was published",
+        )
+    return values
+
+
+def _text_part(values: Mapping[str, Any], where: str) -> tuple[Mapping[str, Any], tuple[str, ...]]:
+    """The language part of a multimodal config, with a note; a text config is returned as it is."""
+    text = values.get("text_config")
+    outer = values.get("model_type")
+    if text is None:
+        multimodal = "vision_config" in values or "audio_config" in values
+        note = f"`{outer}` is multimodal: only its language part is read"
+        return values, (note,) if multimodal else ()
+    if not isinstance(text, dict):
+        raise ModelUnreadable(
+            "`text_config` is not a JSON object",
+            where=where,
+            got=abbreviated(text),
+            hint="give the config.json that the model was published with",
+        )
+    # The outer config owns the dtype and, in files of transformers 5, the tie.
+    inherited = ("dtype", "torch_dtype", "tie_word_embeddings", "quantization_config", "model_type")
+    merged = {k: values[k] for k in inherited if k in values} | text
+    return merged, (f"`{outer}` is multimodal: only its language part (`text_config`) is read",)
+
+
+def _model_type(values: Mapping[str, Any], where: str) -> str:
+    model_type = values.get("model_type")
+    if model_type is None:
+        return "unknown"
+    if not isinstance(model_type, str):
+        raise ModelUnreadable(
+            "`model_type` is not a word",
+            where=where,
+            got=abbreviated(model_type),
+            hint='write for example `"model_type": "llama"`',
+        )
+    return model_type
+
+
+def is_read(values: Mapping[str, Any]) -> bool:
+    """Whether the family of a config has a reader."""
+    family = values.get("model_type")
+    return TEXT_PARTS.get(str(family), family) in FAMILIES_READ
+
+
+def _family(
+    model_type: str, values: Mapping[str, Any], where: str
+) -> tuple[Family, tuple[str, ...]]:
+    """The entry of a `model_type`; an unknown one is taken for Llama when nothing speaks against it."""
+    known = FAMILIES.get(TEXT_PARTS.get(model_type, model_type))
+    if known is not None:
+        return known, ()
+    against = [f"{k}={abbreviated(values[k])}" for k in _NOT_GENERIC if values.get(k)]
+    if model_type != "unknown":
+        against += [f"no `{k}`" for k in STANDARD_KEYS if values.get(k) is None]
+    if against:
+        raise ModelUnreadable(
+            f"the family `{model_type}` is not read, and its config is not that of a plain decoder",
+            where=where,
+            got=", ".join(against),
+            allowed=FAMILIES_READ,
+            hint="use a model of a family that is read",
+        )
+    ConfigView(values, where).require(STANDARD_KEYS)
+    note = (
+        f"the family `{model_type}` is not known: read as a Llama-like decoder (gated MLP, RMSNorm, rotary positions), "
+        "so names and counts may differ from the real model"
+    )
+    return LLAMA, (note,)
+
+
+def _dtype(values: Mapping[str, Any], where: str) -> tuple[str, tuple[str, ...]]:
+    """Published format and notes; transformers creates float32 when the config does not say."""
+    dtype = values.get("dtype", values.get("torch_dtype"))
+    if dtype is None or dtype == "auto":
+        dtype = "float32"
+    named = abbreviated(dtype) if isinstance(dtype, (list, dict)) else str(dtype)
+    dtype = named.removeprefix("torch.")
+    if dtype not in DTYPE_BYTES:
+        raise ModelUnreadable(
+            "`dtype` is not a format that is known",
+            where=where,
+            got=dtype,
+            allowed=tuple(DTYPE_BYTES),
+            hint='write `"dtype": "bfloat16"` in the config',
+        )
+    quantization = values.get("quantization_config")
+    if not quantization:
+        return dtype, ()
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+    note = f"the published weights are quantised ({method or 'method not named'}); sizes are planned in {dtype}"
+    return dtype, (note,)
+
+
+def _path_hint(text: str) -> str:
+    if (hint := export_hint(text)) is not None:
+        return hint
+    near = nearest_path(text)
+    if near is not None:
+        return f"did you mean `{near}`?"
+    return "check the path; a model directory holds config.json"

@@ -1,0 +1,242 @@
+"""Refusals with a remedy: whether a strategy is legal, what to change when it is not, and when nothing is or fits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any, Final
+
+import numpy as np
+
+from hyper_parallel.config import DEGREES
+from hyper_parallel.cost import ModelNumbers, check_stage_layers
+from hyper_parallel.errors import (
+    DegreesMismatch,
+    DoesNotFit,
+    HyperParallelError,
+    NoLegalStrategy,
+    NotDivisible,
+)
+from hyper_parallel.ir import Strategy, Workload
+from hyper_parallel.mpmd import check_pipeline
+from hyper_parallel.planner.bounds import count, tuples
+from hyper_parallel.planner.pins import PINNABLE, shown_pin
+from hyper_parallel.planner.request import LOCAL, PlanRequest
+from hyper_parallel.planner.search import BranchAndBound
+from hyper_parallel.planner.strategy_space import Space, divisors
+from hyper_parallel.units import format_bytes
+
+MOST_DOUBLINGS: Final = 7
+MOST_REFUSALS: Final = 12
+
+
+def check_degrees(strategy: Strategy, num_devices: int | None, where: str | None = None) -> None:
+    """Raise when the degrees do not multiply to the number of devices.
+
+    Raises:
+        DegreesMismatch: HP301 with the degree of dp_shard that would fit, or the number of devices.
+    """
+    size = strategy.world_size
+    if num_devices is None or size == num_devices:
+        return
+    others = size // strategy.dp_shard
+    shown = " * ".join(f"{k}={v}" for k, v in strategy.mesh().axes if v > 1) or "all 1"
+    raise DegreesMismatch(
+        f"the degrees multiply to {size}, but there are {num_devices} ranks",
+        where=where,
+        got=shown,
+        allowed=f"a product of {num_devices}",
+        changes=None if num_devices % others else {"parallel.dp_shard": num_devices // others},
+        hint=f"start {size} ranks, or lower the degrees to divisors of {num_devices}"
+        if num_devices % others
+        else None,
+    )
+
+
+def check_legal(
+    numbers: ModelNumbers, workload: Workload, strategy: Strategy, where: str | None = None
+) -> None:
+    """Raise when a strategy has no exact meaning for a model and a resolved workload.
+
+    Heads and widths are left to the layouts (`shard.plan_layouts`), which know the parameters.
+
+    Raises:
+        UnsupportedSharding: HP205 for expert parallelism without experts, and for virtual stages that the schedule
+            does not have.
+        NotDivisible: HP203 for layers and experts.
+        BatchMismatch: HP308 for microbatches that the schedule cannot run.
+    """
+    s = strategy
+    check_pipeline(s, numbers.layers, workload.accumulation_steps or 1, where)
+    check_stage_layers(s, numbers.layers)
+    if s.ep > 1:
+        inner = s.dp_shard * s.cp * s.tp
+        allowed = [e for e in divisors(max(1, numbers.experts)) if inner % e == 0]
+        if s.ep not in allowed:
+            raise NotDivisible(
+                "ep must divide the experts and the ranks it folds over (dp_shard * cp * tp)",
+                where=where,
+                got=f"ep={s.ep}, experts={numbers.experts}, ranks={inner}",
+                allowed=allowed,
+                changes={"parallel.ep": max(allowed)},
+            )
+
+
+def follow_changes(
+    error: HyperParallelError,
+    strategy: Strategy,
+    workload: Workload,
+    check: Callable[[Strategy, Workload], None],
+) -> dict[str, object]:
+    """Recipe keys and values that make a refused strategy legal by `check`; empty where refusals do not lead there."""
+    changes: dict[str, object] = {}
+    for _ in range(MOST_REFUSALS):
+        if not error.changes:
+            return {}
+        strategy, workload = _changed(strategy, workload, error.changes)
+        changes |= error.changes
+        try:
+            check(strategy, workload)
+        except HyperParallelError as refused:
+            error = refused
+        else:
+            return changes
+    return {}
+
+
+def _changed(
+    strategy: Strategy, workload: Workload, changes: Mapping[str, Any]
+) -> tuple[Strategy, Workload]:
+    for key, value in changes.items():
+        section, _, name = key.partition(".")
+        if section == "training":
+            workload = replace(workload, **{name: value})
+        else:
+            strategy = replace(strategy, **{"tp_x" if name == "tp" else name: value})
+    return strategy, workload
+
+
+def nothing_legal(request: PlanRequest, ruled_out: Mapping[str, int]) -> NoLegalStrategy:
+    """The error when no combination of degrees is legal, with the smallest change that makes one so."""
+    workload, devices, pins = request.workload, request.num_devices, request.pins
+    shown = ", ".join(shown_pin(*pin) for pin in pins.items()) or "no pins"
+    counted = [f"{reason} ({n})" for reason, n in ruled_out.items()]
+    reasons = ", ".join(list(_impossible_pins(request)) or counted)
+    hint = allowed = None
+    for name in pins:
+        legal = _legal_values(request, name)
+        if legal:
+            allowed = [shown_pin(name, v) for v in legal]
+            near = min(legal, key=lambda v: (abs(v - pins[name]), v))
+            key = PINNABLE[name]
+            hint = request.hint(f"--pin {name}=", key.recipe_key, key.shown(near))
+            break
+    if hint is None:
+        unit = workload.seq_len * devices
+        tokens = max(1, round((workload.tokens_per_step or 0) / unit)) * unit
+        if _any_legal(replace(request, workload=replace(workload, tokens_per_step=tokens))):
+            hint = request.hint("--tokens-per-step ", "training.tokens_per_step", tokens)
+    if hint is None and request.supernode.name != LOCAL:
+        # The nearest number of devices, fewer first.
+        near_by = (n for d in range(1, devices) for n in (devices - d, devices + d))
+        for other in near_by:
+            if _any_legal(replace(request, num_devices=other)):
+                hint = request.hint("--devices ", "parallel.world_size", other)
+                break
+    return NoLegalStrategy(
+        f"no combination of degrees is legal for {request.model.name} on {devices} devices"
+        + (f": {reasons}" if reasons else ""),
+        got=f"{shown}; seq_len={workload.seq_len}, tokens_per_step={workload.tokens_per_step}",
+        allowed=allowed,
+        hint=hint,
+    )
+
+
+def _impossible_pins(request: PlanRequest) -> Iterator[str]:
+    """Pins that no combination can have, whatever else is chosen."""
+    experts = request.experts
+    for name, value in request.pins.items():
+        if name not in (*DEGREES, "tp"):
+            continue
+        if request.num_devices % value:
+            yield f"{name}={value} does not divide {request.num_devices} devices"
+        elif name == "ep" and value > 1 and (not experts or experts % value):
+            yield f"ep={value}, but the model has {experts or 'no'} experts"
+
+
+def _legal_values(request: PlanRequest, name: str) -> list[int]:
+    """Values of a pin that are legal together with the others."""
+    values = [*range(len(PINNABLE[name].values))]
+    if not values:
+        most = max(request.num_devices, request.model.num_layers)
+        values = sorted({*divisors(most), *divisors(request.num_devices)})
+    others = [v for v in values if v != request.pins[name]]
+    return [v for v in others if _any_legal(_pinned(request, name, v))]
+
+
+def _pinned(request: PlanRequest, name: str, value: int) -> PlanRequest:
+    """The request with one pin changed."""
+    return replace(request, pins={**request.pins, name: value})
+
+
+def _any_legal(request: PlanRequest) -> bool:
+    space = Space(request)
+    meshes = tuples(space.meshes(), ("pp", "tp_x", "tp_y", "cp", "dp", "accumulation"))
+    return any(
+        space.refusal_of(shard, cp, x, y, *block, pp=pp) is None
+        for pp, x, y, cp, dp, steps in dict.fromkeys(meshes)
+        if space.schedules(pp, steps)
+        for block in space.blocks(x, y, cp, dp)
+        for _, shard, *_ in space.states(pp, dp, x * y * cp, block[2] * block[3])
+        if space.has_pinned_zero(np.array(shard * cp))
+    )
+
+
+def nothing_fits(request: PlanRequest, least_bytes: int) -> DoesNotFit:
+    """The error when no legal strategy fits, with the nearest changes that do."""
+    return DoesNotFit(
+        f"{request.model.name} does not fit on {request.num_devices} devices of {request.supernode.name}",
+        got=f"{format_bytes(least_bytes)} on the fullest device at best",
+        allowed=f"up to {format_bytes(request.machine.memory_bytes)}",
+        hint=next(
+            _changes(request),
+            "take a smaller model, or plan without pins and with a shorter sequence on more devices",
+        ),
+    )
+
+
+def _changes(request: PlanRequest) -> Iterator[str]:
+    """Changes that make a plan fit, the smallest first."""
+    pins, workload = request.pins, request.workload
+    if request.headroom and not request.from_recipe and fits(replace(request, headroom=0.0)):
+        yield "--memory-headroom 0%"
+    for name in sorted(pins, key=lambda n: (n != "recompute", n != "microbatch")):
+        if not fits(replace(request, pins={k: v for k, v in pins.items() if k != name})):
+            continue
+        if name == "recompute":
+            yield request.hint("--pin recompute=", "training.recompute", "full")
+        elif name == "microbatch" and fits(_pinned(request, name, 1)):
+            yield request.hint("--pin microbatch=", "training.microbatch", 1)
+        else:
+            what = "pin or exclusion" if name in DEGREES and pins[name] == 1 else "pin"
+            yield f"leave out the {what} {shown_pin(name, pins[name])}"
+    smaller = replace(request, workload=replace(workload, microbatch=1))
+    if workload.microbatch not in (None, 1) and fits(smaller):
+        yield request.hint("--pin microbatch=", "training.microbatch", 1)
+    if request.supernode.name != LOCAL:
+        # As many tokens per device, on the least multiple of the devices that fits.
+        for factor in (1 << doubling for doubling in range(1, MOST_DOUBLINGS + 1)):
+            devices, tokens = request.num_devices * factor, workload.tokens_per_step
+            more = replace(workload, tokens_per_step=tokens * factor if tokens else None)
+            if fits(replace(request, num_devices=devices, workload=more)):
+                yield request.hint("--devices ", "parallel.world_size", devices)
+                break
+    while workload.seq_len >= 512 and workload.seq_len % 2 == 0:
+        workload = replace(workload, seq_len=workload.seq_len // 2)
+        if fits(replace(request, workload=workload)):
+            yield request.hint("--seq-len ", "data.seq_len", workload.seq_len)
+
+
+def fits(request: PlanRequest) -> bool:
+    """Return whether any strategy of a request fits."""
+    return count(BranchAndBound(Space(request)).rows) > 0

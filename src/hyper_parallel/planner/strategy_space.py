@@ -1,0 +1,387 @@
+"""The space of strategies: which degrees and choices are legal, written down once, as tables of numbers.
+
+A strategy is chosen level by level, so the space is a few tables instead of one product:
+
+    mesh       pp, tp_x, tp_y, cp, the data-parallel ranks, sequences per microbatch
+    blocks     shapes of attention and MLP, ep and etp, Ulysses ranks inside cp
+    states     dp_replicate x dp_shard, and what is sharded (zero)
+    schedule   pipeline schedule and virtual stages
+    order      axes outer to inner, as far as they cross different tiers
+
+What is not legal is counted by reason when its level is made.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hyper_parallel.cost import ORDERS, RECOMPUTE, SCHEDULES, SHAPES, Candidates
+from hyper_parallel.ir import AXES, Strategy, Workload
+from hyper_parallel.planner.pins import PINNABLE
+from hyper_parallel.planner.request import PlanRequest, missing
+from hyper_parallel.shard import legal_tp
+
+TENSOR_INNERMOST: Final = frozenset(
+    i for i, order in enumerate(ORDERS) if {*order[-2:]} == {"tp_x", "tp_y"}
+)
+"""Orders with tensor parallelism innermost, which communicates most."""
+
+
+def distinct_orders(degrees: tuple[int, ...], tiers: tuple[int, ...]) -> list[int]:
+    """One order of every kind, as indices into `cost.ORDERS`; where there is one, with tensor parallelism innermost.
+
+    Two orders are the same when every axis has the same share of its ranks in every domain of links; `tiers` are the
+    devices of the domains beyond which other links are used, inner to outer.
+    """
+    indices, axes = _permutations(tuple(i for i, d in enumerate(degrees) if d > 1))
+    ranks = np.array(degrees)[axes]
+    stride = np.cumprod(ranks, axis=1) // ranks
+    shares = np.ones((len(indices), len(degrees), len(tiers)), dtype=np.int64)
+    rows = np.arange(len(indices))[:, None]
+    for tier, devices in enumerate(tiers):
+        shares[rows, axes, tier] = np.minimum(ranks, np.maximum(1, devices // stride))
+    first: dict[bytes, int] = {}
+    for index, share in zip(indices, shares, strict=True):
+        first.setdefault(share.tobytes(), index)
+    return list(first.values())
+
+
+@lru_cache(maxsize=64)  # one for every set of axes
+def _permutations(axes: tuple[int, ...]) -> tuple[tuple[int, ...], NDArray[np.intp]]:
+    """The orders that permute some axes of `ir.AXES`: an index of each, and the axes inner to outer, [orders, axes]."""
+    first: dict[tuple[int, ...], int] = {}
+    for index in sorted(range(len(ORDERS)), key=lambda i: i not in TENSOR_INNERMOST):
+        places = (AXES.index(axis) for axis in reversed(ORDERS[index]))
+        first.setdefault(tuple(p for p in places if p in axes), index)
+    return tuple(first.values()), np.array([*first], dtype=np.intp).reshape(len(first), len(axes))
+
+
+BLOCKS: Final = (
+    "attention_shape", "mlp_shape", "ep", "etp", "cp_ulysses", "attention_tokens", "cp_gather",
+)  # fmt: skip
+"""Columns of a row of `Space.blocks`."""
+_ONE, _TWO, _MOVED = (SHAPES.index(shape) for shape in ("1d", "2d", "weight"))
+
+Columns: TypeAlias = dict[str, NDArray[np.float64]]
+"""Rows of a level as columns of equal length, named as in `cost.Candidates`."""
+
+
+def divisors(number: int) -> list[int]:
+    """Divisors, ascending."""
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})
+
+
+class Space:
+    """The levels of the space, made on demand.
+
+    Attributes:
+        request: Model, machine, workload and pins.
+        ruled_out: How many combinations were ruled out, by reason; grows as levels are made.
+        zeros: What may be sharded, most first: 3 parameters, 2 gradients, 1 optimizer states, 0 nothing.
+        recomputes: Kinds of recomputation that may be chosen, as indices into `cost.RECOMPUTE`.
+        regathers: Whether gathered inputs may be gathered again in backward instead of kept; kept first, it is faster.
+        offloads: Whether what exceeds the device may lie in host memory.
+    """
+
+    def __init__(self, request: PlanRequest) -> None:
+        self.request, self.ruled_out = request, Counter[str]()
+        runs, model = request.executable, request.model
+
+        def may(**choice: Any) -> bool:
+            return not runs or not missing(Strategy(**choice))
+
+        self.zeros = self._values("zero", [z for z in (3, 2, 1, 0) if may(dp_shard=2, zero=z)])
+        kinds = [i for i, kind in enumerate(RECOMPUTE) if may(recompute=kind)]
+        self.recomputes = self._values("recompute", kinds)
+        self._orders = self._values("order", range(len(ORDERS) if may(order=ORDERS[1]) else 1))
+        self._any_etp, self._zero_1_staged = may(etp=2), may(pp=2, dp_shard=2, zero=1)
+        self.regathers = self._values("gathered_inputs", (0, 1))
+        host = request.offload is not None and request.machine.host_bytes_s > 0
+        self.offloads = self._values("offload", (0, 1)) if host else [0]
+        legal = legal_tp(model.num_heads, model.num_kv_heads, *model.intermediate_sizes)
+        self._tp = {t for t in legal if not runs or request.refusal(Strategy(tp_x=t)) is None}
+        self._ep: dict[int, bool] = {1: True}
+        self._refusals: dict[tuple[int, ...], str | None] = {}
+
+    def _values(self, name: str, values: Sequence[int]) -> list[int]:
+        """Those of the values of a choice that a pin leaves: a pin adds nothing to what there is without it."""
+        return [value for value in values if self.request.allows(name, value)]
+
+    def _divisors(self, axis: str, number: int) -> list[int]:
+        return [d for d in divisors(number) if self.request.allows(axis, d)]
+
+    def refused(self, reason: str, number: int = 1) -> bool:
+        """Count what is refused; whether anything is."""
+        if number:
+            self.ruled_out[reason] += number
+        return number > 0
+
+    def meshes(self) -> Columns:
+        """Level one: (pp, tp_x, tp_y, cp, dp, microbatch, accumulation), one row each."""
+        table = np.array(list(self._meshes()), dtype=np.float64).reshape(-1, 5)
+        rows = np.concatenate([self._batched(table, micro) for micro in self.microbatches()])
+        names = ("pp", "tp_x", "tp_y", "cp", "dp", "microbatch", "accumulation")
+        return dict(zip(names, rows.T, strict=True))
+
+    def _meshes(self) -> Iterator[tuple[int, ...]]:
+        r, refused = self.request, self.refused
+        tokens, seq_len = r.workload.tokens_per_step, r.workload.seq_len * r.together
+        unsplit = dict(r.model.unsplit)
+        for pp in self._divisors("pp", r.num_devices):
+            if refused("more pipeline stages than layers", pp > r.model.num_layers):
+                continue
+            if pp > 1 and "pp" in unsplit and refused(unsplit["pp"], True):
+                continue
+            runs = self.zeros_of(pp) and self.recomputes and self._orders
+            if refused("this version does not run what is pinned", not runs):
+                continue
+            for tp in self._divisors("tp", r.num_devices // pp):
+                for y in self._divisors("tp_y", tp):
+                    x = tp // y
+                    if not r.allows("tp_x", x) or (x == 1 and y > 1):
+                        continue
+                    legal = x in self._tp if y == 1 else all(self.shapes(x, y))
+                    axes = "tp does" if y == 1 else "tp_x and tp_y do"
+                    if refused(f"{axes} not divide heads or widths", not legal):
+                        continue
+                    for cp in self._divisors("cp", r.num_devices // pp // tp):
+                        if cp > 1 and "cp" in unsplit and refused(unsplit["cp"], True):
+                            continue
+                        dp = r.num_devices // pp // tp // cp
+                        uneven = tokens is not None and tokens % (seq_len * dp) > 0
+                        reason = "tokens per step do not divide over the data-parallel ranks"
+                        if not refused(reason, uneven) and self._splits(dp):
+                            yield pp, x, y, cp, dp
+
+    def _splits(self, dp: int) -> list[tuple[int, int]]:
+        """(dp_replicate, dp_shard) of so many data-parallel ranks."""
+        shards = [s for s in self._values("dp_shard", divisors(dp)) if dp % s == 0]
+        return [(dp // s, s) for s in shards if self.request.allows("dp_replicate", dp // s)]
+
+    def microbatches(self) -> Sequence[int | None]:
+        """Sequences per microbatch; None where they follow from the other batch numbers."""
+        w = self.request.workload
+        given = self.request.pins.get("microbatch", w.microbatch)
+        if given or w.tokens_per_step is None or w.accumulation_steps is not None:
+            return [given]
+        return divisors(max(1, w.tokens_per_step // w.seq_len))
+
+    def _batched(self, table: NDArray[np.float64], microbatch: int | None) -> NDArray[np.float64]:
+        """Meshes with sequences per microbatch and microbatches per step, those that divide."""
+        w, whole = self.request.workload, np.ones(len(table))
+        steps = whole * (w.accumulation_steps or 1)
+        if w.tokens_per_step is None:
+            micro = whole * (microbatch or 1)
+        elif microbatch is None:
+            micro = w.tokens_per_step / w.seq_len / table[:, 4] / steps
+        else:
+            micro = whole * microbatch
+            steps = w.tokens_per_step / w.seq_len / table[:, 4] / micro
+        divides = (micro == np.floor(micro)) & (steps == np.floor(steps)) & (micro >= 1)
+        if w.microbatch and w.accumulation_steps:
+            divides &= (micro == w.microbatch) & (steps == w.accumulation_steps)
+        divides &= steps == self.request.pins.get("accumulation", steps)
+        enough = steps >= table[:, 0]
+        self.refused("the batch does not divide", int((~divides).sum()))
+        self.refused("fewer microbatches than pipeline stages", int((divides & ~enough).sum()))
+        keep = divides & enough
+        return np.column_stack([table[keep], micro[keep], steps[keep]])
+
+    def kv_legal(self, ranks: int) -> bool:
+        """Key and value heads divide over the ranks, or each is on several of them."""
+        heads = self.request.model.num_kv_heads
+        return heads % ranks == 0 or ranks % heads == 0
+
+    def whole_heads(self, ranks: int) -> bool:
+        """Every rank has whole query heads; 2-D attention on x y ranks that have none scatters tokens instead."""
+        return self.request.model.num_heads % ranks == 0 and self.kv_legal(ranks)
+
+    def shapes(self, x: int, y: int) -> tuple[list[int], list[int]]:
+        """Legal shapes of attention and MLP on x times y ranks, as indices into `cost.SHAPES`.
+
+        1-D needs heads and widths to divide by x y; 2-D attention heads by x (see `whole_heads`) and the residual
+        width by x and y, a 2-D MLP its widths by x; weight-moving attention heads by x, a weight-moving MLP widths by
+        x y, and both the residual width by y.
+        """
+        h, widths = self.request.model.hidden_size, self.request.model.intermediate_sizes
+        by_x, by_y, narrow = h % x == 0, h % y == 0, all(w % (x * y) == 0 for w in widths)
+        attention = {
+            _ONE: self.whole_heads(x * y),
+            _TWO: self.whole_heads(x) and by_x and by_y,
+            _MOVED: self.whole_heads(x) and by_y,
+        }
+        mlp = {
+            _ONE: narrow,
+            _TWO: by_x and by_y and all(w % x == 0 for w in widths),
+            _MOVED: by_x and by_y and narrow,
+        }
+        return [s for s, legal in attention.items() if legal], [s for s, ok in mlp.items() if ok]
+
+    def blocks(self, x: int, y: int, cp: int, dp: int) -> list[tuple[int, ...]]:
+        """Level two of a mesh: rows of `BLOCKS`.
+
+        A ring of keys and values sends no more than gathering all of them, whose gradients are summed in float32, and
+        may hide: all are gathered only where a pin says so.
+        """
+        r, names = self.request, BLOCKS[:2]
+        on_tokens = self._tokens(x, y, cp)
+        if y > 1:
+            # Both blocks 1-D is tp_x = tp without a second axis: taken only when somebody asked for it.
+            asked = all(name in r.pins for name in names)
+            shapes = [
+                s
+                for s in itertools.product(*self.shapes(x, y))
+                if (asked or s != (_ONE, _ONE)) and all(map(r.allows, names, s))
+                if on_tokens is not None or s[0] != _TWO
+            ]
+        else:
+            shapes = [(r.pins.get(names[0], _TWO), r.pins.get(names[1], _TWO))]
+        gathered = int(self._cp_kind() == "all_gather")
+        # With expert parallelism little of the feed-forward part is left for tp: it follows attention's shape.
+        return [
+            (*s, ep, etp, u, on_tokens or 0 if s[0] == _TWO else 0, gathered)
+            for s, (ep, etp), u in itertools.product(
+                shapes, self._experts(x * y, dp * cp * x * y), self._ulysses(x * y, cp)
+            )
+            if ep == 1 or s[0] == s[1]
+        ]
+
+    def _experts(self, tp: int, ranks: int) -> list[tuple[int, int]]:
+        """(ep, etp): the ranks that share the experts, and those that share each one."""
+        r, inner = (
+            self.request,
+            math.gcd(self.request.experts, ranks) if self.request.experts else 1,
+        )
+        cut = not r.experts or all(w % tp == 0 for w in r.model.intermediate_sizes)
+        free = r.experts and self._any_etp
+        return [
+            (ep, etp)
+            for ep in self._values("ep", divisors(inner))
+            if inner % ep == 0 and (not r.executable or self._runs_with(ep))
+            for etp in sorted({1, tp} if free else {1 if ep > 1 else tp})
+            if ranks % (ep * etp) == 0 and (etp == 1 or cut) and r.allows("etp", etp)
+        ]
+
+    def _runs_with(self, ep: int) -> bool:
+        """Whether this version makes layouts for so many expert-parallel ranks."""
+        if ep not in self._ep:
+            self._ep[ep] = self.request.refusal(Strategy(dp_shard=ep, ep=ep)) is None
+        return self._ep[ep]
+
+    def _cp_kind(self) -> str:
+        """The kind of context parallelism that is asked for; "": any."""
+        pinned = self.request.pins.get("cp_kind")
+        return "" if pinned is None else str(PINNABLE["cp_kind"].shown(pinned))
+
+    def _ulysses(self, tp: int, cp: int) -> list[int]:
+        """Context-parallel ranks that may exchange heads; the kind has no effect without context parallelism."""
+        r, kind = self.request, self._cp_kind()
+        local, kv = r.model.num_heads // tp, max(1, r.model.num_kv_heads // tp)
+        most = {"ulysses": [cp], "hybrid": divisors(cp)[1:-1], "": divisors(cp)}.get(kind, [1])
+        return [
+            u
+            for u in (most if cp > 1 else [1])
+            if local % u == 0 and (kv % u == 0 or u % kv == 0) and r.allows("cp_ulysses", u)
+        ]
+
+    def _tokens(self, x: int, y: int, cp: int) -> int | None:
+        """Whether 2-D attention on x y ranks scatters tokens over y instead of heads; None where it can do neither.
+
+        On tokens it sends at least as much, so it is taken where heads do not divide or a pin says so. The sequence
+        cannot be cut by context parallelism as well.
+        """
+        pinned = self.request.pins.get("attention_scatter")
+        if pinned != 1 and self.whole_heads(x * y):
+            return 0
+        return 1 if pinned != 0 and (cp == 1 or y == 1) else None
+
+    def refusal_of(
+        self, shard: int, cp: int, x: int, y: int, *block: int, pp: int = 1
+    ) -> str | None:
+        """Return why this version cannot run strategies with these degrees and a row of `blocks`; None if it can.
+
+        FSDP and a ring cut whatever parameters there are: without experts and a second axis only tp_x and whether
+        there is a pipeline decide about layouts, and a row of `blocks` has only Ulysses ranks that divide the heads.
+        """
+        if not self.request.executable:
+            return None
+        columns = dict(zip(BLOCKS, block, strict=True))
+        del columns["etp"]
+        if columns["ep"] == 1:
+            shard = 1
+            if y == 1:
+                cp, columns = 1, {}
+        # Layouts read whether there are pipeline stages, not how many.
+        staged = min(pp, 2)
+        key = (staged, shard, cp, x, y, *columns.values())
+        if key not in self._refusals:
+            row = Candidates.of_columns(pp=staged, dp_shard=shard, cp=cp, tp_x=x, tp_y=y, **columns)
+            strategy, _ = row.at(0, self.request.base, Workload(self.request.workload.seq_len))
+            self._refusals[key] = self.request.refusal(strategy)
+        return self._refusals[key]
+
+    def states(self, pp: int, dp: int, inner: int, fold: int) -> list[tuple[int, ...]]:
+        """Level three: (dp_replicate, dp_shard, zero) of ranks on which ep x etp folds over dp_shard x cp x tp."""
+        splits = [s for s in self._splits(dp) if (s[1] * inner) % fold == 0]
+        return [(*split, zero) for split in splits for zero in self.zeros_of(pp)]
+
+    def zeros_of(self, pp: int) -> list[int]:
+        """What may be sharded; what runs has no ZeRO-1 in pipelines."""
+        return [z for z in self.zeros if z != 1 or pp == 1 or self._zero_1_staged]
+
+    def shards(self, rows: Columns) -> NDArray[np.bool_]:
+        """Rows whose `zero` is a choice of its own.
+
+        The gradients of a single microbatch are reduced layer by layer: nothing is left for ZeRO-1 there. One rank
+        shares nothing, so that ZeRO-0 is ZeRO-1. Of a pinned stage all rows are kept that have it.
+        """
+        if "zero" in self.request.pins:
+            meant: NDArray[np.bool_] = self.has_pinned_zero(rows["dp_shard"] * rows["cp"])
+            reason = f"zero={self.request.pins['zero']} shards nothing where dp_shard * cp is 1"
+            self.refused(reason, int((~meant).sum()))
+            return meant
+        once, alone = rows["accumulation"] == 1, rows["dp_shard"] * rows["cp"] == 1
+        own: NDArray[np.bool_] = ~((rows["zero"] == 1) & once) & ~((rows["zero"] == 0) & alone)
+        return own
+
+    def has_pinned_zero(self, shards: NDArray[np.float64]) -> NDArray[np.bool_]:
+        """Return whether strategies on so many ranks of dp_shard x cp have the stage of ZeRO that is pinned.
+
+        A recipe says how states are shared where they are; a pin of a plan asks for a strategy that shares them.
+        """
+        asked = self.request.pins.get("zero", 0) > 0 and not self.request.from_recipe
+        return np.asarray((shards > 1) | (not asked))
+
+    def schedules(self, pp: int, microbatches: int) -> list[tuple[int, int]]:
+        """Level four: (schedule, vpp)."""
+        layers = self.request.model.num_layers
+        found = [("1f1b", 1)]
+        if pp > 1:
+            found += [("gpipe", 1), ("zb-h1", 1)]
+            if 2 * pp <= layers:
+                found += [("zbv", 2), *[("dualpipev", 2)] * (microbatches >= 2 * pp)]
+            if microbatches % pp == 0:
+                most = divisors(-(-layers // pp))
+                found += [("interleaved", v) for v in most if v > 1 and v * pp <= layers]
+            found = [
+                (s, v)
+                for s, v in found
+                if self.request.allows("schedule", SCHEDULES.index(s))
+                and self.request.allows("vpp", v)
+            ]
+        return [(SCHEDULES.index(s), v) for s, v in found]
+
+    def orders(self, degrees: tuple[int, ...], tiers: tuple[int, ...], inner: bool) -> list[int]:
+        """Level five: `distinct_orders`; `inner` ones have tensor parallelism innermost, which communicates most."""
+        if len(self._orders) == 1:
+            return self._orders if inner else []
+        return [i for i in distinct_orders(degrees, tiers) if (i in TENSOR_INNERMOST) == inner]

@@ -1,0 +1,251 @@
+"""What every rank of a machine does right now, in a file that its ranks and their parent map into memory.
+
+    one slot per rank:  pid | beats | steps begun | step | microbatch | phase | what it waits for
+
+A rank writes its slot at the begin of every phase of a step, which costs a few microseconds and no system call. What
+it waits for costs nothing until it waits: a thread of the rank looks at the stack of a phase that lasts. Reading and
+writing are not ordered: a reader may see half of a text, and looks again. No torch.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any, Final
+
+BOARD: Final = "HYPER_PARALLEL_BOARD"
+"""Environment variable that tells a forked rank where the board of its launcher is."""
+
+_MOVE: Final = struct.Struct("<qqqqq48s")
+_PID: Final = struct.Struct("<q")  # what a move begins with
+_NOTE: Final = struct.Struct("<200s")
+_SLOT_BYTES: Final = _MOVE.size + _NOTE.size
+_IDLE_S: Final = 0.01
+"""Seconds of computing between two looks below which a thread waits."""
+_LOOK_S: Final = 0.5  # a thread that sleeps this long costs no measurable time
+_COMMUNICATION: Final = ("torch/distributed/", "backends/torch/collectives.py")
+_BETWEEN: Final = (
+    "torch/overrides.py",
+    "torch/utils/_contextlib.py",
+    "torch/_dynamo/",
+    "backends/torch/forward_variants.py",
+)
+"""What calls pass on their way through functions that communicate."""
+_DELEGATES: Final = ("torch/autograd/", "concurrent/futures/", "threading.py")
+"""Where the main thread waits for another one: backward on a device, a checkpoint in the background."""
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """What a rank has said of itself.
+
+    Attributes:
+        pid: Its process; 0 before it has said anything, and when it has ended well.
+        beats: Phases begun so far; a rank of which this does not change does not move.
+        begun: Steps begun so far by this process.
+        step: Step it is in; 0 outside of steps.
+        microbatch: Microbatch of the step, from 1; 0 where there is none.
+        phase: What it is doing.
+        note: What it waits for (`waits for ...`), or where else it is (`is in ...`); empty in a phase that has just
+            begun.
+    """
+
+    pid: int
+    beats: int
+    begun: int
+    step: int
+    microbatch: int
+    phase: str
+    note: str
+
+    def __str__(self) -> str:
+        where = f"step {self.step}, {self.phase}" if self.step else self.phase
+        return f"{where} of microbatch {self.microbatch}" if self.microbatch else where
+
+
+class Board:
+    """The slots of the ranks of one machine.
+
+    Args:
+        path: The file; created when it is missing.
+        ranks: Number of slots.
+    """
+
+    def __init__(self, path: Path, ranks: int) -> None:
+        self.path, self.ranks = path, ranks
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            os.ftruncate(file, ranks * _SLOT_BYTES)
+            self.memory = mmap.mmap(file, ranks * _SLOT_BYTES)
+        finally:
+            os.close(file)
+
+    def read(self) -> list[Beat]:
+        """What the ranks do, in their order."""
+        return [self._read(rank * _SLOT_BYTES) for rank in range(self.ranks)]
+
+    def started(self, rank: int, pid: int) -> None:
+        """The process of a rank, which may be stopped before it says anything itself."""
+        _PID.pack_into(self.memory, rank * _SLOT_BYTES, pid)
+
+    def _read(self, at: int) -> Beat:
+        *numbers, phase = _MOVE.unpack_from(self.memory, at)
+        (note,) = _NOTE.unpack_from(self.memory, at + _MOVE.size)
+        return Beat(*numbers, phase=_text(phase), note=_text(note))
+
+
+def _text(field: bytes) -> str:
+    return field.partition(b"\0")[0].decode(errors="replace")
+
+
+class Pulse:
+    """The slot of this rank, which it alone writes.
+
+    Args:
+        board: The slots of this machine.
+        slot: Number of this rank on it.
+    """
+
+    def __init__(self, board: Board, slot: int) -> None:
+        self._memory, self._at = board.memory, slot * _SLOT_BYTES
+        self._numbers = [os.getpid(), 0, 0, 0, 0]
+        self._noted = False
+        self.beat("start")
+
+    @property
+    def beats(self) -> int:
+        """Phases begun so far."""
+        return self._numbers[1]
+
+    def begin_step(self, step: int | None) -> None:
+        """A step begins, or with None what is no step: an evaluation, a checkpoint."""
+        self._numbers[2] += step is not None
+        self._numbers[3:] = [step or 0, 0]
+        self.beat("begin")
+
+    def beat(self, phase: str) -> None:
+        """A phase begins."""
+        numbers = self._numbers
+        numbers[1] += 1
+        numbers[4] += phase == "forward"
+        _MOVE.pack_into(self._memory, self._at, *numbers, phase.encode()[:47])
+        if self._noted:
+            self.note("")
+
+    def note(self, text: str) -> None:
+        """What this rank waits for, or where it is."""
+        self._noted = bool(text)
+        _NOTE.pack_into(self._memory, self._at + _MOVE.size, text.encode()[:199])
+
+    @contextmanager
+    def watched(self, look: Callable[[], None]) -> Iterator[None]:
+        """Inside, a thread notes what a phase that lasts waits for, and then calls `look`, twice a second."""
+        ended = threading.Event()
+
+        main = threading.main_thread().ident or 0
+
+        def watch() -> None:
+            before, computed_s = -1, 0.0
+            while not ended.wait(_LOOK_S):
+                now_s = _computed_s(main)
+                # A loop without phases begins none, and has moved where it has computed.
+                if self.beats == before and (self._numbers[2] or now_s - computed_s < _IDLE_S):
+                    self.note(where_it_stands())
+                elif self._noted:
+                    self.note("")
+                before, computed_s = self.beats, now_s
+                look()
+
+        thread = threading.Thread(target=watch, name="heartbeat", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
+            self._numbers[0] = 0  # its end is no longer a loss
+            self.beat("end")
+
+
+def _computed_s(thread: int) -> float:
+    """Return the seconds that a thread has computed; 0 where the system does not say."""
+    if not hasattr(time, "pthread_getcpuclockid"):
+        return 0.0
+    return time.clock_gettime(time.pthread_getcpuclockid(thread))
+
+
+def where_it_stands() -> str:
+    """Of this process: `waits for all_reduce (gradient norm) over dp_shard`, or `is in f (file.py:3)`."""
+    frames = sys._current_frames()
+    main = frames.pop(threading.main_thread().ident or 0)
+    innermost = [main]
+    if any(part in main.f_code.co_filename for part in _DELEGATES):
+        innermost += [f for thread, f in frames.items() if thread != threading.get_ident()]
+    for frame in innermost:
+        if waits := _communication(frame):
+            return waits
+    code = main.f_code
+    return f"is in {code.co_name} ({Path(code.co_filename).name}:{main.f_lineno})"
+
+
+def _communication(frame: FrameType | None) -> str:
+    """What a thread communicates, by the innermost frames of it; empty when it does not.
+
+    Only these are asked for their variables: Python keeps what it is asked for until the function returns, and
+    they return as soon as the collective is done.
+    """
+    calls: list[str] = []
+    facts: dict[str, str] = {}
+    while frame is not None:
+        file, name = frame.f_code.co_filename, frame.f_code.co_name
+        if any(part in file for part in _COMMUNICATION):
+            if not name.startswith(_NO_CALLS):
+                calls.append(name)
+            for key, fact in _facts(frame.f_locals):
+                facts.setdefault(key, fact)
+        elif not (calls and any(part in file for part in _BETWEEN)):
+            break
+        frame = frame.f_back
+    if not calls:
+        return ""
+    purpose = f" ({facts['purpose']})" if "purpose" in facts else ""
+    group = f" over {facts['group']}" if "group" in facts else ""
+    layer = f" of {facts['layer']}" if "layer" in facts else ""
+    return f"waits for {_PLAIN.get(calls[0], calls[0])}{purpose}{group}{layer}"
+
+
+_NO_CALLS: Final = ("_", "wrapper", "wait", "<")
+_PLAIN: Final = {
+    "foreach_all_gather": "all_gather",
+    "foreach_all_gather_copy_out": "all_gather",
+    "foreach_reduce": "reduce_scatter",
+    "wait_for_unshard": "all_gather",
+    "all_gather_into_tensor": "all_gather",
+    "all_gather_single": "all_gather",
+    "gather_rows": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "reduce_scatter_single": "reduce_scatter",
+    "reduce_into": "reduce_scatter",
+    "all_to_all_single": "all_to_all",
+}
+
+
+def _facts(variables: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """What the variables of a function that communicates say: its group, purpose and layer."""
+    for value in variables.values():
+        if description := getattr(value, "group_desc", None):
+            axis = str(description).removeprefix("mesh_")
+            yield "group", "all ranks" if axis == "default_pg" else axis
+        elif type(value).__name__ == "Purpose":
+            yield "purpose", str(value)
+        elif layer := getattr(value, "_module_fqn", None):
+            yield "layer", str(layer)

@@ -1,0 +1,373 @@
+"""Start local ranks by forking a parent that has already imported torch.
+
+Imports dominate the start of a rank (12 s for 8 torchrun workers on two cores, 0.4 s forked), and forked ranks share
+the parent's code pages. The parent must not hold a process group or have touched an accelerator when it forks. It may
+have used threads: a rank inherits the pools of OpenMP and of `tokenizers` without their threads, and would wait for
+them for ever, so the one is ended before the fork, and ranks are told not to use the other.
+
+Each rank runs `fn(rank)`, writes its standard output and error to its own log file, and leaves through `os._exit`, so
+nothing of the parent (test runner, exit handlers) runs twice. When one rank fails the others get a short grace time
+and are then killed by process id; the first failure is raised in full. With deadlines the parent also watches what
+the ranks say of themselves, and ends a run that is held up.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import math
+import os
+import pickle
+import re
+import signal
+import struct
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from multiprocessing.connection import wait
+from multiprocessing.context import ForkProcess
+from pathlib import Path
+from typing import Any, Final
+
+from hyper_parallel.errors import HyperParallelError, RankFailed, written
+from hyper_parallel.runtime.fork_server import (
+    begin_forked,
+    prepare_fork,
+    serial_tokenizers,
+    start_rank,
+)
+from hyper_parallel.runtime.heartbeat import BOARD, Board, Pulse
+from hyper_parallel.runtime.scratch_folders import scratch_folder
+from hyper_parallel.runtime.supervision import Deadlines, Hang, QuietRanks, Watch
+from hyper_parallel.serde import create_file
+
+INIT_METHOD: Final = "HYPER_PARALLEL_INIT_METHOD"
+"""Environment variable that tells a forked rank how to meet the others."""
+
+_GRACE_S: Final = 2.0
+_GRACE_OF_KILLED_S: Final = 0.5  # a rank that was killed writes nothing that has to be waited for
+_QUIET_LOOK_S: Final = 2.0  # without deadlines; a rank that ends is noticed at once
+_LOOK_S: Final = 0.25  # a frozen rank is to be noticed well within a second after its deadline
+_LINES_OF_STACK: Final = 16  # the log has all
+_STACKS_S: Final = 0.5
+_LENGTH: Final = struct.Struct("<Q")
+_CHUNK_BYTES: Final = 1 << 30  # Linux writes less than 2 GiB at once
+_STACK: Final = re.compile(r"^(?:Current t|T)hread 0x.*\n(?:  File .*\n)*", re.MULTILINE)
+"""One thread of what faulthandler writes; the main thread is the last."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Record:
+    """What a rank leaves in a file: its result, or when and with what it failed."""
+
+    result: Any = None
+    failed_at: float = math.inf
+    trace: str = ""
+    coded: HyperParallelError | None = None
+
+
+def launch(
+    fn: Callable[[int], Any],
+    world_size: int,
+    *,
+    log_dir: str | Path | None = None,
+    timeout_s: float | None = None,
+    threads: int = 1,
+    echo_rank: int | None = None,
+    deadlines: Deadlines | None = None,
+    worlds: Sequence[int] = (),
+    ending: Callable[[], bool] = lambda: False,
+) -> list[Any]:
+    """Run `fn(rank)` on `world_size` forked ranks and return their results in rank order.
+
+    Args:
+        fn: Called in each rank; may be a closure. Its result must pickle.
+        world_size: Number of ranks.
+        log_dir: Directory of `rank_<n>.log`; None: a temporary one.
+        timeout_s: Seconds after which unfinished ranks are killed; None: no limit.
+        threads: CPU threads of each rank.
+        echo_rank: Rank that keeps the parent's standard output and error instead of a log file.
+        deadlines: How long a rank may stay in one phase; None: for ever, and a wait of all ranks is printed only.
+        worlds: Ranks of each of several worlds, in rank order; (): one world of all.
+        ending: With deadlines, whether a signal has asked ranks to end after their step; one that waits is then ended,
+            and all are ended at once while none has begun a step.
+
+    Raises:
+        KeyboardInterrupt: All ranks were ended because `ending` came before the first step.
+        ForkUnsafe: HP605 when this process is a member of a process group, or another thread of it computes.
+        RankHung: HP620 when a rank is over its deadline; the culprit is named.
+        RankFailed: HP601 when a rank cannot be started, or with the first failure in full and a line for each other.
+            A coded error raised in a rank is raised again as it is.
+    """
+    with scratch_folder() as scratch, _Records(world_size) as records:
+        logs = Path(log_dir or scratch)
+        with written(logs):
+            logs.mkdir(parents=True, exist_ok=True)
+        board = Board(scratch / "board", world_size)
+        watch: Watch | QuietRanks = QuietRanks(board)
+        if deadlines is not None:
+            watch = Watch(board, deadlines, ending=ending)
+        prepare_fork()
+        starts = list(accumulate(worlds or (world_size,), initial=0))
+        ranks: list[ForkProcess] = []
+        try:
+            with serial_tokenizers():
+                for rank in range(world_size):
+                    if ending():
+                        raise KeyboardInterrupt
+                    world = next(range(a, b) for a, b in pairwise(starts) if rank < b)
+                    given = (
+                        fn,
+                        rank,
+                        world,
+                        scratch,
+                        None if rank == echo_rank else logs,
+                        threads,
+                        board,
+                        records,
+                    )
+                    process = ForkProcess(target=_child, args=given)
+                    start_rank(process, rank, world_size)
+                    if deadlines is not None:
+                        board.started(rank, process.pid or 0)
+                    ranks.append(process)
+            with _places_on_sigterm(board):
+                failures, hang = _wait(ranks, timeout_s, watch)
+        finally:
+            for process in ranks:
+                process.kill()
+            for process in ranks:
+                process.join()
+        if hang is not None:
+            first = logs / f"rank_{hang.culprits[0] if hang.culprits else 0}.log"
+            stack = _stack(_text(first)).splitlines()[:_LINES_OF_STACK]
+            raise hang.error(str(first), "\n".join(stack))
+        if failures:
+            _raise_first(failures, records, logs, echo_rank)
+        return [records.read(rank).result for rank in range(world_size)]
+
+
+class _Records:
+    """What ranks leave behind, each in a file without a name: in memory, so that no full disk loses the result."""
+
+    def __init__(self, ranks: int) -> None:
+        self._files = [os.memfd_create(f"hyper_parallel record {rank}") for rank in range(ranks)]
+
+    def __enter__(self) -> _Records:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for file in self._files:
+            os.close(file)
+
+    def write(self, rank: int, record: _Record) -> None:
+        """Leave a record, whole or not at all: a reader sees it when its length is there."""
+        content = pickle.dumps(record)
+        with os.fdopen(self._files[rank], "r+b", buffering=0, closefd=False) as file:
+            file.seek(_LENGTH.size)
+            for start in range(0, len(content), _CHUNK_BYTES):
+                file.write(content[start : start + _CHUNK_BYTES])
+            file.seek(0)
+            file.write(_LENGTH.pack(len(content)))
+
+    def read(self, rank: int) -> _Record:
+        """Return the record of a rank; an empty one where it has left none."""
+        with os.fdopen(self._files[rank], "rb", closefd=False) as file:
+            file.seek(0)
+            (length,) = _LENGTH.unpack(file.read(_LENGTH.size) or bytes(_LENGTH.size))
+            record: _Record = pickle.loads(file.read(length)) if length else _Record()
+        return record
+
+
+def _child(
+    fn: Callable[[int], Any],
+    rank: int,
+    world: range,
+    scratch: Path,
+    logs: Path | None,
+    threads: int,
+    board: Board,
+    records: _Records,
+) -> None:
+    """Body of a rank of a world of ranks, which writes to `logs`, or to the output of its parent; never returns."""
+    status = 1
+    try:
+        begin_forked()
+        if logs is not None:
+            _redirect(logs / f"rank_{rank}.log")
+        faulthandler.register(signal.SIGUSR1, file=2)  # the parent asks when this rank hangs
+        import torch
+
+        torch.set_num_threads(threads)
+        os.environ |= {
+            "RANK": str(rank - world.start),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(len(world)),
+            "LOCAL_WORLD_SIZE": str(len(world)),
+            INIT_METHOD: f"file://{scratch / f'store_{world.start}'}",
+        }
+        os.environ[BOARD] = f"{board.ranks} {board.path}"
+        Pulse(board, rank)
+        torch.manual_seed(rank)
+        result = fn(rank)
+        if torch.distributed.is_initialized():
+            torch.distributed.barrier()  # others may still be opening connections to this rank
+        records.write(rank, _Record(result))
+        status = 0
+    except BaseException as error:
+        if logs is not None:  # what the parent raises reaches the same terminal
+            with suppress(OSError):
+                traceback.print_exc()
+        coded = error if isinstance(error, HyperParallelError) else None
+        records.write(rank, _Record(None, stamp(error), traceback.format_exc(), coded))
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(status)
+
+
+def _redirect(log: Path) -> None:
+    """Send standard output and error to a log; to nowhere where it cannot be created, for a run goes on without."""
+    try:
+        file = create_file(log)
+    except OSError:
+        file = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115
+    with file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+
+
+def stamp(error: BaseException) -> float:
+    """When an error was raised: the time of the first call, which the error keeps."""
+    when: float = error.__dict__.setdefault("failed_at", time.time())
+    return when
+
+
+def _wait(
+    ranks: list[ForkProcess], timeout_s: float | None, watch: Watch | QuietRanks
+) -> tuple[dict[int, str], Hang | None]:
+    """Wait for all ranks, after the first failure for a grace time only.
+
+    A rank that hangs beyond the deadline is asked where it stands.
+
+    Returns:
+        How each failed rank did, first failure first, or what holds the ranks up.
+    """
+    running: dict[Any, int] = {process.sentinel: rank for rank, process in enumerate(ranks)}
+    failures: dict[int, str] = {}
+    deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
+    try:
+        while running:
+            look_s = _LOOK_S if isinstance(watch, Watch) else _QUIET_LOOK_S
+            left = min(max(deadline - time.monotonic(), 0.0), look_s)
+            ended = wait(list(running), left)
+            for rank in map(running.pop, ended):
+                ranks[rank].join()
+                if code := ranks[rank].exitcode:
+                    killed = f"killed by {signal.Signals(-code).name}" if code < 0 else ""
+                    failures[rank] = killed or f"exit code {code}"
+                    grace_s = _GRACE_OF_KILLED_S if killed else _GRACE_S
+                    deadline = min(deadline, time.monotonic() + grace_s)
+            if isinstance(watch, QuietRanks):
+                watch.look()
+            elif not failures and watch.ends_start():
+                raise KeyboardInterrupt
+            elif not failures and (hang := watch.look(running.values())):
+                _ask_for_stacks({rank: ranks[rank] for rank in running.values()}, hang.stopped)
+                return {}, hang
+            if not ended and time.monotonic() >= deadline:
+                how = "stopped because another rank failed"
+                if not failures:
+                    how = f"not finished after {timeout_s} s"
+                    _ask_for_stacks({rank: ranks[rank] for rank in running.values()})
+                return failures | dict.fromkeys(running.values(), how), None
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException:  # a time limit of the caller
+        _ask_for_stacks({rank: ranks[rank] for rank in running.values()})
+        raise
+    return failures, None
+
+
+@contextmanager
+def _places_on_sigterm(board: Board) -> Iterator[None]:
+    """Say where every rank is when SIGTERM ends this process, which it does unless the caller handles it."""
+    main = threading.current_thread() is threading.main_thread()
+    if not main or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        yield
+        return
+
+    def end(signum: int, _: Any) -> None:
+        lines = QuietRanks(board).places()
+        sys.stderr.write("".join(f"SIGTERM: {line}\n" for line in lines))
+        sys.stderr.flush()
+        signal.signal(signum, signal.SIG_DFL)
+        os.kill(os.getpid(), signum)  # ranks end with this process
+
+    signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _ask_for_stacks(ranks: dict[int, ForkProcess], stopped: Collection[int] = ()) -> None:
+    """Have ranks that hang write where they are into their logs; stopped ones once the others are ended."""
+    for process in ranks.values():
+        os.kill(process.pid, signal.SIGUSR1)
+    time.sleep(_STACKS_S)
+    if not stopped:
+        return
+    for rank, process in ranks.items():
+        if rank not in stopped:
+            process.kill()
+    for rank in stopped:
+        os.kill(ranks[rank].pid, signal.SIGCONT)
+    time.sleep(_STACKS_S)
+
+
+def _raise_first(
+    failures: dict[int, str], left: _Records, logs: Path, echo_rank: int | None
+) -> None:
+    """Raise the failure that came first by the ranks' own clocks, the others one line each."""
+    records = {rank: left.read(rank) for rank in failures}
+    # A killed rank leaves no record and makes the others fail in their next collective: it came first.
+    killed = [rank for rank, how in failures.items() if how.startswith("killed by")]
+    first = killed[0] if killed else min(failures, key=lambda rank: records[rank].failed_at)
+    if (coded := records[first].coded) is not None:
+        raise coded
+    log = {rank: _text(logs / f"rank_{rank}.log") for rank in failures}
+    lasts = {rank: _last_line(records[rank], how, log[rank]) for rank, how in failures.items()}
+    others = [f"rank {rank}: {last}" for rank, last in lasts.items() if rank != first]
+    text = (records[first].trace or _end(log[first])).rstrip()
+    raise RankFailed(
+        f"rank {first} failed ({failures[first]})\n" + "\n".join([text, *others]).strip(),
+        where="the lines above" if first == echo_rank else f"{logs}/rank_{first}.log",
+    )
+
+
+def _text(log: Path) -> str:
+    return log.read_text(errors="replace") if log.exists() else ""
+
+
+def _end(log: str) -> str:
+    """The last 4000 characters of a log, or of a rank that hangs where its main thread stands."""
+    return _stack(log)[:4000] or log[-4000:]
+
+
+def _stack(log: str) -> str:
+    """Where the main thread stood when it was asked last; empty when it never was."""
+    stacks: list[str] = _STACK.findall(log)
+    return stacks[-1] if stacks else ""
+
+
+def _last_line(record: _Record, how: str, log: str) -> str:
+    """What a rank failed with; of one that hangs, how and where its main thread stands."""
+    if lines := record.trace.strip().splitlines():
+        return lines[-1][:200]
+    return ", in ".join([how, *(line.strip() for line in _stack(log).splitlines()[1:2])])

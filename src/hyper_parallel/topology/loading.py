@@ -1,0 +1,240 @@
+"""The machine behind a name: a preset, an alias, a topology file, or `local`.
+
+`local` is found without any framework: vendor tools for accelerators, else the operating system.
+"""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import os
+import re
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import takewhile
+from pathlib import Path
+from typing import Final, Literal
+
+from hyper_parallel.config import of_file, read_mapping
+from hyper_parallel.errors import (
+    BadValue,
+    DeviceUnavailable,
+    TopologyUnreadable,
+    UnknownDevice,
+    UnknownTopology,
+)
+from hyper_parallel.topology._file import TopologyFile
+from hyper_parallel.topology._supernode import Quantity, Supernode
+from hyper_parallel.topology.cpu_machine import DEFAULT_CPU_RANKS, cpu_supernode
+from hyper_parallel.units import MiB
+
+_PRESETS: Final = Path(__file__).with_name("presets")
+_TOOL_TIMEOUT_S: Final = 20
+MOST_CPU_RANKS: Final = 4096
+"""Ranks on the processors of one machine; the largest have about two thousand hardware threads."""
+
+
+def preset_names() -> tuple[str, ...]:
+    """Names of the shipped topologies, without aliases."""
+    return tuple(sorted(path.stem for path in _PRESETS.glob("*.yaml")))
+
+
+def load_topology(name_or_path: str | Path) -> Supernode:
+    """The machine behind a name.
+
+    Args:
+        name_or_path: A preset name or alias, the path of a topology file, or `local` for this machine.
+
+    Raises:
+        UnknownTopology: HP303 when it is none of these; the nearest names are listed.
+        TopologyUnreadable: HP309 when the file is not readable YAML.
+        UnknownKey: HP101, BadValue: HP102 when a key of the file is unknown or its value is not allowed.
+        UnknownDevice: HP312 when `local` meets an accelerator that no preset describes.
+    """
+    text = str(name_or_path)
+    if text == "local":
+        return detect_local()
+    path = Path(text)
+    if path.suffix.lower() in {".yaml", ".yml", ".json"} or "/" in text:
+        return read_topology(path)
+    names = preset_names()
+    preset = text if text in names else _aliases().get(text)
+    if preset is not None:
+        return read_topology(_PRESETS / f"{preset}.yaml")
+    near = difflib.get_close_matches(text, [*names, *_aliases(), "local"], n=3)
+    raise UnknownTopology(
+        f"there is no topology `{text}`",
+        got=text,
+        allowed=["local", *names, "or the path of a YAML file"],
+        hint=f"did you mean {' or '.join(f'`{n}`' for n in near)}?" if near else None,
+    )
+
+
+def read_topology(path: Path) -> Supernode:
+    """The machine a topology file describes; see `load_topology` for the errors."""
+    return of_file(path, TopologyFile, TopologyUnreadable, "topology file").resolve()
+
+
+@cache
+def _aliases() -> dict[str, str]:
+    """Alias to preset name, read from the preset files."""
+    aliases = {}
+    for name in preset_names():
+        data = read_mapping(_PRESETS / f"{name}.yaml", TopologyUnreadable, "topology file")
+        aliases.update(dict.fromkeys(data.get("aliases", ()), name))
+    return aliases
+
+
+@dataclass(frozen=True, slots=True)
+class Accelerator:
+    """One accelerator as the vendor's tool reports it."""
+
+    kind: Literal["cuda", "npu"]
+    name: str
+    memory_bytes: int  # 0 when the tool does not say
+
+
+def parse_nvidia_smi(text: str) -> list[Accelerator]:
+    """Devices in the output of `nvidia-smi --query-gpu=name,memory.total --format=csv`."""
+    rows = (
+        re.fullmatch(r"\s*(\S.*?)\s*,\s*(\d+)\s*MiB\s*", line) for line in text.splitlines()[1:]
+    )
+    return [Accelerator("cuda", row[1], int(row[2]) * MiB) for row in rows if row]
+
+
+def parse_npu_smi(text: str) -> list[Accelerator]:
+    """Devices in the output of `npu-smi info -m`: rows of NPU id, chip id, logic id and chip name.
+
+    Rows without a logic id are controllers, not devices.
+    """
+    rows = (re.fullmatch(r"\s*\d+\s+\d+\s+\d+\s+(.*?\d.*?)\s*", line) for line in text.splitlines())
+    return [Accelerator("npu", row[1], 0) for row in rows if row]
+
+
+_TOOLS: Final = (
+    (
+        "nvidia-smi --query-gpu=name,memory.total --format=csv",
+        parse_nvidia_smi,
+        "CUDA_VISIBLE_DEVICES",
+    ),
+    ("npu-smi info -m", parse_npu_smi, "ASCEND_RT_VISIBLE_DEVICES"),
+)
+
+
+def find_accelerators(environ: Mapping[str, str] = os.environ) -> list[Accelerator]:
+    """Accelerators this process may use, in the order of their ids; empty on a machine without any.
+
+    Respects CUDA_VISIBLE_DEVICES and ASCEND_RT_VISIBLE_DEVICES as far as they list plain ids.
+    """
+    for command, parse, variable in _TOOLS:
+        try:
+            done = subprocess.run(
+                command.split(),
+                capture_output=True,
+                text=True,
+                timeout=_TOOL_TIMEOUT_S,
+                check=False,
+            )
+        except (OSError, subprocess.TimeoutExpired):
+            continue  # no tool, or one without its driver: no usable device of this vendor
+        devices = parse(done.stdout) if done.returncode == 0 else []
+        if visible := _visible(devices, environ.get(variable)):
+            return visible
+    return []
+
+
+def _visible(devices: list[Accelerator], selection: str | None) -> list[Accelerator]:
+    """Apply a list of visible ids as the vendors do: ids after the first invalid one are ignored."""
+    if selection is None:
+        return devices
+    parts = [part.strip() for part in selection.split(",")]
+    if not all(part.lstrip("-").isdigit() for part in parts if part):
+        return devices[: len(parts)]  # ids by UUID: all devices of a machine are alike
+    valid = takewhile(lambda part: part and 0 <= int(part) < len(devices), parts)
+    return [devices[int(part)] for part in valid]
+
+
+def match_preset(accelerator: Accelerator) -> Supernode | None:
+    """The preset whose device card reports this name."""
+    for name in preset_names():
+        supernode = load_topology(name)
+        if supernode.device.kind == accelerator.kind and any(
+            fnmatch.fnmatchcase(accelerator.name, glob) for glob in supernode.device.reported_as
+        ):
+            return supernode
+    return None
+
+
+def detect_local(
+    num_devices: int | None = None, *, accelerators: Sequence[Accelerator] | None = None
+) -> Supernode:
+    """This machine as planning sees it. Imports no framework.
+
+    Args:
+        num_devices: Devices to use. None: every accelerator, or 4 ranks on a machine without one.
+        accelerators: The accelerators, when they are already known. None: look for them.
+
+    Returns:
+        The preset of the accelerator, with the number of devices and the memory that is reported; without an
+        accelerator a CPU machine whose cores and memory are divided among the ranks, its rates measured once and
+        cached.
+
+    Raises:
+        BadValue: HP102 when `num_devices` is below one.
+        DeviceUnavailable: HP502 when more devices are wanted than there are accelerators, or than any machine has
+            processors.
+        UnknownDevice: HP312 when no preset describes the accelerator.
+    """
+    if num_devices is not None and num_devices < 1:
+        raise BadValue("the number of devices is below one", got=num_devices, allowed=">= 1")
+    if accelerators is None:
+        accelerators = find_accelerators()
+    if not accelerators and (num_devices or 1) > MOST_CPU_RANKS:
+        raise DeviceUnavailable(
+            "no machine has so many processors",
+            got=f"{num_devices} ranks",
+            allowed=f"at most {MOST_CPU_RANKS} ranks on the processors of one machine",
+            hint="name the machine that is meant, for example `topology=dgx-h100`",
+        )
+    if not accelerators:
+        return cpu_supernode(num_devices or DEFAULT_CPU_RANKS)
+    preset = match_preset(accelerators[0])
+    if preset is None:
+        raise UnknownDevice(
+            f"no preset describes the accelerator `{accelerators[0].name}` of this machine",
+            got=f"{len(accelerators)} x {accelerators[0].name}",
+            allowed=[glob for n in preset_names() for glob in load_topology(n).device.reported_as],
+            hint="write a topology file for it and set `topology=machine.yaml`",
+        )
+    if num_devices is not None and num_devices > len(accelerators):
+        raise DeviceUnavailable(
+            "more devices are asked for than this machine has",
+            got=num_devices,
+            allowed=f"1..{len(accelerators)}",
+            hint=f"use {len(accelerators)} devices, or plan for a preset such as `--topology {preset.name}`",
+        )
+    device = preset.device
+    if accelerators[0].memory_bytes:
+        smallest = min(a.memory_bytes for a in accelerators)
+        memory = Quantity(float(smallest), "reported by nvidia-smi", "measured")
+        device = replace(device, memory_bytes=memory)
+    count = num_devices or len(accelerators)
+    return replace(
+        preset,
+        name="local",
+        description=f"this machine: {count} x {device.name}, links as in {preset.name}",
+        num_devices=count,
+        device=device,
+    )
+
+
+def is_this_machine(topology: str) -> bool:
+    """Return whether the device of a topology is the one that this machine has."""
+    if topology == "local":
+        return True
+    device, found = load_topology(topology).device, find_accelerators()
+    if not found or not device.reported_as:
+        return device.kind == (found[0].kind if found else "cpu")
+    return any(fnmatch.fnmatchcase(found[0].name, glob) for glob in device.reported_as)

@@ -1,0 +1,106 @@
+"""Write a checkpoint as a Hugging Face directory, or its adapters as one of peft."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from hyper_parallel.backends.torch.dropout import original_config
+from hyper_parallel.backends.torch.token_scores import SCORE
+from hyper_parallel.backends.torch.weights.initialization import allocate_and_fill_buffers
+from hyper_parallel.backends.torch.weights.lora import merge_adapters
+from hyper_parallel.backends.torch.weights.unused_tensors import CarriedWeights, carried_of
+from hyper_parallel.config import Lora, Model, Recipe
+from hyper_parallel.errors import BadValue, ModelUnreadable, UnknownModel
+from hyper_parallel.model import list_weight_files
+from hyper_parallel.trainer.checkpoints._restore import stored_dtypes
+from hyper_parallel.trainer.checkpoints.adapter_files import allocate_trained, export_adapter
+from hyper_parallel.trainer.checkpoints.checkpointer import Checkpointer
+from hyper_parallel.trainer.checkpoints.model_export import export_hf, exported_folder
+from hyper_parallel.trainer.engine.base_weights import load_base
+from hyper_parallel.trainer.engine.recipe_model import GENERATION, build_model, take_padding
+from hyper_parallel.trainer.input_checksums import BASE, RunInputs
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def export_checkpoint(
+    directory: Path,
+    model_dir: Path,
+    out_dir: Path,
+    step: int | None = None,
+    tokenizer_dir: Path | None = None,
+    dtype: str | None = None,
+    *,
+    lora: Lora | None = None,
+    merge: bool = False,
+    trusted: bool = False,
+) -> int:
+    """Load the weights of a checkpoint, or its adapters, and export them; holds what it writes in host memory.
+
+    Args:
+        directory: Directory of the checkpoints.
+        model_dir: Directory of `config.json`, a file like it, or the name of a preset; with `merge` of weights.
+        out_dir: Directory to write.
+        step: Step; None: the newest intact one.
+        tokenizer_dir: Directory of the tokenizer; None: that of the model.
+        dtype: Name of the stored dtype; None: as in the checkpoint.
+        lora: The adapters of the run.
+        merge: Write the whole model with the adapters added to its weights, in place of the adapters.
+        trusted: Run code that lies in `model_dir`, for a model that transformers has not.
+
+    Returns:
+        The step exported.
+
+    Raises:
+        BadValue: HP102 for an unknown dtype.
+        ModelUnreadable: HP305 when the config is missing or no causal language model of transformers.
+        CheckpointMismatch: HP702 when the weights to merge into are not those that the adapters were trained on.
+        CheckpointCorrupt, CheckpointMismatch, OutputNotWritable: As in `Checkpointer.load` and `export_hf`.
+    """
+    if dtype is not None and dtype not in _DTYPES:
+        raise BadValue("unknown dtype", where="--dtype", got=dtype, allowed=list(_DTYPES))
+    exported_folder(out_dir, "adapter" if lora is not None and not merge else "export").check()
+    loader = Checkpointer(directory, keep=1, asynchronous=False, fingerprint=None)
+    found, _, index = loader.newest_intact(step)
+    dtypes = stored_dtypes(index)
+    scores = f"{SCORE}.weight" in dtypes  # which no language model has
+    model_dir = model_dir.expanduser()
+    try:
+        # Every model has eager attention, and an export does not say which one was trained with.
+        chosen = Model(path=str(model_dir), attn_implementation="eager", trust_remote_code=trusted)
+        model = build_model(Recipe(model=chosen, lora=lora, stage="rm" if scores else "pt"))
+    except UnknownModel as error:
+        raise ModelUnreadable(error.what, where=str(model_dir), hint=error.hint) from error
+    for name, parameter in model.named_parameters():
+        kept = next(iter(dtypes.values())) if lora is not None else parameter.dtype
+        parameter.data = parameter.data.to(dtypes.get(name, kept))
+    base = None
+    if merge:
+        base = load_base(model, model_dir, frozen=True)
+    elif lora is not None:
+        allocate_trained(model)
+    else:
+        allocate_and_fill_buffers(model)
+    _, extra = loader.load(model, None, found)
+    if base is not None:
+        inputs = RunInputs()
+        inputs.load(extra)
+        inputs.check(BASE, base.checksum, model_dir)
+    if tokenizer_dir is None and model_dir.exists():
+        tokenizer_dir = model_dir if model_dir.is_dir() else model_dir.parent
+    stored = _DTYPES[dtype] if dtype else None
+    if lora is not None and not merge:
+        export_adapter(model.to(dtype=stored), tokenizer_dir, out_dir)
+        return found
+    merge_adapters(model)
+    if scores and tokenizer_dir is not None:
+        take_padding(model, tokenizer_dir)
+    generation = model_dir / GENERATION
+    carried = CarriedWeights.read(model_dir)
+    if carried is None and not merge and model_dir.is_dir() and list_weight_files(model_dir).files:
+        carried = carried_of(model, model_dir)
+    config = original_config(model)
+    export_hf(model, config, tokenizer_dir, out_dir, stored, generation=generation, carried=carried)
+    return found

@@ -1,0 +1,393 @@
+"""Save and load training state so that it resumes on any layout and world size.
+
+Every rank writes the boxes it stores into one safetensors file, what several ranks hold only once; a load reads
+whatever part of them the new layout needs. Around it this file has what a long run needs: writing in the background on
+a copy of the state, checksums of all bytes, publication by one rename, retention of the newest intact checkpoints and
+the best, and on load the newest one that is intact.
+
+The directory must be visible to all ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from hyper_parallel.errors import CheckpointCorrupt, LossNotFinite, OutputNotWritable
+from hyper_parallel.trainer.checkpoints import manifest as files
+from hyper_parallel.trainer.checkpoints._directory import CheckpointDirectory
+from hyper_parallel.trainer.checkpoints._finite import first_not_finite
+from hyper_parallel.trainer.checkpoints._named_state import (
+    State,
+    group_keys,
+    joined_groups,
+    model_tensors,
+    state_of,
+    tensor_facts,
+    trained_tensors,
+)
+from hyper_parallel.trainer.checkpoints._restore import (
+    check_groups,
+    check_optimizer,
+    compare_fingerprints,
+    compare_tensors,
+    read_tensors,
+    restore_optimizer,
+)
+from hyper_parallel.trainer.checkpoints.extra_state import (
+    EXTRA,
+    CheckExtra,
+    check_size,
+    encode_extra,
+    read_extra,
+)
+from hyper_parallel.trainer.checkpoints.index import (
+    INDEX,
+    Index,
+    Piece,
+    StoredTensor,
+    encode_index,
+    read_index,
+)
+from hyper_parallel.trainer.checkpoints.manifest import Manifest
+from hyper_parallel.trainer.checkpoints.pieces import (
+    AtHome,
+    HeldBox,
+    owners,
+    parts_of,
+    write_pieces,
+)
+from hyper_parallel.trainer.checkpoints.rank_group import RankGroup
+from hyper_parallel.trainer.files import Damaged, FileEntry
+
+_log = logging.getLogger(__name__)
+
+
+class Checkpointer:
+    """Checkpoints of one run in one directory.
+
+    All methods except `latest` are collective: every rank of the process group calls them in the same order. Without
+    a process group it works in a single process.
+
+    Args:
+        directory: Directory of the checkpoints, usually `RUN_DIR/checkpoints`. The first save creates it; every
+            save removes what a killed or failed one left behind.
+        keep: Newest intact checkpoints kept, at least 1; a save removes none that is newer than itself.
+        asynchronous: Write in a background thread while training goes on.
+        fingerprint: JSON values that must agree between the run that saves and the run that loads (model, optimizer;
+            not the layout). None: load from any run whose tensors fit; such a checkpointer cannot save.
+        on_error: Whether a save that the disk refuses ends the run, or is logged; `finish` raises it in any case when
+            it was the last one.
+        keep_best: Name of a number in `extra["metrics"]`; the checkpoint with its least value is kept too. None: none.
+        check_extra: What the values beside the tensors have to be, else a checkpoint counts as damaged; None: any.
+    """
+
+    def __init__(
+        self,
+        directory: str | Path,
+        *,
+        keep: int,
+        asynchronous: bool,
+        fingerprint: dict[str, Any] | None,
+        on_error: Literal["stop", "continue"] = "stop",
+        keep_best: str | None = None,
+        check_extra: CheckExtra | None = None,
+    ) -> None:
+        self.directory = Path(directory)
+        self._place = CheckpointDirectory(self.directory)
+        self._keep = keep
+        self._asynchronous = asynchronous
+        self._fingerprint = json.loads(json.dumps(fingerprint))
+        self._on_error, self._keep_best, self._check_extra = on_error, keep_best, check_extra
+        self._ranks = RankGroup("checkpoint", self.directory, own_group=True)
+        self._background: tuple[ThreadPoolExecutor, Future[None]] | None = None
+        self._failure: OutputNotWritable | None = None
+        self._checked: dict[int, bool] = {}
+        """Whether a step is intact, of those that this process has written or read to the last byte."""
+
+    def save(
+        self,
+        step: int,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        extra: dict[str, Any],
+        at_home: AtHome = torch.Tensor.detach,
+    ) -> None:
+        """Save the state after `step` optimizer steps.
+
+        With `asynchronous` it returns when the state is copied; the copy takes the host memory of what this rank
+        writes until it is written. The previous save is waited for, and its error raised here.
+
+        Args:
+            step: Completed optimizer steps; names the checkpoint. An existing one of this step is replaced.
+            model: Module of plain tensors or DTensors.
+            optimizer: None: weights only.
+            extra: JSON values of the trainer, given back by `load`; rank 0's are stored.
+            at_home: Gives a local tensor on its bytes, where a memory plan has them elsewhere.
+
+        Raises:
+            OutputNotWritable: HP105 when the directory cannot be written; in the background, raised by the next
+                `save` or `finish`. Older checkpoints stay.
+            UnsupportedSharding: HP205 for a split that boxes cannot express.
+            BadValue: HP102 for state that is neither a tensor nor a JSON value, and for values that are too large.
+            LossNotFinite: HP604 naming a trained parameter, or a state of the optimizer, that is not finite; nothing is
+                written or removed.
+        """
+        if self._fingerprint is None:
+            raise ValueError("a checkpointer without a fingerprint only loads")
+        self._settle()
+        extra = json.loads(json.dumps(extra))
+        check_size(extra)
+        index, parts = self._divide(step, model, optimizer, at_home)
+        if self._asynchronous:
+            parts = [part.copied() for part in parts]
+            thread = ThreadPoolExecutor(1, thread_name_prefix=f"checkpoint-{step}")
+            self._background = thread, thread.submit(self._write, step, index, parts, extra)
+            return
+        try:
+            self._write(step, index, parts, extra)
+        except OutputNotWritable as error:
+            self._failed(error)
+
+    def finish(self) -> None:
+        """Wait for the save in the background, if there is one, and raise the error of the last save."""
+        self._settle()
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def close(self) -> None:
+        """Wait for the save in the background, and give the process group back."""
+        self.finish()
+        self._ranks.close()
+
+    def latest(self) -> int | None:
+        """Step of the newest published checkpoint; its files are checked by `load`, not here."""
+        return max(files.steps(self.directory), default=None)
+
+    def load(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        step: int | None = None,
+    ) -> tuple[int, dict[str, Any]]:
+        """Load a checkpoint into a model and an optimizer that hold storage; a rank reads what it stores.
+
+        Args:
+            model: Changed in place; may have another layout and world size than the one saved.
+            optimizer: Changed in place; None, or a checkpoint without one: weights only.
+            step: Load exactly this one; None: the newest intact one.
+
+        Returns:
+            The step, and the `extra` of its save.
+
+        Raises:
+            CheckpointCorrupt: HP701 when no intact checkpoint is left; names the damaged files.
+            CheckpointFormat: HP740 when an earlier version wrote it.
+            CheckpointMismatch: HP702 with the first difference between the checkpoint and this run.
+        """
+        self._settle()
+        found, manifest, index = self.newest_intact(step)
+        path = self.directory / files.step_name(found)
+        if self._fingerprint is not None:
+            compare_fingerprints(manifest.fingerprint, self._fingerprint, path, index)
+        targets = model_tensors(model)
+        trained = optimizer if index.groups else None
+        if optimizer is not None:
+            check_groups(manifest.fingerprint, index, path)
+
+        def mine() -> tuple[dict[str, Any], dict[str, list[str]]]:
+            keys = group_keys(model, trained) if trained is not None else {}
+            return tensor_facts(targets), keys
+
+        everyone = self._ranks.everywhere(mine)
+        compare_tensors({k: v for held, _ in everyone for k, v in held.items()}, index, path)
+        if trained is not None:
+            check_optimizer({k: v for _, held in everyone for k, v in held.items()}, index, path)
+
+        def fill() -> None:
+            if trained is not None:
+                targets.update(restore_optimizer(model, trained, index, path))
+            read_tensors(targets, index, path)
+
+        self._ranks.everywhere(fill)
+        return found, read_extra(path)
+
+    def newest_intact(self, step: int | None) -> tuple[int, Manifest, Index]:
+        """The newest checkpoint whose bytes agree with their checksums, or exactly `step`; ranks share the reading.
+
+        Raises:
+            CheckpointCorrupt: HP701 when there is none; names the damaged files.
+            CheckpointFormat: HP740 when the newest one was written by an earlier version.
+        """
+        published = self._ranks.on_rank_0(lambda: files.steps(self.directory))
+        candidates = published[::-1] if step is None else [s for s in published if s == step]
+        damaged: list[str] = []
+        for candidate in candidates:
+            result = self._check(candidate)
+            if not isinstance(result, str):
+                return candidate, *result
+            damaged.append(result)
+        raise CheckpointCorrupt(
+            f"no intact checkpoint{'' if step is None else f' of step {step}'}",
+            where=str(self.directory),
+            got=damaged or f"steps {published}" if published else "none",
+            hint="restore the file named, or train from the start with `checkpoint.resume=never`",
+        )
+
+    def _check(self, step: int) -> tuple[Manifest, Index] | str:
+        """Read all of a checkpoint; what is wrong with it, in words. All ranks get the same."""
+        path, share = self.directory / files.step_name(step), (self._ranks.rank, self._ranks.size)
+
+        def check() -> tuple[Manifest, Index] | str:
+            try:
+                return files.check(path, share=share, check_extra=self._check_extra)
+            except Damaged as error:
+                return str(error)
+
+        mine: list[tuple[Manifest, Index] | str] = []
+
+        def problem() -> str | None:
+            mine.append(check())
+            return mine[0] if isinstance(mine[0], str) else None
+
+        problems = [p for p in self._ranks.everywhere(problem) if p is not None]
+        self._checked[step] = not problems
+        if problems and self._ranks.rank == 0:
+            _log.warning("checkpoint of step %d is damaged: %s", step, problems[0])
+        return problems[0] if problems else mine[0]
+
+    def _settle(self) -> None:
+        """Wait for the save in the background; its error is raised or logged, as `on_error` says."""
+        background, self._background = self._background, None
+        if background is None:
+            return
+        thread, saved = background
+        thread.shutdown()
+        try:
+            saved.result()
+        except OutputNotWritable as error:
+            self._failed(error)
+
+    def _failed(self, error: OutputNotWritable) -> None:
+        if self._on_error == "stop":
+            raise error
+        self._failure = error
+        if self._ranks.rank == 0:
+            _log.warning("the run goes on without this checkpoint:\n%s", error)
+
+    def _divide(
+        self,
+        step: int,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        at_home: AtHome,
+    ) -> tuple[Index, list[HeldBox]]:
+        """The index, its pieces yet to come, and the parts of the state that this rank writes."""
+        parts: list[HeldBox] = []
+
+        def describe() -> tuple[dict[str, Any], dict[Any, int], State, str | None]:
+            state = state_of(model, optimizer)
+            parts.extend(parts_of(state.tensors, at_home))
+            boxes = {part.box: part.num_bytes for part in parts}
+            trained = trained_tensors(model, state)
+            bad = first_not_finite((p.name, p.read) for p in parts if p.name in trained)
+            return tensor_facts(state.tensors), boxes, State({}, state.values, state.groups), bad
+
+        everyone = self._ranks.everywhere(describe)
+        for rank, (_, _, _, bad) in enumerate(everyone):
+            if bad is not None:
+                raise LossNotFinite(
+                    f"`{bad}` has NaN or infinity after the update, so nothing is saved",
+                    where=f"step {step}",
+                    got=f"on rank {rank}; {self._place.newest_words()}",
+                )
+        writer = owners([boxes for _, boxes, _, _ in everyone])
+        facts = {k: v for held, _, _, _ in everyone for k, v in held.items()}
+        index = Index(
+            {name: StoredTensor(shape, dtype, ()) for name, (shape, dtype) in facts.items()},
+            {k: v for _, _, state, _ in everyone for k, v in state.values.items()},
+            joined_groups([group for _, _, state, _ in everyone for group in state.groups]),
+        )
+        return index, [part for part in parts if writer[part.box] == self._ranks.rank]
+
+    def _write(self, step: int, index: Index, parts: list[HeldBox], extra: dict[str, Any]) -> None:
+        """Write, publish and remove old ones; every failure is raised on all ranks, and leaves no half checkpoint."""
+        path = files.temporary(self.directory, step)
+        own = path / f"rank_{self._ranks.rank:05d}.safetensors"
+
+        try:
+            self._ranks.on_rank_0(lambda: self._place.prepare(step))
+            written = self._ranks.everywhere(lambda: write_pieces(own, parts) if parts else [])
+            self._ranks.on_rank_0(lambda: self._publish(step, index, written, extra))
+        except Exception:
+            if self._ranks.rank == 0:  # the others have ended writing: a failure is known to all
+                files.remove_parts(path)
+            raise
+        self._checked[step] = True
+        self._retain(step)
+
+    def _publish(
+        self, step: int, index: Index, written: list[list[tuple[str, Piece]]], extra: dict[str, Any]
+    ) -> None:
+        path = files.temporary(self.directory, step)
+        pieces: dict[str, list[Piece]] = {}
+        for name, piece in (entry for part in written for entry in part):
+            pieces.setdefault(name, []).append(piece)
+        tensors = {
+            name: StoredTensor(t.shape, t.dtype, tuple(pieces.get(name, [])))
+            for name, t in index.tensors.items()
+        }
+        files.write_synced(path / INDEX, encode_index(Index(tensors, index.values, index.groups)))
+        files.write_synced(path / EXTRA, encode_extra(extra))
+        read_index(path)  # what could not be loaded is not published
+        size = sum(p.stat().st_size for p in path.iterdir())
+        entries = {name: FileEntry.of(path / name) for name in (INDEX, EXTRA)}
+        metrics = extra.get("metrics") if self._keep_best else None
+        manifest = Manifest(
+            files.FORMAT, step, self._ranks.size, size, self._fingerprint, metrics or {}, entries
+        )
+        files.write_synced(path / files.MANIFEST, files.encode_manifest(manifest))
+        files.publish(self.directory, step)
+
+    def _retain(self, written: int) -> None:
+        """Remove what is older than the save just written, but for the newest intact ones and the best."""
+        published = self._ranks.on_rank_0(lambda: files.steps(self.directory))
+        kept: list[int] = []
+        for step in published[::-1]:
+            if len(kept) < self._keep and self._is_intact(step):
+                kept.append(step)
+        kept += [written, *self._best(published)]
+
+        def remove() -> None:
+            for step in published:
+                if step < written and step not in kept:
+                    files.remove(self.directory, step)
+
+        self._ranks.on_rank_0(remove)
+
+    def _is_intact(self, step: int) -> bool:
+        if step not in self._checked:
+            self._check(step)
+        return self._checked[step]
+
+    def _best(self, published: list[int]) -> list[int]:
+        """The intact step with the least value of the metric; of equal ones the newest."""
+        metric, found = self._keep_best, {}
+        if metric is None:
+            return []
+        for step in published:
+            try:
+                manifest = files.read_manifest(self.directory / files.step_name(step))
+            except Damaged:
+                continue
+            if metric in manifest.metrics:
+                found[step] = manifest.metrics[metric]
+        order = sorted(found, key=lambda step: (found[step], -step))
+        return [step for step in order if self._is_intact(step)][:1]

@@ -1,0 +1,146 @@
+"""`extra.json`: what is saved beside the tensors. No framework.
+
+A loop of the user's own stores any JSON object. The trainer stores what `TrainerExtra` describes, and a checkpoint
+whose values have other types or ranges is damaged.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, Final, NotRequired
+
+from pydantic import ConfigDict, Field, with_config
+from typing_extensions import TypedDict
+
+from hyper_parallel.errors import BadValue
+from hyper_parallel.received import LimitExceeded, Limits, check_value, read_json
+from hyper_parallel.serde import DecodeError, decode
+from hyper_parallel.trainer.files import Damaged
+from hyper_parallel.units import MiB
+
+EXTRA: Final = "extra.json"
+EXTRA_LIMITS: Final = Limits(16 * MiB)
+
+CheckExtra = Callable[[int, dict[str, Any]], str]
+"""What is wrong with the extra values of a step, or nothing."""
+
+_OPEN: Final = ConfigDict(strict=True, extra="allow")
+_Count = Annotated[int, Field(ge=0, lt=1 << 53)]
+_Positive = Annotated[int, Field(ge=1, lt=1 << 53)]
+_Number = Annotated[float, Field(allow_inf_nan=False)]
+
+
+@with_config(_OPEN)
+class _Position(TypedDict):
+    """Position in the data."""
+
+    step: _Count
+    sequences_seen: _Count
+    sequences_per_step: _Positive
+    fingerprint: str
+    seed: int
+    shuffle: bool
+    num_sequences: NotRequired[_Count]
+    place: NotRequired[tuple[_Count, _Count, _Count] | tuple[_Count, _Count, _Count, str]]
+
+
+@with_config(_OPEN)
+class _Resume(TypedDict):
+    """An earlier resume of the run."""
+
+    step: _Count
+    changed: dict[str, Any]
+
+
+@with_config(_OPEN)
+class _Stopping(TypedDict):
+    """State of early stopping."""
+
+    best: _Number | None
+    waited: _Count
+
+
+@with_config(_OPEN)
+class _Scale(TypedDict):
+    """State of the loss scale."""
+
+    value: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    good_steps: _Count
+
+
+@with_config(_OPEN)
+class TrainerExtra(TypedDict):
+    """Values that the trainer saves; earlier versions have saved fewer."""
+
+    data: _Position
+    run: NotRequired[dict[str, Any]]
+    metrics: NotRequired[dict[str, _Number]]
+    resumes: NotRequired[list[_Resume]]
+    early_stopping: NotRequired[_Stopping]
+    loss_scale: NotRequired[_Scale]
+    snapshot: NotRequired[str]
+
+
+@with_config(_OPEN)
+class ImportedExtra(TypedDict):
+    """Values beside an imported model, which is a checkpoint of step 0."""
+
+    run: NotRequired[dict[str, Any]]
+
+
+def check_trainer_extra(step: int, extra: dict[str, Any]) -> str:
+    """Return what is wrong with the values that the trainer has saved at a step, or nothing."""
+    try:
+        decode(TrainerExtra if step else ImportedExtra, extra, extra="allow")
+    except DecodeError as error:
+        return str(error)
+    if step and extra["data"]["step"] != step:
+        return f"$.data.step: {extra['data']['step']} in the checkpoint of step {step}"
+    return ""
+
+
+def encode_extra(extra: dict[str, Any]) -> str:
+    """Return the text of `extra.json`.
+
+    Raises:
+        LimitExceeded: It could not be read back.
+    """
+    text = json.dumps(extra, indent=1, sort_keys=True) + "\n"
+    if len(text) > EXTRA_LIMITS.num_bytes:
+        raise LimitExceeded(f"{len(text):,} bytes, more than {EXTRA_LIMITS.num_bytes:,}")
+    check_value(extra, EXTRA_LIMITS)
+    return text
+
+
+def check_size(extra: dict[str, Any]) -> None:
+    """Refuse values that could not be read back, before anything is written.
+
+    Raises:
+        BadValue: HP102.
+    """
+    try:
+        encode_extra(extra)
+    except LimitExceeded as error:
+        raise BadValue(
+            "the values beside the tensors are too large for a checkpoint",
+            got=str(error),
+            hint="save large states as tensors of the model, or in a file of your own",
+        ) from None
+
+
+def read_extra(checkpoint: Path) -> dict[str, Any]:
+    """Return what is saved beside the tensors of a checkpoint.
+
+    Raises:
+        Damaged: It is missing, beyond its limits, or no JSON object.
+    """
+    path = checkpoint / EXTRA
+    try:
+        extra = read_json(path, EXTRA_LIMITS)
+    except (OSError, ValueError) as error:
+        raise Damaged(path, f"not readable as JSON ({error})") from None
+    if not isinstance(extra, dict):
+        raise Damaged(path, "no JSON object")
+    return extra

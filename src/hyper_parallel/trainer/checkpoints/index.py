@@ -1,0 +1,283 @@
+"""The index of a checkpoint: which bytes of which file hold which box of which tensor. No framework.
+
+Every rank writes one safetensors file. A tensor of it is a *piece*: a box of the whole tensor. The index is JSON and
+says of every piece its place in the tensor, its bytes in the file and their checksum, so a load needs nothing else and
+reads no more than it uses. Nothing is pickled: reading a checkpoint runs no code of it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import mmap
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import xxhash
+
+from hyper_parallel import serde
+from hyper_parallel.ir import AXES
+from hyper_parallel.received import Limits
+from hyper_parallel.trainer.files import Damaged
+from hyper_parallel.units import MiB
+
+INDEX = "index.json"
+MODEL: Final = "model."
+SLOTS: Final = "optimizer.state."
+"""Prefixes of names of tensors: of the model, and of the optimizer's state."""
+
+_FILE: Final = re.compile(r"rank_\d{5,}\.safetensors")
+_SMALL_BYTES: Final = 16 * MiB
+_BYTES_PER_HEADER_BYTE: Final = 8
+"""An index describes each piece in at most so many times the bytes of its entry in the header of its file."""
+_MOST_DIMS: Final = 64
+"""Dims of a tensor that torch and numpy hold."""
+_MOST_CUT: Final = len(AXES)
+"""Dims along which a tensor is divided: a mesh has no more axes."""
+
+DTYPES: Final = {
+    "float64": ("F64", 8), "float32": ("F32", 4), "float16": ("F16", 2), "bfloat16": ("BF16", 2),
+    "float8_e4m3fn": ("F8_E4M3", 1), "float8_e5m2": ("F8_E5M2", 1), "complex64": ("C64", 8),
+    "int64": ("I64", 8), "int32": ("I32", 4), "int16": ("I16", 2), "int8": ("I8", 1),
+    "uint64": ("U64", 8), "uint32": ("U32", 4), "uint16": ("U16", 2), "uint8": ("U8", 1), "bool": ("BOOL", 1),
+}  # fmt: skip
+"""Name in the safetensors format and bytes of an element, by torch's name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A box of a tensor, and where its bytes are."""
+
+    file: str
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+    xxh3: str
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A whole tensor and the pieces that fill it."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredGroup:
+    """Numbers of an optimizer, such as its learning rate, and the parameters they are for."""
+
+    parameters: tuple[str, ...]
+    values: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Index:
+    """Everything that a checkpoint holds beside the trainer's own values."""
+
+    tensors: dict[str, StoredTensor]
+    values: dict[str, Any] = field(default_factory=dict)
+    groups: tuple[StoredGroup, ...] = ()
+
+    def by_file(self) -> dict[str, list[tuple[str, str, Piece]]]:
+        """Pieces of each file in the order of their bytes: key in the file, dtype, piece."""
+        found: dict[str, list[tuple[str, str, Piece]]] = {}
+        for name, tensor in self.tensors.items():
+            for piece in tensor.pieces:
+                entry = piece_key(name, piece.offset), tensor.dtype, piece
+                found.setdefault(piece.file, []).append(entry)
+        for entries in found.values():
+            entries.sort(key=lambda entry: (entry[2].begin, entry[2].end, entry[0]))
+        return found
+
+
+def piece_key(name: str, offset: tuple[int, ...]) -> str:
+    """Name of a piece in its file: `model.norm.weight[0]`."""
+    return f"{name}[{','.join(map(str, offset))}]"
+
+
+def piece_bytes(dtype: str, shape: tuple[int, ...]) -> int:
+    """Bytes of a box."""
+    return DTYPES[dtype][1] * math.prod(shape)
+
+
+def header(pieces: Sequence[tuple[str, str, tuple[int, ...]]]) -> bytes:
+    """First bytes of a safetensors file whose tensors (key, dtype, shape) follow in this order.
+
+    Source: the format as safetensors documents it; eight bytes of length, then JSON, filled up with blanks.
+    """
+    entries, at = {}, 0
+    for key, dtype, shape in pieces:
+        end = at + piece_bytes(dtype, shape)
+        entries[key] = {"dtype": DTYPES[dtype][0], "shape": shape, "data_offsets": (at, end)}
+        at = end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def checksum(data: Any) -> str:
+    """XXH3 of bytes: it finds damage, and is as fast as reading."""
+    return str(xxhash.xxh3_128_hexdigest(data))
+
+
+def encode_index(index: Index) -> str:
+    """The index as text; tensors in the order of the model."""
+    return json.dumps(serde.encode(index), separators=(",", ":"))
+
+
+def read_index(checkpoint: Path) -> Index:
+    """The index of a checkpoint, consistent in itself and with the sizes of the files.
+
+    Raises:
+        Damaged: It is not readable, names bytes or boxes that cannot be, or a file has another size.
+    """
+    path = checkpoint / INDEX
+    try:
+        num_bytes = most_index_bytes(checkpoint)
+        # Most characters of an entry are names and a checksum.
+        limits = Limits(num_bytes, num_elements=num_bytes // 8)
+        index = serde.read(Index, path, limits)
+    except (OSError, ValueError) as error:
+        raise Damaged(path, f"not readable as an index ({error})") from None
+    for name, tensor in index.tensors.items():
+        if problem := _problem(tensor):
+            raise Damaged(path, f"`{name}`: {problem}")
+    if problem := _group_problem(index):
+        raise Damaged(path, problem)
+    for file, entries in index.by_file().items():
+        if not _FILE.fullmatch(file):
+            raise Damaged(path, f"{file[:80]!r} is no name of a file of pieces")
+        at = len(_header_of(entries))
+        for key, dtype, piece in entries:
+            if piece.begin != at or piece.end != at + piece_bytes(dtype, piece.shape):
+                raise Damaged(path, f"bytes {piece.begin} to {piece.end} of {file} are not `{key}`")
+            at = piece.end
+        _check_size(checkpoint / file, at)
+    return index
+
+
+def most_index_bytes(checkpoint: Path) -> int:
+    """Return the size that an index may have, from the headers of the files that it describes.
+
+    Raises:
+        Damaged: One of these files cannot be read.
+    """
+    header_bytes, path = 0, checkpoint / INDEX
+    try:
+        if path.stat().st_size <= _SMALL_BYTES:
+            return _SMALL_BYTES
+        for path in checkpoint.glob("rank_*.safetensors"):
+            with path.open("rb") as file:
+                declared = int.from_bytes(file.read(8), "little")
+            header_bytes += min(declared, path.stat().st_size)
+    except OSError as error:
+        raise Damaged(path, f"not readable ({error.strerror})") from None
+    return max(_SMALL_BYTES, _BYTES_PER_HEADER_BYTE * header_bytes)
+
+
+def check_pieces(checkpoint: Path, index: Index, share: tuple[int, int] = (0, 1)) -> None:
+    """Compare headers and checksums of a share (number, of how many) of the pieces with the files.
+
+    Raises:
+        Damaged: With the first file that differs.
+    """
+    for number, (file, entries) in enumerate(sorted(index.by_file().items())):
+        path, first = checkpoint / file, _header_of(entries)
+        mine = entries[(share[0] - number) % share[1] :: share[1]]
+        try:
+            with (
+                path.open("rb") as opened,
+                mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data,
+                memoryview(data) as view,
+            ):
+                if view[: len(first)] != first:
+                    raise Damaged(path, "the header differs from the index")
+                for key, _, piece in mine:
+                    with view[piece.begin : piece.end] as part:
+                        if checksum(part) != piece.xxh3:
+                            raise Damaged(path, f"`{key}` differs from its checksum")
+        except (OSError, ValueError) as error:
+            raise Damaged(path, f"not readable ({error})") from None
+
+
+def _header_of(entries: Iterable[tuple[str, str, Piece]]) -> bytes:
+    return header([(key, dtype, piece.shape) for key, dtype, piece in entries])
+
+
+def _check_size(path: Path, expected: int) -> None:
+    if not path.is_file():
+        raise Damaged(path, "missing")
+    if (size := path.stat().st_size) != expected:
+        raise Damaged(path, f"{size} bytes instead of {expected}")
+
+
+def _problem(tensor: StoredTensor) -> str:
+    """Return what is wrong with the pieces of a tensor, or nothing: they fill it once, and leave nothing out."""
+    if tensor.dtype not in DTYPES:
+        return f"unknown dtype {tensor.dtype[:80]!r}"
+    dims = len(tensor.shape)
+    if dims > _MOST_DIMS:
+        return f"{dims} dims, more than {_MOST_DIMS}"
+    for piece in tensor.pieces:
+        boxes = zip(piece.offset, piece.shape, tensor.shape, strict=False)
+        if len(piece.offset) != dims or len(piece.shape) != dims:
+            return f"a piece at {piece.offset} has another number of dims"
+        if any(start < 0 or size < 1 or start + size > whole for start, size, whole in boxes):
+            return f"a piece at {piece.offset} of shape {piece.shape} is outside of {tensor.shape}"
+    if not tensor.pieces:
+        empty = min(tensor.shape, default=1) == 0
+        return "" if empty else f"the pieces do not fill {tensor.shape}"
+    if sum(math.prod(p.shape) for p in tensor.pieces) != math.prod(tensor.shape):
+        return f"the pieces do not fill {tensor.shape}"
+    cut = [d for d in range(dims) if any(p.shape[d] != tensor.shape[d] for p in tensor.pieces)]
+    if len(cut) > _MOST_CUT:
+        return f"pieces divide {len(cut)} dims, more than {_MOST_CUT}"
+    return "" if _tile(tensor, cut) else f"pieces overlap in {tensor.shape}"
+
+
+def _tile(tensor: StoredTensor, cut: Sequence[int]) -> bool:
+    """Return whether the pieces fill the tensor exactly once, in time linear in their number.
+
+    The mixed derivative of the indicator function of a box is a sum of signed points at its corners, and a function
+    that vanishes far away is determined by it. So boxes add up to a box exactly if their signed corners do.
+
+    Args:
+        tensor: Its pieces lie inside of it.
+        cut: Dims along which some piece is shorter than the tensor.
+    """
+    signs = [(-1) ** sum(bits) for bits in itertools.product((0, 1), repeat=len(cut))]
+    corners: Counter[tuple[int, ...]] = Counter()
+    for piece in tensor.pieces:
+        spans = [(piece.offset[d], piece.offset[d] + piece.shape[d]) for d in cut]
+        for sign, corner in zip(signs, itertools.product(*spans), strict=True):
+            corners[corner] += sign
+    for sign, corner in zip(
+        signs, itertools.product(*((0, tensor.shape[d]) for d in cut)), strict=True
+    ):
+        corners[corner] -= sign
+    return not any(corners.values())
+
+
+def _group_problem(index: Index) -> str:
+    """Return what is wrong with the groups of the optimizer, or nothing."""
+    grouped: set[str] = set()
+    for group in index.groups:
+        for name in group.parameters:
+            if MODEL + name not in index.tensors:
+                return f"the optimizer has a group for `{name}`, which is not stored"
+            if name in grouped:
+                return f"two groups of the optimizer hold `{name}`"
+            grouped.add(name)
+    for full in itertools.chain(index.tensors, index.values):
+        name = full.removeprefix(SLOTS).rpartition(".")[0]
+        if full.startswith(SLOTS) and name not in grouped:
+            return f"`{full}` belongs to no group of the optimizer"
+    return ""

@@ -1,0 +1,385 @@
+"""Write a model or a checkpoint as a Hugging Face directory that `from_pretrained` loads with no remote code.
+
+Parameters are gathered one at a time; rank 0 turns each into the names and shapes of the published format (experts one
+by one) and writes a file whenever `max_file_bytes` are collected. The directory appears by one rename.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import shutil
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from hyper_parallel.backends.torch.weights.huggingface import (
+    original_class,
+    published_dtypes,
+    twin,
+    untied_config,
+)
+from hyper_parallel.backends.torch.weights.initialization import canonical_name
+from hyper_parallel.backends.torch.weights.shard_ranges import local
+from hyper_parallel.backends.torch.weights.unused_tensors import (
+    CarriedWeights,
+    carried_weights,
+    open_carried,
+)
+from hyper_parallel.errors import ModelUnreadable
+from hyper_parallel.owned_folder import Replacement
+from hyper_parallel.trainer.checkpoints._finite import check_finite
+from hyper_parallel.trainer.checkpoints.pieces import AtHome
+from hyper_parallel.trainer.checkpoints.rank_group import RankGroup
+from hyper_parallel.trainer.data.tokenizer import TOKENIZER_FILES
+from hyper_parallel.trainer.engine.recipe_model import GENERATION
+from hyper_parallel.trainer.files import copy_files
+
+EXPORTS = ("export", "adapter")
+"""Kinds of folders that an export may replace."""
+_LAYER: Final = re.compile(r".*?\.\d+\.")
+"""Path of the outermost layer in the name of a parameter."""
+MAX_FILE_BYTES = 5 * 1024**3
+"""Size at which a file is closed. 5 GiB: loads on small hosts, and few files for large models."""
+
+
+def export_hf(
+    model: nn.Module,
+    config: Any,
+    tokenizer_dir: str | Path | None,
+    out_dir: str | Path,
+    dtype: torch.dtype | None = None,
+    *,
+    generation: Path | None = None,
+    max_file_bytes: int = MAX_FILE_BYTES,
+    at_home: AtHome = Tensor.detach,
+    carried: CarriedWeights | None = None,
+) -> Path:
+    """Write the model, its configuration and its tokenizer; collective over all ranks.
+
+    Rank 0 holds at most one file's tensors and one whole parameter in memory, the others one whole parameter. Where
+    conversions need parameters together, rank 0 holds these, at most those of a layer.
+
+    Args:
+        model: A Hugging Face causal language model of plain tensors or DTensors.
+        config: Its configuration.
+        tokenizer_dir: Directory whose tokenizer files are copied; None: no tokenizer.
+        out_dir: Created. An earlier export there is replaced if nothing in it has changed since; any other directory
+            that is not empty is refused.
+        dtype: Stored dtype, except of parameters that transformers keeps in float32 when it loads a model of this
+            dtype; None: that of each parameter.
+        generation: A `generation_config.json` that is taken along where it exists; else the model's own is written.
+        max_file_bytes: Size at which a file is closed.
+        at_home: Gives a local tensor on its bytes, where a memory plan has them elsewhere.
+        carried: Tensors of the pretrained files that the model does not use, written unchanged; None: those of the
+            files that the model was loaded from.
+
+    Returns:
+        `out_dir`.
+
+    Raises:
+        ModelUnreadable: HP305 for a model that is no Hugging Face model.
+        OutputNotWritable: HP105 when the directory cannot be written.
+        LossNotFinite: HP604 when a trained parameter is not finite in the dtype that is stored.
+    """
+    out = Path(out_dir)
+    reference = twin(model)
+    if reference is None:
+        raise ModelUnreadable(
+            f"{original_class(model).__name__} is no Hugging Face model, so it has no export format"
+        )
+    ranks = RankGroup("export", out)
+    state = {canonical_name(k): v for k, v in model.state_dict(keep_vars=True).items()}
+    held = Held.of(ranks, model, state, at_home)
+    shapes = {n: v.shape for n, v in reference.state_dict().items() if n in held.owners}
+    names = _stored_once(reference, shapes)
+    kept = {} if dtype is None else published_dtypes(model, dtype)
+    dtypes = {n: kept.get(n, held.owners[n][1]) for n in names}
+    writer: _Writer | None = None
+    failure: Exception | None = None
+
+    def begin() -> None:
+        nonlocal writer
+        meta = {n: torch.empty(shapes[n], dtype=dtypes[n], device="meta") for n in names}
+        writer = _Writer(out, reference, meta, max_file_bytes, carried or carried_weights(model))
+        writer.trained = held.trained
+        writer.open()
+
+    ranks.on_rank_0(begin)
+    for name in names:
+        full = held.whole(name)
+        if writer is not None and failure is None:
+            try:
+                writer.add(name, full)
+            except Exception as error:  # the other ranks still send: it is raised when they have
+                failure = error
+
+    def close() -> None:
+        assert writer is not None
+        with writer.discarded_on_error():
+            finish(writer)
+
+    def finish(writer: _Writer) -> None:
+        if failure is not None:
+            raise failure
+        own = getattr(model, "generation_config", None)
+        stored = _exported_config(config, reference, dtype or _main_dtype(shapes, dtypes))
+        writer.close(stored, own, generation, tokenizer_dir)
+
+    ranks.on_rank_0(close)
+    return out
+
+
+def exported_folder(out: Path, kind: Literal["export", "adapter"]) -> Replacement:
+    """Return the directory of an export, which may replace an earlier export of either kind."""
+    return Replacement(out, kind, "the export directory", EXPORTS, parents=True)
+
+
+class _Writer:
+    """Files of one export, written by rank 0 into a hidden directory that gets its name in `close`."""
+
+    def __init__(
+        self,
+        out: Path,
+        reference: nn.Module,
+        meta: dict[str, Tensor],
+        max_file_bytes: int,
+        carried: CarriedWeights | None,
+    ) -> None:
+        self._folder = exported_folder(out, "export")
+        self._temporary = self._folder.partial
+        self.trained: Collection[str] = ()
+        """Names of parameters that must be finite."""
+        self._reference = reference
+        self._dtypes = {name: tensor.dtype for name, tensor in meta.items()}
+        # The format of the whole model on the meta device: which file each tensor goes to, known before writing.
+        self._groups, sizes = _published_sizes(reference, meta)
+        self._waiting: dict[str, Tensor] = {}
+        self._carried = open_carried(carried, sizes.keys())
+        sizes |= {name: tensor.num_bytes for name, tensor in self._carried.items()}
+        self._file_of = _plan(sizes, max_file_bytes)
+        self._total_bytes = sum(sizes.values())
+        self._left = Counter(self._file_of.values())
+        self._open: dict[str, dict[str, Tensor]] = {}
+
+    def open(self) -> None:
+        """Make the hidden directory; refuses to replace anything but an export."""
+        self._folder.open()
+
+    def add(self, name: str, full: Tensor) -> None:
+        """Take one whole parameter; write the files it completes."""
+        if full.is_floating_point():
+            full = full.to(self._dtypes[name])
+        if name in self.trained:
+            check_finite(name, full, str(self._folder.target))
+        self._waiting[name] = full.cpu()
+        group = self._groups[name]
+        if not self._waiting.keys() >= {*group}:
+            return
+        whole = {name: self._waiting.pop(name) for name in group}
+        for key, part in _published(self._reference, whole).items():
+            # A copy: parts of one parameter share storage, which safetensors refuses.
+            self._put(key, part.clone(memory_format=torch.contiguous_format))
+
+    def _put(self, key: str, tensor: Tensor) -> None:
+        """Add a tensor to its file; write the file when it is complete."""
+        file = self._file_of[key]
+        self._open.setdefault(file, {})[key] = tensor
+        self._left[file] -= 1
+        if self._left[file] == 0:
+            save_file(self._open.pop(file), self._temporary / file, metadata={"format": "pt"})
+
+    def close(
+        self, config: Any, own: Any, generation: Path | None, tokenizer_dir: str | Path | None
+    ) -> None:
+        """Write everything else and give the directory its name."""
+        for name, tensor in self._carried.items():
+            self._put(name, tensor.read(()).contiguous())
+        assert not self._open, f"tensors never completed: {sorted(self._open)}"
+        if len(self._left) > 1:
+            index = {
+                "metadata": {"total_size": self._total_bytes},
+                "weight_map": dict(sorted(self._file_of.items())),
+            }
+            text = json.dumps(index, indent=2) + "\n"
+            (self._temporary / "model.safetensors.index.json").write_text(text, encoding="utf-8")
+        config.save_pretrained(self._temporary)
+        if generation is not None and generation.is_file():
+            shutil.copyfile(generation, self._temporary / GENERATION)
+        elif own is not None:
+            own.save_pretrained(self._temporary)
+        if tokenizer_dir is not None:
+            copy_files(Path(tokenizer_dir), self._temporary, TOKENIZER_FILES)
+        self._folder.publish()
+
+    def discarded_on_error(self) -> AbstractContextManager[None]:
+        """Remove the hidden directory when an export fails."""
+        return self._folder.discarded_on_error()
+
+
+def _exported_config(config: Any, reference: nn.Module, dtype: torch.dtype) -> Any:
+    """Return the configuration of an export: class and format of the model, and whether its embeddings are tied."""
+    given, made = (getattr(c, "tie_word_embeddings", False) for c in (config, reference.config))
+    tied = made or not given
+    config = copy.deepcopy(config) if tied else untied_config(config)
+    config.architectures = [type(reference).__name__]
+    config.dtype = str(dtype).removeprefix("torch.")
+    return config
+
+
+def _main_dtype(shapes: Mapping[str, torch.Size], dtypes: Mapping[str, torch.dtype]) -> torch.dtype:
+    """Return the floating-point format of most elements."""
+    elements: Counter[torch.dtype] = Counter()
+    for name, dtype in dtypes.items():
+        if dtype.is_floating_point:
+            elements[dtype] += shapes[name].numel()
+    return elements.most_common(1)[0][0]
+
+
+def _stored_once(reference: nn.Module, state: Iterable[str]) -> list[str]:
+    """Names to write: of tied parameters only the one the model takes the others from."""
+    tied = reference.get_expanded_tied_weights_keys(all_submodels=True)
+    return [name for name in state if name not in tied or tied[name] not in state]
+
+
+def _published(reference: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Parameters in the names and shapes of the published format."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return revert_weight_conversion(reference, tensors)
+
+
+def _published_sizes(
+    reference: nn.Module, meta: dict[str, Tensor]
+) -> tuple[dict[str, tuple[str, ...]], dict[str, int]]:
+    """Return for each parameter those that have to be published together, and the bytes of each stored tensor.
+
+    Raises:
+        ModelUnreadable: HP305 when parameters of several layers are published in one tensor.
+    """
+    expected = _published(reference, meta).keys()
+    for grouped in (_joined_names, _of_one_layer):
+        # A conversion may need parameters that are stored in other tensors: then it raises, or gives other names.
+        with suppress(RuntimeError, ValueError, KeyError):
+            groups = grouped(reference, meta)
+            sizes = {
+                key: part.nbytes
+                for group in dict.fromkeys(groups.values())
+                for key, part in _published(reference, {n: meta[n] for n in group}).items()
+            }
+            if sizes.keys() == expected:
+                return groups, sizes
+    raise ModelUnreadable(
+        "the published format of this model joins parameters of several layers, which is not supported",
+        got=type(reference).__name__,
+    )
+
+
+def _joined_names(reference: nn.Module, meta: dict[str, Tensor]) -> dict[str, tuple[str, ...]]:
+    """Return for each parameter those that are published in the same tensors, itself among them.
+
+    Projections of queries, keys and values, for example, that one stored tensor holds side by side.
+    """
+    groups: dict[str, tuple[str, ...]] = {}
+    first: dict[str, str] = {}
+    for name, tensor in meta.items():
+        joined = {name}
+        for key in _published(reference, {name: tensor}):
+            joined.update(groups.get(first.setdefault(key, name), ()))
+        group = tuple(n for n in meta if n in joined)
+        groups |= dict.fromkeys(group, group)
+    return groups
+
+
+def _of_one_layer(_: nn.Module, meta: dict[str, Tensor]) -> dict[str, tuple[str, ...]]:
+    """Return for each parameter those of the same layer, or those outside of all layers."""
+    layers: dict[str, list[str]] = {}
+    for name in meta:
+        found = _LAYER.match(name)
+        layers.setdefault(found[0] if found else "", []).append(name)
+    return {name: tuple(names) for names in layers.values() for name in names}
+
+
+def _plan(sizes: dict[str, int], max_file_bytes: int) -> dict[str, str]:
+    """File of each tensor: consecutive tensors share a file until it is full."""
+    groups: list[list[str]] = [[]]
+    filled = 0
+    for key, size in sizes.items():
+        if groups[-1] and filled + size > max_file_bytes:
+            groups.append([])
+            filled = 0
+        groups[-1].append(key)
+        filled += size
+    if len(groups) == 1:
+        return dict.fromkeys(groups[0], "model.safetensors")
+    return {
+        key: f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+        for number, group in enumerate(groups, 1)
+        for key in group
+    }
+
+
+@dataclass(frozen=True)
+class Held:
+    """Tensors that ranks hold in parts or whole, different ones on pipeline ranks.
+
+    Attributes:
+        rank: This rank.
+        state: What it holds.
+        device: Where this rank holds it.
+        owners: Of every tensor the lowest rank that holds it, its dtype and its logical shape.
+        trained: Names of the parameters that are trained.
+        at_home: Gives a local tensor on its bytes.
+    """
+
+    rank: int
+    state: Mapping[str, Tensor]
+    device: torch.device
+    owners: Mapping[str, tuple[int, torch.dtype, torch.Size]]
+    trained: frozenset[str]
+    at_home: AtHome
+
+    @classmethod
+    def of(
+        cls, ranks: RankGroup, model: nn.Module, state: Mapping[str, Tensor], at_home: AtHome
+    ) -> Held:
+        """What all ranks hold together of a model; collective."""
+        owners: dict[str, tuple[int, torch.dtype, torch.Size]] = {}
+        trained: set[str] = set()
+        everywhere = ranks.everywhere(
+            lambda: {n: (v.dtype, v.shape, v.requires_grad) for n, v in state.items()}
+        )
+        for rank, held in enumerate(everywhere):
+            for name, (dtype, shape, is_trained) in held.items():
+                owners.setdefault(name, (rank, dtype, shape))
+                trained.update([name] if is_trained else ())
+        device = next(model.parameters()).device
+        return cls(ranks.rank, state, device, owners, frozenset(trained), at_home)
+
+    @torch.no_grad()
+    def whole(self, name: str) -> Tensor:
+        """The whole tensor on rank 0; elsewhere it may be anything. All ranks call this for every name."""
+        (rank, dtype, shape), tensor = self.owners[name], self.state.get(name)
+        if tensor is None:
+            shape = shape if self.rank == 0 else torch.Size()
+            full = torch.empty(shape, dtype=dtype, device=self.device)
+        else:
+            full = self.at_home(local(tensor))
+            if isinstance(tensor, DTensor):
+                whole: Any = DTensor(full.to(self.device), tensor._spec, requires_grad=False)
+                full = whole.full_tensor()
+        if rank and self.rank == rank:
+            dist.send(full.contiguous(), 0)
+        elif rank and self.rank == 0:
+            dist.recv(full, rank)
+        return full

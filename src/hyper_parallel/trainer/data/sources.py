@@ -1,0 +1,482 @@
+"""Sources: which files a recipe names, in which format, and the documents in them, in a fixed order.
+
+A document is a text or a conversation. The order is that of the sorted relative paths and of the records in each
+file, so that the same files give the same tokens on every machine.
+"""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import os
+import shlex
+import sysconfig
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Final, Literal
+
+from hyper_parallel.config import COMPARED, Data
+from hyper_parallel.errors import Contradiction, NoData
+from hyper_parallel.trainer.data._parquet import records_too_long
+from hyper_parallel.trainer.data._tables import Table, is_table, open_table, refuse_outside
+from hyper_parallel.trainer.data.conversations import (
+    CONVERSATIONS,
+    columns_of,
+    conversations_of,
+    is_text_pair,
+    label_of,
+    margin_of,
+    num_context,
+    shape_of,
+)
+from hyper_parallel.trainer.data.counts import EMPTY_RECORD, DataCounts
+from hyper_parallel.trainer.data.data_files import (
+    KINDS,
+    describes,
+    kind_of,
+    nearest,
+    open_bytes,
+)
+from hyper_parallel.trainer.data.document import Document
+from hyper_parallel.trainer.data.record_keys import Record, RecordRules
+from hyper_parallel.trainer.data.records import read_records, text_of
+from hyper_parallel.units import MiB
+
+STDLIB = "python-stdlib"
+PlainText = Literal["never", "pairs", "all"]
+"""Conversations that are joined as plain text: none, a prompt and a completion of texts, or every pair of texts."""
+_TEMPLATED: Final = (
+    "pairs of texts written through the chat template (data.chat_template=none: as plain text)"
+)
+_JOINED: Final = "pairs of texts joined as plain text, without a chat template"
+_STDLIB_SKIP = frozenset({"test", "tests", "idle_test", "site-packages", "__pycache__"})
+_OPTIONAL_COLUMNS: Final = ("system", "history", "tools", "input", "label", "margin", "answer")
+_RECORDS: Final = ("csv", "jsonl", "parquet")
+_FORMATS: Final = {
+    "text": {"text", *KINDS.values()},
+    "jsonl": {"json"},
+    "parquet": {"parquet"},
+    "csv": {"csv"},
+    **{shape: set(KINDS.values()) for shape in CONVERSATIONS},
+}
+"""Kinds of files that are read with a `data.format`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """The files or the table of a recipe, resolved: `files` in reading order."""
+
+    name: str
+    shape: str
+    """`text` (a file is a document), `records` (text under a key), or that of a conversation."""
+    files: tuple[Path, ...]
+    text_key: str
+    max_bytes: int | None
+    table: Table | None = None
+    max_records: int | None = None
+    stage: str = "pt"
+    """Stage that reads it, which decides what a record must hold."""
+    record_bytes: int = 64 * MiB
+    """Most bytes of a record; longer text files are read in pieces."""
+    rules: RecordRules = field(default_factory=RecordRules)
+    """How keys of records are read."""
+    plain: PlainText = "never"
+    """Which conversations are joined as plain text, without a chat template."""
+
+    @property
+    def counts(self) -> DataCounts:
+        """Counts of the records that `documents` reads."""
+        return self.rules.counts
+
+    @property
+    def is_conversations(self) -> bool:
+        """Whether records are conversations, which a chat template renders."""
+        return self.shape in CONVERSATIONS
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the files, an estimate of the text in them; at most `max_bytes`."""
+        total = sum(f.stat().st_size for f in self.files) or (
+            self.table.num_bytes if self.table else 0
+        )
+        return total if self.max_bytes is None else min(total, self.max_bytes)
+
+    def identity(self) -> dict[str, object]:
+        """Everything about the source that decides its text; of files name, size and times.
+
+        No user can set the time of the last change (ctime): `cp -p` and `touch -r` keep size and modification time.
+        """
+        folder = Path(self.name).expanduser()
+        # A table that `datasets` wrote keeps its fingerprint when somebody exchanges its files.
+        read = _sorted_files(folder) if self.table and folder.is_dir() else self.files
+        stats = [(str(f), f.stat()) for f in read]
+        return {
+            "shape": self.shape,
+            "text_key": self.text_key if self.shape == "records" else "",
+            "max_bytes": self.max_bytes,
+            **({"max_records": self.max_records} if self.max_records else {}),
+            **self.rules.identity,
+            **({"record_bytes": self.record_bytes} if self._in_pieces(stats) else {}),
+            "files": [[n, s.st_size, s.st_mtime_ns, s.st_ctime_ns] for n, s in stats],
+            **({"table": [self.table.name, self.table.fingerprint]} if self.table else {}),
+        }
+
+    def _in_pieces(self, stats: Sequence[tuple[str, os.stat_result]]) -> bool:
+        """Whether a text file is longer than a record may be."""
+        return self.shape == "text" and any(s.st_size > self.record_bytes for _, s in stats)
+
+    def documents(self) -> Iterator[Document]:
+        """Documents in order, up to `max_bytes` of text: the last text is cut, a conversation is never cut."""
+        self.counts.clear()
+        left = self.max_bytes
+        beside = _descriptions(Path(self.name).expanduser(), self.files)
+        if beside:
+            names = ", ".join(sorted({path.name for path in beside}))
+            self.counts.remarks[f"files that describe the data are not read ({names})"] = len(
+                beside
+            )
+        for documents in self._all_documents():
+            self.counts.read += 1
+            sizes = [document.num_bytes for document in documents]
+            if max(sizes) > self.record_bytes:
+                where, got = documents[0].where, f"{max(sizes):,} bytes"
+                raise records_too_long(where, got, self.record_bytes)
+            # Of a pair both are left out.
+            if 0 in sizes and any(document.is_empty for document in documents):
+                self.counts.dropped[EMPTY_RECORD] += self.shape != "text"
+                continue
+            if left is not None and sum(sizes) > left:
+                if documents[0].text and left:
+                    cut = documents[0].text.encode("utf-8", "surrogatepass")[:left]
+                    yield Document(documents[0].where, cut.decode("utf-8", "ignore"))
+                return
+            yield from documents
+            left = None if left is None else left - sum(sizes)
+
+    def _all_documents(self) -> Iterator[list[Document]]:
+        """What belongs together: one document, or the two answers to one prompt."""
+        if self.shape == "text":
+            for path in self.files:
+                yield from ([document] for document in self._text_documents(path))
+            return
+        found = _records(self.files, self.table, self.record_bytes)
+        records = itertools.islice(found, self.max_records)
+        for where, record in records:
+            if self.shape == "records":
+                yield [Document(where, text_of(record, self.text_key, where))]
+            else:
+                yield self._conversations(where, record)
+
+    def _conversations(self, where: str, record: Record) -> list[Document]:
+        """The conversation of a record, or the two of a pair."""
+        stage = self.stage
+        templated = self._is_templated(where, record)
+        return [
+            Document(
+                where,
+                conversation=one,
+                num_context=num_context(one, stage),
+                good=stage == "kto" and label_of(record, where),
+                margin=margin_of(record, where) if stage == "rm" else None,
+                columns=columns_of(record, self.rules) if stage == "grpo" else {},
+                templated=templated,
+            )
+            for one in conversations_of(record, self.shape, where, stage, self.rules)
+        ]
+
+    def _is_templated(self, where: str, record: Record) -> bool:
+        """Return whether a conversation is written through the chat template.
+
+        Raises:
+            NoData: HP602 for turns with `data.chat_template: none`.
+        """
+        if self.plain == "never" and self.shape in ("sharegpt", "alpaca"):
+            return True
+        pair = is_text_pair(record, self.shape, self.rules, any_name=self.plain == "all")
+        if self.plain == "never" or (self.plain == "pairs" and not pair):
+            self.counts.remarks[_TEMPLATED] += pair
+            return True
+        if not pair:
+            raise NoData(
+                "`data.chat_template: none` joins pairs of texts, and a record has turns, tools or a system text",
+                where=where,
+                got=sorted(map(str, record)),
+                allowed="a prompt and a completion that are texts",
+                hint="data.chat_template=auto",
+            )
+        self.counts.remarks[_JOINED] += 1
+        return False
+
+    def _text_documents(self, path: Path) -> Iterator[Document]:
+        """The text of a file, in pieces where it is longer than a record."""
+        replaced = 0
+        try:
+            for number, raw in enumerate(_pieces(path, self.record_bytes)):
+                if number == 0 and b"\0" in raw[:8192]:
+                    if len(self.files) == 1:
+                        raise NoData(
+                            "the data file is binary, not text",
+                            where=str(path),
+                            allowed=f"text, {', '.join(KINDS)}",
+                        )
+                    self.counts.remarks["binary files left out"] += 1
+                    return
+                text = raw.decode("utf-8", "replace")
+                replaced += "\ufffd" in text and "\ufffd".encode() not in raw
+                self.counts.remarks["cuts in text files longer than data.max_record_bytes"] += (
+                    number > 0
+                )
+                if replaced == 1:
+                    self.counts.remarks[
+                        "files with bytes that are not UTF-8 (replaced by U+FFFD)"
+                    ] += 1
+                    replaced += 1
+                yield Document(str(path), text)
+        except OSError as error:
+            problem = NoData("a data file cannot be read", where=str(path), got=error.strerror)
+            raise problem from error
+
+
+def _pieces(path: Path, most: int) -> Iterator[bytes]:
+    """Yield the bytes of a file, cut behind the last line of each piece, else between characters."""
+    with open_bytes(path) as file:
+        rest = b""
+        while True:
+            piece = rest + file.read(most - len(rest))
+            if len(piece) < most:
+                yield piece
+                return
+            end = piece.rfind(b"\n") + 1 or _between_characters(piece)
+            rest = piece[end:]
+            yield piece[:end]
+
+
+def _between_characters(piece: bytes) -> int:
+    """Where the last character of UTF-8 that may go on in the next piece begins; the end, where there is none."""
+    for length in range(1, min(4, len(piece))):
+        byte = piece[-length]
+        if byte & 0xC0 != 0x80:  # begins a character, of so many bytes
+            wanted = 4 if byte >= 0xF0 else 3 if byte >= 0xE0 else 2 if byte >= 0xC0 else 1
+            return len(piece) - length if wanted > length and len(piece) > length else len(piece)
+    return len(piece)
+
+
+def resolve(data: Data, stage: str) -> Source:
+    """Find the files of `data.source` and their format.
+
+    Raises:
+        NoData: HP602 when there are no files to read, or their format cannot be told.
+        Contradiction: HP104 when source, format and stage do not go together.
+    """
+    if data.source == STDLIB and data.format not in ("auto", "text"):
+        raise Contradiction(
+            f"`data.source: {STDLIB}` is text",
+            got=f"data.format={data.format}",
+            hint="data.format=text",
+        )
+    path = Path(data.source).expanduser()
+    table = open_table(data, path) if data.source != STDLIB and is_table(data, path) else None
+    for key, value in (("name", data.name), ("split", data.split)):
+        if value is not None and table is None:
+            raise Contradiction(
+                f"`data.{key}` belongs to a dataset, and the source is none",
+                where=f"data.source: {data.source}",
+                got=f"data.{key}={value}",
+                allowed="a folder, or a name on the Hugging Face hub",
+                hint=f"data.{key}=null",
+            )
+    files = _files(data) if table is None else []
+    counts = DataCounts(data.source, seq_len=data.seq_len)
+    is_table_of = table is not None or kind_of(files[0]) == "parquet"
+    rules = RecordRules.of(data, counts, table.opened if table else (), is_table_of)
+    counts.format = shape = _shape(files, table, data, stage, rules)
+    counts.clear()
+    limits = data.max_bytes, table, data.max_records, stage, data.max_record_bytes
+    source = Source(data.source, shape, tuple(files), data.text_key, *limits, rules=rules)
+    pairs = shape == "preference"
+    turns = stage in ("sft", "kto", "grpo") and not source.is_conversations
+    if (stage in ("dpo", "orpo", "rm")) != pairs or turns:
+        wanted = {"sft": "the assistant's turns", **COMPARED}.get(stage, "one text each")
+        held = "pairs" if pairs else "conversations" if source.is_conversations else "plain text"
+        raise Contradiction(
+            f"`stage: {stage}` trains on {wanted}, and the source holds {held}",
+            where=f"data.source: {data.source}",
+            got=f"stage={stage}, records={shape}",
+            allowed="dpo, orpo, rm: preference; sft, kto, grpo: sharegpt, alpaca, prompt_completion; pt: any other",
+            hint=f"stage={'dpo' if pairs else 'sft' if source.is_conversations else 'pt'}",
+        )
+    return source
+
+
+def with_mismatched(documents: Iterable[Document]) -> Iterator[Document]:
+    """Every conversation, and behind it its prompt with the answer of the one before; of the first that is last of all.
+
+    Raises:
+        NoData: HP602 when there is one conversation alone, or one that no answer ends.
+    """
+    first = before = None
+    for document in documents:
+        if (
+            document.conversation is None
+            or document.conversation.messages[-1]["role"] != "assistant"
+        ):
+            raise NoData("a conversation with a label ends with an answer", where=document.where)
+        yield document
+        if before is not None:
+            yield _with_answer_of(document, before)
+        first, before = first or document, document
+    if first is not None and before is not None:
+        if first is before:
+            raise NoData("one record alone has no answer to another prompt", where=first.where)
+        yield _with_answer_of(first, before)
+
+
+def _with_answer_of(one: Document, other: Document) -> Document:
+    """The prompt of a conversation with the answer of another one."""
+    if one.conversation is None or other.conversation is None:
+        raise TypeError("a text has no answer")
+    prompt = one.conversation.messages[: one.num_context]
+    answer = other.conversation.messages[other.num_context :]
+    moved = len(prompt) - other.num_context
+    kept = {i for i in one.conversation.untrained if i < len(prompt)}
+    kept |= {i + moved for i in other.conversation.untrained if i >= other.num_context}
+    messages, untrained = (*prompt, *answer), frozenset(kept)
+    mixed = replace(one.conversation, messages=messages, untrained=untrained)
+    return replace(one, conversation=mixed)
+
+
+def with_template(source: Source, data: Data, own_template: bool) -> Source:
+    """Return a source whose pairs of texts are written as the recipe says.
+
+    Args:
+        source: The source.
+        data: Section `data` of the recipe.
+        own_template: The tokenizer has a chat template of its own.
+    """
+    plain: PlainText = "all" if data.chat_template == "none" else "never"
+    if data.chat_template == "auto" and not own_template:
+        plain = "pairs"
+    return replace(source, plain=plain if source.is_conversations else "never")
+
+
+def _descriptions(folder: Path, files: Sequence[Path]) -> list[Path]:
+    """Return the files of a folder that describe the data files beside them."""
+    if not files or kind_of(files[0]) == "text" or not folder.is_dir():
+        return []
+    return [path for path in _sorted_files(folder) if describes(path)]
+
+
+def _records(files: Sequence[Path], table: Table | None, most: int) -> Iterator[tuple[str, Record]]:
+    if table is not None:
+        return table.records(most)
+    return itertools.chain.from_iterable(read_records(file, most) for file in files)
+
+
+def _files(data: Data) -> list[Path]:
+    """The files to read, in order; at least one of them holds something."""
+    where = f"data.source: {data.source}"
+    if data.source == STDLIB:
+        path = Path(sysconfig.get_path("stdlib"))
+        below = _sorted_files(path, "*.py")
+        files = [f for f in below if not _STDLIB_SKIP & set(f.relative_to(path).parts)]
+    else:
+        path = Path(data.source).expanduser()
+        if not path.exists():
+            near = nearest(path)
+            raise NoData(
+                "the data source does not exist",
+                where=where,
+                got=str(path.absolute()),
+                allowed=f"{STDLIB}, a file, a directory, or a name on the Hugging Face hub (user/name)",
+                hint=None if near is None else shlex.quote(f"data.source={near}"),
+            )
+        path = path.absolute()
+        files = [path] if path.is_file() else _sorted_files(path)
+    if not files:
+        raise NoData("the data directory holds no files", where=where, got=str(path))
+    if path.is_dir():
+        files = _of_one_kind(path, _without_descriptions(files, data.format), data.format)
+    if all(f.stat().st_size == 0 for f in files):
+        raise NoData("the data source is empty", where=where, got="0 bytes")
+    return files
+
+
+def _sorted_files(root: Path, pattern: str = "*") -> list[Path]:
+    """Return the files below `root` that are not hidden, by relative path.
+
+    Raises:
+        NoData: HP602 for a pipe, a broken link, or a link to outside of `root`, instead of passing over it.
+    """
+    found = {p.relative_to(root): p for p in root.rglob(pattern) if not p.is_dir()}
+    shown = (name for name in found if not any(part.startswith(".") for part in name.parts))
+    files = [found[name] for name in sorted(shown, key=Path.as_posix)]
+    for file in files:
+        refuse_outside(file, root)
+    return files
+
+
+def _without_descriptions(files: list[Path], format_: str) -> list[Path]:
+    """Return the files without those that describe records beside them; a folder of texts is left as it is."""
+    if format_ == "text":
+        return files
+    records = [f for f in files if kind_of(f) != "text" and not describes(f)]
+    return [f for f in files if not describes(f)] if records else files
+
+
+def _of_one_kind(root: Path, files: list[Path], format_: str) -> list[Path]:
+    """Files of a directory that belong to the format; with `auto` all of them must be of one kind."""
+    kinds = _FORMATS.get(format_) or {kind_of(f) for f in files}
+    found = ", ".join(sorted({"".join(f.suffixes[-2:]) or f.name for f in files}))
+    if format_ == "auto" and len(kinds) > 1:
+        raise NoData(
+            "the data directory mixes kinds of files",
+            where=f"data.source: {root}",
+            got=found,
+            allowed="one of text, JSON, parquet, CSV; or a format that says which files to take (text: all)",
+            hint=f"data.format={next(f for f in _RECORDS[::-1] if _FORMATS[f] & kinds)}",
+        )
+    chosen = [f for f in files if kind_of(f) in kinds]
+    if not chosen:
+        raise NoData(
+            f"the data directory holds no file of the format {format_}",
+            where=f"data.source: {root}",
+            got=found,
+            allowed=sorted(suffix for suffix, kind in KINDS.items() if kind in kinds),
+        )
+    return chosen
+
+
+def _shape(
+    files: Sequence[Path], table: Table | None, data: Data, stage: str, rules: RecordRules
+) -> str:
+    """Return the format of the records, by the first one.
+
+    Raises:
+        NoData: HP602 without a record, or where it lacks a key that the recipe names.
+    """
+    if table is None and kind_of(files[0]) == "text" and data.format in ("auto", "text"):
+        return "text"
+    for where, record in _records(files[:1], table, data.max_record_bytes):
+        _check_columns(record, data, where, table is not None or kind_of(files[0]) != "json")
+        if data.format != "auto" and not (table and data.format == "text"):
+            return "records" if data.format in _RECORDS else data.format
+        return shape_of(record, data.text_key, where, stage, rules)
+    what = "the dataset holds no row" if table else "the first data file holds no record"
+    raise NoData(what, where=table.name if table else str(files[0]))
+
+
+def _check_columns(record: Record, data: Data, where: str, all_alike: bool) -> None:
+    """Refuse a name in `data.columns` that the first record has not; one that is optional may be in later ones."""
+    for name, own in data.columns.items():
+        optional = name in _OPTIONAL_COLUMNS and not all_alike
+        if own in record or optional or name in ("role", "content"):
+            continue
+        near = difflib.get_close_matches(own, map(str, record), n=1)
+        raise NoData(
+            f"a record has no key `{own}`, which `data.columns` names",
+            where=where,
+            got=sorted(map(str, record)),
+            allowed="keys of the records",
+            hint=shlex.quote(f"data.columns.{name}={near[0]}") if near else None,
+        )

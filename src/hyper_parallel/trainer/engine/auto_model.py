@@ -1,0 +1,114 @@
+"""Which class of transformers makes the model of a config."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from hyper_parallel.backends.torch.token_scores import score_every_token
+from hyper_parallel.errors import ModelUnreadable
+from hyper_parallel.model import ConfigFile
+
+
+def model_from_config(
+    file: ConfigFile,
+    dtype: torch.dtype,
+    attention: str | None = None,
+    *,
+    trusted: bool = False,
+    scores: bool = False,
+    device: str = "meta",
+) -> nn.Module:
+    """Return the model of a config, as transformers makes it.
+
+    Args:
+        file: The config.
+        dtype: Format of the parameters.
+        attention: Attention implementation; None: the default of transformers.
+        trusted: Code that lies beside the config may run, for a type that transformers does not have.
+        scores: Make a sequence classifier of one label that scores every token, in place of a language model.
+        device: `meta`, or `cpu` for a model with random weights.
+
+    Raises:
+        ModelUnreadable: HP305 when transformers makes no such model of the config.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    family = file.values.get("model_type")
+    own_code = family not in CONFIG_MAPPING and "auto_map" in file.values
+    trusted = trusted and own_code and file.directory is not None
+    if family not in CONFIG_MAPPING and not trusted:
+        raise ModelUnreadable(
+            "transformers has no model of this type"
+            + (", and code that comes with it is not run unless you say so" if own_code else ""),
+            where=f"{file.where}: model_type",
+            got=family,
+            hint="set `model.trust_remote_code=true` in the recipe, or give --trust-remote-code"
+            if own_code
+            else None,
+        )
+    if scores:
+        auto, kind = AutoModelForSequenceClassification, "sequence classifier"
+    else:
+        auto, kind = AutoModelForCausalLM if trusted else class_of_config(file), "language model"
+    try:
+        if trusted:
+            stored = AutoConfig.from_pretrained(str(file.directory), trust_remote_code=True)
+            config = type(stored).from_dict(dict(file.values))  # a small copy has other sizes
+            config.name_or_path = stored.name_or_path
+        else:
+            config = AutoConfig.for_model(**file.values)
+        if scores:
+            config.num_labels = 1
+        with torch.device(device):
+            given = {"dtype": dtype, "attn_implementation": attention}
+            model: nn.Module = (
+                auto.from_config(config, trust_remote_code=trusted, **given)
+                if hasattr(auto, "from_config")
+                else auto._from_config(config, **given)
+            )
+    except Exception as error:
+        # transformers raises many classes here: for keys, for attention it does not have, for no such model.
+        of_attention = attention not in (None, "eager") and "attn_implementation" in str(error)
+        raise ModelUnreadable(
+            f"transformers makes no {kind} of this `{family}` config",
+            where=file.where,
+            got=(str(error).splitlines() or [type(error).__name__])[0][:200],
+            hint="set `model.attn_implementation=eager`" if of_attention else None,
+        ) from error
+    if scores:
+        score_every_token(model)
+    return model
+
+
+def class_of_config(file: ConfigFile) -> Any:
+    """Return the class of transformers that makes a language model of a config: of text, else of images and text.
+
+    Some types are parts of others: their class is the one that the config names, if another type's config makes it too.
+
+    Raises:
+        ModelUnreadable: HP305 when transformers has no language model of this type.
+    """
+    import transformers
+    from transformers.models.auto import modeling_auto as auto
+
+    family: str = file.values["model_type"]
+    if family in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        return transformers.AutoModelForCausalLM
+    paired = family in auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
+    if family in auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES and not paired:
+        return transformers.AutoModelForImageTextToText
+    name = (file.values.get("architectures") or [""])[0]
+    if name in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
+        named = getattr(transformers, name)
+        if named.config_class.model_type == family:
+            return named
+    raise ModelUnreadable(
+        f"`{family}` is {'an encoder-decoder' if paired else 'no language'} model",
+        where=f"{file.where}: model_type",
+        got=family,
+        allowed="causal language models, and models of images and text",
+    )

@@ -1,0 +1,110 @@
+"""Muon for linear weights, alone or stacked in one parameter, and AdamW for everything else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from hyper_parallel.backends.torch.parameter_roles import ParameterKind, ParameterRole
+from hyper_parallel.backends.torch.weights.shard_ranges import local
+
+MATRICES: Final = "num_matrices"
+"""Key of a group: linear weights in each of its parameters, for Muon; 0: AdamW."""
+_MOMENTUM: Final = "momentum_buffer"
+
+
+def muon_groups(
+    groups: list[dict[str, Any]], roles: dict[nn.Parameter, ParameterRole]
+) -> list[dict[str, Any]]:
+    """Split every group by how many linear weights Muon sees in a parameter; 0 for those that AdamW updates."""
+    found = []
+    for group in groups:
+        counts = {p: roles[p].num_matrices for p in group["params"]}
+        for count in sorted({*counts.values()}, reverse=True):
+            params = [p for p in group["params"] if counts[p] == count]
+            found.append({**group, "params": params, "muon": count > 0, MATRICES: count})
+    # A pipeline rank may hold nothing that is trained.
+    return found or [{**groups[0], "muon": False, MATRICES: 0}]
+
+
+def describe_muon(roles: dict[str, ParameterRole]) -> str:
+    """Say how many parameters Muon updates, and which roles are left to AdamW."""
+    stacked = [r for r in roles.values() if r.kind is ParameterKind.STACKED]
+    single = sum(r.kind is ParameterKind.LINEAR for r in roles.values())
+    rest = {r.kind for r in roles.values()} - {ParameterKind.LINEAR, ParameterKind.STACKED}
+    text = f"muon: {single} linear weights"
+    if stacked:
+        text += f" and {sum(r.num_matrices for r in stacked)} in {len(stacked)} stacked parameters"
+    others = [name for name, r in roles.items() if r.kind is ParameterKind.OTHER]
+    text += f"; adamw: {', '.join(sorted(rest - {ParameterKind.OTHER}))}"
+    return text + (f", and {', '.join(others[:3])}{' ...' * (len(others) > 3)}" if others else "")
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon for linear weights, AdamW for the other parameters, with one learning rate.
+
+    Of a parameter that stacks several linear weights, such as all experts of a layer, each is orthogonalised alone.
+
+    Source: Jordan et al. 2024, Muon; updates are scaled to the root mean square of AdamW's as in Liu et al.,
+    arXiv:2502.16982, so that a learning rate of AdamW fits.
+
+    Args:
+        groups: Groups of parameters as of `muon_groups`.
+        lr: Learning rate.
+        betas: Moments of AdamW.
+        eps: Epsilon of AdamW.
+        options: Further arguments of `torch.optim.Muon`.
+    """
+
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        lr: float,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        **options: Any,
+    ) -> None:
+        options = {"adjust_lr_fn": "match_rms_adamw", **options}
+        # The options of both, checked by them: they update the parameters that `step` gives them.
+        unused = nn.Parameter(torch.empty(1, 1))
+        self._muon = torch.optim.Muon([unused], lr=lr, **options)
+        self._adamw = torch.optim.AdamW([unused], lr=lr, betas=betas, eps=eps)
+        defaults = {True: self._muon.defaults, False: self._adamw.defaults}
+        super().__init__([{**defaults[g["muon"]], **g} for g in groups], {"lr": lr})
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update all parameters, by the groups and the state that this optimizer has now."""
+        loss = None if closure is None else closure()
+        self._adamw.param_groups = [g for g in self.param_groups if not g["muon"]]
+        self._adamw.state = self.state
+        self._adamw.step()
+        for group in self.param_groups:
+            if group["muon"]:
+                matrices = [m for p in group["params"] for m in self._matrices(p, group)]
+                self._muon.param_groups = [{**group, "params": matrices}]
+                self._muon.step()
+                self._muon.state.clear()
+        return loss
+
+    def _matrices(self, parameter: nn.Parameter, group: dict[str, Any]) -> Iterator[nn.Parameter]:
+        """Yield every linear weight of a parameter as one of its own, with views of gradient and momentum."""
+        if parameter.grad is None:
+            return
+        state = self.state[parameter]
+        if _MOMENTUM not in state:
+            state[_MOMENTUM] = torch.zeros_like(parameter.detach())
+        tensors = (parameter.detach(), parameter.grad.contiguous(), state[_MOMENTUM])
+        views = (_split_rows(local(t), group[MATRICES]) for t in tensors)
+        for weight, grad, momentum in zip(*views, strict=True):
+            matrix = nn.Parameter(weight)
+            matrix.grad = grad
+            self._muon.state[matrix] = {_MOMENTUM: momentum}
+            yield matrix
+
+
+def _split_rows(tensor: Tensor, count: int) -> tuple[Tensor, ...]:
+    """[count, ...] or [count * rows, columns] as `count` matrices."""
+    return tensor.view(count, -1, tensor.shape[-1]).unbind(0)

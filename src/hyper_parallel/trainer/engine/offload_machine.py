@@ -1,0 +1,166 @@
+"""The machine that a memory plan assumes and the one that the simulated device is, from recipe and topology."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Final
+
+import torch
+from torch import nn
+
+from hyper_parallel.backends.torch import resolve_layouts
+from hyper_parallel.backends.torch.dropout import has_dropout
+from hyper_parallel.backends.torch.forward_variants import ungrouped_experts
+from hyper_parallel.backends.torch.memory import Measured
+from hyper_parallel.config import Offload, Recipe
+from hyper_parallel.errors import CaptureUnsupported
+from hyper_parallel.ir import MemoryProgram, Plan
+from hyper_parallel.memory import Channel, MemoryMachine, Roofline
+from hyper_parallel.runtime import host_machine
+from hyper_parallel.topology import detect_local, load_topology
+from hyper_parallel.units import format_bytes
+
+MARGIN: Final = 0.04
+"""Share of a device's memory that `budget: auto` leaves to kernels and to the allocator."""
+NOTICED: Final = 0.02
+"""Share by which a measured bandwidth must differ from the assumed one to be worth another plan."""
+
+
+@dataclass(frozen=True, slots=True)
+class Assumed:
+    """What offload plans with.
+
+    Attributes:
+        choice: The recipe's section.
+        budget_bytes: Device budget of a rank; None when the goal is another one.
+        planned: Machine as planning sees it.
+        actual: Machine whose time the virtual clock keeps.
+        roofline: Seconds of operators.
+        link: Latency and bytes/s between ranks, for collectives.
+        notes: How the budget came about.
+    """
+
+    choice: Offload
+    budget_bytes: int | None
+    planned: MemoryMachine
+    actual: MemoryMachine
+    roofline: Roofline
+    link: Channel
+    notes: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, recipe: Recipe, plan: Plan, device: torch.device) -> Assumed:
+        """Read recipe and topology, for a rank's device; `recipe.offload` must be on."""
+        ranks, choice = plan.strategy.world_size, recipe.offload
+        node = detect_local(ranks) if recipe.topology == "local" else load_topology(recipe.topology)
+        dram = choice.dram
+        if dram is None and node.host_bytes is not None:
+            dram = int(node.host_bytes)
+        actual = host_machine(node, dram, choice.flash_dir is not None)
+        # The topology knows no arithmetic rate of the host; updates are bound by its memory.
+        host = Roofline(math.inf, node.update_bytes_s or actual.store.bytes_s)
+        actual = replace(
+            actual, flash_bytes=choice.flash, host=host if choice.update_on_host else None
+        )
+        planned = actual
+        if choice.bandwidth is not None:
+            channel = Channel(float(choice.bandwidth))
+            planned = replace(actual, store=channel, prefetch=channel)
+        budget, notes = choice.budget, tuple[str, ...]()
+        if budget == "auto":
+            budget, line = resolved_budget(int(plan.memory_capacity_bytes), device)
+            notes = (line,)
+        flops = node.peak_flops(plan.workload.compute_dtype)
+        roofline = Roofline(flops, node.device.memory_bytes_s.value)
+        tier = node.tier_of(ranks) if ranks > 1 else node.tiers[0]
+        link = Channel(tier.bytes_s.value, tier.latency_s.value)
+        return cls(choice, budget, planned, actual, roofline, link, notes)
+
+    def annotate(self, program: MemoryProgram) -> MemoryProgram:
+        """The program with seconds: a roofline for what the device computes, the link for what ranks exchange."""
+        return self.roofline.annotate(program, self.link)
+
+
+def resolved_budget(budget_bytes: int, device: torch.device) -> tuple[int, str]:
+    """What `budget: auto` comes to on a device, and a line that says why.
+
+    Args:
+        budget_bytes: Memory of a rank's device, as the topology says.
+        device: The rank's device.
+
+    Returns:
+        On an accelerator what is free beside everything that no plan owns (contexts, buffers of the collective library,
+        other processes), less a margin for what kernels take for themselves and what the allocator cannot split
+        off. The simulated device of a CPU has nothing else on it.
+    """
+    if device.type == "cpu":
+        text = f"offload: budget auto = {format_bytes(budget_bytes)}, the memory of a rank"
+        return budget_bytes, text
+    module = torch.get_device_module(device)
+    free, total = module.mem_get_info(device)
+    others = int(total - free - module.memory_reserved(device))
+    budget = int((min(budget_bytes, total) - others) * (1 - MARGIN))
+    return budget, (
+        f"offload: budget auto = {format_bytes(budget)}: {format_bytes(min(budget_bytes, total))} of the device, "
+        f"{format_bytes(others)} held beside the plan, {MARGIN:.0%} of the rest left free"
+    )
+
+
+def check_offload(
+    recipe: Recipe, plan: Plan, model: nn.Module, where: Callable[[str], str]
+) -> None:
+    """Refuse what offload cannot run, before any rank starts.
+
+    Args:
+        recipe: What the user asked for.
+        plan: The plan of the run.
+        model: As `build_model` gives it.
+        where: Origin of a key of the recipe.
+
+    Raises:
+        CaptureUnsupported: HP511 for experts whose sizes depend on the data, and for dropout under tensor parallelism
+            between ranks that hold the stream whole.
+    """
+    strategy = plan.strategy
+    if not recipe.offload.on:
+        return
+    if strategy.tp > 1 and has_dropout(model) and resolve_layouts(model, plan).whole_stream:
+        raise CaptureUnsupported(
+            "a memory plan draws all random numbers from one stream, and heads of other ranks need masks of their own",
+            where=where("parallel.tp_x"),
+            got=f"tp={strategy.tp}, a model with dropout",
+            allowed="training.disable_dropout=true, or parallel.tp=1",
+            hint="training.disable_dropout=true",
+        )
+    if recipe.moe.capacity_factor is not None:
+        return
+    dtype = recipe.training.dtype
+    if why := ungrouped_experts(model, getattr(torch, dtype)):
+        other = ", or training.dtype=float32"
+        raise CaptureUnsupported(
+            f"a memory plan needs fixed sizes, and these experts run one by one, on as many rows as they get: {why}",
+            where=where("training.dtype"),
+            got=f"training.dtype={dtype}, moe.capacity_factor=null",
+            hint="moe.capacity_factor=1.25"
+            + ("" if ungrouped_experts(model, torch.float32) else other),
+        )
+    if strategy.ep > 1:
+        raise CaptureUnsupported(
+            "a memory plan needs fixed sizes, and without a capacity the rows an expert gets depend on the data",
+            where=where("parallel.ep"),
+            got=f"ep={strategy.ep}, moe.capacity_factor=null",
+            hint="moe.capacity_factor=1.25, or parallel.auto=false parallel.ep=1",
+        )
+
+
+def measured_machine(machine: MemoryMachine, measured: Measured) -> MemoryMachine:
+    """The machine with the bandwidths that a step has measured."""
+    changed = {}
+    for kind in ("store", "prefetch", "copy_out", "copy_in"):
+        channel: Channel | None = getattr(machine, kind)
+        rate = None if channel is None else measured.copied[kind].bytes_s(channel.latency_s)
+        if channel is not None and rate is not None and abs(rate / channel.bytes_s - 1) > NOTICED:
+            changed[kind] = replace(channel, bytes_s=rate)
+    return replace(machine, **changed)

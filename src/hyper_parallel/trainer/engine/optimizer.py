@@ -1,0 +1,250 @@
+"""The optimizer of a recipe: one of torch's by name, or a class of the user by its dotted path."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from hyper_parallel.backends.torch.parameter_roles import (
+    UNDECAYED,
+    ParameterRole,
+    parameter_roles,
+)
+from hyper_parallel.backends.torch.weights.shard_ranges import local
+from hyper_parallel.config import Recipe, Training
+from hyper_parallel.errors import BadValue, CheckpointMismatch, Contradiction
+from hyper_parallel.ir import Plan
+from hyper_parallel.trainer.engine._adafactor import Adafactor
+from hyper_parallel.trainer.engine.muon import Muon, describe_muon, muon_groups
+from hyper_parallel.trainer.engine.optimizer_names import NAMED_OPTIMIZERS, check_package
+from hyper_parallel.trainer.engine.optimizer_trial import check_trial_step, resumed_failure
+from hyper_parallel.trainer.user_code import load_class
+
+logger = logging.getLogger(__name__)
+
+_MATRIX_WISE: Final = (torch.optim.Adafactor, torch.optim.Muon, Muon)
+"""Optimizers that need a whole matrix: what they compute of a shard is something else. Subclasses are as their base."""
+
+_ON_WHOLE_PARTS: Final[dict[type, type]] = {torch.optim.Adafactor: Adafactor}
+"""Class of torch: ours, which works where torch's has no rule for a replicated parameter."""
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Return two groups by role: with weight decay, and without it (norms, biases, state-space parameters, vectors).
+
+    Roles follow module types and logical shapes, so the groups are the same on every layout.
+    """
+    decayed, undecayed = [], []
+    for name, found in trained_roles(model).items():
+        group = undecayed if found.kind in UNDECAYED else decayed
+        group.append(model.get_parameter(name))
+    groups = [
+        {"params": decayed, "weight_decay": weight_decay},
+        {"params": undecayed, "weight_decay": 0.0},
+    ]
+    # A pipeline rank may hold nothing that is trained.
+    return [group for group in groups if group["params"]] or groups[:1]
+
+
+def trained_roles(model: nn.Module) -> dict[str, ParameterRole]:
+    """Return the roles of the parameters that are trained, by name."""
+    roles = parameter_roles(model)
+    return {name: roles[name] for name, p in model.named_parameters() if p.requires_grad}
+
+
+def build_optimizer(model: nn.Module, training: Training) -> torch.optim.Optimizer:
+    """The recipe's optimizer; AdamW with decoupled decay (Loshchilov and Hutter, arXiv:1711.05101) where it names none.
+
+    Adam and AdamW are fused, so that the device decides whether a step is applied.
+    """
+    name, groups = training.optimizer, parameter_groups(model, training.weight_decay)
+    given: dict[str, Any] = {"lr": training.lr}
+    named = NAMED_OPTIMIZERS.get(name)
+    if name in ("adamw", "adam", "muon") or (named is not None and named.has_moments):
+        given |= {"betas": training.betas, "eps": training.eps}
+    if name in ("adamw", "adam"):  # torch has no sharding rule for the fused SGD
+        given["fused"] = True
+    if name == "muon":
+        roles = trained_roles(model)
+        groups = muon_groups(groups, {model.get_parameter(n): role for n, role in roles.items()})
+    return optimizer_class(name)(groups, **(given | training.optimizer_args))
+
+
+def optimizer_class(name: str, where: str = "training.optimizer") -> Any:
+    """The class of a name or of a dotted path.
+
+    Raises:
+        BadValue: HP102 for a name that is not known.
+        NotImportable: HP109 for a path without an optimizer.
+    """
+    known = {
+        "adamw": torch.optim.AdamW,
+        "adam": torch.optim.Adam,
+        "sgd": torch.optim.SGD,
+        "adafactor": Adafactor,
+        "muon": Muon,
+    }
+    if name in known:
+        return known[name]
+    if name in NAMED_OPTIMIZERS:
+        check_package(name, where)
+        return load_class(NAMED_OPTIMIZERS[name].path, torch.optim.Optimizer, where)
+    if "." not in name:
+        near = difflib.get_close_matches(name.lower(), [*known, *NAMED_OPTIMIZERS], n=1)
+        allowed = [
+            *known,
+            *NAMED_OPTIMIZERS,
+            "the dotted path of a subclass of torch.optim.Optimizer",
+        ]
+        raise BadValue(
+            "there is no optimizer of this name",
+            where=where,
+            got=name,
+            allowed=allowed,
+            hint=f"set `training.optimizer={near[0] if near else 'adamw'}`",
+        )
+    loaded = load_class(name, torch.optim.Optimizer, where)
+    return _ON_WHOLE_PARTS.get(loaded, loaded)
+
+
+def check_optimizer(
+    recipe: Recipe, plan: Plan, where: Callable[[str], str], model: nn.Module
+) -> None:
+    """Refuse an optimizer that does not exist, does not take its arguments, or cannot do with the layout.
+
+    For Muon, log which parameters it updates.
+
+    Raises:
+        BadValue: HP102, NotImportable: HP109, Contradiction: HP104.
+    """
+    training, s = recipe.training, plan.strategy
+    name, key = training.optimizer, where("training.optimizer")
+    chosen = optimizer_class(name, key)
+    sharding = {"dp_shard": s.dp_shard, "cp": s.cp, "tp": s.tp_x * s.tp_y, "ep": s.ep}
+    cut = [f"{axis}={degree}" for axis, degree in sharding.items() if degree > 1]
+    if issubclass(chosen, _MATRIX_WISE) and cut:
+        raise Contradiction(
+            f"{name} needs whole matrices, and the layout shards them",
+            where=key,
+            got=f"optimizer={name}, {', '.join(cut)}",
+            allowed="pp and dp_replicate; or an optimizer that works element by element: adamw, adam, sgd",
+            hint="set `training.optimizer=adamw`",
+        )
+    if training.dtype == "float16" and plan.model.num_active_params != plan.model.num_params:
+        raise Contradiction(
+            "the loss scale of float16 does not reach the balancing loss of experts",
+            where=where("training.dtype"),
+            got="float16 and a mixture of experts",
+            hint="set `training.dtype=bfloat16`",
+        )
+    if recipe.offload.on and name != "adamw":
+        raise Contradiction(
+            "offload plans the steps of adamw only",
+            where=key,
+            got=f"optimizer={name} with offload",
+            hint="set `training.optimizer=adamw`",
+        )
+    try:
+        build_optimizer(nn.Linear(2, 2), training)
+    except (TypeError, ValueError) as error:
+        allowed = [*inspect.signature(optimizer_class(name)).parameters][1:]
+        raise BadValue(
+            f"{name} does not take its arguments: {error}",
+            where=where("training.optimizer_args"),
+            got=training.optimizer_args,
+            allowed=allowed,
+            hint="set `training.optimizer_args={}`",
+        ) from error
+    if name == "muon":
+        logger.info(describe_muon(trained_roles(model)))
+    if "." in name or name in NAMED_OPTIMIZERS:
+        check_trial_step(
+            lambda layer: build_optimizer(layer, training),
+            name,
+            key,
+            sharded=bool(cut),
+            replicated=s.dp_replicate > 1,
+        )
+
+
+def check_resumed_state(training: Training, saved_args: dict[str, Any], directory: Path) -> None:
+    """Refuse arguments for which the optimizer cannot continue from the state that it saved with other ones.
+
+    Args:
+        training: Section `training` of the run that continues.
+        saved_args: `training.optimizer_args` of the run that saved.
+        directory: Directory of the checkpoints.
+
+    Raises:
+        CheckpointMismatch: HP702.
+    """
+    before = training.model_copy(update={"optimizer_args": saved_args})
+    failure = resumed_failure(
+        lambda layer: build_optimizer(layer, before), lambda layer: build_optimizer(layer, training)
+    )
+    if failure is not None:
+        raise CheckpointMismatch(
+            f"the optimizer cannot continue from the state in the checkpoint: {failure}",
+            where=str(directory),
+            got=f"training.optimizer_args={json.dumps(training.optimizer_args)}",
+            allowed=json.dumps(saved_args),
+            hint=f"'training.optimizer_args={json.dumps(saved_args)}'",
+        )
+
+
+def recipe_values(optimizer: torch.optim.Optimizer, training: Training) -> tuple[str, ...]:
+    """Return the keys of groups that the recipe decides; others are numbers that the optimizer changes itself."""
+    parameters = inspect.signature(type(optimizer).__init__).parameters
+    return ("weight_decay", *parameters, *training.optimizer_args)
+
+
+def set_lr(optimizer: torch.optim.Optimizer, lr: float | Tensor) -> None:
+    """Give every group the learning rate of the coming step."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+
+
+class _OnShards(TorchFunctionMode):
+    """Gives the fused kernels local parts: DTensor looks for a layout of every list first, for longer than they run."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func in (torch._fused_adam_, torch._fused_adamw_):
+            args = tuple([local(tensor) for tensor in tensors] for tensors in args)
+        return func(*args, **(kwargs or {}))
+
+
+def step_unless(optimizer: torch.optim.Optimizer, skip: Tensor | None) -> None:
+    """Update the parameters; where `skip` is true nothing changes, decided on the device without a host read.
+
+    Fused optimizers of torch read the attribute `found_inf` (as `torch.amp.GradScaler` sets it) in their kernels. For
+    any other the host reads `skip` before the update.
+
+    Args:
+        optimizer: The optimizer.
+        skip: Scalar on the parameters' device; None: always update.
+    """
+    if skip is None:
+        with _OnShards():
+            optimizer.step()
+        return
+    if not optimizer.defaults.get("fused"):
+        if not skip.item():
+            optimizer.step()
+        return
+    optimizer.found_inf = skip.float()  # type: ignore[attr-defined]
+    try:
+        with _OnShards():
+            optimizer.step()
+    finally:
+        del optimizer.found_inf  # type: ignore[attr-defined]

@@ -1,0 +1,291 @@
+"""Model of a recipe: any Hugging Face model, its code untouched, on the meta device."""
+
+from __future__ import annotations
+
+import logging
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+import torch
+from torch import nn
+
+from hyper_parallel.backends.torch import (
+    Routing,
+    measure_kept,
+    read_model,
+    resolve_layouts,
+    unsplit_axes,
+)
+from hyper_parallel.backends.torch.dropout import disable_dropout, original_config
+from hyper_parallel.backends.torch.peft_adapters import add_adapters
+from hyper_parallel.backends.torch.token_scores import scores_tokens
+from hyper_parallel.backends.torch.weights.unused_tensors import CARRIED_FILE, carried_weights
+from hyper_parallel.config import Recipe
+from hyper_parallel.errors import (
+    BadValue,
+    DoesNotFit,
+    ModelUnreadable,
+    PlanMismatch,
+    WeightsUnreadable,
+)
+from hyper_parallel.ir import Plan
+from hyper_parallel.model import (
+    FAMILIES_READ,
+    ModelSpec,
+    is_read,
+    load_model,
+    read_config,
+)
+from hyper_parallel.trainer.data import has_tokenizer, load_tokenizer
+from hyper_parallel.trainer.engine.auto_model import model_from_config
+from hyper_parallel.trainer.engine.trained_parameters import freeze, lora_config
+from hyper_parallel.units import format_bytes
+
+logger = logging.getLogger(__name__)
+
+_TABLE: Final = re.compile(r"\bwpe\b|pos").search
+_DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "bfloat16": torch.float32,
+    "float16": torch.float32,
+}
+"""Format of the parameters by compute format: 16-bit computation keeps float32 parameters."""
+
+GENERATION = "generation_config.json"
+"""How a model generates, by transformers' name."""
+
+_FAR_TOO_LARGE: Final = 16
+"""A plan that takes so many times the memory of a rank is not carried out: offload would not help either."""
+
+_WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+_LEFT = ("*.index.json", "*.gguf", "consolidated*.pth")
+"""Weight files that are read, and what says that a model was published with weights."""
+
+
+def build_model(recipe: Recipe) -> nn.Module:
+    """The recipe's language model, of text or of images and text, on the meta device, in training mode.
+
+    Without dropout where the recipe disables it.
+
+    Raises:
+        ModelUnreadable: HP305 when transformers makes no such model of the config.
+        HyperParallelError: As `add_adapters` and `freeze`.
+    """
+    model = model_from_config(
+        read_config(recipe.model.path),
+        _DTYPES[recipe.training.dtype],
+        recipe.model.attn_implementation,
+        trusted=recipe.model.trust_remote_code,
+        scores=recipe.stage == "rm",
+    ).train()
+    if recipe.lora is not None:
+        add_adapters(model, lora_config(recipe))
+    if recipe.disables_dropout:
+        disable_dropout(model)
+    freeze(model, recipe.training.freeze)
+    return model
+
+
+_NOT_MEASURED: Final = (
+    "the activations that the model keeps could not be measured: formulas alone price them"
+)
+_KEEPS_MORE: Final = ("gemma2", "phi3")
+"""Families whose layers keep more activations than the formulas of known families say: capped scores, packed inputs."""
+
+
+def read_spec(
+    path: str,
+    where: str | None = None,
+    *,
+    trusted: bool = False,
+    tried: bool = False,
+    scores: bool = False,
+) -> ModelSpec:
+    """A model for planning: read from its files where its family is known, else from the module transformers makes.
+
+    Args:
+        path: As for `load_model`.
+        where: Where the value came from, for errors.
+        trusted: The recipe's `model.trust_remote_code`.
+        tried: Also try which axes the forward pass of a module fits, for a search to leave out the others.
+        scores: Of the model as a sequence classifier of one label.
+
+    Raises:
+        ModelUnreadable: HP305 when transformers makes no language model of the config either.
+        HyperParallelError: What `load_model` raises.
+    """
+    file = read_config(path, where=where)
+    # A reader takes the language part alone of a model with several; what trains is the whole.
+    known = is_read(file.values) and "text_config" not in file.values
+    known = known and file.values.get("model_type") not in _KEEPS_MORE
+    if not scores and ("model_type" not in file.values or known):
+        return load_model(path, where=where)
+    model = model_from_config(file, torch.float32, trusted=trusted, scores=scores)
+    spec, kept = read_model(model, file.name), measure_kept(model)
+    spec = replace(spec, kept=kept, notes=spec.notes if kept else (*spec.notes, _NOT_MEASURED))
+    return replace(spec, unsplit=unsplit_axes(model)) if tried else spec
+
+
+def check_parameters(model: nn.Module, plan: Plan, where: str) -> None:
+    """Refuse a model that is another one than its config was read as; a family that is not known looks like Llama.
+
+    Args:
+        model: As `build_model` gives it.
+        plan: The plan of the run.
+        where: Origin of the recipe's model.
+
+    Raises:
+        ModelUnreadable: HP305 naming family and parameter.
+        NotDivisible: HP203, RuleError: HP204, UnsupportedSharding: HP205 for what cannot be split.
+        DoesNotFit: HP401 for a model that is far too large for this machine, with whatever options.
+    """
+    most = _FAR_TOO_LARGE * plan.memory_capacity_bytes
+    if plan.topology == "local" and 0 < most < plan.memory_bytes:
+        raise DoesNotFit(
+            "the model is far too large for this machine",
+            where=where,
+            got=f"{format_bytes(plan.memory_bytes)} on a rank, {plan.model.num_params:,} parameters",
+            allowed=f"{format_bytes(plan.memory_capacity_bytes)}",
+            hint="name the machine that is meant, for example `topology=dgx-h100`",
+        )
+    try:
+        resolve_layouts(model, plan)
+    except PlanMismatch as error:
+        family = plan.model.family
+        known = family in FAMILIES_READ
+        raise ModelUnreadable(
+            f"the family `{family}` cannot be trained: {error.what}",
+            where=where,
+            got=f"{type(model).__name__}, {error.got}, {error.allowed}",
+            allowed=None if known else FAMILIES_READ,
+            hint=None if known else "use a model of a family that is read",
+        ) from error
+
+
+def check_positions(model: nn.Module, seq_len: int, where: str) -> None:
+    """Refuse sequences that are longer than a model's table of positions; warn when rotary positions go further.
+
+    Raises:
+        BadValue: HP102.
+    """
+    most = getattr(model.config, "max_position_embeddings", None)
+    if not isinstance(most, int) or seq_len <= most:
+        return
+    parts = [*model.named_parameters(), *model.named_buffers()]
+    # Some tables begin with rows that no position has.
+    tables = [n for n, t in parts if t.dim() == 2 and t.shape[0] - most in range(3) and _TABLE(n)]
+    if tables:
+        raise BadValue(
+            "sequences are longer than the model's table of positions",
+            where=where,
+            got=f"data.seq_len={seq_len}, {tables[0]} has {most} positions",
+            allowed=f"at most {most}",
+            hint=f"data.seq_len={most}",
+        )
+    logger.warning(
+        "data.seq_len=%d is above the model's max_position_embeddings=%d: it has not been trained that far",
+        seq_len,
+        most,
+    )
+
+
+def routing_of(recipe: Recipe) -> Routing:
+    """The recipe's choices about the routing of experts."""
+    choice = recipe.moe
+    return Routing(choice.aux_loss_coef, choice.bias_update_rate, choice.capacity_factor)
+
+
+def weights_directory(recipe: Recipe, where: str | None = None) -> Path | None:
+    """Directory to read pretrained weights from, or None for random ones.
+
+    A preset's name and a config file are models from scratch. A hub id, and a directory with weights or a tokenizer,
+    are published models: under `init: auto` it is these weights or a refusal.
+
+    Args:
+        recipe: The recipe.
+        where: Origin of `model.path`, for errors.
+
+    Raises:
+        WeightsUnreadable: HP703 when the recipe wants weights that are not there.
+    """
+    path, init = recipe.model.path, recipe.model.init
+    directory = read_config(path).directory
+    if init == "random":
+        return None
+    if directory is not None and any(f for glob in _WEIGHTS for f in directory.glob(glob)):
+        return directory
+    if directory is None:
+        is_hub_id = "/" in path and not Path(path).expanduser().exists()
+        published = f"the hub id `{path}` is that of a published model" if is_hub_id else None
+    else:
+        left = [f.name for glob in _LEFT for f in sorted(directory.glob(glob))]
+        left += ["a tokenizer"] * has_tokenizer(directory)
+        published = f"the model directory has {left[0]}" if left else None
+    if init == "auto" and published is None:
+        return None
+    why = "the recipe wants pretrained weights" if init == "pretrained" else published
+    fetch = f"HF_HUB_OFFLINE=0 hf download {path}"
+    raise WeightsUnreadable(
+        f"{why}, but there are no weights that can be read",
+        where=where or f"model.path={path}",
+        got=path,
+        allowed="a directory with model.safetensors, pytorch_model.bin, or one's index and shards",
+        hint="model.init=random"
+        + (f", or for its weights: {fetch}" if directory is None and published else ""),
+    )
+
+
+def take_tokens(model: nn.Module, tokenizer_dir: str | Path) -> None:
+    """Give a model from scratch its tokenizer's first and last token, which generation reads from the configs."""
+    tokenizer = load_tokenizer(tokenizer_dir)
+    for config in (model.config, getattr(model, "generation_config", None)):
+        if config is not None:
+            config.bos_token_id = tokenizer.bos_token_id
+            config.eos_token_id = tokenizer.eos_token_id
+
+
+def take_padding(model: nn.Module, tokenizer_dir: str | Path) -> None:
+    """Tell a classifier which token pads: it reads its score at the last other one."""
+    tokenizer = load_tokenizer(tokenizer_dir)
+    pad = tokenizer.pad_token_id
+    for config in (model.config, model.config.get_text_config()):
+        config.pad_token_id = tokenizer.eos_token_id if pad is None else pad
+
+
+def model_files(
+    model: nn.Module, tokenizer_dir: str | Path, weights: Path | None
+) -> dict[str, str]:
+    """Return name to text of the files that say what a model is: its config, and how it generates as published.
+
+    With the tensors of the pretrained files that it does not use, if there are any, for exports.
+
+    Args:
+        model: As `build_model` gives it; one from scratch takes the tokenizer's first and last token.
+        tokenizer_dir: Directory of the run's tokenizer.
+        weights: Directory of the pretrained weights.
+    """
+    if weights is None:
+        take_tokens(model, tokenizer_dir)
+    if scores_tokens(model):
+        take_padding(model, tokenizer_dir)
+    model.config.architectures = [type(model).__name__]
+    files = {"config.json": original_config(model).to_json_string()}
+    carried = carried_weights(model)
+    if carried is not None and carried.names:
+        files[CARRIED_FILE] = carried.to_json()
+    if weights is not None and (weights / GENERATION).is_file():
+        files[GENERATION] = (weights / GENERATION).read_text(encoding="utf-8")
+    elif (generation := getattr(model, "generation_config", None)) is not None:
+        files[GENERATION] = generation.to_json_string()
+    return files
+
+
+def compile_layers(model: nn.Module) -> None:
+    """Compile every decoder layer in place, so that names, classes and hooks stay as they are."""
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    for module in model.modules():
+        if type(module).__name__ in names:
+            module.compile()

@@ -1,0 +1,398 @@
+"""One optimizer step and one evaluation, the same code on every layout.
+
+The loss of a step is a sum over tokens divided once by the number of valid tokens of the whole step, over all
+data-parallel ranks and microbatches. Gradients are summed, never averaged, so neither the layout nor the number of
+microbatches nor a ragged tail changes what is learned.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from hyper_parallel.backends.torch import (
+    TOKEN_MASK,
+    clip_grad_norm_,
+    count_routing,
+    forward_backward,
+    forward_loss,
+    handle,
+    local,
+    purpose,
+    routing_statistics,
+)
+from hyper_parallel.errors import LossNotFinite
+from hyper_parallel.ir import Plan, Purpose
+from hyper_parallel.trainer.engine._nonfinite import first_not_finite
+from hyper_parallel.trainer.engine.loss_scale import LossScale
+from hyper_parallel.trainer.engine.optimizer import set_lr, step_unless
+from hyper_parallel.trainer.engine.step_gauges import MemoryGauge, SpanRecorder
+from hyper_parallel.trainer.loop import EvalResult, StepResult
+
+if TYPE_CHECKING:
+    from hyper_parallel.runtime import World
+    from hyper_parallel.trainer.data import Batches, StreamBatches
+    from hyper_parallel.trainer.stages import LearningStage
+
+MOST_IN_A_ROW: Final = 20
+"""Steps left out in a row that end the run; fewer overflows take the loss scale of float16 from 65536 to 1."""
+
+Routing = tuple[Tensor, Tensor | None] | None
+"""What the experts of a step were given, see `count_routing`; None for a model without experts."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """What one step reads: this rank's microbatches, the valid tokens over all ranks, the learning rate."""
+
+    microbatches: list[dict[str, Tensor]]
+    valid_tokens: int | Tensor
+    lr: float | Tensor = 0.0
+
+    def as_tensors(self) -> StepInputs:
+        """Copies, the two numbers as tensors too: in a captured step whatever changes must be one."""
+        return StepInputs(
+            [{name: t.clone() for name, t in part.items()} for part in self.microbatches],
+            torch.as_tensor(self.valid_tokens),
+            torch.as_tensor(self.lr, dtype=torch.float64),
+        )
+
+    def named(self) -> dict[str, Any]:
+        """All of it by name."""
+        parts = enumerate(self.microbatches)
+        named: dict[str, Any] = {f"{name}.{i}": t for i, part in parts for name, t in part.items()}
+        return {**named, "valid_tokens": self.valid_tokens, "lr": self.lr}
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What the ranks agree on after a step."""
+
+    loss: float
+    grad_norm: float
+    memory_bytes: int
+    stop: bool
+    save: bool
+
+    @property
+    def finite(self) -> bool:
+        """Whether loss and gradient norm are finite."""
+        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
+
+    def result(
+        self,
+        valid_tokens: int,
+        seconds: float,
+        routing: dict[str, Any] | None,
+        offload: dict[str, Any] | None = None,
+    ) -> StepResult:
+        """With what else is known of the step."""
+        return StepResult(
+            self.loss, self.grad_norm, valid_tokens, seconds, self.memory_bytes, routing, offload,
+            stop=self.stop, save=self.save,
+        )  # fmt: skip
+
+
+@dataclass
+class SkipPolicy:
+    """Which steps are left out: parameters and optimizer states stay as they are.
+
+    Attributes:
+        nonfinite: Steps whose loss or gradient is not finite; they end the run otherwise.
+        above_norm: Steps with a larger gradient norm; None: none.
+        in_a_row: Steps left out without one between them that was not.
+    """
+
+    nonfinite: bool = False
+    above_norm: float | None = None
+    in_a_row: int = 0
+
+    @property
+    def on(self) -> bool:
+        """Whether a step can be left out."""
+        return self.nonfinite or self.above_norm is not None
+
+    def skips(self, shared: Tensor) -> Tensor:
+        """Whether a step is left out, decided on the device from what `Loop.share` returned."""
+        skip = ~torch.isfinite(shared[-2:]).all()
+        return skip if self.above_norm is None else skip | (shared[-1] > self.above_norm)
+
+    def after(self, output: StepOutput, step: int, rejected: bool = False) -> bool:
+        """Take note of a step; whether it was left out, maybe because its stage has rejected it.
+
+        Raises:
+            LossNotFinite: HP604 when too many in a row were; a loss scale counts for itself.
+        """
+        spike = self.above_norm is not None and output.grad_norm > self.above_norm
+        skipped = spike or rejected or not output.finite
+        self.in_a_row = self.in_a_row + 1 if skipped and (self.on or rejected) else 0
+        if self.in_a_row == MOST_IN_A_ROW:
+            raise LossNotFinite(
+                f"{MOST_IN_A_ROW} steps in a row were left out, so nothing is learned any more",
+                where=f"step {step}",
+                got=f"loss={output.loss}, grad_norm={output.grad_norm}",
+                hint="grpo.min_effective_samples=null"
+                if rejected
+                else "training.on_nonfinite=stop training.skip_grad_norm=null",
+            )
+        return skipped
+
+
+@dataclass
+class Loop:
+    """Runs steps and evaluations of one model on this rank.
+
+    Attributes:
+        model: Model that passed through `parallelize` and holds its weights.
+        optimizer: Its optimizer.
+        plan: The plan that was applied.
+        world: The ranks.
+        recorder: Where spans go.
+        gauge: Reads peak memory.
+        max_grad_norm: Gradients are clipped to it; None: their norm is only measured.
+        scale: Scale of the loss; None: 1, and gradients that are not finite end the run.
+        wishes: Whether this rank wants to stop, and to save, after the present step.
+        seed: Begins the random numbers of a step.
+        policy: Which steps are left out.
+        stage: Makes what is learned from in a step; None: the data.
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    plan: Plan
+    world: World
+    recorder: SpanRecorder
+    gauge: MemoryGauge
+    max_grad_norm: float | None
+    scale: LossScale | None = None
+    wishes: Callable[[], tuple[bool, bool]] = lambda: (False, False)
+    seed: Callable[[int], None] = lambda step: None
+    policy: SkipPolicy = field(default_factory=lambda: SkipPolicy())
+    stage: LearningStage | None = None
+
+    def step(self, step: int, batches: Batches | StreamBatches, lr: float) -> StepResult:
+        """Run one optimizer step, counted from 1.
+
+        Raises:
+            LossNotFinite: HP604 when the loss or the gradient norm is NaN or infinite, or too many steps in a row were
+                left out; no parameter was changed.
+        """
+        start = time.perf_counter()
+        self.recorder.begin_step(step)
+        self.seed(step)
+        with self.gauge.step():
+            inputs = self.inputs(batches, step, lr)
+            if self.stage is not None:
+                rows = self._rows(batches, step - 1)
+                with self.recorder.span("rollout", "compute"):
+                    parts, count = self.stage.inputs(inputs.microbatches, rows, step)
+                count = inputs.valid_tokens if count is None else count
+                inputs = replace(inputs, microbatches=parts, valid_tokens=count)
+            loss_sum, grad_norm = self.gradients(inputs)
+            with self.recorder.span("loss", "communication"):
+                shared = self.share(loss_sum, self.gauge.peak_bytes(), grad_norm)
+            # The device decides; the host reads once, while it is busy with the update.
+            rejected = None if self.stage is None else self.stage.rejects()
+            self.update(lr, skip=self.policy.skips(shared) | bool(rejected))
+            read = self.read(
+                shared, step, "the step was not applied", partial(self._locate, inputs, step)
+            )
+            routing = statistics(self.count_routing())
+        self.recorder.memory(self.gauge.samples)
+        seconds = time.perf_counter() - start
+        result = read.result(int(inputs.valid_tokens), seconds, routing)
+        if self.stage is not None:
+            result = replace(result, **self.stage.record())
+        skipped = self.policy.after(read, step, bool(rejected))
+        if self.scale is not None:
+            result = replace(result, loss_scale=self.scale.value)
+            self.scale.after(read.finite)
+        elif not self.policy.on and rejected is None:
+            return result
+        return replace(result, skipped=int(skipped))
+
+    def _locate(self, inputs: StepInputs, step: int) -> str | None:
+        """Name the first value of a step that is not finite."""
+        self.seed(step)
+        stage = self.plan.mesh.coordinate(self.world.rank)["pp"]
+        return first_not_finite(self.model, lambda: self.gradients(inputs), stage)
+
+    def planned_step(self, inputs: StepInputs) -> tuple[Tensor, Tensor, Routing]:
+        """The whole step without reading a value, so that it can be captured and run by a memory plan.
+
+        Returns:
+            This rank's share of the loss, the gradient norm, and the routing of the experts.
+        """
+        loss_sum, grad_norm = self.gradients(inputs)
+        self.update(inputs.lr)
+        return loss_sum, grad_norm, self.count_routing()
+
+    @torch.no_grad()
+    def evaluate(self, batches: Batches | StreamBatches) -> EvalResult:
+        """Mean loss over the first step of `batches` and how many tokens counted."""
+        self.recorder.begin_step(None)
+        self.model.eval()
+        with self.recorder.span("evaluation", "evaluation"):
+            inputs = self._fetch(batches, 0)
+            count, parts = int(inputs.valid_tokens), inputs.microbatches
+            if self.stage is None:
+                loss_sum = forward_loss(self.model, parts, count)
+            else:
+                parts, own = self.stage.held_out(parts, self._rows(batches, 0), batches)
+                count = count if own is None else own
+                whole = forward_loss(self.model, parts, objective=self.stage.objective)
+                loss_sum = whole / self.world.world_size
+            mean = self.share(loss_sum, 0)[-2].item()
+            found = {} if self.stage is None else self.stage.record()
+        self.model.train()
+        return EvalResult(mean, count, found.get("preference"), found.get("rollout"))
+
+    def inputs(
+        self, batches: Batches | StreamBatches, step: int, lr: float, share: int | None = None
+    ) -> StepInputs:
+        """What this rank, or the data-parallel rank `share`, reads in a step, counted from 1."""
+        with self.recorder.span("data", "data"):
+            return self._fetch(batches, step - 1, lr, share)
+
+    def gradients(self, inputs: StepInputs) -> tuple[Tensor, Tensor]:
+        """Return this rank's share of the loss and the global gradient norm before clipping; reads no value."""
+        span = self.recorder.span
+        scale = 1.0 if self.scale is None else self.scale.value
+        if self.stage is None:
+            loss_sum = forward_backward(
+                self.model, inputs.microbatches, inputs.valid_tokens, span, scale=scale
+            )
+        else:
+            whole = forward_backward(
+                self.model,
+                inputs.microbatches,
+                span=span,
+                objective=self.stage.objective,
+                scale=scale,
+            )
+            loss_sum = whole / self.world.world_size  # every rank has the loss of the step
+        with span("gradient norm", "communication"):
+            if self.scale is not None:
+                grads = [p.grad for p in self.model.parameters() if p.grad is not None]
+                torch._foreach_mul_([local(grad) for grad in grads], 1 / scale)
+            return loss_sum, clip_grad_norm_(self.model, self.max_grad_norm)
+
+    def share(self, loss_sum: Tensor, memory_bytes: int, grad_norm: float | Tensor = 0.0) -> Tensor:
+        """Every rank's memory peak and wishes, the sum of the ranks' losses (one all-reduce), and the gradient norm.
+
+        Args:
+            loss_sum: This rank's share of the loss.
+            memory_bytes: Peak memory of this rank.
+            grad_norm: Already equal on every rank.
+
+        Returns:
+            [ranks + 4] on the device: peaks, ranks that wish to stop, that wish to save, loss, norm.
+        """
+        size = self.world.world_size
+        values = torch.zeros(size + 4, dtype=torch.float64, device=self.world.device)
+        values[self.world.rank] = float(memory_bytes)
+        for place, wish in enumerate(self.wishes(), start=size):
+            if wish:
+                values[place] = 1.0
+        values[size + 2] = loss_sum
+        if size > 1:
+            with purpose(Purpose.STEP_LOG):
+                dist.all_reduce(values[: size + 3])
+        values[size + 3] = grad_norm
+        return values
+
+    def update(self, lr: float | Tensor, skip: Tensor | None = None) -> None:
+        """The optimizer's step; gradients are gone afterwards.
+
+        Args:
+            lr: Learning rate.
+            skip: Scalar on the device; where it is true, parameters and optimizer state stay as they are. None: never.
+        """
+        with self.recorder.span("optimizer", "optimizer"):
+            set_lr(self.optimizer, lr)
+            step_unless(self.optimizer, skip)
+            self.optimizer.zero_grad(set_to_none=True)
+
+    def read(
+        self,
+        shared: Tensor,
+        step: int,
+        outcome: str,
+        locate: Callable[[], str | None] = lambda: None,
+    ) -> StepOutput:
+        """What `share` returned, on the host.
+
+        Raises:
+            LossNotFinite: HP604, with what became of the step and what `locate` names; not while a loss scale can still
+                be lowered, nor where the step is left out.
+        """
+        with self.recorder.span("loss", "communication"):
+            *peaks, stop, save, loss, norm = shared.tolist()
+        output = StepOutput(loss, norm, int(max(peaks)), stop > 0, save > 0)
+        skips = self.policy.nonfinite or (self.scale is not None and self.scale.value > 1)
+        if not output.finite and not skips:
+            raise LossNotFinite(
+                f"the loss or its gradient is not finite; {outcome}",
+                where=f"step {step}",
+                got=f"loss={loss}, grad_norm={norm}"
+                + ("" if (name := locate()) is None else f"; first: {name}"),
+            )
+        return output
+
+    def count_routing(self) -> Routing:
+        """What the experts of the step were given."""
+        if not handle(self.model).routes:
+            return None
+        with self.recorder.span("routing", "communication"):
+            return count_routing(self.model)
+
+    def _rows(self, batches: Any, index: int) -> NDArray[np.int64]:
+        """Numbers of this rank's rows of a step, counted from 0, in the data; -1 is a dummy row."""
+        found: NDArray[np.int64] = batches.step_batch(index)
+        return found.reshape(self.plan.strategy.dp, -1)[self._share]
+
+    @property
+    def _share(self) -> int:
+        """This data-parallel rank."""
+        at = self.plan.mesh.coordinate(self.world.rank)
+        return at["dp_replicate"] * self.plan.strategy.dp_shard + at["dp_shard"]
+
+    def _fetch(
+        self,
+        batches: Batches | StreamBatches,
+        index: int,
+        lr: float = 0.0,
+        share: int | None = None,
+    ) -> StepInputs:
+        share = self._share if share is None else share
+        dp, microbatch = self.plan.strategy.dp, self.plan.workload.microbatch or 1
+        rounds = batches.sequences_per_step // (dp * microbatch)
+        parts = batches.microbatches(index, share, dp, microbatch, rounds)
+        names = ["input_ids", "shift_labels", "position_ids"]
+        names += [TOKEN_MASK] if handle(self.model).routes else []
+        tensors = [
+            {
+                name: torch.from_numpy(array).to(self.world.device, non_blocking=True)
+                for name in names
+                if (array := getattr(b, name)) is not None
+            }
+            for b in parts
+        ]
+        # Every rank counts the whole step from the index, without communication.
+        return StepInputs(tensors, max(batches.num_valid(index), 1), lr)
+
+
+def statistics(routing: Routing) -> dict[str, Any] | None:
+    """The routing of a step as it is recorded."""
+    counted = None if routing is None else routing_statistics(*routing)
+    return None if counted is None else asdict(counted)

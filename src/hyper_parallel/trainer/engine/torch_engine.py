@@ -1,0 +1,406 @@
+"""The torch engine: one rank's model, optimizer and checkpoints, driven by the `Trainer`."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hyper_parallel.backends.torch import local, materialize
+from hyper_parallel.backends.torch.dropout import original_config
+from hyper_parallel.backends.torch.embedding_noise import EmbeddingNoise
+from hyper_parallel.backends.torch.memory import spill_mode
+from hyper_parallel.backends.torch.rank_seed import mixed, rank_seed
+from hyper_parallel.backends.torch.token_scores import scores_tokens
+from hyper_parallel.backends.torch.weights.lora import initialise_adapters
+from hyper_parallel.errors import Unwritten
+from hyper_parallel.ir import Timeline
+from hyper_parallel.runtime import Deadlines, World, parallelize
+from hyper_parallel.trainer.checkpoints.adapter_files import export_adapter
+from hyper_parallel.trainer.checkpoints.checkpointer import Checkpointer
+from hyper_parallel.trainer.checkpoints.extra_state import check_trainer_extra
+from hyper_parallel.trainer.checkpoints.model_export import export_hf
+from hyper_parallel.trainer.checkpoints.newest_checkpoint import load_newest
+from hyper_parallel.trainer.engine._check_ranks import check_ranks
+from hyper_parallel.trainer.engine._offload_record import with_memory, write_timelines
+from hyper_parallel.trainer.engine._step_profile import write_profile
+from hyper_parallel.trainer.engine.base_weights import BaseWeights, load_base
+from hyper_parallel.trainer.engine.loss_scale import LossScale
+from hyper_parallel.trainer.engine.offload import PlannedSteps
+from hyper_parallel.trainer.engine.offload_machine import Assumed
+from hyper_parallel.trainer.engine.optimizer import build_optimizer, recipe_values
+from hyper_parallel.trainer.engine.recipe_model import (
+    GENERATION,
+    build_model,
+    compile_layers,
+    routing_of,
+    take_padding,
+    take_tokens,
+)
+from hyper_parallel.trainer.engine.step_gauges import MemoryGauge, SpanRecorder, device_name
+from hyper_parallel.trainer.engine.step_loop import Loop, SkipPolicy
+from hyper_parallel.trainer.files import write_text
+from hyper_parallel.trainer.input_checksums import BASE, INPUTS, RunInputs
+from hyper_parallel.trainer.job import Job
+from hyper_parallel.trainer.loop import (
+    Display,
+    EvalResult,
+    LrSchedule,
+    StepResult,
+    Summary,
+    Trainer,
+)
+from hyper_parallel.trainer.signals import StopRequest
+from hyper_parallel.trainer.snapshots import KEPT
+from hyper_parallel.trainer.stages.build_stage import build_stage
+
+if TYPE_CHECKING:
+    from hyper_parallel.trainer.data import Batches, StreamBatches
+
+
+def train_rank(
+    job: Job,
+    flash: Path | None = None,
+    stop: StopRequest | None = None,
+    snapshots: Path | None = None,
+) -> Summary | None:
+    """Train on this rank; the summary on rank 0, None on the others.
+
+    Args:
+        job: The run.
+        flash: Folder for files of all ranks that this process starts; needed when the recipe has `offload.flash_dir`.
+        stop: Where the wish comes from to end before the last step; None: from nowhere.
+        snapshots: Folder for snapshots; needed when the recipe has `checkpoint.snapshot_every`.
+    """
+    training = job.recipe.training
+    deadlines = Deadlines(training.timeout_s, training.first_step_timeout_s)
+    debug = training.debug_collectives
+    ending = (lambda: False) if stop is None else stop.received
+    with World.join(deadlines=deadlines, debug=debug, worlds=job.worlds, ending=ending) as world:
+        display = Display(job.recipe.training.steps, world.rank == 0)
+        with TorchEngine(job, world, display, flash, snapshots) as engine:
+            return Trainer(job, engine, display, stop).train()
+
+
+class TorchEngine:
+    """One rank of a run in torch; an `Engine`.
+
+    Args:
+        job: The run.
+        world: The ranks.
+        display: Where lines for people go.
+        flash: Folder for files of all ranks; None: no flash tier.
+        snapshots: Folder for snapshots; None: there are none.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        world: World,
+        display: Display,
+        flash: Path | None = None,
+        snapshots: Path | None = None,
+    ) -> None:
+        self.rank, self.world_size = world.rank, world.world_size
+        self._job, self._recipe, self._world = job, job.recipe, world
+        self._display = display
+        self._inputs = RunInputs()
+        self._base: BaseWeights | None = None
+        self._flash = None if flash is None else flash / f"rank{world.rank}"
+        training = self._recipe.training
+        if training.deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            torch.use_deterministic_algorithms(True)
+        self._gauge = MemoryGauge(world.device)
+        torch.manual_seed(mixed(training.seed, world.rank))
+        self._assumed, self._spill = None, None
+        if self._recipe.offload.on:
+            # Until there is a plan, model and optimizer share its budget; the rest of them is in host memory.
+            self._assumed = Assumed.of(self._recipe, job.plan, world.device)
+            budget = self._assumed.budget_bytes
+            self._spill = spill_mode(world.device, budget, stays_away=True)
+        with self._spill or nullcontext():
+            self._model = self._make_model()
+        self._stream = rank_seed(self._model, training.seed)
+        alpha = training.neftune_noise_alpha
+        self._noise = None if alpha is None else EmbeddingNoise.attach(self._model, alpha)
+        self._optimizer = build_optimizer(self._model, training)
+        self._parameters = list(
+            self._model.parameters()
+        )  # inside of a step FSDP puts whole ones there
+        # What offload counts it counts itself, and what is compiled no counter sees.
+        if not (self._recipe.offload.on or training.compile):
+            self._gauge.state = lambda: [t for kind in self._state().values() for t in kind]
+            self._gauge.kinds = lambda: {
+                kind: sum(local(t).nbytes for t in tensors)
+                for kind, tensors in self._state().items()
+            }
+        self._snapshots = (
+            None if snapshots is None else self._checkpointer(snapshots, snapshot=True)
+        )
+        self._scale = LossScale() if training.dtype == "float16" else None
+        self._planned: PlannedSteps | None = None
+        self._stack, self._profiles = ExitStack(), ExitStack()
+        self.plan = job.plan
+        self.wishes: Callable[[], tuple[bool, bool]] = lambda: (False, False)
+        self.unwritten = Unwritten()
+
+    def __enter__(self) -> TorchEngine:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.close()
+
+    def load(self) -> tuple[int, dict[str, Any]]:
+        """Continue from the newest intact checkpoint: its step and the `extra` of its save; step 0 for a new run."""
+        if self._job.starts_over:
+            return 0, {}
+        source, memory = self._checkpointer(self._job.resume_dir), self._snapshots
+        saved = [s for s in (source, memory) if s is not None and s.latest() is not None]
+        if not saved:
+            return 0, {}
+        before = [dict(group) for group in self._optimizer.param_groups]
+        with self._spill or nullcontext():
+            done, extra = load_newest(saved, self._model, self._optimizer)
+        # The recipe decides; a checkpoint brings the numbers of the run that wrote it.
+        given = recipe_values(self._optimizer, self._recipe.training)
+        for group, own in zip(self._optimizer.param_groups, before, strict=True):
+            group.update({key: own[key] for key in given if key in own})
+        self._inputs.load(extra)
+        if self._scale is not None and "loss_scale" in extra:
+            self._scale = LossScale(**extra["loss_scale"])
+        return done, extra
+
+    def begin(self, done: int, batches: Batches | StreamBatches) -> None:
+        """Open the run's checkpoints and, with offload, plan the memory of a step."""
+        job, training = self._job, self._recipe.training
+        if self._base is not None:
+            self._inputs.check(BASE, self._base.checksum, str(job.weights))
+        self._saver = self._checkpointer(job.checkpoint_dir)
+        if self.world_size > 1:
+            dist.barrier()
+        self._recorder = SpanRecorder(self.rank, self._world.device, done + 1, self._world.pulse)
+        self._loop = Loop(
+            self._model,
+            self._optimizer,
+            job.plan,
+            self._world,
+            self._recorder,
+            self._gauge,
+            training.max_grad_norm,
+            self._scale,
+            lambda: self.wishes(),
+            self._seed,
+            SkipPolicy(training.on_nonfinite == "skip", training.skip_grad_norm),
+            build_stage(job, self._world, self._model, done, self._recorder, self._inputs),
+        )
+        if self._loop.stage is not None:
+            self._stack.callback(self._loop.stage.end)
+            if done < training.steps:
+                self._loop.stage.begin(batches)
+        self._seed(done + 1)
+        if training.profile is not None and training.profile.start <= done:
+            self._display.line("nothing is profiled: the window begins before the checkpoint")
+        if self._assumed is None or self._spill is None or done >= training.steps:
+            return
+        line, schedule = self._display.line, LrSchedule.of(training)
+        planned = PlannedSteps(self._loop, self._assumed, self._flash, line, self._spill)
+        self._recorder.begin_step(0)  # no step of the run: nothing is recorded
+        planned.prepare(
+            *(
+                self._loop.inputs(batches, step, schedule.lr(min(step, training.steps)))
+                for step in (done + 1, done + 2)
+            )
+        )
+        self._stack.callback(planned.close)
+        self._planned = planned
+        self.plan = with_memory(job.plan, planned.plan, planned.notes)
+
+    def step(self, step: int, batches: Batches | StreamBatches, lr: float) -> StepResult:
+        """Run one optimizer step, counted from 1.
+
+        Raises:
+            LossNotFinite: HP604 when the loss or the gradient norm is NaN or infinite.
+            RanksDisagree: HP625 when `check_ranks_every` finds a rank that computes something else.
+        """
+        every, plan = self._recipe.training.check_ranks_every, self._job.plan
+        if every and step % every == 0:
+            shared = self._loop.inputs(batches, step, lr, share=0)
+            check_ranks(self._model, plan, shared.microbatches, int(shared.valid_tokens), step)
+        with self._profiled(step):
+            return (self._planned or self._loop).step(step, batches, lr)
+
+    def evaluate(self, batches: Batches | StreamBatches) -> EvalResult:
+        """Mean loss over the first step of `batches`, and how many tokens counted."""
+        streamed = self._spill if self._planned is None else self._planned.streamed()
+        with streamed or nullcontext():
+            return self._loop.evaluate(batches)
+
+    def save(self, step: int, extra: dict[str, Any]) -> None:
+        """Save a checkpoint after a step; may return before it is written."""
+        self._save(self._saver, step, extra)
+
+    def snapshot(self, step: int, extra: dict[str, Any]) -> None:
+        """Save in memory what lost ranks go on from; it is there when this returns."""
+        if self._snapshots is not None:
+            extra = extra | {"snapshot": str(self._snapshots.directory)}
+            self._save(self._snapshots, step, extra)
+
+    def _save(self, saver: Checkpointer, step: int, extra: dict[str, Any]) -> None:
+        self._recorder.begin_step(None)
+        extra = extra | {INPUTS: self._inputs.state()}
+        if self._scale is not None:
+            extra = extra | {"loss_scale": asdict(self._scale)}
+        with self._recorder.span("checkpoint", "checkpoint"):
+            saver.save(step, self._model, self._optimizer, extra, self._at_home)
+
+    def any(self, flag: bool) -> bool:
+        """Whether the flag is set on any rank."""
+        raised = torch.tensor(float(flag), device=self._world.device)
+        if self.world_size > 1:
+            dist.all_reduce(raised, dist.ReduceOp.MAX)
+        return bool(raised.item())
+
+    @contextmanager
+    def _profiled(self, step: int) -> Iterator[None]:
+        """Context of a step that torch.profiler watches when the recipe says so."""
+        window = self._recipe.training.profile
+        if window is None or (self.rank and window.ranks == "first"):
+            yield
+            return
+        if step == window.start:
+            path = self._job.output_dir / "profile" / f"rank{self.rank}.json"
+            profiler = torch.profiler.profile(record_shapes=True)
+            self._profiles.callback(write_profile, profiler, path, self.unwritten)
+            self._profiles.enter_context(profiler)
+        yield
+        if step == window.start + window.steps - 1:
+            self._profiles.close()
+
+    def finish(self) -> None:
+        """Wait for the checkpoint that is being written, and end the memory plan."""
+        self._saver.finish()
+        self._profiles.close()  # a run may end inside of the window
+        if (planned := self._planned) is not None:
+            planned.finish()
+            # A step may have been planned again.
+            self.plan = with_memory(self._job.plan, planned.plan, planned.notes)
+            if self.rank == 0:
+                with self.unwritten.spare(self._job.output_dir):
+                    write_text(self._job.output_dir / "plan.json", self.plan.to_json() + "\n")
+                    if planned.timelines is not None:
+                        write_timelines(planned.timelines, self._job.output_dir)
+
+    def _at_home(self, tensor: Tensor) -> Tensor:
+        """A tensor of model or optimizer between steps, where its bytes are."""
+        owner = self._planned or self._spill
+        return tensor.detach() if owner is None else owner.at_home(tensor)
+
+    def timeline(self) -> Timeline | None:
+        """The measured timeline of all ranks on rank 0; None elsewhere."""
+        return self._recorder.gather(self.world_size)
+
+    def export(self) -> None:
+        """Write a Hugging Face directory; of a model with adapters these, in peft's format."""
+        job = self._job
+        if job.recipe.lora is not None:
+            export_adapter(
+                self._model,
+                job.packed.tokenizer_dir,
+                job.export_dir,
+                at_home=self._at_home,
+                metadata=self._base.to_metadata() if self._base else {},
+            )
+            return
+        if job.weights is None:
+            take_tokens(self._model, job.packed.tokenizer_dir)
+        if scores_tokens(self._model):
+            take_padding(self._model, job.packed.tokenizer_dir)
+        generation = job.model_dir / GENERATION
+        export_hf(
+            self._model,
+            original_config(self._model),
+            job.packed.tokenizer_dir,
+            job.export_dir,
+            generation=generation,
+            at_home=self._at_home,
+        )
+
+    def facts(self) -> dict[str, Any]:
+        """Facts about device and versions that belong to the numbers of the run."""
+        import transformers
+
+        device = self._world.device
+        memory = "peak anonymous memory above the start"
+        if device.type != "cpu":
+            memory = "allocator peak"
+        elif self._recipe.offload.on:
+            memory = "counted device bytes"
+        elif self._gauge.state is not None:
+            memory = "counted tensor bytes"
+        return {
+            "device": device_name(device),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "memory": memory,
+        }
+
+    def _make_model(self) -> nn.Module:
+        recipe, directory = self._recipe, self._job.weights
+        model = parallelize(
+            build_model(recipe), self._job.plan, self._world, routing=routing_of(recipe)
+        )
+        if directory is None:
+            materialize(model, seed=recipe.training.seed, device=self._world.device)
+        else:
+            options = {"device": self._world.device, "seed": recipe.training.seed}
+            self._base = load_base(model, directory, frozen=recipe.lora is not None, **options)
+        if recipe.lora is not None:
+            gaussian = recipe.lora.init_lora_weights == "gaussian"
+            initialise_adapters(model, recipe.training.seed, gaussian=gaussian)
+        if recipe.training.compile:
+            compile_layers(model)
+        return model
+
+    def _seed(self, step: int) -> None:
+        """Begin the random numbers of a step: a function of seed, rank and step."""
+        number = mixed(self._stream, step)
+        if self._noise is not None:
+            self._noise.key = mixed(self._recipe.training.seed, step)  # the same on all ranks
+        torch.manual_seed(number)  # of the CPU and of every accelerator
+        random.seed(number)
+        np.random.seed(number % 2**32)  # noqa: NPY002  the generator that other people's code draws from
+
+    def _state(self) -> dict[str, list[Tensor]]:
+        """Parameters with buffers, gradients and optimizer states that there are now."""
+        slots = [value for state in self._optimizer.state.values() for value in state.values()]
+        return {
+            "parameters": [*self._parameters, *self._model.buffers()],
+            "gradients": [p.grad for p in self._parameters if p.grad is not None],
+            "optimizer states": [slot for slot in slots if isinstance(slot, Tensor)],
+        }
+
+    def _checkpointer(self, directory: Path, *, snapshot: bool = False) -> Checkpointer:
+        choice, plan = self._recipe.checkpoint, self._job.plan
+        return Checkpointer(
+            directory,
+            keep=KEPT if snapshot else choice.keep,
+            asynchronous=choice.asynchronous and not snapshot,
+            fingerprint={
+                "model": plan.model.fingerprint,
+                "optimizer": plan.workload.optimizer,
+                "param_dtype": plan.workload.param_dtype,
+            },
+            on_error="continue" if snapshot else choice.on_error,
+            keep_best="loss" if choice.keep_best and not snapshot else None,
+            check_extra=check_trainer_extra,
+        )

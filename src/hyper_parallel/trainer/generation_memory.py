@@ -1,0 +1,95 @@
+"""The budget of a generation: device, DRAM and flash bytes, and the machine that is planned for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from hyper_parallel.backends.torch.memory.generation import MemoryLimits, MemoryUse
+from hyper_parallel.errors import BadValue, UnknownPeak
+from hyper_parallel.memory import Roofline
+from hyper_parallel.runtime import host_machine
+from hyper_parallel.topology import detect_local, load_topology
+from hyper_parallel.trainer.files import check_writable
+from hyper_parallel.units import format_bytes, format_seconds, parse_bytes
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """What a generation may take.
+
+    Attributes:
+        device_bytes: Bytes of device memory.
+        dram_bytes: Bytes in DRAM; None: unlimited.
+        flash: Folder for what DRAM does not hold; None: no flash tier.
+        topology: Preset or file that gives rates for planning, and on a CPU the clock; `local`: this machine.
+    """
+
+    device_bytes: int
+    dram_bytes: int | None = None
+    flash: Path | None = None
+    topology: str = "local"
+
+    @classmethod
+    def parse(
+        cls, device: str, dram: str | None, flash: Path | None, topology: str
+    ) -> DeviceMemory:
+        """Read sizes such as `4GiB`.
+
+        Raises:
+            BadValue: HP102 for what is no size.
+            OutputNotWritable: HP105 for a folder that cannot be written.
+        """
+        if flash is not None:
+            check_writable(flash, "--flash-dir")
+        return cls(
+            _size("--device-memory", device),
+            None if dram is None else _size("--dram", dram),
+            flash,
+            topology,
+        )
+
+    def limits(self, dtype: str) -> MemoryLimits:
+        """Budget and machine for a model of a format.
+
+        Raises:
+            UnknownPeak: HP310 when the topology has no rate for the format.
+        """
+        node = detect_local(1) if self.topology == "local" else load_topology(self.topology)
+        machine = host_machine(node, self.dram_bytes, self.flash is not None)
+        try:
+            flops_s = node.peak_flops(dtype)
+        except UnknownPeak as error:
+            error.hint = "--dtype float32, or a --topology that has a rate for the format"
+            raise
+        roofline = Roofline(flops_s, node.device.memory_bytes_s.value)
+        return MemoryLimits(self.device_bytes, machine, roofline, self.flash)
+
+
+def _size(name: str, text: str) -> int:
+    try:
+        size = parse_bytes(text)
+    except ValueError as error:
+        raise BadValue(f"{name} is not a size", got=text, hint=f"{name} 4GiB") from error
+    if size <= 0:
+        raise BadValue(f"{name} must be above 0", got=text, hint=f"{name} 4GiB")
+    return size
+
+
+def describe_use(use: MemoryUse, topology: str) -> list[str]:
+    """Lines for people: predicted beside measured, and the time that copies cost."""
+    lines = [f"weights and cache {format_bytes(use.state_bytes)}"]
+    for tier, predicted in use.predicted_bytes.items():
+        measured = use.measured_bytes[tier]
+        if predicted or measured:
+            lines.append(
+                f"{tier} peak: predicted {predicted} bytes, measured {measured} bytes "
+                f"({format_bytes(measured)}), {measured - predicted:+d}"
+            )
+    clock = f"simulated on `{topology}`" if use.simulated else "measured by events"
+    share = use.wait_s / use.seconds if use.seconds else 0.0
+    lines.append(
+        f"{clock}: {format_seconds(use.seconds)} for {use.steps} steps, "
+        f"{format_seconds(use.wait_s)} ({share:.0%}) of it waiting for copies"
+    )
+    return lines

@@ -1,0 +1,176 @@
+"""Generation on several ranks: the model is laid out and loaded as for training, and each data share has its prompts.
+
+dp   every share decodes its own prompts; sharded parameters are gathered by all ranks in the same passes
+tp   every rank has its heads of the cache, and logits are joined, so all choose the same token
+pp   every rank has the cache of its stages' layers; the last stage chooses, and tells the others
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from hyper_parallel.backends.torch import (
+    check_flow,
+    check_pretrained,
+    data_share,
+    load_pretrained,
+)
+from hyper_parallel.backends.torch.forward_variants import loop_over_experts
+from hyper_parallel.errors import UnsupportedSharding
+from hyper_parallel.ir import Plan, Strategy, Workload
+from hyper_parallel.model import read_config
+from hyper_parallel.planner import parse_strategy
+from hyper_parallel.runtime import (
+    World,
+    check_rank_count,
+    launch,
+    local_capacity,
+    parallelize,
+    plan_of,
+)
+from hyper_parallel.topology import rank_threads
+from hyper_parallel.trainer.data import load_tokenizer
+from hyper_parallel.trainer.decoding import SLOTS, Running, Sampling
+from hyper_parallel.trainer.engine.auto_model import model_from_config
+from hyper_parallel.trainer.engine.recipe_model import GENERATION, check_parameters
+from hyper_parallel.trainer.generation import check_dtype, decode, find_export
+from hyper_parallel.trainer.job import under_torchrun
+from hyper_parallel.trainer.model_properties import properties_of
+from hyper_parallel.trainer.signals import StopRequest
+from hyper_parallel.trainer.text_codec import Generation, PromptBatch, Texts
+
+_WHERE = "--parallel"
+_Made = dict[int, Running]
+"""Sequences by the place of their prompt."""
+
+
+def generate_on_ranks(
+    directory: str | Path,
+    prompts: Sequence[str | Generation],
+    sampling: Sampling,
+    parallel: str,
+    *,
+    chat: bool = False,
+    slots: int = SLOTS,
+    device: str = "auto",
+    dtype: str | None = None,
+    trusted: bool = False,
+    stop: StopRequest | None = None,
+) -> list[Generation]:
+    """`Generator.generate_batch` by ranks that are started here, or are torchrun's.
+
+    Args:
+        directory: RUN_DIR or Hugging Face directory.
+        prompts: Texts, numbered from 0, or generations that were interrupted.
+        sampling: How tokens are chosen.
+        parallel: The layout, keys of a recipe's `parallel` section as words: `tp=2`, `dp_replicate=2 pp=2`.
+        chat: Prompts are users' turns.
+        slots: Sequences at a time, of each data share.
+        device: `auto`, `cpu`, `cuda`, ...
+        dtype: Format of the weights; None: as stored.
+        trusted: Run code that lies in the directory.
+        stop: A wish to return what there is; None: never.
+
+    Raises:
+        UnsupportedSharding: HP205 for the axis that decoding does not have: cp; and as `parallelize`.
+        BadValue: HP102 for a word, or a prompt that exceeds the context of the model.
+        DeviceUnavailable: HP502 for more ranks than this machine runs.
+        RankFailed: HP601 when a rank died.
+    """
+    strategy = parse_strategy(parallel)
+    _check_axes(strategy)
+    if not under_torchrun():
+        capacity = local_capacity(None if device == "auto" else device.partition(":")[0])
+        hint = "fewer ranks, or torchrun --nnodes=N --nproc-per-node=8 -m hyper_parallel generate"
+        check_rank_count(strategy.world_size, capacity, _WHERE, hint)
+    export = find_export(directory)
+    check_dtype(dtype)
+    model, plan = _planned(export, strategy, dtype, trusted=trusted)
+    tokenizer = load_tokenizer(export, trusted=trusted)
+    texts = Texts(tokenizer, model.config, model.generation_config.eos_token_id)
+    batch = PromptBatch(texts, prompts, sampling, chat=chat)
+
+    def rank(_: int = 0) -> list[_Made]:
+        kind = None if device == "auto" else device.partition(":")[0]
+        with World.join(kind) as world:
+            laid_out = parallelize(model, plan, world)
+            load_pretrained(laid_out, export, device=world.device)
+            made = _decode_share(laid_out, batch, slots, stop)
+            if not under_torchrun():
+                return [made]
+            every: list[_Made] = [{}] * world.world_size
+            dist.all_gather_object(every, made)
+            return every
+
+    if under_torchrun():
+        parts = rank()
+    else:
+        ranks = strategy.world_size
+        found = launch(rank, ranks, threads=rank_threads(ranks), echo_rank=0)
+        parts = [part for one in found for part in one]
+    for part in parts:
+        batch.sequences.update(part)
+    return batch.generations()
+
+
+def _decode_share(
+    model: nn.Module, batch: PromptBatch, slots: int, stop: StopRequest | None
+) -> _Made:
+    """Sequences of this rank's share of the prompts, continued."""
+    share, shares = data_share(model)
+    mine = dict([*batch.sequences.items()][share::shares])
+    decode(
+        model.eval(), [*mine.values()], batch, slots, None if stop is None else lambda: stop.asked
+    )
+    return mine
+
+
+def _check_axes(strategy: Strategy) -> None:
+    """Refuse, before a rank starts, what decoding does not do."""
+    if strategy.cp > 1:
+        raise UnsupportedSharding(
+            "generation has no cp: a step reads one token of a sequence, and there is nothing to cut",
+            where=_WHERE,
+            got=f"cp={strategy.cp}",
+            allowed="pp, dp_replicate, dp_shard, tp, ep",
+            hint=f'--parallel "tp={strategy.cp}"',
+        )
+
+
+def _planned(
+    export: Path, strategy: Strategy, dtype: str | None, *, trusted: bool
+) -> tuple[Any, Plan]:
+    """The model without values, and its plan; what cannot be laid out is refused here."""
+    from transformers import GenerationConfig
+
+    if not (export / "config.json").is_file():
+        raise UnsupportedSharding(
+            "an adapter is merged into its model on one rank",
+            where=_WHERE,
+            got=str(export),
+            hint="leave out --parallel",
+        )
+    file = read_config(str(export))
+    stored = file.values.get("dtype") or file.values.get("torch_dtype") or "float32"
+    dtype = dtype or str(stored)
+    model = model_from_config(file, getattr(torch, dtype), trusted=trusted)
+    if (export / GENERATION).is_file():
+        model.generation_config = GenerationConfig.from_pretrained(export)
+    check_pretrained(model, export)
+    loop_over_experts(model, getattr(torch, dtype))
+    formats = dict.fromkeys(("compute_dtype", "param_dtype", "reduce_dtype"), dtype)
+    # A schedule is not run; so many microbatches suit every one.
+    steps = 2 * strategy.stages
+    work = Workload(128, microbatch=1, accumulation_steps=steps, **formats)
+    plan = plan_of(model, strategy, work)
+    plan = replace(plan, properties=properties_of(file, trusted=trusted))
+    check_parameters(model, plan, str(export))
+    check_flow(model, plan)
+    return model, plan

@@ -1,0 +1,36 @@
+"""Callbacks: code of a user that follows a run. Named as in transformers, called on every rank."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hyper_parallel.trainer.job import Job
+
+
+class Callback:
+    """Follows a run; override what you need. Every rank has its own object and calls it at the same places.
+
+    `metrics` has the keys of a line of metrics.jsonl or eval.jsonl. Return True from `on_step_end` or `on_evaluate` to
+    stop after this step: as soon as one rank asks, all ranks evaluate, save and export as after a last step.
+
+    Attributes:
+        rank: Rank of this process.
+    """
+
+    rank: int = 0
+
+    def on_train_begin(self, job: Job) -> None:
+        """Before the first evaluation and step."""
+
+    def on_step_end(self, step: int, metrics: dict[str, Any]) -> bool | None:
+        """After every optimizer step, counted from 1."""
+
+    def on_evaluate(self, step: int, metrics: dict[str, Any]) -> bool | None:
+        """After every evaluation; step 0 is before the first step."""
+
+    def on_save(self, step: int) -> None:
+        """After a checkpoint was begun; it may still be written in the background."""
+
+    def on_train_end(self, step: int) -> None:
+        """After the last step, its evaluation and its checkpoint."""
