@@ -5,6 +5,7 @@
 #   make chaos N=20 SEED=1   faults in small runs (killed, frozen, damaged checkpoints): nothing may be lost
 #   make resume-changes   one change each between a checkpoint and its resume: equal curve, refused or named (minutes)
 #   make test    formatting, types, import layers, and the test suite in two processes
+#   make oracles   error codes, census, parity, plans and figures against their record; UPDATE=1 REASON="..." records
 #   make test-slow   further cells of its matrices, on up to sixteen ranks, and long faults (minutes)
 #   make test-accelerator   the same training and generation on an emulated accelerator (needs g++ and ninja)
 #   make sweeps  checks of properties over all model types of transformers, recorded in docs/results (an hour)
@@ -21,7 +22,7 @@ export HF_HUB_OFFLINE ?= 1
 bin := .venv/bin
 out := runs/quickstart
 
-.PHONY: help setup train test test-slow test-accelerator test-cluster test-llamafactory check fuzz attack chaos resume-changes sweeps peers docs bench clean llamafactory-demo
+.PHONY: help setup train test test-slow test-accelerator test-cluster test-llamafactory check oracles fuzz attack chaos resume-changes sweeps peers docs bench clean llamafactory-demo
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -42,6 +43,9 @@ check: setup
 
 test: check
 	$(bin)/python tools/test_in_parallel.py
+
+oracles: setup
+	$(bin)/python tools/oracles.py $(if $(ONLY),--only $(ONLY)) $(if $(UPDATE),--update --reason "$(REASON)")
 
 test-slow: setup
 	$(bin)/python tools/test_in_parallel.py -m slow

@@ -1,0 +1,99 @@
+"""Inputs of `tools/oracles.py`: test files, model types, plan commands and benchmark cells.
+
+Test ids are those of the recorded baseline. A test or file that was renamed since is entered under `renames` of
+tools/oracles_baseline.json, not here. Commands are adapted here when an option or a script is renamed; the recorded
+values stay.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+ERROR_FILES: tuple[tuple[str, ...], ...] = (
+    (
+        "tests/config/test_load.py", "tests/config/test_foreign_keys.py", "tests/config/test_pasted_hints.py",
+        "tests/topology/test_presets.py", "tests/shard/test_rules.py", "tests/ir/test_layout.py",
+        "tests/mpmd/test_verify.py", "tests/mpmd/test_strategy.py", "tests/model/test_load.py",
+        "tests/planner/test_recipe.py", "tests/planner/test_pins.py",
+    ),
+    (
+        "tests/received/test_limits.py", "tests/received/test_recipes.py", "tests/received/test_configs.py",
+        "tests/received/test_runs.py", "tests/trainer_data/test_source_forms.py",
+        "tests/trainer_data/test_record_forms.py", "tests/trainer_data/test_sources.py",
+        "tests/trainer/test_offload_refusals.py", "tests/planner/test_generation.py",
+    ),
+)  # fmt: skip
+"""Test files, in groups that run in one process each, whose coded errors are recorded."""
+
+PARITY_FILES: tuple[tuple[str, ...], ...] = (
+    ("tests/torch_memory/test_parity.py",),
+    ("tests/parity/test_tensor_2d.py", "tests/parity/test_reshard.py"),
+)
+"""Groups of test files that compare results bitwise or within rounding."""
+
+CENSUS_TYPES = (
+    "cohere", "deepseek_v3", "falcon_h1", "gemma2", "glm4_moe", "gpt_neox", "gpt_oss", "llama", "mamba", "opt",
+    "qwen2_vl", "qwen3_moe",
+)  # fmt: skip
+"""Model types of the live census: grouped and plain attention, experts, latent attention, state space, images."""
+CENSUS_AXES = "pp,tp,cp,ep"
+
+PLANS: dict[str, str] = {
+    "dense": "llama-3-8b -t dgx-h100 --devices 16",
+    "dense, one device": "qwen3-8b -t dgx-h200 --devices 1 --seq-len 4096",
+    "dense, pipeline pinned": "llama-3-70b -t dgx-a100 --devices 64 --pin pp=4 --pin schedule=zbv",
+    "dense, long sequences": "llama-3-8b -t dgx-b200 --devices 32 --seq-len 131072 --exclude pp",
+    "dense, large pool": "llama-3-405b -t cloudmatrix384 --devices 384 --all-layouts",
+    "experts": "qwen3-30b-a3b -t dgx-h100 --devices 16",
+    "experts, fewest devices": "mixtral-8x7b -t gb200-nvl72 --objective fewest-devices --deadline 20",
+    "experts, pinned": "gpt-oss-120b -t atlas-900-a2 --devices 64 --pin ep=8",
+    "latent attention": "deepseek-v3 -t cloudmatrix384 --devices 384",
+    "offload": "llama-3-8b -t h100-96gb --devices 1 --seq-len 4096 --offload",
+    "refused": "llama-3-405b -t dgx-h800 --devices 8",
+    "generate": "llama-3-70b -t dgx-h100 --devices 8 --for generate",
+    "generate, experts": "mixtral-8x7b -t tpu-v5p --devices 8 --for generate --objective latency --prompts 8",
+}
+"""Arguments of `hyper-parallel plan --json` by name."""
+
+EXACT = 0.0
+FORMULA = 1e-12
+SOLVER = 1e-6
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """One command and the figures that are compared.
+
+    Attributes:
+        command: Script below benchmarks/ with its arguments; its output is JSON.
+        cells: Name to (path, relative tolerance). A path has keys and indices separated by "/"; `key=value` selects
+            the row of a list.
+        reason: Why the tolerance is what it is.
+    """
+
+    command: str
+    cells: dict[str, tuple[str, float]]
+    reason: str
+
+
+BENCHMARKS: tuple[Benchmark, ...] = (
+    Benchmark(
+        "planner_speed.py --json --repeat 1 --only 8b",
+        {
+            "search 8b: priced": ("0/priced", EXACT),
+            "search 8b: step_s": ("0/step_s", FORMULA),
+            "search 8b: gap": ("0/gap", FORMULA),
+            "search 8b: strategy": ("0/strategy", EXACT),
+        },
+        "closed forms: only the order of additions may change the last bits; counts are exact",
+    ),
+    Benchmark(
+        "planner_pins.py --json --draws 6 --each 3 --seed 5",
+        {
+            "pins: sub-spaces": ("summary/sub_spaces", EXACT),
+            "pins: better than the free search": ("summary/better", EXACT),
+            "pins: largest gap": ("summary/largest_gap", FORMULA),
+        },
+        "drawn from a seed; closed forms",
+    ),
+)
