@@ -80,14 +80,19 @@ Job = Callable[[], Entries]
 """One command and the entries it gives."""
 
 
-def test_jobs(commands: Commands, part: str, renames: Renames, recorded: Entries) -> list[Job]:
-    """Return one job per group of test files."""
+def test_jobs(
+    commands: Commands, part: str, renames: Renames, recorded: Entries, match: str
+) -> list[Job]:
+    """Return one job per group of test files; a recorded file that is gone is left out."""
     groups = oracle_tables.ERROR_FILES if part == "errors" else oracle_tables.PARITY_FILES
     taken: set[str] = set()
     jobs: list[Job] = []
     for number, group in enumerate(groups):
         files = set().union(*(renames.files(file, recorded) for file in group)) - taken
+        files = {f for f in files if match in f and (commands.root / f).exists()}
         taken |= files
+        if not files:
+            continue
         read = read_errors if part == "errors" else read_outcomes
         jobs.append(partial(_run_tests, commands, sorted(files), f"{part}{number}", read))
     return jobs
@@ -99,16 +104,23 @@ def _run_tests(
     return read(commands.pytest(files, name))
 
 
+def stable_id(test: str) -> str:
+    """Return a test id without what says where a class or function of its parameters is defined."""
+    test = re.sub(r"<class '(?:\w+\.)*(\w+)'>", r"\1", test)
+    return re.sub(r"<function (?:[\w<>]+\.)*(\w+) at 0x\w+>", r"\1", test)
+
+
 def read_errors(lines: list[dict[str, Any]]) -> Entries:
     """Return {test: {code: [sentence and hint]}} of a recorder's lines."""
     tests: dict[str, dict[str, set[str]]] = {}
     for line in lines:
+        test = stable_id(line["test"])
         if "outcome" in line:
             if line["outcome"] == "failed":
-                tests.setdefault(line["test"], {})["failed"] = set()
+                tests.setdefault(test, {})["failed"] = set()
             continue
         text = line["text"] + (f" | hint: {line['hint']}" if line["hint"] else "")
-        tests.setdefault(line["test"], {}).setdefault(line["code"], set()).add(text)
+        tests.setdefault(test, {}).setdefault(line["code"], set()).add(text)
     return {
         test: {code: sorted(texts) for code, texts in sorted(codes.items())}
         for test, codes in tests.items()
@@ -117,7 +129,7 @@ def read_errors(lines: list[dict[str, Any]]) -> Entries:
 
 def read_outcomes(lines: list[dict[str, Any]]) -> Entries:
     """Return {test: outcome} of a recorder's lines."""
-    return {line["test"]: line["outcome"] for line in lines if "outcome" in line}
+    return {stable_id(line["test"]): line["outcome"] for line in lines if "outcome" in line}
 
 
 def defined_codes(commands: Commands) -> list[str]:
@@ -139,9 +151,10 @@ def census_counts(commands: Commands) -> Entries:
     return {"recorded": dict(sorted(counts.items()))}
 
 
-def census_jobs(commands: Commands) -> list[Job]:
+def census_jobs(commands: Commands, match: str) -> list[Job]:
     """Return the counts, and live runs of two halves of the drawn types."""
-    halves = [list(oracle_tables.CENSUS_TYPES[i::2]) for i in range(2)]
+    types = [name for name in oracle_tables.CENSUS_TYPES if match in f"live {name}"]
+    halves = [types[i::2] for i in range(2)]
     live = [partial(_run_census, commands, half) for half in halves if half]
     return [partial(census_counts, commands), *live]
 
@@ -155,9 +168,10 @@ def _run_census(commands: Commands, types: list[str]) -> Entries:
     return entries
 
 
-def plan_jobs(commands: Commands) -> list[Job]:
+def plan_jobs(commands: Commands, match: str) -> list[Job]:
     """Return one job per plan."""
-    return [partial(_run_plan, commands, *item) for item in oracle_tables.PLANS.items()]
+    plans = oracle_tables.PLANS.items()
+    return [partial(_run_plan, commands, *item) for item in plans if match in item[0]]
 
 
 def _run_plan(commands: Commands, name: str, arguments: str) -> Entries:
@@ -178,9 +192,10 @@ def _digest(value: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-def cell_jobs(commands: Commands) -> list[Job]:
+def cell_jobs(commands: Commands, match: str) -> list[Job]:
     """Return one job per benchmark command."""
-    return [partial(_run_benchmark, commands, item) for item in oracle_tables.BENCHMARKS]
+    wanted = [b for b in oracle_tables.BENCHMARKS if any(match in name for name in b.cells)]
+    return [partial(_run_benchmark, commands, benchmark) for benchmark in wanted]
 
 
 def _run_benchmark(commands: Commands, benchmark: oracle_tables.Benchmark) -> Entries:
@@ -217,7 +232,7 @@ def checked(result: subprocess.CompletedProcess[str]) -> str:
 
 
 def collect(
-    root: Path, parts: list[str], baseline: Mapping[str, Any], processes: int
+    root: Path, parts: list[str], baseline: Mapping[str, Any], processes: int, match: str = ""
 ) -> tuple[dict[str, Entries], dict[str, float]]:
     """Run all jobs of the parts, `processes` at a time; return entries and the seconds of the jobs, by part."""
     renames = Renames(baseline.get("renames", {}))
@@ -229,14 +244,13 @@ def collect(
     ):
         commands = Commands(root, Path(scratch))
         recorded = {part: baseline.get(part, {}) for part in PARTS}
+        errors = recorded["errors"].get("tests", {})
         jobs = {
-            "errors": lambda: test_jobs(
-                commands, "errors", renames, recorded["errors"].get("tests", {})
-            ),
-            "parity": lambda: test_jobs(commands, "parity", renames, recorded["parity"]),
-            "census": lambda: census_jobs(commands),
-            "plans": lambda: plan_jobs(commands),
-            "cells": lambda: cell_jobs(commands),
+            "errors": lambda: test_jobs(commands, "errors", renames, errors, match),
+            "parity": lambda: test_jobs(commands, "parity", renames, recorded["parity"], match),
+            "census": lambda: census_jobs(commands, match),
+            "plans": lambda: plan_jobs(commands, match),
+            "cells": lambda: cell_jobs(commands, match),
         }
 
         def timed(job: Job) -> tuple[Entries, float]:

@@ -11,6 +11,10 @@ TIMING = re.compile(r"(^|_)(cpu|wall|planning|elapsed)_s$")
 """Keys of a plan that say how long something took."""
 
 
+PROSE = ("sentence", "formula", "source")
+"""Keys of a plan that hold text for readers."""
+
+
 @dataclass(frozen=True)
 class Difference:
     """One line of the result.
@@ -134,7 +138,7 @@ def compare_census(old: Entries, new: Entries, renames: Renames) -> list[Differe
 
 
 def compare_plans(old: Entries, new: Entries, renames: Renames) -> list[Difference]:
-    """Compare every leaf of every plan exactly; notes and sentences of refusals are wording."""
+    """Compare every leaf of every plan exactly; notes and other texts for readers are wording."""
     found = []
     for entry in sorted(old.keys() | new.keys()):
         was, now = old.get(entry), new.get(entry)
@@ -144,7 +148,9 @@ def compare_plans(old: Entries, new: Entries, renames: Renames) -> list[Differen
         a, b = dict(leaves(was)), dict(leaves(now))
         for path in dict.fromkeys([*a, *b]):
             if a.get(path, "absent") != b.get(path, "absent"):
-                kind = "wording" if path.split("/")[0] in ("notes", "sentence") else "changed"
+                keys = path.split("/")
+                wording = keys[0] == "notes" or keys[-1] in PROSE
+                kind = "wording" if wording else "changed"
                 text = f"{path}: {a.get(path, 'absent')} -> {b.get(path, 'absent')}"
                 found.append(Difference(entry, text, kind))
     return found
@@ -188,8 +194,26 @@ COMPARE = {
 }
 
 
-def compare(part: str, baseline: Mapping[str, Any], entries: Entries) -> list[Difference]:
-    """Return the differences of one part from the baseline."""
+def compare(
+    part: str, baseline: Mapping[str, Any], entries: Entries, match: str = ""
+) -> list[Difference]:
+    """Return the differences of one part from the baseline; only entries with `match` in their name."""
     if part not in baseline:
         return [Difference(part, "was never recorded")]
-    return COMPARE[part](baseline[part], entries, Renames(baseline.get("renames", {})))
+    renames = Renames(baseline.get("renames", {}))
+    old = baseline[part]
+    if part == "errors":
+        old = {**old, "tests": _matching(old["tests"], renames, match)}
+        entries = {**entries, "tests": _matching(entries["tests"], Renames({}), match)}
+    else:
+        old, entries = _matching(old, renames, match), _matching(entries, Renames({}), match)
+    return COMPARE[part](old, entries, renames)
+
+
+def _matching(entries: Entries, renames: Renames, match: str) -> Entries:
+    """Return entries whose present name, for a test that of its file, contains `match`."""
+    return {
+        name: value
+        for name, value in entries.items()
+        if any(match in now.partition("::")[0] for now in renames.current(name))
+    }

@@ -2,6 +2,7 @@
 
     python tools/oracles.py                          every part against tools/oracles_baseline.json
     python tools/oracles.py --only plans,cells       these parts: errors, census, parity, plans, cells
+    python tools/oracles.py --only errors --match planner    files, plans or cells with this in their name
     python tools/oracles.py --root DIR               the source of another checkout, by the same baseline
     python tools/oracles.py --update --reason TEXT   record; the reason and the date are kept in the file
 
@@ -55,6 +56,7 @@ def main() -> int:
     """Collect, then compare or record."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default=",".join(PARTS), help="parts, separated by commas")
+    parser.add_argument("--match", default="", help="only entries with this in their name")
     parser.add_argument("--root", type=Path, default=TOOLS.parent, help="checkout to run")
     parser.add_argument("--baseline", type=Path, default=BASELINE)
     parser.add_argument("--processes", type=int, default=2, help="commands at the same time")
@@ -67,18 +69,20 @@ def main() -> int:
         parser.error(f"unknown parts {sorted(unknown)}; parts are {', '.join(PARTS)}")
     if args.update and not args.reason.strip():
         parser.error('an update needs a reason: make oracles UPDATE=1 REASON="why"')
+    if args.update and args.match:
+        parser.error("an update records whole parts: leave out --match")
     baseline = json.loads(args.baseline.read_text()) if args.baseline.exists() else {}
     begin = time.monotonic()
-    entries, seconds = collect(args.root.resolve(), parts, baseline, args.processes)
+    entries, seconds = collect(args.root.resolve(), parts, baseline, args.processes, args.match)
     failed = False
     for part in parts:
         size = len(entries[part].get("tests", entries[part]))
-        differences = compare(part, baseline, entries[part])
+        differences = compare(part, baseline, entries[part], args.match)
         kinds = Counter(d.kind for d in differences)
         failed |= bool(kinds["changed"])
         counted = ", ".join(f"{kinds[kind]} {kind}" for kind in ("changed", "wording", "new"))
         print(f"== {part}: {size} entries, {counted}, {seconds[part]:.0f} s")
-        for kind, most in (("changed", 200), ("wording", args.wording)):
+        for kind, most in (("changed", 60), ("wording", args.wording)):
             some = [d for d in differences if d.kind == kind]
             for d in some[:most]:
                 print(f"{kind}: {d.entry}: {d.text[:400]}")

@@ -110,6 +110,14 @@ def test_parameters_of_a_renamed_test_keep_their_names(kinds):
     assert kinds("errors", change, {"tests/a.py::test_x": "tests/b.py::test_z"}) == []
 
 
+def test_an_id_does_not_say_where_a_class_is_defined(monkeypatch):
+    monkeypatch.syspath_prepend(str(TOOLS))
+    from oracle_collection import stable_id
+
+    test = "tests/a.py::test_x[<class 'hyper_parallel.errors._planning.NoData'>-8]"
+    assert stable_id(test) == "tests/a.py::test_x[NoData-8]"
+
+
 def test_an_update_needs_a_reason(tmp_path):
     command = [sys.executable, TOOLS / "oracles.py", "--update", "--baseline", tmp_path / "b.json"]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
