@@ -45,6 +45,17 @@ def lower(
             got=f"max_unsharded={max_unsharded}",
             allowed="2 and more",
         )
+    out = _with_messages(schedule)
+    ranks = [_with_unshard(row, max_unsharded) if unshard else row for row in out]
+    if reduce_grad:
+        ranks = [_with_reduce(row, schedule.microbatches) for row in ranks]
+    return Schedule(
+        schedule.name, schedule.stages, schedule.microbatches, tuple(tuple(row) for row in ranks)
+    )
+
+
+def _with_messages(schedule: Schedule) -> list[list[Action]]:
+    """Return the actions of each rank with sends and receives, in the order of a replay with unit times."""
     place = schedule.placement()
     starts = unit_starts(schedule)
     events = [
@@ -70,12 +81,7 @@ def lower(
             if send and (to := place.get(send.peer.stage, rank)) != rank:
                 out[rank].append(send)
                 out[to].append(send.peer)
-    ranks = [_with_unshard(row, max_unsharded) if unshard else row for row in out]
-    if reduce_grad:
-        ranks = [_with_reduce(row, schedule.microbatches) for row in ranks]
-    return Schedule(
-        schedule.name, schedule.stages, schedule.microbatches, tuple(tuple(row) for row in ranks)
-    )
+    return out
 
 
 def one_by_one(schedule: Schedule) -> Schedule:

@@ -44,15 +44,7 @@ def check_pipeline(
     """
     s = strategy
     if s.pp == 1:
-        for name, idle in (("virtual_stages", 1), ("stage_layers", ()), ("schedule_file", "")):
-            if (value := getattr(s, name)) != idle:
-                raise UnsupportedSharding(
-                    f"`{name}` requires a pipeline, and pp is 1",
-                    where=where,
-                    got=f"pp=1, {name}={value}",
-                    allowed=f"no {name}, or pp of 2 and more",
-                    changes={"parallel.pp": 2},
-                )
+        _check_no_pipeline(s, where)
         return
     check_virtual(s, where)
     if s.stages > layers:
@@ -64,6 +56,24 @@ def check_pipeline(
             allowed=f"pp up to {most}",
             changes={"parallel.pp": most},
         )
+    _check_microbatches(s, microbatches, where)
+
+
+def _check_no_pipeline(s: Strategy, where: str | None) -> None:
+    """Refuse pipeline settings of a strategy without a pipeline."""
+    for name, idle in (("virtual_stages", 1), ("stage_layers", ()), ("schedule_file", "")):
+        if (value := getattr(s, name)) != idle:
+            raise UnsupportedSharding(
+                f"`{name}` requires a pipeline, and pp is 1",
+                where=where,
+                got=f"pp=1, {name}={value}",
+                allowed=f"no {name}, or pp of 2 and more",
+                changes={"parallel.pp": 2},
+            )
+
+
+def _check_microbatches(s: Strategy, microbatches: int, where: str | None) -> None:
+    """Refuse a number of microbatches that the schedule of a pipeline does not support."""
     name = schedule_name(s)
     if s.pp * s.virtual_stages * microbatches > _MOST_PASSES:
         most = max(s.pp, _MOST_PASSES // (s.pp * s.virtual_stages))
