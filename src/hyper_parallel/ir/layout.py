@@ -9,8 +9,8 @@ ceil(size / degree); the last slices may be shorter or empty. Order is part of t
 (dp_shard, tp_x) assign different rows to a rank.
 
 `placements` returns the DTensor form, one entry per mesh axis. That form has no order of its own: of two axes that
-shard one dim, the first axis of the mesh is the outer one. Another order requires a strided shard. With FSDP inside tensor
-parallelism, the mesh is (dp_shard, tp_x), dim 0 is sharded by (tp_x, dp_shard), and the entry of dp_shard is
+shard one dim, the first axis of the mesh is the outer one. Another order requires a strided shard. With FSDP inside
+tensor parallelism, the mesh is (dp_shard, tp_x), dim 0 is sharded by (tp_x, dp_shard), and the entry of dp_shard is
 StridedShard(dim=0, split_factor=tp).
 """
 
