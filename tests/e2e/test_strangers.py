@@ -76,10 +76,10 @@ def test_rules_of_a_user_hold_for_a_stranger(place):
         return caught.value
 
     assert refused(RuleError, "matches no module", "gpt_neox.*.ffn").code == "HP204"
-    whole = refused(UnsupportedSharding, "do not fit together", "gpt_neox", "lm_head")
+    whole = refused(UnsupportedSharding, "are inconsistent", "gpt_neox", "lm_head")
     assert whole.changes == {"parallel.tp": 1, "parallel.dp_shard": 2}
     alone = "gpt_neox.layers.*.mlp.dense_h_to_4h"
-    refused(UnsupportedSharding, "do not fit together", alone)
+    refused(UnsupportedSharding, "are inconsistent", alone)
     assert not (place / "run" / "metrics.jsonl").exists()
 
 

@@ -203,7 +203,7 @@ def test_no_answer_is_a_pipeline_that_the_layouts_refuse():
     gain = 1.0 - faster.step_s / made.step_s
     (note,) = (n for n in made.notes if "which this version cannot run" in n)
     assert f"{gain:.1%} shorter" in note
-    assert "tensor parallelism goes with one axis" in note
+    assert "tensor parallelism supports one axis only" in note
 
 
 @pytest.mark.parametrize("axes", [{"pp": 2}, {"ep": 2}, {"dp_shard": 2}, {"cp": 2}, {}])

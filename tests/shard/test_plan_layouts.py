@@ -283,7 +283,7 @@ def test_what_no_rule_covers_stays_whole_and_so_does_the_stream(name, shape):
     assert made.whole_stream
     assert made.styles[f"model.layers.0.{module}"] == "whole"
     assert str(made.layouts[f"model.layers.0.{name}"]).count("tp_x") == 0
-    assert any(f"whole are `{AT}.{module}`" in note for note in made.notes)
+    assert any(f"replicated: `{AT}.{module}`" in note for note in made.notes)
     assert not plan(Strategy(tp_x=2)).whole_stream
     assert made.layouts[f"{AT}.mlp.up_proj.weight"].axes == (("tp_x",), ())
 

@@ -346,7 +346,7 @@ def test_audit_names_a_parameter_that_moved() -> None:
             with pytest.raises(UnsupportedSharding, match="HP205"):
                 split(input_ids=CASE.batches()[0][0], output_hidden_states=True)
             whole = Rule("model.layers.*.self_attn", "replicate")
-            with pytest.raises(UnsupportedSharding, match="do not fit together"):
+            with pytest.raises(UnsupportedSharding, match="are inconsistent"):
                 CASE.plan(Strategy(tp_x=2, rules=(whole,)))
 
     launch(rank, 2, timeout_s=180)

@@ -1,4 +1,4 @@
-"""The base of every error a user can cause, and how it is printed."""
+"""Base class of all user errors, and their printed form."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from typing import ClassVar, Final
 from hyper_parallel.errors._printable import plain, printable
 
 _MOST_CHARACTERS: Final = 20_000
-"""Of one part of a message: tracebacks of a rank are the longest."""
+"""Limit of one part of a message; tracebacks of a rank are the longest."""
 _MOST_OTHERS: Final = 50
-"""Further problems that are printed, each on a line."""
+"""Limit of further problems that are printed, each on a line."""
 
 
 class HyperParallelError(Exception):
     """Base of all coded errors.
 
-    A subclass is one code, `class NoData(HyperParallelError, code="HP602")`; its docstring is the documentation page of
-    the code (what it means, why it is refused, how to fix it). Constructor arguments are the facts of one occurrence.
+    A subclass defines one code, `class NoData(HyperParallelError, code="HP602")`; its docstring is the documentation
+    page of the code: meaning, reason, fix. Constructor arguments are the facts of one occurrence.
 
     Args:
-        what: One sentence: what is wrong.
-        where: Where the wrong value came from: `recipe.yaml: parallel.tp_x (set by command line)`, a file, a module.
-        got: The value or values found.
-        allowed: The values that would be accepted.
+        what: The problem, in one sentence.
+        where: Origin of the wrong value: `recipe.yaml: parallel.tp_x (set by command line)`, a file, a module.
+        got: The actual value or values.
+        allowed: The accepted values.
         hint: One line that can be pasted: a command, an override, a recipe line. None: `changes` as overrides.
-        changes: Recipe keys with values that mend it, as data: `{"parallel.ep": 4}`.
-        others: Further problems found at the same time, one line each.
+        changes: Recipe keys with values that fix the problem, as data: `{"parallel.ep": 4}`.
+        others: Further problems, one line each.
     """
 
     code: ClassVar[str] = "HP000"
@@ -58,9 +58,9 @@ class HyperParallelError(Exception):
         return self.render()
 
     def render(self) -> str:
-        """The fixed form: code and what; where; got and allowed; hint on its own line; other problems.
+        """Return the fixed printed form: code and problem; where; got and allowed; hint; further problems.
 
-        Each part is cut to a bounded length, and control characters, which may come from a file, are escaped.
+        Each part is truncated to a bounded length. Control characters, which may come from a file, are escaped.
         """
         lines = [f"error[{self.code}]: {self.what[:_MOST_CHARACTERS]}"]
         if self.where is not None:
@@ -78,13 +78,13 @@ class HyperParallelError(Exception):
 
 
 def overrides(changes: Mapping[str, object]) -> str:
-    """Changes as overrides that a shell takes: `parallel.pp=2 'parallel.stage_layers=[4, 4]'`."""
+    """Return changes as shell-quoted overrides: `parallel.pp=2 'parallel.stage_layers=[4, 4]'`."""
     plain = {k: list(v) if isinstance(v, tuple) else v for k, v in changes.items()}
     return " ".join(f"'{k}={v}'" if str(v).endswith("]") else f"{k}={v}" for k, v in plain.items())
 
 
 def all_codes() -> dict[str, type[HyperParallelError]]:
-    """Every error code with its class, sorted by code.
+    """Return every error code with its class, sorted by code.
 
     Raises:
         TypeError: Two classes share a code; a test calls this.

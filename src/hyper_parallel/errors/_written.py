@@ -1,4 +1,4 @@
-"""One code for everything that the system refuses to write, and the failures of outputs that a run can do without."""
+"""Coded errors of failed writes, and a collector for failures of optional outputs."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from hyper_parallel.errors._base import HyperParallelError
 from hyper_parallel.errors._planning import OutputNotWritable
 
 DISK_ERRORS: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
-"""Refusals of a disk, in contrast to those of a service."""
+"""Error numbers of disk failures, as opposed to failures of a service."""
 
 _log = logging.getLogger(__name__)
 
 
 def not_writable(error: OSError, place: str | Path) -> OutputNotWritable:
-    """Return the coded error of a write that the system refuses.
+    """Return the coded error of a failed write.
 
     Args:
-        error: The refusal.
-        place: File or directory that is written, where the system does not name the file.
+        error: Error of the operating system.
+        place: File or directory being written, used if the error names no file.
     """
     name = str(error.filename or place)
     hint = f"ls -ld {shlex.quote(name)}; df -h {shlex.quote(_existing(name))}"
@@ -38,10 +38,10 @@ def not_writable(error: OSError, place: str | Path) -> OutputNotWritable:
 
 @contextmanager
 def written(place: str | Path) -> Iterator[None]:
-    """Give what the system refuses to write inside its code.
+    """Convert an `OSError` raised inside to a coded error.
 
     Args:
-        place: File or directory that is written, where the system does not name the file.
+        place: File or directory being written, used if the error names no file.
 
     Raises:
         OutputNotWritable: HP105.
@@ -53,10 +53,10 @@ def written(place: str | Path) -> Iterator[None]:
 
 
 class Unwritten:
-    """Failures of outputs that a run can do without: each is kept, and the run goes on.
+    """Collector of failures of optional outputs; the run continues.
 
     Attributes:
-        errors: The failures, in their order.
+        errors: Failures in order.
     """
 
     def __init__(self) -> None:
@@ -64,10 +64,10 @@ class Unwritten:
 
     @contextmanager
     def spare(self, place: str | Path) -> Iterator[None]:
-        """Keep a coded error that is raised inside, or a write that the system refuses.
+        """Collect a coded error or a failed write raised inside.
 
         Args:
-            place: As of `written`.
+            place: See `written`.
         """
         try:
             with written(place):
@@ -76,13 +76,13 @@ class Unwritten:
             self.keep(error)
 
     def keep(self, error: HyperParallelError) -> None:
-        """Keep the failure of an output, and say it."""
+        """Collect the failure of an output, and log a warning."""
         self.errors.append(error)
-        _log.warning("the run goes on without an output:\n%s", error)
+        _log.warning("the run continues without an output:\n%s", error)
 
 
 def _existing(name: str) -> str:
-    """Return the nearest directory above a path that exists, for a command that a user pastes."""
+    """Return the nearest existing directory above a path, for a hint that can be pasted."""
     while not os.path.isdir(name) and os.path.dirname(name) != name:  # noqa: PTH112, PTH120
         name = os.path.dirname(name)  # noqa: PTH120
     return name or "."

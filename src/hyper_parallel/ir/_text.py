@@ -28,7 +28,7 @@ _BRIEF_WIDTH = 80  # columns of a terminal
 
 
 def panel(plan: Plan, half_width: float | None, width: int) -> str:
-    """What decides, in about 25 lines: strategy, step, memory, the largest terms, why others lost, and notes."""
+    """Return a summary of about 25 lines: strategy, step, memory, largest terms, rejected plans, notes."""
     lines = [_title(plan)]
     for label, items in summary(plan, half_width).items():
         for index, item in enumerate(items):
@@ -56,7 +56,7 @@ def _cut(line: str) -> str:
 
 
 def summary(plan: Plan, half_width: float | None = None) -> dict[str, list[str]]:
-    """The rows of the panel, by label.
+    """Return the rows of the panel, by label.
 
     Args:
         plan: The plan.
@@ -106,7 +106,7 @@ def one_line(plan: Plan) -> str:
 
 
 def html(plan: Plan) -> str:
-    """The panel as a table for notebooks."""
+    """Return the panel as an HTML table for notebooks."""
     rows = "".join(
         f"<tr><th>{escape(label)}</th><td>{'<br>'.join(map(escape, items))}</td></tr>"
         for label, items in summary(plan).items()
@@ -152,7 +152,7 @@ def _proof(plan: Plan) -> str:
 
 
 def explain(plan: Plan, width: int | None = None) -> str:
-    """Everything a plan decides and predicts, as text; lines are as long as they get where no width is given."""
+    """Return all decisions and predictions of a plan as text; lines are not wrapped without a width."""
     constants = [f"{s.constant} x {s.factor:.3f}: {s.strategy}" for s in plan.sensitivity]
     sections = (
         _section(_title(plan), _head(plan)),
@@ -214,7 +214,7 @@ def _head(plan: Plan) -> Iterator[str]:
 
 
 def _split(r: RolesPlan | RejectedRoles) -> str:
-    """Who samples, in words."""
+    """Return which ranks sample, in words."""
     if not r.rollout_ranks:
         return "colocated"
     shared = f" in copies of {r.rollout_tp}" if r.rollout_tp > 1 else ""
@@ -260,7 +260,7 @@ def _memory(plan: Plan) -> Iterator[tuple[str, Iterable[str]]]:
 
 
 def _share(part: float, whole: float) -> str:
-    """A share as a percentage and a bar."""
+    """Return a share as a percentage and a bar."""
     share = part / whole if whole else 0.0
     bar = "#" * round(BAR * min(1.0, max(0.0, share)))
     return f"{share:6.1%}  {bar.ljust(BAR, '.')}"
@@ -316,7 +316,7 @@ def _front(plan: Plan) -> Iterator[str]:
 
 
 def diff(a: Plan, b: Plan) -> str:
-    """One line per value that differs, `path: left -> right`; values only one plan has show `-`."""
+    """Return one line per differing value, `path: left -> right`; `-` stands for an absent value."""
     left, right = dict(_flat(a)), dict(_flat(b))
     return "\n".join(
         f"{path}: {left.get(path, '-')} -> {right.get(path, '-')}"

@@ -1,8 +1,8 @@
-"""Host memory of a plan: buffers by size, cut from slabs.
+"""Host memory of a plan: buffers by size, carved from slabs.
 
-Pinning memory is slow, so a step allocates none: before it there are, for every size, as many buffers as the step holds
-at the same time. The pinned allocator of a device rounds every request up to a power of two, so buffers are cut from
-slabs of such sizes. Planner and executor both count with `slabs`, so what a plan says is what is taken.
+Pinning memory is slow, so a step allocates none: for every size, the maximum number of buffers in use is allocated
+before the step. Pinned allocators round requests up to a power of two, so buffers are carved from slabs of such sizes.
+Planner and executor share `slabs`, so planned and allocated bytes agree.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ class HostBuffers:
         self._fitting: dict[tuple[int, int], bool] = {}  # forgotten when `most` grows
 
     def take(self, size: int) -> None:
-        """One more buffer of a size is in use."""
+        """Count one more buffer of a size as in use."""
         self._now[size] += 1
         if self._now[size] > self.most[size]:
             self.most[size] += 1
             self._fitting.clear()
 
     def give(self, size: int) -> None:
-        """A buffer of a size is free again."""
+        """Count one buffer of a size as free."""
         self._now[size] -= 1
 
     def fits(self, size: int, capacity_bytes: int) -> bool:
-        """One more buffer of a size in use takes no slabs beyond a capacity."""
+        """Return whether one more buffer of a size keeps the slabs within a capacity."""
         if self._now[size] < max(self.most[size], self._kept[size]):
             return True
         asked = size, capacity_bytes

@@ -1,17 +1,17 @@
-"""Layout: how one tensor lies on a mesh and in which memory.
+"""Layout: sharding of one tensor over a mesh, and its memory kind.
 
-A layout is indexed by tensor dim, like a partition spec: for every dim the ordered tuple of mesh axes that split it,
-first axis outermost (it makes the large cuts). Axes that hold partial sums are listed apart; every other axis
-replicates. Printed form: `W[mlp:tp_x, embed:tp_y.dp_shard] @ hbm`.
+A layout is indexed by tensor dim, like a partition spec: for every dim the ordered tuple of mesh axes that shard it,
+outermost first. Axes with partial sums are listed separately; all other axes replicate. Printed form:
+`W[mlp:tp_x, embed:tp_y.dp_shard] @ hbm`.
 
-Uneven sizes follow torch's chunk rule, applied axis by axis: each axis cuts what the axes before it left into slices
-of ceil(size / degree); the last slices may be shorter or empty. Order is part of the value: (tp_x, dp_shard) and
-(dp_shard, tp_x) put different rows on a rank, which a list of DTensor placements cannot say without a strided shard.
+Uneven sizes follow torch's chunk rule, axis by axis: each axis cuts the slices of the previous axis into slices of
+ceil(size / degree); the last slices may be shorter or empty. Order is part of the value: (tp_x, dp_shard) and
+(dp_shard, tp_x) assign different rows to a rank.
 
-`placements` shows a layout from the mesh, one entry per mesh axis, as DTensor describes it. Such a list has no order of
-its own for two axes that split one dim: the axis that comes first in the mesh makes the large cuts. A layout that wants
-another order needs a strided shard: with FSDP inside tensor parallelism the mesh is (dp_shard, tp_x), dim 0 is split by
-(tp_x, dp_shard), and the entry of dp_shard becomes StridedShard(dim=0, split_factor=tp).
+`placements` returns the DTensor form, one entry per mesh axis. That form has no order of its own: of two axes that
+shard one dim, the first axis of the mesh is the outer one. Another order requires a strided shard. With FSDP inside
+tensor parallelism, the mesh is (dp_shard, tp_x), dim 0 is sharded by (tp_x, dp_shard), and the entry of dp_shard is
+StridedShard(dim=0, split_factor=tp).
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Layout:
 
     @classmethod
     def replicated(cls, num_dims: int, dims: tuple[str, ...] = ()) -> Layout:
-        """The layout that keeps every dim whole on every rank."""
+        """Return the layout that replicates the tensor on every rank."""
         return cls(((),) * num_dims, dims=dims)
 
     @property
@@ -80,7 +80,7 @@ class Layout:
         return self.parts[dim] if self.parts and self.axes[dim] else 1
 
     def stack(self, dim: int, parts: int) -> Layout:
-        """The same layout with `parts` equal parts in a dim."""
+        """Return the layout with `parts` equal parts stacked in a dim."""
         old = self.parts or (1,) * len(self.axes)
         return replace(self, parts=tuple(parts if i == dim else n for i, n in enumerate(old)))
 
@@ -93,7 +93,7 @@ class Layout:
             )
 
     def split(self, dim: int, *axes: str) -> Layout:
-        """The same layout with `axes` appended innermost to a dim."""
+        """Return the layout with `axes` appended innermost to a dim."""
         if not 0 <= dim < len(self.axes):
             raise LayoutError(
                 "a layout has no such dim", got=dim, allowed=f"0..{len(self.axes) - 1}"
@@ -104,15 +104,15 @@ class Layout:
     def bounds(
         self, shape: Sequence[int], mesh: Mesh, coordinate: Mapping[str, int]
     ) -> tuple[tuple[int, int], ...]:
-        """Half-open index range per dim of what a rank holds, when that is one range.
+        """Return the half-open index range per dim of a rank's shard, if each dim has one range.
 
         Args:
             shape: Logical shape of the tensor.
-            mesh: Mesh that gives the degrees.
-            coordinate: Coordinate of the rank, as `Mesh.coordinate` returns it.
+            mesh: Mesh with the degrees.
+            coordinate: Coordinate of the rank, as returned by `Mesh.coordinate`.
 
         Raises:
-            LayoutError: HP202 for a dim whose parts are cut apart; `ranges` gives one range per part.
+            LayoutError: HP202 for a dim with several stacked parts; use `ranges`, which returns one range per part.
         """
         result = self.ranges(shape, mesh, coordinate)
         for dim, runs in enumerate(result):
@@ -125,7 +125,7 @@ class Layout:
     def ranges(
         self, shape: Sequence[int], mesh: Mesh, coordinate: Mapping[str, int]
     ) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """Half-open index ranges per dim of what a rank holds, one for each part of the dim.
+        """Return the half-open index ranges per dim of a rank's shard, one per stacked part.
 
         Raises:
             LayoutError: HP202 when a dim does not divide into its parts.
@@ -200,20 +200,19 @@ Placement: TypeAlias = Replicate | Partial | Shard | StridedShard
 def placements(
     layout: Layout, mesh: Mesh, axes: Sequence[str] | None = None
 ) -> tuple[Placement, ...]:
-    """The layout as one placement per mesh axis.
+    """Return the layout as one placement per mesh axis.
 
-    The split factor of an axis is the product of the degrees of the axes that follow it in the mesh but cut the dim
-    before it, times the parts the dim stacks. The two descriptions hold the same elements when every cut of the dim is
-    even.
+    The split factor of an axis is the product of the degrees of axes that are inner in the mesh but outer in the dim,
+    times the number of stacked parts of the dim. Both forms assign the same elements when every slice has equal size.
 
     Args:
-        layout: Layout to describe.
-        mesh: Mesh that gives the degrees.
-        axes: Axes of the list, outer to inner; None: all axes of the mesh. An axis that the layout uses may be left
-            out only when its degree is 1.
+        layout: Layout to convert.
+        mesh: Mesh with the degrees.
+        axes: Axes of the list, outer to inner; None: all axes of the mesh. An axis of the layout may be omitted only if
+            its degree is 1.
 
     Raises:
-        LayoutError: HP202 when the layout uses an axis that is left out.
+        LayoutError: HP202 when an omitted axis is used by the layout.
     """
     names = mesh.names if axes is None else tuple(axes)
     lost = [

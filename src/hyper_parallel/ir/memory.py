@@ -1,9 +1,8 @@
-"""Memory as a program: operators over storages, residency actions between them, and the plan they form.
+"""Memory program: operators over storages; a memory plan adds an order and residency actions.
 
-The unit is the storage (one allocation), not the tensor: a view is an address inside a storage, so it owns no bytes,
-pins nothing and needs no rule of its own. A `MemoryProgram` is what a model does in one step; a `MemoryPlan` is the
-same work in a chosen order with residency actions in between. Every number of a plan (peak per tier, residency,
-validity) comes from `replay`, which walks the actions one by one; nothing is declared.
+The unit is the storage (one allocation), not the tensor: a view is an address inside a storage and owns no bytes. A
+`MemoryProgram` describes one step of a model. A `MemoryPlan` is the same step in a chosen order with residency actions
+in between. Every number of a plan (peak per tier, residency, validity) is computed by `replay` from the actions.
 """
 
 from __future__ import annotations
@@ -47,14 +46,14 @@ OF_OPERATORS: tuple[MemoryActionKind, ...] = ("run", "recompute", "update", "joi
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """One allocation.
+    """Allocation on the device.
 
     Attributes:
-        name: Parameter name, state name, or the operator that makes it.
-        num_bytes: Requested bytes, before the allocator rounds.
-        kind: What it holds; decides nothing by itself, but reports and filters use it.
-        at_start: Exists before the first operator of the step.
-        at_end: Must exist after the last operator: its owner reads it later.
+        name: Parameter name, state name, or name of the operator that allocates it.
+        num_bytes: Requested bytes, before rounding by the allocator.
+        kind: Category of the content, for reports and filters only.
+        at_start: Whether it exists before the first operator of the step.
+        at_end: Whether it must exist after the last operator, because its owner reads it later.
     """
 
     name: str
@@ -71,28 +70,27 @@ class Storage:
 
 @dataclass(frozen=True, slots=True)
 class Operator:
-    """One indivisible piece of device work.
+    """Indivisible unit of device work.
 
     Attributes:
         name: Operator name, for people.
-        reads: Storages whose content it uses.
-        writes: Storages whose content it changes in place (listed in `reads` too when the old content matters).
-        allocs: Storages that come to life here; their content is written here.
+        reads: Storages it reads.
+        writes: Storages it changes in place (also listed in `reads` if the old content matters).
+        allocs: Storages it allocates and writes.
         seconds: Time on the compute lane.
         flops: Floating-point operations.
-        access_bytes: Bytes it moves between the device's memory and its arithmetic units.
-        phase: Part of the step it belongs to.
-        repeatable: Running it again on the same inputs gives the same bits and has no other effect.
-        ordered: Draws random numbers or checks a captured branch: ordered operators keep their mutual order.
-        beside: Requested bytes of each allocation that is beside the arena at the same time, because results cannot be
-            written at given addresses: they are made there, copied, and dropped. On an accelerator also what a kernel
-            takes for itself.
-        group: Process group it communicates with; empty: it works alone. With a group it is only begun by `run`, goes
-            on beside the compute lane, and is done after its `join`.
+        access_bytes: Bytes moved between device memory and arithmetic units.
+        phase: Phase of the step.
+        repeatable: Whether a second run on the same inputs gives the same bits without side effects.
+        ordered: Whether it draws random numbers or checks a captured branch; ordered operators keep their order.
+        beside: Requested bytes of each staging allocation outside the arena that exists at the same time, for results
+            that cannot be written to a fixed address. On an accelerator also the workspace of the kernel.
+        group: Process group of the collective; empty: no communication. A collective is started by `run`, proceeds in
+            parallel to the compute lane, and ends at its `join`.
         comm_s: Time on the communication lane.
-        purpose: What it communicates for, a `Purpose`; empty: FSDP's, or it works alone.
-        message: It goes to or comes from single ranks, which may not be there yet: it is joined where its operands are
-            needed and nowhere before. Without a group: the end of such messages.
+        purpose: `Purpose` of the communication; empty: FSDP, or no communication.
+        message: Whether it is a point-to-point message, joined only where its operands are needed, because the peer may
+            be late. Without a group: the end of such messages.
     """
 
     name: str
@@ -119,14 +117,14 @@ class Operator:
 
 @dataclass(frozen=True)
 class MemoryProgram:
-    """What one step does, in program order.
+    """Operators of one step, in program order.
 
     Attributes:
         name: For people: `llama train`.
-        storages: All storages; everything refers to them by index.
-        operators: All operators in the order the model issued them.
-        alignment_bytes: Every allocation is rounded up to a multiple of this; 512 is what CUDA's allocator does, 1
-            counts requested bytes.
+        storages: All storages, referred to by index.
+        operators: All operators in the order of the model.
+        alignment_bytes: Allocations are rounded up to a multiple of this: 512 as CUDA's allocator does, 1 for requested
+            bytes.
         address_bytes: Addresses in the arena are multiples of this.
     """
 
@@ -161,7 +159,7 @@ class MemoryProgram:
 
     @cached_property
     def operands(self) -> tuple[tuple[int, ...], ...]:
-        """What of `touched` every operator finds when it begins: all but its results."""
+        """Storages of `touched` that exist before each operator: all except its results."""
         pairs = zip(self.operators, self.touched, strict=True)
         return tuple(tuple(s for s in touched if s not in op.allocs) for op, touched in pairs)
 
@@ -193,16 +191,15 @@ def _round_up(num_bytes: int, unit: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class MemoryAction:
-    """One step of an emitted program.
+    """Action of an emitted program.
 
     Attributes:
-        kind: `run` or `recompute` an operator; `update`: begin an operator in host memory, on what is in DRAM; `join`:
-            stop until an operator that goes on beside the compute lane is done; start a copy (`prefetch` DRAM to
-            device, `store` device to DRAM, `copy_in` flash to DRAM, `copy_out` DRAM to flash); `wait` until the newest
-            copy of a storage into `tier` is done; `detach` the storage's bytes in `tier` without a copy; `free` the
-            storage in every tier.
+        kind: `run` or `recompute` an operator; `update`: start an operator on storages in host memory; `join`: wait for
+            an operator that runs in parallel to the compute lane; start a copy (`prefetch` host to device, `store`
+            device to host, `copy_in` file to host, `copy_out` host to file); `wait` for the latest copy of a storage
+            into `tier`; `detach` the storage's bytes in `tier` without a copy; `free` the storage in every tier.
         target: Operator index for `OF_OPERATORS`, else storage index.
-        tier: For wait: the copy's destination. For detach: the tier that is left.
+        tier: For `wait`: destination of the copy. For `detach`: the tier whose bytes are released.
     """
 
     kind: MemoryActionKind
@@ -212,12 +209,12 @@ class MemoryAction:
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """One stay of a storage on the device, with its address.
+    """Live range of a storage on the device, with its address.
 
     Attributes:
         storage: Storage index.
-        start: First action (inclusive) during which the bytes are taken.
-        stop: First action after which they are free again (exclusive).
+        start: First action during which the bytes are allocated (inclusive).
+        stop: First action at which they are free (exclusive).
         offset_bytes: Address inside the arena; -1 before addresses are assigned.
     """
 
@@ -229,7 +226,7 @@ class Extent:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What was decided for one idle gap of one storage, and why."""
+    """Decision for one idle gap of a storage, with its reason."""
 
     storage: int
     what: Literal["offload", "recompute", "stream", "update"]

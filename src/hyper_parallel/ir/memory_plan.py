@@ -22,17 +22,17 @@ _LIMITS: Final = Limits(256 * MiB, num_elements=20_000_000)
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """A program in its chosen order with residency actions and static device addresses.
+    """Program in a chosen order, with residency actions and static device addresses.
 
     Attributes:
-        program: The work.
+        program: The operators.
         homes: Tier of every persistent storage between steps; `device` for all others.
         actions: The emitted program.
         seconds: Simulated seconds of the step, copies included.
-        choices: What was decided, one entry per moved or recomputed gap.
-        statement: What the planner has to say: what paid, what did not, what was illegal and why.
-        addresses: Every stay on the device with its offset in one arena.
-        arena_bytes: Size of that arena.
+        choices: Decisions, one entry per offloaded or recomputed gap.
+        statement: Explanation by the planner: beneficial, useless and illegal decisions, with reasons.
+        addresses: Every live range on the device with its offset in the arena.
+        arena_bytes: Size of the arena.
     """
 
     program: MemoryProgram
@@ -56,16 +56,16 @@ class MemoryPlan:
 
     @property
     def device_bytes(self) -> int:
-        """What the device gives: the arena, and the results that are on their way to it."""
+        """Device bytes of the plan: the arena and the staging buffers of results."""
         return self.arena_bytes + self.program.staging_bytes
 
     @cached_property
     def dram_bytes(self) -> int:
-        """What host memory gives: slabs with as many buffers of every size as the step uses at the same time."""
+        """Host bytes of the plan: slabs for the maximum of concurrent buffers of every size."""
         return slab_bytes(self.replayed.host_buffers)
 
     def to_json(self) -> str:
-        """The plan as one JSON document; equal plans give equal text."""
+        """Return the plan as one JSON document; equal plans give equal text."""
         return json.dumps(encode(self), sort_keys=True)
 
     @staticmethod

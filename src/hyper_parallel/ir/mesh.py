@@ -127,7 +127,7 @@ class Mesh:
         return tuple(groups)
 
     def submesh(self, axes: Sequence[str], device: int) -> Mesh:
-        """The mesh over `axes` that contains `device`."""
+        """Return the submesh over `axes` that contains `device`."""
         degrees = dict(self.axes)
         ordered = tuple((n, degrees[n]) for n in self.names if n in axes)
         return Mesh(ordered, self.group(device, [n for n, _ in ordered]))

@@ -1,10 +1,10 @@
-"""Packed projections: several projections stacked in one weight, and the rows of them that a rank works on.
+"""Packed projections: several projections stacked in one weight, and the rows of each rank.
 
-Query, key and value (or gate and up) are rows of one matrix. Tensor parallelism gives a rank its slice of every part,
-never the inside of a head. When there are fewer key and value heads than ranks, several ranks work on one head.
+Query, key and value (or gate and up) are rows of one matrix. Under tensor parallelism, each rank uses a slice of every
+part, at head boundaries. With fewer key and value heads than ranks, several ranks use the same head.
 
-A weight whose parts have different sizes is stored in equal slices of all rows, as any other matrix. The columns of its
-output then change hands: rank s sends rank t what s computed and t works on.
+A weight with parts of different sizes is sharded into equal slices of all rows, as any other matrix. Ranks then
+exchange output columns: rank s sends to rank t the columns that s computes and t uses.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One of the stacked projections.
+    """Projection stacked in a packed weight.
 
     Attributes:
-        rows: Its rows.
-        heads: Equal groups of rows that stay together; as many as rows when each may stand alone.
+        rows: Number of rows.
+        heads: Number of equal row groups that must not be divided; equal to `rows` if any row may be separated.
     """
 
     rows: int
@@ -38,7 +38,7 @@ def gate_up_parts(rows: int) -> tuple[Part, ...]:
 
 
 def equal_parts(parts: tuple[Part, ...], degree: int) -> bool:
-    """Whether all parts have one size and every rank works on its own slice of each."""
+    """Return whether all parts have the same size and their heads divide by the degree."""
     return len({p.rows for p in parts}) == 1 and all(p.heads % degree == 0 for p in parts)
 
 
@@ -65,5 +65,5 @@ def exchanged(
 
 
 def exchanged_rows(parts: tuple[Part, ...], degree: int, source: int, target: int) -> int:
-    """How many rows `exchanged` lists."""
+    """Return the number of rows listed by `exchanged`."""
     return sum(b - a for a, b in exchanged(parts, degree, source, target))

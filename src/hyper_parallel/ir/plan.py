@@ -28,14 +28,14 @@ RESERVED: Final = ("device context", "fragmentation")
 
 @dataclass(frozen=True, slots=True)
 class CostTerm:
-    """One term of the predicted step time, with its formula and where its inputs come from.
+    """Term of the predicted step time, with its formula and the sources of its inputs.
 
     Attributes:
         name: `compute`, `tp communication`, ...
         seconds: Contribution to the step, exposed time only.
         formula: The formula in words and symbols.
-        inputs: Values put into the formula.
-        source: Paper, specification or measurement the constants come from.
+        inputs: Values of the formula's variables.
+        source: Paper, specification or measurement behind the constants.
     """
 
     name: str
@@ -47,7 +47,7 @@ class CostTerm:
 
 @dataclass(frozen=True, slots=True)
 class MemoryTerm:
-    """One term of the predicted peak memory of the fullest device."""
+    """Term of the predicted peak memory of the fullest device."""
 
     name: str
     tier: Literal["hbm", "dram", "flash"]
@@ -57,12 +57,12 @@ class MemoryTerm:
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """Collectives of one kind on one group of axes during one step, as the formulas count them.
+    """Collectives of one kind on one group of axes during one step, as counted by the formulas.
 
     Attributes:
         kind: all_gather, reduce_scatter, all_reduce, all_to_all, broadcast.
         axes: Mesh axes of the group.
-        purpose: What it is for, a `Purpose`.
+        purpose: `Purpose` of the collectives.
         count: Calls per rank and step.
         sent_bytes: Bytes one rank sends per step in ring algorithms, padding included.
     """
@@ -86,7 +86,7 @@ class Rejected:
 
 @dataclass(frozen=True, slots=True)
 class ModelRef:
-    """What a plan remembers of its model: enough to refuse another one."""
+    """Identity of a plan's model, used to refuse another one."""
 
     name: str
     family: str
@@ -98,22 +98,22 @@ class ModelRef:
 
 @dataclass(frozen=True, slots=True)
 class StageCost:
-    """What one microbatch costs on one stage. A full backward takes both gradient times.
+    """Cost of one microbatch on one stage. A full backward takes both gradient times.
 
     Attributes:
         forward_s: Seconds of F.
         input_grad_s: Seconds of I.
         weight_grad_s: Seconds of W.
-        send_forward_s: Seconds on the link to carry the output to the next stage, when that is on another rank.
-        send_backward_s: Seconds on the link to carry the gradient to the previous stage.
-        activation_bytes: Held on the device from the start of F to the end of B or I.
-        weight_grad_input_bytes: The part of it that stays from the end of I to the end of W.
+        send_forward_s: Seconds on the link to send the output to the next stage, if on another rank.
+        send_backward_s: Seconds on the link to send the gradient to the previous stage.
+        activation_bytes: Bytes resident from the start of F to the end of B or I.
+        weight_grad_input_bytes: Part of these bytes that is resident until the end of W.
         unshard_s: Seconds to gather the parameters.
         reduce_grad_s: Seconds to reduce the gradients.
-        offload_s: Seconds to copy the activations to the host, and as many back.
-        parameter_bytes: Gathered parameters, held from UNSHARD to RESHARD.
-        exposed_forward_s: Seconds of collectives inside the forward that no computation hides.
-        exposed_backward_s: The same inside B, or I.
+        offload_s: Seconds to copy the activations to the host; the reload takes the same time.
+        parameter_bytes: Gathered parameters, resident from UNSHARD to RESHARD.
+        exposed_forward_s: Seconds of exposed collectives in the forward.
+        exposed_backward_s: Seconds of exposed collectives in B, or I.
         update_s: Seconds of the optimizer on the parameters of the stage, once per step.
     """
 
@@ -141,13 +141,13 @@ class StageCost:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One virtual stage of a plan.
+    """Virtual stage of a plan.
 
     Attributes:
         first_layer: Index of its first decoder layer.
-        layers: How many layers it holds; embedding and head lie on the first and the last stage besides.
-        recomputed: How many of them drop their activations and make them again in backward.
-        cost: What one microbatch costs on it.
+        layers: Number of decoder layers; the first and last stage also have the embedding and the head.
+        recomputed: Number of layers that recompute their activations in backward.
+        cost: Cost of one microbatch.
     """
 
     first_layer: int
@@ -158,16 +158,16 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
-    """Why no better strategy exists within the cost model.
+    """Proof that no better strategy exists within the cost model.
 
     Attributes:
-        objective: What was minimised: `step-time`, `memory`, ...
+        objective: Minimized quantity: `step-time`, `memory`, ...
         value: Value of the chosen strategy: seconds per step, bytes.
         bound: Lower bound on every strategy of the space.
         priced: Complete strategies that were priced.
         simulated: Strategies whose schedule was simulated.
-        cut: Partial strategies that were cut, by reason; each stands for all its completions.
-        ruled_out: Combinations that are not legal, by reason.
+        cut: Pruned partial strategies, by reason; each stands for all its completions.
+        ruled_out: Illegal combinations, by reason.
     """
 
     objective: str
@@ -180,7 +180,7 @@ class Certificate:
 
     @property
     def gap(self) -> float:
-        """How much better a strategy could at most be, as a share; 0 when the search was complete."""
+        """Relative gap between value and bound; 0 after a complete search."""
         return max(0.0, 1.0 - self.bound / self.value) if self.value else 0.0
 
 
@@ -220,15 +220,15 @@ class Plan:
         memory_capacity_bytes: Capacity of the fullest device's first tier.
         collectives: Communication of one step, by formula.
         rejected: Runners-up, best first.
-        stages: What one microbatch costs on every virtual stage; `planner.simulate_plan` runs them.
-        pace: Speed of a pipeline rank while 1, 2, ... of them work, against all of them at work; empty where every
-            rank has its own cores.
-        certificate: Why the search found nothing better; None for a strategy that was given.
-        pareto: The front of time and memory near the chosen strategy, fastest first.
-        sensitivity: Constants that would change the choice, the smallest change first.
-        roles: Who samples and who learns, where a step does both; the prices above are of learning alone.
-        properties: Measured properties of the model's class, which decide about packing and caches; None: not measured.
-        notes: Sentences a reader should know: assumptions, layouts that deviate from the model's own plan.
+        stages: Cost of one microbatch on every virtual stage; `planner.simulate_plan` simulates them.
+        pace: Speed of a pipeline rank while 1, 2, ... ranks are busy, relative to all busy; empty if every rank has its
+            own cores.
+        certificate: Proof of optimality; None for a user's strategy.
+        pareto: Front of time and memory near the chosen strategy, fastest first.
+        sensitivity: Constants whose change would change the choice, smallest change first.
+        roles: Sampling and learning ranks of an RL step; the costs above cover learning only.
+        properties: Measured properties of the model's class, used for packing and caches; None: not measured.
+        notes: Assumptions, and layouts that deviate from the model's own plan.
         version: Schema version.
     """
 
@@ -271,14 +271,14 @@ class Plan:
 
     @property
     def tensor_bytes(self) -> int:
-        """Predicted peak bytes of tensors alone on the fullest device: what a trace counts."""
+        """Predicted peak bytes of tensors on the fullest device, comparable with a memory trace."""
         return self.memory_bytes - self.reserved_bytes
 
     @property
     def fingerprint(self) -> str:
-        """Hash of everything that decides what runs: model, workload, strategy and layouts."""
-        what = [encode(v) for v in (self.model, self.workload, self.strategy, self.layouts)]
-        return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]
+        """Hash of model, workload, strategy and layouts, which determine the run."""
+        inputs = [encode(v) for v in (self.model, self.workload, self.strategy, self.layouts)]
+        return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:16]
 
     @property
     def whole_step_s(self) -> float:
@@ -294,10 +294,10 @@ class Plan:
         return self.model.flops_per_token * tokens / capacity if capacity else 0.0
 
     def summary(self, half_width: float | None = None, width: int = 80) -> str:
-        """The plan as a panel of about 25 lines.
+        """Return the plan as a panel of about 25 lines.
 
         Args:
-            half_width: Half width of the 80 % interval of the step time, in log ratio; None: it is left out.
+            half_width: Half width of the 80 % interval of the step time, in log ratio; None: not shown.
             width: Columns.
         """
         return _text.panel(self, half_width, width)
@@ -307,26 +307,26 @@ class Plan:
         return _text.brief(self)
 
     def one_line(self) -> str:
-        """The plan as one line: machine, strategy, step time and memory."""
+        """Return the plan as one line: machine, strategy, step time and memory."""
         return _text.one_line(self)
 
     def _repr_html_(self) -> str:
         return _text.html(self)
 
     def explain(self, width: int | None = None) -> str:
-        """The plan as text: time and memory by term, layouts, collectives, why the runners-up lost.
+        """Return the plan as text: time and memory by term, layouts, collectives, rejected strategies.
 
         Args:
-            width: Columns; None: as many as the longest line needs.
+            width: Columns; None: lines are not wrapped.
         """
         return _text.explain(self, width)
 
     def diff(self, other: Plan) -> str:
-        """What differs from another plan, one line per value; empty when nothing does."""
+        """Return the differences from another plan, one line per value; empty for equal plans."""
         return _text.diff(self, other)
 
     def to_json(self) -> str:
-        """The file form: indented JSON, keys in field order."""
+        """Return the file form: indented JSON, keys in field order."""
         return json.dumps({**encode(self), "fingerprint": self.fingerprint}, indent=1)
 
     @classmethod

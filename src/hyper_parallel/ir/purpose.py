@@ -1,7 +1,7 @@
-"""What a collective is for: one word list for formulas, run-time counters, traces and plans.
+"""Purposes of collectives: one vocabulary for formulas, run-time counters, traces and plans.
 
-A purpose belongs to one direction. What autograd runs for it is named by `Purpose.backward`: a gather of tokens
-forward is a scatter of their gradients backward.
+A purpose names one direction. `Purpose.backward` is the purpose of the transposed collective: a gather of tokens in
+forward is a scatter of their gradients in backward.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Purpose(StrEnum):
 
     @property
     def backward(self) -> Purpose:
-        """Purpose of what backward runs for a collective of forward; the same where it has no other name."""
+        """Purpose of the transposed collective in backward; the same purpose if it has no other name."""
         return _BACKWARD.get(self, self)
 
 

@@ -33,10 +33,10 @@ StepKind = Literal["slice", "all_gather", "reduce_scatter", "all_reduce", "all_t
 
 @dataclass(frozen=True, slots=True)
 class CollectiveStep:
-    """One step of a redistribution.
+    """Step of a redistribution.
 
     Attributes:
-        kind: What the ranks of a group do.
+        kind: Collective or local operation.
         axis: Mesh axis of the group.
         dim: Tensor dim that is gathered, scattered or sliced; the one an all_to_all takes the axis from. None for
             all_reduce.
@@ -61,12 +61,12 @@ class CollectiveStep:
 def redistribute(
     src: Layout, dst: Layout, mesh: Mesh, shape: Sequence[int], dtype_bytes: int
 ) -> tuple[CollectiveStep, ...]:
-    """The cheapest steps from one layout to another; fewest steps among equally cheap ones.
+    """Return the cheapest steps from one layout to another; among equally cheap ones, the fewest.
 
     Args:
-        src: Layout the tensor has.
-        dst: Layout it shall have. Axes of degree 1 play no part.
-        mesh: Mesh that gives the degrees.
+        src: Present layout.
+        dst: Requested layout. Axes of degree 1 are ignored.
+        mesh: Mesh with the degrees.
         shape: Logical shape of the tensor.
         dtype_bytes: Width of one element.
 
@@ -119,7 +119,7 @@ def _check(layout: Layout, mesh: Mesh, shape: Sequence[int]) -> None:
 
 
 def _without_trivial(layout: Layout, mesh: Mesh) -> Layout:
-    """The layout without axes of degree 1, partial axes in a fixed order."""
+    """Return the layout without axes of degree 1 and with sorted partial axes."""
     axes = tuple(tuple(a for a in dim if mesh.degree(a) > 1) for dim in layout.axes)
     partial = tuple(sorted(a for a in layout.partial if mesh.degree(a) > 1))
     return replace(layout, axes=axes, partial=partial)

@@ -1,4 +1,4 @@
-"""Replay: walk the actions of an emitted program, check each of them, and measure what they take."""
+"""Replay: walk the actions of an emitted program, check each of them, and measure bytes per tier."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from hyper_parallel.ir.memory import (
 
 @dataclass(frozen=True)
 class Replay:
-    """What walking the actions of a plan gives.
+    """Result of a replay.
 
     Attributes:
         peak_bytes: Peak of every tier over the step.
-        peak_action: MemoryAction at which the device's peak occurs.
-        profile: Device bytes taken during every action.
+        peak_action: Index of the action at the device's peak.
+        profile: Device bytes during every action.
         copied_bytes: Bytes moved by each kind of copy (requested, not rounded).
-        residency: Every stay on the device, without addresses.
-        recompute_seconds: Compute seconds spent on running operators again.
-        host_buffers: For every rounded size, the most DRAM buffers that are in use at the same time.
+        residency: Every live range on the device, without addresses.
+        recompute_seconds: Compute seconds of recomputed operators.
+        host_buffers: For every rounded size, the maximum of host buffers in use.
     """
 
     peak_bytes: dict[str, int]
@@ -86,7 +86,7 @@ class _Walk:
             self.held[s][tier] = self.version[s]
 
     def copied(self, storage: int, tier: str) -> bool:
-        """A copy into or out of `tier` may be running: one end of every copy is DRAM."""
+        """Return whether a copy into or out of `tier` may be running; one end of every copy is host memory."""
         return any(tier == to or "dram" in (tier, to) for to in self.in_flight[storage])
 
     def filled(self, storage: int) -> bool:
@@ -217,16 +217,19 @@ class _Walk:
 def replay(
     program: MemoryProgram, homes: tuple[MemoryTier, ...], actions: Iterable[MemoryAction]
 ) -> Replay:
-    """Walk the actions and check every one of them.
+    """Walk the actions and check each of them.
 
-    Bytes are taken in program order: a copy takes its destination when it is issued, `detach` and `free` give bytes
-    back, an operator's results are taken before it runs. So the profile does not depend on how fast copies are.
+    Bytes are allocated in program order: a copy allocates its destination when issued, `detach` and `free` release
+    bytes, and the results of an operator are allocated before it runs. The profile does not depend on copy speed.
 
-    Checked: operands are on the device with their newest content, those of an operator in host memory in DRAM or on the
-    way there; nothing is dropped, written or freed under a running copy, nor under an operator that other ranks take
-    part in, or that runs in host memory, before its `join`, and what the former makes is not read before; a recomputed
-    operator sees the same contents as its first run; every operator runs once; persistent storages end at home with
-    their newest content.
+    Checks:
+        * operands are on the device with their latest content; operands of a host operator are in host memory or on
+          the way there;
+        * nothing is released or written under a running copy, or before the `join` of a collective or host operator;
+        * the results of a collective are not read before its `join`;
+        * a recomputed operator reads the contents of its first run;
+        * every operator runs once;
+        * persistent storages end in their home tier with their latest content.
 
     Raises:
         MemoryPlanInvalid: HP404, naming the first illegal action.

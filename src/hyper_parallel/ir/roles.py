@@ -1,4 +1,4 @@
-"""RolesPlan: what a step of reinforcement learning takes, and which devices sample and which learn."""
+"""RolesPlan: times of a reinforcement-learning step, and the division of devices into samplers and learners."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ class RejectedRoles:
 
 @dataclass(frozen=True, slots=True)
 class RolesPlan:
-    """The roles of a step: who samples, who learns, and what both take.
+    """Sampling and learning ranks of a step, and their times.
 
     Attributes:
-        rollout_ranks: Ranks that only sample; 0: those that learn sample in turn.
-        rollout_tp: So many of them share a copy.
-        max_staleness: Rollouts that they run ahead.
-        sample_s: Seconds in which the completions of a rollout are sampled, by nobody disturbed.
-        learn_s: Seconds of the rest: all optimizer steps from it, passes of the reference and of a mask.
-        step_s: Simulated seconds per optimizer step of both, once the first steps are over.
-        sampler_bytes: Peak of a rank while it samples.
-        rejected: Other splits, the best of every mode among them.
+        rollout_ranks: Ranks that only sample; 0: learners sample between steps (colocated).
+        rollout_tp: Tensor-parallel ranks of one copy of the sampler.
+        max_staleness: Rollouts that samplers run ahead of learning.
+        sample_s: Seconds to sample one rollout, without contention.
+        learn_s: Seconds to learn from one rollout: its optimizer steps and the passes of the reference.
+        step_s: Simulated seconds per optimizer step of both, in the steady state.
+        sampler_bytes: Peak bytes of a sampling rank.
+        rejected: Other splits, among them the best of every mode.
     """
 
     rollout_ranks: int
@@ -50,18 +50,18 @@ def role_tasks(
     steps: int,
     ranks: tuple[int, int] = (1, 1),
 ) -> TaskGraph:
-    """The task graph of some steps of sampling and learning, on lanes `rank r/learner` and `rank r/sampler`.
+    """Return the task graph of several RL steps, on lanes `rank r/learner` and `rank r/sampler`.
 
-    Completions of step t are sampled by weights of step t - 1 - `max_staleness`, in order, and learned from when they
-    are there.
+    Completions of step t are sampled in order with the weights of step t - 1 - `max_staleness`, and learned from when
+    complete.
 
     Args:
-        sample_s: Seconds of a rank that samples, for one step.
-        learn_s: Seconds of a rank that learns, for one step.
-        max_staleness: Steps that sampling runs ahead; None: the ranks that learn sample in turn.
-        steps: How many steps.
-        ranks: Ranks that learn and that sample. All of one role do the same at the same time, so more than one of each
-            makes a difference only where they share cores.
+        sample_s: Seconds of a sampling rank per step.
+        learn_s: Seconds of a learning rank per step.
+        max_staleness: Steps that sampling runs ahead; None: learners sample between steps.
+        steps: Number of steps.
+        ranks: Numbers of learning and sampling ranks. Ranks of one role work in lockstep, so more than one of each
+            matters only if they share cores.
     """
     learners = [f"rank {i}/learner" for i in range(ranks[0])]
     samplers = [f"rank {i}/sampler" for i in range(ranks[0], sum(ranks))]

@@ -1,11 +1,11 @@
-"""Schedule: for every pipeline rank the ordered list of what it does with which stage and microbatch.
+"""Schedule: the ordered list of actions of every pipeline rank, each on a stage and a microbatch.
 
-The text form is the one torch.distributed.pipelining prints and reads, so a schedule made here runs there and the
-other way round: `2F0` is the forward of stage 2 on microbatch 0, `1RECV_B3` receives the gradient of microbatch 3 for
-stage 1, `0UNSHARD` gathers the parameters of stage 0, `(0F4;3B1)OVERLAP_F_B` runs a forward and a backward together.
-One CSV row per rank. OFFLOAD and RELOAD are our own; torch does not read them.
+The text form is that of torch.distributed.pipelining, so schedules can be exchanged in both directions: `2F0` is the
+forward of stage 2 on microbatch 0, `1RECV_B3` receives the gradient of microbatch 3 for stage 1, `0UNSHARD` gathers the
+parameters of stage 0, `(0F4;3B1)OVERLAP_F_B` runs a forward and a backward together. One CSV row per rank. OFFLOAD and
+RELOAD are extensions that torch does not read.
 
-A schedule says order, not time. It need not be legal: `hyper_parallel.mpmd.verify` decides that.
+A schedule defines an order, not times. It may be illegal; `hyper_parallel.mpmd.verify` checks it.
 """
 
 from __future__ import annotations
@@ -58,13 +58,13 @@ _OVERLAP: Final = re.compile(r"\((.+)\)OVERLAP_F_B")
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One entry of a schedule.
+    """Entry of a schedule.
 
     Attributes:
-        stage: Virtual stage, 0 is the first of the model; -1 for OVERLAP_F_B, whose parts have their own.
-        kind: What is done.
-        microbatch: Which microbatch; None for UNSHARD, RESHARD, REDUCE_GRAD and OVERLAP_F_B.
-        parts: Actions that OVERLAP_F_B runs together.
+        stage: Virtual stage, counted from the start of the model; -1 for OVERLAP_F_B, whose parts have their own.
+        kind: Kind of action.
+        microbatch: Index of the microbatch; None for UNSHARD, RESHARD, REDUCE_GRAD and OVERLAP_F_B.
+        parts: Actions of an OVERLAP_F_B.
     """
 
     stage: int
@@ -85,13 +85,13 @@ class Action:
 
     @property
     def send(self) -> Action | None:
-        """The send of what a computation makes for another stage; None for W and what is no computation."""
+        """Send action for the result of a computation; None for W and other kinds."""
         kind = _SENDS.get(self.kind)
         return Action(self.stage, kind, self.microbatch) if kind else None
 
     @property
     def slots(self) -> int:
-        """Length in a grid with bubbles: one slot for F, I and W, two for B, none for what is not computed."""
+        """Length in a grid with bubbles: one slot for F, I and W, two for B, none for other kinds."""
         return sum(_SLOTS.get(leaf.kind, 0) for leaf in self.leaves)
 
     def __str__(self) -> str:
@@ -174,12 +174,12 @@ class Schedule:
         return place
 
     def compute_only(self) -> Schedule:
-        """The schedule without communication, sharding and offload actions."""
-        kept = tuple(tuple(a for a in rank if a.kind in COMPUTE) for rank in self.ranks)
-        return Schedule(self.name, self.stages, self.microbatches, kept)
+        """Return the schedule without communication, sharding and offload actions."""
+        ranks = tuple(tuple(a for a in rank if a.kind in COMPUTE) for rank in self.ranks)
+        return Schedule(self.name, self.stages, self.microbatches, ranks)
 
     def to_csv(self, *, extended: bool = False) -> str:
-        """One row per rank; torch reads it with `_load_csv` as `compute_only` or `compute_comms`.
+        """Return the CSV form, one row per rank; torch reads it with `_load_csv`.
 
         Args:
             extended: Also write OFFLOAD and RELOAD, which torch does not read.
@@ -228,13 +228,13 @@ def grid(
     mark: tuple[int, int] | None = None,
     around: int | None = None,
 ) -> str:
-    """The schedule as a table of text.
+    """Return the schedule as a text table.
 
     Args:
-        schedule: What to print.
-        rows: `slots`: one row per slot and one column per rank, as torch prints; `ranks`: the other way round.
-        starts: Slot of each action per rank (see `mpmd.unit_starts`), which shows bubbles, and `..` where an action
-            goes on; None: its position.
+        schedule: Schedule to print.
+        rows: `slots`: one row per slot and one column per rank, as torch prints; `ranks`: transposed.
+        starts: Start slot of each action per rank (see `mpmd.unit_starts`). Bubbles become visible, and `..` marks
+            further slots of an action. None: the position of the action.
         mark: Rank and position of an action to mark with `>` and `<`.
         around: Show only this many slots before and after the marked one.
     """
@@ -267,7 +267,7 @@ def grid(
 
 
 def at(schedule: Schedule, rank: int, position: int) -> str:
-    """Where an action stands, with the grid around it; the `where` of a ScheduleError."""
+    """Return the location of an action and the grid around it, as `where` of a ScheduleError."""
     lines = grid(schedule, mark=(rank, position), around=4).splitlines()
     head = f"{schedule.name}: rank {rank}, action {position}: {schedule.ranks[rank][position]}"
     return "\n".join([head, *(f"      {line}" for line in lines)])

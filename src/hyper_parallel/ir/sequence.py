@@ -22,7 +22,7 @@ Interval = tuple[int, int]
 
 @dataclass(frozen=True)
 class SequenceCut:
-    """How sequences of one length are cut over the ranks of context parallelism.
+    """Sharding of sequences of one length over the ranks of context parallelism.
 
     Attributes:
         seq_len: Tokens of a sequence.
@@ -36,7 +36,7 @@ class SequenceCut:
 
     @classmethod
     def of(cls, seq_len: int, cp: int, kind: CpKind, cp_ulysses: int = 1) -> SequenceCut:
-        """The cut of a strategy's `cp`, `cp_kind` and `cp_ulysses`."""
+        """Return the sharding for a strategy's `cp`, `cp_kind` and `cp_ulysses`."""
         ulysses = ulysses_degree(cp, kind, cp_ulysses)
         return cls(seq_len, cp // ulysses, ulysses)
 
@@ -69,8 +69,8 @@ class SequenceCut:
     def positions(self, rank: int) -> list[int]:
         """Positions that a rank holds, in its order."""
         place, slice_ = divmod(rank, self.ulysses)
-        held = [p for start, stop in self.spans[place] for p in range(start, stop)]
-        return held[slice_ * self.local : (slice_ + 1) * self.local]
+        positions = [p for start, stop in self.spans[place] for p in range(start, stop)]
+        return positions[slice_ * self.local : (slice_ + 1) * self.local]
 
     def distances(self, window: int | None) -> tuple[int, ...]:
         """Distances on the ring over which some place sees keys: place j uses those of place j - d.
@@ -91,10 +91,10 @@ class SequenceCut:
 
 
 def sees_some(queries: Interval, keys: Interval, window: int | None) -> bool:
-    """Whether some query of a span sees some key of another: it comes no later, and fewer than `window` before."""
+    """Return whether some query of a span attends to some key of another, under a causal or sliding-window mask."""
     return keys[0] < queries[1] and (window is None or queries[0] - (keys[1] - 1) < window)
 
 
 def sees_all(queries: Interval, keys: Interval, window: int | None) -> bool:
-    """Whether every query of a span sees every key of another."""
+    """Return whether every query of a span attends to every key of another."""
     return keys[1] - 1 <= queries[0] and (window is None or queries[1] - 1 - keys[0] < window)

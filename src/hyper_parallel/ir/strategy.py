@@ -1,4 +1,4 @@
-"""Strategy: the degrees of the axes and the choices around them; what a recipe's `parallel:` section says."""
+"""Strategy: degrees of the mesh axes and related choices, the value of a recipe's `parallel:` section."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ V_SHAPED: Final = ("zbv", "dualpipev")
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One sharding rule: modules whose name matches a glob get a style.
+    """Sharding rule: assigns a style to modules whose name matches a glob.
 
     Attributes:
         pattern: Glob over module names, one `*` per name part: `model.layers.*.mlp.up_proj`.
@@ -36,34 +36,35 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """Degrees of the mesh axes, outer to inner, and the choices that go with them.
+    """Degrees of the mesh axes, outer to inner, and related choices.
 
     Attributes:
         pp: Pipeline stages.
-        dp_replicate: Data-parallel replicas that hold whole parameters (the outer axis of HSDP).
+        dp_replicate: Data-parallel replicas with full parameters (the outer axis of HSDP).
         dp_shard: FSDP ranks.
         cp: Context-parallel ranks.
         tp_x: Tensor-parallel ranks on x; alone it is 1-D tensor parallelism with sequence parallelism.
         tp_y: Tensor-parallel ranks on y, the second direction of 2-D tensor parallelism.
         ep: Expert-parallel ranks, folded over dp_shard x cp x tp; does not multiply the world size.
-        attention_shape: Shape of attention blocks on two tensor-parallel axes; without effect when tp_y is 1.
-        mlp_shape: The same for MLP blocks.
-        attention_scatter: 2-D attention exchanges heads (no traffic along y) or tokens (y joins context parallelism).
-        gathered_inputs: Inputs gathered for a matmul are kept for backward, or gathered again there.
-        cp_kind: How attention sees the whole sequence: zigzag ring, Ulysses, both, or all keys and values gathered.
+        attention_shape: Shape of attention blocks on two tensor-parallel axes; no effect when tp_y is 1.
+        mlp_shape: Shape of MLP blocks, likewise.
+        attention_scatter: 2-D attention shards heads (no traffic along y) or tokens (y joins context parallelism).
+        gathered_inputs: Whether gathered inputs of a matmul are kept for backward or gathered again.
+        cp_kind: Form of context-parallel attention: zigzag ring, Ulysses, both, or gathered keys and values.
         cp_ulysses: Ulysses ranks inside cp for the hybrid; the ring has cp / cp_ulysses.
-        schedule: Order of pipeline actions; also says where the stages of a `schedule_file` lie.
+        schedule: Order of pipeline actions; also the placement of stages for a `schedule_file`.
         schedule_file: CSV file with the actions of every pipeline rank, instead of a generated schedule; "": none.
         virtual_stages: Pipeline stages per rank.
-        stage_layers: Decoder layers of each (virtual) stage, first stage first; (): cut by cost.
-        rules: Overrides of the model's own sharding plan, the first match wins.
-        recompute: Activations redone in backward.
+        stage_layers: Decoder layers of each (virtual) stage, in model order; (): balanced by cost.
+        rules: Overrides of the model's own sharding plan; the first match wins.
+        recompute: Activations that backward recomputes.
         reshard_after_forward: Free gathered parameters between forward and backward (ZeRO-3); else ZeRO-2.
         etp: Tensor-parallel ranks of one expert; None: tp without expert parallelism, else 1.
-        zero: 0 or 1 when less than FSDP is sharded over dp_shard x cp: nothing, or the optimizer states only; None:
-            as `reshard_after_forward` says.
-        recompute_layers: Layers of every rank that `recompute` applies to, the first of its stages; None: all.
-        offload: What exceeds the device's memory lies in host memory while nothing needs it, by a memory plan.
+        zero: 0: nothing is sharded over dp_shard x cp; 1: optimizer states only; None: FSDP, see
+            `reshard_after_forward`.
+        recompute_layers: Number of layers per rank that `recompute` applies to, from the first of each stage; None:
+            all.
+        offload: Whether a memory plan offloads to host memory what exceeds device memory.
         order: Mesh axes, outer to inner.
     """
 
@@ -122,16 +123,16 @@ class Strategy:
         return rank_stages(self.schedule, pp_rank, self.pp, self.virtual_stages)
 
     def mesh(self) -> Mesh:
-        """The mesh with every axis, degree 1 included, in the order of the strategy."""
+        """Return the mesh with every axis, degree 1 included, in the order of the strategy."""
         return Mesh(tuple((name, int(getattr(self, name))) for name in self.order))
 
     def recomputed(self, stages: Sequence[Sequence[int]]) -> frozenset[int]:
-        """Decoder layers of a rank that backward makes again whole: the first of every stage, as evenly as it goes.
+        """Return the decoder layers of a rank that are recomputed: the first ones of every stage, evenly.
 
-        What backward makes again for the first layers comes last, when the other activations are gone.
+        Backward reaches the first layers last, when the activations of the others are already freed.
 
         Args:
-            stages: Layers of each of the rank's stages, in order of the model.
+            stages: Layers of each of the rank's stages, in model order.
         """
         if self.recompute != "full":
             return frozenset()
@@ -143,17 +144,17 @@ class Strategy:
 
     @property
     def zero_stage(self) -> int:
-        """What is sharded over dp_shard x cp: 0 nothing, 1 optimizer states, 2 and gradients, 3 and parameters."""
+        """State sharded over dp_shard x cp: 0 none, 1 optimizer states, 2 also gradients, 3 also parameters."""
         return self.zero if self.zero is not None else 3 if self.reshard_after_forward else 2
 
     @property
     def frees_gathered(self) -> bool:
-        """Whether parameters that were gathered over dp_shard x cp are freed between forward and backward."""
+        """True if parameters gathered over dp_shard x cp are freed between forward and backward."""
         return self.zero_stage == 3
 
     @property
     def reduces_once(self) -> bool:
-        """Whether FSDP reduces gradients, and gathers what it does not free, once per step: not per microbatch."""
+        """True if FSDP reduces gradients, and gathers resident parameters, once per step instead of per microbatch."""
         return self.pp > 1 or self.zero_stage == 1
 
     @property
@@ -172,10 +173,10 @@ class Strategy:
         return tuple(a for a in ("dp_shard", "cp") if getattr(self, a) > 1)
 
     def expert_mesh(self) -> Mesh:
-        """The same ranks as experts see them: `ep` folds over the innermost of dp_shard x cp x tp_x x tp_y.
+        """Return the expert mesh: `ep` folds over the innermost of dp_shard x cp x tp_x x tp_y.
 
-        Rank f of those inner ranks has the experts of place f % ep; the ranks f // ep (axis `edp`) hold the same
-        experts and share their parameters as FSDP does.
+        Inner rank f has coordinate f % ep on `ep`, and f // ep on `edp`. Ranks along `edp` hold the same experts and
+        shard their parameters as FSDP does.
         """
         inner = self.dp_shard * self.cp * self.tp
         return Mesh(
@@ -188,13 +189,13 @@ class Strategy:
         )
 
     def mesh_of(self, layout: Layout) -> Mesh:
-        """The mesh whose axes a layout names: that of experts for `ep` and `edp`, else the main one."""
+        """Return the mesh of a layout's axes: the expert mesh for `ep` and `edp`, else the main mesh."""
         return self.expert_mesh() if {"ep", "edp"} & {*layout.sharding_axes} else self.mesh()
 
     def spanning_axes(self, expert_axes: tuple[str, ...]) -> tuple[str, ...]:
-        """Axes of the main mesh that span the same ranks as axes of the expert mesh, else those themselves.
+        """Return axes of the main mesh that span the same ranks as axes of the expert mesh, else these axes.
 
-        A group of ranks gets one name, whichever mesh asked for it: with dp_shard=2 and ep=2, `ep` is `dp_shard`.
+        A group of ranks has one name in both meshes: with dp_shard=2 and ep=2, `ep` is `dp_shard`.
         """
         wanted = set(self.expert_mesh().group(0, expert_axes))
         mesh = self.mesh()
@@ -206,7 +207,7 @@ class Strategy:
         return expert_axes
 
     def degrees(self) -> dict[str, int]:
-        """All degrees by recipe key, `ep` included."""
+        """Return all degrees by recipe key, `ep` included."""
         return {**{name: int(getattr(self, name)) for name in AXES}, "ep": self.ep}
 
     def __str__(self) -> str:

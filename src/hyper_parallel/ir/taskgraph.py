@@ -22,18 +22,18 @@ from hyper_parallel.ir.timeline import Counter, Span, Timeline
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One piece of work.
+    """Task on an executor.
 
     Attributes:
-        name: What it is: `2F0`, `all_gather layer 3`.
-        executor: Who does it, also the lane in the timeline: `rank 0/compute`, `link 0->1`.
-        duration_ns: How long it takes once started, with a core of its own.
+        name: Name for people: `2F0`, `all_gather layer 3`.
+        executor: Executor, also the lane in the timeline: `rank 0/compute`, `link 0->1`.
+        duration_ns: Nanoseconds from start to end, on a core of its own.
         kind: Category in the timeline: compute, communication, copy, ...
-        deps: Positions in the graph of the tasks that must have ended; each smaller than the task's own.
+        deps: Indices of the tasks that must end first; each smaller than the task's own.
         bytes: Bytes moved, for reports.
         at_start: Change in bytes of memory lanes when it starts, as (lane, bytes): `("rank 0/device", 4096)`.
         at_end: Change in bytes of memory lanes when it ends.
-        priority: Smaller goes first on an executor that chooses by priority.
+        priority: Smaller runs first on an executor with priorities.
     """
 
     name: str
@@ -49,11 +49,11 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Cores:
-    """Cores, caches and memory that executors share: the more of them work, the slower is each.
+    """Cores, caches and memory shared by executors: each slows down as more of them are busy.
 
     Attributes:
-        rates: Rate of each while 1, 2, ... of them work. More than there are rates share what so many get together.
-        executors: Who shares them.
+        rates: Rate of each while 1, 2, ... are busy. More executors than rates divide the total of the last rate.
+        executors: Executors that share the cores.
     """
 
     rates: tuple[Fraction, ...]
@@ -104,9 +104,9 @@ class TaskGraph:
 def simulate(graph: TaskGraph) -> Timeline:
     """Run a task graph event by event.
 
-    A task starts when all its dependencies have ended and its executor is free and chooses it. At one instant all
-    ends are seen before any start, so a choice by priority knows everything that is ready, and memory that is
-    released at an instant is free for what starts at it.
+    A task starts when all its dependencies have ended and its executor is free and selects it. At one instant, ends are
+    processed before starts: a priority queue knows all ready tasks, and memory released at an instant is available to
+    tasks that start then.
 
     Returns:
         A simulated timeline: one span per task in the order they start, and one counter sample per memory change.
@@ -198,7 +198,7 @@ class _Clock:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing runs."""
+        """Return whether no task is running."""
         return not self._own and not self._sharing
 
     def start(self, lane: int, number: int, duration_ns: int) -> None:

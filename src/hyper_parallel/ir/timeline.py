@@ -9,13 +9,13 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One interval of work.
+    """Interval of work on a lane.
 
     Attributes:
-        lane: Executor it ran on: `rank 0/compute`, `rank 0/communication`.
-        name: What ran: `forward`, `all_gather dp_shard`.
+        lane: Executor: `rank 0/compute`, `rank 0/communication`.
+        name: Name of the work: `forward`, `all_gather dp_shard`.
         start_s: Seconds from the start of the timeline.
-        category: Cost term it belongs to: compute, communication, optimizer, data, wait.
+        category: Cost term: compute, communication, optimizer, data, wait.
         step: Training step.
     """
 
@@ -34,7 +34,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Counter:
-    """One sample of a quantity over time, such as bytes in a memory tier."""
+    """Sample of a quantity over time, such as bytes in a memory tier."""
 
     lane: str
     time_s: float
@@ -67,7 +67,7 @@ class Timeline:
 
 
 def joined(timelines: Iterable[Timeline]) -> Timeline:
-    """One timeline of several measured ones with the same start."""
+    """Merge measured timelines with the same start into one."""
     parts = tuple(timelines)
     spans = tuple(span for part in parts for span in part.spans)
     return Timeline("measured", spans, tuple(c for part in parts for c in part.counters))

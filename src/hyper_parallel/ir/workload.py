@@ -14,9 +14,9 @@ measured."""
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What one optimizer step processes, and in which number formats.
+    """Batch sizes and number formats of one optimizer step.
 
-    Of the three batch numbers (tokens per step, microbatch, accumulation steps) two are given; `resolve` derives the
+    Two of the three batch numbers (tokens per step, microbatch, accumulation steps) suffice; `resolve` derives the
     third from the data-parallel degree.
 
     Attributes:
@@ -27,8 +27,8 @@ class Workload:
         compute_dtype: Format of matmuls and activations.
         param_dtype: Format of the parameters the optimizer owns.
         reduce_dtype: Format of gradient reductions.
-        optimizer: Name of the optimizer; memory and time are those of AdamW, which holds two states per parameter.
-        trained: Elements with gradient and optimizer states, adapters among them, over the model's parameters.
+        optimizer: Name of the optimizer; memory and time are those of AdamW, with two states per parameter.
+        trained: Ratio of elements with gradient and optimizer states, adapters included, to the model's parameters.
     """
 
     seq_len: int
@@ -42,7 +42,7 @@ class Workload:
     trained: float = 1.0
 
     def resolve(self, dp: int) -> Workload:
-        """The same workload with all three batch numbers, for a data-parallel degree.
+        """Return the workload with all three batch numbers, for a data-parallel degree.
 
         Raises:
             BatchMismatch: HP308 when the numbers do not agree or do not divide.
@@ -71,8 +71,8 @@ class Workload:
                 value = self.microbatch * self.accumulation_steps * unit
             else:
                 name = "microbatch" if self.microbatch else "accumulation_steps"
-                given = self.microbatch or self.accumulation_steps or 1
-                value = min(divisors, key=lambda d: abs(d - given))
+                requested = self.microbatch or self.accumulation_steps or 1
+                value = min(divisors, key=lambda d: abs(d - requested))
             raise BatchMismatch(
                 "tokens_per_step, microbatch and accumulation_steps do not agree",
                 got=f"{per_rank} sequences per rank and step, microbatch={micro}, accumulation_steps={steps}",
@@ -84,7 +84,7 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class GenerateWorkload:
-    """What is generated: prompts of one length, each continued by as many tokens.
+    """Generation workload: prompts of one length, each continued by the same number of tokens.
 
     Attributes:
         prompts: Sequences, over all devices.

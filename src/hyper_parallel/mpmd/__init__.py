@@ -1,4 +1,4 @@
-"""Pipeline schedules: made, lowered, verified and turned into task graphs, before any process starts."""
+"""Pipeline schedules: construction, lowering to communication, verification and task graphs. No framework."""
 
 from hyper_parallel.ir import StageCost
 from hyper_parallel.mpmd._lower import lower, one_by_one

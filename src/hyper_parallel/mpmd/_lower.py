@@ -1,4 +1,4 @@
-"""From what is computed to everything a rank does: sends and receives, FSDP gathers, gradient reduction."""
+"""Lowering: add sends and receives, FSDP gathers and gradient reductions to a compute-only schedule."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ def lower(
 ) -> Schedule:
     """Add SEND, RECV and, if wanted, UNSHARD, RESHARD and REDUCE_GRAD to a compute-only schedule.
 
-    The actions are laid out in the order of a replay with unit times. When a computation ends whose result another
-    rank needs, the send is appended to its rank and the receive to the other at the same moment. So there is one
-    order of all actions in which every pair is adjacent: no deadlock even when a send waits for its receive, and
-    between two ranks messages arrive in the order in which they are sent, which NCCL needs because it has no tags.
+    Actions are placed in the order of a replay with unit times. When a computation ends and another rank needs its
+    result, the send is appended to one rank and the receive to the other at the same moment. A total order of all
+    actions therefore exists in which each send is adjacent to its receive. This excludes deadlock even with blocking
+    sends. Between two ranks, receives have the order of the sends, as NCCL requires because it has no message tags.
 
     Args:
         schedule: Compute-only schedule.
         unshard: Gather the parameters of a stage before use and free them when they are not among the next
             `max_unsharded` stages of the rank.
         max_unsharded: Stages whose parameters a rank holds gathered at once, prefetched ones included; 2 or more.
-        reduce_grad: Reduce (and scale) the gradients of a stage after its last backward. torch's runtime needs it
-            also without data parallelism: this action is what divides by the number of microbatches.
+        reduce_grad: Reduce (and scale) the gradients of a stage after its last backward. torch's runtime needs this
+            action without data parallelism too, because it divides by the number of microbatches.
 
     Raises:
-        ScheduleError: HP320 when the schedule already has other actions, cannot run, or max_unsharded is below 2.
+        ScheduleError: HP320 when the schedule contains other actions, deadlocks, or `max_unsharded` is below 2.
     """
     for rank, position, leaf in schedule.leaves():
         if leaf.kind not in COMPUTE:
@@ -45,10 +45,21 @@ def lower(
             got=f"max_unsharded={max_unsharded}",
             allowed="2 and more",
         )
+    out = _with_messages(schedule)
+    ranks = [_with_unshard(row, max_unsharded) if unshard else row for row in out]
+    if reduce_grad:
+        ranks = [_with_reduce(row, schedule.microbatches) for row in ranks]
+    return Schedule(
+        schedule.name, schedule.stages, schedule.microbatches, tuple(tuple(row) for row in ranks)
+    )
+
+
+def _with_messages(schedule: Schedule) -> list[list[Action]]:
+    """Return the actions of each rank with sends and receives, in the order of a replay with unit times."""
     place = schedule.placement()
     starts = unit_starts(schedule)
     events = [
-        # At one time ends (0) come before starts (1): what arrives is received before it is used.
+        # At equal times, ends (0) precede starts (1): a message is received before its use.
         (
             start + (0 if starting else schedule.ranks[rank][position].slots),
             starting,
@@ -70,22 +81,17 @@ def lower(
             if send and (to := place.get(send.peer.stage, rank)) != rank:
                 out[rank].append(send)
                 out[to].append(send.peer)
-    ranks = [_with_unshard(row, max_unsharded) if unshard else row for row in out]
-    if reduce_grad:
-        ranks = [_with_reduce(row, schedule.microbatches) for row in ranks]
-    return Schedule(
-        schedule.name, schedule.stages, schedule.microbatches, tuple(tuple(row) for row in ranks)
-    )
+    return out
 
 
 def one_by_one(schedule: Schedule) -> Schedule:
-    """A lowered schedule for an executor that runs the parts of an OVERLAP_F_B one after the other.
+    """Split every OVERLAP_F_B into its parts, for an executor that runs them one after the other.
 
-    In `lower` the sends of an overlap follow all of it. Run part by part, the result of the first would then wait for
-    the second, and the next rank with it; here every part is an action of its own, followed by its send.
+    `lower` places the sends of an overlap after both parts. A serial executor would delay the result of the first part,
+    and the rank that receives it, until the second part ends. Here each part is an action followed by its send.
 
     Args:
-        schedule: Lowered schedule; the same is returned when nothing in it overlaps.
+        schedule: Lowered schedule; returned unchanged when it contains no overlap.
     """
     if not any(action.parts for rank in schedule.ranks for action in rank):
         return schedule
@@ -97,7 +103,7 @@ def one_by_one(schedule: Schedule) -> Schedule:
 
 
 def _with_unshard(row: Sequence[Action], limit: int) -> list[Action]:
-    """Keep the stages gathered that the rank needs next, looking ahead over distinct stages."""
+    """Insert UNSHARD and RESHARD so that the next `limit` distinct stages of the rank are gathered."""
     # The next distinct stages at each position, built from the end.
     ahead: list[list[int]] = []
     following: list[int] = []
@@ -117,7 +123,7 @@ def _with_unshard(row: Sequence[Action], limit: int) -> list[Action]:
 
 
 def _with_reduce(row: Sequence[Action], microbatches: int) -> list[Action]:
-    """REDUCE_GRAD after the last backward of each stage."""
+    """Insert REDUCE_GRAD after the last backward of each stage."""
     done = Counter[int]()
     out: list[Action] = []
     for action in row:

@@ -1,8 +1,8 @@
-"""How long a schedule takes, without spans: the same times as `simulate(schedule_tasks(...))`, much faster.
+"""Makespan of a schedule as a longest path: the times of `simulate(schedule_tasks(...))`, without spans and faster.
 
-The search asks this of many plans. A schedule without gathers and offload is a fixed graph: every computation waits for
-the one before it on its rank and for one result of a neighbouring stage, and every transfer for the one before it on
-its link. So the end times are longest paths, found for all ranks at once, one computation per rank and round.
+The search evaluates many plans. A schedule without gathers and offload is a fixed graph: a computation waits for its
+predecessor on the rank and for one result of a neighbouring stage; a transfer waits for its predecessor on the link.
+End times are longest paths, evaluated for all ranks at once, one computation per rank and round.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def makespan_s(
     costs: Sequence[StageCost],
     pace: Sequence[float] = (),
 ) -> float:
-    """Seconds from the first forward to the end of the last backward of any rank.
+    """Return the seconds from the first forward to the end of the last backward of any rank.
 
     Args:
         name: Schedule, one of `SCHEDULES`.
@@ -39,12 +39,12 @@ def makespan_s(
         microbatches: Microbatches of a step.
         stages_per_rank: Virtual stages of a rank.
         costs: One per stage. Gathers, reductions, offload and the update are not counted.
-        pace: Speed of a rank while 1, 2, ... of them work; where not all are 1 the events are simulated.
+        pace: Relative speed of a rank while 1, 2, ... ranks are busy; events are simulated unless all are 1.
 
     Raises:
-        ScheduleError: HP320 for a schedule that cannot be made, or another number of costs than stages.
+        ScheduleError: HP320 for an illegal schedule, or when the number of costs is not the number of stages.
 
-    Cost: about 2 x microbatches x stages_per_rank rounds of numpy work; making the schedule is remembered.
+    Cost: about 2 x microbatches x stages_per_rank rounds of numpy work; schedules are cached.
     """
     program = _program(name, ranks, microbatches, stages_per_rank)
     if len(costs) != program.stages:
@@ -65,17 +65,15 @@ def _program(name: str, p: int, m: int, v: int) -> _Program:
 
 @dataclass(frozen=True, slots=True)
 class _Program:
-    """A schedule as arrays, computations in rounds: those of a round wait only for earlier rounds.
+    """Schedule as arrays, computations sorted by round: a computation waits only for earlier rounds.
 
-    Positions mean "none" where they point to the last entry, which is always 0.
+    An index of -1 means "none": it addresses a last entry that is always 0.
 
     Attributes:
         stages: Number of stages.
-        times: Per computation, where its time stands in the table of costs, and that of sending its result to the
-            stage that waits for it.
-        waits: Per computation, the one whose result it waits for, the one before it on its rank, and the one whose
-            result used the same link before its own.
-        rounds: First computation of every round, and the end.
+        times: [2, computations]: index into the flat cost table of the computation, and of sending its result.
+        waits: [3, computations]: producer of its input, predecessor on its rank, predecessor on the link of its result.
+        rounds: First computation of every round, and the number of computations.
     """
 
     stages: int
@@ -85,9 +83,11 @@ class _Program:
 
     @classmethod
     def of(cls, schedule: Schedule) -> _Program:
-        """Number the computations of a schedule round by round."""
+        """Build the arrays: number the computations of a schedule round by round."""
         place = schedule.placement()
-        made: dict[tuple[int, str, int | None], int] = {}  # who made an output F, a gradient B
+        producer: dict[
+            tuple[int, str, int | None], int
+        ] = {}  # producer of an output (F) or a gradient (B)
         on_rank: dict[int, int] = {}
         on_link: dict[tuple[int, int], int] = {}
         round_of = {-1: -1}
@@ -98,11 +98,14 @@ class _Program:
                 send, source, link_before = "", -1, -1
                 before, on_rank[rank] = on_rank.get(rank, -1), number
                 if leaf.kind != "W":
-                    way, step = ("F", 1) if leaf.kind == "F" else ("B", -1)
-                    source, made[s, way, i] = made.get((s - step, way, i), -1), number
+                    direction, step = ("F", 1) if leaf.kind == "F" else ("B", -1)
+                    source, producer[s, direction, i] = (
+                        producer.get((s - step, direction, i), -1),
+                        number,
+                    )
                     link = rank, place.get(s + step, rank)
                     if link[1] != rank:
-                        send = f"SEND_{way}"
+                        send = f"SEND_{direction}"
                         link_before, on_link[link] = on_link.get(link, -1), number
                 times = [len(_TIMES) * s + _TIMES.index(kind) for kind in (leaf.kind, send)]
                 rows.append((*times, source, before, link_before))
@@ -115,15 +118,17 @@ class _Program:
         return cls(schedule.stages, table[:2], moved[table[2:]], (0, *stops))
 
     def end(self, costs: Sequence[StageCost]) -> int:
-        """Nanoseconds until the last computation ends."""
-        took, send = np.array([_times(c) for c in costs], dtype=np.int64).reshape(-1)[self.times]
+        """Return the nanoseconds until the last computation ends."""
+        duration, send = np.array([_times(c) for c in costs], dtype=np.int64).reshape(-1)[
+            self.times
+        ]
         source, before, link_before = self.waits
-        # Results may arrive later than they are made; without transfers both are the same.
-        ends = np.zeros(len(took) + 1, dtype=np.int64)
-        arrives = np.zeros(len(took) + 1, dtype=np.int64) if send.any() else ends
+        # With transfers, a result arrives after its computation ends; without, both times are equal.
+        ends = np.zeros(len(duration) + 1, dtype=np.int64)
+        arrives = np.zeros(len(duration) + 1, dtype=np.int64) if send.any() else ends
         for first, stop in pairwise(self.rounds):
             now = slice(first, stop)
-            ends[now] = done = np.maximum(arrives[source[now]], ends[before[now]]) + took[now]
+            ends[now] = done = np.maximum(arrives[source[now]], ends[before[now]]) + duration[now]
             if arrives is not ends:
                 free = np.maximum(done, arrives[link_before[now]])
                 arrives[now] = np.where(send[now] > 0, free + send[now], done)
@@ -131,10 +136,10 @@ class _Program:
 
 
 _TIMES: Final = ("F", "I", "W", "B", "SEND_F", "SEND_B", "")
-"""What has a time on a stage; the last one has none."""
+"""Kinds with a time per stage; the last entry stands for no transfer."""
 
 
 def _times(cost: StageCost) -> list[int]:
-    """Nanoseconds of `_TIMES`, exposed collectives included."""
+    """Return the nanoseconds of each entry of `_TIMES`, exposed collectives included."""
     both = (action_costs(cost)[kind][:2] for kind in _TIMES[:-1])
     return [*(nanoseconds(own) + nanoseconds(exposed) for own, exposed in both), 0]

@@ -1,4 +1,4 @@
-"""Run a schedule without time: every rank in its order, waiting where it must; finds deadlocks."""
+"""Replay of a schedule without times: find an order of all actions, or the deadlock."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hyper_parallel.ir import Action, Schedule
 from hyper_parallel.ir.schedule import PEERS, at
 
 _Event: TypeAlias = tuple[int, str, int | None]
-"""Stage, kind and microbatch of what happened; an input gradient counts as B too, for the stage before."""
+"""Stage, kind and microbatch of a completed action; I also counts as B for the previous stage."""
 
 
 def _event(action: Action) -> _Event:
@@ -18,7 +18,7 @@ def _event(action: Action) -> _Event:
 
 
 def _waits_for(schedule: Schedule, rendezvous: bool) -> Callable[[Action], Iterator[_Event]]:
-    """What must have happened before an action of a schedule ends."""
+    """Return a function from an action to the events that must precede its end."""
     place = schedule.placement()
     communicates = schedule.has_communication
     last = schedule.stages - 1
@@ -54,17 +54,17 @@ def _waits_for(schedule: Schedule, rendezvous: bool) -> Callable[[Action], Itera
 
 
 def replay(schedule: Schedule, *, rendezvous: bool = False) -> list[tuple[int, int]]:
-    """Run every rank as far as it gets and return the (rank, position) of the actions in an order that works.
+    """Return (rank, position) of all actions in an order that satisfies every dependency.
 
-    A receive waits for its send. Without sends and receives in the schedule a computation waits for the neighbouring
-    stage's. OVERLAP_F_B starts when both parts can.
+    A receive waits for its send. In a compute-only schedule, a computation waits for the computation of the
+    neighbouring stage. OVERLAP_F_B starts when both parts can start.
 
     Args:
-        schedule: Schedule with or without communication, complete as `verify` checks it before it comes here.
-        rendezvous: A send also waits for its receive, as large messages do, instead of being buffered.
+        schedule: Schedule with or without communication, complete in the sense of `verify`.
+        rendezvous: A send also waits for its receive, as for large messages, instead of being buffered.
 
     Raises:
-        ScheduleError: HP320 with the ranks that wait for ever and what they wait for.
+        ScheduleError: HP320 with the deadlocked ranks and the event each waits for.
     """
     needs = _waits_for(schedule, rendezvous)
     happened: set[_Event] = set()
@@ -77,7 +77,7 @@ def replay(schedule: Schedule, *, rendezvous: bool = False) -> list[tuple[int, i
             while head[rank] < len(actions):
                 action = actions[head[rank]]
                 if action.kind in PEERS:
-                    # Being reached is what the other side waits for: a rendezvous completes on both sides at once.
+                    # A peer waits until this action is reached: a rendezvous completes on both sides at once.
                     happened.add(_event(action))
                 lacks = (e for leaf in action.leaves for e in needs(leaf) if e not in happened)
                 if event := next(lacks, None):

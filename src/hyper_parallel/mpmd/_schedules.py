@@ -1,4 +1,4 @@
-"""Schedules by name: how each is made, which stages and microbatches it takes, and what it holds at once."""
+"""Table of schedules by name: generator, legal stages and microbatches, activations in flight."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from hyper_parallel.mpmd._rank_program import RankProgram
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """One schedule, for p ranks, m microbatches and v stages per rank.
+    """Entry of the table, for p ranks, m microbatches and v stages per rank.
 
     Attributes:
-        write: Writes the actions of a rank, from (program, rank, p, m, v).
-        in_flight: Most activations of a rank, from (rank, p, m, v).
-        stages: Stages per rank that it has.
-        legal: Whether it can run m microbatches, from (p, m).
-        rule: The same in words, from p.
+        write: Appends the actions of a rank, from (program, rank, p, m, v).
+        in_flight: Maximum of activations in flight on a rank, from (rank, p, m, v).
+        stages: Allowed numbers of stages per rank.
+        legal: Whether m microbatches are allowed, from (p, m).
+        rule: The allowed numbers of microbatches in words, from p.
     """
 
     write: Callable[[RankProgram, int, int, int, int], None]
@@ -60,9 +60,9 @@ SCHEDULES: Final = tuple(_FORMS)
 def make_schedule(
     name: str, ranks: int, microbatches: int, stages_per_rank: int | None = None
 ) -> Schedule:
-    """A compute-only schedule.
+    """Return a compute-only schedule.
 
-    Stages lie in a loop (rank r holds r, r + p, r + 2p, ...), for `zbv` and `dualpipev` in a V (r and 2p - 1 - r).
+    Rank r holds stages r, r + p, r + 2p, ...; for `zbv` and `dualpipev` it holds r and 2p - 1 - r.
 
     Args:
         name: One of `SCHEDULES`.
@@ -71,8 +71,8 @@ def make_schedule(
         stages_per_rank: Virtual stages v per rank; None: 2 for the V-shaped and interleaved schedules, else 1.
 
     Raises:
-        ScheduleError: HP320 for an unknown name, a number of stages the schedule does not have, or microbatches it
-            cannot run, with the nearest legal numbers.
+        ScheduleError: HP320 for an unknown name, an illegal number of stages, or an illegal number of microbatches;
+            the error lists the nearest legal numbers.
 
     Source: gpipe: Huang et al. 2019; 1f1b and interleaved_1f1b: Narayanan et al. 2021, section 2.2; zb_h1 and zbv: Qi
         et al. 2024, "Zero Bubble Pipeline Parallelism"; dualpipev: the V form of DeepSeek-AI 2024, section 3.2.1.
@@ -108,17 +108,17 @@ def make_schedule(
 
 
 def is_legal(name: str, ranks: int, microbatches: int) -> bool:
-    """Whether a schedule can run that many microbatches."""
+    """Return whether a schedule supports a number of microbatches."""
     return microbatches >= 1 and _FORMS[name].legal(ranks, microbatches)
 
 
 def microbatch_rule(name: str, ranks: int) -> str:
-    """Which numbers of microbatches a schedule can run, in words."""
+    """Return the legal numbers of microbatches in words, for error messages."""
     return _FORMS[name].rule(ranks)
 
 
 def legal_microbatches(name: str, ranks: int, near: int) -> tuple[int, ...]:
-    """The nearest legal numbers of microbatches at or below and at or above `near`."""
+    """Return the nearest legal numbers of microbatches at or below and at or above `near`."""
     below = next((m for m in range(near, 0, -1) if is_legal(name, ranks, m)), None)
     above = next(m for m in range(max(1, near), near + 4 * ranks + 2) if is_legal(name, ranks, m))
     return tuple(sorted({m for m in (below, above) if m is not None}))
@@ -127,10 +127,9 @@ def legal_microbatches(name: str, ranks: int, near: int) -> tuple[int, ...]:
 def in_flight_limit(
     name: str, ranks: int, microbatches: int, stages_per_rank: int = 1
 ) -> Sequence[int]:
-    """Most (stage, microbatch) activations each rank holds at once, by the closed form of the schedule.
+    """Return the maximum of (stage, microbatch) activations in flight on each rank, by closed form.
 
-    Reached exactly, but for the V-shaped schedules with fewer than two microbatches per rank, where it is an upper
-    bound.
+    Exact, except for V-shaped schedules with fewer than two microbatches per rank, where it is an upper bound.
     """
-    held = _FORMS[name].in_flight
-    return [held(rank, ranks, microbatches, stages_per_rank) for rank in range(ranks)]
+    limit = _FORMS[name].in_flight
+    return [limit(rank, ranks, microbatches, stages_per_rank) for rank in range(ranks)]

@@ -1,4 +1,4 @@
-"""From a strategy to what its pipeline ranks do: legality in a recipe's words, the schedule of a step, evaluation."""
+"""Pipeline of a strategy: legality checks in terms of recipe keys, and schedules of training and evaluation steps."""
 
 from __future__ import annotations
 
@@ -21,37 +21,30 @@ from hyper_parallel.mpmd._schedules import (
 from hyper_parallel.mpmd._verify import verify
 
 _MOST_PASSES: Final = 2**18
-"""Passes of microbatches through stages in a step: each is an action that is listed, checked and simulated."""
+"""Limit on (stage, microbatch) pairs per step: each becomes actions that are listed, checked and simulated."""
 _NAMES: Final = {"interleaved": "interleaved_1f1b", "zb-h1": "zb_h1"}
 
 
 def check_pipeline(
     strategy: Strategy, layers: int, microbatches: int, where: str | None = None
 ) -> None:
-    """Raise when a pipeline cannot run; nothing to check without one.
+    """Raise when the pipeline of a strategy cannot run.
 
     Args:
         strategy: Degrees, schedule and virtual stages.
         layers: Decoder layers of the model.
         microbatches: Microbatches of one step on one data-parallel rank.
-        where: Where the degree was set, for errors.
+        where: Location of the setting, for error messages.
 
     Raises:
-        UnsupportedSharding: HP205 for virtual stages that the schedule does not have.
+        UnsupportedSharding: HP205 for a number of virtual stages that the schedule does not support, or for pipeline
+            settings without a pipeline.
         NotDivisible: HP203 for more stages than layers.
-        BatchMismatch: HP308 for microbatches that the schedule cannot run.
+        BatchMismatch: HP308 for a number of microbatches that the schedule does not support.
     """
     s = strategy
     if s.pp == 1:
-        for name, idle in (("virtual_stages", 1), ("stage_layers", ()), ("schedule_file", "")):
-            if (value := getattr(s, name)) != idle:
-                raise UnsupportedSharding(
-                    f"`{name}` belongs to a pipeline, and there is none",
-                    where=where,
-                    got=f"pp=1, {name}={value}",
-                    allowed=f"no {name}, or pp of 2 and more",
-                    changes={"parallel.pp": 2},
-                )
+        _check_no_pipeline(s, where)
         return
     check_virtual(s, where)
     if s.stages > layers:
@@ -63,6 +56,24 @@ def check_pipeline(
             allowed=f"pp up to {most}",
             changes={"parallel.pp": most},
         )
+    _check_microbatches(s, microbatches, where)
+
+
+def _check_no_pipeline(s: Strategy, where: str | None) -> None:
+    """Refuse pipeline settings of a strategy without a pipeline."""
+    for name, idle in (("virtual_stages", 1), ("stage_layers", ()), ("schedule_file", "")):
+        if (value := getattr(s, name)) != idle:
+            raise UnsupportedSharding(
+                f"`{name}` requires a pipeline, and pp is 1",
+                where=where,
+                got=f"pp=1, {name}={value}",
+                allowed=f"no {name}, or pp of 2 and more",
+                changes={"parallel.pp": 2},
+            )
+
+
+def _check_microbatches(s: Strategy, microbatches: int, where: str | None) -> None:
+    """Refuse a number of microbatches that the schedule of a pipeline does not support."""
     name = schedule_name(s)
     if s.pp * s.virtual_stages * microbatches > _MOST_PASSES:
         most = max(s.pp, _MOST_PASSES // (s.pp * s.virtual_stages))
@@ -93,7 +104,7 @@ def check_pipeline(
 
 
 def check_virtual(s: Strategy, where: str | None = None) -> None:
-    """Raise when the schedule of a strategy does not have its number of virtual stages.
+    """Raise when the schedule of a strategy does not support its number of virtual stages.
 
     Raises:
         UnsupportedSharding: HP205.
@@ -109,7 +120,7 @@ def check_virtual(s: Strategy, where: str | None = None) -> None:
     else:
         return
     raise UnsupportedSharding(
-        f"schedule {s.schedule} does not have {s.virtual_stages} stages per rank",
+        f"schedule {s.schedule} does not support {s.virtual_stages} stages per rank",
         where=where,
         got=f"schedule={s.schedule}, virtual_stages={s.virtual_stages}",
         allowed=allowed,
@@ -118,19 +129,19 @@ def check_virtual(s: Strategy, where: str | None = None) -> None:
 
 
 def schedule_name(strategy: Strategy) -> str:
-    """The name in `SCHEDULES` of a strategy's schedule."""
+    """Return the name in `SCHEDULES` of a strategy's schedule."""
     return _NAMES.get(strategy.schedule, strategy.schedule)
 
 
 def step_schedule(strategy: Strategy, microbatches: int) -> Schedule:
-    """Everything the pipeline ranks do in one step, with sends and receives, verified.
+    """Return the verified schedule of one training step, with sends and receives.
 
     Args:
-        strategy: pp of 2 and more.
+        strategy: Strategy with pp of 2 or more.
         microbatches: Microbatches of the step.
 
     Raises:
-        ScheduleError: HP320 when the schedule cannot run that many, or the schedule file does not fit the strategy.
+        ScheduleError: HP320 for an illegal number of microbatches, or a schedule file that does not fit the strategy.
     """
     if strategy.schedule_file:
         return _read(strategy, microbatches)
@@ -141,7 +152,7 @@ def step_schedule(strategy: Strategy, microbatches: int) -> Schedule:
 
 
 def _read(strategy: Strategy, microbatches: int) -> Schedule:
-    """The schedule of a file, compute-only or with communication."""
+    """Read a schedule file, compute-only or with communication."""
     path = strategy.schedule_file
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -155,7 +166,7 @@ def _read(strategy: Strategy, microbatches: int) -> Schedule:
     if got != wanted:
         shown = "{} pipeline ranks, {} stages, {} microbatches"
         raise ScheduleError(
-            "the schedule file is for another pipeline",
+            "the schedule file does not match the pipeline",
             where=path,
             got=shown.format(*got),
             allowed=shown.format(*wanted),
@@ -164,7 +175,7 @@ def _read(strategy: Strategy, microbatches: int) -> Schedule:
     for rank in range(strategy.pp):
         if any(place[stage] != rank for stage in strategy.stages_of(rank)):
             raise ScheduleError(
-                f"the schedule file puts stages elsewhere than `schedule: {strategy.schedule}` does",
+                f"the schedule file assigns stages to other ranks than `schedule: {strategy.schedule}`",
                 where=path,
                 got=f"rank {rank}: stages {sorted(s for s, r in place.items() if r == rank)}",
                 allowed=f"rank {rank}: stages {list(strategy.stages_of(rank))}",
@@ -172,7 +183,8 @@ def _read(strategy: Strategy, microbatches: int) -> Schedule:
     for rank, position, leaf in schedule.leaves():
         if leaf.kind in ("OFFLOAD", "RELOAD"):
             raise ScheduleError(
-                f"{leaf.kind} is simulated but not executed", where=at(schedule, rank, position)
+                f"{leaf.kind} can be simulated, but not executed",
+                where=at(schedule, rank, position),
             )
     if not schedule.has_communication:
         schedule = lower(schedule.compute_only())
@@ -181,9 +193,9 @@ def _read(strategy: Strategy, microbatches: int) -> Schedule:
 
 
 def forward_schedule(strategy: Strategy, microbatches: int) -> Schedule:
-    """Forwards only, for evaluation: any number of microbatches, as a wave over the stages, proved free of deadlock.
+    """Return a forward-only schedule for evaluation, for any number of microbatches.
 
-    A rank takes its work in the order of stage + microbatch; what a forward needs has a smaller sum.
+    A rank computes in the order of stage + microbatch. Each input has a smaller sum, so the order has no deadlock.
     """
     rows = []
     for rank in range(strategy.pp):

@@ -1,4 +1,4 @@
-"""A schedule with costs as a task graph, ready for `ir.simulate`."""
+"""Task graph of a schedule with costs, for `ir.simulate`."""
 
 from __future__ import annotations
 
@@ -25,20 +25,21 @@ from hyper_parallel.mpmd._replay import replay
 def schedule_tasks(
     schedule: Schedule, costs: Sequence[StageCost], *, overlap: float | None = None
 ) -> TaskGraph:
-    """The task graph of a schedule.
+    """Return the task graph of a schedule.
 
-    Each rank computes in its order on `rank r/compute`. A result that another rank needs is a task on the serial
-    channel `link a->b`, first come first served; links are assumed not to disturb one another or the computation.
-    Sends and receives of a lowered schedule add nothing: they are these transfers, started as soon as the data is
-    there. Exposed collectives follow their computation on `rank r/communication`, and the rank computes nothing until
-    they end. Gathers and reductions run in order on the same lane, offload and reload on `rank r/copy`; the memory of
-    a rank's device is the counter `rank r/device`.
+    * Computations of a rank run in order on `rank r/compute`.
+    * A result for another rank is a transfer on the serial channel `link a->b`, first come first served. Links are
+      assumed to slow neither each other nor the computation. Sends and receives of a lowered schedule add no tasks:
+      they are these transfers, started as soon as the data exists.
+    * Exposed collectives follow their computation on `rank r/communication`; the rank computes nothing until they end.
+    * Gathers and reductions run in order on the same lane; offload and reload run on `rank r/copy`.
+    * The counter `rank r/device` is the memory of a rank's device.
 
     Args:
-        schedule: Schedule with or without communication that passes `verify`; here only deadlocks are noticed.
+        schedule: Schedule that passes `verify`, with or without communication; only deadlocks are detected here.
         costs: One per stage.
-        overlap: Time of an OVERLAP_F_B over the sum of its parts' times, when they run together as one task; None:
-            they run one after the other, and the first announces its result when it ends.
+        overlap: Time of an OVERLAP_F_B, run as one task, over the sum of its parts' times. None: the parts run one
+            after the other, and each sends its result when it ends.
 
     Raises:
         ScheduleError: HP320 when the schedule deadlocks, or the number of costs is not the number of stages.
@@ -59,18 +60,18 @@ def schedule_tasks(
 
 
 def unit_starts(schedule: Schedule) -> tuple[tuple[int, ...], ...]:
-    """Slot in which every action of a compute-only schedule starts when F, I and W take one slot and B two.
+    """Return the start slot of every action of a compute-only schedule: F, I and W take one slot, B two.
 
-    Feeds `ir.grid(schedule, starts=...)`, which then shows the bubbles.
+    `ir.grid(schedule, starts=...)` takes the result to show bubbles.
 
     Raises:
         ScheduleError: HP320 when the schedule deadlocks or has communication.
     """
     if schedule.has_communication:
         raise ScheduleError(
-            "slots are counted for compute-only schedules", hint="schedule.compute_only()"
+            "start slots exist only for compute-only schedules", hint="schedule.compute_only()"
         )
-    costs = [StageCost(1e-9, 1e-9, 1e-9)] * schedule.stages  # a slot is a nanosecond
+    costs = [StageCost(1e-9, 1e-9, 1e-9)] * schedule.stages  # one slot is one nanosecond
     starts: list[list[int]] = [[] for _ in schedule.ranks]
     for span in simulate(schedule_tasks(schedule, costs, overlap=1.0)).spans:
         starts[int(span.lane.removeprefix("rank ").removesuffix("/compute"))].append(
@@ -80,39 +81,39 @@ def unit_starts(schedule: Schedule) -> tuple[tuple[int, ...], ...]:
 
 
 def action_costs(c: StageCost) -> dict[str, tuple[float, float, int, int]]:
-    """By kind: seconds, those of exposed collectives after it, change of bytes at its start and at its end."""
-    held, kept = c.activation_bytes, c.weight_grad_input_bytes
+    """Return per kind: seconds, seconds of exposed collectives after it, and byte changes at its start and end."""
+    activation, grad_input = c.activation_bytes, c.weight_grad_input_bytes
     return {
-        "F": (c.forward_s, c.exposed_forward_s, held, 0),
-        "I": (c.input_grad_s, c.exposed_backward_s, 0, kept - held),
-        "W": (c.weight_grad_s, 0.0, 0, -kept),
-        "B": (c.input_grad_s + c.weight_grad_s, c.exposed_backward_s, 0, -held),
+        "F": (c.forward_s, c.exposed_forward_s, activation, 0),
+        "I": (c.input_grad_s, c.exposed_backward_s, 0, grad_input - activation),
+        "W": (c.weight_grad_s, 0.0, 0, -grad_input),
+        "B": (c.input_grad_s + c.weight_grad_s, c.exposed_backward_s, 0, -activation),
         "SEND_F": (c.send_forward_s, 0.0, 0, 0),
         "SEND_B": (c.send_backward_s, 0.0, 0, 0),
         "UNSHARD": (c.unshard_s, 0.0, c.parameter_bytes, 0),
         "RESHARD": (0.0, 0.0, 0, -c.parameter_bytes),
         "REDUCE_GRAD": (c.reduce_grad_s, 0.0, 0, 0),
-        "OFFLOAD": (c.offload_s, 0.0, 0, -held),
-        "RELOAD": (c.offload_s, 0.0, held, 0),
+        "OFFLOAD": (c.offload_s, 0.0, 0, -activation),
+        "RELOAD": (c.offload_s, 0.0, activation, 0),
     }
 
 
 class _Builder:
-    """Adds the tasks of one action after another, remembering which task made what."""
+    """Builder of a task graph, one action at a time; records the task that produces each value."""
 
     def __init__(self, schedule: Schedule, costs: Sequence[StageCost]) -> None:
         self.place = schedule.placement()
         self.costs = [action_costs(c) for c in costs]
         self.tasks: list[Task] = []
         self.policies: dict[str, Literal["order", "priority"]] = {}
-        # By stage, what it is, and microbatch: the task after which there is an output (F), a gradient (B), the
-        # gathered parameters (UNSHARD), a copied activation (OFFLOAD, RELOAD).
-        self.made: dict[tuple[int, str, int | None], int] = {}
+        # (stage, value, microbatch) to the task that produces it. Values: output (F), gradient (B), gathered
+        # parameters (UNSHARD), copied activation (OFFLOAD, RELOAD).
+        self.producers: dict[tuple[int, str, int | None], int] = {}
         self.last_compute: dict[int, int] = {}
         self.last_exposed: dict[int, int] = {}
 
     def add(self, rank: int, actions: tuple[Action, ...], factor: float = 1.0) -> None:
-        """Add one action, or the parts of an overlap as one task that takes `factor` of their times' sum."""
+        """Add one action, or the parts of an overlap as one task of `factor` times the sum of their times."""
         if actions[0].kind in PEERS:
             return
         effects = (self.costs[a.stage][a.kind] for a in actions)
@@ -122,7 +123,7 @@ class _Builder:
             self._move(rank, actions[0], seconds, at_start, at_end)
             return
         deps = [self.last_exposed[rank]] if rank in self.last_exposed else []
-        deps += (self.made[key] for a in actions for key in _needs(a) if key in self.made)
+        deps += (self.producers[key] for a in actions for key in _needs(a) if key in self.producers)
         task = self._append(name, rank, "compute", seconds * factor, deps, at_start, at_end)
         if exposed > 0:
             name = f"{name} collectives"
@@ -150,7 +151,7 @@ class _Builder:
         return len(self.tasks) - 1
 
     def _send(self, rank: int, action: Action, task: int) -> None:
-        """Note after which task the neighbouring stage has a result: the transfer, or the computation itself."""
+        """Record the task after which the neighbouring stage has a result: the transfer or the computation itself."""
         s, i = action.stage, action.microbatch
         way, to = ("F", s + 1) if action.kind == "F" else ("B", s - 1)
         seconds = self.costs[s][f"SEND_{way}"][0]
@@ -161,26 +162,26 @@ class _Builder:
             name, ns = f"{s}SEND_{way}{i}", nanoseconds(seconds)
             self.tasks.append(Task(name, link, ns, "communication", (task,)))
             task = len(self.tasks) - 1
-        self.made[s, way, i] = task
+        self.producers[s, way, i] = task
 
     def _move(self, rank: int, action: Action, seconds: float, at_start: int, at_end: int) -> None:
-        """Gather, free, reduce on the communication lane; offload and reload on the copy lane."""
+        """Add a gather, free or reduction on the communication lane, or an offload or reload on the copy lane."""
         s, i, kind = action.stage, action.microbatch, action.kind
         key: tuple[int, str, int | None] = (s, kind, i)
         lane = "communication"
         deps = [self.last_compute[rank]] if rank in self.last_compute else []
         if kind == "UNSHARD":
-            deps = []  # prefetched: it waits only for its turn on the lane, behind the frees that make room
+            deps = []  # prefetch: waits only for earlier tasks on its lane, among them the frees of its memory
         elif kind == "OFFLOAD":
-            lane, key, deps = "copy", (s, "copy", i), [self.made[s, "F", i]]
+            lane, key, deps = "copy", (s, "copy", i), [self.producers[s, "F", i]]
         elif kind == "RELOAD":
             lane, key = "copy", (s, "copy", i)
-            deps.append(self.made[key])
-        self.made[key] = self._append(str(action), rank, lane, seconds, deps, at_start, at_end)
+            deps.append(self.producers[key])
+        self.producers[key] = self._append(str(action), rank, lane, seconds, deps, at_start, at_end)
 
 
 def _needs(action: Action) -> tuple[tuple[int, str, int | None], ...]:
-    """What a computation may have to wait for, as keys of `_Builder.made`."""
+    """Return the possible inputs of a computation, as keys of `_Builder.producers`."""
     s, i = action.stage, action.microbatch
     if action.kind == "F":
         return (s, "UNSHARD", None), (s - 1, "F", i)
@@ -190,15 +191,14 @@ def _needs(action: Action) -> tuple[tuple[int, str, int | None], ...]:
 
 
 def on_shared_cores(graph: TaskGraph, pace: Sequence[float]) -> TaskGraph:
-    """The same graph on a device whose ranks share its cores, caches and memory.
+    """Return the graph for ranks that share the cores, caches and memory of one device.
 
-    Costs are those of a rank while all ranks work. Where some wait the others are faster, so what they leave is used.
-    Links keep their time.
+    Costs hold while all ranks are busy. While some are idle, the others run faster. Links keep their times.
 
     Args:
         graph: Graph of a schedule, on lanes `rank r/compute`, `rank r/communication`, ...
-        pace: Speed of a pipeline rank while 1, 2, ... of them work, against all of them at work; each stands for all
-            ranks of its stage, which do the same at the same time. Empty or all 1: nothing is shared.
+        pace: Speed of a pipeline rank while 1, 2, ... of them are busy, relative to all busy. One pipeline rank stands
+            for all ranks of its stage, which work in lockstep. Empty or all 1: the graph is returned unchanged.
     """
     if all(p == 1.0 for p in pace):
         return graph
@@ -212,12 +212,12 @@ def on_shared_cores(graph: TaskGraph, pace: Sequence[float]) -> TaskGraph:
 
 
 def nanoseconds(seconds: float) -> int:
-    """Whole nanoseconds, the time of task graphs."""
+    """Return whole nanoseconds, the unit of task graphs."""
     return round(seconds * 1e9)
 
 
 def bubble_fraction(timeline: Timeline) -> float:
-    """Share of the step in which the compute lanes of the ranks stand idle, averaged over the ranks."""
+    """Return the fraction of the step in which compute lanes are idle, averaged over ranks."""
     busy: dict[str, float] = {}
     for span in timeline.spans:
         if span.lane.endswith("/compute"):

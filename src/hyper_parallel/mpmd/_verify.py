@@ -1,4 +1,4 @@
-"""Everything that must hold before a process starts: complete, ordered, matched, free of deadlock, within memory."""
+"""Verification of a schedule before processes start: complete, ordered, matched, deadlock-free, within memory."""
 
 from __future__ import annotations
 
@@ -25,18 +25,22 @@ def verify(
 ) -> None:
     """Prove that a schedule can run and computes every gradient once.
 
-    Checked: stages lie on one rank each; every (stage, microbatch) has one F and either one B or one I and one W, in
-    this order; sends and receives, if any are written out, are complete, on the right ranks, after what makes and
-    before what uses the message, and in one order per pair of ranks and direction; gathered parameters and offloaded
-    activations are there when used; the ranks do not deadlock with blocking receives; activations in flight.
+    Checks:
+        * each stage lies on one rank;
+        * each (stage, microbatch) has one F, then either one B or one I followed by one W;
+        * sends and receives, if present, are complete, on the right ranks, after the producer and before the consumer,
+          and in one order per pair of ranks and direction;
+        * parameters are gathered and offloaded activations reloaded before their use;
+        * the ranks do not deadlock with blocking receives;
+        * activations in flight stay within the limit.
 
     Args:
         schedule: Schedule with or without communication.
-        max_in_flight: Most (stage, microbatch) activations on a rank at once: one number, or one per rank.
-        rendezvous: Also prove it for sends that wait for their receives.
+        max_in_flight: Limit of (stage, microbatch) activations in flight on a rank: one number, or one per rank.
+        rendezvous: Also prove it for sends that block until their receives.
 
     Raises:
-        ScheduleError: HP320 for the first thing that is wrong, marked in the grid.
+        ScheduleError: HP320 for the first violation, marked in the grid.
     """
     spots = _index(schedule)
     place = schedule.placement()
@@ -51,14 +55,14 @@ def verify(
     try:
         replay(schedule, rendezvous=rendezvous and schedule.has_communication)
     except ScheduleError:
-        replay(schedule)  # what deadlocks with buffered sends as well is reported as that
+        replay(schedule)  # a deadlock with buffered sends is reported as such
         raise
     if max_in_flight is not None:
         _check_in_flight(schedule, max_in_flight)
 
 
 def in_flight(schedule: Schedule) -> tuple[int, ...]:
-    """Most (stage, microbatch) activations each rank holds at once: from F to B or W, without offloaded ones."""
+    """Return the maximum of activations in flight on each rank: from F to B or W, without offloaded ones."""
     return tuple(max((n for n, _ in _live(row)), default=0) for row in schedule.ranks)
 
 
@@ -86,7 +90,7 @@ def _fail(schedule: Schedule, spot: _Spot, what: str, **facts: object) -> NoRetu
 
 
 def _index(schedule: Schedule) -> dict[Action, _Spot]:
-    """Where every action with a microbatch stands; refuses numbers out of range and repetitions."""
+    """Return (rank, position) of every action that has a microbatch; refuse numbers out of range and repetitions."""
     spots: dict[Action, _Spot] = {}
     for rank, position, leaf in schedule.leaves():
         spot = (rank, position)
@@ -103,8 +107,8 @@ def _index(schedule: Schedule) -> dict[Action, _Spot]:
     return spots
 
 
-# Each of the following yields what is wrong, and where. Only the first is reported: what a check finds after it may
-# rest on what was wrong.
+# Each function below yields violations and their positions. Only the first is reported, because later ones may follow
+# from it.
 
 
 def _wrong_computations(schedule: Schedule, spots: dict[Action, _Spot]) -> Iterator[_Wrong]:
@@ -129,7 +133,7 @@ def _wrong_computations(schedule: Schedule, spots: dict[Action, _Spot]) -> Itera
 def _wrong_messages(
     schedule: Schedule, spots: dict[Action, _Spot], place: dict[int, int]
 ) -> Iterator[_Wrong]:
-    """Every edge between ranks has its pair, and a pair of ranks agrees on the order of its messages."""
+    """Yield edges between ranks that lack a send or receive, and messages received out of order."""
     expected: set[Action] = set()
     for computed, maker in spots.items():
         send = computed.send
@@ -159,7 +163,7 @@ def _wrong_messages(
             sends.setdefault((rank, place[a.peer.stage]), []).append(a.peer)
         else:
             receives.setdefault((place[a.peer.stage], rank), []).append(a)
-    # What one rank sends another arrives in the order in which it is received: NCCL has no tags to sort it.
+    # Receives must have the order of the sends: NCCL has no tags to match messages.
     for (sender, receiver), sent_for in sends.items():
         for wanted, a in zip(sent_for, receives[sender, receiver], strict=True):
             if wanted != a:
@@ -168,7 +172,7 @@ def _wrong_messages(
 
 
 def _wrong_sharding(schedule: Schedule, place: dict[int, int]) -> Iterator[_Wrong]:
-    """With any UNSHARD in the schedule, stages compute gathered; gradients are reduced after the last backward."""
+    """Yield computations without gathered parameters, and gradients reduced before the last backward or never."""
     sharded = any(leaf.kind == "UNSHARD" for _, _, leaf in schedule.leaves())
     gathered: set[int] = set()
     reduced: set[int] = set()
@@ -200,7 +204,7 @@ def _wrong_sharding(schedule: Schedule, place: dict[int, int]) -> Iterator[_Wron
 
 
 def _wrong_offload(spots: dict[Action, _Spot]) -> Iterator[_Wrong]:
-    """An offloaded activation leaves after its forward and is back before its backward, on its own rank."""
+    """Yield offloads and reloads that do not lie between forward and backward on the same rank."""
     for action, spot in spots.items():
         if action.kind not in ("OFFLOAD", "RELOAD"):
             continue

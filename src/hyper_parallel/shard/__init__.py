@@ -1,4 +1,4 @@
-"""HyperShard, the framework-free half: rules, the layouts they give, and the table of what crosses the boundaries."""
+"""Framework-free part of HyperShard: rules, layouts derived from them, and the table of collectives."""
 
 from hyper_parallel.shard._boundary import (
     BlockWidths,

@@ -1,7 +1,7 @@
-"""Values of the boundary table: one collective, how tokens are cut, what a block is made of.
+"""Value types of the boundary table: a collective, the sharding of tokens, the widths of a block.
 
-Formulas are plain arithmetic on `Number`s: ints of one strategy give exact bytes, padding included (`TokenCut.of`),
-arrays give all candidates at once (a `TokenCut` of columns, which rounds nothing up).
+Formulas are plain arithmetic on `Number`. Ints of one strategy give exact bytes, padding included (`TokenCut.of`).
+Arrays evaluate all candidates at once; a `TokenCut` of arrays does not round up.
 """
 
 from __future__ import annotations
@@ -19,31 +19,32 @@ Number = Any
 
 
 Format = Literal["compute", "reduce", "parameter", "statistic", "norm", "count"]
-"""Number format of what is sent: statistic and norm are compute and parameter format, float32 at least; count int64."""
+"""Number format of a message. statistic: compute format, at least float32; norm: parameter format, at least float32;
+count: int64."""
 
 
 @dataclass(frozen=True, slots=True)
 class Boundary:
-    """One collective of the table."""
+    """Collective of the boundary table."""
 
     kind: str  # all_gather, reduce_scatter, all_reduce, all_to_all or send_recv
     axes: tuple[str, ...]  # mesh axes of the group
     ranks: Number  # ranks of the group
-    # of the whole tensor: gathered, before scattering, reduced, or held by a rank before an exchange
+    # of the full tensor: after a gather, before a scatter or reduction, or of one rank before an exchange
     elements: Number
-    purpose: Purpose  # what for
+    purpose: Purpose
     format: Format = "compute"
     forward: Number = 0  # calls in forward of a microbatch
     backward: Number = 0  # calls in its backward
-    recomputed: Number = 0  # further calls where backward recomputes the layer
-    # further calls where it does not, and inputs are gathered again instead of kept
+    recomputed: Number = 0  # further calls if backward recomputes the layer
+    # further calls if it does not, and gathered inputs are freed after forward
     regathered: Number = 0
     once: Number = 0  # calls per step
-    # elements that leave this rank in a call, where ranks differ; None: as in a ring
+    # elements that this rank sends per call, where ranks differ; None: ring algorithm
     sent: Number | None = None
 
     def sent_bytes(self, width: Number) -> Number:
-        """Bytes one rank sends per call, `width` bytes an element."""
+        """Return the bytes one rank sends per call, at `width` bytes per element."""
         if self.sent is not None:
             return self.sent * width
         return ring_bytes(self.kind, self.elements * width, self.ranks)
@@ -51,21 +52,21 @@ class Boundary:
 
 @dataclass(frozen=True, slots=True)
 class TokenCut:
-    """How the tokens of one microbatch are cut over context- and tensor-parallel ranks."""
+    """Sharding of one microbatch's tokens over context- and tensor-parallel ranks."""
 
     x: Number  # tensor-parallel ranks on x
     y: Number  # tensor-parallel ranks on y
-    tokens: Number  # T, of one context-parallel rank
-    piece: Number  # n, of a tensor-parallel rank between blocks
-    spans: Number  # of all spans of all sequences, cut over y
+    tokens: Number  # T, tokens of one context-parallel rank
+    piece: Number  # n, tokens of one tensor-parallel rank between blocks
+    spans: Number  # tokens of all spans of all sequences, sharded over y
     ring: Number = 1  # places of the context-parallel ring
     ulysses: Number = 1  # ranks of each place
-    # cut of the sequences; None: rounds that a sliding window leaves out are not
+    # sharding of the sequences; None: ring rounds outside a sliding window are counted too
     sequence: SequenceCut | None = None
 
     @classmethod
     def of(cls, strategy: Strategy, workload: Workload) -> TokenCut:
-        """The cut of one strategy, padding included."""
+        """Return the sharding under one strategy, padding included."""
         s, batch = strategy, workload.microbatch or 1
         cut = SequenceCut.of(workload.seq_len, s.cp, s.cp_kind, s.cp_ulysses)
         by_sequence = s.tp_y > 1 and s.attention_shape == "weight"
@@ -79,13 +80,13 @@ class TokenCut:
         return self.x * self.y
 
     def rounds(self, window: int | None) -> Number:
-        """Rounds of the ring in which keys are sent."""
+        """Return the number of ring rounds that send keys and values."""
         return self.ring - 1 if self.sequence is None else len(self.sequence.distances(window))
 
 
 @dataclass(frozen=True, slots=True)
 class Projection:
-    """A weight matrix of a block."""
+    """Weight matrix of a block."""
 
     width: Number  # rows of a weight that reads the residual stream, columns of one that writes it
     weights: Number  # elements
@@ -94,7 +95,7 @@ class Projection:
 
 @dataclass(frozen=True, slots=True)
 class BlockWidths:
-    """A block between two boundaries, attention or MLP."""
+    """Attention or MLP block between two boundaries."""
 
     hidden: Number  # width of the residual stream
     inputs: tuple[Projection, ...]  # projections that read it
@@ -103,18 +104,21 @@ class BlockWidths:
 
 
 def padded_sizes(sequences: int, length: int, x: int, y: int, by_sequence: bool) -> tuple[int, int]:
-    """Positions of a sequence on one y rank, and tokens of a piece; `by_sequence`: sequences are cut over y first."""
+    """Return the positions of a sequence per y rank, and the tokens of a piece.
+
+    With `by_sequence`, sequences are sharded over y first.
+    """
     span = -(-length // y)
     tokens, pieces = (sequences * span, x) if by_sequence else (sequences * length, x * y)
     return span, -(-tokens // pieces)
 
 
 def ring_bytes(kind: str, whole_bytes: Number, ranks: Number) -> Number:
-    """Bytes one rank sends in a ring algorithm.
+    """Return the bytes one rank sends in a ring algorithm.
 
     Args:
         kind: all_gather, reduce_scatter, all_reduce, all_to_all, broadcast or send_recv.
-        whole_bytes: Size of the whole tensor: gathered, before scattering, or the one that is reduced.
+        whole_bytes: Size of the full tensor: after a gather, before a scatter or a reduction.
         ranks: Ranks of the group.
 
     Cost: (g-1)/g of the whole for all-gather, reduce-scatter and all-to-all, twice that for all-reduce, the whole for
@@ -128,7 +132,7 @@ def ring_bytes(kind: str, whole_bytes: Number, ranks: Number) -> Number:
 
 
 def share(whole: Number, parts: Number) -> Number:
-    """Quotient: whole numbers of ints, fractions of arrays."""
+    """Return the quotient: integer division for ints, true division for arrays."""
     exact = isinstance(whole, int) and isinstance(parts, int)
     return whole // parts if exact else whole / parts
 
@@ -138,7 +142,7 @@ def least(a: Number, b: Number) -> Number:
 
 
 def pick(condition: Number, yes: Number, no: Number) -> Number:
-    """`yes` where a condition (0 or 1) holds."""
+    """Return `yes` where a condition (0 or 1) holds, else `no`."""
     return no + (yes - no) * condition
 
 

@@ -1,8 +1,8 @@
-"""Rules of a model whose own plan is missing or does not cover it, from the names and shapes of its matrices.
+"""Sharding rules derived from names and shapes of matrices, for models without a complete tensor-parallel plan.
 
-Only what is recognised is split: feed-forward pairs, and attention with a projection each for query, key, value and
-output whose rows are the heads that the config has. Everything else stays whole: `Rule("*", "whole")` is the last rule.
-A pattern is split in all layers or in none, and a group with a parameter that is not understood is not split at all.
+Two structures are recognised: feed-forward pairs, and attention with separate query, key, value and output projections
+whose rows match the heads of the config. All other modules stay replicated by the last rule, `Rule("*", "whole")`. A
+pattern is sharded in all layers or in none; a group with an unrecognised parameter is not sharded.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ Shapes = Mapping[str, tuple[int, ...]]
 def derived_rules(
     params: Shapes, linear: frozenset[str], num_heads: int, num_kv_heads: int
 ) -> tuple[Rule, ...]:
-    """Rules by structure.
+    """Derive rules from the structure of a model.
 
     Args:
         params: Concrete name of every parameter to its shape.
-        linear: Modules that compute x W^T + b; only these are split.
+        linear: Modules that compute x W^T + b; only these are sharded.
         num_heads: Query heads.
         num_kv_heads: Key and value heads.
     """
@@ -69,11 +69,11 @@ def derived_rules(
             if styles is not None:
                 groups.setdefault((starred(base), kind), []).append(styles)
     rules = []
-    for styles, *others in groups.values():
-        # Layers whose group is another one, or none that is understood, keep all of them whole.
+    for styles, *rest in groups.values():
+        # A pattern stays whole if its layers disagree or one of them is not recognised.
         patterns = {starred(name): style for name, style in styles.items()}
-        named = {name for group in (styles, *others) for name in group}
-        same = all({starred(n): s for n, s in other.items()} == patterns for other in others)
+        named = {name for group in (styles, *rest) for name in group}
+        same = all({starred(n): s for n, s in other.items()} == patterns for other in rest)
         if same and all(name in named for name in linear if starred(name) in patterns):
             rules += [Rule(pattern, style) for pattern, style in patterns.items()]
     return (*sorted(rules, key=lambda rule: rule.pattern), Rule("*", WHOLE))
@@ -85,7 +85,7 @@ def _members(base: str, leaves: tuple[str, ...], linear: frozenset[str]) -> list
 
 
 def _feed_forward(base: str, inside: Shapes, linear: frozenset[str]) -> dict[str, str] | None:
-    """Styles of projections into and out of a wider space, none when they stay whole; None: there are no such."""
+    """Return styles of a feed-forward pair, {} if it stays whole, or None if the module has no such pair."""
     for leaves, last in _FEED_FORWARD:
         names = _members(base, (*leaves, last), linear)
         if names is None:
@@ -93,10 +93,10 @@ def _feed_forward(base: str, inside: Shapes, linear: frozenset[str]) -> dict[str
         *into, out = names
         hidden, width = inside[f"{out}.weight"]
         rows = 2 * width if leaves[0] in _PACKED_HALVES else width
-        others = {n: s for n, s in inside.items() if n.rpartition(".")[0] not in names}
-        # In a layer other modules stand beside the pair; what scales its width stands in between.
+        siblings = {n: s for n, s in inside.items() if n.rpartition(".")[0] not in names}
+        # A layer has modules besides the pair; one with the width of the pair may scale its hidden activations.
         layer = base.rpartition(".")[2].isdecimal() or leaves[0] == "intermediate.dense"
-        alone = width not in {s[0] for s in others.values() if s} if layer else not others
+        alone = width not in {s[0] for s in siblings.values() if s} if layer else not siblings
         fits = all(inside[f"{n}.weight"] == (rows, hidden) for n in into)
         style = "gate_up" if rows != width else "colwise"
         return {**dict.fromkeys(into, style), out: "rowwise"} if fits and alone else {}
@@ -106,8 +106,8 @@ def _feed_forward(base: str, inside: Shapes, linear: frozenset[str]) -> dict[str
 def _attention(
     base: str, inside: Shapes, linear: frozenset[str], num_heads: int, num_kv_heads: int
 ) -> dict[str, str] | None:
-    """Styles of attention, none when it stays whole; None: there is none."""
-    # By this name the sizes are checked against heads.
+    """Return styles of an attention module, {} if it stays whole, or None if the module is not attention."""
+    # Modules with these names are checked against the heads of the config.
     named = "attn" in base.rpartition(".")[2] or "attention" in base.rpartition(".")[2]
     for leaves, outs in _ATTENTION if named else ():
         into = _members(base, leaves, linear)

@@ -1,18 +1,18 @@
-"""Layouts of experts: which parameters they are, what divides, and how `ep` and FSDP cut them.
+"""Layouts of experts: recognition of their parameters, divisibility, sharding by `ep` and FSDP.
 
-Expert parallelism cuts the first dim of the fused parameters, [experts, ...], into contiguous runs of experts; FSDP
-cuts what is left over `edp`, the ranks that hold the same experts. It cuts dim 0 again when each of them gets a whole
-number of experts, else the first dim that divides:
+Expert parallelism shards the first dim of fused parameters, [experts, ...], into contiguous runs of experts. FSDP
+shards each run over `edp`, the ranks with the same experts: dim 0 again if every rank gets an integral number of
+experts, else the first dim that divides:
 
     64 experts, ep=8, edp=4    [expert:ep.edp, gate_up, embed]      2 experts each
     8 experts, ep=8, edp=4     [expert:ep, gate_up:edp, embed]      a quarter of one expert each
 
-Experts in a list of modules, `experts.0.up_proj.weight`, `experts.1.up_proj.weight` and so on, are not cut but dealt
-out: a rank holds a contiguous run of modules and nothing of the others.
+Experts in a list of modules (`experts.0.up_proj.weight`, `experts.1.up_proj.weight`, ...) are distributed: each rank
+owns a contiguous run of modules.
 
     `experts.*.up_proj.weight`, ep=8    [mlp, embed], one of ep
 
-Tensor parallelism leaves experts, and the router beside them, whole: the layer works on each rank's tokens.
+Tensor parallelism keeps experts and their router whole: each rank computes the layer on its own tokens.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from hyper_parallel.shard._rules import WHOLE
 EXPERTS = "experts"
 
 
-def mark_experts(found: list[Param]) -> list[Param]:
-    """Give the style `experts` to experts that no rule covers, and `replicate` to what stands beside them.
+def mark_experts(params: list[Param]) -> list[Param]:
+    """Set style `experts` on experts without a rule, and `replicate` on their sibling modules without a rule.
 
-    A module that is named `experts`, or a parameter with an expert dim, holds routed experts. The router and other
-    uncovered direct members of the same block work position by position.
+    Routed experts are modules named `experts` and parameters with an expert dim. The router and other direct members of
+    the same block act on each token independently.
     """
     marked = [
         replace(p, style=EXPERTS)
         if p.style in (None, WHOLE) and ("expert" in p.dims or EXPERTS in p.module.split("."))
         else p
-        for p in found
+        for p in params
     ]
     blocks = {module_of(container(p)) for p in marked if p.style == EXPERTS}
     return [
@@ -51,27 +51,27 @@ def mark_experts(found: list[Param]) -> list[Param]:
 
 
 def check_folding(strategy: Strategy) -> None:
-    """Refuse a degree of `ep` that does not divide the ranks it folds over, HP203."""
+    """Raise HP203 if `ep` does not divide the ranks it folds over."""
     s = strategy
-    what = f"dp_shard * cp * tp = {_inner(s)}, the ranks that experts fold over"
-    _check_divides(s, _inner(s), what, f"dp_shard={s.dp_shard}, cp={s.cp}, tp={s.tp}")
+    divided = f"dp_shard * cp * tp = {_inner(s)}, the ranks that ep folds over"
+    _check_divides(s, _inner(s), divided, f"dp_shard={s.dp_shard}, cp={s.cp}, tp={s.tp}")
 
 
-def check_experts(found: list[Param], strategy: Strategy) -> None:
-    """Refuse a degree of `ep` that the experts of the model do not allow, HP205 or HP203."""
+def check_experts(params: list[Param], strategy: Strategy) -> None:
+    """Raise HP205 or HP203 if the experts of the model do not allow the degree of `ep`."""
     if strategy.ep == 1:
         return
-    experts = [p for p in found if p.style == EXPERTS]
+    experts = [p for p in params if p.style == EXPERTS]
     if not experts:
         raise UnsupportedSharding(
-            "expert parallelism needs routed experts, and no module of this model is known to hold any",
+            "expert parallelism needs routed experts, and none were recognised in this model",
             got=f"ep={strategy.ep}",
             changes={"parallel.ep": 1},
         )
     for param in experts:
         if not _index(param) and (container(param) != param.module or len(param.shape) < 2):
             raise UnsupportedSharding(
-                f"`{param.pattern}` holds experts in a form that ep cannot divide",
+                f"`{param.pattern}` stores experts in a form that ep cannot shard",
                 got=f"ep={strategy.ep}, {param.name} {param.shape}",
                 allowed="parameters [experts, ...], or modules experts.0, experts.1, ...",
                 changes={"parallel.ep": 1},
@@ -84,11 +84,11 @@ def _inner(strategy: Strategy) -> int:
     return strategy.dp_shard * strategy.cp * strategy.tp
 
 
-def _check_divides(strategy: Strategy, number: int, what: str, got: str) -> None:
+def _check_divides(strategy: Strategy, number: int, divided: str, got: str) -> None:
     if number % strategy.ep:
         allowed = divisors(math.gcd(number, _inner(strategy)))
         raise NotDivisible(
-            f"ep={strategy.ep} does not divide {what}",
+            f"ep={strategy.ep} does not divide {divided}",
             got=f"{got}, ep={strategy.ep}",
             allowed=f"ep {', '.join(map(str, allowed))}",
             changes={"parallel.ep": max(e for e in allowed if e <= strategy.ep)},
@@ -96,7 +96,7 @@ def _check_divides(strategy: Strategy, number: int, what: str, got: str) -> None
 
 
 def _lengths(experts: list[Param]) -> list[int]:
-    """Modules in every list of experts; names of a plan have `*` for the index, so they do not tell it."""
+    """Return the lengths of all lists of experts; a list whose names have `*` as index is left out."""
     lists: dict[str, set[str]] = {}
     for param in experts:
         if index := _index(param):
@@ -105,7 +105,7 @@ def _lengths(experts: list[Param]) -> list[int]:
 
 
 def expert_layout(layout: Layout, param: Param, strategy: Strategy) -> Layout:
-    """Layout of a parameter of experts, fused or of one in a list, ep above 1."""
+    """Return the layout of an expert parameter, fused or of a list, for ep above 1."""
     listed = bool(_index(param))
     layout = replace(layout, one_of=("ep",)) if listed else layout.split(0, "ep")
     edp = strategy.expert_mesh().degree("edp")
@@ -116,17 +116,17 @@ def expert_layout(layout: Layout, param: Param, strategy: Strategy) -> Layout:
 
 
 def even_dim(shape: Sequence[int], ranks: int) -> int:
-    """First dimension that ranks cut into equal shards, else the first: FSDP pads what it cuts unevenly."""
+    """Return the first dimension that divides by `ranks`, else 0, which FSDP then pads."""
     return next((dim for dim, size in enumerate(shape) if size % ranks == 0), 0)
 
 
 def container(param: Param) -> str:
-    """The module of all experts of a layer: for a list of modules the list, else the owner of the parameter."""
-    before, found, _ = f".{param.module}.".partition(f".{EXPERTS}.")
-    return f"{before}.{EXPERTS}".removeprefix(".") if found else param.module
+    """Return the module of all experts of a layer: the list of modules, or the owner of a fused parameter."""
+    before, separator, _ = f".{param.module}.".partition(f".{EXPERTS}.")
+    return f"{before}.{EXPERTS}".removeprefix(".") if separator else param.module
 
 
 def _index(param: Param) -> str:
-    """What follows the container in the name: the index of one of several modules in a list of experts; else ""."""
+    """Return the index of the parameter's module in a list of experts, or "" for fused parameters."""
     index = param.name.removeprefix(f"{container(param)}.").partition(".")[0]
     return index if index.isdecimal() or index == "*" else ""

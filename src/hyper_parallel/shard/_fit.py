@@ -1,7 +1,7 @@
-"""Modules whose result stays exact under tensor parallelism.
+"""Exactness checks of tensor parallelism on parameters with assigned rules.
 
-Everything here works on parameters that have found their rule, and either changes a style (with a note), keeps it,
-or raises. A combination that would give another result than one device is refused, never approximated.
+Each check keeps a style, changes it with a note, or raises. A combination whose result would differ from that of one
+device is refused, never approximated.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from hyper_parallel.shard._rules import REFUSED, WHOLE
 
 @dataclass(frozen=True, slots=True)
 class Param:
-    """A parameter with the rule it found."""
+    """Parameter with its assigned rule."""
 
     name: str
     shape: tuple[int, ...]
     dims: tuple[str, ...]
     owner: str
     style: str | None
-    parts: int = 1  # stacked projections that are cut apart
+    parts: int = 1  # stacked projections that are sharded separately
     role: str | None = None  # cut by heads, kv_heads or width
 
     @property
@@ -37,7 +37,7 @@ class Param:
 
     @property
     def cut_size(self) -> int:
-        """Size of the dim that tensor parallelism cuts."""
+        """Size of the dim that tensor parallelism shards."""
         return self.shape[-1 if self.style == "rowwise" else 0]
 
     @property
@@ -51,8 +51,8 @@ class Param:
 
     @property
     def in_attention(self) -> bool:
-        """Whether the module is a direct part of an attention module."""
-        # A rule that names a parameter holds for one of the attention module itself.
+        """True if the module is a direct part of an attention module."""
+        # A rule that names a parameter applies to a direct parameter of the attention module.
         holder = self.module if self.owner == self.name else self.parent
         # Encoders of the BERT kind have `attention.self.query` and `attention.output.dense`.
         parts = holder.split(".")[-2 if holder.endswith((".self", ".output")) else -1 :]
@@ -61,7 +61,7 @@ class Param:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What the checks need to know of the model and the strategy."""
+    """Facts of the model and the strategy that the checks use."""
 
     strategy: Strategy
     num_heads: int
@@ -75,7 +75,7 @@ class Sizes:
 
     @property
     def without_tp(self) -> dict[str, object]:
-        """Recipe keys that use the same ranks for FSDP."""
+        """Recipe keys that assign the same ranks to FSDP."""
         return {"parallel.tp": 1, "parallel.dp_shard": self.strategy.dp_shard * self.tp}
 
 
@@ -84,7 +84,7 @@ def module_of(name: str) -> str:
 
 
 def starred(name: str) -> str:
-    """The name with `*` for every layer index."""
+    """Return the name with `*` in place of every layer index."""
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
 
@@ -96,24 +96,24 @@ def divisors(number: int) -> list[int]:
     return [d for d in range(1, number + 1) if number % d == 0]
 
 
-def is_covered(found: list[Param]) -> bool:
-    """Whether every parameter but norms has a rule that keeps the residual stream cut over the ranks."""
+def is_covered(params: list[Param]) -> bool:
+    """Return whether every parameter except norms has a rule that keeps the residual stream sharded over ranks."""
     return all(
         _is_norm(param) if param.style is None else param.style not in (*REFUSED, WHOLE)
-        for param in found
+        for param in params
     )
 
 
-def keep_whole(found: list[Param], sizes: Sizes, notes: list[str]) -> list[Param]:
-    """What no rule covers, or has a style that is not implemented, as `whole`, with a note that names it.
+def keep_whole(params: list[Param], sizes: Sizes, notes: list[str]) -> list[Param]:
+    """Set style `whole` on parameters without an implemented rule, and name them in a note.
 
-    HP205 when nothing is split then, on two axes, and with latents, which are for a stream that is cut.
+    Raises HP205 if no parameter is sharded then, on two axes, and with latents: they need a sharded residual stream.
     """
-    kept = [replace(p, style=WHOLE) if p.style in (None, *REFUSED) else p for p in found]
+    result = [replace(p, style=WHOLE) if p.style in (None, *REFUSED) else p for p in params]
     into = {
-        p.parent for p in kept if len(p.shape) == 2 and p.style in ("colwise", "qkv", "gate_up")
+        p.parent for p in result if len(p.shape) == 2 and p.style in ("colwise", "qkv", "gate_up")
     }
-    for param in kept:
+    for param in result:
         layer = param.module.rpartition(".")[2]
         if (
             param.style == WHOLE
@@ -121,37 +121,37 @@ def keep_whole(found: list[Param], sizes: Sizes, notes: list[str]) -> list[Param
             and not (layer == "*" or layer.isdecimal())
         ):
             raise UnsupportedSharding(
-                f"no rule covers `{starred(param.name)}`, which stands between split projections",
+                f"no rule covers `{starred(param.name)}`, which lies between sharded projections",
                 got=f"shape {param.shape}, tp={sizes.tp}",
                 changes=sizes.without_tp,
             )
-    names = dict.fromkeys(p.pattern for p in kept if p.style == WHOLE and len(p.shape) > 1)
+    names = dict.fromkeys(p.pattern for p in result if p.style == WHOLE and len(p.shape) > 1)
     shown = ", ".join(f"`{name}`" for name in names)
-    if all(p.style in (WHOLE, "replicate", "experts") for p in kept):
+    if all(p.style in (WHOLE, "replicate", "experts") for p in result):
         raise UnsupportedSharding(
-            "no module of this model is one that tensor parallelism splits exactly",
+            "tensor parallelism can shard no module of this model exactly",
             got=f"tp={sizes.tp}; whole: {shown}",
             allowed="dp_replicate, dp_shard, or `parallel.rules` that name projections in and out",
             changes=sizes.without_tp,
         )
-    latent = next((p.pattern for p in kept if p.style == "latent"), None)
+    latent = next((p.pattern for p in result if p.style == "latent"), None)
     if sizes.strategy.tp_y > 1 or latent or sizes.strategy.ep > 1 or sizes.strategy.pp > 1:
         s = sizes.strategy
         raise UnsupportedSharding(
-            f"where {shown} stay whole, tensor parallelism goes with one axis, without ep, pp and latents",
+            f"with {shown} replicated, tensor parallelism supports one axis only, without ep, pp and latents",
             got=f"tp_x={s.tp_x}, tp_y={s.tp_y}, ep={s.ep}, pp={s.pp}"
             + (f", {latent}" if latent else ""),
             changes=sizes.without_tp
             if latent or s.tp_y == 1
             else {"parallel.tp_x": s.tp, "parallel.tp_y": 1},
         )
-    notes.append(f"every tensor-parallel rank holds all tokens between blocks; whole are {shown}")
-    return kept
+    notes.append(f"every tensor-parallel rank holds all tokens between blocks; replicated: {shown}")
+    return result
 
 
-def refuse_shapes(found: list[Param], sizes: Sizes) -> None:
-    """Refuse a style that splits something else than a matrix or a vector."""
-    for param in found:
+def refuse_shapes(params: list[Param], sizes: Sizes) -> None:
+    """Refuse a style that shards a parameter that is neither matrix nor vector."""
+    for param in params:
         whole = ("replicate", "experts", WHOLE, "inner")
         if param.style not in (None, *whole) and not 1 <= len(param.shape) <= 2:
             raise UnsupportedSharding(
@@ -162,32 +162,31 @@ def refuse_shapes(found: list[Param], sizes: Sizes) -> None:
 
 
 def _is_norm(param: Param) -> bool:
-    """A vector named weight or bias works position by position; anything else may mix positions or heads."""
+    """Return whether the parameter is a vector named weight or bias, which acts on each position independently."""
     return len(param.shape) == 1 and param.name.rpartition(".")[2] in ("weight", "bias")
 
 
-def fit_vocabulary(found: list[Param], sizes: Sizes, notes: list[str]) -> list[Param]:
-    """Keep embedding and head whole when the vocabulary does not divide; both, so that tied ones stay one."""
-    rows = {p.shape[0] for p in found if p.style in ("vocab", "head")}
+def fit_vocabulary(params: list[Param], sizes: Sizes, notes: list[str]) -> list[Param]:
+    """Keep embedding and head whole when the vocabulary does not divide; both, because they may be tied."""
+    rows = {p.shape[0] for p in params if p.style in ("vocab", "head")}
     if not rows or all(size % sizes.tp == 0 for size in rows | {sizes.vocab_size}):
-        return found
+        return params
     uneven = sorted(size for size in rows | {sizes.vocab_size} if size % sizes.tp)
     notes.append(
         f"embedding and head are kept whole: the vocabulary of {uneven[0]} does not divide by tp={sizes.tp}; "
         "the head works on the sequence shard of each rank"
     )
-    return [replace(p, style="replicate") if p.style in ("vocab", "head") else p for p in found]
+    return [replace(p, style="replicate") if p.style in ("vocab", "head") else p for p in params]
 
 
-def check_pairs(found: list[Param], sizes: Sizes) -> None:
-    """Refuse a module whose parts do not fit together.
+def check_pairs(params: list[Param], sizes: Sizes) -> None:
+    """Refuse a module with inconsistent styles.
 
-    What is cut going in is cut coming out: colwise and rowwise projections come together and no projection between
-    them is whole. Attention mixes positions, so it cannot stay whole on a sequence shard, and a norm over all heads
-    cannot work on a few of them.
+    Colwise input projections require rowwise output projections, without a replicated projection in between. Attention
+    mixes positions, so it cannot stay whole on a sequence shard. A norm over all heads cannot act on a subset of them.
     """
     parents: dict[str, list[Param]] = {}
-    for param in found:
+    for param in params:
         parents.setdefault(param.parent, []).append(param)
     for parent, members in parents.items():
         matrices = [p for p in members if len(p.shape) == 2]
@@ -199,7 +198,7 @@ def check_pairs(found: list[Param], sizes: Sizes) -> None:
             odd += into or out
         if odd:
             raise UnsupportedSharding(
-                f"the parts of `{starred(parent)}` do not fit together: "
+                f"the styles of `{starred(parent)}` are inconsistent: "
                 f"`{odd[0].pattern}` is {odd[0].style or 'whole'}",
                 got=", ".join(f"{p.leaf}={p.style}" for p in matrices),
                 allowed="colwise projections in and rowwise projections out",
@@ -208,10 +207,10 @@ def check_pairs(found: list[Param], sizes: Sizes) -> None:
             )
 
 
-def check_widths(found: list[Param]) -> None:
-    """Refuse a layer in which something is cut going in and not cut coming out, or the other way round."""
+def check_widths(params: list[Param]) -> None:
+    """Refuse a layer with a colwise width that no rowwise projection has, or vice versa."""
     layers: dict[str, list[Param]] = {}
-    for param in found:
+    for param in params:
         if len(param.shape) == 2 and param.role != "kv_heads":
             inside = re.match(r".*?\.(\d+|\*)\.", param.name)
             layers.setdefault(inside[0] if inside else "", []).append(param)

@@ -1,14 +1,14 @@
-"""Where tensor parallelism cuts each weight, on one axis or two.
+"""Sharding of each weight by tensor parallelism on one axis or two.
 
-A block (attention, MLP) has one of three shapes on the P = tp_x * tp_y ranks, and 1d where there is one axis:
+A block (attention, MLP) has one of these shapes on the P = tp_x * tp_y ranks; with one axis it is 1d:
 
     shape    colwise [out, in]       rowwise [out, in]       activations between blocks
     1d       [out:tp_x.tp_y, in]     [out, in:tp_x.tp_y]     [T/P, D]
     2d       [out:tp_x, in:tp_y]     [out:tp_y, in:tp_x]     [T/tp_x, D/tp_y]
     weight   [out:tp_x.tp_y, in]     [out:tp_y, in:tp_x]     [T/P, D], weights gathered over y
 
-The residual stream is [T/tp_x, D/tp_y] when every matrix of every layer is part of a 2d block, else [T/P, D]; norms on
-it are cut over y in the first case, so the layouts say which of the two it is.
+The residual stream is [T/tp_x, D/tp_y] when every matrix of every layer belongs to a 2d block, else [T/P, D]. In the
+first case its norms are sharded over y, so the layouts distinguish the two.
 
 Sources: Xu et al. 2021 (GSPMD), section 3.2; Pope et al. 2022, sections 3.2.2 and 3.2.3 (2-D weight-stationary and
 weight-gathered layouts).
@@ -24,41 +24,41 @@ X, Y = "tp_x", "tp_y"
 _REGION_STYLES = ("colwise", "rowwise", "kv_replicate", "qkv", "gate_up")
 
 Axes = tuple[tuple[str, ...], ...]
-"""Axes that cut each dim."""
+"""Mesh axes that shard each dim."""
 
 
 def block_shape(param: Param, strategy: Strategy) -> BlockShape:
-    """Shape of the block a projection belongs to."""
+    """Return the shape of the block of a projection."""
     if strategy.tp_y == 1:
         return "1d"
     return strategy.attention_shape if param.in_attention else strategy.mlp_shape
 
 
 def exchanges_rows(strategy: Strategy) -> bool:
-    """Whether a rank's queries are a part of the tokens, so that keys and values are gathered over y."""
+    """Return whether queries are sharded by token, so that keys and values are gathered over y."""
     return Purpose.KEY_VALUE_GATHER in block_program(strategy, 1, False)
 
 
-def cuts_hidden(found: list[Param], strategy: Strategy) -> bool:
-    """Whether the residual stream is cut over y: all matrices of the layers belong to 2d blocks."""
+def cuts_hidden(params: list[Param], strategy: Strategy) -> bool:
+    """Return whether the residual stream is sharded over y: all matrices of the layers belong to 2d blocks."""
     if strategy.tp_y == 1 or {strategy.attention_shape, strategy.mlp_shape} != {"2d"}:
         return False
     ends = ("vocab", "head")
-    layers = [p for p in found if len(p.shape) > 1 and ".layers." in f".{p.name}"]
-    rest = [p for p in found if len(p.shape) > 1 and p.style not in ends and p not in layers]
-    norms = any(_on_stream(p) for p in found)
+    layers = [p for p in params if len(p.shape) > 1 and ".layers." in f".{p.name}"]
+    rest = [p for p in params if len(p.shape) > 1 and p.style not in ends and p not in layers]
+    norms = any(_on_stream(p) for p in params)
     return norms and bool(layers) and not rest and all(p.style in _REGION_STYLES for p in layers)
 
 
 def _on_stream(param: Param) -> bool:
-    """A vector that is no part of a block: a norm of the residual stream."""
+    """Return whether the parameter is a norm of the residual stream: a vector outside of blocks."""
     inside = ("attn", "attention", "mlp")
     parent = param.parent.rpartition(".")[2]
     return len(param.shape) == 1 and not any(word in parent for word in inside)
 
 
 def tensor_axes(param: Param, strategy: Strategy, hidden_cut: bool) -> Axes:
-    """Axes of tensor parallelism that cut each dim of a parameter with its final style."""
+    """Return the tensor-parallel axes that shard each dim of a parameter with its final style."""
     whole: Axes = ((),) * len(param.shape)
     both = (X, Y) if strategy.tp_y > 1 else (X,)
     if param.style in ("vocab", "head", "norm_heads"):
@@ -72,7 +72,7 @@ def tensor_axes(param: Param, strategy: Strategy, hidden_cut: bool) -> Axes:
             return ((Y,),) if shape == "2d" else whole
         if param.style == "kv_replicate":
             return whole
-        # A vector of the attention module itself, such as its sinks, goes with the heads a rank computes.
+        # A direct vector of the attention module, such as its sinks, is sharded like the heads.
         own = param.owner == param.name and not exchanges_rows(strategy)
         return (both,) if shape == "1d" or own else ((X,),)
     if param.style == "rowwise":

@@ -1,12 +1,12 @@
-"""From rules to layouts: one layout for every parameter of a model under a strategy.
+"""Layouts of all parameters of a model under a strategy, derived from rules.
 
-Order of work: every parameter finds its rule, what is not exact is refused, sizes are checked, layouts are written.
-Tensor parallelism cuts first and FSDP cuts what it left, so `dp_shard` stands innermost on dim 0:
+Steps: assign a rule to every parameter, refuse inexact combinations, check sizes, derive layouts. Tensor parallelism
+shards first and FSDP shards the result, so `dp_shard` is the innermost axis of dim 0:
 
     model.layers.*.mlp.up_proj.weight     [mlp:tp_x.dp_shard, embed]
     model.layers.*.mlp.down_proj.weight   [embed:dp_shard, mlp:tp_x]
 
-A weight whose stacked parts are cut apart leaves its rows to tensor parallelism, and FSDP cuts its columns:
+For a weight of stacked projections, tensor parallelism shards the rows of each part and FSDP shards the columns:
 
     model.layers.*.mlp.gate_up_proj.weight   [gate_up/2:tp_x, embed:dp_shard]
 """
@@ -51,11 +51,11 @@ class ShardPlan:
 
     Attributes:
         layouts: Parameter name, as given, to its layout.
-        styles: Module (or parameter, where a rule names one) to the style it really has; without tensor parallelism
-            every style is `replicate`, except that modules of routed experts are `experts`.
-        notes: What a reader should know: where a style deviates from the model's own plan, and why.
-        hidden_cut: The residual stream is cut over tp_y.
-        whole_stream: Every tensor-parallel rank holds the residual stream of all tokens.
+        styles: Module (or parameter, if a rule names one) to its effective style. Without tensor parallelism this is
+            `replicate`, or `experts` for modules of routed experts.
+        notes: Deviations from the model's own plan, with reasons.
+        hidden_cut: Whether the residual stream is sharded over tp_y.
+        whole_stream: Whether every tensor-parallel rank holds the residual stream of all tokens.
     """
 
     layouts: dict[str, Layout]
@@ -77,56 +77,63 @@ def plan_layouts(
     tied: Mapping[str, str] | None = None,
     where: str | None = None,
 ) -> ShardPlan:
-    """Layouts of all parameters under a strategy.
+    """Return the layouts of all parameters under a strategy.
 
     Args:
-        params: Name, logical shape and logical dims (or ()) of every parameter. Names may hold `*` for the layer
-            index or be concrete. A tied parameter is listed under each of its names, so that every module of it
-            gets its style.
+        params: Name, logical shape and logical dims (or ()) of every parameter. Names may contain `*` as layer index.
+            A tied parameter is listed under each of its names, so that each of its modules gets a style.
         rules: Rules of the model, from `family_rules` or `normalise_plan`. `strategy.rules` are tried before them;
             the first match wins.
         strategy: Degrees of the axes.
         num_heads: Query heads.
         num_kv_heads: Key and value heads.
-        head_dim: Width of one head; tells key and value projections from query projections where names do not.
+        head_dim: Width of one head; distinguishes key and value projections from query projections by size.
         vocab_size: Rows of the embedding.
         tied: Parameter name to the name of the parameter it shares its storage with.
-        where: Where the degrees were set, for errors.
+        where: Location of the setting, for error messages.
 
     Raises:
         NotDivisible: HP203 when heads or widths do not divide by the tensor-parallel degree, or heads by Ulysses.
-        RuleError: HP204 when a rule of the strategy matches nothing or names no style, or splits tied parameters
-            differently.
-        UnsupportedSharding: HP205 for axes that are not implemented, and for modules that this version cannot run
-            exactly under tensor parallelism.
+        RuleError: HP204 when a rule of the strategy matches nothing, names no style, or gives tied parameters
+            different layouts.
+        UnsupportedSharding: HP205 for unsupported axes, and for modules without an exact tensor-parallel form.
     """
     listed = list(params)
     try:
         check_folding(strategy)
         check_context(strategy, num_heads)
         _check_rules(strategy.rules, [name for name, _, _ in listed])
-        found = mark_experts([_find(p, (*strategy.rules, *rules)) for p in listed])
-        check_experts(found, strategy)
+        assigned = mark_experts([_find(p, (*strategy.rules, *rules)) for p in listed])
+        check_experts(assigned, strategy)
         notes: list[str] = []
-        whole_stream = strategy.tp > 1 and not is_covered(found)
+        whole_stream = strategy.tp > 1 and not is_covered(assigned)
         if strategy.tp > 1:
             sizes = Sizes(strategy, num_heads, num_kv_heads, head_dim, vocab_size)
-            found = keep_whole(found, sizes, notes) if whole_stream else found
-            refuse_shapes(found, sizes)
-            found = fit_sizes(fit_vocabulary(found, sizes, notes), sizes, notes)
-            check_widths(found) if whole_stream else check_pairs(found, sizes)
+            assigned = _fit(assigned, sizes, whole_stream, notes)
         else:
-            found = [p if p.style == EXPERTS else replace(p, style="replicate") for p in found]
-        hidden_cut = cuts_hidden(found, strategy)
-        layouts = {param.name: _layout(param, strategy, hidden_cut) for param in found}
+            assigned = [
+                p if p.style == EXPERTS else replace(p, style="replicate") for p in assigned
+            ]
+        hidden_cut = cuts_hidden(assigned, strategy)
+        layouts = {param.name: _layout(param, strategy, hidden_cut) for param in assigned}
         _check_tied(layouts, tied or {})
     except HyperParallelError as error:
         error.where = where
         raise
     styles = {
-        container(p) if p.style == EXPERTS else p.owner: p.style or "replicate" for p in found
+        container(p) if p.style == EXPERTS else p.owner: p.style or "replicate" for p in assigned
     }
     return ShardPlan(layouts, styles, tuple(dict.fromkeys(notes)), hidden_cut, whole_stream)
+
+
+def _fit(assigned: list[Param], sizes: Sizes, whole_stream: bool, notes: list[str]) -> list[Param]:
+    """Return the parameters with final styles under tensor parallelism; raise where no exact form exists."""
+    if whole_stream:
+        assigned = keep_whole(assigned, sizes, notes)
+    refuse_shapes(assigned, sizes)
+    assigned = fit_sizes(fit_vocabulary(assigned, sizes, notes), sizes, notes)
+    check_widths(assigned) if whole_stream else check_pairs(assigned, sizes)
+    return assigned
 
 
 def uncut_modules(
@@ -139,14 +146,16 @@ def uncut_modules(
         rules: Rules of the model.
 
     Returns:
-        Names of these matrices; and whether every rank holds the residual stream of all tokens, as it does where rules
-        do not cover the model.
+        Names of these matrices; and whether every rank holds the residual stream of all tokens, because the rules do
+        not cover the model.
     """
-    found = mark_experts([_find((name, shape, ()), rules) for name, shape in params])
+    assigned = mark_experts([_find((name, shape, ()), rules) for name, shape in params])
     cut = ("vocab", "head", EXPERTS)
     whole = (None, *REFUSED, WHOLE, "replicate")
-    names = (p.name for p in found if len(p.shape) > 1 and p.style not in cut and p.style in whole)
-    return frozenset(names), not is_covered(found)
+    names = (
+        p.name for p in assigned if len(p.shape) > 1 and p.style not in cut and p.style in whole
+    )
+    return frozenset(names), not is_covered(assigned)
 
 
 def covers(
@@ -156,13 +165,13 @@ def covers(
     num_kv_heads: int,
     head_dim: int,
 ) -> bool:
-    """Whether rules name all of a model, so that its residual stream can be cut between its blocks."""
-    found = mark_experts([_find((name, shape, ()), rules) for name, shape in params])
+    """Return whether rules cover the model, so that its residual stream can be sharded between blocks."""
+    assigned = mark_experts([_find((name, shape, ()), rules) for name, shape in params])
     try:
-        check_pairs(found, Sizes(Strategy(), num_heads, num_kv_heads, head_dim, 1))
+        check_pairs(assigned, Sizes(Strategy(), num_heads, num_kv_heads, head_dim, 1))
     except UnsupportedSharding:
         return False
-    return is_covered(found)
+    return is_covered(assigned)
 
 
 def _find(param: tuple[str, tuple[int, ...], tuple[str, ...]], rules: Sequence[Rule]) -> Param:

@@ -1,8 +1,8 @@
-"""Rules: which module gets which style, from a model's own plan or from the table of families.
+"""Rules that assign a style to each module, from a model's own plan or the table of families.
 
-A style says how the weight of a module lies on the tensor-parallel axis and how its input and output are treated.
-The vocabulary is ours; `normalise_plan` reads the one of Hugging Face configuration classes. A style of theirs that
-this version cannot run exactly keeps a name of its own here, and `plan_layouts` refuses it under tensor parallelism.
+A style states the sharding of a module's weight over the tensor-parallel axis and of its input and output.
+`normalise_plan` converts plans of Hugging Face configuration classes. Hugging Face styles without an exact
+implementation have names of their own, which `plan_layouts` refuses under tensor parallelism.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ STYLES: Final[Mapping[str, str]] = MappingProxyType(
         "latent": "projection or norm inside attention kept whole: every rank computes it for all tokens",
         "norm_heads": "norm over all heads together: scale split by heads, sums of squares added over the ranks",
         "inner": "parameters whole, used between split projections: the gradients of the ranks are added",
-        "replicate": "parameters whole; the module works position by position on the sequence shard",
-        "whole": "parameters whole; the module works on all tokens on every rank, and so does what stands beside it",
+        "replicate": "parameters replicated; the module acts on each position of the sequence shard independently",
+        "whole": "parameters replicated; the module and its siblings process all tokens on every rank",
     }
 )
 """Styles a rule may name, with their meaning."""
 
 WHOLE: Final = "whole"
-"""Style of what no rule names; where a model has such modules, its residual stream is not cut over the ranks."""
+"""Style of modules without a rule; models with such modules keep the residual stream whole on every rank."""
 
 REFUSED: Final[Mapping[str, str]] = MappingProxyType(
     {
         "packed_colwise": "several projections packed in one weight",
         "packed_rowwise": "several projections packed in one weight",
-        "gather_output": "a projection whose output must be whole on every rank",
-        "split_input": "a projection whose input is whole on every rank",
+        "gather_output": "a projection whose output must be replicated",
+        "split_input": "a projection whose input is replicated",
         "unsupported": "a module whose plan uses a style that is not implemented",
     }
 )
-"""Styles a model's own plan may hold that are not implemented, with what they stand for: such modules stay whole."""
+"""Unsupported styles of model plans, with their meaning; such modules stay whole."""
 
 _FROM_HUGGING_FACE: Final = {
     **{style: style for style in ("colwise", "rowwise", "packed_colwise", "packed_rowwise")},
@@ -60,12 +60,12 @@ _FROM_HUGGING_FACE: Final = {
 }
 
 
-@lru_cache(maxsize=4096)  # a search asks for the layouts of many strategies of one model
+@lru_cache(maxsize=4096)  # a search requests layouts of one model under many strategies
 def match(pattern: str, name: str) -> str | None:
-    """The leading part of a name that a pattern matches, or None.
+    """Return the leading part of a name that a pattern matches, or None.
 
-    Patterns and names are cut at dots; a part of the pattern matches one part of the name, and `*` also matches the
-    literal `*` that stands for the layer index. A pattern shorter than the name matches the module that contains it.
+    Each dot-separated part of the pattern matches one part of the name; `*` also matches the literal `*` of a layer
+    index. A pattern shorter than the name matches the enclosing module.
 
     >>> match("model.layers.*.mlp", "model.layers.*.mlp.up_proj.weight")
     'model.layers.*.mlp'
@@ -80,14 +80,14 @@ def match(pattern: str, name: str) -> str | None:
 
 
 def applies(rule: Rule, param: str) -> str | None:
-    """The name a rule takes hold of for a parameter: the parameter, its module, or None when it does not apply.
+    """Return the name a rule applies to for a parameter: the parameter or its module; None if it does not apply.
 
-    A style that splits weights must name the module that owns them (or the parameter); `replicate`, `experts` and the
-    styles that keep a module whole also hold for everything inside a module.
+    A sharding style must name the module that owns the weights, or the parameter. `replicate`, `experts` and styles
+    that keep a module whole also apply to all submodules.
     """
-    found = match(rule.pattern, param)
-    if found is None or "." not in param[len(found) + 1 :]:
-        return found
+    owner = match(rule.pattern, param)
+    if owner is None or "." not in param[len(owner) + 1 :]:
+        return owner
     whole_subtree = rule.style in ("replicate", "experts", WHOLE, *REFUSED)
     return param.rpartition(".")[0] if whole_subtree else None
 
@@ -95,17 +95,17 @@ def applies(rule: Rule, param: str) -> str | None:
 def normalise_plan(
     plan: Mapping[str, str] | None, prefix: str = ""
 ) -> tuple[tuple[Rule, ...], tuple[str, ...]]:
-    """Rules from a Hugging Face tensor-parallel plan.
+    """Convert a Hugging Face tensor-parallel plan to rules.
 
     Args:
         plan: Pattern to style name, as `base_model_tp_plan` of a configuration class or `_tp_plan` of a model holds
             it; None when the class has none.
-        prefix: Put before every pattern; `model.` for the base model inside a causal language model.
+        prefix: Prefix of every pattern; `model.` for the base model inside a causal language model.
 
     Returns:
-        Rules with the most specific pattern first, and notes on what has no exact counterpart. A style that is not
-        known becomes `unsupported`, which `plan_layouts` refuses under tensor parallelism: a weight kept whole next
-        to split ones would give another result.
+        Rules, most specific pattern first, and notes on styles without exact counterpart. An unknown style becomes
+        `unsupported`, which `plan_layouts` refuses under tensor parallelism: a replicated weight next to sharded ones
+        would change the result.
     """
     plan = plan or {}
     expert_modules = tuple(p for p, style in plan.items() if style == "moe_tp_experts")
@@ -118,7 +118,7 @@ def normalise_plan(
                 f"`{prefix}{pattern}`: style `{theirs}` of the model's plan is not implemented"
             )
         if style == "gather_output" and "*" not in pattern:
-            style = "head"  # outside the layers only a head projects; its logits need not be whole for the loss
+            style = "head"  # outside of layers only a head projects; the loss takes sharded logits
         if pattern.startswith(tuple(f"{module}." for module in expert_modules)):
             style = "experts"
         rules.append(Rule(prefix + pattern, style))
@@ -127,7 +127,7 @@ def normalise_plan(
 
 
 def _of(module: str, **styles: str) -> dict[str, str]:
-    """Styles of the parts of one module of a layer."""
+    """Return the styles of the parts of one module of a layer."""
     return {f"{module}.{part}": style for part, style in styles.items()}
 
 
@@ -161,7 +161,7 @@ _FAMILIES: Final[Mapping[str, Mapping[str, str]]] = {
     **dict.fromkeys(("glm", "glm4"), _GLM),
     **dict.fromkeys(("olmo2", "olmo3"), _OLMO),
 }
-"""Plans of configuration classes, as `normalise_plan` reads them."""
+"""Plans of configuration classes, as `normalise_plan` converts them."""
 _PACKED_MLP: Final = _of("mlp", gate_up_proj="gate_up", down_proj="rowwise")
 _NORMED_HEADS: Final = {**_ATTENTION, **_of("self_attn", q_norm="norm_heads", k_norm="norm_heads")}
 _LATENT: Final = _of(
@@ -175,31 +175,30 @@ _COMPLETED: Final[Mapping[str, Mapping[str, str]]] = {
     "gpt_oss": {**_ATTENTION, "self_attn.sinks": "colwise"},
     "deepseek_v3": _LATENT,
 }
-"""What the plan of a configuration class leaves whole, or gathers, although it splits exactly."""
+"""Modules that a configuration class keeps whole or gathers, but that shard exactly."""
 FAMILIES: Final = tuple(_FAMILIES)
-"""Model types with a plan of their own in the table."""
+"""Model types with an entry in the table."""
 
 
 def completed_rules(model_type: str, prefix: str = "model.") -> tuple[Rule, ...]:
-    """Rules that complete the plan of a family's configuration class; they go before it.
+    """Return rules that take precedence over the plan of a family's configuration class.
 
     Args:
-        model_type: `model_type` of the config; a family without such rules gets none.
-        prefix: Put before every pattern, as in `normalise_plan`.
+        model_type: `model_type` of the config; the result is empty for a family without such rules.
+        prefix: Prefix of every pattern, as in `normalise_plan`.
     """
     layer = _COMPLETED.get(model_type, {})
     return tuple(Rule(f"{prefix}layers.*.{name}", style) for name, style in layer.items())
 
 
 def family_rules(model_type: str) -> tuple[Rule, ...]:
-    """Rules of a model family, without its framework: decoder layers, embedding and head.
+    """Return the rules of a model family, for decoder layers, embedding and head. Imports no framework.
 
     Args:
-        model_type: `model_type` of the config; one that is not in the table gets the rules of `llama`, whose module
-            names most decoder-only models share. Where the names differ, `plan_layouts` finds matrices that no rule
-            covers and refuses tensor parallelism.
+        model_type: `model_type` of the config; a type without an entry gets the rules of `llama`, whose module names
+            most decoder-only models share. If names differ, `plan_layouts` finds matrices without a rule and refuses
+            tensor parallelism.
     """
-    layer = _FAMILIES.get(model_type, _LLAMA)
     layer = _FAMILIES.get(model_type, _LLAMA)
     rules = [Rule(f"model.layers.*.{name}", style) for name, style in layer.items()]
     rules.sort(key=lambda rule: -len(rule.pattern.split(".")))

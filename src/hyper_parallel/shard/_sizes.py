@@ -1,9 +1,9 @@
-"""Which sizes must divide by the degrees of tensor parallelism, and what stays whole or exchanges columns instead.
+"""Divisibility by tensor-parallel degrees, and the alternatives for sizes that do not divide.
 
-Key and value projections of fewer heads than ranks stay whole, and each head is computed on several ranks. Packed
-projections whose parts have one size, each cut evenly, are cut part by part: a rank holds the rows it works on and
-nothing is sent. FSDP then needs the columns, which must divide, and a bias has none. Other packed ones are cut into
-equal slices of all rows, as any matrix, and the columns of the output change hands.
+Key and value projections with fewer heads than ranks stay whole, and each head is computed on several ranks. A packed
+projection with equal parts that divide is sharded part by part: each rank holds the rows it uses and nothing is sent.
+FSDP then shards the columns, which must divide; a bias has none. Other packed projections are sharded into equal slices
+of all rows, and ranks exchange columns of the output.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ PACKED = ("qkv", "gate_up")
 _CUT = ("colwise", "rowwise", "kv_replicate", "norm_heads", *PACKED)
 
 Problem = tuple[Param, str, int, str, int]
-"""What does not divide: parameter, name and size, axes and their degree."""
+"""Violation: parameter, name and size of the dimension, axes and their degree."""
 
 
 def legal_tp(num_heads: int, num_kv_heads: int, *widths: int) -> list[int]:
-    """Tensor-parallel degrees that keep attention heads whole and cut every width into equal slices.
+    """Return the tensor-parallel degrees that keep attention heads whole and divide every width.
 
     A degree t is legal when t divides `num_heads` and every width, and either t divides `num_kv_heads` (key and value
     heads are split) or `num_kv_heads` divides t (each is computed on t / num_kv_heads ranks).
@@ -42,17 +42,17 @@ def legal_tp(num_heads: int, num_kv_heads: int, *widths: int) -> list[int]:
     Args:
         num_heads: Query heads.
         num_kv_heads: Key and value heads.
-        widths: Further sizes that tensor parallelism splits, such as the width of the MLP.
+        widths: Further sizes that tensor parallelism shards, such as the width of the MLP.
     """
     whole = divisors(math.gcd(num_heads, *widths))
     return [t for t in whole if num_kv_heads % t == 0 or t % num_kv_heads == 0]
 
 
 def check_context(strategy: Strategy, num_heads: int) -> None:
-    """Refuse, HP203, attention that cannot be spread over the context-parallel ranks as the strategy says.
+    """Raise HP203 if attention cannot be sharded over the context-parallel ranks.
 
-    Sequences of any length can: they are padded. Ulysses ranks need query heads that they divide, after tensor
-    parallelism; key and value heads are repeated where they are fewer.
+    Any sequence length works, by padding. The Ulysses degree must divide the query heads of a tensor-parallel rank; key
+    and value heads are repeated if there are fewer.
     """
     s = strategy
     if s.cp == 1:
@@ -62,7 +62,7 @@ def check_context(strategy: Strategy, num_heads: int) -> None:
     near = max((u for u in allowed if u <= s.ulysses), default=1)
     if s.cp_kind != "hybrid" and s.cp_ulysses > 1:
         raise NotDivisible(
-            f"`cp_ulysses` is a choice of cp_kind=hybrid, not of {s.cp_kind}",
+            f"`cp_ulysses` requires cp_kind=hybrid, not {s.cp_kind}",
             got=f"cp_kind={s.cp_kind}, cp_ulysses={s.cp_ulysses}",
             changes={"parallel.cp_kind": "hybrid", "parallel.cp_ulysses": s.cp_ulysses},
         )
@@ -78,29 +78,29 @@ def check_context(strategy: Strategy, num_heads: int) -> None:
         )
 
 
-def fit_sizes(found: list[Param], sizes: Sizes, notes: list[str]) -> list[Param]:
-    """Check sizes against one axis or two, and decide what stays whole and how packed projections are cut."""
+def fit_sizes(params: list[Param], sizes: Sizes, notes: list[str]) -> list[Param]:
+    """Check divisibility on one axis or two, and set the final styles of key, value and packed projections."""
     s = sizes.strategy
     if s.tp_y > 1:
-        _check_two_axes(found, sizes)
-    biased = {p.module for p in found if p.style in PACKED and len(p.shape) == 1}
+        _check_two_axes(params, sizes)
+    biased = {p.module for p in params if p.style in PACKED and len(p.shape) == 1}
     exchanged: list[str] = []
-    found = [
+    params = [
         _fit_packed(p, sizes, p.module in biased, exchanged) if p.style in PACKED else p
-        for p in found
+        for p in params
     ]
-    found = [replace(p, role=_role(p, sizes)) for p in found]
-    cuts = sorted((p for p in found if p.role), key=lambda p: p.style in PACKED)
+    params = [replace(p, role=_role(p, sizes)) for p in params]
+    cuts = sorted((p for p in params if p.role), key=lambda p: p.style in PACKED)
     problem = next(_problems(cuts, sizes, s), None)
     if problem is not None:
         raise _refusal(problem, cuts, sizes)
-    found = [_fit_kv(p, sizes, notes) for p in found]
+    params = [_fit_kv(p, sizes, notes) for p in params]
     notes += exchanged
-    return found
+    return params
 
 
 def _role(param: Param, sizes: Sizes) -> str | None:
-    """What a parameter is cut by; None: it is whole, as a rowwise bias is."""
+    """Return the unit a parameter is sharded by: heads, kv_heads or width; None for a whole one, as a rowwise bias."""
     if param.style not in _CUT or (param.style == "rowwise" and len(param.shape) != 2):
         return None
     split = -1 if param.style == "rowwise" else 0
@@ -117,7 +117,7 @@ def _role(param: Param, sizes: Sizes) -> str | None:
 
 
 def _width(param: Param) -> int:
-    """Width of a block that a parameter of role `width` spans."""
+    """Return the block width of a parameter with role `width`."""
     return param.cut_size // (2 if param.style == "gate_up" else 1)
 
 
@@ -133,7 +133,7 @@ def _problems(cuts: Sequence[Param], sizes: Sizes, s: Strategy) -> Iterator[Prob
         elif sizes.num_heads % (everywhere if whole_heads else on_x)[1]:
             yield p, "heads", sizes.num_heads, *(everywhere if whole_heads else on_x)
         elif p.role == "kv_heads" or p.style == "qkv":
-            # Of a 2d block x cuts the weights, and all ranks the heads.
+            # In a 2d block, weights are sharded over x and heads over all ranks.
             cutting = (everywhere if shape == "1d" else on_x, everywhere if whole_heads else on_x)
             for axes, degree in cutting:
                 if sizes.num_kv_heads % degree and degree % sizes.num_kv_heads:
@@ -150,15 +150,15 @@ def _problems(cuts: Sequence[Param], sizes: Sizes, s: Strategy) -> Iterator[Prob
 
 
 def _refusal(problem: Problem, cuts: Sequence[Param], sizes: Sizes) -> NotDivisible:
-    """The error, with what divides instead."""
-    param, what, size, axes, degree = problem
+    """Return the error, with the degrees and shapes that divide."""
+    param, dimension, size, axes, degree = problem
     s = sizes.strategy
     if s.tp_y == 1:
         widths = sorted({_width(p) for p in cuts if p.role == "width"})
         legal = legal_tp(sizes.num_heads, sizes.num_kv_heads, *widths)
         return NotDivisible(
-            f"tp={s.tp} does not divide {what}={size} in `{param.pattern}`",
-            got=f"{what}={size}, tp={s.tp}",
+            f"tp={s.tp} does not divide {dimension}={size} in `{param.pattern}`",
+            got=f"{dimension}={size}, tp={s.tp}",
             allowed=f"tp {', '.join(str(t) for t in legal)}",
             changes={"parallel.tp": max((t for t in legal if t <= s.tp), default=1)},
         )
@@ -182,23 +182,23 @@ def _refusal(problem: Problem, cuts: Sequence[Param], sizes: Sizes) -> NotDivisi
         changes = {"parallel.tp_x": s.tp_x, "parallel.tp_y": 1, "parallel.dp_shard": wider}
     allowed = [f"tp_x={x} tp_y={y}" for x, y in pairs] + [f"shapes {a}/{m}" for a, m in shapes]
     return NotDivisible(
-        f"{axes} = {degree} does not divide {what}={size} with shapes {_shown(s)}/{s.mlp_shape}",
-        got=f"{what}={size}, tp_x={s.tp_x}, tp_y={s.tp_y}",
+        f"{axes} = {degree} does not divide {dimension}={size} with shapes {_shown(s)}/{s.mlp_shape}",
+        got=f"{dimension}={size}, tp_x={s.tp_x}, tp_y={s.tp_y}",
         allowed=", ".join(allowed) or None,
         changes=changes,
     )
 
 
 def _fit_kv(param: Param, sizes: Sizes, notes: list[str]) -> Param:
-    """The parameter, whole where ranks outnumber its key and value heads."""
+    """Return the parameter, replicated if there are more ranks than key and value heads."""
     s, heads = sizes.strategy, sizes.num_kv_heads
     if param.style == "kv_replicate" and param.role != "kv_heads":
         raise RuleError(
-            f"style `kv_replicate` is for key and value projections, `{param.pattern}` is none",
+            f"style `kv_replicate` applies to key and value projections only, not to `{param.pattern}`",
             got=f"shape {param.shape}",
             hint=rule_hint({param.pattern: "colwise"}),
         )
-    # The scale of heads that several ranks compute is whole on each; it is split over all ranks at once.
+    # A head norm is sharded over all ranks; for heads that several ranks compute, its scale is replicated.
     on_x = s.tp_y > 1 and s.attention_shape != "1d" and param.style != "norm_heads"
     ranks = s.tp_x if on_x else s.tp
     if param.role != "kv_heads" or heads % ranks == 0:
@@ -211,7 +211,7 @@ def _fit_kv(param: Param, sizes: Sizes, notes: list[str]) -> Param:
 
 
 def packed_parts(param: Param, sizes: Sizes) -> tuple[Part, ...]:
-    """The projections a packed weight stacks; HP204 when its rows are not theirs."""
+    """Return the projections stacked in a packed weight; raise HP204 if their rows do not add up."""
     rows = param.shape[0]
     if param.style == "gate_up":
         parts = gate_up_parts(rows)
@@ -228,25 +228,25 @@ def packed_parts(param: Param, sizes: Sizes) -> tuple[Part, ...]:
 
 
 def _fit_packed(param: Param, sizes: Sizes, biased: bool, notes: list[str]) -> Param:
-    """A packed projection cut apart, or into equal rows whose columns change hands."""
+    """Return a packed projection sharded part by part, or into equal row slices with an exchange of output columns."""
     s = sizes.strategy
     shards = s.mesh().degree(s.fsdp_axes)
     if s.tp_y > 1:
         apart = param.style == "gate_up" and s.mlp_shape == "2d"
         reason = None
         if param.style == "gate_up" and s.mlp_shape == "weight":
-            reason = "moved weights have no form for stacked ones"
+            reason = "shape weight does not support stacked projections"
         elif apart and biased:
             reason = "it has a bias"
         elif apart and shards > 1:
-            reason = "torch cannot assemble what FSDP, parts and a second axis cut together"
+            reason = "torch cannot assemble a parameter sharded by FSDP, parts and a second axis together"
         elif not apart and param.shape[0] % s.tp:
             reason = f"its {param.shape[0]} rows do not divide by {s.tp} ranks"
         if reason is not None:
             one_axis = {"parallel.tp_x": s.tp, "parallel.tp_y": 1}
             in_mlp = param.style == "gate_up" and s.mlp_shape != "1d"
             raise UnsupportedSharding(
-                f"`{param.pattern}` holds several projections and cannot be cut over two axes: {reason}",
+                f"`{param.pattern}` stacks several projections and cannot be sharded over two axes: {reason}",
                 got=f"tp_x={s.tp_x}, tp_y={s.tp_y}, shapes {s.attention_shape}/{s.mlp_shape}",
                 changes={"parallel.mlp_shape": "1d"} if in_mlp else one_axis,
             )
@@ -262,18 +262,18 @@ def _fit_packed(param: Param, sizes: Sizes, biased: bool, notes: list[str]) -> P
     else:
         return replace(param, parts=len(parts))
     notes.append(
-        f"`{param.pattern}` is cut into equal rows and tp={s.tp} ranks exchange columns of its output: {reason}"
+        f"`{param.pattern}` is sharded into equal row slices and ranks exchange columns of its output: {reason}"
     )
     return param
 
 
-def _check_two_axes(found: Sequence[Param], sizes: Sizes) -> None:
-    """Refuse what has no meaning on two tensor-parallel axes."""
+def _check_two_axes(params: Sequence[Param], sizes: Sizes) -> None:
+    """Refuse combinations without a two-axis form."""
     s, spans = sizes.strategy, exchanges_rows(sizes.strategy)
     degrees, shape = f"tp_x={s.tp_x}, tp_y={s.tp_y}", f"attention {_shown(s)}"
     if s.tp_x == 1:
         raise UnsupportedSharding(
-            "tensor parallelism on y alone is the one-dimensional kind, which lies on x",
+            "one-dimensional tensor parallelism uses tp_x, not tp_y",
             got=degrees,
             changes={"parallel.tp_x": s.tp_y, "parallel.tp_y": 1},
         )
@@ -283,21 +283,21 @@ def _check_two_axes(found: Sequence[Param], sizes: Sizes) -> None:
     }
     if s.cp > 1 and spans:
         raise UnsupportedSharding(
-            "attention that cuts tokens over y cannot also be cut by context parallelism",
+            "attention with tokens sharded over y cannot be combined with context parallelism",
             got=f"cp={s.cp}, tp_y={s.tp_y}, {shape}",
             **needs_heads,
         )
-    for param in found:
+    for param in params:
         if param.style == "latent" and s.attention_shape != "1d":
             raise UnsupportedSharding(
-                f"`{param.pattern}` (latent attention) is whole on every rank: on two axes its block has shape 1d",
+                f"`{param.pattern}` (latent attention) is replicated: on two axes it requires attention_shape 1d",
                 got=f"{degrees}, {shape}",
                 allowed="attention_shape 1d",
                 changes={"parallel.attention_shape": "1d"},
             )
         if param.style in ("norm_heads", "qkv") and spans:
             raise UnsupportedSharding(
-                f"`{param.pattern}` ({param.style}) needs a rank to compute the heads of its place among all ranks",
+                f"`{param.pattern}` ({param.style}) requires heads to be sharded over all ranks",
                 got=shape,
                 **needs_heads,
             )

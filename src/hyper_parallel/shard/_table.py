@@ -1,11 +1,11 @@
-"""The boundary table: every collective of a training step, as (kind, axes, elements of the whole tensor, phases).
+"""Boundary table: every collective of a training step as (kind, axes, elements of the full tensor, phases).
 
-The entries are what the runtime executes, what `cost.step_collectives` counts in bytes and what the search divides
-into seconds. Sizes are ints of one strategy or arrays over candidates, see `_boundary`.
+The runtime executes these entries, `cost.step_collectives` counts their bytes, and the search derives seconds from
+them. Sizes are ints of one strategy or arrays over candidates, see `_boundary`.
 
 Notation: T tokens of a microbatch on a data- and context-parallel rank, P = x y tensor-parallel ranks, n tokens of a
 padded piece, D hidden, q / k rows of query / key projections, F width. Forward of one block; backward mirrors it
-(gather and scatter change places):
+(gather and scatter swap):
 
     1d        gather and scatter over (x, y)        P n D each
     2d        gather over x                         P n D / y
@@ -15,10 +15,10 @@ padded piece, D hidden, q / k rows of query / key projections, F width. Forward 
                    gather over y                    P n F / x
               scatter over x                        P n D / y
     weight    gather and scatter over x             x n D each
-              each weight gathered over y           out in / x; always gathered again for backward
+              each weight gathered over y           out in / x; gathered in forward and in backward
               attention: gather k, v over y         T 2 k / x
 
-A 2d block in a residual stream of whole hidden adds an all-to-all over y of n D on each side.
+A 2d block adds an all-to-all over y of n D on each side if the hidden dim of the residual stream is not sharded.
 
 Sources: Korthikanti et al. 2022, section 4.2.2 (1d, sequence parallelism); Xu et al. 2021 (GSPMD), section 3.2 and Pope
 et al. 2022, sections 3.2.2 and 3.2.3 (2d, weight); Rajbhandari et al. 2020 (ZeRO); Liu et al. 2023 (ring attention);
@@ -53,15 +53,15 @@ _MIRROR = {"all_gather": "reduce_scatter", "reduce_scatter": "all_gather"}
 
 def _mirrored(
     kind: str, axes: tuple[str, ...], ranks: Number, elements: Number, purpose: Purpose,
-    *, format: Format = "compute", calls: Number = 1, redone: bool = True, kept: bool = True,
+    *, format: Format = "compute", calls: Number = 1, redone: bool = True, resident: bool = True,
 ) -> Iterator[Boundary]:  # fmt: skip
-    """A collective of forward, `redone` by recomputation, and what autograd runs for it.
+    """Yield a collective of forward and its transpose in backward.
 
-    What is not `kept` whatever the strategy says is gathered again in backward where inputs are not kept.
+    `redone`: recomputation runs it again. Not `resident`: backward gathers again if the strategy frees gathered inputs.
     """
     yield Boundary(
         kind, axes, ranks, elements, purpose, format, forward=calls,
-        recomputed=calls if redone else 0, regathered=0 if kept else calls,
+        recomputed=calls if redone else 0, regathered=0 if resident else calls,
     )  # fmt: skip
     back = purpose if kind == "all_reduce" else purpose.backward
     yield Boundary(_MIRROR.get(kind, kind), axes, ranks, elements, back, format, backward=calls)
@@ -76,15 +76,15 @@ def block_boundaries(
     hidden_cut: Number = True,
     ends_layer: bool = False,
 ) -> Iterator[Boundary]:
-    """Collectives of tensor parallelism around and inside one block of a layer.
+    """Yield the tensor-parallel collectives around and inside one block of a layer.
 
     Args:
-        block: The block.
-        shape: How it uses the two axes; 1d where there is one.
-        cut: Tokens.
+        block: Widths of the block.
+        shape: Its use of the two axes; 1d with one axis.
+        cut: Sharding of tokens.
         token_scatter: 2d attention scatters tokens over y, and gathers keys and values, instead of heads.
-        hidden_cut: The residual stream is cut over y; read for 2d blocks.
-        ends_layer: Nothing after its last product is kept for backward, so that recomputation stops before it.
+        hidden_cut: Whether the residual stream is sharded over y; used for 2d blocks.
+        ends_layer: Whether the block ends the layer, so that recomputation stops before its last product.
     """
     axes, ranks = (TP, cut.tp) if shape == "1d" else (X, cut.x)
     stream = cut.piece * block.hidden * ranks
@@ -92,7 +92,7 @@ def block_boundaries(
     redone = not ends_layer
     if shape == "2d":
         yield from _mirrored(*turned, calls=1 - hidden_cut)
-    yield from _mirrored("all_gather", axes, ranks, stream, Purpose.SEQUENCE_GATHER, kept=False)
+    yield from _mirrored("all_gather", axes, ranks, stream, Purpose.SEQUENCE_GATHER, resident=False)
     if shape == "weight":
         yield from _moved_weights(block, cut)
     elif shape == "2d":
@@ -108,9 +108,10 @@ def block_boundaries(
 def block_program(
     strategy: Strategy, kv_heads: int, hidden_cut: bool, *, keys: bool = False
 ) -> dict[Purpose, Boundary]:
-    """What forward of a block sends, by purpose: kinds and axes, without elements.
+    """Return the collectives of a block's forward by purpose: kinds and axes, without elements.
 
-    `kv_heads` is 0 for an MLP; `keys`: as a key or value projection sees it. The rest as of `block_boundaries`.
+    `kv_heads` is 0 for an MLP; `keys` selects those of a key or value projection. For other arguments see
+    `block_boundaries`.
     """
     s = strategy
     shape = s.attention_shape if kv_heads else s.mlp_shape
@@ -123,13 +124,13 @@ def block_program(
 
 
 def _moved_weights(block: BlockWidths, cut: TokenCut) -> Iterator[Boundary]:
-    """Weights gathered over y, and keys and values of the other spans."""
+    """Yield the gathers of weights over y, and of keys and values of other spans."""
     for p in (*block.inputs, *block.outputs):
         whole = share(p.weights, cut.x)
-        if p.keys:  # fewer heads than x ranks: not cut over x
+        if p.keys:  # fewer heads than x ranks: not sharded over x
             whole = pick(block.kv_heads % cut.x > 0, p.weights, whole)
         gather = ("all_gather", Y, cut.y, whole, Purpose.WEIGHT_GATHER)
-        # Never kept: gathered for forward and for backward, of which recomputation makes one.
+        # Freed after forward; recomputation uses the gather of backward.
         yield Boundary(*gather, forward=1, backward=1)
         yield Boundary("reduce_scatter", Y, cut.y, whole, Purpose.WEIGHT_SCATTER, backward=1)
     if block.kv_heads:
@@ -137,20 +138,20 @@ def _moved_weights(block: BlockWidths, cut: TokenCut) -> Iterator[Boundary]:
 
 
 def _widths(block: BlockWidths, cut: TokenCut) -> Iterator[Boundary]:
-    """Projections of a 2d MLP summed over y, to a part of the tokens; and back."""
+    """Yield the reduce-scatters of 2d MLP inputs over y, to a part of the tokens, and the output gathers."""
     tokens = cut.tp * cut.piece
     for p in block.inputs:
         rows = tokens * share(p.width, cut.x)
         yield from _mirrored("reduce_scatter", Y, cut.y, rows, Purpose.WIDTH_SCATTER)
     for p in block.outputs:
         rows = tokens * share(p.width, cut.x)
-        yield from _mirrored("all_gather", Y, cut.y, rows, Purpose.WIDTH_GATHER, kept=False)
+        yield from _mirrored("all_gather", Y, cut.y, rows, Purpose.WIDTH_GATHER, resident=False)
 
 
 def _heads(block: BlockWidths, cut: TokenCut, token: Number) -> Iterator[Boundary]:
-    """Projections of 2d attention summed over y, to whole heads or to spans of the tokens; and back."""
+    """Yield the reduce-scatters of 2d attention over y, to whole heads or spans of tokens, and the output gathers."""
     tokens = pick(token, cut.spans, cut.tokens)
-    # Fewer key heads than ranks: every y rank gets the sum, and takes the head its queries use.
+    # With fewer key heads than ranks, every y rank gets the sum and selects the head of its queries.
     doubled = (block.kv_heads % cut.tp > 0) * (1 - token)
     for p in block.inputs:
         rows = tokens * _rows_on_x(p, block, cut)
@@ -161,7 +162,7 @@ def _heads(block: BlockWidths, cut: TokenCut, token: Number) -> Iterator[Boundar
     yield from _keys(block, cut, token)
     for p in block.outputs:
         rows = tokens * share(p.width, cut.x)
-        yield from _mirrored("all_gather", Y, cut.y, rows, Purpose.HEAD_GATHER, kept=False)
+        yield from _mirrored("all_gather", Y, cut.y, rows, Purpose.HEAD_GATHER, resident=False)
 
 
 def _keys(block: BlockWidths, cut: TokenCut, calls: Number) -> Iterator[Boundary]:
@@ -172,12 +173,12 @@ def _keys(block: BlockWidths, cut: TokenCut, calls: Number) -> Iterator[Boundary
 
 
 def _rows_on_x(p: Projection, block: BlockWidths, cut: TokenCut) -> Number:
-    """Rows of a projection's output on one x rank: of keys one head at least."""
+    """Return the output rows of a projection on one x rank; at least one head for keys."""
     return share(p.width, least(cut.x, block.kv_heads) if p.keys else cut.x)
 
 
 def norm_boundaries(cut: TokenCut, statistics: int) -> Iterator[Boundary]:
-    """Norms of a residual stream that is cut over y: `statistics` sums for each of a rank's y n tokens."""
+    """Yield the all-reduce of norms on a residual stream sharded over y: `statistics` sums per token, y n tokens."""
     rows = cut.y * cut.piece
     yield from _mirrored(
         "all_reduce", Y, cut.y, rows, Purpose.NORM_STATISTICS, format="statistic", calls=statistics
@@ -185,7 +186,7 @@ def norm_boundaries(cut: TokenCut, statistics: int) -> Iterator[Boundary]:
 
 
 def embedding_boundaries(cut: TokenCut, hidden: Number, waits: bool) -> Iterator[Boundary]:
-    """Sum of an embedding whose vocabulary is cut; it may wait for the first layer, where it is a scatter."""
+    """Yield the sum of a vocabulary-parallel embedding; if it `waits` for the first layer, it is a scatter."""
     if waits:
         stream = cut.tp * cut.piece * hidden
         yield from _mirrored("reduce_scatter", TP, cut.tp, stream, Purpose.SEQUENCE_SCATTER)
@@ -194,7 +195,7 @@ def embedding_boundaries(cut: TokenCut, hidden: Number, waits: bool) -> Iterator
 
 
 def head_boundaries(cut: TokenCut, hidden: Number, cut_vocabulary: bool) -> Iterator[Boundary]:
-    """Output of the final norm gathered; statistics of the loss where the vocabulary is cut, else the loss itself."""
+    """Yield the gather before the head, and the loss statistics of a sharded vocabulary or else the sum of the loss."""
     stream = cut.tp * cut.piece * hidden
     yield from _mirrored("all_gather", TP, cut.tp, stream, Purpose.SEQUENCE_GATHER)
     loss = ("all_reduce", TP, cut.tp, 1, Purpose.LOSS)
@@ -204,18 +205,18 @@ def head_boundaries(cut: TokenCut, hidden: Number, cut_vocabulary: bool) -> Iter
 
 
 def packed_boundaries(parts: tuple[Part, ...], ranks: int, tokens: int) -> Iterator[Boundary]:
-    """Columns of a stacked projection that one rank computes and others work on, on the first rank."""
+    """Yield the exchange of output columns of a packed projection, with bytes of the first rank."""
     rows = sum(p.rows for p in parts)
-    others = range(1, ranks)
-    sent = tokens * sum(exchanged_rows(parts, ranks, 0, t) for t in others)
-    back = tokens * sum(exchanged_rows(parts, ranks, s, 0) for s in others)
+    peers = range(1, ranks)
+    sent = tokens * sum(exchanged_rows(parts, ranks, 0, t) for t in peers)
+    back = tokens * sum(exchanged_rows(parts, ranks, s, 0) for s in peers)
     exchange = ("all_to_all", TP, ranks, tokens * rows, Purpose.PACKED_COLUMNS)
     yield Boundary(*exchange, forward=1, recomputed=1, sent=sent)
     yield Boundary(*exchange, backward=1, sent=back)
 
 
 def head_norm_boundaries(cut: TokenCut) -> Iterator[Boundary]:
-    """A norm over all heads: sums of squares added over the ranks."""
+    """Yield the all-reduce of squared sums of a norm over all heads."""
     yield from _mirrored(
         "all_reduce", TP, cut.tp, cut.tokens, Purpose.NORMS_OVER_HEADS, format="statistic"
     )
@@ -224,16 +225,16 @@ def head_norm_boundaries(cut: TokenCut) -> Iterator[Boundary]:
 def context_boundaries(
     attention: AttentionSpec, cut: TokenCut, gather: Number
 ) -> Iterator[Boundary]:
-    """Collectives of context-parallel attention of one layer; heads are those of a tensor-parallel rank.
+    """Yield the collectives of one layer's context-parallel attention, for the heads of a tensor-parallel rank.
 
-    Ulysses exchanges queries, keys, values and output for heads; keys and values of fewer heads than its ranks are
-    repeated. The ring passes keys and values in forward and backward, their gradients straight to their owner.
+    Ulysses exchanges tokens for heads of queries, keys, values and output; keys and values are repeated if they have
+    fewer heads than ranks. The ring passes keys and values in forward and backward, and sends gradients to the owner.
 
     Args:
-        attention: The layer's attention; MLA expands its latent to all heads.
-        cut: Tokens.
-        gather: All keys and values are gathered instead of passed around a ring; gradients are then scattered in
-            float32 at least.
+        attention: Attention of the layer; MLA expands its latent to all heads.
+        cut: Sharding of tokens.
+        gather: Whether keys and values are gathered instead of passed around a ring; gradients are then scattered in
+            at least float32.
     """
     heads = share(attention.num_heads, cut.tp)
     keys = heads
@@ -261,22 +262,22 @@ def expert_boundaries(
     hidden: Number, experts: int, ranks: Number, rows: Number, sent: Number = None,
     received: Number = None, cut_experts: Number = 1,
 ) -> Iterator[Boundary]:  # fmt: skip
-    """Tokens on their way to routed experts and back, one layer and microbatch.
+    """Yield the dispatch to routed experts and the combine, for one layer and microbatch.
 
-    A row is a token for one expert. What is routed is known while training only; without it s = r = the even share.
+    A row is a token for one expert. Routing is known at run time only; without it, rows are spread evenly.
 
     Args:
         hidden: Width of a row.
         experts: Routed experts.
         ranks: Expert-parallel ranks.
         rows: Rows of this rank's tokens, T k / P when every token chooses k experts.
-        sent: Rows to experts on other ranks; None: all ranks get as many.
-        received: Rows for experts of this rank from others.
-        cut_experts: Ranks that cut one expert, and gather each other's rows.
+        sent: Rows to experts on other ranks; None: an even share.
+        received: Rows from other ranks to experts of this rank; None: an even share.
+        cut_experts: Ranks that share the shards of one expert and gather each other's rows.
     """
     group, local = ("all_to_all", ("ep",), ranks), rows * hidden
     yield Boundary(*group, experts, Purpose.EXPERT_ROW_COUNTS, "count", forward=1, recomputed=1)
-    for moved in (sent, received):  # dispatch; combine. Gradients go the other way.
+    for moved in (sent, received):  # dispatch, then combine; gradients in the opposite direction
         yield Boundary(
             *group, local, Purpose.EXPERT_ROWS, forward=1, backward=1, recomputed=1,
             sent=None if moved is None else moved * hidden,
@@ -290,26 +291,26 @@ def sharing_boundaries(
     elements: Number, axes: tuple[str, ...], ranks: Number, replicas: Number, zero: Number, once: Number,
     freed: Number, *, experts: bool = False,
 ) -> Iterator[Boundary]:  # fmt: skip
-    """Data parallelism of one group of parameters: gathered, gradients scattered, replicas summed.
+    """Yield the data-parallel collectives of a parameter group: gather, gradient scatter, sum over replicas.
 
     Args:
-        elements: Of the whole group, padded.
+        elements: Elements of the group, padded.
         axes: Axes it is sharded over.
-        ranks: Their ranks.
+        ranks: Ranks of these axes.
         replicas: Ranks of dp_replicate.
-        zero: What is sharded: 0 nothing, 1 optimizer states, 2 and gradients, 3 and parameters.
-        once: Gradients are reduced once per step, not per microbatch: pipelines, and `zero` below 2.
-        freed: Parameters are freed after forward and gathered again for backward.
-        experts: They are parameters of routed experts.
+        zero: ZeRO stage: 0 none, 1 optimizer states, 2 also gradients, 3 also parameters.
+        once: Whether gradients are reduced once per step instead of per microbatch: pipelines, and `zero` below 2.
+        freed: Whether parameters are freed after forward and gathered for backward.
+        experts: Whether the group belongs to routed experts.
     """
     parameters, gradients = Purpose.FSDP_PARAMETERS, Purpose.FSDP_GRADIENTS
     if experts:
         parameters, gradients = Purpose.EXPERT_PARAMETERS, Purpose.EXPERT_GRADIENTS
     group, shards = (axes, ranks, elements), 1 * (zero > 0)
-    kept = 1 * (1 - freed)
+    resident = 1 * (1 - freed)
     yield Boundary(
-        "all_gather", *group, parameters, forward=1 - once * kept, backward=1 * freed,
-        once=once * kept * shards,
+        "all_gather", *group, parameters, forward=1 - once * resident, backward=1 * freed,
+        once=once * resident * shards,
     )  # fmt: skip
     yield Boundary(
         "reduce_scatter", *group, gradients, "reduce", backward=1 - once, once=once * shards
@@ -323,13 +324,13 @@ def sharing_boundaries(
 def pipeline_boundaries(
     cut: TokenCut, hidden: Number, onward: Number, back: Number
 ) -> Iterator[Boundary]:
-    """Messages to the ranks of neighbouring stages; every tensor-parallel rank sends its piece.
+    """Yield the messages to neighbouring stages; every tensor-parallel rank sends its piece.
 
     Args:
-        cut: Tokens.
+        cut: Sharding of tokens.
         hidden: Width of the residual stream.
-        onward: Stages of the rank whose next one lies on another rank.
-        back: Stages whose previous one does.
+        onward: Stages of the rank with the next stage on another rank.
+        back: Stages of the rank with the previous stage on another rank.
     """
     message = ("send_recv", ("pp",), 2, cut.piece * hidden)
     yield Boundary(*message, Purpose.PIPELINE_ACTIVATIONS, forward=onward)

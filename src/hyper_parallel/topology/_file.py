@@ -38,23 +38,23 @@ class Number(Section):
     certainty: Certainty
 
     def scaled(self, factor: float) -> Quantity:
-        """The quantity in base units."""
+        """Return the quantity in base units."""
         return Quantity(self.value * factor, self.source, self.certainty)
 
 
 def _one(**units: tuple[Number | None, float]) -> Quantity:
-    """The single number among several units of one quantity, in base units."""
-    given = [number.scaled(factor) for number, factor in units.values() if number is not None]
-    if len(given) != 1:
+    """Return the only value among several units of one quantity, in base units."""
+    values = [number.scaled(factor) for number, factor in units.values() if number is not None]
+    if len(values) != 1:
         raise ValueError(f"give exactly one of {', '.join(units)}")
-    return given[0]
+    return values[0]
 
 
 class _Entry(Section):
-    """A part of a topology file: the keys of what it resolves to, each number in the unit that its key names."""
+    """Section of a topology file; the key of each number names its unit."""
 
     def resolve(self) -> object:
-        """The same in base units."""
+        """Return the section's value in base units."""
         raise NotImplementedError
 
     @model_validator(mode="after")
@@ -75,7 +75,7 @@ class DeviceEntry(_Entry):
     memory_gb_s: Number
 
     def resolve(self) -> Device:
-        """The device card in base units."""
+        """Return the device card in base units."""
         return Device(
             name=self.name,
             kind=self.kind,
@@ -98,7 +98,7 @@ class TierEntry(_Entry):
     shares_links: bool = False
 
     def resolve(self) -> Tier:
-        """The tier in base units."""
+        """Return the tier in base units."""
         rate = _one(gb_s=(self.gb_s, GB), gbit_s=(self.gbit_s, GB / 8))
         latency = self.latency_us.scaled(1e-6)
         return Tier(self.name, self.size, rate, latency, self.kind, self.shares_links)
@@ -115,7 +115,7 @@ class PoolEntry(_Entry):
     total_gb_s: Number | None = None
 
     def resolve(self) -> MemoryPool:
-        """The pool in base units."""
+        """Return the pool in base units."""
         size = _one(capacity_gb=(self.capacity_gb, GB), capacity_gib=(self.capacity_gib, GiB))
         total = None if self.total_gb_s is None else self.total_gb_s.scaled(GB)
         return MemoryPool(self.kind, size, self.gb_s.scaled(GB), self.shared_by, total)
@@ -153,7 +153,7 @@ class TopologyFile(Section):
         return self
 
     def resolve(self) -> Supernode:
-        """The machine in base units."""
+        """Return the machine in base units."""
         return Supernode(
             name=self.name,
             description=self.description,

@@ -1,4 +1,4 @@
-"""Supernode: a machine as planning sees it. Every number carries its source."""
+"""Supernode: description of a machine for planning. Every number carries its source."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ Certainty = Literal["stated", "derived", "general", "inferred", "measured"]
 
 @dataclass(frozen=True, slots=True)
 class Quantity:
-    """One number with its origin.
+    """Number with its origin.
 
     Attributes:
         value: In base units: bytes, bytes/s, FLOP/s, seconds.
-        source: Where the number comes from, one short phrase.
+        source: Source of the number, one short phrase.
         certainty: stated in a public source, derived from stated ones, general knowledge, inferred, or measured here.
     """
 
@@ -27,16 +27,16 @@ class Quantity:
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One accelerator (or one CPU rank).
+    """Accelerator, or CPU rank.
 
     Attributes:
         name: `Ascend 910C die`, `NVIDIA H200`, `cpu`.
         kind: cuda, npu, tpu or cpu.
         peak_flops: Dense peak FLOP/s by dtype name.
-        memory_bytes: Bytes of its own memory.
-        memory_bytes_s: Bytes/s of its own memory.
-        reported_as: Globs over the names that the vendor's tool reports, for detection.
-        ranks_per_core: Ranks that take turns on a core; 1 on an accelerator. Rates are those of a rank's share.
+        memory_bytes: Capacity of the device memory.
+        memory_bytes_s: Bandwidth of the device memory, bytes/s.
+        reported_as: Globs over the names reported by the vendor's tool, for detection.
+        ranks_per_core: Ranks that share a core; 1 on an accelerator. Rates are those of a rank's share.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Tier:
-    """One level of the interconnect, inner to outer.
+    """Level of the interconnect, inner to outer.
 
     Attributes:
         name: node, supernode, pod, cluster or host.
@@ -135,10 +135,10 @@ class Supernode:
 
     @property
     def update_bytes_s(self) -> float:
-        """Bytes/s at which one device's part of the host works on that memory; 0: there is none.
+        """Bytes/s of host-side computation on that memory per device; 0 without host memory.
 
-        Half of its share of the memory's bandwidth, because copies to and from the device take the rest; of a memory
-        whose bandwidth is not said, what one copy direction gets.
+        Half of the device's share of the bandwidth, because copies to and from the device use the rest. Without a known
+        bandwidth, that of one copy direction.
         """
         host = self._host
         if host is None or host.total_bytes_s is None:
@@ -170,7 +170,7 @@ class Supernode:
         return peaks[dtype].value
 
     def tier_of(self, span: int) -> Tier:
-        """The innermost tier whose domain holds `span` consecutive devices that start at a domain boundary.
+        """Return the innermost tier with domains of at least `span` consecutive devices.
 
         Raises:
             TopologyTooSmall: HP311 when no tier connects that many devices.

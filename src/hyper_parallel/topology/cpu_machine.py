@@ -1,4 +1,4 @@
-"""A machine without an accelerator as a Supernode: each rank is a device with its share of cores and memory."""
+"""Supernode of a machine without accelerators: each rank is a device with its share of cores and memory."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Cpu:
 
 
 def cache_dir() -> Path:
-    """The user's cache directory of this package; on every system `XDG_CACHE_HOME` names another place for it."""
+    """Return the user's cache directory of this package; `XDG_CACHE_HOME` overrides it on every system."""
     if base := os.environ.get("XDG_CACHE_HOME"):
         return Path(base) / _PACKAGE
     from platformdirs import user_cache_path
@@ -92,7 +92,7 @@ def rank_threads(num_ranks: int) -> int:
 
 
 def _facts(path: str) -> dict[str, str]:
-    """The lines `name: value` of a file, the first of each name."""
+    """Return the `name: value` lines of a file; of repeated names, the first."""
     lines = (line.partition(":") for line in reversed(_read(path).splitlines()))
     return {name.strip(): value.strip() for name, _, value in lines}
 
@@ -149,9 +149,9 @@ def _from_cache(path: Path, key: str) -> dict[str, float] | None:
 
 
 def cpu_supernode(num_ranks: int) -> Supernode:
-    """This machine, its cores and memory divided evenly among `num_ranks` ranks.
+    """Return this machine with its cores and memory divided evenly among `num_ranks` ranks.
 
-    A rank computes with `rank_threads` threads, so few ranks of few threads leave cores idle.
+    A rank uses `rank_threads` threads, so a few ranks with few threads leave cores idle.
     """
     cpu = read_cpu()
     rates = cpu_rates(cpu)

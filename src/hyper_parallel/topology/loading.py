@@ -1,6 +1,6 @@
-"""The machine behind a name: a preset, an alias, a topology file, or `local`.
+"""Loading of a topology by name: a preset, an alias, a topology file, or `local`.
 
-`local` is found without any framework: vendor tools for accelerators, else the operating system.
+`local` is detected without a framework: by the vendor's tools for accelerators, else by the operating system.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def preset_names() -> tuple[str, ...]:
 
 
 def load_topology(name_or_path: str | Path) -> Supernode:
-    """The machine behind a name.
+    """Return the topology of a name.
 
     Args:
         name_or_path: A preset name or alias, the path of a topology file, or `local` for this machine.
@@ -51,7 +51,7 @@ def load_topology(name_or_path: str | Path) -> Supernode:
         UnknownTopology: HP303 when it is none of these; the nearest names are listed.
         TopologyUnreadable: HP309 when the file is not readable YAML.
         UnknownKey: HP101, BadValue: HP102 when a key of the file is unknown or its value is not allowed.
-        UnknownDevice: HP312 when `local` meets an accelerator that no preset describes.
+        UnknownDevice: HP312 when `local` has an accelerator without a preset.
     """
     text = str(name_or_path)
     if text == "local":
@@ -73,7 +73,7 @@ def load_topology(name_or_path: str | Path) -> Supernode:
 
 
 def read_topology(path: Path) -> Supernode:
-    """The machine a topology file describes; see `load_topology` for the errors."""
+    """Read a topology file; see `load_topology` for the errors."""
     return of_file(path, TopologyFile, TopologyUnreadable, "topology file").resolve()
 
 
@@ -89,7 +89,7 @@ def _aliases() -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Accelerator:
-    """One accelerator as the vendor's tool reports it."""
+    """Accelerator as reported by the vendor's tool."""
 
     kind: Literal["cuda", "npu"]
     name: str
@@ -157,7 +157,7 @@ def _visible(devices: list[Accelerator], selection: str | None) -> list[Accelera
 
 
 def match_preset(accelerator: Accelerator) -> Supernode | None:
-    """The preset whose device card reports this name."""
+    """Return the preset whose device has this reported name; None if there is none."""
     for name in preset_names():
         supernode = load_topology(name)
         if supernode.device.kind == accelerator.kind and any(
@@ -170,21 +170,19 @@ def match_preset(accelerator: Accelerator) -> Supernode | None:
 def detect_local(
     num_devices: int | None = None, *, accelerators: Sequence[Accelerator] | None = None
 ) -> Supernode:
-    """This machine as planning sees it. Imports no framework.
+    """Return the topology of this machine. Imports no framework.
 
     Args:
         num_devices: Devices to use. None: every accelerator, or 4 ranks on a machine without one.
-        accelerators: The accelerators, when they are already known. None: look for them.
+        accelerators: Known accelerators. None: detect them.
 
     Returns:
-        The preset of the accelerator, with the number of devices and the memory that is reported; without an
-        accelerator a CPU machine whose cores and memory are divided among the ranks, its rates measured once and
-        cached.
+        The preset of the accelerator with the reported number of devices and memory. Without accelerators, a CPU
+        machine with cores and memory divided among the ranks; its rates are measured once and cached.
 
     Raises:
         BadValue: HP102 when `num_devices` is below one.
-        DeviceUnavailable: HP502 when more devices are wanted than there are accelerators, or than any machine has
-            processors.
+        DeviceUnavailable: HP502 when more devices are requested than this machine has, or than any machine could have.
         UnknownDevice: HP312 when no preset describes the accelerator.
     """
     if num_devices is not None and num_devices < 1:
@@ -193,7 +191,7 @@ def detect_local(
         accelerators = find_accelerators()
     if not accelerators and (num_devices or 1) > MOST_CPU_RANKS:
         raise DeviceUnavailable(
-            "no machine has so many processors",
+            "the number of ranks exceeds the processors of any machine",
             got=f"{num_devices} ranks",
             allowed=f"at most {MOST_CPU_RANKS} ranks on the processors of one machine",
             hint="name the machine that is meant, for example `topology=dgx-h100`",
@@ -210,7 +208,7 @@ def detect_local(
         )
     if num_devices is not None and num_devices > len(accelerators):
         raise DeviceUnavailable(
-            "more devices are asked for than this machine has",
+            "more devices are requested than this machine has",
             got=num_devices,
             allowed=f"1..{len(accelerators)}",
             hint=f"use {len(accelerators)} devices, or plan for a preset such as `--topology {preset.name}`",
@@ -234,7 +232,7 @@ def is_this_machine(topology: str) -> bool:
     """Return whether the device of a topology is the one that this machine has."""
     if topology == "local":
         return True
-    device, found = load_topology(topology).device, find_accelerators()
-    if not found or not device.reported_as:
-        return device.kind == (found[0].kind if found else "cpu")
-    return any(fnmatch.fnmatchcase(found[0].name, glob) for glob in device.reported_as)
+    device, accelerators = load_topology(topology).device, find_accelerators()
+    if not accelerators or not device.reported_as:
+        return device.kind == (accelerators[0].kind if accelerators else "cpu")
+    return any(fnmatch.fnmatchcase(accelerators[0].name, glob) for glob in device.reported_as)
