@@ -144,7 +144,7 @@ def load_recipe(
         layers: What the file says where it is no recipe: origins, and values by dotted key. None: it is read.
 
     Raises:
-        RecipeUnreadable: HP103 when a file is missing, holds data, has a syntax error (with its line), or is no mapping.
+        RecipeUnreadable: HP103 when a file is missing, holds data, has a syntax error (with its line), is no mapping.
         UnknownKey: HP101 with the nearest key. BadValue: HP102 with what is allowed.
         Contradiction: HP104, DegreesMismatch: HP301 when values of several sections cannot hold together.
             When there are several problems, the first is raised and lists the others.

@@ -10,7 +10,7 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from hyper_parallel.errors import ModelUnreadable, UnknownModel, abbreviated
 from hyper_parallel.hub import fetch, name_of_snapshot, parse_name
@@ -20,7 +20,7 @@ from hyper_parallel.model._model_spec import ModelSpec
 from hyper_parallel.model._weight_listing import with_files_ties
 from hyper_parallel.model._weights import check_weights, read_headers
 from hyper_parallel.model.config_limits import CONFIG_LIMITS, check_config
-from hyper_parallel.model.families import FAMILIES, LLAMA, TEXT_PARTS, Family
+from hyper_parallel.model.families import FAMILIES, KEEPS_MORE, LLAMA, TEXT_PARTS, Family
 from hyper_parallel.near_paths import (
     export_hint,
     is_data_file,
@@ -144,6 +144,13 @@ def read_config(path_or_name: str | os.PathLike[str], *, where: str | None = Non
     )
 
 
+_FORMULAS_ONLY: Final = (
+    "activations of {family} were not measured: formulas price them, and its layers keep more; "
+    "`hyper-parallel train RECIPE.yaml --dry-run` measures them"
+)
+"""Note on a config of `KEEPS_MORE` that is read without its module."""
+
+
 def _refuse_no_config(path: Path) -> None:
     """Refuse a recipe or a data file where a model belongs.
 
@@ -181,6 +188,8 @@ def load_model(path_or_name: str | os.PathLike[str], *, where: str | None = None
     """
     config = read_config(path_or_name, where=where)
     spec = spec_from_config(config.values, name=config.name, where=config.where)
+    if spec.family in KEEPS_MORE:
+        spec = replace(spec, notes=(*spec.notes, _FORMULAS_ONLY.format(family=spec.family)))
     if config.directory is None:
         return spec
     tensors, notes = read_headers(config.directory)
