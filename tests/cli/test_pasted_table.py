@@ -116,8 +116,9 @@ def pasted(words, error):
         hint = hint.partition(": ")[2]
         assert hint, "names how to do without the package"
     if hint.startswith("--"):
-        name = hint.split()[0]
-        left = [word for word in words if not word.startswith(name)]
+        name, left = hint.split()[0], []
+        for before, word in zip(["", *words], words, strict=False):
+            left += [] if name in (before, word) and word != words[0] else [word]
         return [*left, *shlex.split(hint)]
     first = hint.partition(", or")[0]
     text = " ".join(re.findall("`([^`]*)`", first)) if "`" in first else first
@@ -125,7 +126,9 @@ def pasted(words, error):
     assert added, f"not pasted: {error.hint}"
     kept = list(words)
     if error.code in ("HP101", "HP102") or "override" in error.what:
-        key = re.search(r"(?:: |^)([\w.\[\]]+)", str(error.where).partition(" (")[0].rpartition(": ")[2])
+        key = re.search(
+            r"(?:: |^)([\w.\[\]]+)", str(error.where).partition(" (")[0].rpartition(": ")[2]
+        )
         named = key[1].partition("[")[0] if key else ""
         kept = [w for w in words if not (named and re.match(rf"{re.escape(named)}\b", w))]
         kept = [w for w in kept if w.partition("=")[0] != ".".join(named.split(".")[:2])]
@@ -138,7 +141,7 @@ def pasted(words, error):
 
 def is_read(words):
     """Return the words of a command that reads the recipe of a longer one, with its overrides."""
-    recipe, *overrides = (word for word in words[1:] if "=" in word or word.endswith("aml"))
+    recipe, *overrides = (word for word in words[1:] if "=" in word or "." in word)
     return ["config", "show", recipe, *overrides]
 
 

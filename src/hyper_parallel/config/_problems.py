@@ -253,7 +253,10 @@ def problems(
             problem = _unknown_name(field, path, data, pasteable)
         elif item["type"] == "value_error":
             message = item["msg"].removeprefix("Value error, ")
-            problem = BadValue(f"`{key}`: {message}" if key else message, got=_short(value))
+            hint = None if field is None else _default_hint(field, key, pasteable)
+            problem = BadValue(
+                f"`{key}`: {message}" if key else message, got=_short(value), hint=hint
+            )
         else:
             problem = BadValue(
                 f"`{key}` has a value that is not allowed",
@@ -279,9 +282,20 @@ def _value_hint(
         return None
     near = _near_value(model, field, path, value)
     if near is None:
-        return _main_key_hint(model, field, key, value, pasteable)
+        hint = _main_key_hint(model, field, key, value, pasteable)
+        return hint or _default_hint(field, key, pasteable)
     root, whole = _whole_value(path, near[0], data)
     return f"write `{pasteable(root, whole, root)}`"
+
+
+def _default_hint(
+    field: FieldInfo, key: str, pasteable: Callable[[str, object, str], str]
+) -> str | None:
+    """Return the hint for a value that is near to none that is allowed: the default; None without a plain one."""
+    plain = field.default is None or isinstance(field.default, (bool, int, float, str))
+    if "[" in key or not plain or not _accepts(field, field.default):
+        return None
+    return f"write `{pasteable(key, field.default, key)}`, the default"
 
 
 def _near_value(

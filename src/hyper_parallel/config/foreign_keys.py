@@ -320,6 +320,12 @@ FOREIGN_VALUES: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
             **dict.fromkeys(("reward", "reward_model", "rewards", "reward_modeling"), "rm"),
             **dict.fromkeys(("preference", "ipo", "simpo"), "dpo"),
         },
+        "launch.launcher": {
+            "k8s": "kubernetes",
+            "jobset": "kubernetes",
+            "sbatch": "slurm",
+            "srun": "slurm",
+        },
         "training.lr_schedule": _SCHEDULES,
         "training.optimizer": _OPTIMIZERS,
         "training.report_to": {"none": [], "null": [], "all": ["tensorboard"], "tb": "tensorboard"},

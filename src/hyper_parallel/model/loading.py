@@ -393,4 +393,6 @@ def _path_hint(text: str) -> str:
     near = str(inside) if (inside / "config.json").is_file() else nearest_path(text)
     if near is not None:
         return f"did you mean `{near}`?"
+    if Path(text).is_dir():
+        return f"ls {shlex.quote(text)}, to find the folder that holds config.json"
     return "check the path; a model directory holds config.json"

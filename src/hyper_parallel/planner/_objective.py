@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -114,7 +115,13 @@ def plan(
 def _best_for(request: PlanRequest, objective: str, deadline_s: float | None, top: int) -> Plan:
     """The best Plan for an objective; arguments and errors as for `plan`."""
     if objective not in OBJECTIVES:
-        raise BadValue("there is no such objective", got=objective, allowed=OBJECTIVES)
+        near = difflib.get_close_matches(objective, OBJECTIVES, 1) or OBJECTIVES
+        raise BadValue(
+            "there is no such objective",
+            got=objective,
+            allowed=OBJECTIVES,
+            hint=f"--objective {near[0]}",
+        )
     if (objective == "fewest-devices") != (deadline_s is not None) and objective != "memory":
         raise BadValue(
             "a deadline belongs to the objective fewest-devices, and it needs one",

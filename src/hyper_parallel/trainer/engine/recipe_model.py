@@ -94,6 +94,7 @@ _NOT_MEASURED: Final = (
     "the activations that the model keeps could not be measured: formulas alone price them"
 )
 
+
 def read_spec(
     path: str,
     where: str | None = None,
