@@ -28,7 +28,8 @@ parallel: {dp_shard: 1}
 """
 TURNS = [{"role": "user", "content": "What is it?"}, {"role": "assistant", "content": "It is it."}]
 WORDS = {
-    "RECIPE.yaml": "my.yaml", "RUN_DIR": "runs/run", "MODEL_DIR": "model.json", "VALUE": "1", "REGISTRY": "a.b", "TAG": "1",
+    "RECIPE.yaml": "my.yaml", "RUN_DIR": "runs/run", "MODEL_DIR": "model.json", "VALUE": "1", "REGISTRY": "a.b",
+    "TAG": "1",
     "HOST": "node", "FILE.jsonl": "my_data.jsonl", "FILE": "my_data.jsonl", "OUT.jsonl": "out.jsonl",
 }  # fmt: skip
 
@@ -59,7 +60,8 @@ COMMANDS = (
     "train my.yam", "train mi.yaml --dry-run", "train folder/kept.yml --dry-run", "train keept.yaml --dry-run",
     "train my_data.jsonl", "train my.yaml -training.lr=1",
     "data my_data.jsonl", "data my_dta.jsonl", "data my.yml",
-    "plan my_data.jsonl", "plan my.yaml", "plan --recipe my_data.jsonl", "plan --recipe my.yam", "plan", "plan modell.json",
+    "plan my_data.jsonl", "plan my.yaml", "plan --recipe my_data.jsonl", "plan --recipe my.yam",
+    "plan", "plan modell.json",
     "plan lama-3-8b -t dgx-h100", "plan llama-3-8b -t dgxh100", "plan llama-3-8b -t dgx-h100 --objective fast",
     "plan llama-3-8b -t dgx-h100 --pin tp=3", "plan folder",
     "report my.yaml", "report runs/rum", "report absent", "checkpoint list my.yaml", "checkpoint list runs/rum",

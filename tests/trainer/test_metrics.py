@@ -85,7 +85,7 @@ def test_the_line_of_a_step_has_at_most_80_columns(steps):
     assert line.startswith(("step", str(steps)))
 
 
-@pytest.mark.parametrize("steps", [8, 60, 600, 6000, 60_000])
+@pytest.mark.parametrize("steps", [8, 60, 600, 6000])
 def test_all_lines_of_a_run_begin_alike(steps):
     """The first steps are slow, and the last ones have the longest numbers."""
     first = replace(_record(1), pred_step_s=0.01, step_s=0.105, tps=91.3, memory_bytes=20_551_680)
@@ -146,7 +146,7 @@ def test_a_tracker_without_its_package_is_refused_with_the_line_for_pip(monkeypa
     monkeypatch.setattr(trackers, "find_spec", lambda name: None)
     with pytest.raises(MissingDependency) as caught:
         trackers.check_trackers(["mlflow"], "training.report_to")
-    assert caught.value.hint == "pip install mlflow-skinny"
+    assert caught.value.hint == "pip install mlflow-skinny, or leave it out: 'training.report_to=[]'"
 
 
 def _broken(step, values):

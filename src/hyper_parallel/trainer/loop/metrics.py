@@ -27,7 +27,7 @@ from hyper_parallel.units import MiB, format_bytes, format_count
 _log = logging.getLogger(__name__)
 LINE_WIDTH: Final = 80
 """Columns of the line of a step."""
-_MOST_DIGITS: Final = 5
+_MOST_DIGITS: Final = 4
 """Digits of the last step up to which every line names it."""
 _RECORD: Final = Limits(MiB, num_elements=100_000)
 
