@@ -15,7 +15,7 @@ import itertools
 import re
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +112,13 @@ def _table(fields: dict[str, Any], meanings: dict[str, str]) -> Iterator[str]:
             default,
             re.sub(r"\bNone:", "null:", meanings.get(name, "")),
         )
-        yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+        yield _row(cells)
+
+
+def _row(cells: Iterable[str]) -> str:
+    """Return the row of a table: a line feed would end it, and a bar its cell."""
+    one_line = (" ".join(cell.split()).replace("|", "\\|") for cell in cells)
+    return f"| {' | '.join(one_line)} |"
 
 
 def _shown(value: Any) -> str:
@@ -156,9 +162,7 @@ def _command(command: Any) -> Iterator[str]:
         default = (
             "required" if p.required else "" if p.default in (None, False) else f"`{p.default}`"
         )
-        rows.append(
-            f"| {name} | {default} | {(getattr(p, 'help', '') or '').replace('|', chr(92) + '|')} |"
-        )
+        rows.append(_row((name, default, getattr(p, "help", "") or "")))
     if rows:
         yield from ("", "| argument or option | default | meaning |", "|---|---|---|", *rows)
 

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
+import shlex
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
 _MOST_ENTRIES: Final = 2000
 """Entries of a folder that are compared; a hint is not worth reading more."""
+_RECIPES: Final = ("", "recipes")
+"""Folders of the working directory in which recipes are looked for; `hyper-parallel init` writes into the second."""
+_RECIPE_BYTES: Final = 65536
+_SECTION: Final = re.compile(r"^(model|extends|model_name_or_path) *:", re.MULTILINE)
+_RECORDS: Final = (".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow")
+_COMPRESSED: Final = (".gz", ".zst")
 
 
 def nearest_path(text: str, folders: Iterable[str | os.PathLike[str]] = ()) -> str | None:
@@ -27,10 +35,11 @@ def nearest_path(text: str, folders: Iterable[str | os.PathLike[str]] = ()) -> s
         places = list(dict.fromkeys([wanted.parent, Path(), *map(Path, folders)]))
         roots = [place for place in places if place.is_dir()]
         for root in roots:
-            if wanted.name and (root / wanted.name).exists():
-                return str(root / wanted.name)
+            same = root / wanted.name
+            if wanted.name and same != wanted and same.exists():
+                return str(same)
         for root in roots:
-            names = _names(root)
+            names = [name for name in _names(root) if root / name != wanted]
             if near := difflib.get_close_matches(wanted.name, names, n=1, cutoff=0.7):
                 return str(root / near[0])
     except (OSError, ValueError, RuntimeError):  # no path at all: too long, an unknown user's home
@@ -46,6 +55,54 @@ def export_hint(text: str) -> str | None:
     return (
         f"train the run that writes it: hyper-parallel train RECIPE.yaml output_dir={path.parent}"
     )
+
+
+def is_data_file(path: Path) -> bool:
+    """Return whether a file holds records of data, by its name."""
+    name = path.with_suffix("") if path.suffix in _COMPRESSED else path
+    return name.suffix.lower() in _RECORDS
+
+
+def is_recipe_file(path: Path) -> bool:
+    """Return whether a YAML file names a model in the way of a recipe."""
+    try:
+        if path.suffix.lower() not in (".yaml", ".yml") or not path.is_file():
+            return False
+        with path.open(encoding="utf-8", errors="replace") as file:
+            return _SECTION.search(file.read(_RECIPE_BYTES)) is not None
+    except OSError:
+        return False
+
+
+def nearest_recipe(text: str) -> str | None:
+    """Return the file that was probably meant by a missing recipe; None where no name is near."""
+    return nearest_path(text, [folder for folder in _RECIPES if folder])
+
+
+def some_recipe() -> str | None:
+    """Return a recipe of the working directory or of its folder `recipes`, by name; None where there is none."""
+    for folder in map(Path, _RECIPES):
+        try:
+            names = sorted(_names(folder)) if folder.is_dir() else []
+        except OSError:
+            continue
+        for name in names:
+            if is_recipe_file(folder / name):
+                return str(folder / name)
+    return None
+
+
+def command_with_data(command: str, data: str) -> str:
+    """Return the command that was probably meant where a data file stands for the recipe.
+
+    Args:
+        command: Words of the command, such as `train`.
+        data: The data file.
+    """
+    recipe = some_recipe()
+    if recipe is None:
+        return "hyper-parallel init"
+    return shlex.join(["hyper-parallel", *command.split(), recipe, f"data.source={data}"])
 
 
 def _names(folder: Path) -> list[str]:

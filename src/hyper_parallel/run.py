@@ -79,13 +79,14 @@ def train(recipe: str | os.PathLike[str], *overrides: str, **values: Any) -> Tra
     Args:
         recipe: YAML file.
         overrides: Values as on the command line: `"training.lr=1e-4"`.
-        values: Values by key, a section as a mapping, or a key with two underscores for its dot:
-            `training={"lr": 1e-4}`, `training__lr=1e-4`, `output_dir="runs/a"`.
+        values: Values by key, a section as a mapping, a key with two underscores for its dot, or a dotted key:
+            `training={"lr": 1e-4}`, `training__lr=1e-4`, `**{"training.lr": 1e-4}`, `output_dir="runs/a"`.
 
     Returns:
         The run; None on other ranks than the first, where another launcher has started this process as a rank.
 
     Raises:
+        BadValue: HP102 for a recipe that is no path, or a value that no recipe can hold.
         HyperParallelError: What the command prints.
     """
     from hyper_parallel.config import load_recipe
@@ -95,7 +96,8 @@ def train(recipe: str | os.PathLike[str], *overrides: str, **values: Any) -> Tra
     from hyper_parallel.trainer import prepare_job, run_job
 
     stay_offline()
-    given = [*overrides, *(f"{_dotted(key)}={_as_yaml(value)}" for key, value in values.items())]
+    _check_path(recipe, "hyper_parallel.train", "the recipe", 'hp.train("recipe.yaml")')
+    given = [*_checked_overrides(overrides), *_overrides_of(values)]
     loaded = load_recipe(recipe, given)
     launcher = loaded.recipe.launch.launcher
     if launcher not in ("local", "torchrun"):
@@ -138,19 +140,42 @@ def generate(model: Any, prompts: str | Sequence[str], **choices: Any) -> str | 
     """
     from hyper_parallel.trainer.generation import Generator, Sampling
 
+    _check_prompts(prompts)
+    where, hint = "hyper_parallel.generate", 'hp.generate("runs/run", "Once")'
+    if not isinstance(model, TrainingRun):
+        _check_path(model, where, "the model", hint)
     place = {key: choices.pop(key) for key in ("device", "dtype") if key in choices}
     chat = bool(choices.pop("chat", False))
     known = [key for key in Sampling.__dataclass_fields__ if key in choices]
     _check_choices(choices, Sampling.__dataclass_fields__)
     given = {key: choices[key] for key in known}
-    if "stop" in given:
-        stop = given["stop"]
+    if isinstance(stop := given.get("stop"), (str, list)):
         given["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
     generator = Generator(model.output_dir if isinstance(model, TrainingRun) else model, **place)
     texts = [prompts] if isinstance(prompts, str) else list(prompts)
     made = generator.generate_batch(texts, Sampling(**given), chat=chat)
     answers = [generation.text for generation in made]
     return answers[0] if isinstance(prompts, str) else answers
+
+
+def _check_prompts(prompts: object) -> None:
+    """Refuse prompts that are neither a text nor several.
+
+    Raises:
+        BadValue: HP102.
+    """
+    from hyper_parallel.errors import BadValue, abbreviated
+
+    several = prompts if isinstance(prompts, (list, tuple)) else [prompts]
+    wrong = next((one for one in several if not isinstance(one, str)), None)
+    if wrong is not None or prompts is None:
+        raise BadValue(
+            f"a prompt is a text, not a value of type {type(wrong).__name__}",
+            where="hyper_parallel.generate",
+            got=abbreviated(prompts),
+            allowed="a text, or a list of texts",
+            hint='hp.generate("runs/run", "Once")',
+        )
 
 
 def _check_choices(choices: Mapping[str, Any], known: Mapping[str, Any]) -> None:
@@ -176,11 +201,93 @@ def _dotted(key: str) -> str:
     return key.replace("__", ".")
 
 
+def _check_path(value: object, where: str, what: str, hint: str) -> None:
+    """Refuse a value that is no path.
+
+    Raises:
+        BadValue: HP102.
+    """
+    if isinstance(value, (str, os.PathLike)) and isinstance(os.fspath(value), str):
+        return
+    from hyper_parallel.errors import BadValue, abbreviated
+
+    raise BadValue(
+        f"{what} is a path, not a value of type {type(value).__name__}",
+        where=where,
+        got=abbreviated(value),
+        allowed="a text or a path",
+        hint=hint,
+    )
+
+
+def _checked_overrides(overrides: Sequence[object]) -> list[str]:
+    """Return overrides that are texts.
+
+    Raises:
+        BadValue: HP102 for a mapping or a list in their place, with the call that was probably meant.
+    """
+    from hyper_parallel.errors import BadValue, abbreviated
+
+    for value in overrides:
+        if isinstance(value, str):
+            continue
+        hint = 'hp.train("recipe.yaml", "training.steps=10")'
+        if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+            hint = f'hp.train("recipe.yaml", **{abbreviated(dict(value))})'
+        elif isinstance(value, (list, tuple)) and all(isinstance(one, str) for one in value):
+            hint = f'hp.train("recipe.yaml", *{abbreviated(list(value))})'
+        raise BadValue(
+            f"an override is a text, not a value of type {type(value).__name__}",
+            where="hyper_parallel.train",
+            got=abbreviated(value),
+            allowed='texts such as "training.lr=1e-4", or values by key',
+            hint=hint,
+        )
+    return [str(value) for value in overrides]
+
+
+def _overrides_of(values: Mapping[str, Any]) -> list[str]:
+    """Return values by key as overrides.
+
+    Raises:
+        BadValue: HP102 for a value that no recipe can hold.
+    """
+    from hyper_parallel.errors import BadValue, abbreviated
+
+    found = []
+    for key, value in values.items():
+        name = _dotted(key)
+        try:
+            found.append(f"{name}={_as_yaml(value)}")
+        except (TypeError, ValueError, RecursionError) as error:
+            raise BadValue(
+                f"no recipe can hold the value of `{name}`",
+                where=f"hyper_parallel.train: {name}",
+                got=f"{type(value).__name__}: {abbreviated(value)}",
+                allowed="texts, paths, numbers, booleans, None, and lists and mappings of these",
+            ) from error
+    return found
+
+
 def _as_yaml(value: Any) -> str:
     """Return a value as an override has it: a text as it is, others as JSON, which YAML reads."""
     if isinstance(value, os.PathLike):
         return os.fspath(value)
-    return value if isinstance(value, str) else json.dumps(value)
+    return value if isinstance(value, str) else json.dumps(value, default=_plain)
+
+
+def _plain(value: Any) -> Any:
+    """Return a value of another class as JSON knows it: a path as a text, a number of numpy or torch as a number."""
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    item = getattr(value, "item", None)
+    if (
+        callable(item)
+        and getattr(value, "size", None) in (1, None)
+        and getattr(value, "ndim", 0) == 0
+    ):
+        return item()
+    raise TypeError(f"a {type(value).__name__} is no value of a recipe")
 
 
 def _records(path: Path) -> list[dict[str, Any]]:

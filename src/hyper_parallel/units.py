@@ -76,3 +76,8 @@ def format_count(number: float) -> str:
         if abs(number) >= size:
             return f"{number / size:.2f}{unit}"
     return f"{number:g}"
+
+
+def plural(number: int, noun: str) -> str:
+    """Return a number with a noun: `1 rank`, `2 ranks`."""
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")

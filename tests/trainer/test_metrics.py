@@ -63,7 +63,7 @@ def test_a_new_run_starts_with_empty_files(tmp_path):
 
 def test_the_line_has_the_usual_order():
     line = log_line(_record(7), 100)
-    words = ("step", "loss", "grad_norm", "lr", "tok/s", "MiB", "pred")
+    words = ("step", "loss", "grad", "lr", "tok/s", "MiB", "pred")
     assert [line.index(word) for word in words] == sorted(line.index(word) for word in words)
     assert line.endswith("pred +25%")
 
@@ -80,18 +80,34 @@ def test_the_line_of_a_step_has_at_most_80_columns(steps):
     )
     line = log_line(large, steps)
     assert len(line) <= 80
-    for fact in ("12.3457", "grad_norm 123", "lr 2.5e-05", "123k tok/s", "139 GiB", "pred +25%"):
+    for fact in ("12.3457", "grad 123", "lr 2.5e-05", "123k tok/s", "139 GiB", "pred +25%"):
         assert fact in line
     assert line.startswith(("step", str(steps)))
 
 
-def test_a_new_epoch_is_said(capsys):
+@pytest.mark.parametrize("steps", [8, 60, 600, 6000])
+def test_all_lines_of_a_run_begin_alike(steps):
+    """The first steps are slow, and the last ones have the longest numbers."""
+    first = replace(_record(1), pred_step_s=0.01, step_s=0.105, tps=91.3, memory_bytes=20_551_680)
+    last = replace(first, step=steps, grad_norm=0.857, pred_step_s=0.02, lr=7e-4)
+    for record in (first, last):
+        line = log_line(record, steps)
+        assert line.split()[0] == "step"
+        assert line.split(" loss ")[0].endswith(f"{record.step}/{steps}")
+        assert len(line) <= 80
+
+
+@pytest.mark.parametrize("every", [1, 10, 25])
+def test_a_new_epoch_is_said_before_the_next_line_once(capsys, every):
     logging.getLogger("hyper_parallel").setLevel(logging.INFO)
     display = Display(30, True)
     for step in range(1, 31):
         display.advance(step, step / 12)
-    said = capsys.readouterr().err
-    assert said.splitlines() == ["epoch 2 begins after step 12", "epoch 3 begins after step 24"]
+        if step % every == 0:
+            display.line(f"step {step}")
+    said = [line for line in capsys.readouterr().err.splitlines() if "epoch" in line]
+    second, third = "epoch 2 began after step 12", "epoch 3 began after step 24"
+    assert said == ([third] if every == 25 else [second, third])
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -130,7 +146,7 @@ def test_a_tracker_without_its_package_is_refused_with_the_line_for_pip(monkeypa
     monkeypatch.setattr(trackers, "find_spec", lambda name: None)
     with pytest.raises(MissingDependency) as caught:
         trackers.check_trackers(["mlflow"], "training.report_to")
-    assert caught.value.hint == "pip install mlflow-skinny"
+    assert caught.value.hint == "pip install mlflow-skinny, or leave it out: 'training.report_to=[]'"
 
 
 def _broken(step, values):

@@ -211,15 +211,20 @@ def _checkpoints(run_dir: Path) -> Path:
     Raises:
         RunUnreadable: HP603 when the run has none.
     """
+    from hyper_parallel.config import run_hint
     from hyper_parallel.trainer.checkpoints import manifest as files
 
     for directory in (run_dir / "checkpoints", run_dir):
         if files.steps(directory):
             return directory
+    what = "this is a file, not the directory of a run"
+    if not run_dir.is_file():
+        what = f"the run {'has no checkpoints' if run_dir.is_dir() else 'does not exist'}"
     raise RunUnreadable(
-        "the run has no checkpoints",
+        what,
         where=str(run_dir),
         allowed="a directory with checkpoints/step_00000010 and the like",
+        hint=run_hint(run_dir) or "hyper-parallel train RECIPE.yaml checkpoint.every=10",
     )
 
 

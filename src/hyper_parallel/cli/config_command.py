@@ -33,8 +33,9 @@ def show(
 
     Origins: default, recipe, the extended file, command line, or derived with the reason.
     """
-    from hyper_parallel.config import load_recipe, recipe_to_yaml
+    from hyper_parallel.config import load_recipe, recipe_to_yaml, refuse_data_file
 
+    refuse_data_file(recipe, "config show")
     loaded = load_recipe(recipe, overrides or [])
     if as_yaml:
         say(recipe_to_yaml(loaded.recipe), nl=False)

@@ -45,7 +45,7 @@ def data(
     from hyper_parallel.trainer.data_sample import sample_data
 
     stay_offline()
-    loaded = load_any_recipe(recipe, overrides or [], no_code)
+    loaded = load_any_recipe(recipe, overrides or [], no_code, "data")
     permit_stream(loaded.recipe.data.streaming, str(loaded.recipe.data.source))
     progress = sys.stderr.isatty() and not is_quiet()
     sample = sample_data(loaded, max_records, examples, progress=progress)

@@ -27,12 +27,13 @@ def parity(
     CPU, at most 8: degrees above 2 are taken as 2, and the output says which axes were left out.
     """
     from hyper_parallel.cli.dry_run_command import table
-    from hyper_parallel.config import load_recipe, refuse_code
+    from hyper_parallel.config import load_recipe, refuse_code, refuse_data_file
     from hyper_parallel.errors import LayoutDiffers
     from hyper_parallel.hub import stay_offline
 
     stay_offline()
 
+    refuse_data_file(recipe, "parity")
     loaded = load_recipe(recipe, overrides or [])
     if no_code:
         refuse_code(loaded)

@@ -14,7 +14,7 @@ import typer
 
 from hyper_parallel.cli.app import NoCode, collect_cycles, is_quiet, say
 from hyper_parallel.cli.pipes import check_output, lasting_output
-from hyper_parallel.errors import Contradiction, Unwritten
+from hyper_parallel.errors import BadValue, Contradiction, Unwritten
 from hyper_parallel.errors import console as printing_console
 
 if TYPE_CHECKING:
@@ -83,6 +83,13 @@ def train(
         "--json": as_json,
     }
     tracing = [name for name, value in wanted.items() if value not in (None, False)]
+    if topology is not None and "=" in topology:  # `-training.lr=1` is the option -t to a parser
+        raise BadValue(
+            "an override has no dash before it",
+            got=f"-t{topology}",
+            allowed="key=value, for example training.lr=1e-4",
+            hint=shlex.join(["hyper-parallel", "train", str(recipe), f"t{topology}"]),
+        )
     if tracing:
         if not dry_run:
             raise Contradiction(
@@ -119,11 +126,21 @@ def train(
         raise typer.Exit(error.status) from None
 
 
-def load_any_recipe(path: Path, overrides: Sequence[str], no_code: bool) -> LoadedRecipe:
-    """A recipe, or a file of LlamaFactory as one; with `no_code` one that names no code."""
-    from hyper_parallel.config import load_recipe, read_mapping, refuse_code
+def load_any_recipe(
+    path: Path, overrides: Sequence[str], no_code: bool, command: str = "train"
+) -> LoadedRecipe:
+    """A recipe, or a file of LlamaFactory as one; with `no_code` one that names no code.
+
+    Args:
+        path: The file.
+        overrides: Values as `a.b=c`.
+        no_code: Refuse a recipe that names code.
+        command: The command that reads it, for hints.
+    """
+    from hyper_parallel.config import load_recipe, read_mapping, refuse_code, refuse_data_file
     from hyper_parallel.errors import RecipeUnreadable
 
+    refuse_data_file(path, command)
     if "model_name_or_path" in read_mapping(path, RecipeUnreadable, "recipe"):
         from hyper_parallel.integration.llamafactory import load_llamafactory
 

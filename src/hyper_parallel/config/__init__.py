@@ -2,13 +2,15 @@
 
 from hyper_parallel.config._code import KNOWN_REWARDS, named_code, refuse_code
 from hyper_parallel.config._comparisons import COMPARED, PAIRED, Dpo, Grpo, Kto, Orpo, Rm
-from hyper_parallel.config._launch_section import Launch
+from hyper_parallel.config._launch_section import Launch, time_limit_s
 from hyper_parallel.config._load_recipe import (
     DEGREES,
     LoadedRecipe,
     load_recipe,
     paths_read,
     recipe_to_yaml,
+    refuse_data_file,
+    run_hint,
     with_absolute_paths,
     with_steps,
 )
@@ -26,6 +28,7 @@ from hyper_parallel.config._sections import (
 )
 from hyper_parallel.config._whole_recipe import Recipe
 from hyper_parallel.config.foreign_keys import FOREIGN_KEYS
+from hyper_parallel.config.schedules import SCHEDULE_ARGS
 
 __all__ = [
     "COMPARED",
@@ -34,6 +37,7 @@ __all__ = [
     "KNOWN_REWARDS",
     "NAMES_OF_EXPERTS",
     "PAIRED",
+    "SCHEDULE_ARGS",
     "Checkpoint",
     "Data",
     "Dpo",
@@ -60,6 +64,9 @@ __all__ = [
     "read_mapping",
     "recipe_to_yaml",
     "refuse_code",
+    "refuse_data_file",
+    "run_hint",
+    "time_limit_s",
     "validated",
     "with_absolute_paths",
     "with_steps",

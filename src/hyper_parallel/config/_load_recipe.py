@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
@@ -46,12 +48,19 @@ from hyper_parallel.config._whole_recipe import Recipe
 from hyper_parallel.errors import (
     BadValue,
     Contradiction,
+    HyperParallelError,
     RecipeUnreadable,
     UnknownKey,
     abbreviated,
     printable,
 )
 from hyper_parallel.hub import name_of_snapshot
+from hyper_parallel.near_paths import (
+    command_with_data,
+    is_data_file,
+    is_recipe_file,
+    nearest_path,
+)
 from hyper_parallel.received import LimitExceeded
 
 _LONGEST_HINT: Final = 300
@@ -135,12 +144,13 @@ def load_recipe(
         layers: What the file says where it is no recipe: origins, and values by dotted key. None: it is read.
 
     Raises:
-        RecipeUnreadable: HP103 when a file is missing, has a syntax error (with its line), or is not a mapping.
+        RecipeUnreadable: HP103 when a file is missing, holds data, has a syntax error (with its line), is no mapping.
         UnknownKey: HP101 with the nearest key. BadValue: HP102 with what is allowed.
         Contradiction: HP104, DegreesMismatch: HP301 when values of several sections cannot hold together.
             When there are several problems, the first is raised and lists the others.
     """
     path = Path(path)
+    refuse_data_file(path, "train")
     merged: dict[_Key, tuple[Any, str]] = {("parallel", "auto"): (True, _DEFAULT)}
     if layers is None:
         read = list(_layers(path, overrides))
@@ -167,12 +177,17 @@ def load_recipe(
         return _where(path, key, origin_of(key))
 
     def pasteable(key: str, value: object, written: str) -> str:
-        typed = (f"{key}=", f"{written}=", f"{written}.", f"{key.partition('.')[0]}.")
+        sections = {key.partition(".")[0], written.partition(".")[0]}
+        typed = (
+            f"{key}=",
+            f"{written}=",
+            f"{written}.",
+            *(s + sign for s in sections for sign in ".="),
+        )
         as_override = origin_of(key) == _COMMAND_LINE or any(o.startswith(typed) for o in overrides)
         text = _as_yaml(value)
-        return (
-            f"{key}{'=' if as_override else ': '}{text if len(text) <= _LONGEST_HINT else 'VALUE'}"
-        )
+        text = text if len(text) <= _LONGEST_HINT else "VALUE"
+        return shlex.quote(f"{key}={text}") if as_override else f"{key}: {text}"
 
     recipe = validated(Recipe, _nest(path, merged), where, pasteable)
     resolved = {**{key: _DEFAULT for key, _ in leaves(Recipe)}, **origins}
@@ -183,10 +198,50 @@ def load_recipe(
     return loaded
 
 
+def refuse_data_file(path: Path, command: str) -> None:
+    """Refuse a data file where a recipe belongs.
+
+    Args:
+        path: A file that is given as the recipe.
+        command: Words of the command, for the hint.
+
+    Raises:
+        RecipeUnreadable: HP103 with the command that reads the file as data.
+    """
+    if is_data_file(path) and path.is_file():
+        raise RecipeUnreadable(
+            "the file holds data, and a recipe is wanted, which names its data under `data.source`",
+            where=str(path),
+            got=path.suffix,
+            allowed="a recipe, YAML or JSON",
+            hint=command_with_data(command, str(path)),
+        )
+
+
+def run_hint(path: str | Path) -> str | None:
+    """Return the hint for a path that is no run directory: a near name, or the run of the recipe that it is."""
+    path = Path(path)
+    if not is_recipe_file(path):
+        near = None if path.exists() else nearest_path(str(path), ["runs"])
+        return f"did you mean `{near}`?" if near is not None and Path(near).is_dir() else None
+    try:
+        output_dir = load_recipe(path).recipe.output_dir
+    except HyperParallelError:
+        return None
+    if Path(output_dir).is_dir():
+        return f"did you mean `{output_dir}`?"
+    return f"hyper-parallel train {shlex.quote(str(path))}"
+
+
 def _as_yaml(value: object) -> str:
     """Return a value as YAML reads it: `null`, `true`, a list or a mapping in one line."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, (list, tuple, dict)):
+        written = list(value) if isinstance(value, tuple) else value
+        return yaml.safe_dump(
+            written, default_flow_style=True, sort_keys=False, width=10**9
+        ).strip()
     return str(value)
 
 
@@ -276,16 +331,15 @@ def _flatten(
 
 def _override_layer(path: Path, overrides: Sequence[str]) -> dict[_Key, Any]:
     layer: dict[_Key, Any] = {}
-    for override in overrides:
+    for number, override in enumerate(overrides):
         name, equals, text = override.partition("=")
-        if not equals or not name:
-            near = difflib.get_close_matches(name, [key for key, _ in leaves(Recipe)], n=1)
+        if not equals or not name or name.startswith("-"):
             raise BadValue(
                 f"`{override}` is not an override",
                 where=f"{path} (set by {_COMMAND_LINE})",
                 got=override,
                 allowed="key=value, for example training.lr=1e-4",
-                hint=f"write `{near[0]}=VALUE`" if near else None,
+                hint=_override_hint(overrides[number : number + 2]),
             )
         key = _split(name)
         value = _override_value(path, name, key, text)
@@ -301,6 +355,18 @@ def _override_layer(path: Path, overrides: Sequence[str]) -> dict[_Key, Any]:
         elif not unset:
             layer[key] = value
     return layer
+
+
+def _override_hint(words: Sequence[str]) -> str | None:
+    """Return how to write an override that was written as `key: value`, `--key=value`, or as two words."""
+    name, sign, text = re.fullmatch(r"-*([^=:]*)([=:]?)(.*)", words[0], re.DOTALL).groups()  # type: ignore[union-attr]
+    known = [key for key, _ in leaves(Recipe)]
+    near = difflib.get_close_matches(name.strip(), known, n=1)
+    if not near:
+        return None
+    if not sign and len(words) > 1 and "=" not in words[1]:
+        text = words[1]
+    return f"write `{shlex.quote(f'{near[0]}={text.strip()}') if text.strip() else f'{near[0]}=VALUE'}`"
 
 
 def _accepts_null(annotation: Any) -> bool:

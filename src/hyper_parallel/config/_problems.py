@@ -5,6 +5,7 @@ Used for recipes and for every other file that a pydantic section describes (top
 
 from __future__ import annotations
 
+import copy
 import difflib
 import re
 import types
@@ -18,13 +19,17 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from hyper_parallel.config._read import read_mapping
-from hyper_parallel.config.foreign_keys import ForeignKey
+from hyper_parallel.config.foreign_keys import FOREIGN_NAMES, ForeignKey
 from hyper_parallel.errors import BadValue, HyperParallelError, UnknownKey, abbreviated
 
 S = TypeVar("S", bound=BaseModel)
 
 _MOST_PROBLEMS: Final = 50
 """Of one file that are told: more than a screen holds. Not measured."""
+_SHORTEST: Final = 4
+"""Letters of a word that is taken for the beginning of a longer one."""
+_ASSIGNMENT: Final = re.compile(r"([a-z_]+?)[=:]?(\d+)")
+"""A key and a number in one word, such as `dp2` or `tp=4`."""
 
 
 def dotted(path: Sequence[str | int]) -> str:
@@ -132,14 +137,18 @@ def leaves(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Fiel
 def nearest_key(model: type[BaseModel], path: Sequence[str | int]) -> str | None:
     """Return the key that was probably meant by an unknown one; None where no key is near.
 
-    The same word in another section comes first, then a near sibling, then a near word in another section.
+    The same word in another section comes first, then a near sibling, then one that begins with the word, then a near
+    word in another section.
     """
     section = _section_at(model, path[:-1]) or model
-    word, prefix = str(path[-1])[:80], dotted(path[:-1])
+    word, prefix = str(path[-1])[:80].lower(), dotted(path[:-1])
     everywhere = {key.rpartition(".")[2]: key for key in reversed(list(_all_keys(model)))}
     if word in everywhere:
         return everywhere[word]
-    if near := difflib.get_close_matches(word, keys_of(section), n=1, cutoff=0.7):
+    siblings = keys_of(section)
+    begun = [key for key in siblings if len(word) >= _SHORTEST and key.startswith(f"{word}_")]
+    near = difflib.get_close_matches(word, siblings, n=1, cutoff=0.7)
+    if near := near or begun[:1] * (len(begun) == 1):
         return f"{prefix}.{near[0]}" if prefix and section is not model else near[0]
     near = difflib.get_close_matches(word, everywhere, n=1, cutoff=0.8)
     return everywhere[near[0]] if near else None
@@ -162,8 +171,8 @@ def _foreign_hint(
     """Return how to write a key of another training program; None where the name is not known."""
     names: Mapping[str, ForeignKey] = getattr(model, "FOREIGN_KEYS", {})
     parts = key.lower().replace("-", "_").split(".")
-    # The last two parts first: `optimizer.name` is another key than `model.name`.
-    found = (names.get(".".join(parts[-count:])) for count in (2, 1))
+    # The last two parts first: `optimizer.name` is another key than `model.name`; then `lora.rank` as `lora_rank`.
+    found = (names.get(name) for name in (".".join(parts[-2:]), "_".join(parts[-2:]), parts[-1]))
     foreign = next((one for one in found if one is not None), None)
     if foreign is None or foreign.advice:
         return None if foreign is None else foreign.advice
@@ -199,12 +208,14 @@ def problems(
     model: type[BaseModel],
     where: Callable[[str], str],
     pasteable: Callable[[str, object, str], str],
+    data: object,
 ) -> list[HyperParallelError]:
     """One coded error for each item of a validation error, in the order of the file's sections.
 
     Args:
         error: What pydantic raised while validating `model`.
         model: The section at the root of the file.
+        data: Values that were validated.
         where: Origin of a dotted key: `recipe.yaml: training.lr (set by command line)`.
         pasteable: A key and a value as the user would write them; third, the key that the user has written.
     """
@@ -238,41 +249,200 @@ def problems(
                 for inner, leaf in _leaves_of(value)
             ]
             continue
+        elif item["loc"][-1] == "[key]" and field is not None:
+            problem = _unknown_name(field, path, data, pasteable)
         elif item["type"] == "value_error":
             message = item["msg"].removeprefix("Value error, ")
-            problem = BadValue(f"`{key}`: {message}" if key else message, got=_short(value))
+            hint = None if field is None else _default_hint(field, key, pasteable)
+            problem = BadValue(
+                f"`{key}`: {message}" if key else message, got=_short(value), hint=hint
+            )
         else:
-            allowed = allowed or item["msg"]
-            given = value[:80] if isinstance(value, str) else abbreviated(value)
-            word = difflib.get_close_matches(given, allowed.split(", "), n=1)
-            hint = f"write `{pasteable(key, word[0], key)}`" if word else None
             problem = BadValue(
                 f"`{key}` has a value that is not allowed",
                 got=_short(value),
-                allowed=allowed,
-                hint=hint or _main_key_hint(field, key, value, pasteable),
+                allowed=allowed or item["msg"],
+                hint=_value_hint(model, path, value, data, pasteable),
             )
         problem.where = where(key)
         found.append(problem)
     return found
 
 
+def _value_hint(
+    model: type[BaseModel],
+    path: Sequence[str | int],
+    value: object,
+    data: object,
+    pasteable: Callable[[str, object, str], str],
+) -> str | None:
+    """Return the hint for a value that a key does not take: a near word, a list of one, or the key that is meant."""
+    field, key = field_at(model, path), dotted(path)
+    if field is None:
+        return None
+    near = _near_value(model, field, path, value)
+    if near is None:
+        hint = _main_key_hint(model, field, key, value, pasteable)
+        return hint or _default_hint(field, key, pasteable)
+    root, whole = _whole_value(path, near[0], data)
+    return f"write `{pasteable(root, whole, root)}`"
+
+
+def _default_hint(
+    field: FieldInfo, key: str, pasteable: Callable[[str, object, str], str]
+) -> str | None:
+    """Return the hint for a value that is near to none that is allowed: the default; None without a plain one."""
+    plain = field.default is None or isinstance(field.default, (bool, int, float, str))
+    if "[" in key or not plain or not _accepts(field, field.default):
+        return None
+    return f"write `{pasteable(key, field.default, key)}`, the default"
+
+
+def _near_value(
+    model: type[BaseModel], field: FieldInfo, path: Sequence[str | int], value: object
+) -> tuple[object] | None:
+    """Return an allowed value that is probably meant by another one, in a tuple; None where none is near."""
+    others = getattr(model, "FOREIGN_VALUES", {}).get(
+        dotted([part for part in path if isinstance(part, str)]), {}
+    )
+    given = value[:80] if isinstance(value, str) else abbreviated(value)
+    of_list = typing.get_origin(field.annotation) is tuple and not isinstance(path[-1], int)
+    words = _words(field.annotation)
+    if of_list and not isinstance(value, (list, tuple, dict)) and _accepts(field, [value]):
+        return ([value],)
+    if (named := others.get(given.lower())) is not None:
+        known: object = named
+    elif word := _near_word(given, words):
+        known = word
+    else:
+        return None
+    if of_list and not isinstance(known, list):
+        return ([known],)
+    return (known,)
+
+
+def _near_word(given: str, words: Sequence[str]) -> str | None:
+    """Return the word that differs by case, begins or is begun by a text, or is near to it."""
+    lower = {word.lower(): word for word in words}
+    text = given.lower()
+    if text in lower:
+        return lower[text]
+    begun = [w for w in lower if re.match(rf"{re.escape(w)}[-_ ]", text)]
+    if len(text) >= _SHORTEST:
+        begun += [w for w in lower if w.startswith(text)]
+    near = begun or difflib.get_close_matches(text, lower, n=1)
+    return lower[near[0]] if near else None
+
+
+def _words(annotation: Any) -> list[str]:
+    """Return the words that an annotation allows."""
+    if typing.get_origin(annotation) is typing.Literal:
+        return [word for word in typing.get_args(annotation) if isinstance(word, str)]
+    if annotation is bool:
+        return ["true", "false"]
+    if is_mapping(annotation):
+        return _words(typing.get_args(annotation)[1])
+    return [word for inner in typing.get_args(annotation) for word in _words(inner)]
+
+
+def _whole_value(path: Sequence[str | int], value: object, data: object) -> tuple[str, object]:
+    """Return a key that an override can set, and its value with another one at the path: lists are set as a whole."""
+    index = next((i for i, part in enumerate(path) if isinstance(part, int)), None)
+    if index is None:
+        return dotted(path), value
+    whole = data
+    for part in path[:index]:
+        whole = whole[part] if isinstance(whole, dict) else None
+    if not isinstance(whole, (list, tuple)):
+        return dotted(path), value
+    changed: Any = copy.deepcopy(list(whole))
+    place = changed
+    for part in path[index:-1]:
+        place = place[part]
+    place[path[-1]] = value
+    return dotted(path[:index]), changed
+
+
+def _unknown_name(
+    field: FieldInfo,
+    path: Sequence[str | int],
+    data: object,
+    pasteable: Callable[[str, object, str], str],
+) -> BadValue:
+    """Return the error for a name that a mapping such as `data.columns` does not have."""
+    *sections, name = path
+    key, words = dotted(sections), _names_of(field)
+    mapping: Any = data
+    for part in sections:
+        mapping = mapping[part]
+    own = mapping[name]
+    shown, rest = f"{name!s:.80}", {k: v for k, v in mapping.items() if k != name}
+    turned = hint = None
+    if isinstance(own, str) and own in words:
+        turned = {**rest, own: name}
+    elif near := FOREIGN_NAMES.get(str(name).lower()) or _near_word(str(name), words):
+        turned = {**rest, near: own} if near in words else None
+    if turned is not None:
+        root, whole = _whole_value(sections, turned, data)
+        hint = f"write `{pasteable(root, whole, root)}`"
+    return BadValue(
+        f"`{key}` has no entry `{shown}`: before the colon is a name of the list below, behind it one of the records",
+        got=f"{shown}: {own!s:.80}",
+        allowed=words,
+        hint=hint,
+    )
+
+
+def _names_of(field: FieldInfo) -> list[str]:
+    """Return the names that a mapping takes as keys."""
+    for annotation in (field.annotation, *typing.get_args(field.annotation)):
+        if is_mapping(annotation):
+            return _words(typing.get_args(annotation)[0])
+    return []
+
+
 def _main_key_hint(
-    field: FieldInfo | None,
+    model: type[BaseModel],
+    field: FieldInfo,
     key: str,
     value: object,
     pasteable: Callable[[str, object, str], str],
 ) -> str | None:
-    """Return the hint for a plain value where a section belongs: its main key may be meant."""
-    section = None if field is None else optional_section(field.annotation)
+    """Return the hint for a plain value where a section belongs: its main key, or keys in the value, may be meant."""
+    section = optional_section(field.annotation)
+    if section is None:
+        return None
+    if isinstance(value, str) and (found := _assignments(model, section, key, value)):
+        return " ".join(("write", *(f"`{pasteable(k, number, key)}`" for k, number in found)))
     main = getattr(section, "MAIN_KEY", "")
-    if section is None or not main:
+    if not main:
         return None
     if value is True:
         return f"write `{pasteable(key, {main: section.model_fields[main].default}, key)}`"
     if _accepts(section.model_fields[main], value):
         return f"write `{pasteable(f'{key}.{main}', value, key)}`"
     return None
+
+
+def _assignments(
+    model: type[BaseModel], section: type[BaseModel], key: str, text: str
+) -> list[tuple[str, int]]:
+    """Return keys of a section with numbers that one text such as `tp2,pp=2` holds; empty where it holds others."""
+    found = []
+    names: Mapping[str, ForeignKey] = getattr(model, "FOREIGN_KEYS", {})
+    for word in re.split(r"[\s,;+x]+", text[:80].lower()):
+        parts = _ASSIGNMENT.fullmatch(word)
+        if parts is None:
+            return []
+        name = parts[1]
+        foreign = names[name].key if name in names else ""
+        if name in keys_of(section):
+            found.append((f"{key}.{name}", int(parts[2])))
+        elif foreign.startswith(f"{key}."):
+            found.append((foreign, int(parts[2])))
+        else:
+            return []
+    return found
 
 
 def _has_keys(field: FieldInfo) -> bool:
@@ -344,7 +514,7 @@ def validated(
     try:
         return model.model_validate(data)
     except ValidationError as error:
-        raise_all(problems(error, model, where, pasteable))
+        raise_all(problems(error, model, where, pasteable, data))
         raise
 
 

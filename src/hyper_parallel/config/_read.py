@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Hashable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 import yaml
 
 from hyper_parallel.errors import HyperParallelError, abbreviated
+from hyper_parallel.near_paths import nearest_recipe
 from hyper_parallel.received import LimitExceeded, Limits, check_value, read_text
 
 if TYPE_CHECKING:
@@ -92,7 +94,10 @@ def read_mapping(path: Path, error: type[HyperParallelError], what: str) -> dict
         text = read_text(path, LIMITS)
         data = _parse_json(text) if is_json else parse_yaml(text)
     except OSError as cause:
-        raise refusal(f"cannot be read: {cause.strerror}", hint=f"ls {path.parent}") from cause
+        hint = f"ls {shlex.quote(str(path.parent))}"
+        if isinstance(cause, FileNotFoundError) and (near := nearest_recipe(str(path))):
+            hint = f"did you mean `{near}`?"
+        raise refusal(f"cannot be read: {cause.strerror}", hint=hint) from cause
     except UnicodeDecodeError as cause:
         raise refusal("is not UTF-8 text") from cause
     except json.JSONDecodeError as cause:

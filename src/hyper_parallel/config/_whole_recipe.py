@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -20,13 +20,14 @@ from hyper_parallel.config._sections import (
     Section,
     Training,
 )
-from hyper_parallel.config.foreign_keys import FOREIGN_KEYS, ForeignKey
+from hyper_parallel.config.foreign_keys import FOREIGN_KEYS, FOREIGN_VALUES, ForeignKey
 
 
 class Recipe(Section):
     """One training run."""
 
     FOREIGN_KEYS: ClassVar[Mapping[str, ForeignKey]] = FOREIGN_KEYS
+    FOREIGN_VALUES: ClassVar[Mapping[str, Mapping[str, Any]]] = FOREIGN_VALUES
 
     # Factories: a default made here would build the validators of every section when this module is imported.
 

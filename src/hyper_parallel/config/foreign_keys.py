@@ -135,7 +135,10 @@ _RENAMED: Final[Mapping[str, tuple[str, ...]]] = {
     "parallel.ep": (
         "expert_parallel_size", "expert_parallel_degree", "expert_model_parallel_size", "ep_size",
     ),
-    "parallel.dp_shard": ("data_parallel_shard_degree", "dp_shard_size", "fsdp_size"),
+    "parallel.dp_shard": (
+        "data_parallel_shard_degree", "dp_shard_size", "fsdp_size", "dp", "dp_size", "data_parallel_size",
+        "data_parallel_degree", "data_parallel",
+    ),
     "parallel.dp_replicate": ("data_parallel_replicate_degree", "dp_replicate_size"),
 }  # fmt: skip
 """Keys of a recipe, and other names of the same value."""
@@ -287,3 +290,47 @@ FOREIGN_KEYS: Final[Mapping[str, ForeignKey]] = MappingProxyType(
     }
 )
 """By name in lower case, with underscores."""
+
+FOREIGN_NAMES: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        **dict.fromkeys(("question", "query", "problem", "ask", "user", "human"), "prompt"),
+        **dict.fromkeys(("response", "reply", "solution", "target"), "completion"),
+        **dict.fromkeys(("conversations", "conversation", "turns", "dialog"), "messages"),
+        **dict.fromkeys(("system_prompt", "system_message"), "system"),
+        "from": "role",
+        "value": "content",
+        "bot": "assistant",
+    }
+)
+"""Names that data sets have for entries of `data.columns` and `data.roles`."""
+
+FOREIGN_VALUES: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
+    {
+        "stage": {
+            **dict.fromkeys(
+                ("pretrain", "pretraining", "pre_training", "cpt", "lm", "clm", "causal_lm"), "pt"
+            ),
+            **dict.fromkeys(
+                ("finetune", "fine_tune", "finetuning", "instruct", "chat", "supervised", "it"),
+                "sft",
+            ),
+            **dict.fromkeys(
+                ("ppo", "rl", "rlhf", "rlvr", "reinforce", "rloo", "dapo", "gspo"), "grpo"
+            ),
+            **dict.fromkeys(("reward", "reward_model", "rewards", "reward_modeling"), "rm"),
+            **dict.fromkeys(("preference", "ipo", "simpo"), "dpo"),
+        },
+        "launch.launcher": {
+            "k8s": "kubernetes",
+            "jobset": "kubernetes",
+            "sbatch": "slurm",
+            "srun": "slurm",
+        },
+        "training.lr_schedule": _SCHEDULES,
+        "training.optimizer": _OPTIMIZERS,
+        "training.report_to": {"none": [], "null": [], "all": ["tensorboard"], "tb": "tensorboard"},
+        "training.recompute": {**_MODES, "true": "full", "false": "none"},
+        "training.dtype": {"half": "float16", "float": "float32", "single": "float32"},
+    }
+)
+"""Values of other programs in lower case, by the key of a recipe."""

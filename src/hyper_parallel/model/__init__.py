@@ -9,6 +9,7 @@ from hyper_parallel.model._model_spec import (
     ParamSpec,
 )
 from hyper_parallel.model._weight_listing import INDEX, SINGLE, WeightListing, list_weight_files
+from hyper_parallel.model.families import KEEPS_MORE
 from hyper_parallel.model.loading import (
     FAMILIES_READ,
     ConfigFile,
@@ -26,6 +27,7 @@ from hyper_parallel.model.properties import QUESTIONS, ModelProperties, Property
 __all__ = [
     "FAMILIES_READ",
     "INDEX",
+    "KEEPS_MORE",
     "QUESTIONS",
     "SINGLE",
     "AttentionSpec",

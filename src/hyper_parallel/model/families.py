@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from hyper_parallel.model._config_json import STANDARD_KEYS
 
@@ -260,3 +260,6 @@ TEXT_PARTS: Mapping[str, str] = MappingProxyType(
     }
 )
 """`model_type` of a multimodal model, or of its text part, to the family its decoder belongs to."""
+
+KEEPS_MORE: Final = ("gemma2", "phi3")
+"""Families whose layers keep more activations than the formulas of known families say: capped scores, packed inputs."""

@@ -6,10 +6,11 @@ import difflib
 import json
 import os
 import re
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from hyper_parallel.errors import ModelUnreadable, UnknownModel, abbreviated
 from hyper_parallel.hub import fetch, name_of_snapshot, parse_name
@@ -19,8 +20,14 @@ from hyper_parallel.model._model_spec import ModelSpec
 from hyper_parallel.model._weight_listing import with_files_ties
 from hyper_parallel.model._weights import check_weights, read_headers
 from hyper_parallel.model.config_limits import CONFIG_LIMITS, check_config
-from hyper_parallel.model.families import FAMILIES, LLAMA, TEXT_PARTS, Family
-from hyper_parallel.near_paths import export_hint, nearest_path
+from hyper_parallel.model.families import FAMILIES, KEEPS_MORE, LLAMA, TEXT_PARTS, Family
+from hyper_parallel.near_paths import (
+    export_hint,
+    is_data_file,
+    is_recipe_file,
+    nearest_path,
+    some_recipe,
+)
 from hyper_parallel.received import check_value, read_text
 from hyper_parallel.units import DTYPE_BYTES
 
@@ -115,6 +122,7 @@ def read_config(path_or_name: str | os.PathLike[str], *, where: str | None = Non
         name = path.resolve().name if published is None else str(published)
         return ConfigFile(values, name, str(file), path)
     if os.path.isfile(path):  # noqa: PTH113
+        _refuse_no_config(path)
         return ConfigFile(read_config_values(path), _name_of(path), str(path))
     preset = find_preset(text)
     if preset is not None:
@@ -136,6 +144,34 @@ def read_config(path_or_name: str | os.PathLike[str], *, where: str | None = Non
     )
 
 
+_FORMULAS_ONLY: Final = (
+    "activations of {family} were not measured: formulas price them, and its layers keep more; "
+    "`hyper-parallel train RECIPE.yaml --dry-run` measures them"
+)
+"""Note on a config of `KEEPS_MORE` that is read without its module."""
+
+
+def _refuse_no_config(path: Path) -> None:
+    """Refuse a recipe or a data file where a model belongs.
+
+    Raises:
+        ModelUnreadable: HP305 with the command that plans for a recipe.
+    """
+    held, recipe = "a recipe", str(path)
+    if is_data_file(path):
+        held, recipe = "data", some_recipe() or ""
+    elif not is_recipe_file(path):
+        return
+    command = ["hyper-parallel", "plan", "--recipe", recipe]
+    raise ModelUnreadable(
+        f"the file holds {held}, and a model is wanted",
+        where=str(path),
+        got=path.suffix,
+        allowed="a Hugging Face directory, a config.json, a name on the hub as org/name, or a preset",
+        hint=shlex.join(command) if recipe else "hyper-parallel plan llama-3-8b -t dgx-h100",
+    )
+
+
 def load_model(path_or_name: str | os.PathLike[str], *, where: str | None = None) -> ModelSpec:
     """Read a model without weights and without a framework.
 
@@ -152,6 +188,8 @@ def load_model(path_or_name: str | os.PathLike[str], *, where: str | None = None
     """
     config = read_config(path_or_name, where=where)
     spec = spec_from_config(config.values, name=config.name, where=config.where)
+    if spec.family in KEEPS_MORE:
+        spec = replace(spec, notes=(*spec.notes, _FORMULAS_ONLY.format(family=spec.family)))
     if config.directory is None:
         return spec
     tensors, notes = read_headers(config.directory)
@@ -351,7 +389,10 @@ def _dtype(values: Mapping[str, Any], where: str) -> tuple[str, tuple[str, ...]]
 def _path_hint(text: str) -> str:
     if (hint := export_hint(text)) is not None:
         return hint
-    near = nearest_path(text)
+    inside = Path(text) / "export"
+    near = str(inside) if (inside / "config.json").is_file() else nearest_path(text)
     if near is not None:
         return f"did you mean `{near}`?"
+    if Path(text).is_dir():
+        return f"ls {shlex.quote(text)}, to find the folder that holds config.json"
     return "check the path; a model directory holds config.json"

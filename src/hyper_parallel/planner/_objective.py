@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import difflib
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from hyper_parallel.errors import BadValue, DeadlineMissed, NoLegalStrategy
+from hyper_parallel.errors import BadValue, DeadlineMissed, NoLegalStrategy, abbreviated
 from hyper_parallel.ir import Plan, Strategy, Workload
 from hyper_parallel.model import ModelSpec
 from hyper_parallel.planner.pins import check_exclusions, check_pins
@@ -22,6 +24,27 @@ from hyper_parallel.units import format_seconds
 OBJECTIVES: Final = ("step-time", "tokens-per-device-second", "memory", "fewest-devices")
 MEMORY_STEPS: Final = 10
 """Halvings of the memory interval in the search for the least memory: to a thousandth of a device."""
+
+
+def _check_types(model: object, topology: object, workload: object) -> None:
+    """Refuse arguments of other types than `plan` takes.
+
+    Raises:
+        BadValue: HP102 naming the argument.
+    """
+    for name, value, kinds, allowed in (
+        ("model", model, (str, os.PathLike, ModelSpec), "a name, a path, or a ModelSpec"),
+        ("topology", topology, (str, os.PathLike, Supernode), "a name, a path, or a Supernode"),
+        ("workload", workload, (Workload, type(None)), "a Workload, or None"),
+    ):
+        if not isinstance(value, kinds):
+            raise BadValue(
+                f"`{name}` is of type {type(value).__name__}",
+                where="hyper_parallel.plan",
+                got=abbreviated(value),
+                allowed=allowed,
+                hint='hp.plan("llama-3-8b", "dgx-h100", hp.Workload(4096))',
+            )
 
 
 def plan(
@@ -61,12 +84,14 @@ def plan(
         memory_headroom: Share of a device's memory that a search leaves free; None: 0.05 on accelerators, 0 on a CPU.
 
     Raises:
+        BadValue: HP102 for arguments of other types.
         DegreesMismatch: HP301 when the strategy does not multiply to `num_devices`.
         NotDivisible, UnsupportedSharding, BatchMismatch: When the strategy is not legal.
         NoLegalStrategy: HP302 when no combination of degrees is legal.
         DoesNotFit: HP401 when none fits; the hint is the nearest change that does.
         DeadlineMissed: HP322 when no number of devices meets the deadline.
     """
+    _check_types(model, topology, workload)
     if strategy is not None:
         request = resolve(model, topology, workload, strategy.world_size)
         return evaluate(request, strategy, num_devices=num_devices)
@@ -90,7 +115,13 @@ def plan(
 def _best_for(request: PlanRequest, objective: str, deadline_s: float | None, top: int) -> Plan:
     """The best Plan for an objective; arguments and errors as for `plan`."""
     if objective not in OBJECTIVES:
-        raise BadValue("there is no such objective", got=objective, allowed=OBJECTIVES)
+        near = difflib.get_close_matches(objective, OBJECTIVES, 1) or OBJECTIVES
+        raise BadValue(
+            "there is no such objective",
+            got=objective,
+            allowed=OBJECTIVES,
+            hint=f"--objective {near[0]}",
+        )
     if (objective == "fewest-devices") != (deadline_s is not None) and objective != "memory":
         raise BadValue(
             "a deadline belongs to the objective fewest-devices, and it needs one",

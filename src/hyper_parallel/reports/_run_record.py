@@ -9,7 +9,7 @@ from typing import Annotated, Any, Final, NotRequired
 from pydantic import ConfigDict, Field, TypeAdapter, with_config
 from typing_extensions import TypedDict
 
-from hyper_parallel.config import read_mapping
+from hyper_parallel.config import read_mapping, run_hint
 from hyper_parallel.errors import RunUnreadable
 from hyper_parallel.ir import Plan, Timeline, joined
 from hyper_parallel.received import Limits, parse_json, read_text
@@ -160,10 +160,13 @@ def load_run(directory: str | Path) -> RunRecord:
     """
     root = Path(directory)
     if not (root / "metrics.jsonl").is_file():
+        what = "it is a file" if root.is_file() else "it does not exist"
+        what = "it has no metrics.jsonl" if root.is_dir() else what
         raise RunUnreadable(
-            "this is not a run directory: it has no metrics.jsonl",
+            f"this is not a run directory: {what}",
             where=str(root),
-            hint="give the `output_dir` of a run, for example `hyper-parallel report runs/quickstart`",
+            allowed="the `output_dir` of a run",
+            hint=run_hint(root) or "hyper-parallel train RECIPE.yaml",
         )
     if not (root / "plan.json").is_file():
         raise RunUnreadable("the run directory has no plan.json", where=str(root))

@@ -11,13 +11,15 @@ from typing import Any, Final
 
 import yaml
 
-from hyper_parallel.config import Recipe, recipe_to_yaml, with_absolute_paths
+from hyper_parallel.config import Recipe, recipe_to_yaml, time_limit_s, with_absolute_paths
 from hyper_parallel.runtime.launchers import ranks_per_node, torchrun_words
 
 _PORT: Final = 29500
 """Port of torchrun's rendezvous in the first pod, its own default."""
 _RECIPE_FOLDER: Final = "/etc/hyper-parallel"
 _JOB: Final = "ranks"
+_QUEUE: Final = "kueue.x-k8s.io/queue-name"
+"""Label by which Kueue queues a JobSet."""
 _MOST_NAME: Final = 40
 """Characters of a name: those of pods add some twenty, and a host name has at most 63."""
 
@@ -59,20 +61,29 @@ def _config_map(name: str, recipe: Recipe) -> dict[str, Any]:
 
 def _job_set(name: str, recipe: Recipe, ranks: int) -> dict[str, Any]:
     nodes = recipe.launch.nnodes
-    pods = {
+    pods: dict[str, Any] = {
         "backoffLimit": 0,
         "completions": nodes,
         "parallelism": nodes,
         "completionMode": "Indexed",
         "template": {"spec": _pod(name, recipe, ranks)},
     }
+    failures: dict[str, Any] = {"maxRestarts": recipe.training.max_restarts}
+    if recipe.launch.time is not None:
+        pods["activeDeadlineSeconds"] = time_limit_s(recipe.launch.time)
+        # A run that restarts after its limit would have no limit.
+        late = {"name": "limitOfTime", "action": "FailJobSet"}
+        failures["rules"] = [{**late, "onJobFailureReasons": ["DeadlineExceeded"]}]
+    metadata: dict[str, Any] = {"name": name}
+    if recipe.launch.partition is not None:
+        metadata["labels"] = {_QUEUE: recipe.launch.partition}
     return {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
         "kind": "JobSet",
-        "metadata": {"name": name},
+        "metadata": metadata,
         "spec": {
             "network": {"enableDNSHostnames": True, "subdomain": name},
-            "failurePolicy": {"maxRestarts": recipe.training.max_restarts},
+            "failurePolicy": failures,
             "replicatedJobs": [{"name": _JOB, "replicas": 1, "template": {"spec": pods}}],
         },
     }

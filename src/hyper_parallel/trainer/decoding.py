@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
@@ -31,6 +31,17 @@ SLOTS: Final = 32
 
 _REFILL: Final = 4
 """Prompts are read when at least one slot in so many is free: a pass costs as much for one row as for a few."""
+
+
+_KINDS: Final[Mapping[str, type | tuple[type, ...]]] = {
+    "max_new_tokens": int,
+    "temperature": (int, float),
+    "top_p": (int, float),
+    "seed": int,
+    "top_k": int,
+    "stop": tuple,
+}
+"""Types of the choices of `Sampling`."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +66,12 @@ class Sampling:
     stop: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        for name, kinds in _KINDS.items():
+            value = getattr(self, name)
+            if not isinstance(value, kinds) or isinstance(value, bool):
+                allowed = "a whole number" if kinds is int else "a number"
+                allowed = "texts" if kinds is tuple else allowed
+                raise BadValue(f"{name} is of another type", got=repr(value)[:80], allowed=allowed)
         for name, good, allowed in (
             ("max_new_tokens", self.max_new_tokens >= 1, "1 or more"),
             ("temperature", 0 <= self.temperature < math.inf, "0 or more"),

@@ -33,6 +33,7 @@ from hyper_parallel.backends.torch.static_cache import (
     why_no_static_cache,
 )
 from hyper_parallel.backends.torch.weights.lora import merge_adapters
+from hyper_parallel.config import run_hint
 from hyper_parallel.errors import (
     BadValue,
     HyperParallelError,
@@ -83,11 +84,15 @@ def find_export(directory: str | Path) -> Path:
         (d for d in (root / "export", root) if any((d / f).is_file() for f in files)), None
     )
     if export is None:
+        what = "this is a file, not the directory of a run"
+        if not root.is_file():
+            is_there = root.is_dir()
+            what = "there is no exported model" if is_there else "the run directory does not exist"
         raise RunUnreadable(
-            "there is no exported model" if root.is_dir() else "the run directory does not exist",
+            what,
             where=str(root),
             allowed="a directory written by `train`, with export/config.json, or a Hugging Face directory",
-            hint="hyper-parallel train RECIPE.yaml checkpoint.export=true",
+            hint=run_hint(root) or "hyper-parallel train RECIPE.yaml checkpoint.export=true",
         )
     if not has_tokenizer(export):
         raise RunUnreadable("the exported model has no tokenizer", where=str(export))

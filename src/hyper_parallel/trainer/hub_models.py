@@ -24,6 +24,7 @@ from hyper_parallel.hub import (
 from hyper_parallel.model import find_preset
 from hyper_parallel.near_paths import export_hint, nearest_path
 from hyper_parallel.trainer.checkpoints.manifest import steps
+from hyper_parallel.trainer.data.sources import refuse_missing
 
 
 def with_hub_models(loaded: LoadedRecipe, *, weights: bool = True) -> LoadedRecipe:
@@ -79,10 +80,15 @@ def _fetch_data(loaded: LoadedRecipe) -> None:
     named = [("data.source", str(part.source), part.name, part.split) for part, _ in data.parts()]
     if data.validation is not None:
         named.append(("data.validation", data.validation, data.name, data.validation_split))
+    one_of_several = not isinstance(data.source, str)
     for key, source, config, split in named:
         repository = parse_dataset(source)
         if repository is not None:
             fetch_dataset(repository, config, split, loaded.where(key))
+            continue
+        one = data.model_copy(update={"source": source, "name": config, "split": split})
+        key = "" if one_of_several and key == "data.source" else key
+        refuse_missing(one, loaded.recipe.stage, key, [loaded.path.parent])
 
 
 def _folder(

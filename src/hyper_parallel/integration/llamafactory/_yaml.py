@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any, Final
 from hyper_parallel.config import (
     COMPARED,
     PAIRED,
+    SCHEDULE_ARGS,
     LoadedRecipe,
     load_recipe,
     parse_yaml,
@@ -104,10 +106,8 @@ def _layers(v: dict[str, Any], path: Path, overrides: Sequence[str]) -> Iterator
         if (section == "lora" and kind != "lora") or (section in COMPARED and section != stage):
             continue
         yield key, {target: value}
-    yield (
-        "LlamaFactory",
-        {"training.min_lr_ratio": 0.0, "training.eval_tokens": 2**40},
-    )
+    yield "LlamaFactory", {"training.eval_tokens": 2**40}
+    yield from _schedule_layers(v, path)
     yield "LlamaFactory", {"checkpoint.every_minutes": 0}
     yield (
         "train_from_scratch",
@@ -165,6 +165,46 @@ def _layers(v: dict[str, Any], path: Path, overrides: Sequence[str]) -> Iterator
         yield "freeze_trainable_layers", {"training.freeze": frozen}
     yield from _data_layers(v, path)
     yield from _layout_layers(v, path, overrides)
+
+
+def _schedule_layers(v: dict[str, Any], path: Path) -> Iterator[Layer]:
+    """Yield the arguments of the learning-rate schedule, with LlamaFactory's own defaults.
+
+    Raises:
+        BadValue: HP102 where the schedule has no default, as in transformers.
+    """
+    name, args = v["lr_scheduler_type"], v["lr_scheduler_kwargs"] or {}
+    args = parse_yaml(args) if isinstance(args, str) else args
+    if not isinstance(args, dict):
+        raise BadValue(
+            "`lr_scheduler_kwargs` is no mapping",
+            where=f"{path}: lr_scheduler_kwargs",
+            got=args,
+            allowed="a mapping of arguments",
+            hint="lr_scheduler_kwargs=null",
+        )
+    needed, hint = (), ""
+    if name in ("cosine_with_min_lr", "cosine_warmup_with_min_lr"):
+        needed, hint = ("min_lr", "min_lr_rate"), "'lr_scheduler_kwargs={min_lr_rate: 0.1}'"
+    elif name == "warmup_stable_decay":
+        if v["max_steps"] > 0:
+            warm = v["warmup_steps"] or math.ceil(v["warmup_ratio"] * v["max_steps"])
+            stable = (rest := v["max_steps"] - warm) // 3
+            args = {"num_stable_steps": stable, "num_decay_steps": rest - stable, **args}
+        needed, hint = ("num_decay_steps",), "max_steps=1000"
+    if needed and not {*needed} & {*args}:
+        raise BadValue(
+            f"the schedule {name} needs {' or '.join(needed)}",
+            where=f"{path}: lr_scheduler_kwargs",
+            got=args or "nothing",
+            allowed=list(SCHEDULE_ARGS[name]),
+            hint=hint,
+        )
+    if args:
+        yield "lr_scheduler_kwargs", {"training.lr_schedule_args": args}
+    ends_itself = name in SCHEDULE_ARGS and "min_lr_rate" not in SCHEDULE_ARGS[name]
+    if not ends_itself or name in ("constant_with_warmup", "warmup_stable_decay"):
+        yield "LlamaFactory", {"training.min_lr_ratio": 0.0}
 
 
 def _layout_layers(v: dict[str, Any], path: Path, overrides: Sequence[str]) -> Iterator[Layer]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
+from hyper_parallel.config import SCHEDULE_ARGS
+
 NEEDED: Final = "needed"
 """Default of a key that has none."""
 
@@ -46,7 +48,8 @@ WORDS: Final[dict[str, Mapping[Any, Any]]] = {
     "flash_attn": {"auto": None, "disabled": "eager", "sdpa": "sdpa", "fa2": "flash_attention_2"},
     "stage": {"pt": "pt", "sft": "sft", "dpo": "dpo", "kto": "kto", "rm": "rm"},
     "lr_scheduler_type": {
-        "linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant",
+        "linear": "linear", "cosine": "cosine", "constant": "constant",
+        **{name: name for name in SCHEDULE_ARGS}, "constant_with_warmup": "constant",  # with its warm-up
     },
     "optim": {"adamw_torch": "adamw", "adamw_torch_fused": "adamw", "adamw_hf": "adamw"},
     "pref_loss": {word: word for word in ("sigmoid", "hinge", "ipo", "orpo", "simpo")},
@@ -82,6 +85,7 @@ TOGETHER: Final[dict[str, tuple[str, Any]]] = {
     "neat_packing": ("data.packing, data.mask_documents", False),
     "num_train_epochs": ("training.epochs", 3.0),
     "max_steps": ("training.steps", -1),
+    "lr_scheduler_kwargs": ("training.lr_schedule_args", None),
     "warmup_ratio": ("training.warmup_ratio", 0.0),
     "warmup_steps": ("training.warmup_steps", 0),
     "adam_beta1": ("training.betas", 0.9),

@@ -110,13 +110,23 @@ class DataCounts:
     @property
     def notes(self) -> list[str]:
         """Sentences on everything that is cut, left out or passed over."""
+        return [*self.losses, *self.passed_over]
+
+    @property
+    def passed_over(self) -> list[str]:
+        """One sentence on the keys of records that are not read; none where all are."""
+        if not self.ignored_keys:
+            return []
+        keys = ", ".join(f"{key} ({n:,})" for key, n in sorted(self.ignored_keys.items()))
+        return [f"keys passed over: {keys}"]
+
+    @property
+    def losses(self) -> list[str]:
+        """Sentences on text that is cut, left out or changed."""
         kind = "documents" if self.format in ("text", "records") else "conversations"
         lines = [f"{self.cut} {kind} cut to seq_len={self.seq_len}"] if self.cut else []
         lines += [f"{n} {kind} left out: {why}" for why, n in sorted(self.dropped.items()) if n]
         lines += [f"{n} {what}" for what, n in sorted(self.remarks.items()) if n]
-        if self.ignored_keys:
-            keys = ", ".join(f"{key} ({n})" for key, n in sorted(self.ignored_keys.items()))
-            lines.append(f"keys of records without influence on the text: {keys}")
         return lines
 
     def as_dict(self) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import io
 import itertools
 import shlex
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, Final
@@ -36,6 +36,10 @@ _DESCRIPTIONS: Final = frozenset(
 )  # fmt: skip
 """Names, without suffix, of files that describe the data beside them."""
 _MOST_NAMES: Final = 5000
+_MOST_TRIED: Final = 5
+"""Near names whose files are opened."""
+_MISSPELT: Final = 0.75
+"""Likeness of names of which one is a misspelling of the other."""
 _WINDOW_BYTES: Final = 2**27
 """Memory that decompressing zstd may take; the largest of the tool's own default."""
 
@@ -123,17 +127,44 @@ def line_command(path: Path, number: int) -> str:
     return f"{tool} {name} | sed -n {number}p" if tool else f"sed -n {number}p {name}"
 
 
-def nearest(path: Path) -> Path | None:
-    """Return the file or folder whose name is nearest to a missing one, near it or in the working directory."""
-    siblings = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
-    close = difflib.get_close_matches(path.name, siblings, n=1)
-    if close:
-        return path.parent / close[0]
-    below: dict[str, Path] = {}
-    for found in itertools.islice(_below(Path.cwd()), _MOST_NAMES):
-        below.setdefault(found.name, found)
-    close = difflib.get_close_matches(path.name, below, n=1)
-    return below[close[0]].relative_to(Path.cwd()) if close else None
+def nearest(
+    path: Path, folders: Iterable[Path] = (), fits: Callable[[Path], bool] = lambda _: True
+) -> Path | None:
+    """Return the file or folder that was probably meant by a missing one.
+
+    Misspelt names come first, then near ones; of each those in the same folder, then those of data files in the working
+    directory and the folders in it, then those in further folders. One that does not fit is the last choice.
+
+    Args:
+        path: The missing path.
+        folders: Further folders to search.
+        fits: Whether a path can be read for the purpose.
+    """
+    places = [path.parent.iterdir()] if path.parent.is_dir() else []
+    places += [_below(Path.cwd()), *(folder.iterdir() for folder in folders if folder.is_dir())]
+    near: list[Path] = []
+    for place in places:
+        names: dict[str, Path] = {}
+        for found in itertools.islice(place, _MOST_NAMES):
+            names.setdefault(found.name, found)
+        close = difflib.get_close_matches(path.name, names, n=_MOST_TRIED)
+        near += sorted((names[name] for name in close), key=lambda one: -_likeness(one, path))
+    misspelt = [one for one in near if _likeness(one, path) > _MISSPELT]
+    ordered = dict.fromkeys([*misspelt, *near])
+    chosen = next((one for one in itertools.islice(ordered, 2 * _MOST_TRIED) if fits(one)), None)
+    chosen = chosen or next(iter(misspelt), None)
+    return None if chosen is None else _shown(chosen)
+
+
+def _likeness(path: Path, other: Path) -> float:
+    """Return how near two names are without their suffixes, between 0 and 1."""
+    stems = (one.name.partition(".")[0] for one in (path, other))
+    return difflib.SequenceMatcher(None, *stems).ratio()
+
+
+def _shown(path: Path) -> Path:
+    """Return a path relative to the working directory, where it lies below it."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
 def _below(root: Path) -> Iterator[Path]:

@@ -158,7 +158,7 @@ def prepare(
                 lengths.add(span.stop - span.start)
             examples = preview_examples(source, tokenizer.hf, stage, data.seq_len)
             return {
-                "notes": source.counts.notes + notes,
+                "notes": source.counts.losses + notes,
                 "counts": source.counts.as_dict(),
                 "preview": SourcePreview(examples, lengths).as_dict(),
             }

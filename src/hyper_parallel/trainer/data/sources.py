@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Final, Literal
 
 from hyper_parallel.config import COMPARED, Data
-from hyper_parallel.errors import Contradiction, NoData
+from hyper_parallel.errors import Contradiction, HyperParallelError, NoData
 from hyper_parallel.trainer.data._parquet import records_too_long
 from hyper_parallel.trainer.data._tables import Table, is_table, open_table, refuse_outside
 from hyper_parallel.trainer.data.conversations import (
@@ -286,7 +286,7 @@ def resolve(data: Data, stage: str) -> Source:
                 allowed="a folder, or a name on the Hugging Face hub",
                 hint=f"data.{key}=null",
             )
-    files = _files(data) if table is None else []
+    files = _files(data, stage) if table is None else []
     counts = DataCounts(data.source, seq_len=data.seq_len)
     is_table_of = table is not None or kind_of(files[0]) == "parquet"
     rules = RecordRules.of(data, counts, table.opened if table else (), is_table_of)
@@ -373,7 +373,40 @@ def _records(files: Sequence[Path], table: Table | None, most: int) -> Iterator[
     return itertools.chain.from_iterable(read_records(file, most) for file in files)
 
 
-def _files(data: Data) -> list[Path]:
+def refuse_missing(data: Data, stage: str, key: str, folders: Sequence[Path] = ()) -> None:
+    """Refuse a source that is a path and does not exist, with a near one whose records the stage can read.
+
+    Args:
+        data: The section, with one source.
+        stage: Stage of the recipe.
+        key: Key of the source, for the hint; empty for one source of several.
+        folders: Further folders to search, such as that of the recipe.
+
+    Raises:
+        NoData: HP602.
+    """
+    path = Path(data.source).expanduser()
+    if data.source == STDLIB or path.exists():
+        return
+
+    def fits(other: Path) -> bool:
+        try:
+            resolve(data.model_copy(update={"source": str(other)}), stage)
+        except HyperParallelError:
+            return False
+        return True
+
+    near = nearest(path, folders, fits)
+    raise NoData(
+        "the data source does not exist",
+        where=f"{key or 'data.source'}: {data.source}",
+        got=str(path.absolute()),
+        allowed=f"{STDLIB}, a file, a directory, or a name on the Hugging Face hub (user/name)",
+        hint=None if near is None else shlex.quote(f"{key}={near}") if key else f"write `{near}`",
+    )
+
+
+def _files(data: Data, stage: str) -> list[Path]:
     """The files to read, in order; at least one of them holds something."""
     where = f"data.source: {data.source}"
     if data.source == STDLIB:
@@ -382,15 +415,7 @@ def _files(data: Data) -> list[Path]:
         files = [f for f in below if not _STDLIB_SKIP & set(f.relative_to(path).parts)]
     else:
         path = Path(data.source).expanduser()
-        if not path.exists():
-            near = nearest(path)
-            raise NoData(
-                "the data source does not exist",
-                where=where,
-                got=str(path.absolute()),
-                allowed=f"{STDLIB}, a file, a directory, or a name on the Hugging Face hub (user/name)",
-                hint=None if near is None else shlex.quote(f"data.source={near}"),
-            )
+        refuse_missing(data, stage, "data.source")
         path = path.absolute()
         files = [path] if path.is_file() else _sorted_files(path)
     if not files:

@@ -144,7 +144,7 @@ class Stream:
     def _report(self, number: int | None = None) -> None:
         """Log what is cut and left out: after 256, 512, 1,024, ... documents, and at the end of the epoch."""
         blocks = 0 if number is None else number // _BLOCK
-        notes = self.counts.notes
+        notes = self.counts.losses
         if blocks & (blocks - 1) or notes == self._reported or os.environ.get("RANK", "0") != "0":
             return
         self._reported = notes

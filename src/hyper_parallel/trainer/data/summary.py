@@ -94,8 +94,6 @@ def notes(stage: str, counts: Sequence[DataCounts]) -> list[str]:
         )
     for one in counts:
         lines = [f"{n:,} {what}" for what, n in sorted(one.remarks.items()) if n]
-        if one.ignored_keys:
-            keys = ", ".join(f"{key} ({n:,})" for key, n in sorted(one.ignored_keys.items()))
-            lines.append(f"keys without influence on the text: {keys}")
+        lines += one.passed_over
         found += [f"{one.source}: {line}" if len(counts) > 1 else line for line in lines]
     return found

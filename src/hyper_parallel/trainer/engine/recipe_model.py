@@ -33,6 +33,7 @@ from hyper_parallel.errors import (
 from hyper_parallel.ir import Plan
 from hyper_parallel.model import (
     FAMILIES_READ,
+    KEEPS_MORE,
     ModelSpec,
     is_read,
     load_model,
@@ -92,8 +93,6 @@ def build_model(recipe: Recipe) -> nn.Module:
 _NOT_MEASURED: Final = (
     "the activations that the model keeps could not be measured: formulas alone price them"
 )
-_KEEPS_MORE: Final = ("gemma2", "phi3")
-"""Families whose layers keep more activations than the formulas of known families say: capped scores, packed inputs."""
 
 
 def read_spec(
@@ -120,7 +119,7 @@ def read_spec(
     file = read_config(path, where=where)
     # A reader takes the language part alone of a model with several; what trains is the whole.
     known = is_read(file.values) and "text_config" not in file.values
-    known = known and file.values.get("model_type") not in _KEEPS_MORE
+    known = known and file.values.get("model_type") not in KEEPS_MORE
     if not scores and ("model_type" not in file.values or known):
         return load_model(path, where=where)
     model = model_from_config(file, torch.float32, trusted=trusted, scores=scores)

@@ -20,7 +20,7 @@ from rich.table import Table
 from hyper_parallel.cost import LOCAL_CARD
 from hyper_parallel.errors import console
 from hyper_parallel.ir import Plan
-from hyper_parallel.units import format_bytes, format_count, format_seconds
+from hyper_parallel.units import format_bytes, format_count, format_seconds, plural
 
 
 class Display:
@@ -38,6 +38,7 @@ class Display:
         enabled = enabled and logging.getLogger("hyper_parallel").level <= logging.INFO
         self._enabled, self._steps = enabled, steps
         self._epoch: int | None = None
+        self._begun = ""
         self._console = console(stderr=True, soft_wrap=True)
         self.bar = Progress(
             TextColumn("{task.description}"),
@@ -62,11 +63,14 @@ class Display:
             return
         before, self._epoch = self._epoch, int(epochs)
         if before is not None and before < self._epoch and step < self._steps:
-            self.line(f"epoch {self._epoch + 1} begins after step {step}")
+            self._begun = f"epoch {self._epoch + 1} began after step {step}"
 
     def line(self, text: str) -> None:
-        """Print one line above the bar."""
+        """Print one line above the bar, behind one that names the epoch where a new one has begun since the last."""
         if self._enabled:
+            if self._begun:
+                self._console.print(self._begun)
+                self._begun = ""
             self._console.print(text)
 
 
@@ -95,7 +99,7 @@ def startup_panel(
     tokens, params = format_count(work.tokens_per_step or 0), format_count(plan.model.num_params)
     batch = f"{work.microbatch} x {work.accumulation_steps} sequences of {work.seq_len} tokens"
     rows = {
-        "topology": f"{plan.topology}, {plan.strategy.world_size} ranks"
+        "topology": f"{plan.topology}, {plural(plan.strategy.world_size, 'rank')}"
         + ("" if on_topology else "; not this machine, so no time is compared with the prediction"),
         "model": f"{plan.model.name} ({plan.model.family}), {params} parameters",
         "weights": weights,

@@ -27,6 +27,8 @@ from hyper_parallel.units import MiB, format_bytes, format_count
 _log = logging.getLogger(__name__)
 LINE_WIDTH: Final = 80
 """Columns of the line of a step."""
+_MOST_DIGITS: Final = 4
+"""Digits of the last step up to which every line names it."""
 _RECORD: Final = Limits(MiB, num_elements=100_000)
 
 
@@ -203,25 +205,25 @@ def _step_of(line: bytes) -> int | None:
 
 
 def log_line(record: StepRecord, steps: int) -> str:
-    """Return the line of a step for people, at most 80 columns wide, with the deviation from the plan."""
-    number, score = f"{record.step:>{len(str(steps))}}/{steps}", f"loss {record.loss:.4f}"
+    """Return the line of a step for people, at most 80 columns wide, with the deviation from the plan.
+
+    All lines of a run begin alike. Long numbers push the padding of the step out first.
+    """
+    digits, score = len(str(steps)), f"loss {record.loss:.4f}"
+    total = f"/{steps}" if digits <= _MOST_DIGITS else ""
+    numbers = [f"step {record.step:>{digits}}{total}", f"step {record.step}{total}"]
     if record.rollout is not None:
         score = f"reward {record.rollout['reward']:.4f}"
     parts = [
         score,
-        f"grad_norm {record.grad_norm:.3g}",
+        f"grad {record.grad_norm:.3g}",
         f"lr {record.lr:.1e}",
         f"{_brief(format_count(record.tps))} tok/s",
         _brief(format_bytes(record.memory_bytes)),
     ]
     if record.pred_step_s and math.isfinite(record.pred_step_s):
         parts.append(f"pred {record.step_s / record.pred_step_s - 1:+.0%}")
-    forms = [
-        "  ".join([f"step {number}", *parts]),
-        " ".join([f"step {number}", *parts]),
-        " ".join([number, *parts]),
-        " ".join([str(record.step), *parts]),
-    ]
+    forms = [" ".join([number, *parts]) for number in (*numbers, str(record.step))]
     line = next((form for form in forms if len(form) <= LINE_WIDTH), forms[-1])
     if not record.skipped:
         return line

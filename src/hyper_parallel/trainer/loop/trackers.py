@@ -42,8 +42,13 @@ def check_trackers(names: Sequence[str], where: str) -> None:
                 f"the tracker {name} needs a package that is not installed",
                 where=where,
                 got=f"no module {name}",
-                hint=f"pip install {_PACKAGES[name]}",
+                hint=f"pip install {_PACKAGES[name]}, or leave it out: {_without(name, names)}",
             )
+
+
+def _without(name: str, names: Sequence[str]) -> str:
+    """Return the override that leaves one tracker out."""
+    return shlex.quote(f"training.report_to=[{', '.join(n for n in names if n != name)}]")
 
 
 def make_trackers(
@@ -74,7 +79,7 @@ def make_trackers(
                 f"the tracker {name} cannot begin a run",
                 where="training.report_to",
                 got=" ".join(str(error).split())[:800] or type(error).__name__,
-                hint=f"'training.report_to=[{', '.join(n for n in names if n != name)}]'",
+                hint=_without(name, names),
             ) from error
     if ids:
         write_text(kept, json.dumps(ids) + "\n")

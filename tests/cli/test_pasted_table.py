@@ -1,0 +1,180 @@
+"""A table of wrong inputs to every command: each hint is pasted, and leads to success or to another error.
+
+Hints come in five forms: a command, overrides in backticks or bare, options that are added, `did you mean`, and a
+command of another program. Words in capitals stand for something that only the user knows.
+"""
+
+import json
+import re
+import shlex
+
+import pytest
+from typer.testing import CliRunner
+
+from hyper_parallel.cli import application
+from hyper_parallel.errors import HyperParallelError
+
+MODEL = {
+    "model_type": "qwen3", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 272,
+    "max_position_embeddings": 512, "tie_word_embeddings": True,
+}  # fmt: skip
+RECIPE = """
+model: {path: model.json}
+stage: sft
+data: {source: my_data.jsonl, seq_len: 64, vocab_size: 272, holdout: 0}
+training: {steps: 2, dtype: float32, tokens_per_step: 128}
+parallel: {dp_shard: 1}
+"""
+TURNS = [{"role": "user", "content": "What is it?"}, {"role": "assistant", "content": "It is it."}]
+WORDS = {
+    "RECIPE.yaml": "my.yaml", "RUN_DIR": "runs/run", "MODEL_DIR": "model.json", "VALUE": "1", "REGISTRY": "a.b",
+    "TAG": "1",
+    "HOST": "node", "FILE.jsonl": "my_data.jsonl", "FILE": "my_data.jsonl", "OUT.jsonl": "out.jsonl",
+}  # fmt: skip
+
+KEYS = (
+    "lora.rank=8", "lora.alpha=8", "lora=true", "lora=8", "parallel.dp=2", "parallel.data_parallel_size=2",
+    "parallel=dp2", "parallel=tp2", "parallel=tp=2,pp=2", "parallel=tp2xpp2", "parallel.TP=2", "training.LR=1e-3",
+    "training.neftune=5", "training.neftune_noise=5", "training.learning_rate=1e-3", "training.lr 1e-3",
+    "training.lr", "training.lr:1e-3", "training.steps=many", "training.report_to=wandb", "training.report_to=[wanb]",
+    "training.report_to=none", "training.dtype=BF16", "training.dtype=half", "training.recompute=selective",
+    "training.lr_schedule=Cosine", "training.optimizer.name=adamw", "training.deterministic=ture",
+    "stage=SFT", "stage=ppo", "stage=pretrain", "stage=dpo_offline", "stage=reward", "stage=rlhf", "stage=dop",
+    "'data.columns={question: ask}'", "'data.columns={promt: a}'", "'data.columns={ask: prompt}'",
+    "'data.roles={human: user}'", "'data.source=[{source: my_data.jsonl, wieght: 2}]'",
+    "data.format=sharegp", "data.max_length=64", "data.packing_=true", "parallel.schedule=GPIPE",
+    "parallel.schedule=1F1B", "checkpoint.resume=neve", "checkpoint.save_steps=3", "launch.launcher=Slurm",
+    "launch.launcher=k8s launch.nnodes=2", "offload.budget=lots", "training.warmup_steps=50",
+    "training.epochs=1 training.steps=5", "data.validation_split=x", "parallel.world_size=3",
+)  # fmt: skip
+"""Words behind `hyper-parallel config show my.yaml`."""
+WITH_DATA = (
+    "data my.yaml -n 0 data.source=my_dta.jsonl", "data my.yaml -n 0 data.validation=my_dta.jsonl",
+    "data my.yaml -n 0 data.source=prefs.jsonl", "data my.yaml -n 0 stage=dpo", "train my.yaml --trace",
+    "train my.yaml --dry-run training.report_to=[wandb]", "generate runs/run --dram 4GiB --prompt x",
+    "generate my.yaml --prompt x",
+)  # fmt: skip
+"""Commands that read data or build a model."""
+COMMANDS = (
+    "train my.yam", "train mi.yaml --dry-run", "train folder/kept.yml --dry-run", "train keept.yaml --dry-run",
+    "train my_data.jsonl", "train my.yaml -training.lr=1",
+    "data my_data.jsonl", "data my_dta.jsonl", "data my.yml",
+    "plan my_data.jsonl", "plan my.yaml", "plan --recipe my_data.jsonl", "plan --recipe my.yam",
+    "plan", "plan modell.json",
+    "plan lama-3-8b -t dgx-h100", "plan llama-3-8b -t dgxh100", "plan llama-3-8b -t dgx-h100 --objective fast",
+    "plan llama-3-8b -t dgx-h100 --pin tp=3", "plan folder",
+    "report my.yaml", "report runs/rum", "report absent", "checkpoint list my.yaml", "checkpoint list runs/rum",
+    "checkpoint export absent", "checkpoint verify my_data.jsonl", "config show my_data.jsonl", "config show my.yam",
+    "parity my_data.jsonl", "parity mi.yaml", "init quikstart", "init my.yaml",
+)  # fmt: skip
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HYPER_PARALLEL_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "model.json").write_text(json.dumps(MODEL))
+    (tmp_path / "my.yaml").write_text(RECIPE)
+    for folder in ("folder", "recipes", "runs/run"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "recipes/kept.yaml").write_text(RECIPE)
+    (tmp_path / "folder/kept.yaml").write_text(RECIPE)
+    (tmp_path / "my_data.jsonl").write_text(f"{json.dumps({'messages': TURNS})}\n" * 40)
+    (tmp_path / "my_prefs.jsonl").write_text(
+        f"{json.dumps({'prompt': 'a', 'chosen': 'good', 'rejected': 'bad'})}\n" * 40
+    )
+    return tmp_path
+
+
+def outcome(words):
+    """Return the coded error of a command, the usage error as a text, or None where it succeeds."""
+    try:
+        done = CliRunner().invoke(application(words[0]), words, catch_exceptions=False)
+    except HyperParallelError as error:
+        return error
+    return None if done.exit_code == 0 else done.output
+
+
+def filled(hint):
+    for word, value in WORDS.items():
+        hint = re.sub(rf"\b{re.escape(word)}(?![\w.])", value, hint)
+    return hint
+
+
+def pasted(words, error):
+    """Return the words of the command after its hint is pasted; None for a command of another program."""
+    hint = filled(error.hint)
+    if match := re.search(r"hyper-parallel ((?:(?! or |, with|;|`).)*)", hint):
+        return shlex.split(match[1])
+    if hint.startswith("did you mean"):
+        given, meant = str(error.where or error.got).partition(": ")[0], hint.split("`")[1]
+        assert {given, str(error.got)} & {*words}, (words, given)
+        return [meant if word in (given, str(error.got)) else word for word in words]
+    if hint.startswith(("ls ", "hf ", "mv ", "df ")):
+        return None
+    if hint.startswith("pip install"):
+        hint = hint.partition(": ")[2]
+        assert hint, "names how to do without the package"
+    if hint.startswith("--"):
+        name, left = hint.split()[0], []
+        for before, word in zip(["", *words], words, strict=False):
+            left += [] if name in (before, word) and word != words[0] else [word]
+        return [*left, *shlex.split(hint)]
+    first = hint.partition(", or")[0]
+    text = " ".join(re.findall("`([^`]*)`", first)) if "`" in first else first
+    added = [word for word in shlex.split(text) if "=" in word]
+    assert added, f"not pasted: {error.hint}"
+    kept = list(words)
+    if error.code in ("HP101", "HP102") or "override" in error.what:
+        key = re.search(
+            r"(?:: |^)([\w.\[\]]+)", str(error.where).partition(" (")[0].rpartition(": ")[2]
+        )
+        named = key[1].partition("[")[0] if key else ""
+        kept = [w for w in words if not (named and re.match(rf"{re.escape(named)}\b", w))]
+        kept = [w for w in kept if w.partition("=")[0] != ".".join(named.split(".")[:2])]
+        kept = [w for w in kept if not named.startswith(f"{w.partition('=')[0]}.")]
+        if "override" in error.what:
+            kept = words[: words.index(str(error.got))]
+    names = {word.partition("=")[0] for word in added}
+    return [*(w for w in kept if w.partition("=")[0] not in names), *added]
+
+
+def is_read(words):
+    """Return the words of a command that reads the recipe of a longer one, with its overrides."""
+    recipe, *overrides = (word for word in words[1:] if "=" in word or "." in word)
+    return ["config", "show", recipe, *overrides]
+
+
+def assert_leads_on(words, whole=False):
+    first = outcome(words)
+    assert isinstance(first, HyperParallelError), first
+    assert first.hint, first.render()
+    again = pasted(words, first)
+    if again is None:
+        return
+    if not whole and again[0] in ("train", "data", "parity"):
+        again = is_read(again)
+    elif again[0] == "train" and "--dry-run" not in again:
+        again = [*again, "--dry-run"]
+    second = outcome(again)
+    assert not isinstance(second, str), (first.hint, again, second)
+    told = (first.what, first.where, first.got)
+    assert second is None or (second.what, second.where, second.got) != told, second.render()
+
+
+@pytest.mark.parametrize("written", KEYS)
+def test_a_pasted_override_leads_on(place, written):
+    assert_leads_on(["config", "show", "my.yaml", *shlex.split(written)])
+
+
+@pytest.mark.parametrize("written", COMMANDS)
+def test_a_pasted_command_leads_on(place, written):
+    assert_leads_on(shlex.split(written))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("written", WITH_DATA)
+def test_a_pasted_hint_on_data_leads_on(place, written):
+    assert_leads_on(shlex.split(written), whole=True)
