@@ -27,8 +27,8 @@ from hyper_parallel.units import MiB, format_bytes, format_count
 _log = logging.getLogger(__name__)
 LINE_WIDTH: Final = 80
 """Columns of the line of a step."""
-_MOST_DIGITS: Final = 4
-"""Digits of the last step up to which every line names it."""
+_MOST_DIGITS: Final = 2
+"""Digits of the number of steps up to which every line shows it; the progress bar always does."""
 _RECORD: Final = Limits(MiB, num_elements=100_000)
 
 
@@ -207,7 +207,7 @@ def _step_of(line: bytes) -> int | None:
 def log_line(record: StepRecord, steps: int) -> str:
     """Return the line of a step for people, at most 80 columns wide, with the deviation from the plan.
 
-    All lines of a run begin alike. Long numbers push the padding of the step out first.
+    All lines of a run start with the same form of the step, as far as its numbers leave space.
     """
     digits, score = len(str(steps)), f"loss {record.loss:.4f}"
     total = f"/{steps}" if digits <= _MOST_DIGITS else ""
@@ -216,7 +216,7 @@ def log_line(record: StepRecord, steps: int) -> str:
         score = f"reward {record.rollout['reward']:.4f}"
     parts = [
         score,
-        f"grad {record.grad_norm:.3g}",
+        f"grad_norm {record.grad_norm:.3g}",
         f"lr {record.lr:.1e}",
         f"{_brief(format_count(record.tps))} tok/s",
         _brief(format_bytes(record.memory_bytes)),
