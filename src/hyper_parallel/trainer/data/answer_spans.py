@@ -284,6 +284,7 @@ def _check_words(
                     got=abbreviated(words.text),
                     allowed=f'calls with an id such as "functions.{words.text[:60]}:0", and the same `tool_call_id` in '
                     "the turn of the tool",
+                    hint=None,
                 )
             raise renderer.refusal(_DROPPED[words.kind], i, got=abbreviated(words.text))
         if count > 1 and is_answer and words.kind != "name":

@@ -8,7 +8,7 @@ before an answer are those of generation. Targets are the words of the assistant
 the template has the model write between the generation prompt and the words, such as an empty reasoning block. A
 template that marks the assistant's words itself, between `{% generation %}` and `{% endgeneration %}`, may leave out
 text before the words. The marker that ends a turn is a target whether or not the marks hold it, because a model that
-never learns it does not stop. Answers without words are no targets.
+never learns it does not stop.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 from hyper_parallel.errors import BadValue
 from hyper_parallel.trainer.data.answer_spans import locate_answers, render_text
-from hyper_parallel.trainer.data.conversation import Conversation, Message, says_something
+from hyper_parallel.trainer.data.conversation import Conversation, Message
 from hyper_parallel.trainer.data.span_tokens import ids_of, tokens_of_spans
 from hyper_parallel.trainer.data.template_properties import properties_of
 
@@ -95,10 +95,7 @@ def _trained_turns(conversation: Conversation, num_context: int) -> list[int]:
     return [
         i
         for i, turn in enumerate(conversation.messages)
-        if turn["role"] == "assistant"
-        and i >= num_context
-        and i not in conversation.untrained
-        and says_something(turn)  # a bare end marker teaches to say nothing
+        if turn["role"] == "assistant" and i >= num_context and i not in conversation.untrained
     ]
 
 

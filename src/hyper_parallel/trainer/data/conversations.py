@@ -664,4 +664,10 @@ def is_text_pair(record: Record, shape: str, rules: RecordRules, *, any_name: bo
         said = tuple(key for key in (*PROMPTS, *ANSWERS, "chosen", "rejected") if key in values)
     others = (*SYSTEMS, *TOOLS, "chat_template_kwargs")
     alone = all(is_empty(values.get(key)) or key in rules.ignored for key in others)
-    return alone and all(isinstance(values.get(key), str) for key in said)
+
+    def is_text(key: str) -> bool:
+        value = values.get(key)
+        # An answer that is absent is an empty one.
+        return isinstance(value, str) or (value is None and key in values and key not in PROMPTS)
+
+    return alone and all(map(is_text, said))

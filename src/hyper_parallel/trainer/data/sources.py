@@ -179,13 +179,8 @@ class Source:
         stage = self.stage
         templated = self._is_templated(where, record)
         found = conversations_of(record, self.shape, where, stage, self.rules)
-        for one in found if stage != "pt" else ():
-            count = num_context(one, stage)
-            check_flags(one, count, record, where, self.rules)
-            answers = _answers(one, count)
-            empty = sum(not says_something(one.messages[i]) for i in answers)
-            if stage != "grpo" and 0 < empty < len(answers):
-                self.counts.remarks[_WORDLESS] += 1
+        if stage != "pt":
+            found = [self._trained(one, record, where) for one in found]
         return [
             Document(
                 where,
@@ -198,6 +193,23 @@ class Source:
             )
             for one in found
         ]
+
+    def _trained(self, one: Conversation, record: Record, where: str) -> Conversation:
+        """Return a conversation whose answers without words are not trained on where others have words.
+
+        A bare end marker would teach to say nothing.
+
+        Raises:
+            NoData: HP602 for a turn of the prompt that the record names as trained on.
+        """
+        count = num_context(one, self.stage)
+        check_flags(one, count, record, where, self.rules)
+        answers = _answers(one, count)
+        empty = [i for i in answers if not says_something(one.messages[i])]
+        if self.stage == "grpo" or not 0 < len(empty) < len(answers):
+            return one
+        self.counts.remarks[_WORDLESS] += 1
+        return replace(one, untrained=one.untrained | {*empty})
 
     def _is_templated(self, where: str, record: Record) -> bool:
         """Return whether a conversation is written through the chat template.
