@@ -46,7 +46,7 @@ _PROBES: Final = (
     "Hello world", " Hello", "  two  spaces ", "\n", "\n\n\n", "a\n\n  b\n", "\t\tx", "a\r\nb", "   ", " \n \n",
     "0", "7", "42", "123", "2024", "1234567890", "3.14159", "1,000,000", "v1.2.3", "x1y22z333",
     "I'm you're WE'LL it's", "camelCaseWord snake_case", "don't -- stop... (now)!?", "a/b\\c:d;e", "user@example.org",
-    "caf\u00e9 na\u00efve \u00fcber", "cafe\u0301 u\u0308ber", "\ufb01ne \u2460 \u00bd \uff21", "\u0130stanbul \u00df",
+    "ol\u00e9 na\u00efve \u00fcber", "ole\u0301 u\u0308ber", "\ufb01ne \u2460 \u00bd \uff21", "\u0130stanbul \u00df",
     "\u4f60\u597d\uff0c\u4e16\u754c\u3002", "\u65e5\u672c\u8a9e\u306e\u6587",
     "\ud55c\uad6d\uc5b4",
     "\u041f\u0440\u0438\u0432\u0435\u0442 \u043c\u0438\u0440", "\u0645\u0631\u062d\u0628\u0627",
