@@ -93,7 +93,9 @@ def test_all_lines_of_a_run_begin_alike(steps):
     for record in (first, last):
         line = log_line(record, steps)
         assert line.split()[0] == "step"
-        assert line.split(" loss ")[0].endswith(f"{record.step}/{steps}" if steps < 100 else str(record.step))
+        assert line.split(" loss ")[0].endswith(
+            f"{record.step}/{steps}" if steps < 100 else str(record.step)
+        )
         assert len(line) <= 80
 
 

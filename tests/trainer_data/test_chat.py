@@ -59,8 +59,8 @@ def test_a_template_that_marks_the_assistants_words_decides_the_mask(tokenizer):
     )
     ids, mask = encode_conversation(tokenizer, Conversation(tuple(MESSAGES)))
     learnt = [i for i, m in zip(ids, mask, strict=True) if m]
-    # Without the end marker, which this template leaves outside of its mark.
-    assert tokenizer.decode(learnt) == " 4 \u00fcber4"
+    # With the end marker, which this template leaves outside of its mark: without it a model does not stop.
+    assert tokenizer.decode(learnt) == " 4 \u00fcber<|im_end|>4<|im_end|>"
     assert tokenizer.decode(ids) == assistant_spans(tokenizer, MESSAGES)[0]
 
 

@@ -4,7 +4,8 @@ A step samples completions (the cost of generation, `cost.generation_passes`) an
 training, and a forward for every pass beside it). With both a task graph of some steps, a lane per role, is simulated;
 its steady seconds per step are what a split is chosen by. The space is small, and all of it is priced: every number of
 ranks that only sample, every degree in which they share a copy, and of the ranks that learn every layout that the
-search of their number keeps, one for each of their degrees. Imported by what plans `stage: grpo` only. """
+search of their number keeps, one for each of their degrees. Imported by what plans `stage: grpo` only.
+"""
 
 from __future__ import annotations
 

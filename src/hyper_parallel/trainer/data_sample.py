@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -135,12 +135,14 @@ def sample_data(
     """
     recipe = (loaded := with_hub_models(loaded, weights=False)).recipe
     stage, parts = recipe.stage, recipe.data.parts()
+    values = read_config(recipe.model.path, where=loaded.where("model.path")).values
     tokenizer, sources = open_sources(
         recipe.data,
         stage=stage,
         model_path=recipe.model.path,
         progress=progress,
-        vocab_limit=_vocabulary(loaded),
+        vocab_limit=_vocabulary(values),
+        model_config=values,
     )
     limits = _Limits(max(1, max_records // len(sources)), MOST_BYTES // len(sources), num_examples)
     samples = [
@@ -150,9 +152,8 @@ def sample_data(
     return DataSample(stage, tuple(samples), str(tokenizer.directory))
 
 
-def _vocabulary(loaded: LoadedRecipe) -> int | None:
+def _vocabulary(values: Mapping[str, Any]) -> int | None:
     """Return the entries of the model's vocabulary by its config; None where the config names none."""
-    values = read_config(loaded.recipe.model.path, where=loaded.where("model.path")).values
     inner = values.get("text_config")
     size = values.get("vocab_size", inner.get("vocab_size") if isinstance(inner, dict) else None)
     return size if isinstance(size, int) else None
@@ -177,7 +178,8 @@ def _sample(source: Source, hf: Any, limits: _Limits) -> SourceSample:
         source = replace(source, max_bytes=most)
     records = units(source, stage)
     num_bytes, seen = 0, 0
-    with EncodingHelpers(hf, stage, counts.seq_len, _num_helpers(stage)) as helpers:
+    number, unknown = _num_helpers(stage), counts.unknown_id
+    with EncodingHelpers(hf, stage, counts.seq_len, number, unknown) as helpers:
         while batch := list(_batch(records, min(_BATCH, limits.records - seen))):
             # The first records are encoded here: examples are taken from them.
             if seen < _OWN_RECORDS or len(examples) < limits.examples or not helpers.take(batch):

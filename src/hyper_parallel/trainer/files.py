@@ -81,6 +81,7 @@ def copy_files(source: Path, target: Path, names: Iterable[str]) -> None:
     """Copy those files of a directory that are there."""
     for name in names:
         if (source / name).is_file():
+            (target / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(source / name, target / name)
 
 

@@ -27,17 +27,16 @@ from hyper_parallel.trainer._elastic import on_started, with_roles
 from hyper_parallel.trainer._resumed_checkpoint import check_newest
 from hyper_parallel.trainer.checkpoints.manifest import steps
 from hyper_parallel.trainer.data import (
-    TOKENIZER_FILES,
     Batches,
     PackedData,
     Stream,
     StreamBatches,
+    copy_tokenizer,
     has_tokenizer,
 )
 from hyper_parallel.trainer.data_record import write_data_record
 from hyper_parallel.trainer.files import (
     check_writable,
-    copy_files,
     write_text,
     write_timeline,
 )
@@ -191,7 +190,7 @@ class Job:
         with folder.discarded_on_error():
             for name, text in self.model_files.items():
                 write_text(written / name, text)
-            copy_files(Path(self.packed.tokenizer_dir), written, TOKENIZER_FILES)
+            copy_tokenizer(self.packed.tokenizer_dir, written)
             folder.publish()
 
 
@@ -237,6 +236,7 @@ def prepare_job(
         HyperParallelError: Anything a user can have got wrong; see docs/train.md.
     """
     from hyper_parallel.backends.torch import check_flow, check_pretrained, check_routing
+    from hyper_parallel.backends.torch.dropout import original_config
     from hyper_parallel.planner import plan_recipe
     from hyper_parallel.trainer.data import prepare
     from hyper_parallel.trainer.engine.offload_machine import check_offload
@@ -315,6 +315,7 @@ def prepare_job(
         seed=recipe.training.seed,
         progress=progress,
         vocab_limit=len(model.get_input_embeddings().weight),
+        model_config=original_config(model).to_dict(),
     )
     if recipe.stage == "grpo":
         check_rewards(loaded, packed)

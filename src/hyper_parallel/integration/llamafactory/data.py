@@ -10,7 +10,7 @@ from hyper_parallel.errors import Contradiction, RecipeUnreadable, UnknownKey, a
 from hyper_parallel.received import names_outside, outside_target
 from hyper_parallel.trainer.data import render
 from hyper_parallel.trainer.data.records import read_records
-from hyper_parallel.trainer.data.tokenizer import load_tokenizer
+from hyper_parallel.trainer.data.saved_tokenizer import load_tokenizer
 
 _COLUMNS: Final = {
     "alpaca": {"prompt": "instruction", "query": "input", "response": "output"},

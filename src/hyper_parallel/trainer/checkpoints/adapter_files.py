@@ -23,8 +23,7 @@ from hyper_parallel.trainer.checkpoints.index import MODEL
 from hyper_parallel.trainer.checkpoints.model_export import Held, exported_folder
 from hyper_parallel.trainer.checkpoints.pieces import AtHome
 from hyper_parallel.trainer.checkpoints.rank_group import RankGroup
-from hyper_parallel.trainer.data import TOKENIZER_FILES
-from hyper_parallel.trainer.files import copy_files
+from hyper_parallel.trainer.data import copy_tokenizer
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _PICKLED = "adapter_model.bin"
@@ -77,7 +76,7 @@ def export_adapter(
         config.inference_mode = True
         config.save_pretrained(folder.partial)
         if tokenizer_dir is not None:
-            copy_files(Path(tokenizer_dir), folder.partial, TOKENIZER_FILES)
+            copy_tokenizer(tokenizer_dir, folder.partial)
         folder.publish()
 
     ranks.on_rank_0(close)

@@ -41,9 +41,8 @@ from hyper_parallel.owned_folder import Replacement
 from hyper_parallel.trainer.checkpoints._finite import check_finite
 from hyper_parallel.trainer.checkpoints.pieces import AtHome
 from hyper_parallel.trainer.checkpoints.rank_group import RankGroup
-from hyper_parallel.trainer.data.tokenizer import TOKENIZER_FILES
+from hyper_parallel.trainer.data import copy_tokenizer
 from hyper_parallel.trainer.engine.recipe_model import GENERATION
-from hyper_parallel.trainer.files import copy_files
 
 EXPORTS = ("export", "adapter")
 """Kinds of folders that an export may replace."""
@@ -219,7 +218,7 @@ class _Writer:
         elif own is not None:
             own.save_pretrained(self._temporary)
         if tokenizer_dir is not None:
-            copy_files(Path(tokenizer_dir), self._temporary, TOKENIZER_FILES)
+            copy_tokenizer(tokenizer_dir, self._temporary)
         self._folder.publish()
 
     def discarded_on_error(self) -> AbstractContextManager[None]:

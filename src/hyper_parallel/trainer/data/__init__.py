@@ -9,21 +9,25 @@ Tokenising never happens under an open collective: `prepare` returns before rank
 from hyper_parallel.trainer.data.batches import IGNORE_INDEX, Batch, Batches, PackedSequences
 from hyper_parallel.trainer.data.chat import CHATML, PLAIN, render, stop_ids
 from hyper_parallel.trainer.data.preparation import PackedData, prepare
+from hyper_parallel.trainer.data.saved_tokenizer import (
+    copy_tokenizer,
+    has_tokenizer,
+    load_tokenizer,
+)
 from hyper_parallel.trainer.data.streaming import Stream, StreamBatches
-from hyper_parallel.trainer.data.tokenizer import TOKENIZER_FILES, has_tokenizer, load_tokenizer
 from hyper_parallel.trainer.data.tokenizer_limits import tokenizing
 
 __all__ = [
     "CHATML",
     "IGNORE_INDEX",
     "PLAIN",
-    "TOKENIZER_FILES",
     "Batch",
     "Batches",
     "PackedData",
     "PackedSequences",
     "Stream",
     "StreamBatches",
+    "copy_tokenizer",
     "has_tokenizer",
     "load_tokenizer",
     "prepare",

@@ -276,6 +276,16 @@ def _check_words(
         count, i = counts[number], words.turn
         is_answer = conversation.messages[i]["role"] == "assistant"
         if not count and (words.kind != "reasoning" or i in trained):
+            if words.kind == "name" and renderer.template.writes_call_ids:
+                raise renderer.refusal(
+                    "the chat template writes the `id` of a tool call in place of its name, and the call has no `id` "
+                    "that holds the name",
+                    i,
+                    got=abbreviated(words.text),
+                    allowed=f'calls with an id such as "functions.{words.text[:60]}:0", and the same `tool_call_id` in '
+                    "the turn of the tool",
+                    hint=None,
+                )
             raise renderer.refusal(_DROPPED[words.kind], i, got=abbreviated(words.text))
         if count > 1 and is_answer and words.kind != "name":
             raise renderer.refusal(
@@ -527,5 +537,5 @@ def _narrowed(
         raise renderer.refusal(
             "the marks of the chat template (`generation`) leave out words of an answer", i
         )
-    end = max(inside[-1][1], span[1] if search.appended and inside[-1][1] >= own[-1].end else 0)
-    return inside[0][0], end
+    # The span ends with the marker at which generation stops, which some templates leave out of their marks.
+    return inside[0][0], span[1]

@@ -7,7 +7,8 @@ without a template gets `PLAIN`, which needs no special token but the end-of-tex
 before an answer are those of generation. Targets are the words of the assistant, the marker that ends a turn, and what
 the template has the model write between the generation prompt and the words, such as an empty reasoning block. A
 template that marks the assistant's words itself, between `{% generation %}` and `{% endgeneration %}`, may leave out
-text before and behind the words.
+text before the words. The marker that ends a turn is a target whether or not the marks hold it, because a model that
+never learns it does not stop.
 """
 
 from __future__ import annotations

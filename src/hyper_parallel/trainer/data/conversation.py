@@ -28,6 +28,7 @@ class Conversation:
         tools: Functions that the assistant may call, as JSON schemas in OpenAI's form.
         template_values: Further variables for the chat template (`chat_template_kwargs` of the record).
         untrained: Indices of assistant turns that the record excludes from training (`weight: 0`, `train: false`).
+        trained: Indices of those that the record names as trained on (`weight: 1`, `train: true`).
     """
 
     messages: tuple[Message, ...]
@@ -35,3 +36,13 @@ class Conversation:
     tools: tuple[Mapping[str, Any], ...] = ()
     template_values: Mapping[str, Any] = field(default_factory=dict)
     untrained: frozenset[int] = frozenset()
+    trained: frozenset[int] = field(default=frozenset(), compare=False)
+
+
+def says_something(turn: Message) -> bool:
+    """Return whether a turn has words, reasoning or calls of tools."""
+    return bool(
+        (turn.get("content") or "").strip()
+        or turn.get("tool_calls")
+        or (turn.get("reasoning_content") or "").strip()
+    )

@@ -7,6 +7,7 @@ Keys of the same meaning are rows of tables in `record_keys`; a key without a me
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any, Final
 
@@ -26,9 +27,11 @@ from hyper_parallel.trainer.data.record_keys import (
     RecordRules,
     is_empty,
 )
-from hyper_parallel.trainer.data.records import text_of
+from hyper_parallel.trainer.data.records import over_lines_hint, several_lists, text_of
 from hyper_parallel.trainer.data.turns import (
     conversation_of,
+    flag_names,
+    read_json_text,
     read_template_values,
     read_tools,
     read_turns,
@@ -282,7 +285,7 @@ def shape_of(
     Raises:
         NoData: HP602 for a record that is neither.
     """
-    values = rules.named(record, rules.columns, where)
+    values = _named(record, rules, where, stage)
     shape = _conversation(values, stage)
     text = isinstance(record.get(text_key), str)
     if shape == "prompt_completion" and text and stage != "grpo":
@@ -291,6 +294,48 @@ def shape_of(
         _hint_at_columns(values, text, stage, where)
         text_of(record, text_key, where)
     return shape or "records"
+
+
+def _named(record: Record, rules: RecordRules, where: str, stage: str) -> Values:
+    """Return the values of a record by our names; turns that are a text of JSON are read, an absent answer is empty."""
+    values = rules.named(record, rules.columns, where)
+    for key in TURNS:
+        text = values.get(key)
+        if isinstance(text, str) and text.lstrip().startswith(("[", "{")):
+            values[key] = read_json_text(text, key, where)
+    absent = {rules.columns.get(key, key) for key, value in record.items() if value is None}
+    if absent and stage not in ("pt", "grpo") and values.keys().isdisjoint(TURNS):
+        pair = absent & {"chosen", "rejected"}
+        answers = absent & {*ANSWERS} if values.keys().isdisjoint(ANSWERS) else set()
+        values |= dict.fromkeys(pair or sorted(answers)[:1], "")
+    return values
+
+
+_BETTER: Final = ("chosen", "win", "good", "better", "prefer", "accept", "positive", "best")
+_WORSE: Final = ("reject", "lose", "loser", "bad", "worse", "dispref", "negative", "worst")
+
+
+def _pair_columns(values: Values) -> dict[str, str]:
+    """Return which keys of a record may hold a pair and its prompt, by their values and names; empty: none."""
+    turns = [key for key, value in values.items() if isinstance(value, list | tuple | dict)]
+    texts = [key for key, value in values.items() if isinstance(value, str)]
+    for keys in (turns, texts):
+        worse = next((k for k in keys if any(w in k.lower() for w in _WORSE)), None)
+        better = [k for k in keys if any(w in k.lower() for w in _BETTER) and k != worse]
+        if worse is None or not better:
+            continue
+        found = {"chosen": better[0], "rejected": worse}
+        known = not values.keys().isdisjoint(PROMPTS) or keys is turns
+        asked = [key for key in keys if key not in found.values()]
+        return found | ({} if known or not asked else {"prompt": asked[0]})
+    if len(turns) == 2:
+        return dict(zip(("chosen", "rejected"), turns, strict=True))
+    if len(texts) == 3:
+        asked = next((key for key in texts if key in _QUESTIONS), texts[0])
+        answers = [key for key in texts if key != asked]
+        named = {} if asked in _QUESTIONS else {"prompt": asked}
+        return named | dict(zip(("chosen", "rejected"), answers, strict=True))
+    return {}
 
 
 def _hint_at_columns(values: Values, text: bool, stage: str, where: str) -> None:
@@ -302,22 +347,57 @@ def _hint_at_columns(values: Values, text: bool, stage: str, where: str) -> None
             where=where,
             got=sorted(values),
             allowed=[words for _, words in _FORMATS.values()],
-            hint="jq -c . FILE > lines.jsonl, where a record stretches over several lines",
+            hint=over_lines_hint(where.partition(": record ")[0]) if ": record " in where else None,
         )
-    for key, value in values.items():
-        if isinstance(value, list | tuple) and value and isinstance(value[0], dict):
-            columns["messages"] = key
+    lists = [
+        key
+        for key, value in values.items()
+        if isinstance(value, list | tuple) and value and isinstance(value[0], dict)
+        if key not in TOOLS
+    ]
+    if len(lists) > 1 and all(_is_records(values[key]) for key in lists):
+        _refuse_lists(lists, where)
     texts = [key for key, value in values.items() if isinstance(value, str)]
-    if not columns and stage not in ("pt", "dpo", "orpo", "rm") and not text and len(texts) == 2:
-        columns = dict(zip(("prompt", "completion"), texts, strict=True))
-    if columns:
+    if stage in ("dpo", "orpo", "rm"):
+        columns = {} if text and len(texts) == 1 else _pair_columns(values)
+    elif lists:
+        columns["messages"] = lists[0]
+    elif stage != "pt" and not text and len(texts) >= 2:
+        asked = next((key for key in texts if key in _QUESTIONS), texts[0])
+        said = next((key for key in texts if key in ANSWERS and key != asked), None)
+        said = said or next(key for key in texts if key != asked)
+        columns = {"prompt": asked, "completion": said}
+        columns = {name: key for name, key in columns.items() if key not in _FOUND[name]}
+    if columns or (stage != "pt" and not text):
         raise NoData(
             "the keys of a record do not say which of them holds the conversation",
             where=where,
             got=sorted(values),
             allowed=[words for _, words in _FORMATS.values()],
-            hint=" ".join(f"data.columns.{name}={key}" for name, key in columns.items()),
+            hint=" ".join(
+                shlex.quote(f"data.columns.{name}={key}") for name, key in columns.items()
+            )
+            or None,
         )
+
+
+_FOUND: Final = {"prompt": PROMPTS, "completion": ANSWERS}
+
+
+_RECORD_KEYS: Final = frozenset((*TURNS, *PROMPTS, *ANSWERS, "chosen", "rejected"))
+
+
+def _is_records(value: Sequence[Any]) -> bool:
+    """Return whether a list holds records, and not turns or tools."""
+    return all(
+        isinstance(one, dict) and not _RECORD_KEYS.isdisjoint(one) and "role" not in one
+        for one in value
+    )
+
+
+def _refuse_lists(keys: Sequence[str], where: str) -> None:
+    path = where.rpartition(":")[0]
+    raise several_lists(keys, path)
 
 
 def _conversation(values: Record, stage: str) -> str | None:
@@ -350,7 +430,7 @@ def conversations_of(
     Raises:
         NoData: HP602 naming the key or the turn that is wrong.
     """
-    values = rules.named(record, rules.columns, where)
+    values = _named(record, rules, where, stage)
     reader, allowed = _FORMATS[shape]
     if shape == "prompt_completion" and stage == "grpo":
         reader = _prompt
@@ -494,6 +574,28 @@ def num_context(one: Conversation, stage: str) -> int:
     return next((i for i in range(len(written) - 1, -1, -1) if written[i]), 0)
 
 
+def check_flags(
+    one: Conversation, num_context: int, record: Record, where: str, rules: RecordRules
+) -> None:
+    """Refuse a turn of the prompt that the record names as trained on.
+
+    Raises:
+        NoData: HP602 naming the turn.
+    """
+    for i in sorted(one.trained):
+        if i < num_context:
+            names = flag_names(record)
+            # Without its flags a record would train on turns that it excludes.
+            hint = rules.ignore_hint(names) if names and not one.untrained else None
+            raise NoData(
+                "a turn of the prompt is to be trained on by its flag, and only what follows the prompt is",
+                where=f"{where}, turn {i + 1}",
+                got=abbreviated(one.messages[i]["content"], 60),
+                allowed="flags (`weight`, `train`, ...) that are 1 or true in answers behind the prompt alone",
+                hint=hint,
+            )
+
+
 _LABEL: Final = TypeAdapter(bool)
 _MARGIN: Final[TypeAdapter[float | bool]] = TypeAdapter(
     StrictBool | Annotated[float, Field(allow_inf_nan=False)]
@@ -562,4 +664,10 @@ def is_text_pair(record: Record, shape: str, rules: RecordRules, *, any_name: bo
         said = tuple(key for key in (*PROMPTS, *ANSWERS, "chosen", "rejected") if key in values)
     others = (*SYSTEMS, *TOOLS, "chat_template_kwargs")
     alone = all(is_empty(values.get(key)) or key in rules.ignored for key in others)
-    return alone and all(isinstance(values.get(key), str) for key in said)
+
+    def is_text(key: str) -> bool:
+        value = values.get(key)
+        # An answer that is absent is an empty one.
+        return isinstance(value, str) or (value is None and key in values and key not in PROMPTS)
+
+    return alone and all(map(is_text, said))

@@ -6,11 +6,13 @@ keys that it passes over; the packer or the stream counts what becomes of each r
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from hyper_parallel.trainer.data.conversation import says_something
 from hyper_parallel.trainer.data.document import Document
 
 NO_ANSWER: Final = "no turn of the assistant"
@@ -21,6 +23,7 @@ NO_TARGET: Final = "the chat template writes no token of an answer"
 BEHIND_SEQ_LEN: Final = "no answer begins within data.seq_len tokens"
 EMPTY_RECORD: Final = "the record is empty"
 NO_PROMPT: Final = "no turn before the answer"
+UNKNOWN: Final = "its token for unknown words is trained in their place"
 ALLOWED: Final = {
     NO_ANSWER: "conversations with a turn of the assistant",
     PROMPT_ONLY: "conversations with a turn of the assistant behind the prompt",
@@ -52,10 +55,13 @@ class DataCounts:
         used: Records that are trained on, cut ones included.
         cut: Records that are longer than `data.seq_len` and lose their end.
         tokens: Tokens of the records that are used.
-        target_tokens: Tokens of them that carry loss.
+        target_tokens: Tokens of them that carry loss: of a pair that is scored its two last ones; none of prompts for
+            which completions are sampled.
         dropped: Records that are left out, by reason.
         ignored_keys: Keys of records that have no influence on the text, with the number of records that have them.
         remarks: Other things that the reader does to records, with their number.
+        by_document: Texts of `stage: pt` do not follow one another, so the first token of each is no target.
+        unknown_id: Token that stands for everything that the tokenizer does not know.
     """
 
     source: str = ""
@@ -69,6 +75,8 @@ class DataCounts:
     dropped: Counter[str] = field(default_factory=Counter)
     ignored_keys: Counter[str] = field(default_factory=Counter)
     remarks: Counter[str] = field(default_factory=Counter)
+    by_document: bool = False
+    unknown_id: int | None = None
 
     def clear(self) -> None:
         """Set all counts to zero."""
@@ -76,6 +84,13 @@ class DataCounts:
             setattr(self, name, 0)
         for name in _COUNTERS:
             getattr(self, name).clear()
+
+    def restart(self, num_read: int) -> None:
+        """Count from here on: records before it were passed over, and `num_read` behind it are read already."""
+        for name in _NUMBERS:
+            setattr(self, name, 0)
+        self.dropped.clear()
+        self.read = num_read
 
     def add(self, documents: Sequence[Document], encoded: Sequence[Encoded], stage: str) -> None:
         """Count one record: its document, or the two of a pair.
@@ -87,7 +102,11 @@ class DataCounts:
         """
         if stage == "pt":
             num_tokens = sum(len(ids) for ids, _ in encoded)
-            self.add_used(num_tokens, num_tokens)
+            if self.by_document and num_tokens < 2:
+                self.dropped[EMPTY_RECORD] += 1
+                return
+            self.add_used(num_tokens, num_tokens - self.by_document)
+            self.add_unknown(any(self.unknown_id in ids for ids, _ in encoded), stage)
             return
         first = 0 if stage == "rm" else 1  # the first token is predicted by none
         most = self.seq_len + first
@@ -96,9 +115,36 @@ class DataCounts:
                 behind = any(learn[first:])
                 self.dropped[BEHIND_SEQ_LEN if behind else missing_target(document, stage)] += 1
                 return
-        num_targets = sum(sum(learn[first:most]) for _, learn in encoded)
         lengths = [len(ids) for ids, _ in encoded]
-        self.add_used(sum(min(n, most) for n in lengths), num_targets, max(lengths) > most)
+        marked = [sum(learn[first:most]) for _, learn in encoded]
+        num_tokens = sum(min(n, most) for n in lengths)
+        self.add_marked(num_tokens, marked, stage, is_cut=max(lengths) > most)
+        if self.unknown_id is not None:
+            answers = (zip(ids[:most], learn[:most], strict=True) for ids, learn in encoded)
+            said = itertools.chain.from_iterable(answers)
+            self.add_unknown(any(i == self.unknown_id and t for i, t in said), stage)
+
+    def add_unknown(self, has_unknown: bool, stage: str) -> None:
+        """Count a record whose targets hold the token for everything unknown."""
+        if has_unknown and self.unknown_id is not None and stage != "grpo":
+            kind = "texts" if stage == "pt" else "conversations whose answers"
+            self.remarks[f"{kind} have words that the tokenizer does not know: {UNKNOWN}"] += 1
+
+    def add_marked(
+        self, num_tokens: int, marked: Sequence[int], stage: str, *, is_cut: bool
+    ) -> None:
+        """Count a record of conversations that is used.
+
+        Args:
+            num_tokens: Tokens of all its documents, cut to `data.seq_len`.
+            marked: Tokens of answers in each of its documents.
+            stage: Stage of the recipe.
+            is_cut: Whether a document is longer than `data.seq_len`.
+        """
+        if stage == "grpo":  # the answer is read by rewards alone
+            self.add_used(num_tokens - sum(marked), 0, is_cut)
+            return
+        self.add_used(num_tokens, len(marked) if stage == "rm" else sum(marked), is_cut)
 
     def add_used(self, num_tokens: int, num_targets: int, is_cut: bool = False) -> None:
         """Count one record that is trained on."""
@@ -152,8 +198,7 @@ def missing_target(document: Document, stage: str) -> str:
     later = [i for i in answers if i >= document.num_context]
     if not later:
         return PROMPT_ONLY if answers else NO_ANSWER
-    trained = [one.messages[i] for i in later if i not in one.untrained]
-    if not trained:
+    if all(i in one.untrained for i in later):
         return ALL_UNTRAINED
-    says = ("content", "tool_calls", "reasoning_content")
-    return NO_TARGET if any(turn.get(key) for turn in trained for key in says) else EMPTY_ANSWERS
+    trained = (one.messages[i] for i in later if i not in one.untrained)
+    return NO_TARGET if any(map(says_something, trained)) else EMPTY_ANSWERS

@@ -53,9 +53,13 @@ class EncodingHelpers:
         stage: Stage of the recipe.
         seq_len: `data.seq_len`.
         number: Processes.
+        unknown_id: Token that stands for everything that the tokenizer does not know.
     """
 
-    def __init__(self, hf: Any, stage: str, seq_len: int, number: int) -> None:
+    def __init__(
+        self, hf: Any, stage: str, seq_len: int, number: int, unknown_id: int | None = None
+    ) -> None:
+        self._unknown_id = unknown_id
         self._hf, self._stage, self._seq_len, self._number = hf, stage, seq_len, number
         self._idle: list[Connection] = []
         self._busy: list[Connection] = []
@@ -123,7 +127,8 @@ class EncodingHelpers:
                 batch = connection.recv()
             except EOFError:
                 return
-            counts, lengths = DataCounts(seq_len=self._seq_len), LengthHistogram()
+            counts = DataCounts(seq_len=self._seq_len, unknown_id=self._unknown_id)
+            lengths = LengthHistogram()
             try:
                 for unit, encoded in encoded_units(batch, self._hf, self._stage):
                     count_unit(unit, encoded, self._stage, counts, lengths)
@@ -138,4 +143,5 @@ def _merge(
     for name in _SUMS:
         setattr(counts, name, getattr(counts, name) + getattr(more, name))
     counts.dropped.update(more.dropped)
+    counts.remarks.update(more.remarks)
     lengths.counts.update(further.counts)

@@ -22,6 +22,8 @@ AROUND: Final = re.compile(rf'\s*\{{\s*(?:{_PLAIN_VALUE},\s*)*"[^"\\]*"\s*:\s*(?
 """Beginning of an object around an array."""
 _BEHIND: Final = re.compile(rf"\s*(?:,\s*{_PLAIN_VALUE})*\}}\s*")
 """End of such an object."""
+_FURTHER: Final = re.compile(rf'\s*,\s*(?:{_PLAIN_VALUE},\s*)*"([^"\\]*)"\s*:\s*\[')
+"""Beginning of another array behind it."""
 _LONGEST_LITERAL: Final = 16
 """A word or number that is cut by the end of a chunk is reported at most so far before it."""
 
@@ -53,13 +55,17 @@ class ArrayReader:
         self._decoder = json.JSONDecoder(object_pairs_hook=unique_keys)
         self._buffer, self._at, self._first_line = file.read(HEAD), 0, 1
         self._ended = False
+        self.key = ""
+        """Key of the array in the object around it."""
+        self.further: str | None = None
+        """Key of a second list behind the array."""
         around = AROUND.match(self._buffer)
         self._is_value = around is not None
         self.beside: list[str] = []
         """Keys of the object around the array, but that of the array."""
         if around is not None:
             self._at = around.end()
-            self.beside = _KEY.findall(around[0])[:-1]
+            *self.beside, self.key = _KEY.findall(around[0])
 
     def __iter__(self) -> Iterator[tuple[Any, str]]:
         """Yield each element with its text.
@@ -114,6 +120,8 @@ class ArrayReader:
                 pass
             behind = _BEHIND.match(self._buffer, self._at)
             if behind is None:
+                further = _FURTHER.match(self._buffer, self._at)
+                self.further = further[1] if further else None
                 raise self._error("Expecting plain values beside the list of records")
             self._at = behind.end()
             self.beside += _KEY.findall(behind[0])

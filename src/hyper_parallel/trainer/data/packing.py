@@ -31,6 +31,7 @@ from hyper_parallel.trainer.data.conversation import Conversation
 from hyper_parallel.trainer.data.counts import (
     ALLOWED,
     BEHIND_SEQ_LEN,
+    EMPTY_RECORD,
     DataCounts,
     missing_target,
 )
@@ -54,6 +55,7 @@ class Flat:
     pairs: bool = False  # two neighbours are answers to one prompt
     facts: DocumentFacts = field(default_factory=DocumentFacts)
     scored: bool = False  # the one target is the last token itself, which says that it is read
+    stage: str = "sft"
     reasons: dict[tuple[int, int], str] = field(default_factory=dict)
     """Why documents have no target, by the first token and the one behind the last."""
 
@@ -71,7 +73,12 @@ def pack(
     notes: list[str] = []
     if flat.learn is None:
         for span in flat.spans:
-            counts.add_used(_length(span), _length(span))
+            if counts.by_document and _length(span) < 2:
+                counts.dropped[EMPTY_RECORD] += 1
+                continue
+            counts.add_unknown(_has_unknown(flat, span, counts.unknown_id), flat.stage)
+            # Targets of documents in rows are counted with the rows.
+            counts.add_used(_length(span), 0 if counts.by_document else _length(span))
     train, holdout = split_documents(flat, data.holdout, seed, data.seq_len)
     for split, spans in (("train", train), ("holdout", holdout)):
         if flat.learn is None and data.packing and not masked:
@@ -148,7 +155,7 @@ def tokenise(source: Source, tokenizer: Tokenizer, stage: str, directory: Path, 
         learn = None if stage == "pt" else _map(learn_file, np.bool_)
         if stage == "kto" and spans:  # the first prompt's other answer is the last record's
             spans.insert(1, spans.pop())
-        return Flat(tokens, spans, learn, stage in PAIRED, facts, stage == "rm", reasons)
+        return Flat(tokens, spans, learn, stage in PAIRED, facts, stage == "rm", stage, reasons)
 
 
 def _map(file: IO[bytes], dtype: Any) -> NDArray[Any]:
@@ -302,6 +309,7 @@ def write_rows(
         filled = fill_row(pieces, seq_len, pad_id)
         inputs[row], labels[row], positions[row], num_real[row] = filled
     num_valid = (labels != IGNORE_INDEX).sum(1, dtype=np.int64)
+    counts.target_tokens += int(num_valid.sum()) if learn is None else 0
     arrays = {"": inputs, "_labels": labels, "_num_valid": num_valid, "_num_real": num_real}
     for name, array in {**arrays, **({"_positions": positions} if masked else {})}.items():
         np.save(path.with_name(f"{path.name}{name}.npy"), array)
@@ -319,13 +327,25 @@ def _used_conversations(
         missing = next((i for i in group if not targets[i]), None)
         if missing is None:
             used += [kept[i] for i in group]
-            lengths = sum(_length(kept[i]) for i in group)
-            is_cut = any(kept[i] != spans[i] for i in group)
-            counts.add_used(lengths, sum(targets[i] for i in group), is_cut)
+            # The second of two documents of `kto` gives a reference, and no loss.
+            counted = group[:1] if flat.stage == "kto" else group
+            lengths = sum(_length(kept[i]) for i in counted)
+            is_cut = any(kept[i] != spans[i] for i in counted)
+            counts.add_marked(lengths, [targets[i] for i in counted], flat.stage, is_cut=is_cut)
+            unknown = any(_has_unknown(flat, kept[i], counts.unknown_id) for i in counted)
+            counts.add_unknown(unknown, flat.stage)
         else:
             span = spans[missing]
             counts.dropped[flat.reasons.get((span.start, span.stop), BEHIND_SEQ_LEN)] += 1
     return used
+
+
+def _has_unknown(flat: Flat, span: slice, unknown_id: int | None) -> bool:
+    """Return whether a target of a document is the token for everything unknown."""
+    if unknown_id is None:
+        return False
+    found = flat.tokens[span] == unknown_id
+    return bool((found if flat.learn is None else found & flat.learn[span]).any())
 
 
 def _piece(flat: Flat, span: slice, pad_id: int) -> tuple[NDArray[Any], NDArray[Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,11 @@ from hyper_parallel.trainer.data.chat import PLAIN
 from hyper_parallel.trainer.data.counts import DataCounts
 from hyper_parallel.trainer.data.packing import pack, tokenise
 from hyper_parallel.trainer.data.preview import LengthHistogram, SourcePreview, preview_examples
+from hyper_parallel.trainer.data.saved_tokenizer import has_tokenizer
 from hyper_parallel.trainer.data.sources import Source, resolve, with_template
 from hyper_parallel.trainer.data.streaming import Place, Stream
 from hyper_parallel.trainer.data.template_properties import generation_stops
-from hyper_parallel.trainer.data.tokenizer import Tokenizer, has_tokenizer, obtain
+from hyper_parallel.trainer.data.tokenizer import Tokenizer, obtain, unknown_token
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +28,7 @@ _VERSION = 1
 _TARGETS = "targets behind the generation prompt, cut at answers"
 """Rule by which conversations are masked and tokenised; in the key of their entries."""
 _PLAIN_TEXT = "pairs of texts are joined without a template"
-_COUNTED = "every key of a record has a meaning, records are counted, and examples are kept"
+_COUNTED = "every key of a record has a meaning, targets are counted as trained, and empty answers are left out"
 """Rules of readers of records; in the key of entries."""
 
 
@@ -82,11 +84,13 @@ def open_sources(
     model_path: str | None,
     progress: bool,
     vocab_limit: int | None,
+    model_config: Mapping[str, Any] | None = None,
 ) -> tuple[Tokenizer, list[tuple[Data, Source]]]:
     """Return the tokenizer of a recipe and its sources, each with its section; arguments and errors as of `prepare`."""
     sources = [(one, resolve(one, stage)) for one, _ in data.parts()]
     cache = cache_root(data.cache_dir)
-    tokenizer = obtain(data, [s for _, s in sources], model_path, cache, progress, vocab_limit)
+    found = [s for _, s in sources]
+    tokenizer = obtain(data, found, model_path, cache, progress, vocab_limit, model_config)
     if vocab_limit is not None and tokenizer.vocab_size > vocab_limit:
         trained = not data.tokenizer and not has_tokenizer(model_path)
         own = (
@@ -102,6 +106,8 @@ def open_sources(
             hint=own,
         )
     own_template = tokenizer.hf.chat_template != PLAIN
+    for _, source in sources:
+        source.counts.unknown_id = unknown_token(tokenizer.hf)
     return tokenizer, [(one, with_template(source, one, own_template)) for one, source in sources]
 
 
@@ -113,6 +119,7 @@ def prepare(
     seed: int,
     progress: bool = True,
     vocab_limit: int | None = None,
+    model_config: Mapping[str, Any] | None = None,
 ) -> PackedData:
     """Tokenise and pack the source of a recipe, or open the cached result.
 
@@ -126,16 +133,22 @@ def prepare(
         seed: Draws the held-out documents.
         progress: Show bars on stderr.
         vocab_limit: Size of the model's vocabulary. None: a tokenizer of any size is good.
+        model_config: Values of the model's config, which an export has beside the tokenizer. None: no model is known.
 
     Raises:
         NoData: HP602 when the source is missing, unreadable, empty, or shorter than one sequence.
-        BadValue: HP102 when the tokenizer has more tokens than the model.
+        BadValue: HP102 when the tokenizer has more tokens than the model, or would give other tokens in an export.
         Contradiction: HP104 when the stage does not suit the records.
         OutputNotWritable: HP105 when the cache cannot be written.
     """
     cache = cache_root(data.cache_dir)
     tokenizer, sources = open_sources(
-        data, stage=stage, model_path=model_path, progress=progress, vocab_limit=vocab_limit
+        data,
+        stage=stage,
+        model_path=model_path,
+        progress=progress,
+        vocab_limit=vocab_limit,
+        model_config=model_config,
     )
     tokenizer_fingerprint = tokenizer.fingerprint  # reads its files
     stops = generation_stops(tokenizer.hf)  # end markers of answers depend on them
@@ -198,7 +211,9 @@ def prepare(
         update = {"source": data.validation, "split": data.validation_split, "name": name}
         held = data.model_copy(update={**update, "holdout": 0.0, "streaming": False})
         own_template = tokenizer.hf.chat_template != PLAIN
-        validation = packed(held, with_template(resolve(held, stage), held, own_template))
+        found_held = resolve(held, stage)
+        found_held.counts.unknown_id = unknown_token(tokenizer.hf)
+        validation = packed(held, with_template(found_held, held, own_template))
         sources = [(one.model_copy(update={"holdout": 0.0}), s) for one, s in sources]
     if not data.streaming:
         found = [packed(one, source) for one, source in sources]

@@ -11,7 +11,8 @@ import codecs
 import csv
 import itertools
 import json
-from collections.abc import Iterator, Mapping
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Final
 
@@ -154,6 +155,8 @@ def _read_array(file: IO[str], path: Path, most: int) -> Iterator[tuple[str, Any
             yield where, _unicode(record, text, where)
         _refuse_beside(reader, path)
     except json.JSONDecodeError as error:
+        if reader.further is not None:
+            raise several_lists([reader.key, reader.further], path) from error
         raise _not_json(error, path, reader.first_line) from error
     except LimitExceeded as error:
         raise records_too_long(f"{path}:{reader.line}", str(error), most) from error
@@ -177,6 +180,19 @@ _DECODER: Final = json.JSONDecoder(object_pairs_hook=unique_keys)
 """One for all records: `json.loads` with a hook makes one for every call, which takes as long as a short record."""
 
 
+def several_lists(keys: Sequence[str], path: Path | str) -> NoData:
+    """Return the refusal of an object that has several lists of records, such as the splits of a data set."""
+    first = keys[0]
+    name, target = shlex.quote(str(path)), f"{first}.jsonl" if first.isidentifier() else "x.jsonl"
+    return NoData(
+        "an object around the records has several lists of them, and a source is one list",
+        where=str(path),
+        got=list(keys),
+        allowed="a file for each list",
+        hint=f"jq -c '.[\"{first}\"][]' {name} > {target}",
+    )
+
+
 def _parse(text: str, path: Path, number: int) -> Any:
     """The value of a JSON text that begins in line `number` of a file."""
     if len(text) > _UNCOUNTED and sum(map(text.count, ",[{")) > _MOST_VALUES:
@@ -188,9 +204,29 @@ def _parse(text: str, path: Path, number: int) -> Any:
     try:
         return _DECODER.decode(text)
     except json.JSONDecodeError as error:
+        if not text[error.pos :].strip() or text.strip() in "{[":
+            raise _over_lines(path, number, text) from error
         raise _not_json(error, path, number) from error
     except (RecursionError, ValueError) as error:
         raise _unreadable(error, f"{path}:{number}") from error
+
+
+def _over_lines(path: Path, number: int, text: str) -> NoData:
+    """Return the refusal of a record that stretches over lines, or whose end is missing."""
+    return NoData(
+        "a line ends within a JSON record; a record is one line",
+        where=f"{path}:{number}",
+        got=text.strip()[:60],
+        allowed="a record in each line",
+        hint=over_lines_hint(path),
+    )
+
+
+def over_lines_hint(path: Path | str) -> str:
+    """Return the command that writes each record of a file in one line."""
+    tool = {".gz": "gzip -dc", ".zst": "zstd -dc"}.get(Path(path).suffix)
+    name = shlex.quote(str(path))
+    return f"{tool} {name} | jq -c . > lines.jsonl" if tool else f"jq -c . {name} > lines.jsonl"
 
 
 def _not_json(error: json.JSONDecodeError, path: Path, first_line: int) -> NoData:

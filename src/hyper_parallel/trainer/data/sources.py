@@ -20,8 +20,10 @@ from hyper_parallel.config import COMPARED, Data
 from hyper_parallel.errors import Contradiction, HyperParallelError, NoData
 from hyper_parallel.trainer.data._parquet import records_too_long
 from hyper_parallel.trainer.data._tables import Table, is_table, open_table, refuse_outside
+from hyper_parallel.trainer.data.conversation import Conversation, says_something
 from hyper_parallel.trainer.data.conversations import (
     CONVERSATIONS,
+    check_flags,
     columns_of,
     conversations_of,
     is_text_pair,
@@ -30,7 +32,7 @@ from hyper_parallel.trainer.data.conversations import (
     num_context,
     shape_of,
 )
-from hyper_parallel.trainer.data.counts import EMPTY_RECORD, DataCounts
+from hyper_parallel.trainer.data.counts import EMPTY_ANSWERS, EMPTY_RECORD, DataCounts
 from hyper_parallel.trainer.data.data_files import (
     KINDS,
     describes,
@@ -49,6 +51,7 @@ PlainText = Literal["never", "pairs", "all"]
 _TEMPLATED: Final = (
     "pairs of texts written through the chat template (data.chat_template=none: as plain text)"
 )
+_WORDLESS: Final = "conversations with answers without words, which are not trained on"
 _JOINED: Final = "pairs of texts joined as plain text, without a chat template"
 _STDLIB_SKIP = frozenset({"test", "tests", "idle_test", "site-packages", "__pycache__"})
 _OPTIONAL_COLUMNS: Final = ("system", "history", "tools", "input", "label", "margin", "answer")
@@ -146,6 +149,9 @@ class Source:
             if 0 in sizes and any(document.is_empty for document in documents):
                 self.counts.dropped[EMPTY_RECORD] += self.shape != "text"
                 continue
+            if self.stage not in ("pt", "grpo") and any(map(_has_empty_answers, documents)):
+                self.counts.dropped[EMPTY_ANSWERS] += 1
+                continue
             if left is not None and sum(sizes) > left:
                 if documents[0].text and left:
                     cut = documents[0].text.encode("utf-8", "surrogatepass")[:left]
@@ -172,6 +178,9 @@ class Source:
         """The conversation of a record, or the two of a pair."""
         stage = self.stage
         templated = self._is_templated(where, record)
+        found = conversations_of(record, self.shape, where, stage, self.rules)
+        if stage != "pt":
+            found = [self._trained(one, record, where) for one in found]
         return [
             Document(
                 where,
@@ -182,8 +191,25 @@ class Source:
                 columns=columns_of(record, self.rules) if stage == "grpo" else {},
                 templated=templated,
             )
-            for one in conversations_of(record, self.shape, where, stage, self.rules)
+            for one in found
         ]
+
+    def _trained(self, one: Conversation, record: Record, where: str) -> Conversation:
+        """Return a conversation whose answers without words are not trained on where others have words.
+
+        A bare end marker would teach to say nothing.
+
+        Raises:
+            NoData: HP602 for a turn of the prompt that the record names as trained on.
+        """
+        count = num_context(one, self.stage)
+        check_flags(one, count, record, where, self.rules)
+        answers = _answers(one, count)
+        empty = [i for i in answers if not says_something(one.messages[i])]
+        if self.stage == "grpo" or not 0 < len(empty) < len(answers):
+            return one
+        self.counts.remarks[_WORDLESS] += 1
+        return replace(one, untrained=one.untrained | {*empty})
 
     def _is_templated(self, where: str, record: Record) -> bool:
         """Return whether a conversation is written through the chat template.
@@ -287,7 +313,8 @@ def resolve(data: Data, stage: str) -> Source:
                 hint=f"data.{key}=null",
             )
     files = _files(data, stage) if table is None else []
-    counts = DataCounts(data.source, seq_len=data.seq_len)
+    apart = stage == "pt" and (data.masks(stage) or not data.packing)
+    counts = DataCounts(data.source, seq_len=data.seq_len, by_document=apart)
     is_table_of = table is not None or kind_of(files[0]) == "parquet"
     rules = RecordRules.of(data, counts, table.opened if table else (), is_table_of)
     counts.format = shape = _shape(files, table, data, stage, rules)
@@ -307,6 +334,19 @@ def resolve(data: Data, stage: str) -> Source:
             hint=f"stage={'dpo' if pairs else 'sft' if source.is_conversations else 'pt'}",
         )
     return source
+
+
+def _has_empty_answers(document: Document) -> bool:
+    """Return whether a conversation has answers to train on, and none of them has words."""
+    one = document.conversation or Conversation(())
+    answers = _answers(one, document.num_context)
+    return bool(answers) and not any(says_something(one.messages[i]) for i in answers)
+
+
+def _answers(one: Conversation, num_context: int) -> list[int]:
+    """Return the answers of a conversation that the record does not exclude from training."""
+    turns = enumerate(one.messages[num_context:], start=num_context)
+    return [i for i, turn in turns if turn["role"] == "assistant" and i not in one.untrained]
 
 
 def with_mismatched(documents: Iterable[Document]) -> Iterator[Document]:

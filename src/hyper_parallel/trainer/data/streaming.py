@@ -106,6 +106,8 @@ class Stream:
                 for document in block:
                     digest.update(document.content)
                 checksum = digest.hexdigest()
+                if first > 0:  # the run that stopped had counted them
+                    self._source.counts.restart(len(chosen))
                 if epoch == at.epoch and at.document < number:
                     self._check_passed(at, checksum)
                     at = at._replace(checksum="")

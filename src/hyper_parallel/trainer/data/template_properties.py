@@ -240,6 +240,15 @@ class TemplateProperties:
             "tool_calls": [TemplateProperties._call(call, as_text)],
         }
 
+    @cached_property
+    def writes_call_ids(self) -> bool:
+        """Whether the template writes the identifier of a tool call in place of the name of its function."""
+        as_text, content = self._calls
+        asked = self.form({"role": "user", "content": _ASKED})
+        text = self._probe(asked, self._call_turn(as_text, content), tools=_TOOLS)
+        said = text.partition(_ASKED)[2]
+        return _CALL_ID in said and _NAME not in said
+
     @property
     def _tool_turn(self) -> Message:
         turn = {"role": "tool", "content": _RESULT, "name": _NAME, "tool_call_id": _CALL_ID}

@@ -9,22 +9,29 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 from hyper_parallel.config import Data
-from hyper_parallel.errors import BadValue, NoData
-from hyper_parallel.model import read_config_values
+from hyper_parallel.errors import BadValue
 from hyper_parallel.received import Limits, read_text
 from hyper_parallel.trainer.data._cache import byte_bar, digest, entry
 from hyper_parallel.trainer.data._template import compiled
 from hyper_parallel.trainer.data.chat import CHATML, PLAIN, RAW
+from hyper_parallel.trainer.data.counts import DataCounts
+from hyper_parallel.trainer.data.saved_tokenizer import (
+    has_tokenizer,
+    load_tokenizer,
+    samples_of,
+    set_class,
+    settled,
+    tokenizer_files,
+)
 from hyper_parallel.trainer.data.sources import Source
 from hyper_parallel.trainer.data.template_properties import generation_stops
-from hyper_parallel.trainer.data.tokenizer_limits import check_files, check_parts, tokenizing
-from hyper_parallel.trainer.files import FileEntry
+from hyper_parallel.trainer.files import FileEntry, copy_files
 from hyper_parallel.units import MiB
 
 END_OF_TEXT = "<|endoftext|>"
@@ -35,20 +42,11 @@ _TRAIN_BYTES = 64 * MiB  # more text hardly changes the merges of a small vocabu
 _TEMPLATE_BYTES: Final = 512 * 1024
 """Size of a file with a chat template; one character may have four bytes."""
 _VERSION = 1
+_SETTLED: Final = "class that reads the tokenizer, 1"
+_SAMPLES: Final = 32
+"""Documents of each source that are probes of the tokenizer."""
 _ENTRIES: Final = 4096
 """Entries of a tokenizer that is trained here, where the recipe names no number and the model has as many."""
-_VOCABULARIES: Final = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
-TOKENIZER_FILES: Final = (
-    *_VOCABULARIES,
-    "vocab.txt",
-    "merges.txt",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
-)
-"""What makes up a tokenizer in a Hugging Face directory; one of the first four is always there."""
 
 
 @dataclass(frozen=True)
@@ -66,41 +64,17 @@ class Tokenizer:
     @property
     def fingerprint(self) -> str:
         """Hash of its files."""
-        files = [self.directory / name for name in TOKENIZER_FILES]
-        return digest({f.name: FileEntry.of(f).sha256 for f in files if f.is_file()})
+        names = tokenizer_files(self.directory)
+        return digest({name: FileEntry.of(self.directory / name).sha256 for name in names})
 
 
-def has_tokenizer(directory: str | Path | None) -> bool:
-    """Whether a directory holds tokenizer files."""
-    return directory is not None and any((Path(directory) / n).is_file() for n in _VOCABULARIES)
+def unknown_token(hf: Any) -> int | None:
+    """Return the token that stands for all words and characters that a tokenizer does not know; None without one.
 
-
-def load_tokenizer(directory: str | Path, *, trusted: bool = False) -> Any:
-    """Load a tokenizer directory; local files only, and their code only when it is `trusted`."""
-    from transformers import AutoTokenizer
-
-    directory = Path(directory).expanduser()
-    if not has_tokenizer(directory):
-        raise NoData(
-            "the tokenizer directory holds no tokenizer",
-            where=f"data.tokenizer: {directory}",
-            allowed=f"a directory with one of {', '.join(_VOCABULARIES)}",
-        )
-    where = f"data.tokenizer: {directory}"
-    check_files(directory, TOKENIZER_FILES)
-    if (directory / "config.json").is_file():  # transformers makes a config of it
-        read_config_values(directory / "config.json")
-    try:
-        with tokenizing(where):
-            tokenizer = AutoTokenizer.from_pretrained(
-                str(directory), local_files_only=True, trust_remote_code=trusted
-            )
-    except BadValue as error:
-        # transformers and tokenizers raise plain Exception for damaged files.
-        raise NoData("the tokenizer cannot be loaded", where=where, got=error.got) from error
-    if tokenizer.is_fast:
-        check_parts(tokenizer.backend_tokenizer, where)
-    return tokenizer
+    Tokenizers on bytes name the end-of-text token, which no text is made into.
+    """
+    unknown: int | None = hf.unk_token_id
+    return None if unknown in (hf.eos_token_id, hf.bos_token_id, hf.pad_token_id) else unknown
 
 
 def obtain(
@@ -110,10 +84,24 @@ def obtain(
     cache: Path,
     show: bool,
     vocab_limit: int | None = None,
+    config: Mapping[str, Any] | None = None,
 ) -> Tokenizer:
     """Return the tokenizer of a recipe: `data.tokenizer`, else the model's, else trained on the source.
 
-    Where `data.chat_template` names another template than the tokenizer's own, a copy of the tokenizer has it.
+    Where `data.chat_template` names another template than the tokenizer's own, a copy of the tokenizer has it. Where
+    transformers would read its files with another class in an export or beside adapters, a copy names the class.
+
+    Args:
+        data: Section `data` of the recipe.
+        sources: Its sources.
+        model_path: `model.path` of the recipe.
+        cache: Root of the cache.
+        show: Show bars on stderr.
+        vocab_limit: Size of the model's vocabulary; None: not known.
+        config: Values of the config of the model; None: not known.
+
+    Raises:
+        BadValue: HP102 when an export of the run would give other tokens than training.
     """
     given = data.tokenizer or (model_path if has_tokenizer(model_path) else None)
     if given:
@@ -131,9 +119,45 @@ def obtain(
             hint="add `eos_token` to its tokenizer_config.json",
         )
     template = _template(data, tokenizer.hf, any(s.is_conversations for s in sources))
-    if template is None or template == tokenizer.hf.chat_template:
+    if template is not None and template != tokenizer.hf.chat_template:
+        tokenizer = _with_template(tokenizer, template, cache)
+    return _settled(tokenizer, sources, config, cache, is_own=not given)
+
+
+def _settled(
+    tokenizer: Tokenizer,
+    sources: Sequence[Source],
+    config: Mapping[str, Any] | None,
+    cache: Path,
+    *,
+    is_own: bool,
+) -> Tokenizer:
+    """Return the tokenizer, or a copy that names its class, so that every later reader gives the same tokens."""
+    import transformers
+
+    keys = ("model_type", "tokenizer_class", "model_name")
+    deciding = None if config is None else [config.get(key) for key in keys]
+    matters = [_SETTLED, tokenizer.fingerprint, type(tokenizer.hf).__name__, deciding, is_own]
+    matters += [transformers.__version__, [source.identity() for source in sources]]
+
+    def texts() -> Iterator[str]:
+        for source in sources:
+            first = replace(source, rules=replace(source.rules, counts=DataCounts()))
+            yield from (d.plain for d in itertools.islice(first.documents(), _SAMPLES))
+
+    def build(target: Path) -> dict[str, Any]:
+        samples = samples_of(texts())
+        name = settled(tokenizer.hf, tokenizer.directory, config, samples, is_own=is_own)
+        if name is not None:
+            copy_files(tokenizer.directory, target, tokenizer_files(tokenizer.directory))
+            copy_files(tokenizer.directory, target, ("generation_config.json",))
+            set_class(target, name)
+        return {"class": name}
+
+    directory, meta = entry(cache / "tokenizers", digest(matters), build)
+    if meta["class"] is None:
         return tokenizer
-    return _with_template(tokenizer, template, cache)
+    return Tokenizer(load_tokenizer(directory), directory)
 
 
 def _template(data: Data, hf: Any, has_conversations: bool) -> str | None:

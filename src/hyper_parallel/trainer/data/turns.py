@@ -31,6 +31,7 @@ _TEXT_PARTS: Final = ("text", "input_text", "output_text")
 _JSON_LIMITS: Final = Limits(depth=100)
 """Of values that records have as texts of JSON: tools, arguments, variables of templates."""
 _UNTRAINED: Final = "\0untrained"
+_TRAINED: Final = "\0trained"
 """Key of a message that marks it until the conversation is complete."""
 
 
@@ -68,9 +69,12 @@ def conversation_of(
 ) -> Conversation:
     """Return the conversation of messages that `read_turns` has read."""
     marked = [i for i, message in enumerate(messages) if _UNTRAINED in message]
-    if marked:
-        messages = [{k: v for k, v in m.items() if k != _UNTRAINED} for m in messages]
-    return Conversation(tuple(messages), num_prompt, tools, template_values, frozenset(marked))
+    named = [i for i, message in enumerate(messages) if _TRAINED in message]
+    if marked or named:
+        own = (_UNTRAINED, _TRAINED)
+        messages = [{k: v for k, v in m.items() if k not in own} for m in messages]
+    untrained, trained = frozenset(marked), frozenset(named)
+    return Conversation(tuple(messages), num_prompt, tools, template_values, untrained, trained)
 
 
 def read_tools(values: Mapping[str, Any], rules: RecordRules, where: str) -> tuple[Any, ...]:
@@ -161,8 +165,9 @@ def _message(turn: Any, rules: RecordRules, where: str) -> Message:
                 rules.refuse_unknown({key: values[key]}, (), f"a turn of the role {role}", where)
                 continue
             message[key] = values[key]
-    if not _is_trained(values, role, where):
-        message[_UNTRAINED] = True
+    trained = _is_trained(values, role, where)
+    if trained is not None and role == "assistant":
+        message[_TRAINED if trained else _UNTRAINED] = True
     return message
 
 
@@ -251,8 +256,8 @@ def _call(
     return {"id": call["id"], **read} if not is_empty(call.get("id")) else read
 
 
-def _is_trained(values: Mapping[str, Any], role: str, where: str) -> bool:
-    """Return whether the flags of a turn say that it is trained on."""
+def _is_trained(values: Mapping[str, Any], role: str, where: str) -> bool | None:
+    """Return whether the flags of a turn say that it is trained on; None without flags."""
     flags = {}
     for key in values.keys() & _FLAGS.keys():
         value = values[key]
@@ -263,7 +268,7 @@ def _is_trained(values: Mapping[str, Any], role: str, where: str) -> bool:
             )
         flags[key] = bool(value) == _FLAGS[key]
     if not flags:
-        return True
+        return None
     if len(set(flags.values())) > 1:
         what = f"`{'` and `'.join(sorted(flags))}` of a turn contradict each other"
         raise _unreadable(what, where, {key: values[key] for key in sorted(flags)}, "one of them")
@@ -271,7 +276,26 @@ def _is_trained(values: Mapping[str, Any], role: str, where: str) -> bool:
     if role != "assistant" and trained:
         what = f"a turn of the role {role} is to be trained on, and only answers are"
         raise _unreadable(what, where, sorted(flags), "flags of other turns that are 0 or false")
-    return trained or role != "assistant"
+    return trained
+
+
+def read_json_text(text: str, key: str, where: str) -> Any:
+    """Return turns that a record has as a text of JSON.
+
+    Raises:
+        NoData: HP602 for a text that is not JSON.
+    """
+    return _parsed(text, key, where)
+
+
+def flag_names(value: Any) -> set[str]:
+    """Return the names of the flags in a record, at any depth."""
+    if isinstance(value, Mapping):
+        inner = (flag_names(item) for item in value.values())
+        return {key for key in value if key in _FLAGS}.union(*inner)
+    if isinstance(value, list | tuple):
+        return set[str]().union(*map(flag_names, value))
+    return set()
 
 
 def _parsed(value: Any, key: str, where: str) -> Any:
