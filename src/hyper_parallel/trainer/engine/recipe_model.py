@@ -33,6 +33,7 @@ from hyper_parallel.errors import (
 from hyper_parallel.ir import Plan
 from hyper_parallel.model import (
     FAMILIES_READ,
+    KeptActivations,
     ModelSpec,
     is_read,
     load_model,
@@ -92,8 +93,6 @@ def build_model(recipe: Recipe) -> nn.Module:
 _NOT_MEASURED: Final = (
     "the activations that the model keeps could not be measured: formulas alone price them"
 )
-_KEEPS_MORE: Final = ("gemma2", "phi3")
-"""Families whose layers keep more activations than the formulas of known families say: capped scores, packed inputs."""
 
 
 def read_spec(
@@ -120,13 +119,32 @@ def read_spec(
     file = read_config(path, where=where)
     # A reader takes the language part alone of a model with several; what trains is the whole.
     known = is_read(file.values) and "text_config" not in file.values
-    known = known and file.values.get("model_type") not in _KEEPS_MORE
-    if not scores and ("model_type" not in file.values or known):
+    if not scores and "model_type" not in file.values:
         return load_model(path, where=where)
+    if known and not scores:
+        spec = load_model(path, where=where)
+        try:
+            model = model_from_config(file, torch.float32, trusted=trusted)
+        except ModelUnreadable:
+            return replace(spec, notes=(*spec.notes, _NOT_MEASURED))
+        return _measured(spec, model)
     model = model_from_config(file, torch.float32, trusted=trusted, scores=scores)
-    spec, kept = read_model(model, file.name), measure_kept(model)
-    spec = replace(spec, kept=kept, notes=spec.notes if kept else (*spec.notes, _NOT_MEASURED))
+    spec = _measured(read_model(model, file.name), model)
     return replace(spec, unsplit=unsplit_axes(model)) if tried else spec
+
+
+def _measured(spec: ModelSpec, model: nn.Module) -> ModelSpec:
+    """Return the spec with the activations that the model keeps, measured once per class and config."""
+    config = getattr(model, "config", None)
+    key = type(model), config.to_json_string() if hasattr(config, "to_json_string") else id(model)
+    if key not in _kept:
+        _kept[key] = measure_kept(model)
+    kept = _kept[key]
+    return replace(spec, kept=kept, notes=spec.notes if kept else (*spec.notes, _NOT_MEASURED))
+
+
+_kept: dict[tuple[type, object], KeptActivations | None] = {}
+"""Measured activations by class and config; a run reads the spec of its model several times."""
 
 
 def check_parameters(model: nn.Module, plan: Plan, where: str) -> None:
