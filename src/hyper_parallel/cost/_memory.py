@@ -283,11 +283,14 @@ def _layer_memory(s: Setting) -> LayerMemory:
         exchange = np.where(c.ep > 1, held, 0.0)
         # Rows of one layer as float32, before and after they are weighted, beside what experts gave and its cast.
         combine = held * (4.0 / s.machine.width + 1.0) * n.wide_combine
-    most = one_layer + s.tokens * n.fullest_bytes * s.machine.width / 2.0 * s.over_tp(n.whole_share)
-    worked = np.where((c.recompute > 1) & (c.recompute < SOME), most, 0.0)
-    return LayerMemory(
-        kept, np.where(c.recompute < SOME, kept, one_layer), worked, exchange, combine
+    scale = s.tokens * s.machine.width / 2.0 * s.over_tp(n.whole_share)
+    worked = np.where(
+        (c.recompute > 1) & (c.recompute < SOME), one_layer + scale * n.fullest_bytes, 0.0
     )
+    freed = np.where(c.recompute < SOME, kept, one_layer)
+    whole = (c.recompute < 1) | (c.recompute >= SOME)
+    freed = np.maximum(freed + np.where(whole & (c.pp <= 1), scale * n.last_bytes, 0.0), 0.0)
+    return LayerMemory(kept, freed, worked, exchange, combine)
 
 
 def _phases_of_ranks(s: Setting, stages: Sequence[RankStages]) -> list[Parts]:

@@ -314,6 +314,13 @@ class ModelNumbers:
             return 0.0
         return max(0.0, self.measured.fullest - self.measured.layer[0])
 
+    @property
+    def last_bytes(self) -> float:
+        """Bytes per token in bfloat16 that the last layer keeps beyond a mean one, as measured; negative: below it."""
+        if self.measured is None or self.measured.last is None:
+            return 0.0
+        return self.measured.last - self.measured.layer[0]
+
     def unfused_scores(self, seq_len: int) -> float:
         """Bytes per token of attention scores and what is made of them, of layers without sinks, as measured."""
         slope = 0.0 if self.measured is None or self.sinks else self.measured.layer[1]

@@ -78,11 +78,11 @@ def measure_kept(model: nn.Module) -> KeptActivations | None:
                 slopes[place] += slope
             name = f"{path}.*.{module}" if module else f"{path}.*"
             modules[name] = modules.get(name, 0.0) + base / len(kinds)
-    fullest = max(range(len(kinds)), key=bases.__getitem__)
     return KeptActivations(
         layer=(sum(bases) / len(kinds), sum(slopes) / len(kinds)),
         outside=sum(base for (first, _), (base, _) in found.items() if first < 0),
-        fullest=bases[fullest],
+        fullest=max(bases),
+        last=bases[-1],
         modules=tuple(sorted(modules.items())),
         expert_rows=runs[1].rows / lengths[1],
     )
