@@ -165,9 +165,9 @@ def phases(
     working = 2.0 * tokens * width * n.hidden * s.over_tp(s.uncut.stream)
     working = working + 2.0 * tokens * width * n.mlp_width * s.over_tp(s.uncut.mlp)
     working = working + np.where(c.tp > 1, tokens * n.hidden * width, 0.0)
-    # Beside the probabilities that are kept: their gradient and that of the scores, in float32 where these are softmaxed
-    # in operators, less the probabilities that were cast for the product with the values, which is done. The activations
-    # of the feed-forward part behind them are gone by then.
+    # Beside the probabilities that are kept: their gradient and that of the scores, in float32 where operators make
+    # them, less the probabilities cast for the product with the values, which is done. The activations of the
+    # feed-forward part behind them are gone by then.
     unfused = s.machine.stack.eager * n.unfused_scores(s.workload.seq_len)
     unfused = min(2.0 * unfused, 6.0 * n.num_heads * s.workload.seq_len)
     scores = np.where(c.cp > 1, 0.0, 2.0 * s.scores + unfused)
