@@ -80,8 +80,10 @@ def activation_bytes(s: Setting) -> Array:
     total = (dense - whole - uncut + stack.eager * n.eager_bytes(width)) / c.tp + whole
     total = total + uncut * s.over_tp(1.0)
     if stack.eager:
-        copies = n.expert_copies * width * (s.over_tp(s.uncut.stream) - n.unknown_share / c.tp)
-        total = (total + n.latent_bytes(width)) * n.unknown_share + copies
+        total = (total + n.latent_bytes(width)) * n.unknown_share
+        if n.measured is not None:  # experts are not among the modules that were measured
+            whole_copies = s.over_tp(s.uncut.stream) - n.unknown_share / c.tp
+            total = total + n.expert_copies * width * whole_copies
     total = total + extra + experts * s.over_tp(s.uncut.stream)
     if not stack.flash:
         # Selective recomputation drops the scores.
