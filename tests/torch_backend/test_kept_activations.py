@@ -3,7 +3,14 @@
 import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
-from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Lfm2Config,
+    Llama4TextConfig,
+    LlamaConfig,
+    MixtralConfig,
+)
 
 from hyper_parallel.backends.torch import measure_kept
 
@@ -73,3 +80,33 @@ def test_the_measured_bytes_are_those_that_autograd_saves():
 
 def test_a_model_without_a_list_of_layers_is_not_measured():
     assert measure_kept(torch.nn.Linear(2, 2)) is None
+
+
+def test_layers_of_two_kinds_are_measured_apart():
+    config = Lfm2Config(**SIZES, layer_types=["full_attention", "conv"])
+    kept, one = measure_kept(model_of(config)), []
+    for kind in ("full_attention", "conv"):
+        alone = {**SIZES, "num_hidden_layers": 1}
+        one.append(measure_kept(model_of(Lfm2Config(**alone, layer_types=[kind]))).layer[0])
+    assert kept.layer[0] == pytest.approx(sum(one) / 2, rel=0.01)
+    assert (kept.fullest, kept.last) == (
+        pytest.approx(max(one), rel=0.01),
+        pytest.approx(one[1], rel=0.01),
+    )
+    names = {name for name, num_bytes in kept.modules if num_bytes}
+    assert {"model.layers.*.self_attn", "model.layers.*.conv"} <= names
+
+
+def test_a_layer_that_repeats_is_measured_once_and_counted_as_often():
+    few, many = (
+        measure_kept(model_of(LlamaConfig(**{**SIZES, "num_hidden_layers": n}))) for n in (1, 6)
+    )
+    assert many.layer == pytest.approx(few.layer, rel=1e-6)
+    assert many.outside == pytest.approx(few.outside, rel=1e-6)
+
+
+def test_rows_of_experts_tell_whether_every_expert_sees_every_token():
+    sizes = {**SIZES, "num_experts_per_tok": 1, "num_local_experts": 4, "intermediate_size_mlp": 96}
+    every = Llama4TextConfig(**sizes, interleave_moe_layer_step=1)
+    assert measure_kept(model_of(every)).expert_rows == 4
+    assert measure_kept(model_of(MixtralConfig(**SIZES, num_local_experts=4))).expert_rows == 1

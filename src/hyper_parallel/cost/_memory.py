@@ -67,6 +67,8 @@ def activation_bytes(s: Setting) -> Array:
     n, c, stack, width = s.n, s.c, s.machine.stack, s.machine.width
     dense = n.saved_elements * width + stack.dropout * 2.0 * n.hidden
     uncut, whole = n.whole_bytes(s.uncut, width, stack.eager), 0.0
+    if stack.eager and n.measured is not None:
+        uncut = min(n.whole_share * n.known_bytes * width / 2.0, dense + n.eager_bytes(width))
     if not stack.sequence_parallel and not s.uncut.stream:
         # Inputs of both norms and both column matmuls, and a dropout mask of each block.
         whole = 4.0 * n.hidden * width + stack.dropout * 2.0 * n.hidden
@@ -75,9 +77,14 @@ def activation_bytes(s: Setting) -> Array:
     gathered = 2.0 * n.hidden * width * (1.0 - 1.0 / c.tp)
     kept = stack.keep_gathered * np.where(c.recompute > 1, 1.0, 1.0 - c.regather)
     extra = kept * stack.sequence_parallel * gathered * (1.0 - s.uncut.stream * s.keeps_whole)
-    total = (dense - whole - uncut + stack.eager * n.eager_bytes(width)) / c.tp + whole + extra
+    total = (dense - whole - uncut + stack.eager * n.eager_bytes(width)) / c.tp + whole
     total = total + uncut * s.over_tp(1.0)
-    total = total + experts * s.over_tp(s.uncut.stream)
+    if stack.eager:
+        total = (total + n.latent_bytes(width)) * n.unknown_share
+        if n.measured is not None:  # experts are not among the modules that were measured
+            whole_copies = s.over_tp(s.uncut.stream) - n.unknown_share / c.tp
+            total = total + n.expert_copies * width * whole_copies
+    total = total + extra + experts * s.over_tp(s.uncut.stream)
     if not stack.flash:
         # Selective recomputation drops the scores.
         per_token = (2.0 * width + 1.0) * n.num_heads * s.workload.seq_len
@@ -88,12 +95,11 @@ def activation_bytes(s: Setting) -> Array:
         total = total + np.where(
             c.cp > 1, 0.0, (repeated + s.scores) * s.over_tp(s.uncut.attention)
         )
-        total = total + n.latent_bytes(width)
     # Log-sum-exp of fused attention, float32.
     statistics = 4.0 * n.num_heads * s.over_tp(s.uncut.attention) if stack.flash else 0.0
     if stack.eager:
         scores = n.unfused_scores(s.workload.seq_len) * s.over_tp(s.uncut.attention)
-        total = total * n.unknown_share + np.where(c.cp > 1, 0.0, scores)
+        total = total + np.where(c.cp > 1, 0.0, scores)
     return s.tokens * stack.kept * (total + statistics)
 
 
@@ -279,10 +285,14 @@ def _layer_memory(s: Setting) -> LayerMemory:
         exchange = np.where(c.ep > 1, held, 0.0)
         # Rows of one layer as float32, before and after they are weighted, beside what experts gave and its cast.
         combine = held * (4.0 / s.machine.width + 1.0) * n.wide_combine
-    worked = np.where((c.recompute > 1) & (c.recompute < SOME), one_layer, 0.0)
-    return LayerMemory(
-        kept, np.where(c.recompute < SOME, kept, one_layer), worked, exchange, combine
+    scale = s.tokens * s.machine.width / 2.0 * s.over_tp(n.whole_share)
+    worked = np.where(
+        (c.recompute > 1) & (c.recompute < SOME), one_layer + scale * n.fullest_bytes, 0.0
     )
+    freed = np.where(c.recompute < SOME, kept, one_layer)
+    whole = (c.recompute < 1) | (c.recompute >= SOME)
+    freed = np.maximum(freed + np.where(whole & (c.pp <= 1), scale * n.last_bytes, 0.0), 0.0)
+    return LayerMemory(kept, freed, worked, exchange, combine)
 
 
 def _phases_of_ranks(s: Setting, stages: Sequence[RankStages]) -> list[Parts]:

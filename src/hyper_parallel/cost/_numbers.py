@@ -27,8 +27,8 @@ _NORM_BYTES = 8.0
 """Bytes per element of an unfused norm in bfloat16: its input in float32, the normalised one and its output."""
 _CLAMPED = {"gpt_oss": 3.0}
 """Widths of an expert that its activation keeps beside a plain gate, by family: clamped, shifted and sigmoid values."""
-_EVERY_EXPERT = ("llama4", "llama4_text")
-"""Families whose forward gives every token to every expert, weighted by 0 where the router chose another."""
+_MEASURED = 1024
+"""Length of the sequences that activations are measured with, in the presence of masks."""
 _WIDE_COMBINE = ("deepseek_v2", "deepseek_v3", "glm4_moe", "glm4_moe_lite")
 """Families whose router weights are float32, so that outputs of experts are weighted and summed in float32."""
 
@@ -131,6 +131,9 @@ class ModelNumbers:
     moe_share: float  # share of the layers that have routed experts
     expert_saved_width: float  # elements per token that the backward of the routed experts needs
     measured: KeptActivations | None  # activations that its forward keeps
+    measured_whole: (
+        float  # bytes per token of them that tensor parallelism keeps whole, experts apart
+    )
     uncut: Uncut  # parts that tensor parallelism keeps whole on every rank
     attention_weights: float  # matrix elements of attention per layer
     mlp_weights: float  # matrix elements of dense MLP, shared experts and router per layer
@@ -162,7 +165,7 @@ class ModelNumbers:
             )
 
         saved = (b.count * _dense_width(b) * (3 if b.mlp.gated else 2) for b in decoders if b.mlp)
-        every = model.family in _EVERY_EXPERT
+        every = _visits_every_expert(model)
         visits = [
             (b, b.mlp, b.count * (b.mlp.num_experts if every else b.mlp.experts_per_token))
             for b in routed
@@ -213,6 +216,7 @@ class ModelNumbers:
             moe_share=sum(b.count for b in routed) / layers,
             expert_saved_width=mean(expert_saved),
             measured=model.kept,
+            measured_whole=_measured_whole(model, names, stream),
             uncut=uncut,
             attention_weights=weights("attention"),
             mlp_weights=weights("mlp"),
@@ -239,7 +243,7 @@ class ModelNumbers:
         norms = uncut.stream * self.norm_bytes * self.hidden
         norms += uncut.attention * self.head_norm_bytes * self.normed_width
         copies = uncut.attention * (self.v_width + self.latent_rest)
-        copies += uncut.mlp * self._gate_width + uncut.stream * self._expert_copies
+        copies += uncut.mlp * self._gate_width + uncut.stream * self.expert_copies
         return own * width + eager * (norms + width * copies)
 
     @property
@@ -248,7 +252,7 @@ class ModelNumbers:
         return max(0.0, self.mlp_saved_width - 2.0 * self.mlp_width)
 
     @property
-    def _expert_copies(self) -> float:
+    def expert_copies(self) -> float:
         """Elements per token that unfused routed experts keep beyond `expert_saved_width`."""
         wide = (1.0 + self.clamped_widths) * self.expert_width
         return self.experts_per_token * (wide + self.hidden)
@@ -278,17 +282,44 @@ class ModelNumbers:
         """
         norms = self.norm_bytes * self.hidden + self.head_norm_bytes * self.normed_width
         return norms + width * (
-            self.v_width + self._gate_width + self._expert_copies + self.latent_rest
+            self.v_width + self._gate_width + self.expert_copies + self.latent_rest
         )
 
     @property
+    def known_bytes(self) -> float:
+        """Bytes per token that the formulas say a layer keeps in bfloat16, experts and scores apart."""
+        known = 2.0 * self.saved_elements + self.eager_bytes(2.0) + self.latent_bytes(2.0)
+        return known - 2.0 * self.expert_copies + 2.0 * self.repeated_elements(_MEASURED)
+
+    @property
     def unknown_share(self) -> float:
-        """How many times the formulas' activations a layer keeps, as measured, scores apart; 1 where it is no more."""
+        """How many times the formulas' activations a layer keeps, as measured, experts and scores apart."""
         if self.measured is None:
             return 1.0
-        known = 2.0 * self.saved_elements + self.eager_bytes(2.0) + self.latent_bytes(2.0)
-        known += 2.0 * (self.expert_saved_width - self.experts_per_token * self.hidden)
-        return max(1.0, self.measured.layer[0] / known)
+        share = self.measured.layer[0] / self.known_bytes
+        # What routing keeps is partly that of experts: formulas alone know it then.
+        return max(1.0, share) if self.experts else share
+
+    @property
+    def whole_share(self) -> float:
+        """Share of the measured activations of a mean layer that tensor parallelism keeps whole, experts apart."""
+        if self.measured is None:
+            return 0.0
+        return min(1.0, self.measured_whole / max(1.0, self.measured.layer[0]))
+
+    @property
+    def fullest_bytes(self) -> float:
+        """Bytes per token in bfloat16 that the fullest layer keeps beyond a mean one, as measured, experts apart."""
+        if self.measured is None or self.measured.fullest is None:
+            return 0.0
+        return max(0.0, self.measured.fullest - self.measured.layer[0])
+
+    @property
+    def last_bytes(self) -> float:
+        """Bytes per token in bfloat16 that the last layer keeps beyond a mean one, as measured; negative: below it."""
+        if self.measured is None or self.measured.last is None:
+            return 0.0
+        return self.measured.last - self.measured.layer[0]
 
     def unfused_scores(self, seq_len: int) -> float:
         """Bytes per token of attention scores and what is made of them, of layers without sinks, as measured."""
@@ -370,6 +401,32 @@ def _uncut_names(model: ModelSpec) -> tuple[frozenset[str], bool]:
         return frozenset(), False
     rules = tuple(Rule(pattern, style) for pattern, style in model.rules)
     return uncut_modules([(p.name, p.shape) for b in model.blocks for p in b.params], rules)
+
+
+def _visits_every_expert(model: ModelSpec) -> bool:
+    """Return whether the forward gives every token to every expert, weighted by 0 where the router chose another."""
+    rows = 0.0 if model.kept is None else model.kept.expert_rows
+    return bool(model.num_experts > 1) and rows >= model.num_experts
+
+
+def _measured_whole(model: ModelSpec, names: frozenset[str], stream: bool) -> float:
+    """Return the bytes per token that modules keep which tensor parallelism leaves whole, of a mean layer.
+
+    A module is as whole as its matrices; one without any, such as a norm, works on the residual stream.
+    """
+    if model.kept is None:
+        return 0.0
+    params = [p for b in model.decoder_blocks for p in b.params if p.is_matrix and not p.is_expert]
+    total = 0.0
+    for module, kept in model.kept.modules:
+        if module.endswith(".experts"):
+            continue
+        sizes = {p.name: p.num_elements for p in params if p.name.startswith(f"{module}.")}
+        matrices = 0 if module.endswith(".*") else sum(sizes.values())
+        whole = sum(n for name, n in sizes.items() if name in names)
+        share = whole / matrices if matrices else float(stream)
+        total += share * kept
+    return total
 
 
 def _last_layers(

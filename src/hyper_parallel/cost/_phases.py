@@ -165,11 +165,17 @@ def phases(
     working = 2.0 * tokens * width * n.hidden * s.over_tp(s.uncut.stream)
     working = working + 2.0 * tokens * width * n.mlp_width * s.over_tp(s.uncut.mlp)
     working = working + np.where(c.tp > 1, tokens * n.hidden * width, 0.0)
-    # Beside the probabilities that are kept: their gradient and that of the scores, and its copy in place of them.
+    # Beside the probabilities that are kept: their gradient and that of the scores, in float32 where operators make
+    # them, less the probabilities cast for the product with the values, which is done. The activations of the
+    # feed-forward part behind them are gone by then.
     unfused = s.machine.stack.eager * n.unfused_scores(s.workload.seq_len)
-    scores = np.where(c.cp > 1, 0.0, 2.0 * (s.scores + unfused))
+    unfused = min(2.0 * unfused, 6.0 * n.num_heads * s.workload.seq_len)
+    scores = np.where(c.cp > 1, 0.0, 2.0 * s.scores + unfused)
     scores = scores * tokens * s.over_tp(s.uncut.attention)
-    working = working + scores
+    gone = np.where(scores > 0.0, tokens * width * n.mlp_saved_width * s.over_tp(s.uncut.mlp), 0.0)
+    stream = 2.0 * tokens * width * n.hidden * s.over_tp(s.uncut.stream)
+    stream = stream + np.where(c.tp > 1, tokens * n.hidden * width, 0.0)
+    working = np.where(scores > 0.0, np.maximum(working, scores + stream - gone), working)
     # Gradients of the output, queries, keys and values of attention that stays whole, in the next layer too.
     attending = np.where(
         c.tp > 1, tokens * width * s.uncut.attention * s.keeps_whole * n.attention_width, 0.0
@@ -183,7 +189,7 @@ def phases(
     grown = np.maximum(before, inner * np.maximum(layers - 2.0, 0.0) / np.maximum(layers, 1.0))
     remaining = layers * (flight - 1.0) * layer.kept + np.minimum(2.0, layers) * layer.kept
     remaining = np.minimum(left, remaining + layer.worked)
-    working_next = attending + scores
+    working_next = attending + np.maximum(scores - gone, 0.0)
     # At the end the reduced gradients of embedding and head come beside what they were reduced from.
     reduced_last = np.where(s.sharded & s.copies, wide * vocabulary + outer, 0.0)
     reduced_last = reduced_last + width * trained * np.minimum(vocabulary, s.ends(s.largest_end))

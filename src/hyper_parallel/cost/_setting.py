@@ -223,6 +223,14 @@ class Setting:
             (n.vocab % c.tp == 0) & ~(self.keeps_whole * self.uncut.vocabulary > 0.0), c.tp, 1.0
         )
 
+    @cached_property
+    def logit_ranks(self) -> Array:
+        """Ranks that share the logits of a tensor-parallel group.
+
+        Without the stream of all tokens, a whole head works on the tokens of its rank.
+        """
+        return np.where(self.uncut.stream * self.keeps_whole, self.vocabulary_ranks, self.c.tp)
+
     def ends(self, elements: Array | float) -> Array:
         """Elements on a rank of embedding, head and other parameters outside of the layers, before data sharding."""
         whole = min(self.uncut.outside, float(np.min(elements)))
@@ -239,8 +247,7 @@ class Setting:
     def logits(self) -> Array:
         """Bytes at the peak of the loss."""
         stack = self.machine.stack
-        # Without the stream of all tokens, a whole head works on the tokens of its rank.
-        ranks = np.where(self.uncut.stream * self.keeps_whole, self.vocabulary_ranks, self.c.tp)
+        ranks = self.logit_ranks
         elements = self.tokens * self.n.vocab / ranks
         converted = 8.0 * stack.eager * np.minimum(elements, _LOSS_BLOCK)
         unknown = stack.eager * self.tokens * self.n.unknown_logit_bytes / ranks

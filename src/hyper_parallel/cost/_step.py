@@ -78,8 +78,13 @@ class LayerPrices:
 
 
 def _head(s: Setting) -> Array:
-    """Output projection in the compute dtype, forward and both gradients, and the loss."""
-    machine, tokens, vocab = s.machine, s.tokens, s.n.vocab / s.c.tp
+    """Output projection in the compute dtype, forward and both gradients, and the loss.
+
+    A head that tensor parallelism cannot cut works on the tokens of its rank, or on all of them where every rank holds
+    the whole stream.
+    """
+    machine, vocab = s.machine, s.n.vocab / s.vocabulary_ranks
+    tokens = s.tokens * s.vocabulary_ranks / s.logit_ranks
     share = machine.card.share("matmul", machine.compute_dtype)
     # The head stays in the compute dtype where the layers use 8 or 4 bits.
     slower = machine.matmul_flops / (machine.peak_flops * share / machine.stack.compute)

@@ -9,9 +9,9 @@ from hyper_parallel.model._model_spec import (
     ParamSpec,
 )
 from hyper_parallel.model._weight_listing import INDEX, SINGLE, WeightListing, list_weight_files
-from hyper_parallel.model.families import KEEPS_MORE
 from hyper_parallel.model.loading import (
     FAMILIES_READ,
+    UNMEASURED_ACTIVATIONS,
     ConfigFile,
     find_preset,
     is_read,
@@ -27,9 +27,9 @@ from hyper_parallel.model.properties import QUESTIONS, ModelProperties, Property
 __all__ = [
     "FAMILIES_READ",
     "INDEX",
-    "KEEPS_MORE",
     "QUESTIONS",
     "SINGLE",
+    "UNMEASURED_ACTIVATIONS",
     "AttentionSpec",
     "Block",
     "ConfigFile",

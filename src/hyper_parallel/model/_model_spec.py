@@ -181,12 +181,20 @@ class KeptActivations:
     """Bytes per token that a forward in bfloat16 keeps for backward on one device, as measured.
 
     Attributes:
-        layer: Of a mean decoder layer, a pair (a, b): a + b T in a sequence of T tokens.
+        layer: Of a mean decoder layer without its routed experts, a pair (a, b): a + b T in a sequence of T tokens.
         outside: Of everything outside of the layers.
+        fullest: The a of the layer that keeps most; None: as the mean one.
+        last: The a of the last layer; None: as the mean one.
+        modules: The parts of the mean a by the module that keeps them, as `model.layers.*.mixer`, experts included.
+        expert_rows: Rows per token that come to the routed experts of a layer; 0 without such a module.
     """
 
     layer: tuple[float, float]
     outside: float
+    fullest: float | None = None
+    last: float | None = None
+    modules: tuple[tuple[str, float], ...] = ()
+    expert_rows: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -144,8 +144,8 @@ def read_config(path_or_name: str | os.PathLike[str], *, where: str | None = Non
     )
 
 
-_FORMULAS_ONLY: Final = (
-    "activations of {family} were not measured: formulas price them, and its layers keep more; "
+UNMEASURED_ACTIVATIONS: Final = (
+    "activations of {family} were not measured: formulas price them, and its layers may keep more; "
     "`hyper-parallel train RECIPE.yaml --dry-run` measures them"
 )
 """Note on a config of `KEEPS_MORE` that is read without its module."""
@@ -189,7 +189,7 @@ def load_model(path_or_name: str | os.PathLike[str], *, where: str | None = None
     config = read_config(path_or_name, where=where)
     spec = spec_from_config(config.values, name=config.name, where=config.where)
     if spec.family in KEEPS_MORE:
-        spec = replace(spec, notes=(*spec.notes, _FORMULAS_ONLY.format(family=spec.family)))
+        spec = replace(spec, notes=(*spec.notes, UNMEASURED_ACTIVATIONS.format(family=spec.family)))
     if config.directory is None:
         return spec
     tensors, notes = read_headers(config.directory)

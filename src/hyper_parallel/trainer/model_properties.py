@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import warnings
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
+from importlib.metadata import version
 from typing import Any, Final
 
 import torch
@@ -22,13 +20,10 @@ from hyper_parallel.config import LoadedRecipe
 from hyper_parallel.errors import Contradiction, ForkUnsafe, HyperParallelError, RankFailed
 from hyper_parallel.ir import Plan
 from hyper_parallel.model import ConfigFile, ModelProperties, read_config
-from hyper_parallel.received import Limits
 from hyper_parallel.runtime import launch
-from hyper_parallel.serde import DecodeError, encode, read, write_text
-from hyper_parallel.topology import cache_dir
 from hyper_parallel.trainer._shrink import MOST_POSITIONS, small_configs
 from hyper_parallel.trainer.engine.auto_model import model_from_config
-from hyper_parallel.units import MiB
+from hyper_parallel.trainer.engine.measured_cache import cache_file, load_cached, save_cached
 
 logger = logging.getLogger(__name__)
 
@@ -36,11 +31,6 @@ _MOST_LAYERS: Final = 40
 _TIMEOUT_S: Final = 60.0
 _NOTHING: Final = "nothing"
 """`measured_on` where no copy of the model was measured."""
-_UNRELATED: Final = (
-    "architectures", "bos_token_id", "dtype", "eos_token_id", "id2label", "label2id", "name_or_path", "pad_token_id",
-    "tokenizer_class", "torch_dtype", "transformers_version", "use_cache", "_name_or_path",
-)  # fmt: skip
-"""Keys of a config that change no measured property."""
 
 
 def properties_of(
@@ -65,17 +55,15 @@ def properties_of(
         ModelUnreadable: HP305 when transformers makes no language model of the config.
     """
     attention = "eager" if attention == "eager" else None
-    path = cache_dir() / "properties" / f"{_key(file, attention, scores)}.json"
-    with suppress(OSError, ValueError, DecodeError):
-        return read(ModelProperties, path, Limits(MiB))
+    path = cache_file("properties", file, (measuring,), attention, scores)
+    if (cached := load_cached(path, ModelProperties)) is not None:
+        return cached
     try:
         measured = _measure_in_child(file, attention, trusted, scores)
     except RankFailed as error:  # code that crashes, or a busy machine: the next run tries again
         logger.warning("the properties of the model could not be measured: %s", error.what)
         return _unmeasured(str(file.values.get("model_type")), error.what)
-    with suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(path, json.dumps(encode(measured), indent=1) + "\n")
+    save_cached(path, measured)
     return measured
 
 
@@ -147,39 +135,6 @@ def _causal_setting(file: ConfigFile, trusted: bool) -> str | None:
             if properties_of(changed, trusted=trusted).causal.holds:
                 return f'"{key}": {json.dumps(value)}'
     return None
-
-
-def _key(file: ConfigFile, attention: str | None, scores: bool) -> str:
-    """Return a hash of everything that decides the answers: config, code beside it, packages, and our measurements."""
-    packages = {}
-    for name in ("torch", "transformers"):
-        with suppress(PackageNotFoundError):
-            packages[name] = version(name)
-    code = [Path(str(measuring.__file__)), *_own_code(file)]
-    parts = [
-        _related(file.values),
-        attention,
-        scores,
-        packages,
-        [hashlib.sha256(f.read_bytes()).hexdigest() for f in code],
-    ]
-    text = json.dumps(parts, sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()[:24]
-
-
-def _own_code(file: ConfigFile) -> list[Path]:
-    """Return the Python files beside a config that names code of its own."""
-    if file.directory is None or "auto_map" not in file.values:
-        return []
-    return sorted(file.directory.glob("*.py"))
-
-
-def _related(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        key: _related(value) if isinstance(value, Mapping) else value
-        for key, value in values.items()
-        if key not in _UNRELATED
-    }
 
 
 def _measure_in_child(

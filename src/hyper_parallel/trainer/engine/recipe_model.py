@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -13,7 +13,8 @@ from torch import nn
 
 from hyper_parallel.backends.torch import (
     Routing,
-    measure_kept,
+    flow_tracer,
+    kept_activations,
     read_model,
     resolve_layouts,
     unsplit_axes,
@@ -33,7 +34,8 @@ from hyper_parallel.errors import (
 from hyper_parallel.ir import Plan
 from hyper_parallel.model import (
     FAMILIES_READ,
-    KEEPS_MORE,
+    UNMEASURED_ACTIVATIONS,
+    KeptActivations,
     ModelSpec,
     is_read,
     load_model,
@@ -41,6 +43,7 @@ from hyper_parallel.model import (
 )
 from hyper_parallel.trainer.data import has_tokenizer, load_tokenizer
 from hyper_parallel.trainer.engine.auto_model import model_from_config
+from hyper_parallel.trainer.engine.measured_cache import cache_file, load_cached, save_cached
 from hyper_parallel.trainer.engine.trained_parameters import freeze, lora_config
 from hyper_parallel.units import format_bytes
 
@@ -119,13 +122,44 @@ def read_spec(
     file = read_config(path, where=where)
     # A reader takes the language part alone of a model with several; what trains is the whole.
     known = is_read(file.values) and "text_config" not in file.values
-    known = known and file.values.get("model_type") not in KEEPS_MORE
-    if not scores and ("model_type" not in file.values or known):
+    if not scores and "model_type" not in file.values:
         return load_model(path, where=where)
+    cached = cache_file("kept_activations", file, (kept_activations, flow_tracer), scores)
+    kept = load_cached(cached, _Kept)
+    if known and not scores:
+        spec = load_model(path, where=where)
+        if kept is None:
+            try:
+                kept = _measure(model_from_config(file, torch.float32, trusted=trusted), cached)
+            except ModelUnreadable:
+                kept = _Kept(None)
+        return _with_kept(spec, kept)
     model = model_from_config(file, torch.float32, trusted=trusted, scores=scores)
-    spec, kept = read_model(model, file.name), measure_kept(model)
-    spec = replace(spec, kept=kept, notes=spec.notes if kept else (*spec.notes, _NOT_MEASURED))
+    spec = _with_kept(read_model(model, file.name), kept or _measure(model, cached))
     return replace(spec, unsplit=unsplit_axes(model)) if tried else spec
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """Cached measurement of kept activations; None: the forward of the model cannot be measured."""
+
+    activations: KeptActivations | None
+
+
+def _measure(model: nn.Module, cached: Path) -> _Kept:
+    """Measure the activations that a model keeps, and cache them."""
+    kept = _Kept(kept_activations.measure_kept(model))
+    save_cached(cached, kept)
+    return kept
+
+
+def _with_kept(spec: ModelSpec, kept: _Kept) -> ModelSpec:
+    """Return the spec with measured activations, and notes that agree with them."""
+    formulas = UNMEASURED_ACTIVATIONS.format(family=spec.family)
+    notes = tuple(note for note in spec.notes if note != formulas)
+    if kept.activations is None:
+        notes = (*notes, _NOT_MEASURED)
+    return replace(spec, kept=kept.activations, notes=notes)
 
 
 def check_parameters(model: nn.Module, plan: Plan, where: str) -> None:

@@ -1,0 +1,77 @@
+"""Cache of measurements that depend on the config of a model, its code and the installed packages."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Final, TypeVar
+
+from hyper_parallel.model import ConfigFile
+from hyper_parallel.received import Limits
+from hyper_parallel.serde import DecodeError, encode, read, write_text
+from hyper_parallel.topology import cache_dir
+from hyper_parallel.units import MiB
+
+T = TypeVar("T")
+
+_UNRELATED: Final = (
+    "architectures", "bos_token_id", "dtype", "eos_token_id", "id2label", "label2id", "name_or_path", "pad_token_id",
+    "tokenizer_class", "torch_dtype", "transformers_version", "use_cache", "_name_or_path",
+)  # fmt: skip
+"""Keys of a config that change no measurement."""
+
+
+def cache_file(
+    folder: str, file: ConfigFile, measuring: Sequence[ModuleType], *choices: object
+) -> Path:
+    """Return the file of a cached measurement.
+
+    Args:
+        folder: Folder below the cache directory of this package.
+        file: Config of the model.
+        measuring: Modules with the code of the measurement; a change of their source invalidates the cache.
+        choices: Further values that the measurement depends on.
+    """
+    packages = {}
+    for name in ("torch", "transformers"):
+        with suppress(PackageNotFoundError):
+            packages[name] = version(name)
+    code = [*(Path(str(module.__file__)) for module in measuring), *_own_code(file)]
+    digests = [hashlib.sha256(path.read_bytes()).hexdigest() for path in code]
+    parts = [_related(file.values), *choices, packages, digests]
+    text = json.dumps(parts, sort_keys=True, default=str)
+    return cache_dir() / folder / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.json"
+
+
+def load_cached(path: Path, cls: type[T]) -> T | None:
+    """Return the cached value; None if it is absent or damaged."""
+    with suppress(OSError, ValueError, DecodeError):
+        return read(cls, path, Limits(MiB))
+    return None
+
+
+def save_cached(path: Path, value: object) -> None:
+    """Write a value to the cache; a directory that cannot be written is ignored."""
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(path, json.dumps(encode(value), indent=1) + "\n")
+
+
+def _own_code(file: ConfigFile) -> list[Path]:
+    """Return the Python files next to a config that names code of its own."""
+    if file.directory is None or "auto_map" not in file.values:
+        return []
+    return sorted(file.directory.glob("*.py"))
+
+
+def _related(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: _related(value) if isinstance(value, Mapping) else value
+        for key, value in values.items()
+        if key not in _UNRELATED
+    }
