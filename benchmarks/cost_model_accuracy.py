@@ -4,7 +4,7 @@
 
 Constants of the cards are fitted anew without each group (or device, model, model with experts, stack), the left-out
 runs are predicted, and errors are the median over the rows of a group, then the median over groups. Columns of
-RUNS.csv: see docs/cost.md.
+RUNS.csv: see docs/explanation/cost_model.md.
 """
 
 from __future__ import annotations
@@ -90,7 +90,11 @@ def main() -> None:
     options = parser.parse_args()
     if options.runs is None:
         # The measured runs are not part of the repository; `make bench` goes on without them.
-        print(json.dumps({"skipped": "give a CSV of measured runs, see docs/cost.md"}))
+        print(
+            json.dumps(
+                {"skipped": "give a CSV of measured runs, see docs/explanation/cost_model.md"}
+            )
+        )
         return
     runs = read_runs(options.runs)
     fit = fit_runs(runs, read_cards(options.cards), leave_out=options.leave_out)

@@ -44,7 +44,11 @@ def main() -> None:
     args = parser.parse_args()
     if args.runs is None:
         # The measured runs are not part of the repository; `make bench` goes on without them.
-        print(json.dumps({"skipped": "give a CSV of measured runs, see docs/cost.md"}))
+        print(
+            json.dumps(
+                {"skipped": "give a CSV of measured runs, see docs/explanation/cost_model.md"}
+            )
+        )
         return
     cards = read_cards()
     rows = []

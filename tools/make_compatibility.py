@@ -1,4 +1,4 @@
-"""Write docs/compatibility.md from docs/census.json: model types by axis, and layouts of 4 ranks by family.
+"""Write docs/results/compatibility.md from docs/census.json: model types by axis, and layouts of 4 ranks by family.
 
     python tools/make_compatibility.py                 write the page from what is known
     python tools/make_compatibility.py --run           run the cells of all families on 4 ranks first (minutes)
@@ -30,7 +30,7 @@ from hyper_parallel.errors import HyperParallelError, RankFailed  # noqa: E402
 from hyper_parallel.ir import Strategy  # noqa: E402
 from hyper_parallel.runtime import World, launch  # noqa: E402
 
-PAGE = ROOT / "docs" / "compatibility.md"
+PAGE = ROOT / "docs" / "results" / "compatibility.md"
 DATA = ROOT / "docs" / "census.json"
 PLAIN = "plain nn.Module"
 LISTED = "list of experts"

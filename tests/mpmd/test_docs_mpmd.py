@@ -1,4 +1,4 @@
-"""The page on schedules shows what the code prints."""
+"""The page on pipelines shows what the code prints."""
 
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from hyper_parallel.mpmd import (
 )
 
 pytestmark = pytest.mark.unit
-PAGE = (Path(__file__).parents[2] / "docs" / "mpmd.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "explanation" / "pipelines.md").read_text()
 
 
 def test_the_grid_of_the_page():

@@ -6,7 +6,7 @@ A group with g_local ranks inside one inner domain drives g_local outer links in
     all-to-all:                               1 / max over sets of links of  sum of share(tier) / bytes_s(tier)
 
 where g_local is 1 on the innermost tier, and share(tier) is the part of a rank's bytes whose receiver is first met on
-that tier. Tiers that share links count as one set. See docs/topology.md for the derivation.
+that tier. Tiers that share links count as one set. See docs/explanation/topology.md for the derivation.
 """
 
 from __future__ import annotations

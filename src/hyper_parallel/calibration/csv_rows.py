@@ -98,7 +98,7 @@ Measured = Annotated[float | None, BeforeValidator(_measured)]
 
 
 class RunRow(BaseModel):
-    """A row with its numbers read; None where it says nothing. Columns: docs/cost.md."""
+    """A row with its numbers read; None where it says nothing. Columns: docs/explanation/cost_model.md."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 

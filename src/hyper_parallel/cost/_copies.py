@@ -33,7 +33,7 @@ FORMULA: Final = (
     "that leave, return and are written back beside the work of m microbatches on a link of B, and what is computed "
     "again"
 )
-SOURCE: Final = "topology; bytes that a lane carries beside the work, docs/planner.md"
+SOURCE: Final = "topology; bytes that a lane carries beside the work, docs/explanation/planner.md"
 HELD: Final = {
     "optimizer": "optimizer states",
     "parameters": "parameters",

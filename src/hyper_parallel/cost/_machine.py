@@ -168,7 +168,8 @@ class Machine:
 
         A rank sends at the least of g_local * bandwidth over the tiers. g_local ranks of the group lie in one domain
         below the links of a tier and drive them in parallel; where the group does not divide over the domains the one
-        that holds the fewest decides. Times the link efficiency. Source: docs/topology.md, hierarchical collectives.
+        that holds the fewest decides. Times the link efficiency. Source: hierarchical
+        collectives, docs/explanation/topology.md.
         """
         size = _product(axes)
         if (size == 1).all():
