@@ -7,13 +7,13 @@ import numpy as np
 from hyper_parallel.ir import MemoryProgram
 from hyper_parallel.memory import MemoryMachine, UseDef
 from hyper_parallel.memory.def_use import live_bytes
-from hyper_parallel.memory.recompute import Chains, longest_gap
+from hyper_parallel.memory.recompute import ChainFinder, longest_gap
 
 
-def recompute_density(finder: Chains) -> dict[int, float]:
+def recompute_density(finder: ChainFinder) -> dict[int, float]:
     """Seconds per freed byte of every storage that may be recomputed over its longest idle gap."""
     sizes = finder.program.sizes
-    result = ((s, finder.of_longest_gap(s)) for s in range(len(sizes)))
+    result = ((s, finder.for_longest_gap(s)) for s in range(len(sizes)))
     return {s: chain.seconds / sizes[s] for s, chain in result if chain is not None}
 
 

@@ -16,7 +16,7 @@ from hyper_parallel.ir import MemoryAction, MemoryProgram, replay
 from hyper_parallel.memory.candidates import OffloadCandidates
 from hyper_parallel.memory.copy_issue import Gap
 from hyper_parallel.memory.def_use import use_definitions
-from hyper_parallel.memory.emission import Emitter
+from hyper_parallel.memory.emission import EmissionOptions, Emitter
 from hyper_parallel.memory.memory_machine import MemoryMachine
 from hyper_parallel.memory.recompute import Recomputes
 
@@ -50,9 +50,8 @@ def simple_policy(
         program, machine, tuple(order), recomputes, policy == "largest-first", target_bytes
     )
     on_demand = policy == "on-demand"  # the operator that needs a storage then fetches it itself
-    emitter = Emitter(
-        program, machine, order, gaps, recomputes, target_bytes, planned, on_demand=on_demand
-    )
+    options = EmissionOptions(target_bytes, planned, on_demand=on_demand)
+    emitter = Emitter(program, machine, order, gaps, recomputes, options)
     actions: tuple[MemoryAction, ...] | None = emitter.emit()
     assert actions is not None
     judged = replay(program, tuple(emitter.copies.homes), actions)

@@ -55,8 +55,8 @@ from hyper_parallel.memory import (
 )
 from hyper_parallel.memory.candidates import OffloadCandidates
 from hyper_parallel.memory.def_use import live_bytes, use_definitions
-from hyper_parallel.memory.memory_planner import unmoved_seconds
-from hyper_parallel.memory.recompute import Chains, choose_recomputes
+from hyper_parallel.memory.memory_planner import baseline_seconds
+from hyper_parallel.memory.recompute import ChainFinder, choose_recomputes
 
 DEVELOPED = ("llama-8b", "llama-8b-8-layers", "moe")
 """Models that the form was worked out on; the others had no part in it."""
@@ -242,7 +242,7 @@ def computed_again(
     together. Cheap is the set that frees most per second, of those that free at least half of what can be freed.
     """
     chains = use_definitions(program, order)
-    finder = Chains(program, chains)
+    finder = ChainFinder(program, chains)
     density = recompute_density(finder)
     machine = MemoryMachine(channel, channel)
     sets = recompute_sets(program, machine, density)
@@ -267,7 +267,7 @@ def rows_of(
     program = captured(name)
     order = refine_order(program)[0]
     start = float(live_bytes(program, use_definitions(program, order)).max())
-    step_s = unmoved_seconds(program, reorder=True)
+    step_s = baseline_seconds(program, reorder=True)
     channel = Channel(link * 1e9 * (1.0 if name in LARGE else 4e-3))
     machine = MemoryMachine(channel, channel)
     rows = []

@@ -45,7 +45,7 @@ def training_chain(layers=6, act=1000, weight=400, alignment=1, clip=False, seco
 
 
 def headed_step(layers=48, act=1000, wide=3500, head=9000):
-    """Training of a chain between an embedding and a head that are large beside what a layer saves."""
+    """Training step of a chain with an embedding and a head that are large compared with a layer."""
     storages, ops = [], []
 
     def new(name, size, kind, keep=False):

@@ -1,4 +1,4 @@
-"""Addresses: no two stays overlap, and the arena is close to what lives at the same time."""
+"""Addresses: no two live ranges overlap, and the arena is close to the live peak."""
 
 import numpy as np
 import pytest
@@ -44,8 +44,8 @@ def test_a_chain_is_within_10_percent():
     assert all(map(within, plans))
 
 
-def test_what_a_selection_cannot_reach_waiting_does():
-    """Two wide storages at the head are what any plan needs; all else waits until it fits beside them."""
+def test_waiting_reaches_targets_that_no_selection_reaches():
+    """Any plan needs two wide storages at the head; all other storages wait until they fit."""
     program = headed_step()
     machine = MemoryMachine(Channel(2600.0), Channel(2600.0))
     plan = plan_memory(program, machine, max_slowdown=0.05, bandwidth_margin=0.0, recompute=False)
@@ -55,8 +55,8 @@ def test_what_a_selection_cannot_reach_waiting_does():
     assert plan.seconds <= 1.05 * program.seconds
 
 
-def many_stays(seed, count, short, sizes):
-    """Short and long stays at any time; `short` is the share of the former."""
+def many_live_ranges(seed, count, short, sizes):
+    """Short and long ranges at any time; `short` is the share of the former."""
     rng = np.random.default_rng(seed)
     size = rng.choice(sizes, count)
     start = rng.integers(0, 4000, count)
@@ -68,21 +68,21 @@ def many_stays(seed, count, short, sizes):
 
 
 @pytest.mark.parametrize("seed", [0, 2])
-def test_first_fit_of_many_stays_is_close_to_what_lives_at_the_same_time(seed):
-    stays, nums = many_stays(seed, 1600, 0.3, [16, 28, 32, 64, 112, 128, 224])
+def test_first_fit_of_many_live_ranges_is_close_to_the_live_peak(seed):
+    ranges, nums = many_live_ranges(seed, 1600, 0.3, [16, 28, 32, 64, 112, 128, 224])
     change = np.zeros(5000, np.int64)
-    for stay in stays:
-        change[stay.start] += nums[stay.storage]
-        change[stay.stop] -= nums[stay.storage]
-    placed, arena = assign_addresses(stays, nums)
+    for live_range in ranges:
+        change[live_range.start] += nums[live_range.storage]
+        change[live_range.stop] -= nums[live_range.storage]
+    placed, arena = assign_addresses(ranges, nums)
     assert find_overlap(placed, nums, arena) is None
     assert arena <= ALLOWED * change.cumsum().max()
 
 
-def test_a_storage_that_goes_around_has_one_address():
-    """It is there at both ends and away in between, when it would fit lower."""
-    stays = [Extent(0, 0, 2), Extent(0, 6, 8), Extent(1, 0, 3), Extent(2, 5, 8)]
+def test_a_storage_that_wraps_around_the_step_has_one_address():
+    """The storage is resident at both ends of the step only; its second live range alone would fit lower."""
+    ranges = [Extent(0, 0, 2), Extent(0, 6, 8), Extent(1, 0, 3), Extent(2, 5, 8)]
     sizes = [4, 3, 5]
-    placed, arena = assign_addresses(stays, sizes)
+    placed, arena = assign_addresses(ranges, sizes)
     assert placed[0].offset_bytes == placed[1].offset_bytes
     assert arena == 9

@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import pytest
-from benchmarks._reload_bound import reload_bound
 
 from hyper_parallel.ir import MemoryProgram, Operator, Storage
 from hyper_parallel.memory import (
@@ -11,6 +10,7 @@ from hyper_parallel.memory import (
     MemoryMachine,
     plan_memory,
 )
+from hyper_parallel.memory.bound import reload_bound
 from tests.memory.programs import training_chain
 
 pytestmark = pytest.mark.unit
@@ -43,12 +43,12 @@ def test_what_must_come_back_before_its_use():
     make = replace(program.operators[0], seconds=0.5, repeatable=True)
     a, b, y = program.storages
     storages = (a, replace(b, num_bytes=120), y)
-    again = replace(program, storages=storages, operators=(make, *program.operators[1:]))
+    repeatable = replace(program, storages=storages, operators=(make, *program.operators[1:]))
     # Or it is made again: 0.25 s give half of it, while 25 bytes are copied.
-    found = reload_bound(again, machine(100.0), order, 2.75, recompute=True)
-    assert found.reloaded_bytes == pytest.approx(25, abs=1)
-    assert found.recomputed_bytes == pytest.approx(50, abs=1)
-    assert (found.position, found.num_bytes) == (1, pytest.approx(145, abs=2))
+    bound = reload_bound(repeatable, machine(100.0), order, 2.75, recompute=True)
+    assert bound.reloaded_bytes == pytest.approx(25, abs=1)
+    assert bound.recomputed_bytes == pytest.approx(50, abs=1)
+    assert (bound.position, bound.num_bytes) == (1, pytest.approx(145, abs=2))
 
 
 @pytest.mark.parametrize("bytes_s", [800.0, 3000.0])

@@ -43,8 +43,8 @@ def test_the_second_call_reads_the_first_ones_plan(filled, tmp_path, monkeypatch
 
 
 def test_other_arguments_are_another_plan(filled, tmp_path):
-    other = MemoryMachine(Channel(801.0, 0), Channel(800.0, 0))
-    plan_memory_cached(training_chain(), other, cache=tmp_path, budget_bytes=9000)
+    faster = MemoryMachine(Channel(801.0, 0), Channel(800.0, 0))
+    plan_memory_cached(training_chain(), faster, cache=tmp_path, budget_bytes=9000)
     plan_memory_cached(training_chain(seconds=1.1), MACHINE, cache=tmp_path, budget_bytes=9000)
     plan_memory_cached(training_chain(), MACHINE, cache=tmp_path, budget_bytes=9001)
     plan_memory_cached(
@@ -59,23 +59,23 @@ def test_other_arguments_are_another_plan(filled, tmp_path):
 def test_measured_seconds_are_kept_with_the_plan_and_not_looked_up(tmp_path):
     program = training_chain()
     first, later = ([op.seconds * x for op in program.operators] for x in (1.25, 1.26))
-    given = {"cache": tmp_path, "budget_bytes": 9000}
-    plan = plan_memory_cached(program, MACHINE, measured=first, **given)
+    arguments = {"cache": tmp_path, "budget_bytes": 9000}
+    plan = plan_memory_cached(program, MACHINE, measured=first, **arguments)
     assert [op.seconds for op in plan.program.operators] == first
     assert plan == plan_memory(with_seconds(program, first), MACHINE, budget_bytes=9000)
-    assert plan_memory_cached(program, MACHINE, measured=later, **given) == plan
+    assert plan_memory_cached(program, MACHINE, measured=later, **arguments) == plan
     # One without measurements is another plan.
-    assert plan_memory_cached(program, MACHINE, **given).program == program
+    assert plan_memory_cached(program, MACHINE, **arguments).program == program
     assert len(list(tmp_path.glob("*"))) == 2
 
 
 def test_seconds_that_were_not_measured_stay_as_they_were():
     program = training_chain()
-    one, two, *others = program.operators
-    mixed = replace(program, operators=(one, replace(two, group="ranks"), *others))
-    measured = [0.0, 5.0, *(7.0 for _ in others)]
-    found = [op.seconds for op in with_seconds(mixed, measured).operators]
-    assert found == [one.seconds, two.seconds, *(7.0 for _ in others)]
+    one, two, *rest = program.operators
+    mixed = replace(program, operators=(one, replace(two, group="ranks"), *rest))
+    measured = [0.0, 5.0, *(7.0 for _ in rest)]
+    seconds = [op.seconds for op in with_seconds(mixed, measured).operators]
+    assert seconds == [one.seconds, two.seconds, *(7.0 for _ in rest)]
 
 
 def _set(key, value):
@@ -95,9 +95,9 @@ def _arena_above_the_budget(document):
 
 def _drop_wait(document):
     kinds, targets, tiers = document["actions"]
-    at = next(i for i, k in enumerate(kinds) if k == 6 and tiers[i] == 0)
+    index = next(i for i, k in enumerate(kinds) if k == 6 and tiers[i] == 0)
     for column in (kinds, targets, tiers):
-        del column[at]
+        del column[index]
 
 
 def _target_beyond(document):
@@ -135,8 +135,8 @@ def test_a_forged_file_is_ignored_with_a_reason(filled, tmp_path, caplog, change
     change(document)
     path.write_text(json.dumps(document))
     with caplog.at_level(logging.WARNING):
-        again = plan_memory_cached(training_chain(), MACHINE, cache=tmp_path, budget_bytes=9000)
-    assert again == plan
+        replanned = plan_memory_cached(training_chain(), MACHINE, cache=tmp_path, budget_bytes=9000)
+    assert replanned == plan
     assert "is ignored" in caplog.text
     caplog.clear()
     plan_memory_cached(training_chain(), MACHINE, cache=tmp_path, budget_bytes=9000)
@@ -147,13 +147,13 @@ def test_a_forged_file_is_ignored_with_a_reason(filled, tmp_path, caplog, change
 def test_a_damaged_file_is_ignored_with_a_reason(filled, tmp_path, caplog, text):
     plan, path = filled
     path.write_text(text)
-    again = plan_memory_cached(training_chain(), MACHINE, cache=tmp_path, budget_bytes=9000)
-    assert again == plan
+    replanned = plan_memory_cached(training_chain(), MACHINE, cache=tmp_path, budget_bytes=9000)
+    assert replanned == plan
     assert "is ignored" in caplog.text
 
 
 @pytest.mark.parametrize(
-    ("loose", "tight", "said"),
+    ("loose", "tight", "reason"),
     [
         ((MACHINE, {"budget_bytes": 9000}), (MACHINE, {"budget_bytes": 8000}), "above the budget"),
         ((MACHINE, {"budget_bytes": 9000}), (MACHINE, {"max_slowdown": 0.0}), "s are allowed"),
@@ -164,7 +164,7 @@ def test_a_damaged_file_is_ignored_with_a_reason(filled, tmp_path, caplog, text)
         ),
     ],
 )
-def test_a_legal_plan_that_misses_the_goal_is_ignored(tmp_path, caplog, loose, tight, said):
+def test_a_legal_plan_that_misses_the_goal_is_ignored(tmp_path, caplog, loose, tight, reason):
     """The file of an easier goal under the name, and with the fingerprint, of a harder one."""
     plans = []
     for folder, (machine, goal) in (("loose", loose), ("tight", tight)):
@@ -174,9 +174,9 @@ def test_a_legal_plan_that_misses_the_goal_is_ignored(tmp_path, caplog, loose, t
     easy["fingerprint"] = json.loads(path.read_text())["fingerprint"]
     path.write_text(json.dumps(easy))
     machine, goal = tight
-    again = plan_memory_cached(training_chain(), machine, cache=tmp_path / "tight", **goal)
-    assert again == plans[1] != plans[0]
-    assert said in caplog.text
+    replanned = plan_memory_cached(training_chain(), machine, cache=tmp_path / "tight", **goal)
+    assert replanned == plans[1] != plans[0]
+    assert reason in caplog.text
 
 
 def test_a_directory_that_cannot_be_written_costs_only_the_cache(tmp_path, caplog):

@@ -1,4 +1,4 @@
-"""What is chosen: against optima found by a solver, against counting by hand, and against plain arithmetic."""
+"""Choices of plans: against optima by a solver, against counts by hand, and against plain arithmetic."""
 
 import pytest
 
@@ -29,7 +29,7 @@ def test_small_plans_are_within_10_percent_of_the_optimum(layers, bytes_s, optim
 
 
 def test_on_a_slow_link_state_starts_the_step_at_home():
-    """Nothing of it is sent before the peak; sending activations or weights there instead takes 61 seconds and more."""
+    """No state is stored before the peak; storing activations or weights instead takes 61 seconds and more."""
     machine = MemoryMachine(Channel(400.0, 0), Channel(400.0, 0))
     program = training_chain(layers=8)
     plan = plan_memory(program, machine, budget_bytes=13804, recompute=False)
@@ -73,7 +73,7 @@ def small_budget(layers, bytes_s, share):
 
 
 def test_under_a_budget_what_copies_leave_over_is_made_again():
-    """Neither copies nor cheap recomputation reach it alone: 21 % more time is taken without a share found for both."""
+    """Neither copies nor cheap recomputation suffice alone; without a joint choice the step takes 21 % longer."""
     assert small_budget(40, 300.0, 0.45) <= 1.1
 
 

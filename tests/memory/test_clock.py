@@ -16,10 +16,10 @@ from hyper_parallel.memory import (
     use_definitions,
 )
 from hyper_parallel.memory.candidates import OffloadCandidates
-from hyper_parallel.memory.emission import Emitter
+from hyper_parallel.memory.emission import EmissionOptions, Emitter
 from hyper_parallel.memory.emitted_programs import assign_tiers
-from hyper_parallel.memory.host_updates import HostUpdates, hostable
-from hyper_parallel.memory.recompute import Chains, choose_recomputes
+from hyper_parallel.memory.host_updates import HostUpdates, hostable_operators
+from hyper_parallel.memory.recompute import ChainFinder, choose_recomputes
 from tests.memory.programs import training_chain
 from tests.memory.test_communication import communicating
 from tests.memory.test_random_programs import machines, programs
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.unit
 
 @st.composite
 def emissions(draw):
-    """A plan and its machine: any order, recomputation, updates on the host, and choice of what leaves.
+    """Draw a plan and its machine: any order, recomputation, host updates, and choice of offloads.
 
     Durations are whole microseconds, so nanoseconds are exact.
     """
@@ -41,13 +41,13 @@ def emissions(draw):
         operators = (replace(op, access_bytes=1000) for op in program.operators)
         program = replace(program, operators=tuple(operators))
         host = Roofline(1e9, draw(st.sampled_from([50.0, 5000.0])), 0.0)
-        machine, hosted = replace(machine, host=host), hostable(program)
+        machine, hosted = replace(machine, host=host), hostable_operators(program)
     order = overlapped(program, range(len(program.operators)), draw(st.integers(0, 2)))
-    finder = Chains(program, use_definitions(program, order, hosted))
-    may = [s for s in range(len(program.storages)) if finder.of_longest_gap(s)]
-    again = draw(st.lists(st.sampled_from(may), unique=True)) if may else []
-    recomputes = choose_recomputes(finder, again)
-    recomputes.host = HostUpdates.of(program, order, hosted, recomputes.uses)
+    finder = ChainFinder(program, use_definitions(program, order, hosted))
+    may = [s for s in range(len(program.storages)) if finder.for_longest_gap(s)]
+    recomputed = draw(st.lists(st.sampled_from(may), unique=True)) if may else []
+    recomputes = choose_recomputes(finder, recomputed)
+    recomputes.host = HostUpdates.from_operators(program, order, hosted, recomputes.uses)
     movable = [s for s, x in enumerate(program.storages) if x.persistent or not x.at_start]
     candidates = OffloadCandidates(program, machine, order, recomputes, movable)
     whole = int(candidates.profile.max())
@@ -57,10 +57,10 @@ def emissions(draw):
     for c in chosen:
         for low, high in c.spans:
             planned[low:high] -= c.num_bytes
-    at_home = recomputes.host.at_home
-    gaps = assign_tiers(program, machine, chosen, draw(st.sampled_from([0.0, 0.5])), at_home)
+    dram_state = recomputes.host.dram_state
+    gaps = assign_tiers(program, machine, chosen, draw(st.sampled_from([0.0, 0.5])), dram_state)
     budget = draw(st.sampled_from([None, target, whole]))
-    emitter = Emitter(program, machine, order, gaps, recomputes, budget, planned)
+    emitter = Emitter(program, machine, order, gaps, recomputes, EmissionOptions(budget, planned))
     actions = emitter.emit()
     seconds = emitter.ledger.clock.now_s
     return MemoryPlan(program, tuple(emitter.copies.homes), actions, seconds), machine

@@ -90,7 +90,7 @@ def comm_order(program, order):
 
 
 def pair():
-    """Two operands, a gather between them, and what uses its result."""
+    """Return a program of two operands, a gather between them, and the use of its result."""
     storages = tuple(Storage(name, 8, "activation") for name in "abcd")
     ops = (
         Operator("make", (), (), (0,), 1.0),
@@ -139,8 +139,8 @@ def test_what_other_ranks_read_is_not_written_and_a_step_does_not_end_before_the
 def test_reading_what_is_sent_is_legal_and_its_bytes_count_until_the_join():
     program = pair()
     run = [("run", 0), ("run", 1), ("run", 2), ("join", 1), ("run", 3)]
-    found = walk(program, *run, *FREE)
-    assert found.profile[2] == 24
+    replayed = walk(program, *run, *FREE)
+    assert replayed.profile[2] == 24
     assert identity_actions(program, range(4))[:4] == tuple(MemoryAction(*a) for a in run[:4])
 
 
@@ -183,7 +183,7 @@ def test_a_budget_decides_how_early_collectives_are_begun():
 
 
 def test_what_needs_a_message_stays_behind_what_was_begun_before_it():
-    """Else a rank could wait for another one that waits for it."""
+    """Otherwise two ranks could wait for each other."""
     storages = tuple(Storage(name, 8, "activation") for name in "abcd")
     ops = (
         Operator("empty", (), (), (0, 1)),
@@ -195,7 +195,7 @@ def test_what_needs_a_message_stays_behind_what_was_begun_before_it():
 
 
 def test_what_was_sent_is_waited_for_at_the_end_of_the_messages():
-    """And not earlier, because nobody may be there to receive it, nor later, because its bytes go then."""
+    """It is joined neither earlier, when its receiver may not have begun, nor later, when its bytes are released."""
     storages = tuple(Storage(name, 8, "activation") for name in "ab")
     ops = (
         Operator("make", (), (), (0,), 1.0),
@@ -245,7 +245,7 @@ def test_what_other_ranks_still_read_is_not_made_again(message):
 
 
 def test_what_other_ranks_still_read_is_there_for_a_recomputation():
-    """`wide` is made again from `small`, which dies with the collective: a wait for room may not take it away."""
+    """`wide` is recomputed from `small`, which dies with the collective: a wait for room must not release it."""
     storages = (
         Storage("out", 443, "activation", False, True),
         Storage("small", 53, "activation"),
@@ -269,7 +269,7 @@ def test_what_other_ranks_still_read_is_there_for_a_recomputation():
 
 
 def test_a_copy_for_a_recomputation_that_is_not_needed_ends_before_its_bytes_go():
-    """`made` is to be made again from `kept`, which comes back for it; other ranks use `made` so long that it stays."""
+    """`made` is to be recomputed from `kept`, reloaded for it, but other ranks use `made` so long that it stays."""
     storages = (
         Storage("kept", 287, "activation", False, True),
         Storage("gradient", 266, "activation"),
@@ -295,12 +295,12 @@ def test_a_copy_for_a_recomputation_that_is_not_needed_ends_before_its_bytes_go(
 
 
 def test_an_input_of_a_recomputation_that_is_not_needed_is_freed():
-    """`first` stays for making `made` again, which other ranks use so long that it is still there."""
+    """`first` is retained to recompute `made`, which other ranks use so long that it is still resident."""
     sizes = {
         "state": 100, "first": 100, "other": 200, "made": 200, "sent": 200, "a": 200, "b": 200, "far": 200,
         "sum": 220, "c": 200, "d": 100, "end": 0,
     }  # fmt: skip
-    n = {name: at for at, name in enumerate(sizes)}
+    n = {name: s for s, name in enumerate(sizes)}
     storages = tuple(
         Storage(k, size, "weight" if k == "state" else "activation", k == "state", k in ("state", "sum", "end"))
         for k, size in sizes.items()
@@ -350,12 +350,12 @@ def communicating(draw):
 @given(communicating(), st.sampled_from([0, 1, 2]), st.booleans())
 def test_any_order_keeps_dependencies_and_what_ranks_do_together(program, depth, refined):
     order = refine_order(program)[0] if refined else tuple(range(len(program.operators)))
-    found = overlapped(program, order, depth)
-    place = {index: at for at, index in enumerate(found)}
-    assert sorted(found) == list(range(len(program.operators)))
+    reordered = overlapped(program, order, depth)
+    place = {index: position for position, index in enumerate(reordered)}
+    assert sorted(reordered) == list(range(len(program.operators)))
     for index, before in enumerate(dependencies(program)):
         assert all(place[p] < place[index] for p in before)
-    assert comm_order(program, found) == comm_order(program, range(len(program.operators)))
+    assert comm_order(program, reordered) == comm_order(program, range(len(program.operators)))
 
 
 @settings(max_examples=25, deadline=None)

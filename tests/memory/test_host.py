@@ -1,10 +1,9 @@
-"""Optimizer updates in host memory: what replay refuses, what the planner gains, what no plan can beat."""
+"""Optimizer updates in host memory: refusals of the replay, gains of the planner, and the lower bound."""
 
 from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from benchmarks._reload_bound import reload_bound
 
 from hyper_parallel.errors import MemoryPlanInvalid
 from hyper_parallel.ir import MemoryAction, MemoryPlan, MemoryProgram, Operator, Storage, replay
@@ -19,6 +18,7 @@ from hyper_parallel.memory import (
     refine_order,
     summarise,
 )
+from hyper_parallel.memory.bound import reload_bound
 from tests.memory.programs import training_chain
 
 pytestmark = pytest.mark.unit
@@ -59,7 +59,7 @@ LEGAL = (
 
 
 def without(*positions):
-    return tuple(a for at, a in enumerate(LEGAL) if at not in positions)
+    return tuple(a for index, a in enumerate(LEGAL) if index not in positions)
 
 
 def test_a_hand_written_update_is_counted_in_program_order():
@@ -147,9 +147,9 @@ def test_after_clipping_updates_run_on_the_host_when_time_allows():
     program = chain(clip=True)
     plan = plan_memory(program, machine(4000.0, 1e6), budget_bytes=22_000)
     norm = next(i for i, op in enumerate(program.operators) if op.name == "norm")
-    at = plan.actions.index(do("run", norm))
+    index = plan.actions.index(do("run", norm))
     assert on_host(plan) > 0
-    assert all(k > at for k, a in enumerate(plan.actions) if a.kind == "update")
+    assert all(k > index for k, a in enumerate(plan.actions) if a.kind == "update")
 
 
 def test_the_host_is_one_serial_lane_beside_compute():
@@ -229,9 +229,9 @@ def test_master_weights_are_updated_on_the_host_and_copied_on_the_device():
 
 def test_cached_and_written_plans_come_back(tmp_path):
     program, m = chain(), machine(2000.0, 20_000.0)
-    made = plan_memory_cached(program, m, cache=tmp_path, budget_bytes=16_000)
-    again = plan_memory_cached(program, m, cache=tmp_path, budget_bytes=16_000)
-    assert on_host(made) > 0
-    assert again == made == MemoryPlan.from_json(made.to_json())
-    other = plan_memory_cached(program, machine(2000.0), cache=tmp_path, budget_bytes=16_000)
-    assert on_host(other) == 0
+    planned = plan_memory_cached(program, m, cache=tmp_path, budget_bytes=16_000)
+    cached = plan_memory_cached(program, m, cache=tmp_path, budget_bytes=16_000)
+    assert on_host(planned) > 0
+    assert cached == planned == MemoryPlan.from_json(planned.to_json())
+    on_device = plan_memory_cached(program, machine(2000.0), cache=tmp_path, budget_bytes=16_000)
+    assert on_host(on_device) == 0

@@ -84,7 +84,7 @@ def test_least_time_stays_under_the_budget(budget):
 
 
 def test_a_step_whose_operators_have_no_seconds_is_planned():
-    """Nobody annotated it: then every copy is waited for, and a budget is kept all the same."""
+    """Without seconds every copy is waited for, and a budget is kept all the same."""
     program = training_chain()
     ops = tuple(replace(op, seconds=0.0) for op in program.operators)
     program = replace(program, operators=ops)
@@ -120,9 +120,9 @@ def test_a_full_dram_is_named_with_what_is_enough():
     plan = planned(enough["dram"])
     assert plan.device_bytes <= budget
     assert plan.dram_bytes <= enough["dram"]
-    with pytest.raises(TierFull) as again:
+    with pytest.raises(TierFull) as smaller:
         planned(plan.dram_bytes * 3 // 4)  # much less is not enough
-    assert named(again.value)["dram"] <= enough["dram"]
+    assert named(smaller.value)["dram"] <= enough["dram"]
     assert planned(1200, enough["budget"]).dram_bytes <= 1200
 
 
@@ -158,12 +158,14 @@ def test_a_full_dram_leaves_the_rest_to_flash():
     assert plan.dram_bytes <= 9000
     assert plan.peak_bytes["flash"] > 0
     # A wait for a file stops the host of an accelerator, so it comes no earlier than it must.
-    waits = [at for at, a in enumerate(plan.actions) if a.kind == "wait" and a.tier == "device"]
+    waits = [
+        index for index, a in enumerate(plan.actions) if a.kind == "wait" and a.tier == "device"
+    ]
     assert waits
-    for at in waits:
-        last = next(i for i, a in enumerate(plan.actions) if i > at and a.kind == "run")
-        runs = [a.target for a in plan.actions[at : last + 1] if a.kind in ("run", "recompute")]
-        assert any(plan.actions[at].target in program.touched[i] for i in runs)
+    for index in waits:
+        last = next(i for i, a in enumerate(plan.actions) if i > index and a.kind == "run")
+        runs = [a.target for a in plan.actions[index : last + 1] if a.kind in ("run", "recompute")]
+        assert any(plan.actions[index].target in program.touched[i] for i in runs)
 
 
 def test_one_goal_exactly():
@@ -183,23 +185,23 @@ def test_nothing_pays_is_said():
 
 def test_updates_move_into_backward_unless_clipping_forbids_it():
     program = training_chain()
-    order, said = refine_order(program)
+    order, sentences = refine_order(program)
     last_backward = max(i for i, op in enumerate(program.operators) if op.phase == "backward")
     assert order.index(len(program.operators) - 1) < order.index(last_backward)
-    assert not any("stay after" in line for line in said)
+    assert not any("stay after" in line for line in sentences)
     clipped = training_chain(clip=True)
-    order, said = refine_order(clipped)
+    order, sentences = refine_order(clipped)
     norm = next(i for i, op in enumerate(clipped.operators) if op.name == "norm")
     updates = [i for i, op in enumerate(clipped.operators) if op.name == "adamw"]
     assert all(order.index(norm) < order.index(u) for u in updates)
-    assert any("needs every gradient" in line and "norm" in line for line in said)
+    assert any("needs every gradient" in line and "norm" in line for line in sentences)
 
 
 def test_round_trip_and_a_damaged_plan_is_refused():
     plan = plan_memory(training_chain(), machine(), budget_bytes=9000)
     assert MemoryPlan.from_json(plan.to_json()) == plan
-    at = next(i for i, a in enumerate(plan.actions) if a.kind == "wait" and a.tier == "device")
-    broken = replace(plan, actions=plan.actions[:at] + plan.actions[at + 1 :])
+    index = next(i for i, a in enumerate(plan.actions) if a.kind == "wait" and a.tier == "device")
+    broken = replace(plan, actions=plan.actions[:index] + plan.actions[index + 1 :])
     with pytest.raises(MemoryPlanInvalid):
         MemoryPlan.from_json(broken.to_json())
     with pytest.raises(MemoryPlanInvalid):
@@ -266,7 +268,7 @@ def test_a_link_that_is_slower_than_said_keeps_the_time_limit(bytes_s):
 
 
 def decode(layers=40, weight=1000):
-    """A step that reads every weight once: nothing is idle but for the time between two uses."""
+    """Return a step that reads every weight once, so a weight is idle only between two steps."""
     storages = [Storage("x", 8, "input", True, True)]
     storages += [Storage(f"w{i}", weight, "weight", True, True) for i in range(layers)]
     storages.append(Storage("y", 8, "output", False, True))
@@ -276,7 +278,7 @@ def decode(layers=40, weight=1000):
 
 
 def test_weights_of_a_decode_step_stream_in_a_ring():
-    """What the link carries in the step, less the two weights that are on their way or in use."""
+    """The saving is close to the bytes that the link carries in the step, less two weights in flight or in use."""
     program, rate = decode(layers=100), 250.0
     carried = 1.02 * program.seconds * rate
     plan = plan_memory(program, machine(rate), max_slowdown=0.02, bandwidth_margin=0.0)

@@ -112,6 +112,6 @@ def test_least_time_under_a_budget(program, machine, share):
 def test_a_new_order_keeps_every_dependency(program):
     order, _ = refine_order(program)
     assert sorted(order) == list(range(len(program.operators)))
-    place = {index: at for at, index in enumerate(order)}
+    place = {index: position for position, index in enumerate(order)}
     for index, before in enumerate(dependencies(program)):
         assert all(place[p] < place[index] for p in before)

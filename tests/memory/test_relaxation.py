@@ -1,4 +1,4 @@
-"""The choice by linear program: what it says of small steps by hand, and plans that weigh copies and recomputation."""
+"""The residency linear program: optima of small steps by hand, and plans that weigh copies and recomputation."""
 
 import numpy as np
 import pytest
@@ -6,7 +6,7 @@ import pytest
 from hyper_parallel.ir import MemoryProgram, Operator, Storage
 from hyper_parallel.memory import Channel, MemoryMachine, order_peak, plan_memory
 from hyper_parallel.memory.linear_program import LinearProgram, SolverFailed
-from hyper_parallel.memory.residency_lp import Flow
+from hyper_parallel.memory.residency_lp import ResidencyLP
 from hyper_parallel.memory.rounding import Rounding
 from tests.memory.programs import training_chain
 
@@ -37,32 +37,32 @@ def test_a_solver_that_fails_is_not_read_as_out_of_reach():
 
 def test_no_two_choices_of_two_parts_cost_the_same():
     """Else which one is taken is up to the solver, whose tolerance is 1e-9 of 1e4 times the costs."""
-    flow = Flow(np.array([100]), [1.0], SLOW, np.arange(1))
-    costs = np.array([flow.lp.costs[flow.part()] for _ in range(60)])
+    model = ResidencyLP(np.array([100]), [1.0], SLOW, np.arange(1))
+    costs = np.array([model.lp.costs[model.add_fraction()] for _ in range(60)])
     pairs = np.sort((costs[:, None] + costs)[np.triu_indices(60, 1)])
     assert np.diff(pairs).min() > 1e-13
 
 
-def away(target_bytes):
-    """Of 100 bytes that are idle for a second, 10 bytes a second: (the part that leaves, seconds of the step)."""
-    flow = Flow(np.array([100, 160, 100]), [1.0, 1.0, 1.0], SLOW, np.arange(3))
-    part = flow.part()
-    flow.gone(part, 1, 2, 100)
-    flow.stored(part, 1, 1, 100)
-    flow.back(part, 2, 100, 2)
-    found = flow.solve(target_bytes, {})
-    return None if found is None else (found.parts[part], found.seconds)
+def offload_optimum(target_bytes):
+    """Return (offloaded fraction, seconds of the step) of 100 bytes that are idle for a second at 10 bytes a second."""
+    model = ResidencyLP(np.array([100, 160, 100]), [1.0, 1.0, 1.0], SLOW, np.arange(3))
+    part = model.add_fraction()
+    model.add_absence(part, 1, 2, 100)
+    model.add_store(part, 1, 1, 100)
+    model.add_prefetch(part, 2, 100, 2)
+    optimum = model.solve(target_bytes, {})
+    return None if optimum is None else (optimum.fractions[part], optimum.seconds)
 
 
 def test_only_what_must_leave_leaves_and_computing_waits_for_it():
-    assert away(160) == (0.0, pytest.approx(3.0))
+    assert offload_optimum(160) == (0.0, pytest.approx(3.0))
     # Each way takes 4 seconds, of which one goes on beside the operator before; the waits are two of 3 seconds.
-    assert away(120) == (pytest.approx(0.4), pytest.approx(9.0))
-    assert away(50) is None
+    assert offload_optimum(120) == (pytest.approx(0.4), pytest.approx(9.0))
+    assert offload_optimum(50) is None
 
 
 def read_again(density_s):
-    """A wide result, read again at the end; making it again takes so long."""
+    """Return a step that reads a wide result again at the end, with the given seconds to recompute it."""
     storages = (
         Storage("input", 10, "input", True, True),
         Storage("wide", 100, "activation"),
@@ -78,20 +78,22 @@ def read_again(density_s):
 
 
 @pytest.mark.parametrize(
-    ("density_s", "again", "more_s"), [(2.0, (1,), 30.4 / 21), (40.0, (), 608 / 59)]
+    ("density_s", "recomputed", "added_s"), [(2.0, (1,), 30.4 / 21), (40.0, (), 608 / 59)]
 )
-def test_what_is_dearer_to_make_than_to_copy_is_copied(density_s, again, more_s):
-    """80 of its 100 bytes must go; the whole leaves and comes back in 20 seconds, one beside the other operator.
+def test_results_that_are_cheaper_to_copy_than_to_recompute_are_copied(
+    density_s, recomputed, added_s
+):
+    """80 of its 100 bytes must leave. All of them are stored and reloaded in 20 seconds, one beside the other operator.
 
-    So a part that is copied waits 19 seconds times that part, a part that is made again takes `density_s` times that,
-    both at the same time: least where these are equal, at 0.8 * 19 * density_s / (19 + density_s).
+    A copied fraction waits 19 seconds times the fraction, a recomputed one takes `density_s` times it, both at the same
+    time. The sum is least where both are equal, at 0.8 * 19 * density_s / (19 + density_s).
     """
     program = read_again(density_s)
     rounding = Rounding(program, SLOW, (0, 1, 2), frozenset(), move=None, recompute=True)
-    found = rounding.choice(130, {})
-    assert found is not None
-    assert tuple(found.candidates.recomputes.gaps) == again
-    assert found.relaxed.seconds == pytest.approx(program.seconds + more_s)
+    choice = rounding.choice(130, {})
+    assert choice is not None
+    assert tuple(choice.candidates.recomputes.gaps) == recomputed
+    assert choice.optimum.seconds == pytest.approx(program.seconds + added_s)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +101,7 @@ def test_what_is_dearer_to_make_than_to_copy_is_copied(density_s, again, more_s)
     [(12, 400.0, 0.35, 1.45), (12, 250.0, 0.35, 2.1), (20, 600.0, 0.3, 1.1)],
 )
 def test_copies_and_recompute_are_weighed_together(layers, bytes_s, share, most):
-    """With what is made again chosen before the copies the steps were 1.53, 2.55 and 1.15 times as long."""
+    """With recomputation chosen before the copies, the steps were 1.53, 2.55 and 1.15 times as long."""
     program = training_chain(layers)
     machine = MemoryMachine(Channel(bytes_s, 0), Channel(bytes_s, 0))
     budget = int(share * order_peak(program, range(len(program.operators))))
@@ -109,8 +111,8 @@ def test_copies_and_recompute_are_weighed_together(layers, bytes_s, share, most)
 
 
 @pytest.mark.parametrize("goal", [{"budget_bytes": 7000}, {"max_slowdown": 0.05}])
-def test_a_plan_does_not_depend_on_how_the_solver_gets_there(monkeypatch, goal):
-    """Of optima that are equally good one costs least: interior points and vertices lead to the same plan."""
+def test_a_plan_does_not_depend_on_the_method_of_the_solver(monkeypatch, goal):
+    """Equally good optima differ in tie-breaking costs, so interior points and vertices lead to the same plan."""
     program = training_chain(layers=5)
     machine = MemoryMachine(Channel(600.0), Channel(600.0))
     plans = []
@@ -121,8 +123,8 @@ def test_a_plan_does_not_depend_on_how_the_solver_gets_there(monkeypatch, goal):
     assert plans[0].actions == plans[1].actions
 
 
-def test_weights_that_are_used_once_a_step_are_streamed_by_what_has_room_for_its_copy():
-    """Half of what is read passes the link in a step; a copy takes all its room, so a large one would save nothing."""
+def test_small_weights_are_streamed_and_a_large_one_stays():
+    """The link carries half of the weights. A copy takes all its room at once, so a large weight saves nothing."""
     sizes = [100] * 20 + [1500] + [100] * 20
     storages = [Storage("x", 1, "input", True, True)]
     storages += [Storage(f"w{i}", size, "weight", True, True) for i, size in enumerate(sizes)]
@@ -149,7 +151,7 @@ def test_the_solver_prints_nothing(capfd):
 def test_where_positions_are_still_missing_the_emission_decides(monkeypatch):
     """With few of them, and fewer added than the optimum asks for, a plan still keeps its budget."""
     monkeypatch.setattr("hyper_parallel.memory.lp_builder._SAMPLES", 3)
-    monkeypatch.setattr("hyper_parallel.memory.rounding._GROWN", 1)
+    monkeypatch.setattr("hyper_parallel.memory.rounding._MAX_REFINEMENTS", 1)
     program, link = training_chain(12), Channel(400.0)
     budget = order_peak(program, range(len(program.operators))) // 2
     plan = plan_memory(program, MemoryMachine(link, link), budget_bytes=budget)

@@ -1,8 +1,8 @@
-"""HyperOffload: memory as a compiler problem over storages, exact to the byte, free of any framework.
+"""HyperOffload: memory planning as a compiler problem over storages, exact to the byte, without any framework.
 
-A step is a `MemoryProgram` (ir); this room refines its order, decides per storage whether to keep, recompute, offload
-or stream it, emits residency actions, simulates them, and assigns static addresses. What a front end must deliver and
-how a back end runs the result is in `backends`.
+A step is a `MemoryProgram` (ir). The planner refines its order, decides per storage whether to keep, recompute, offload
+or stream it, emits residency actions, simulates them, and assigns static addresses. `backends` describes the input
+that a front end delivers and the execution of the result.
 """
 
 from hyper_parallel.memory._address import (
@@ -10,12 +10,10 @@ from hyper_parallel.memory._address import (
     find_overlap,
     wrong_address,
 )
-from hyper_parallel.memory._capacity_hint import with_capacity_hint
 from hyper_parallel.memory._clock import Copied, ProgramClock, clocked
-from hyper_parallel.memory._order import order_peak, order_seconds, refine_order
-from hyper_parallel.memory._overlap import overlapped
-from hyper_parallel.memory._plan_tasks import plan_tasks, predicted_timeline
-from hyper_parallel.memory._profile import peak_by_kind, summarise
+from hyper_parallel.memory._goals import with_capacity_hint
+from hyper_parallel.memory._order import order_peak, order_seconds, overlapped, refine_order
+from hyper_parallel.memory._timeline import peak_by_kind, plan_tasks, predicted_timeline, summarise
 from hyper_parallel.memory.def_use import (
     UseDef,
     dependencies,

@@ -1,8 +1,8 @@
 """The incremental clock of an emission: `simulate(plan_tasks(...))` one action at a time.
 
-Emission decides by the time at which an action would end, thousands of times per plan, so it cannot build a graph and
-simulate it. This is the one fast path, for five serial lanes whose order is the order of issue; `_plan_tasks.py` has
-their rules as a task graph, and a test holds both to the same times.
+Emission asks for the time at which an action would end, thousands of times per plan, so it cannot build and simulate a
+task graph. This clock is the only fast path. It has five serial lanes whose order is the order of issue.
+`_timeline.py` has the same rules as a task graph, and a test holds both to the same times.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Copied:
     seconds: float = 0.0
 
     def bytes_s(self, latency_s: float) -> float | None:
-        """Bytes per second after the latency of every copy; None when that cannot be derived."""
+        """Return bytes per second after the latency of every copy; None when that cannot be derived."""
         moving = self.seconds - self.count * latency_s
         return self.num_bytes / moving if self.num_bytes and moving > 0 else None
 
@@ -31,13 +31,13 @@ class ProgramClock:
     """Virtual time of one step.
 
     Args:
-        program: What the actions refer to.
-        machine: Channels and host; None: nothing is copied.
+        program: Program that the actions refer to.
+        machine: Channels and host; None: no action copies.
 
     Attributes:
         now_s: Time on the compute lane.
-        wait_s: Seconds the compute lane stood still for copies, and for updates in host memory.
-        join_s: Seconds it stood still for other ranks.
+        wait_s: Seconds the compute lane waited for copies and for updates in host memory.
+        join_s: Seconds the compute lane waited for other ranks.
     """
 
     def __init__(self, program: MemoryProgram, machine: MemoryMachine | None = None) -> None:
@@ -76,28 +76,28 @@ class ProgramClock:
 
     @property
     def copied(self) -> dict[str, Copied]:
-        """What moved so far, by kind of copy."""
+        """Copies so far, by kind."""
         return {
             kind: Copied(len(each), sum(n for n, _ in each), sum(s for _, s in each))
             for kind, each in self._copied.items()
         }
 
     def arrival_s(self, storage: int, tier: str) -> float:
-        """When the newest copy of a storage into a tier is complete."""
+        """Return the time at which the newest copy of a storage into a tier is complete."""
         return self._arrival_s[storage, tier]
 
     def done_s(self, index: int) -> float:
-        """When an operator that was begun beside the compute lane is done."""
+        """Return the time at which an operator beside the compute lane is done."""
         return self._done_s[index]
 
     def stand_until(self, time_s: float) -> float:
-        """The compute lane stands still until a time; for how long."""
+        """Advance the compute lane to a time and return the seconds that it waited."""
         seconds = max(time_s - self.now_s, 0.0)
         self.now_s = max(self.now_s, time_s)
         return seconds
 
     def idle(self, kind: str) -> bool:
-        """Whether the lane of a kind of copy has nothing to do now."""
+        """Return whether the lane of a kind of copy is idle now."""
         return self._lane_free_s[kind] <= self.now_s
 
     def _update(self, index: int) -> None:
@@ -124,7 +124,7 @@ class ProgramClock:
 def clocked(
     program: MemoryProgram, machine: MemoryMachine | None, actions: tuple[MemoryAction, ...]
 ) -> ProgramClock:
-    """The clock after these actions."""
+    """Return the clock after these actions."""
     clock = ProgramClock(program, machine)
     for action in actions:
         clock.apply(action)

@@ -1,14 +1,14 @@
-"""Operators that other ranks take part in: begun by their `run`, under way beside the compute lane until their `join`.
+"""Collectives and messages in flight: begun by `run`, beside the compute lane until their `join`.
 
 One communication lane carries them one after another, in the order in which they are begun. A collective library has a
-queue per process group; groups that run at the same time share the link, and the machine that a plan is made for
-names one link. So groups in turn take as long as groups together, and nothing is counted twice.
+queue per process group; groups that run at the same time share the link, and a plan is made for one link. So groups in
+turn take as long as concurrent groups, and no byte is counted twice.
 
-No plan can make ranks wait for each other in a circle, whatever each of them decides about memory. All ranks begin what
-they do together in the order in which it was recorded, when every collective was waited for at once. Of what has not
-ended, take what ended first then: whatever any of its ranks has to wait for before beginning it ended earlier, so it
-has ended here as well. A collective is joined no earlier than it is begun; a message is joined where it is needed,
-which is behind everything that was begun before it was needed then (`dependencies`).
+No plan can deadlock, whatever each rank decides about memory. All ranks begin their communication in the recorded
+order, in which every collective was waited for at once. Consider the unfinished operator that finished first in the
+recorded run: every wait of its ranks before its begin finished earlier, so it finishes here as well. A collective is
+joined no earlier than it is begun. A message is joined where it is needed, behind everything that was begun before
+that point in the recorded run (`dependencies`).
 """
 
 from __future__ import annotations
@@ -20,90 +20,92 @@ from hyper_parallel.memory._clock import ProgramClock
 
 
 class CommsInFlight:
-    """What is under way while a program is emitted, and what it keeps from leaving the device.
+    """Communication in flight while a program is emitted, and the releases that wait for it.
 
     Args:
-        program: The operators.
+        program: Operators and storages.
     """
 
     def __init__(self, program: MemoryProgram) -> None:
         self._program = program
-        self._running: dict[int, dict[int, int]] = {}  # operator -> held storage -> position
+        self._running: dict[int, dict[int, int]] = {}  # operator -> deferred storage -> position
 
     def __bool__(self) -> bool:
         return bool(self._running)
 
     @property
     def running(self) -> list[int]:
-        """Operators that were begun and not joined, first begun first."""
+        """Operators begun and not joined, in the order of their begin."""
         return list(self._running)
 
     def begin(self, index: int) -> None:
-        """An operator was begun."""
+        """Record the begin of an operator."""
         self._running[index] = {}
 
-    def before(
+    def required_joins(
         self, operator: Operator, also_read: Iterable[int] = (), recomputed: Iterable[int] = ()
     ) -> list[int]:
-        """What must be joined before an operator runs, before more storages are read, and others are made again."""
+        """Return operators in flight that conflict with the reads, writes or recomputed storages of an operator."""
         if not self._running:
             return []
         changed = (*operator.writes, *operator.allocs)
         if operator.message and not operator.group:
-            changed = operator.reads  # the end of what was sent from them
-        return self._users({*operator.reads, *also_read}, {*changed, *recomputed})
+            changed = operator.reads  # the buffers that were sent
+        return self._conflicts({*operator.reads, *also_read}, {*changed, *recomputed})
 
-    def _users(self, reads: set[int], writes: set[int]) -> list[int]:
-        """What is under way and makes one storage, or uses another one."""
+    def _conflicts(self, reads: set[int], writes: set[int]) -> list[int]:
+        """Return operators in flight that write a storage of `reads` or access a storage of `writes`."""
         result = []
         for index in self._running:
             operator = self._program.operators[index]
-            made = (*operator.writes, *operator.allocs)
-            if not writes.isdisjoint(operator.touched) or not reads.isdisjoint(made):
+            results = (*operator.writes, *operator.allocs)
+            if not writes.isdisjoint(operator.touched) or not reads.isdisjoint(results):
                 result.append(index)
         return result
 
-    def fills(self, storage: int) -> bool:
-        """Other ranks are still writing a storage."""
-        return bool(self._running) and bool(self._users({storage}, set()))
+    def is_writing(self, storage: int) -> bool:
+        """Return whether other ranks are still writing a storage."""
+        return bool(self._running) and bool(self._conflicts({storage}, set()))
 
-    def hold(self, storage: int, position: int) -> bool:
-        """Put off what happens to a storage after a position until what uses it is done; False: nothing does."""
+    def defer_release(self, storage: int, position: int) -> bool:
+        """Defer the release of a storage after a position to its last user in flight; return False when it has none."""
         users = [i for i in self._running if storage in self._program.touched[i]]
-        for index in users[-1:]:  # the last one to be done
-            for other in self._running.values():
-                other.pop(storage, None)
+        for index in users[-1:]:  # the last one to finish
+            for releases in self._running.values():
+                releases.pop(storage, None)
             self._running[index][storage] = position
         return bool(users)
 
-    def keep(self, storage: int) -> bool:
-        """A storage that was to leave stays after all; False: it was not held."""
-        held = [h for h in self._running.values() if storage in h]
-        for one in held:
-            del one[storage]
-        return bool(held)
+    def cancel_release(self, storage: int) -> bool:
+        """Cancel the deferred release of a storage; return False when there is none."""
+        deferred = [h for h in self._running.values() if storage in h]
+        for releases in deferred:
+            del releases[storage]
+        return bool(deferred)
 
-    def holding(self) -> list[int]:
-        """Collectives that keep something from leaving, first begun first; no messages, whose peer may be late."""
+    def deferring(self) -> list[int]:
+        """Return collectives with deferred releases, in the order of their begin.
+
+        Messages are left out, because their peer may be late.
+        """
         return [i for i, h in self._running.items() if h and not self._program.operators[i].message]
 
-    def end(self, index: int) -> list[tuple[int, int]]:
-        """An operator was joined; the (storage, position) that it held."""
+    def join(self, index: int) -> list[tuple[int, int]]:
+        """Record the join of an operator; return its deferred releases as (storage, position)."""
         return list(self._running.pop(index).items())
 
 
 def plain_actions(
-    program: MemoryProgram, order: Sequence[int], last: Sequence[int]
+    program: MemoryProgram, order: Sequence[int], last_use: Sequence[int]
 ) -> list[MemoryAction]:
-    """Every operator once, every storage freed when nothing uses it any more, nothing moved.
+    """Return a program that runs every operator once, frees every storage after its last use, and moves none.
 
-    An operator of a group is joined where its results are needed, or as soon as it is done when it holds what could be
-    freed.
+    An operator of a group is joined where its results are needed, or as soon as it is done when a release waits for it.
 
     Args:
-        program: The operators.
-        order: Their order.
-        last: Position after which each storage is free; -1: it stays.
+        program: Operators and storages.
+        order: Order of the operators.
+        last_use: Position after which each storage is freed; -1: never.
     """
     actions: list[MemoryAction] = []
     comms, clock = CommsInFlight(program), ProgramClock(program)
@@ -112,28 +114,28 @@ def plain_actions(
         actions.append(action)
         clock.apply(action)
 
-    def after(s: int, position: int) -> None:
-        if last[s] == position and not comms.hold(s, position):
+    def release(s: int, position: int) -> None:
+        if last_use[s] == position and not comms.defer_release(s, position):
             actions.append(MemoryAction("free", s))
 
     def join(index: int) -> None:
         emit(MemoryAction("join", index))
-        for s, position in comms.end(index):
-            after(s, position)
+        for s, position in comms.join(index):
+            release(s, position)
 
     for position, index in enumerate(order):
         operator = program.operators[index]
         if comms:
-            for other in comms.holding():
-                if clock.done_s(other) <= clock.now_s:
-                    join(other)
-            for other in comms.before(operator):
-                join(other)
+            for running in comms.deferring():
+                if clock.done_s(running) <= clock.now_s:
+                    join(running)
+            for running in comms.required_joins(operator):
+                join(running)
         emit(MemoryAction("run", index))
         if operator.group:
             comms.begin(index)
         for s in program.touched[index]:
-            after(s, position)
-    for other in comms.running:
-        join(other)
+            release(s, position)
+    for running in comms.running:
+        join(running)
     return actions

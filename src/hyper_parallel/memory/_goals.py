@@ -1,108 +1,84 @@
-"""The two goals of planning in one order of the operators: least time under a budget, least peak within a time."""
+"""The two goals of planning in one order of the operators: least time under a budget, least peak within a time.
+
+Both goals search programs for targets in bytes. Neither trusts an estimate: a program counts by its simulated time
+and by the arena that its addresses need. A budget that no program meets becomes an error that names sufficient bytes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from hyper_parallel.errors import BudgetImpossible, TierFull
 from hyper_parallel.ir import MemoryPlan
-from hyper_parallel.memory._capacity_hint import sufficient_capacity, tier_full
-from hyper_parallel.memory._programs import Search
 from hyper_parallel.memory.def_use import working_set_bytes
-from hyper_parallel.memory.emitted_programs import Emitted
+from hyper_parallel.memory.emitted_programs import EmittedProgram, Search
 from hyper_parallel.memory.host_updates import device_part
 from hyper_parallel.memory.memory_machine import MemoryMachine
 from hyper_parallel.units import format_bytes
 
-_GOOD = 1.02  # of the live peak: an arena that is no larger needs no other program
-_TRIED = 3  # programs whose addresses are looked for at each target; of small programs four times as many
+_PACKING_SLACK_OK = 1.02  # arena over live peak at which no other program is packed
+_PROGRAMS_PER_TARGET = 3  # programs packed for one target; four times as many for small programs
 _LARGE_PROGRAM = 300  # operators
-_TARGETS = 12  # by bisection, until they are so close
-_TARGET_PARTS, _SAVED_PARTS = 100, 40  # of the target, and of what it saves
-# When all that is asked is what would be enough: parts of the target, and by how much more a next one rises.
-_REFUSED_PARTS, _REFUSED_GROWTH = 32, 4
-_AIMS = 5  # targets; from the third on lower by half of what addresses took too much
-# Parts of the room that are left for gaps between addresses at the first targets; then at least the last one more.
-_GAPS = (256, 50)
-_ELSEWHERE = 20  # the same while it is asked what DRAM would be enough
-# A program that is faster by less is not tried again with more room for gaps; at the first target, by much less.
-_WORTH_MORE_GAPS, _WORTH_MORE_GAPS_AT_FIRST = 0.97, 0.998
+_MAX_TARGETS = 5  # targets under a budget; from the third on lowered by half of the arena's excess
+# Divisors of the budget for the bytes left free for gaps: first target, second target and later steps.
+_PACKING_RESERVES = (256, 50)
+# A packed program this close to the fastest emitted one ends the search: at later targets, at the first target.
+_FAST_ENOUGH, _FAST_ENOUGH_AT_FIRST = 0.97, 0.998
+_MAX_BISECTIONS = 12
+# Divisors of the peak and of the saving for the interval at which bisection ends.
+_PEAK_RESOLUTION, _SAVING_RESOLUTION = 100, 40
+# A refusal needs only sufficient bytes: a coarser resolution, and faster growth of the step between targets.
+_REFUSAL_RESOLUTION, _REFUSAL_GROWTH = 32, 4
+_PROBE_RESERVE = (
+    20  # divisor of the budget for the bytes left for gaps while DRAM capacities are probed
+)
+_CAPACITY_ROUNDS = 5  # bisections for the DRAM before a flash tier
+
+_PlannedProgram = tuple[EmittedProgram, MemoryPlan]
+_Finish = Callable[[EmittedProgram], MemoryPlan]
+_Probe = Callable[[MemoryMachine], EmittedProgram | None]
 
 
 def least_time(
     searches: Sequence[Search],
     budget: int,
-    finish: Callable[[Emitted], MemoryPlan],
+    finish: _Finish,
     limit_s: float = float("inf"),
-) -> tuple[Emitted, MemoryPlan]:
-    """The fastest program whose arena, with what is made beside it, is within the budget; and its plan.
+) -> _PlannedProgram:
+    """Return the fastest program whose arena and staging buffers fit the budget, with its plan.
 
-    Every search has its own part of the updates in host memory, so allowing more of them never gives a slower plan.
-    What one has found is the limit of the next.
+    Every search fixes its own set of updates in host memory, so a larger choice of sets never gives a slower plan. The
+    time of one search limits the next.
 
     Args:
-        searches: Tried in turn.
+        searches: Searches, run in turn.
         budget: Device bytes.
-        finish: Makes the plan of a program.
-        limit_s: A slower plan is of no use.
+        finish: Function that packs a program and returns its plan.
+        limit_s: Seconds from which on a plan is useless.
+
+    Raises:
+        BudgetImpossible: HP402 when no program fits.
+        TierFull: HP403 when more DRAM or flash would make one fit.
     """
-    result, errors = list[tuple[Emitted, MemoryPlan]](), list[BudgetImpossible]()
+    results, errors = list[_PlannedProgram](), list[BudgetImpossible]()
     for search in searches:
         try:
-            result.append(_least_time(search, budget, finish, limit_s))
-            limit_s = min(limit_s, result[-1][0].seconds)
+            results.append(_least_time(search, budget, finish, limit_s))
+            limit_s = min(limit_s, results[-1][0].seconds)
         except BudgetImpossible as error:
             errors.append(error)
-    if not result:
+    if not results:
         nearest = min(errors, key=lambda e: e.least_bytes)
         if limit_s < float("inf"):
             raise nearest
-        raise _more_elsewhere(searches, budget, finish, nearest) or nearest
-    return min(result, key=lambda one: (one[0].seconds, one[1].device_bytes))
+        raise _capacity_error(searches, budget, finish, nearest) or nearest
+    return min(results, key=lambda result: (result[0].seconds, result[1].device_bytes))
 
 
-def _least_time(
-    search: Search,
-    budget: int,
-    finish: Callable[[Emitted], MemoryPlan],
-    limit_s: float = float("inf"),
-) -> tuple[Emitted, MemoryPlan]:
-    arena_budget = budget - search.program.staging_bytes
-    floor = working_set_bytes(device_part(search.program, search.machine))
-    best: tuple[Emitted, MemoryPlan] | None = None
-    seen_s = float("inf")  # of the fastest program, whatever its addresses take
-    tried = _TRIED if len(search.program.operators) > _LARGE_PROGRAM else 4 * _TRIED
-    aim = arena_budget - arena_budget // _GAPS[0]
-    for count in range(1, _AIMS + 1 if floor <= arena_budget else 1):
-        within_s = best[0].seconds if best else limit_s
-        result = [e for e in search.programs(aim, within_s, lowers=True) if e.peak <= arena_budget]
-        arenas: list[int] = []
-        distinct = list({e.actions: e for e in result}.values())
-        for e in sorted(distinct, key=lambda e: (e.seconds, e.peak))[:tried]:
-            if best and e.seconds > best[0].seconds:
-                break
-            seen_s = min(seen_s, e.seconds)
-            plan = finish(e)
-            if plan.device_bytes > budget:
-                arenas.append(plan.arena_bytes)
-                continue
-            best = min(best or (e, plan), (e, plan), key=_quality)
-            if plan.arena_bytes <= _GOOD * e.peak:
-                break  # else one that takes as long may have better addresses
-        # Where only its addresses spoil a faster program, a little more room for gaps may save it.
-        if (
-            best
-            and seen_s
-            > (_WORTH_MORE_GAPS_AT_FIRST if count == 1 else _WORTH_MORE_GAPS) * best[0].seconds
-        ):
-            break
-        if count < len(_GAPS):
-            aim = arena_budget - arena_budget // _GAPS[count]
-        else:
-            over = max(min(arenas, default=arena_budget) - arena_budget, 0)
-            aim -= max(
-                aim * over // (2 * (arena_budget + over)), (count - 1) * arena_budget // _GAPS[-1]
-            )
+def _least_time(search: Search, budget: int, finish: _Finish, limit_s: float) -> _PlannedProgram:
+    """Return the fastest program of one search that fits the budget, or raise HP402."""
+    best = _fastest_within(search, budget, finish, limit_s)
     if best is not None:
         return best
     if limit_s < float("inf"):
@@ -110,13 +86,65 @@ def _least_time(
             f"no memory plan fits {format_bytes(budget)} in less time than another one",
             got=f"{budget} bytes",
         )
-    # The lowest programs are looked for in the same way whatever the budget is, so planning finds them again.
-    fresh = search.fresh()
-    last = _least_peak(fresh, fresh.identity, float("inf"), refused=True)[-1]
+    return _any_within(search, budget, finish)
+
+
+def _fastest_within(
+    search: Search, budget: int, finish: _Finish, limit_s: float
+) -> _PlannedProgram | None:
+    """Return the fastest packed program over targets that leave more and more room for gaps between addresses."""
+    arena_budget = budget - search.program.staging_bytes
+    best: _PlannedProgram | None = None
+    fastest_s = float("inf")  # of all emitted programs, whatever their arenas take
+    tries = _PROGRAMS_PER_TARGET * (1 if len(search.program.operators) > _LARGE_PROGRAM else 4)
+    aim = arena_budget - arena_budget // _PACKING_RESERVES[0]
+    fits = working_set_bytes(device_part(search.program, search.machine)) <= arena_budget
+    for count in range(1, _MAX_TARGETS + 1 if fits else 1):
+        within_s = best[0].seconds if best else limit_s
+        programs = [
+            e for e in search.programs(aim, within_s, lowers=True) if e.peak <= arena_budget
+        ]
+        arenas: list[int] = []
+        distinct = list({e.actions: e for e in programs}.values())
+        for e in sorted(distinct, key=lambda e: (e.seconds, e.peak))[:tries]:
+            if best and e.seconds > best[0].seconds:
+                break
+            fastest_s = min(fastest_s, e.seconds)
+            plan = finish(e)
+            if plan.device_bytes > budget:
+                arenas.append(plan.arena_bytes)
+                continue
+            best = min(best or (e, plan), (e, plan), key=_quality)
+            if plan.arena_bytes <= _PACKING_SLACK_OK * e.peak:
+                break  # else a program that takes as long may have better addresses
+        # Where only its addresses spoil a faster program, a little more room for gaps may save it.
+        enough = _FAST_ENOUGH_AT_FIRST if count == 1 else _FAST_ENOUGH
+        if best and fastest_s > enough * best[0].seconds:
+            break
+        if count < len(_PACKING_RESERVES):
+            aim = arena_budget - arena_budget // _PACKING_RESERVES[count]
+        else:
+            excess = max(min(arenas, default=arena_budget) - arena_budget, 0)
+            aim -= max(
+                aim * excess // (2 * (arena_budget + excess)),
+                (count - 1) * arena_budget // _PACKING_RESERVES[-1],
+            )
+    return best
+
+
+def _any_within(search: Search, budget: int, finish: _Finish) -> _PlannedProgram:
+    """Return the fastest fitting program among those of least peak, or raise HP402 with the least bytes.
+
+    The search does not depend on the budget, so planning with the bytes of the error succeeds.
+    """
+    arena_budget = budget - search.program.staging_bytes
+    floor = working_set_bytes(device_part(search.program, search.machine))
+    fresh = search.without_cache()
+    last = _descending_peaks(fresh, fresh.identity, float("inf"), refused=True)[-1]
     lowest = {id(e): e for e in (last, fresh.best_seen)}
-    plans = {at: finish(e) for at, e in lowest.items()}
-    others = fresh.programs((floor + arena_budget) // 2, lowers=True)
-    for e in sorted((*lowest.values(), *others), key=lambda e: (e.seconds, e.peak)):
+    plans = {key: finish(e) for key, e in lowest.items()}
+    programs = (*lowest.values(), *fresh.programs((floor + arena_budget) // 2, lowers=True))
+    for e in sorted(programs, key=lambda e: (e.seconds, e.peak)):
         if e.peak > arena_budget:
             continue
         plan = plans.get(id(e)) or finish(e)
@@ -133,113 +161,202 @@ def _least_time(
     raise error
 
 
-def _quality(result: tuple[Emitted, MemoryPlan]) -> tuple[float, float]:
-    """Time first, then what addresses waste."""
+def _quality(result: _PlannedProgram) -> tuple[float, float]:
+    """Return the sort key of a plan: time first, then arena over live peak."""
     return result[0].seconds, result[1].arena_bytes / max(result[0].peak, 1)
-
-
-def _more_elsewhere(
-    searches: Sequence[Search],
-    budget: int,
-    finish: Callable[[Emitted], MemoryPlan],
-    error: BudgetImpossible,
-) -> TierFull | None:
-    """What stands in the way, when it is DRAM or flash."""
-    program, machine = searches[0].program, searches[0].machine
-    if working_set_bytes(device_part(program, machine)) > budget - program.staging_bytes:
-        return None
-
-    def planned(changed: MemoryMachine) -> Emitted | None:
-        for search in searches:
-            try:
-                return _least_time(search.on(changed), budget, finish)[0]
-            except BudgetImpossible:
-                continue
-        return None
-
-    def tried(changed: MemoryMachine) -> Emitted | None:
-        arena_budget = budget - program.staging_bytes
-        aim = arena_budget - arena_budget // _ELSEWHERE
-        found = (e for s in searches for e in s.on(changed).programs(aim, lowers=True))
-        fits = (e for e in found if e.peak <= arena_budget)
-        return next((e for e in fits if finish(e).device_bytes <= budget), None)
-
-    sufficient = sufficient_capacity(machine, planned, tried)
-    if not sufficient:
-        return None
-    return tier_full(budget, machine, {**sufficient, "device": error.least_bytes})
 
 
 def least_peak(
     searches: Sequence[Search],
-    identity: Emitted,
+    identity: EmittedProgram,
     limit_s: float,
-    finish: Callable[[Emitted], MemoryPlan],
-) -> tuple[Emitted, MemoryPlan]:
-    """The program of least peak within a time, and its plan; the identity when nothing lowers it."""
+    finish: _Finish,
+) -> _PlannedProgram:
+    """Return the program of least peak within a time, with its plan; the identity when no program lowers the peak."""
     best, programs = identity, {identity.actions: identity}
-    for search in searches:  # what one has found is to be lowered by the next
-        lower = best.peak - best.peak // _TARGET_PARTS
-        tried = search.programs(lower, limit_s) if best is not identity else [best]
-        if any(e.peak <= best.peak and e.seconds <= limit_s for e in tried):
-            programs |= {e.actions: e for e in _least_peak(search, best, limit_s)}
+    for search in searches:  # each search lowers the result of the one before
+        lower = best.peak - best.peak // _PEAK_RESOLUTION
+        candidates = search.programs(lower, limit_s) if best is not identity else [best]
+        if any(e.peak <= best.peak and e.seconds <= limit_s for e in candidates):
+            programs |= {e.actions: e for e in _descending_peaks(search, best, limit_s)}
             best = min(programs.values(), key=lambda e: (e.peak, e.seconds))
     plans = [(best, finish(best))]
-    if plans[0][1].arena_bytes > _GOOD * best.peak:
-        # One that takes hardly more may have better addresses.
+    if plans[0][1].arena_bytes > _PACKING_SLACK_OK * best.peak:
+        # A program that takes hardly more may have better addresses.
         for search in searches:
-            again = search.programs(int(_GOOD * best.peak), limit_s, lowers=True)
-            programs |= {e.actions: e for e in again if e.seconds <= limit_s}
+            slightly_larger = search.programs(
+                int(_PACKING_SLACK_OK * best.peak), limit_s, lowers=True
+            )
+            programs |= {e.actions: e for e in slightly_larger if e.seconds <= limit_s}
         del programs[best.actions]
-        others = sorted(programs.values(), key=lambda e: (e.peak, e.seconds))
-        plans += [(e, finish(e)) for e in others[:_TRIED]]
-    return min(plans, key=lambda one: (one[1].device_bytes, one[0].peak))
+        ranked = sorted(programs.values(), key=lambda e: (e.peak, e.seconds))
+        plans += [(e, finish(e)) for e in ranked[:_PROGRAMS_PER_TARGET]]
+    return min(plans, key=lambda result: (result[1].device_bytes, result[0].peak))
 
 
-def _least_peak(
-    search: Search, best: Emitted, limit_s: float, *, refused: bool = False
-) -> list[Emitted]:
-    """Programs of ever lower peaks within the time, the one to be lowered first.
+def _descending_peaks(
+    search: Search, best: EmittedProgram, limit_s: float, *, refused: bool = False
+) -> list[EmittedProgram]:
+    """Return programs of ever lower peaks within the time, `best` first.
 
-    A target that is out of reach takes longest to try, so for a refusal fewer of them are.
-
-    Bisects the target: first that of the linear program alone, which is quick and hardly too high, then from there on
-    that of programs. Every success is judged by its real peak, so the answer never depends on monotony.
+    The target is bisected twice: first with the linear program alone, which is quick and hardly too high, then with
+    emitted programs from there on. Every success counts with its real peak, so the result does not depend on
+    monotonicity. Targets out of reach take longest, so a refusal tries fewer of them.
     """
     low, high = working_set_bytes(device_part(search.program, search.machine)), best.peak
     start = high
     result = [best]
 
     def close() -> bool:
-        near = min(high // _TARGET_PARTS, (start - low) // _SAVED_PARTS)
-        near = high // _REFUSED_PARTS if refused else near
+        near = min(high // _PEAK_RESOLUTION, (start - low) // _SAVING_RESOLUTION)
+        near = high // _REFUSAL_RESOLUTION if refused else near
         return high - low <= max(near, search.program.alignment_bytes)
 
-    for _ in range(_TARGETS):
+    for _ in range(_MAX_BISECTIONS):
         if close():
             break
         target = (low + high) // 2
-        if search.reaches(target, limit_s):
+        if search.feasible(target, limit_s):
             high = target
         else:
             low = target
     step, high = high - low, start
-    for _ in range(_TARGETS):
+    for _ in range(_MAX_BISECTIONS):
         if close():
             break
         target = min(low + step, (low + high) // 2)
-        fine = [
+        lower = [
             e
             for e in search.programs(target, limit_s)
             if e.seconds <= limit_s and e.peak < best.peak
         ]
-        if fine:
-            best = min(fine, key=lambda e: (e.peak, e.seconds))
+        if lower:
+            best = min(lower, key=lambda e: (e.peak, e.seconds))
             result.append(best)
             high = min(best.peak, high)
             if best.peak > target:
                 low = target
         else:
             low = target
-            step *= _REFUSED_GROWTH if refused else 2
+            step *= _REFUSAL_GROWTH if refused else 2
     return result
+
+
+# -- capacities of the other tiers -------------------------------------------------------------
+
+
+def _capacity_error(
+    searches: Sequence[Search],
+    budget: int,
+    finish: _Finish,
+    error: BudgetImpossible,
+) -> TierFull | None:
+    """Return HP403 when more DRAM or flash would make the budget possible; None otherwise."""
+    program, machine = searches[0].program, searches[0].machine
+    if working_set_bytes(device_part(program, machine)) > budget - program.staging_bytes:
+        return None
+
+    def plan(changed: MemoryMachine) -> EmittedProgram | None:
+        for search in searches:
+            try:
+                return _least_time(search.for_machine(changed), budget, finish, float("inf"))[0]
+            except BudgetImpossible:
+                continue
+        return None
+
+    def probe(changed: MemoryMachine) -> EmittedProgram | None:
+        arena_budget = budget - program.staging_bytes
+        aim = arena_budget - arena_budget // _PROBE_RESERVE
+        programs: Iterator[EmittedProgram] = (
+            e for s in searches for e in s.for_machine(changed).programs(aim, lowers=True)
+        )
+        fits = (e for e in programs if e.peak <= arena_budget)
+        return next((e for e in fits if finish(e).device_bytes <= budget), None)
+
+    sufficient = _sufficient_capacity(machine, plan, probe)
+    if not sufficient:
+        return None
+    return _tier_full(budget, machine, {**sufficient, "device": error.least_bytes})
+
+
+def _sufficient_capacity(machine: MemoryMachine, plan: _Probe, probe: _Probe) -> dict[str, int]:
+    """Return bytes of DRAM or of flash, each with the other as it is, that planning succeeds with.
+
+    Without a flash tier that is the DRAM of a plan without the limit. Before a flash tier it is less, because most
+    bytes only pass through DRAM.
+
+    Args:
+        machine: Machine on which planning fails.
+        plan: Function that plans with other capacities; None: planning fails.
+        probe: Function that runs only the first target of `plan`.
+    """
+    result = dict[str, int]()
+    if machine.dram_bytes is not None:
+        unlimited = plan(replace(machine, dram_bytes=None))
+        if unlimited is not None:
+            most = max(unlimited.dram_bytes, machine.dram_bytes + 1)
+            enough = (
+                most if machine.copy_out is None else _dram_before_flash(machine, most, plan, probe)
+            )
+            if enough is not None:
+                result["dram"] = enough
+    if machine.copy_out is not None and machine.flash_bytes is not None:
+        unlimited = plan(replace(machine, flash_bytes=None))
+        if unlimited is not None:
+            result["flash"] = max(unlimited.peaks["flash"], machine.flash_bytes + 1)
+    return result
+
+
+def _dram_before_flash(
+    machine: MemoryMachine, most: int, plan: _Probe, probe: _Probe
+) -> int | None:
+    """Return sufficient bytes of DRAM, bisected by `probe` and confirmed by `plan`; None when `plan` fails.
+
+    Args:
+        machine: Machine on which planning fails.
+        most: Bytes that a plan takes when DRAM has no limit.
+        plan: See `_sufficient_capacity`.
+        probe: See `_sufficient_capacity`.
+    """
+    low, high = machine.dram_bytes or 0, most
+    for _ in range(_CAPACITY_ROUNDS):
+        middle = (low + high) // 2
+        if (program := probe(replace(machine, dram_bytes=middle))) is None:
+            low = middle
+        else:
+            high = max(program.dram_bytes, low + 1)
+    # A capacity divides DRAM between resident storages and those on their way to flash, so `most` may not be enough.
+    sizes = dict.fromkeys((high, most, 2 * most, 4 * most))
+    return next((n for n in sizes if plan(replace(machine, dram_bytes=n)) is not None), None)
+
+
+def _tier_full(
+    budget_bytes: int, machine: MemoryMachine, sufficient: Mapping[str, int]
+) -> TierFull:
+    """Return HP403 with the capacity of every tier and, per tier, the bytes that are enough on their own.
+
+    Args:
+        budget_bytes: Device budget.
+        machine: Capacities.
+        sufficient: Sufficient bytes of `device`, `dram` and `flash`.
+    """
+    dram = "unlimited" if machine.dram_bytes is None else f"{machine.dram_bytes} bytes"
+    flash = "unlimited" if machine.flash_bytes is None else f"{machine.flash_bytes} bytes"
+    if machine.copy_out is None:
+        flash = "none"
+    error = TierFull(
+        "the device budget needs more bytes in DRAM or flash than the machine allows",
+        got=f"budget {budget_bytes} bytes, dram {dram}, flash {flash}",
+    )
+    return with_capacity_hint(error, sufficient)
+
+
+def with_capacity_hint(error: TierFull, sufficient: Mapping[str, int]) -> TierFull:
+    """Return the error with a hint that sets one of these capacities."""
+    keys = {"dram": "dram", "flash": "flash", "device": "budget"}
+    options = [
+        f"`offload.{key}={sufficient[tier]}`" for tier, key in keys.items() if tier in sufficient
+    ]
+    error.enough_bytes = dict(sufficient)
+    error.hint = f"set {', or '.join(options)}"
+    return error

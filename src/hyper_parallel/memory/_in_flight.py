@@ -1,38 +1,128 @@
-"""Copies that were begun and not waited for while a program is emitted, and updates in host memory."""
+"""Books of an emission: its actions, their time, valid tiers per storage, and copies and host updates in flight."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-from hyper_parallel.ir import MemoryProgram, MemoryTier
-from hyper_parallel.memory._emission_ledger import EmissionLedger
-from hyper_parallel.memory.copy_issue import Gap, Pending
+from hyper_parallel.ir import (
+    MEMORY_TIERS,
+    HostBuffers,
+    MemoryAction,
+    MemoryActionKind,
+    MemoryProgram,
+    MemoryTier,
+    slab_bytes,
+)
+from hyper_parallel.memory._clock import ProgramClock
+from hyper_parallel.memory.copy_issue import Gap, OutgoingCopy, ReloadQueue
 from hyper_parallel.memory.host_updates import UpdatesInFlight
+from hyper_parallel.memory.memory_machine import MemoryMachine
 from hyper_parallel.memory.recompute import Recomputes
-from hyper_parallel.memory.reload_queue import ReloadQueue
+
+
+class EmissionLedger:
+    """Actions of one emission, with their time and the bytes of every tier.
+
+    Args:
+        program: Storages.
+        machine: Capacities.
+        reserved: By size, buffers of DRAM whose bytes no other size may take.
+
+    Attributes:
+        clock: Time after the actions.
+        actions: Emitted actions.
+        live: Bytes now, per tier.
+        peaks: Peak bytes per tier.
+        buffers: Buffers of DRAM.
+        valid: Per storage, the tiers that have its bytes, and whether their content is the newest.
+    """
+
+    def __init__(
+        self,
+        program: MemoryProgram,
+        machine: MemoryMachine,
+        reserved: Mapping[int, int] | None = None,
+    ) -> None:
+        self._sizes = program.sizes
+        self._dram_capacity = machine.dram_bytes
+        self.clock = ProgramClock(program, machine)
+        self.actions: list[MemoryAction] = []
+        self.live: dict[MemoryTier, int] = dict.fromkeys(MEMORY_TIERS, 0)
+        self.peaks: dict[MemoryTier, int] = dict.fromkeys(MEMORY_TIERS, 0)
+        self.buffers = HostBuffers(reserved)
+        self.valid: list[dict[MemoryTier, bool]] = [{} for _ in program.storages]
+
+    def allocate(self, s: int, tier: MemoryTier) -> None:
+        """Allocate the bytes of a storage in a tier unless it has them, and mark the content there as the newest."""
+        tiers = self.valid[s]
+        if tier not in tiers:
+            size = self._sizes[s]
+            live = self.live[tier] = self.live[tier] + size
+            if live > self.peaks[tier]:
+                self.peaks[tier] = live
+            if tier == "dram":
+                self.buffers.take(size)
+        tiers[tier] = True
+
+    def detach(self, s: int, tier: MemoryTier) -> None:
+        """Emit the release of a storage's bytes in one tier."""
+        self._release(s, tier)
+        self.emit("detach", s, tier)
+
+    def free(self, s: int) -> None:
+        """Emit the release of a storage's bytes in all tiers."""
+        for tier in list(self.valid[s]):
+            self._release(s, tier)
+        self.emit("free", s)
+
+    def fits_dram(self, s: int) -> bool:
+        """Return whether DRAM has the storage or a buffer for it."""
+        return "dram" in self.valid[s] or self.has_dram_buffer(self._sizes[s])
+
+    def has_dram_buffer(self, num_bytes: int) -> bool:
+        """Return whether DRAM has a free buffer of a size."""
+        capacity = self._dram_capacity
+        return capacity is None or self.buffers.fits(num_bytes, capacity)
+
+    @property
+    def dram_bytes(self) -> int:
+        """Bytes of the host slabs behind the buffers."""
+        return slab_bytes(self.buffers.most)
+
+    def emit(self, kind: MemoryActionKind, target: int, tier: MemoryTier = "device") -> None:
+        """Append an action and advance the clock."""
+        action = MemoryAction(kind, target, tier)
+        self.actions.append(action)
+        self.clock.apply(action)
+
+    def _release(self, s: int, tier: MemoryTier) -> None:
+        del self.valid[s][tier]
+        self.live[tier] -= self._sizes[s]
+        if tier == "dram":
+            self.buffers.give(self._sizes[s])
 
 
 class InFlightCopies:
-    """What was begun and not waited for.
+    """Copies and host updates that were issued and not waited for.
 
     Args:
         program: Storages and operators.
-        ledger: Where actions are written down.
-        recomputes: What does not run on the device, or twice; and the accesses there.
-        gaps: What is away when; those that begin the step give the homes.
-        reloads: Told when a copy that a reload stands behind has ended.
+        ledger: Ledger of the emission.
+        recomputes: Accesses, recomputation and host updates of the order.
+        gaps: Gaps of evicted storages; those that begin the step give the homes.
+        reloads: Queue that is notified when an outgoing copy has ended.
 
     Attributes:
         updates: Operators in host memory.
-        place: Position that is being emitted.
-        homes: Where every storage is between steps.
-        leaving: Copies out of the device or out of DRAM.
-        arriving: Copies towards the device.
-        ahead: Stored before they leave: the copy stays until then.
-        arrived: Waits for a copy to the device, and drops what nothing will use in host memory.
+        position: Position that is being emitted.
+        homes: Tier of every storage between steps.
+        outgoing: Copies out of the device or out of DRAM.
+        incoming: Copies towards the device.
+        stored_early: Storages whose copy in DRAM was made before their eviction and stays until then.
+        on_arrival: Function that waits for a copy to the device and drops host copies without a later use.
     """
 
-    arrived: Callable[[int], None]
+    on_arrival: Callable[[int], None]
 
     def __init__(
         self,
@@ -45,141 +135,154 @@ class InFlightCopies:
         self._program, self._ledger, self._recomputes = program, ledger, recomputes
         self._reloads = reloads
         self.updates = UpdatesInFlight(program, recomputes.host)
-        self.place = 0
+        self.position = 0
         self.homes: list[MemoryTier] = ["device"] * len(program.storages)
         for gap in gaps:
             if gap.first < 0:
                 self.homes[gap.storage] = gap.tier
-        self.leaving: list[Pending] = []
-        self.arriving: dict[tuple[int, str], None] = {}
-        self.ahead: set[int] = set()
+        self.outgoing: list[OutgoingCopy] = []
+        self.incoming: dict[tuple[int, str], None] = {}
+        self.stored_early: set[int] = set()
 
-    def update(self, index: int) -> None:
-        """Begin an operator in host memory, behind the copies of what it reads."""
+    def begin_update(self, index: int) -> None:
+        """Begin an operator in host memory, behind the copies of its operands."""
         op = self._program.operators[index]
         for s in op.touched:
-            held = self._ledger.current[s]
-            if not held.get("dram"):
-                for running in self.updates.using(s) if "dram" in held else ():
+            tiers = self._ledger.valid[s]
+            if not tiers.get("dram"):
+                for running in self.updates.users(s) if "dram" in tiers else ():
                     self.end_update(running)
-                self.free_dram(s)
-                self.store(s, leaves=False)
-            if s in self._recomputes.host.at_home:
-                for item in [p for p in self.leaving if p.storage == s and p.into != "dram"]:
+                self.make_dram_room(s)
+                self.store(s, detaches=False)
+            if s in self._recomputes.host.dram_state:
+                for item in [
+                    p for p in self.outgoing if p.storage == s and p.destination != "dram"
+                ]:
                     self.finish(item)
-                for tier in [t for t in held if t != "dram"]:
+                for tier in [t for t in tiers if t != "dram"]:
                     self._ledger.detach(s, tier)
         self._ledger.emit("update", index)
         self.updates.begin(index)
 
     def end_update(self, index: int) -> None:
-        """Wait for an operator in host memory; what only it needed is dropped there."""
+        """Wait for an operator in host memory, and drop DRAM copies that only it needed."""
         self._ledger.emit("join", index)
-        for s in self.updates.end(index):
+        for s in self.updates.join(index):
             uses = self._recomputes.uses[s]
-            if not self._program.storages[s].at_end and (not uses or uses[-1] < self.place):
+            if not self._program.storages[s].at_end and (not uses or uses[-1] < self.position):
                 self.release(s)
             elif (
-                "device" in self._ledger.current[s]
+                "device" in self._ledger.valid[s]
                 and self.homes[s] != "dram"
-                and s not in self.ahead
+                and s not in self.stored_early
             ):
-                for item in [p for p in self.leaving if p.storage == s and p.into == "dram"]:
+                for item in [
+                    p for p in self.outgoing if p.storage == s and p.destination == "dram"
+                ]:
                     self.finish(item)
-                if "dram" in self._ledger.current[s]:
+                if "dram" in self._ledger.valid[s]:
                     self._ledger.detach(s, "dram")
 
-    def finish(self, item: Pending) -> None:
-        """Wait for a copy and give its source's bytes back."""
+    def finish(self, item: OutgoingCopy) -> None:
+        """Wait for a copy and release its source."""
         s = item.storage
-        if item not in self.leaving:
+        if item not in self.outgoing:
             return
-        if item.into == "flash":
-            for other in [p for p in self.leaving if p.storage == s and p.into == "dram"]:
-                self.finish(other)
-        self.leaving.remove(item)
-        self._reloads.ended(s, self.place)
-        self._ledger.emit("wait", s, item.into)
-        if item.leaves:
-            self._ledger.detach(s, "device" if item.into == "dram" else "dram")
-        elif item.into == "dram" and not (
-            s in self.ahead
+        if item.destination == "flash":
+            for store in [p for p in self.outgoing if p.storage == s and p.destination == "dram"]:
+                self.finish(store)
+        self.outgoing.remove(item)
+        self._reloads.copy_ended(s, self.position)
+        self._ledger.emit("wait", s, item.destination)
+        if item.detaches:
+            self._ledger.detach(s, "device" if item.destination == "dram" else "dram")
+        elif item.destination == "dram" and not (
+            s in self.stored_early
             or s in self.updates
             or self.homes[s] == "dram"
             or self._is_leaving(s, "flash")
         ):
             self._ledger.detach(s, "dram")
 
-    def _is_leaving(self, s: int, into: str) -> bool:
-        return any(p.storage == s and p.into == into for p in self.leaving)
+    def _is_leaving(self, s: int, destination: str) -> bool:
+        """Return whether a copy of the storage to a tier is running."""
+        return any(p.storage == s and p.destination == destination for p in self.outgoing)
 
-    def depart(self, gap: Gap) -> None:
-        """A storage leaves for the tier of its gap: by copy, unless its content is there or on the way."""
+    def evict(self, gap: Gap) -> None:
+        """Evict a storage to the tier of its gap; copy only content that is neither there nor on its way."""
         s = gap.storage
-        self.ahead.discard(s)
-        held = self._ledger.current[s]
-        # A copy of an earlier leave may still run: it carries the same content (a write would have waited for it).
-        going = {p.into: p for p in self.leaving if p.storage == s}
-        if gap.tier == "flash" and held.get("flash") and "flash" not in going:
-            for item in going.values():
-                item.leaves = False
+        self.stored_early.discard(s)
+        tiers = self._ledger.valid[s]
+        # The copy of an earlier eviction may still run. Its content is current: a write would have waited for it.
+        running_copies = {p.destination: p for p in self.outgoing if p.storage == s}
+        if gap.tier == "flash" and tiers.get("flash") and "flash" not in running_copies:
+            for item in running_copies.values():
+                item.detaches = False
                 self.finish(item)
             self._ledger.detach(s, "device")
-            if "dram" in held:
+            if "dram" in tiers:
                 self._ledger.detach(s, "dram")
             return
-        if "dram" in going:
-            going["dram"].leaves = True
-        elif held.get("dram"):
+        if "dram" in running_copies:
+            running_copies["dram"].detaches = True
+        elif tiers.get("dram"):
             self._ledger.detach(s, "device")
         else:
-            self.free_dram(s)
-            self.store(s, leaves=True)
+            self.make_dram_room(s)
+            self.store(s, detaches=True)
         if gap.tier == "flash":
-            if "flash" in going:
-                going["flash"].leaves = True
+            if "flash" in running_copies:
+                running_copies["flash"].detaches = True
             else:
-                self._ledger.take(s, "flash")
+                self._ledger.allocate(s, "flash")
                 self._ledger.emit("copy_out", s)
-                self.leaving.append(Pending(s, "flash", True))
+                self.outgoing.append(OutgoingCopy(s, "flash", True))
 
-    def store(self, s: int, *, leaves: bool) -> None:
+    def store(self, s: int, *, detaches: bool) -> None:
         """Begin the copy of a storage to DRAM."""
-        self._ledger.take(s, "dram")
+        self._ledger.allocate(s, "dram")
         self._ledger.emit("store", s)
-        self.leaving.append(Pending(s, "dram", leaves))
+        self.outgoing.append(OutgoingCopy(s, "dram", detaches))
 
     def copy_in(self, s: int) -> None:
-        """Begin the copy from flash to DRAM."""
-        self.free_dram(s)
-        self._ledger.take(s, "dram")
+        """Begin the copy of a storage from flash to DRAM."""
+        self.make_dram_room(s)
+        self._ledger.allocate(s, "dram")
         self._ledger.emit("copy_in", s)
-        self.arriving[s, "dram"] = None
+        self.incoming[s, "dram"] = None
 
-    def free_dram(self, s: int) -> None:
-        """Wait for updates, then for bytes on their way to flash, until a storage fits into DRAM, if it does.
+    def make_dram_room(self, s: int) -> None:
+        """Wait for host updates, then for copies to flash, until DRAM has room for a storage, if ever.
 
-        Only what has its size makes room for it.
+        Buffers are not shared between sizes, so only storages of the same size make room.
         """
         sizes, touched = self._program.sizes, self._program.touched
-        while not self._ledger.dram_fits(s):
+        while not self._ledger.fits_dram(s):
             if any(sizes[x] == sizes[s] for i in self.updates.running for x in touched[i]):
                 self.end_update(self.updates.running[0])
                 continue
-            going = (p for p in self.leaving if p.leaves and p.into == "flash" and p.storage != s)
-            item = next((p for p in going if sizes[p.storage] == sizes[s]), None)
+            running_copies = (
+                p
+                for p in self.outgoing
+                if p.detaches and p.destination == "flash" and p.storage != s
+            )
+            item = next((p for p in running_copies if sizes[p.storage] == sizes[s]), None)
             if item is not None:
                 self.finish(item)
                 continue
-            come = (x for x, into in self.arriving if into == "device" and sizes[x] == sizes[s])
-            passed = next((x for x in come if self.homes[x] != "dram" and x != s), None)
-            if passed is None:
+            incoming = (
+                x
+                for x, destination in self.incoming
+                if destination == "device" and sizes[x] == sizes[s]
+            )
+            transit = next((x for x in incoming if self.homes[x] != "dram" and x != s), None)
+            if transit is None:
                 return
-            self.arrived(passed)
+            self.on_arrival(transit)
 
     def release(self, s: int) -> None:
-        """Free a storage, behind its running copies."""
-        for item in [p for p in self.leaving if p.storage == s]:
-            item.leaves = False
+        """Free a storage behind its running copies."""
+        for item in [p for p in self.outgoing if p.storage == s]:
+            item.detaches = False
             self.finish(item)
         self._ledger.free(s)

@@ -1,21 +1,28 @@
-"""Execution-order refinement: move operators, never change what they compute.
+"""Execution order: move operators without changing their results.
 
-Each pass proposes an order that respects all dependencies; replay decides whether it is taken. Optimizer updates move
-into the backward pass as soon as their gradient and the last reader of their weight are done; weight gradients may
-move to their consumer; results that nothing needs yet are made later.
+Every pass proposes an order that respects all dependencies, and replay decides whether it is taken. Optimizer updates
+move into the backward pass, right behind their gradient and the last reader of their weight. Weight gradients move to
+their consumer, and results without an early use to their first use.
+
+With several ranks, communication then moves under computation. Collectives keep their recorded order on every rank,
+whatever its memory plan is (`_comms`); only the computation around them moves. A collective takes along the operators
+that prepare its operands and compute nothing, and never passes another collective. Its result lives longer the earlier
+it begins. So it begins as late as its lane allows, a limited number of uses ahead.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Container, Sequence
+from itertools import accumulate
 
-from hyper_parallel.ir import MemoryProgram, Operator, replay
-from hyper_parallel.memory._clock import clocked
-from hyper_parallel.memory.def_use import dependencies, identity_actions
+from hyper_parallel.ir import MemoryAction, MemoryProgram, Operator, replay
+from hyper_parallel.memory._clock import ProgramClock, clocked
+from hyper_parallel.memory.def_use import dependencies, identity_actions, use_definitions
 
 
 def refine_order(program: MemoryProgram) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """The order with the least peak (then the least mean) among the proposals, and what was found.
+    """Return the order with the least peak (then the least mean) among the proposals, and one sentence per pass.
 
     Returns:
         Operator indices in their new order, and one sentence per pass.
@@ -29,49 +36,49 @@ def refine_order(program: MemoryProgram) -> tuple[tuple[int, ...], tuple[str, ..
         ("weight gradients next to their consumer", _gradients_late),
         ("results made right before their first use", _results_late),
     )
-    for what, propose in passes:
+    for label, propose in passes:
         proposal = propose(program, before, order)
         if proposal == order:
             continue
         new_peak, new_mean = _measure(program, proposal)
         if new_peak <= peak and new_mean < mean:
             statement.append(
-                f"order: {what}: peak {peak} -> {new_peak} bytes, mean {mean:.0f} -> {new_mean:.0f} bytes"
+                f"order: {label}: peak {peak} -> {new_peak} bytes, mean {mean:.0f} -> {new_mean:.0f} bytes"
             )
             order, peak, mean = proposal, new_peak, new_mean
         else:
             statement.append(
-                f"order: {what}: not taken, the peak would be {new_peak} against {peak} bytes"
+                f"order: {label}: not taken, the peak would be {new_peak} against {peak} bytes"
             )
     blocked = _blocked_updates(program, before)
     return order, (*statement, *([blocked] if blocked else []))
 
 
 def _measure(program: MemoryProgram, order: Sequence[int]) -> tuple[int, float]:
-    """Device peak, and the mean over time of the bytes that are not persistent."""
+    """Return the device peak of an order, and its mean device bytes over time."""
     actions = identity_actions(program, order)
     judged = replay(program, program.on_device, actions)
     seconds = [program.operators[a.target].seconds if a.kind == "run" else 0.0 for a in actions]
     if not any(seconds):  # not annotated: every operator counts the same
         seconds = [float(a.kind == "run") for a in actions]
-    area = sum(s * held for s, held in zip(seconds, judged.profile, strict=True))
+    area = sum(s * live for s, live in zip(seconds, judged.profile, strict=True))
     return judged.peak_bytes["device"], area / max(sum(seconds), 1e-30)
 
 
 def order_peak(program: MemoryProgram, order: Sequence[int]) -> int:
-    """Exact device peak of an order without any cache operator."""
+    """Return the exact device peak of an order in which no storage moves."""
     return _measure(program, order)[0]
 
 
 def order_seconds(program: MemoryProgram, order: Sequence[int]) -> float:
-    """Simulated seconds of an order without any cache operator: computation, and what it waits for other ranks."""
+    """Return the simulated seconds of an order in which no storage moves, waits for other ranks included."""
     return clocked(program, None, identity_actions(program, order)).now_s
 
 
 def _updates_early(
     program: MemoryProgram, before: list[set[int]], order: tuple[int, ...]
 ) -> tuple[int, ...]:
-    """Optimizer operators directly after their last dependency."""
+    """Return the order with optimizer operators right after their last dependency."""
     del order  # the keys below are positions of the original order
     key: list[int] = []
     for index, op in enumerate(program.operators):
@@ -83,6 +90,7 @@ def _updates_early(
 def _gradients_late(
     program: MemoryProgram, before: list[set[int]], order: tuple[int, ...]
 ) -> tuple[int, ...]:
+    """Return the order with weight gradients right before their consumer."""
     return _sink(
         program,
         before,
@@ -98,7 +106,7 @@ def _gradients_late(
 def _results_late(
     program: MemoryProgram, before: list[set[int]], order: tuple[int, ...]
 ) -> tuple[int, ...]:
-    """Operators whose operands live on anyway: their result only takes bytes, so it is made as late as possible."""
+    """Return the order with operators sunk to their first consumer when all their operands stay alive anyway."""
     last: dict[int, int] = {}
     for index in order:
         for s in program.operators[index].touched:
@@ -119,7 +127,7 @@ def _sink(
     order: tuple[int, ...],
     movable: Callable[[Operator], bool],
 ) -> tuple[int, ...]:
-    """Move the chosen operators right before the first operator that depends on them."""
+    """Return the order with the selected operators right before the first operator that depends on them."""
     place = {index: position for position, index in enumerate(order)}
     after: list[list[int]] = [[] for _ in program.operators]
     for index, deps in enumerate(before):
@@ -137,7 +145,7 @@ def _sink(
 
 
 def _blocked_updates(program: MemoryProgram, before: list[set[int]]) -> str | None:
-    """A sentence when an operator needs every gradient before any weight may change."""
+    """Return a sentence when an operator needs every gradient before any weight may change; None otherwise."""
     gradients = {
         s: 1 << k
         for k, s in enumerate(
@@ -162,3 +170,161 @@ def _blocked_updates(program: MemoryProgram, before: list[set[int]]) -> str | No
                 "gradient before the first weight may change (global-norm clipping, or one operator for all weights)"
             )
     return None
+
+
+DEPTHS = (1, 2)
+"""Numbers of collectives of a kind that may be in flight or unused ahead of the one in use; tried in turn."""
+
+
+def overlapped(program: MemoryProgram, order: Sequence[int], depth: int) -> tuple[int, ...]:
+    """Return the order with communication moved under computation.
+
+    Args:
+        program: Operators with their seconds.
+        order: Legal order.
+        depth: Number of uses of its kind that a collective may begin ahead. 0: no collective moves, only its waiters
+            do.
+    """
+    before = dependencies(program)
+    if depth:
+        order = _hoist_collectives(program, before, tuple(order), depth)
+    return _sink_bookkeeping(program, before, order)
+
+
+def _hoist_collectives(
+    program: MemoryProgram, before: list[set[int]], order: tuple[int, ...], depth: int
+) -> tuple[int, ...]:
+    """Return the order with collectives hoisted, as late as a serial lane allows.
+
+    The operators that only prepare a collective's operands move with it.
+    """
+    operators = program.operators
+    starts = list(accumulate((operators[i].seconds for i in order), initial=0.0))
+    place = {index: position for position, index in enumerate(order)}
+    collectives = [i for i in order if operators[i].group]
+    used = _first_uses(program, order, collectives)
+    wanted: dict[int, int] = {}
+    free_s = starts[-1]
+    for index in reversed(collectives):
+        begin = min(starts[used[index]], free_s) - operators[index].comm_s
+        wanted[index] = min(max(bisect_right(starts, begin) - 1, 0), place[index])
+        free_s = max(begin, 0.0)
+    # Of hoisted operators: position, collective, old place.
+    key: dict[int, tuple[int, int, int]] = {}
+    bound, kinds = 0, dict[tuple[str, str], list[int]]()
+    for number, index in enumerate(collectives):
+        operator = operators[index]
+        kind = kinds.setdefault((operator.name, operator.group), [])
+        low = max(bound, wanted[index])
+        if len(kind) >= depth:
+            low = max(low, used[kind[-depth]])
+        position, moved = place[index], [index]
+        if not operator.message and low < position:
+            position, moved = _hoist_limit(operators, before, order, position, low, key)
+        for rank, member in enumerate(sorted(moved, key=place.__getitem__)):
+            if position < place[index]:
+                key[member] = (position, number, rank)
+        bound = position if position < place[index] else place[index] + 1
+        kind.append(index)
+    return tuple(sorted(order, key=lambda i: key.get(i, (place[i], len(order), 0))))
+
+
+def _first_uses(
+    program: MemoryProgram, order: Sequence[int], collectives: Sequence[int]
+) -> dict[int, int]:
+    """Return, per collective, the first position that needs its results or changes its operands.
+
+    The number of positions stands for no such position.
+    """
+    chains = use_definitions(program, order)
+    place = {index: position for position, index in enumerate(order)}
+    first_use = {}
+    for index in collectives:
+        operator = program.operators[index]
+        results = {*operator.writes, *operator.allocs}
+        first = len(order)
+        for s in operator.touched:
+            later = chains.uses[s] if s in results else chains.writes[s]
+            behind = bisect_right(later, place[index])
+            if behind < len(later):
+                first = min(first, later[behind])
+        first_use[index] = first
+    return first_use
+
+
+def _hoist_limit(
+    operators: Sequence[Operator],
+    before: list[set[int]],
+    order: Sequence[int],
+    position: int,
+    low: int,
+    hoisted: Container[int],
+) -> tuple[int, list[int]]:
+    """Return the position that a collective can be hoisted to, and the operators that move with it."""
+    index = order[position]
+    data = {i for i in before[index] if not (operators[i].group or operators[i].message)}
+    needs, moved, reached = data, [index], position
+    for above in range(position - 1, low - 1, -1):
+        neighbor = order[above]
+        operator = operators[neighbor]
+        if neighbor in hoisted:
+            reached = above  # it was hoisted with an earlier collective
+            continue
+        if operator.group or operator.message:
+            break
+        if neighbor in needs:
+            light = not (operator.flops or operator.ordered)
+            if not light or operator.seconds > operators[index].comm_s:
+                break
+            needs = needs | before[neighbor]
+            moved.append(neighbor)
+        reached = above
+    return reached, moved
+
+
+def _sink_bookkeeping(
+    program: MemoryProgram, before: list[set[int]], order: Sequence[int]
+) -> tuple[int, ...]:
+    """Return the order with operators without FLOPs below the collective they wait for.
+
+    They run as soon as the collective is done, or when their result is needed.
+    """
+    operators = program.operators
+    clock, running = ProgramClock(program), set[int]()
+    result: list[int] = []
+    deferred: dict[int, None] = {}  # deferred operators, in order
+    ready_s = [0.0] * len(operators)  # time at which an operator's remote operands have arrived
+
+    def run(index: int) -> None:
+        deferred.pop(index, None)
+        result.append(index)
+        clock.stand_until(ready_s[index])
+        clock.apply(MemoryAction("run", index))
+        if operators[index].group:
+            running.add(index)
+
+    def flush(index: int) -> None:
+        """Run deferred operators that this one depends on."""
+        for waiter in [w for w in deferred if w in before[index]]:
+            if waiter in deferred:
+                flush(waiter)
+                run(waiter)
+
+    for index in order:
+        operator = operators[index]
+        communicates = bool(operator.group or operator.message)
+        data = [i for i in before[index] if not (communicates and operators[i].group)]
+        ready_s[index] = max((clock.done_s(i) for i in data if i in running), default=0.0)
+        for waiter in list(deferred):
+            if ready_s[waiter] <= clock.now_s and before[waiter].isdisjoint(deferred):
+                run(waiter)
+        delayed = any(i in deferred for i in before[index])
+        light = not (operator.flops or operator.ordered)
+        if light and (delayed or ready_s[index] > clock.now_s):
+            deferred[index] = None
+            continue
+        flush(index)
+        run(index)
+    for waiter in list(deferred):
+        run(waiter)
+    return tuple(result)

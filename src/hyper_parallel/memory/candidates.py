@@ -1,4 +1,4 @@
-"""What may leave the device in one order, and the bytes during every position when nothing does."""
+"""Candidates for offload in one order, and the device bytes of every position while no storage moves."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from hyper_parallel.memory.recompute import Recomputes
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """One storage leaving once: a gap inside the step, or the two ends of a persistent storage's stay at home.
+class OffloadCandidate:
+    """Offload of a storage: one gap inside the step, or both ends of the step for a persistent storage.
 
     Attributes:
-        gaps: The gap, or head and tail.
-        num_bytes: What it takes on the device.
+        gaps: The gap, or head and tail of the step.
+        num_bytes: Bytes on the device.
         idle_s: Seconds without an access.
     """
 
@@ -32,31 +32,31 @@ class Candidate:
 
     @property
     def storage(self) -> int:
-        """Its index."""
+        """Storage index."""
         return self.gaps[0].storage
 
     @property
-    def home(self) -> bool:
-        """It starts the step away."""
+    def starts_offloaded(self) -> bool:
+        """True when the storage starts the step off the device."""
         return self.gaps[0].first < 0
 
     @property
     def spans(self) -> tuple[tuple[int, int], ...]:
-        """Position ranges [low, high) in which nothing uses it on the device."""
+        """Position ranges [low, high) in which no operator uses the storage on the device."""
         return tuple((gap.first + 1, gap.last) for gap in self.gaps)
 
 
 class OffloadCandidates:
-    """OffloadCandidates and profile of one order with fixed recomputes.
+    """Candidates and byte profile of one order with fixed recomputation.
 
     A gap may be shorter than its copies: the compute lane then waits.
 
     Args:
         program: Operators with their seconds.
-        machine: Its channels.
+        machine: Machine with its channels.
         order: Order of the operators.
-        recomputes: What is dropped and made again, and what runs in host memory.
-        movable: Storages that may leave.
+        recomputes: Recomputed storages, and operators in host memory.
+        movable: Storages that may leave the device.
     """
 
     def __init__(
@@ -77,54 +77,59 @@ class OffloadCandidates:
         self.profile = self._profile()
 
     @cached_property
-    def all(self) -> list[Candidate]:
-        """Everything that may leave."""
-        return [c for s in sorted(self.movable) if self.program.sizes[s] for c in self._of(s)]
+    def all(self) -> list[OffloadCandidate]:
+        """Every candidate."""
+        return [
+            c for s in sorted(self.movable) if self.program.sizes[s] for c in self._for_storage(s)
+        ]
 
-    def clean(self, gap: Gap) -> bool:
-        """The storage still has the content it started the step with."""
+    def is_unmodified(self, gap: Gap) -> bool:
+        """Return whether the storage still has its content from the start of the step when the gap begins."""
         s = gap.storage
         return self.program.storages[s].at_start and gap.first < min(
             self._writes.get(s, ()), default=self.n
         )
 
-    def changed(self, s: int) -> bool:
-        """The step writes to the storage on the device."""
+    def is_written(self, s: int) -> bool:
+        """Return whether an operator writes the storage on the device."""
         return s in self._writes
 
-    def since(self, gap: Gap) -> int:
-        """Position from whose end on the storage has the content it leaves with."""
+    def content_since(self, gap: Gap) -> int:
+        """Return the position after which the storage has the content that it is evicted with."""
         s = gap.storage
         writes = self._writes.get(s, [])
-        at = bisect_right(writes, gap.first)
-        if at:
-            return writes[at - 1]
+        index = bisect_right(writes, gap.first)
+        if index:
+            return writes[index - 1]
         return 0 if self.program.storages[s].at_start else self.recomputes.uses[s][0]
 
-    def _of(self, s: int) -> list[Candidate]:
+    def _for_storage(self, s: int) -> list[OffloadCandidate]:
+        """Return the candidates of one storage."""
         size, storage = self.program.sizes[s], self.program.storages[s]
         uses, host = self.recomputes.uses[s], self.recomputes.host
-        at_home = s in host.at_home  # then it leaves between two uses without a copy
-        taken = {(g.first, g.last) for g in host.gaps if g.storage == s} if at_home else set()
+        in_dram = s in host.dram_state  # evicted between two uses without a copy
+        host_gaps = {(g.first, g.last) for g in host.gaps if g.storage == s} if in_dram else set()
         result = [
-            Candidate((Gap(s, a, b, "dram"),), size, float(self._starts_s[b] - self._ends_s[a]))
+            OffloadCandidate(
+                (Gap(s, a, b, "dram"),), size, float(self._starts_s[b] - self._ends_s[a])
+            )
             for a, b in pairwise(uses)
-            if b - a > 1 and (a, b) != self.recomputes.gaps.get(s) and (a, b) not in taken
+            if b - a > 1 and (a, b) != self.recomputes.gaps.get(s) and (a, b) not in host_gaps
         ]
-        if at_home or not storage.persistent:
+        if in_dram or not storage.persistent:
             return result
         if not uses:
             gaps = (Gap(s, -1, self.n, "dram"),)
-            return [Candidate(gaps, size, float(self._ends_s[-1]))]
+            return [OffloadCandidate(gaps, size, float(self._ends_s[-1]))]
         first, last = uses[0], uses[-1]
         if first == 0 and last + 1 == self.n:
             return result
         idle = float(self._starts_s[first] + self._ends_s[-1] - self._ends_s[last])
         tail = Gap(s, last, self.n, "dram")
-        return [*result, Candidate((Gap(s, -1, first, "dram"), tail), size, idle)]
+        return [*result, OffloadCandidate((Gap(s, -1, first, "dram"), tail), size, idle)]
 
     def _profile(self) -> np.ndarray:
-        """Device bytes during every position, liveness and recomputation applied, nothing moved."""
+        """Return the device bytes of every position with liveness and recomputation applied, and no storage moved."""
         change = np.zeros(self.n + 1, np.int64)
         sizes = self.program.sizes
         for s, storage in enumerate(self.program.storages):
@@ -143,7 +148,9 @@ class OffloadCandidates:
             change[position] += extra
             change[position + 1] -= extra
         for gap in self.recomputes.host.gaps:
-            if gap.storage in self.recomputes.host.at_home:  # it leaves and comes back unasked
+            if (
+                gap.storage in self.recomputes.host.dram_state
+            ):  # evicted and reloaded whatever is chosen
                 change[gap.first + 1] -= sizes[gap.storage]
                 change[gap.last] += sizes[gap.storage]
         return np.cumsum(change[:-1])

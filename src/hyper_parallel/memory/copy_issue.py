@@ -1,34 +1,32 @@
-"""When copies may be issued.
+"""Issue of copies: positions of reloads and early stores, and the queue of reloads that lack room.
 
-Reloads as late as possible on serial channels, computed backwards from the deadlines; stores from when their content
-is final.
+Reloads are issued as late as possible on serial channels, computed backwards from their deadlines. Stores may run as
+soon as their content is final. Reloads without room are retried in the order of their issue. A reload that cannot
+succeed before a change is not retried until then, so a long queue costs little.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from heapq import heappop, heappush
 
 import numpy as np
 
 from hyper_parallel.ir import MemoryActionKind, MemoryProgram, MemoryTier
 from hyper_parallel.memory.memory_machine import MemoryMachine
 
-if TYPE_CHECKING:
-    from hyper_parallel.memory.recompute import Recomputes
-
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """A stretch of the step in which a storage is not on the device.
+    """Positions between which a storage is off the device.
 
     Attributes:
         storage: Storage index.
-        first: Position after which it leaves; -1 when it starts the step away.
-        last: Position before which it must be back; the number of operators when it ends the step away.
-        tier: Where it goes.
+        first: Position after which it is evicted; -1 when it starts the step off the device.
+        last: Position before which it must be back; the number of operators when it ends the step off the device.
+        tier: Tier of the storage in the gap.
     """
 
     storage: int
@@ -38,12 +36,18 @@ class Gap:
 
 
 @dataclass(slots=True)
-class Pending:
-    """A running copy out of the device (or out of DRAM) that a detach waits for."""
+class OutgoingCopy:
+    """A running copy out of the device, or out of DRAM, that a detach waits for.
+
+    Attributes:
+        storage: Storage index.
+        destination: Tier that it is copied to.
+        detaches: Its source is released at its end; False when the storage was needed again before.
+    """
 
     storage: int
-    into: MemoryTier
-    leaves: bool  # False: the storage was needed again before the copy was done
+    destination: MemoryTier
+    detaches: bool
 
 
 def issue_positions(
@@ -51,19 +55,19 @@ def issue_positions(
     starts_s: np.ndarray,
     program: MemoryProgram,
     machine: MemoryMachine,
-    ready: Callable[[Gap], int] = lambda gap: gap.first + 1,
+    earliest: Callable[[Gap], int] = lambda gap: gap.first + 1,
 ) -> list[tuple[int, Gap, MemoryActionKind]]:
-    """When to issue every reload: as late as possible on one serial channel per direction, deadlines kept.
+    """Return the latest issue of every reload on one serial channel per direction that keeps all deadlines.
 
     Args:
-        gaps: What comes back.
-        starts_s: When each position is expected to start.
+        gaps: Gaps to reload from.
+        starts_s: Expected start of every position.
         program: Sizes.
         machine: Channels.
-        ready: Position from which on a gap's reload may be issued.
+        earliest: Function that returns the first position at which a gap's reload may be issued.
 
     Returns:
-        (position before which to issue, gap, prefetch or copy_in), in issue order.
+        (position before which to issue, gap, prefetch or copy_in), in order of issue.
     """
     events: list[tuple[int, int, Gap, MemoryActionKind]] = []
     free_s = {"prefetch": float("inf"), "copy_in": float("inf")}
@@ -79,7 +83,7 @@ def issue_positions(
             seconds = machine.channel(kind).seconds(num_bytes)
             begin = min(deadline, free_s[kind]) - seconds
             free_s[kind] = deadline = begin
-            position = max(bisect_right(times, begin) - 1, ready(gap), 0)
+            position = max(bisect_right(times, begin) - 1, earliest(gap), 0)
             events.append((min(position, gap.last), -2 * rank - (kind == "copy_in"), gap, kind))
     events.sort(key=lambda e: (e[0], e[1]))
     return [(position, gap, kind) for position, _, gap, kind in events]
@@ -89,28 +93,133 @@ def early_stores(
     gaps: Sequence[Gap],
     program: MemoryProgram,
     num_positions: int,
-    recomputes: Recomputes,
+    uses: Sequence[Sequence[int]],
     writes: Sequence[Sequence[int]],
+    dropped: Collection[int],
 ) -> list[list[Gap]]:
-    """Per position, what has its content from there on and leaves later: its copy may run before it leaves.
+    """Return, per position, the gaps whose content is final from there on: their stores may run before the eviction.
 
     Args:
-        gaps: What leaves.
+        gaps: Gaps of evicted storages.
         program: Storages.
         num_positions: Length of the order.
-        recomputes: Accesses; what is dropped to be made again must not be under a copy then, so it is left out.
-        writes: Positions that change each storage after it was made, ascending.
+        uses: Positions that access each storage.
+        writes: Positions that change each storage after it was allocated, ascending.
+        dropped: Storages that are dropped for recomputation; no copy of them may be running then.
     """
     early: list[list[Gap]] = [[] for _ in range(num_positions)]
-    dropped = {*recomputes.gaps, *(h for helpers in recomputes.helpers.values() for h in helpers)}
     for g in gaps:
-        uses = recomputes.uses[g.storage]
-        if g.first < 0 or not uses or g.tier != "dram" or g.storage in dropped:
+        accesses = uses[g.storage]
+        if g.first < 0 or not accesses or g.tier != "dram" or g.storage in dropped:
             continue
-        changed = writes[g.storage]
-        at = bisect_right(changed, g.first)
-        begun = 0 if program.storages[g.storage].at_start else uses[0]
-        since = changed[at - 1] if at else begun
+        written = writes[g.storage]
+        index = bisect_right(written, g.first)
+        begun = 0 if program.storages[g.storage].at_start else accesses[0]
+        since = written[index - 1] if index else begun
         if since < g.first:
             early[since].append(g)
     return early
+
+
+class ReloadQueue:
+    """Reloads of one emission.
+
+    Args:
+        events: Reloads as (position of issue, gap, kind), ascending.
+    """
+
+    def __init__(self, events: Sequence[tuple[int, Gap, MemoryActionKind]]) -> None:
+        self._events = events
+        self._num_issued = 0  # events whose position has come
+        self._ready: list[int] = []  # heap of reloads to try at this position
+        self._current = -1
+        self._alarms: dict[int, list[int]] = {}  # position -> reloads to try there at the latest
+        self._needed_bytes: dict[int, int] = {}  # reload -> device bytes that it waits for
+        self._in_line: dict[int, int] = {}  # reload -> size of the DRAM buffer that it waits for
+        self._lines: dict[int, list[int]] = {}  # by size, heap of such reloads and of woken ones
+        # Storage -> reloads that wait for its outgoing copy.
+        self._waiting_for_copy: dict[int, list[int]] = {}
+        self._asleep: set[int] = set()
+
+    def due(
+        self, position: int, free_bytes: Callable[[], int], has_dram_buffer: Callable[[int], bool]
+    ) -> Iterator[tuple[int, Gap, MemoryActionKind]]:
+        """Yield the reloads to try at a position, as (number, gap, kind).
+
+        Args:
+            position: Position that is being emitted.
+            free_bytes: Function that returns the free device bytes.
+            has_dram_buffer: Function that returns whether DRAM has a buffer of a size.
+        """
+        ready = self._ready
+        for number in self._alarms.pop(position, ()):
+            self._wake(number)
+        if self._needed_bytes:
+            free = free_bytes()
+            for number in [n for n, size in self._needed_bytes.items() if size <= free]:
+                heappush(ready, number)
+        for size in self._lines:
+            self._next_in_line(size)
+        while (
+            self._num_issued < len(self._events) and self._events[self._num_issued][0] <= position
+        ):
+            heappush(ready, self._num_issued)
+            self._num_issued += 1
+        while ready:
+            self._current = number = heappop(ready)
+            if self._needed_bytes.get(number, 0) > free_bytes():
+                continue  # earlier reloads took the room
+            if number in self._in_line:
+                if not has_dram_buffer(self._in_line[number]):
+                    continue
+                self._next_in_line(self._in_line.pop(number))
+            self._asleep.discard(number)
+            self._needed_bytes.pop(number, None)
+            _, gap, kind = self._events[number]
+            yield number, gap, kind
+        self._current = len(self._events)
+
+    def retry_at(self, number: int, position: int) -> None:
+        """Retry a reload at a position, or at its deadline if that is earlier."""
+        retry = min(position, self._events[number][1].last)
+        self._alarms.setdefault(retry, []).append(number)
+        self._asleep.add(number)
+
+    def wait_for_bytes(self, number: int, num_bytes: int) -> None:
+        """Retry a reload when so many device bytes are free."""
+        self.retry_at(number, self._events[number][1].last)
+        self._needed_bytes[number] = num_bytes
+
+    def wait_for_dram(self, number: int, num_bytes: int) -> None:
+        """Retry a reload when DRAM has a buffer of a size."""
+        self.retry_at(number, self._events[number][1].last)
+        self._in_line[number] = num_bytes
+        heappush(self._lines.setdefault(num_bytes, []), number)
+
+    def wait_for_copy(self, number: int, storage: int) -> None:
+        """Retry a reload when the outgoing copy of a storage has ended."""
+        self.retry_at(number, self._events[number][1].last)
+        self._waiting_for_copy.setdefault(storage, []).append(number)
+
+    def copy_ended(self, storage: int, position: int) -> None:
+        """Wake the reloads that wait for the end of a storage's outgoing copy."""
+        for number in self._waiting_for_copy.pop(storage, ()):
+            if number > self._current:
+                self._wake(number)
+            elif number in self._asleep:
+                self.retry_at(number, position + 1)
+
+    def _wake(self, number: int) -> None:
+        if number in self._asleep:
+            self._asleep.discard(number)
+            self._needed_bytes.pop(number, None)
+            self._in_line.pop(number, None)
+            heappush(self._ready, number)
+
+    def _next_in_line(self, size: int) -> None:
+        """Wake the first reload that waits for a buffer of a size."""
+        line = self._lines[size]
+        while line and line[0] not in self._in_line:
+            heappop(line)
+        if line:
+            heappush(self._ready, line[0])

@@ -1,7 +1,7 @@
 """Use-definition chains, liveness and dependencies over storages.
 
-Views need no rule: the front end resolves every view to the storage it lies in, so an access through any alias is an
-access to the storage, and creating a view is none.
+Views need no rule, because the front end resolves every view to its storage. An access through any alias is an access
+to the storage, and creating a view is no access.
 """
 
 from __future__ import annotations
@@ -21,43 +21,43 @@ class UseDef:
 
     Attributes:
         order: Operator index at each position.
-        uses: Positions that touch each storage, ascending.
-        writes: Positions that change each storage after it was made, ascending.
-        maker: Operator that allocates each storage, or -1 when it exists from the start.
+        uses: Positions that access each storage, ascending.
+        writes: Positions that change each storage after it was allocated, ascending.
+        producer: Operator that allocates each storage, or -1 when it exists from the start.
     """
 
     order: tuple[int, ...]
     uses: tuple[tuple[int, ...], ...]
     writes: tuple[tuple[int, ...], ...]
-    maker: tuple[int, ...]
+    producer: tuple[int, ...]
 
 
 def use_definitions(
-    program: MemoryProgram, order: Sequence[int], elsewhere: Collection[int] = ()
+    program: MemoryProgram, order: Sequence[int], hosted: Collection[int] = ()
 ) -> UseDef:
-    """Collect every storage's accesses in the given order.
+    """Return every storage's accesses in an order.
 
     Args:
         program: Operators.
-        order: Their order.
-        elsewhere: Operators that run in host memory: they write, but use nothing on the device.
+        order: Order of the operators.
+        hosted: Operators in host memory: their writes count, their uses of the device do not.
     """
     uses: list[list[int]] = [[] for _ in program.storages]
     writes: list[list[int]] = [[] for _ in program.storages]
-    maker = [-1] * len(program.storages)
+    producer = [-1] * len(program.storages)
     for position, index in enumerate(order):
         op = program.operators[index]
-        for s in program.touched[index] if index not in elsewhere else ():
+        for s in program.touched[index] if index not in hosted else ():
             uses[s].append(position)
         for s in op.writes:
             writes[s].append(position)
         for s in op.allocs:
-            maker[s] = index
-    return UseDef(tuple(order), tuple(map(tuple, uses)), tuple(map(tuple, writes)), tuple(maker))
+            producer[s] = index
+    return UseDef(tuple(order), tuple(map(tuple, uses)), tuple(map(tuple, writes)), tuple(producer))
 
 
 def live_bytes(program: MemoryProgram, chains: UseDef) -> np.ndarray:
-    """Device bytes during every position when nothing moves."""
+    """Return the device bytes of every position while no storage moves."""
     change = np.zeros(len(chains.order) + 1, np.int64)
     for s, storage in enumerate(program.storages):
         uses = chains.uses[s]
@@ -69,22 +69,22 @@ def live_bytes(program: MemoryProgram, chains: UseDef) -> np.ndarray:
 
 
 def dependencies(program: MemoryProgram) -> list[set[int]]:
-    """Operators that must run before each operator, judged in the original order.
+    """Return, per operator, the operators that must run before it, judged in the recorded order.
 
-    True dependence (read after write), anti-dependence (write after read), output dependence (write after write), and
-    the mutual order of operators that draw random numbers, check a branch, or talk to other ranks. What needs a message
-    waits for another rank, so it stays behind everything that was sent before it: no rank waits for one that waits for
-    it (see `_comms`).
+    Dependencies are true (read after write), anti (write after read) and output (write after write) dependencies.
+    Operators that draw random numbers, check a branch or communicate also keep their mutual order. An operator that
+    needs a message waits for another rank. It stays behind everything that was sent before it, so no ranks wait in a
+    circle (see `_comms`).
     """
     before: list[set[int]] = []
     writer: dict[int, int] = {}
     readers: dict[int, list[int]] = {}
-    last_ordered, last_talk, last_exchange = -1, -1, -1
+    last_ordered, last_collective, last_communication = -1, -1, -1
     messages: set[int] = set()
     for index, op in enumerate(program.operators):
         deps: set[int] = set()
-        if last_talk >= 0 and not messages.isdisjoint(op.touched):
-            deps.add(last_talk)
+        if last_collective >= 0 and not messages.isdisjoint(op.touched):
+            deps.add(last_collective)
         for s in op.reads:
             if s in writer:
                 deps.add(writer[s])
@@ -99,15 +99,15 @@ def dependencies(program: MemoryProgram) -> list[set[int]]:
         for s in op.reads:
             readers.setdefault(s, []).append(index)
         if op.group or op.message:
-            if last_exchange >= 0:
-                deps.add(last_exchange)
-            last_exchange = index
+            if last_communication >= 0:
+                deps.add(last_communication)
+            last_communication = index
         elif op.ordered:
             if last_ordered >= 0:
                 deps.add(last_ordered)
             last_ordered = index
         if op.group:
-            last_talk = index
+            last_collective = index
         if op.message:
             messages.update(op.writes)
         deps.discard(index)
@@ -116,7 +116,7 @@ def dependencies(program: MemoryProgram) -> list[set[int]]:
 
 
 def identity_actions(program: MemoryProgram, order: Sequence[int]) -> tuple[MemoryAction, ...]:
-    """The program without any cache operator: every operator once, every storage freed right after its last use."""
+    """Return the program without any copy: every operator once, every storage freed right after its last use."""
     chains = use_definitions(program, order)
     keep = [s.at_end for s in program.storages]
     unused = [
@@ -129,5 +129,5 @@ def identity_actions(program: MemoryProgram, order: Sequence[int]) -> tuple[Memo
 
 
 def working_set_bytes(program: MemoryProgram) -> int:
-    """No plan can have a lower peak: the largest sum of one operator's operands and results."""
+    """Return the largest sum of one operator's operands and results, a lower bound of every plan's peak."""
     return max((sum(program.sizes[s] for s in op.touched) for op in program.operators), default=0)

@@ -1,33 +1,57 @@
 """Emission: turn chosen gaps into an executable program.
 
-A forward walk over the order with the simulator's own clock. A store is issued right after the last use, or before it
-when its content is final and the lane stands idle; its device bytes are detached at the first operator boundary at
-which the copy is done, earlier (by waiting) when the budget needs them. A prefetch is issued as late as its serial
-channel allows, computed backwards from the deadlines.
+Emission walks forward over the order with the simulator's own clock. A store is issued right after the last use, or
+before it when the content is final and the lane is idle. The device bytes are detached at the first operator boundary
+after the copy, or earlier, by waiting, when the budget needs them. A prefetch is issued as late as its serial channel
+allows, computed backwards from the deadlines.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right, insort
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from hyper_parallel.ir import MemoryAction, MemoryActionKind, MemoryProgram, MemoryTier
 from hyper_parallel.memory._comms import CommsInFlight
-from hyper_parallel.memory._emission_ledger import EmissionLedger
-from hyper_parallel.memory._in_flight import InFlightCopies
-from hyper_parallel.memory.copy_issue import Gap, early_stores, issue_positions
+from hyper_parallel.memory._in_flight import EmissionLedger, InFlightCopies
+from hyper_parallel.memory.copy_issue import Gap, ReloadQueue, early_stores, issue_positions
 from hyper_parallel.memory.memory_machine import MemoryMachine
 from hyper_parallel.memory.recompute import Recomputes
-from hyper_parallel.memory.reload_queue import ReloadQueue
+
+
+@dataclass(frozen=True)
+class EmissionOptions:
+    """Limits and expectations of one emission.
+
+    Attributes:
+        budget_bytes: Device bytes for which operators and early reloads wait; None: no limit.
+        planned: Device bytes that the choice takes at every position; early reloads are added to them.
+        pauses_s: Seconds that computing is expected to wait or recompute at every position.
+        on_demand: Every reload is issued by the operator that needs it.
+    """
+
+    budget_bytes: int | None
+    planned: np.ndarray | None = None
+    pauses_s: np.ndarray | None = None
+    on_demand: bool = False
 
 
 class Emitter:
-    """One emission; `emit` gives the actions, `ledger` what they take.
+    """Emission of one program: `emit` returns the actions, `ledger` has the bytes and the time they take.
+
+    Args:
+        program: Operators and storages.
+        machine: Channels and capacities.
+        order: Order of the operators.
+        gaps: Gaps of offloaded storages.
+        recomputes: Recomputed storages, and operators in host memory.
+        options: Limits and expectations.
 
     Attributes:
-        held: Device bytes while each position runs.
+        live_bytes: Device bytes while each position runs.
     """
 
     def __init__(
@@ -37,47 +61,48 @@ class Emitter:
         order: Sequence[int],
         gaps: Sequence[Gap],
         recomputes: Recomputes,
-        budget_bytes: int | None,
-        planned: np.ndarray | None = None,
-        pauses_s: np.ndarray | None = None,
-        on_demand: bool = False,
+        options: EmissionOptions,
     ) -> None:
         self.program, self.recomputes, self.order = program, recomputes, order
         gaps = [*recomputes.host.gaps, *gaps]
-        self.planned = np.zeros(0, np.int64) if planned is None else planned
-        self.budget = budget_bytes
-        self.held: list[int] = []
+        self.planned = np.zeros(0, np.int64) if options.planned is None else options.planned
+        self.budget = options.budget_bytes
+        self.live_bytes: list[int] = []
         self._waited_s: list[float] = []  # before each position
         seconds = recomputes.host.seconds(program, order)
         starts = np.cumsum([0.0, *seconds])[:-1]
-        paused = starts if pauses_s is None else starts + np.cumsum(pauses_s)
-        due = issue_positions(gaps, paused, program, machine, recomputes.host.ready)
-        self.reloads = ReloadQueue(() if on_demand else due)
-        # Buffers of other sizes do not help what is on its way to or from flash.
+        paused = starts if options.pauses_s is None else starts + np.cumsum(options.pauses_s)
+        due = issue_positions(gaps, paused, program, machine, recomputes.host.earliest_reload)
+        self.reloads = ReloadQueue(() if options.on_demand else due)
+        # Copies to and from flash pass through a buffer of exactly their size.
         passing = {program.sizes[g.storage]: 1 for g in gaps if g.tier == "flash"}
         self.ledger = EmissionLedger(program, machine, passing)
         self.copies = InFlightCopies(program, self.ledger, recomputes, gaps, self.reloads)
-        self.copies.arrived = lambda s: self._arrive(s, self.copies.place)
+        self.copies.on_arrival = lambda s: self._await_arrival(s, self.copies.position)
         self.comms = CommsInFlight(program)
-        self.tiers = 1 if machine.copy_out is None else 2  # that something may leave for
+        # Tiers that a storage may be evicted to.
+        self.num_host_tiers = 1 if machine.copy_out is None else 2
         for s, storage in enumerate(program.storages):
             if storage.at_start:
-                self.ledger.take(s, self.copies.homes[s])
-        self.leave = {(g.storage, g.first): g for g in gaps if g.first >= 0}
-        self.leaves_of: dict[int, list[int]] = {}
+                self.ledger.allocate(s, self.copies.homes[s])
+        self.evictions = {(g.storage, g.first): g for g in gaps if g.first >= 0}
+        self.evictions_of: dict[int, list[int]] = {}
         for g in gaps:
-            self.leaves_of.setdefault(g.storage, []).append(g.first)
+            self.evictions_of.setdefault(g.storage, []).append(g.first)
         self.ends = self._ends()
         recomputed_s = np.zeros(len(starts))
-        for position, extra in recomputes.least_s(program).items():
+        for position, extra in recomputes.added_seconds(program).items():
             recomputed_s[position] = extra
-        # At least so long from the start of a position to that of the last one.
-        left = np.cumsum((recomputed_s + np.diff(starts, append=starts[-1:]))[::-1])[::-1]
-        self.left_s: list[float] = left.tolist()
-        self.due: dict[int, int] = {}  # next use of what still leaves when its reload is due
+        # Least seconds from the start of a position to the start of the last one.
+        remaining_s = np.cumsum((recomputed_s + np.diff(starts, append=starts[-1:]))[::-1])[::-1]
+        self.remaining_s: list[float] = remaining_s.tolist()
+        # Next use of storages that are still on their way out when their reload is due.
+        self.late_reloads: dict[int, int] = {}
         written = recomputes.host.device_writes(program, order)
         self.writes = [written.get(s, []) for s in range(len(program.storages))]
-        self.early = early_stores(gaps, program, len(order), recomputes, self.writes)
+        self.early = early_stores(
+            gaps, program, len(order), recomputes.uses, self.writes, recomputes.dropped
+        )
 
     @property
     def waited_s(self) -> np.ndarray:
@@ -85,9 +110,9 @@ class Emitter:
         return np.diff([*self._waited_s, self.ledger.clock.wait_s])
 
     def _ends(self) -> list[set[int]]:
-        """Per position, what leaves or is over once the operator there is done."""
+        """Return, per position, the storages to evict or release after its operator."""
         ends: list[set[int]] = [set() for _ in self.order]
-        for s, position in self.leave:
+        for s, position in self.evictions:
             ends[position].add(s)
         for s, (position, _) in self.recomputes.gaps.items():
             ends[position].add(s)
@@ -97,303 +122,321 @@ class Emitter:
         return ends
 
     def emit(self, limit_s: float = float("inf")) -> tuple[MemoryAction, ...] | None:
-        """The whole program, or None as soon as it must take longer than the limit."""
+        """Return the whole program, or None as soon as it must take longer than the limit."""
         for s, storage in enumerate(self.program.storages):
             if storage.at_start and not storage.at_end and not self.recomputes.uses[s]:
                 self.copies.release(s)
         ready = list[Gap]()
         for position, index in enumerate(self.order):
-            self.copies.place = position
+            self.copies.position = position
             self._waited_s.append(self.ledger.clock.wait_s)
-            if self.ledger.clock.now_s + self.left_s[position] > limit_s:
+            if self.ledger.clock.now_s + self.remaining_s[position] > limit_s:
                 return None
-            self._retire(position)
-            for number, gap, kind in self.reloads.at(
-                position, self._free_bytes, self.ledger.has_dram
+            self._retire_copies(position)
+            for number, gap, kind in self.reloads.due(
+                position, self._free_bytes, self.ledger.has_dram_buffer
             ):
                 self._reload(number, gap, kind, position)
             if index in self.recomputes.host.operators:
-                for running in self.comms.before(self.program.operators[index]):
+                for running in self.comms.required_joins(self.program.operators[index]):
                     self._join(running, position)
-                self.copies.update(index)
-                self.held.append(self.ledger.live["device"])
+                self.copies.begin_update(index)
+                self.live_bytes.append(self.ledger.live["device"])
             else:
                 self._operator(position, index)
             for gap in self.early[position]:
                 insort(ready, gap, key=lambda g: (g.first, -self.program.sizes[g.storage]))
             if ready:
                 ready = self._store_early(ready, position)
-        self.copies.place = len(self.order)
+        self.copies.position = len(self.order)
         self._waited_s.append(self.ledger.clock.wait_s)
         for running in (*self.comms.running, *self.copies.updates.running):
             self._join(running, len(self.order))
-        while self.copies.leaving:
-            self.copies.finish(self.copies.leaving[0])
+        while self.copies.outgoing:
+            self.copies.finish(self.copies.outgoing[0])
         self._clear()
         return tuple(self.ledger.actions)
 
     def _clear(self) -> None:
-        """Drop the copies of what stays, which a leave that was called off may have left in another tier."""
+        """Drop copies in other tiers of storages that stay; a cancelled eviction may have left them there."""
         for s, storage in enumerate(self.program.storages):
-            if storage.at_end and self.copies.homes[s] in self.ledger.current[s]:
-                for tier in [t for t in self.ledger.current[s] if t != self.copies.homes[s]]:
+            if storage.at_end and self.copies.homes[s] in self.ledger.valid[s]:
+                for tier in [t for t in self.ledger.valid[s] if t != self.copies.homes[s]]:
                     self.ledger.detach(s, tier)
 
     # -- one operator --------------------------------------------------------------------------
 
     def _operator(self, position: int, index: int) -> None:
+        """Emit one operator: joins, room, operands, recomputation, the run itself, and releases after it."""
         ledger, copies = self.ledger, self.copies
-        operators, current, sizes = self.program.operators, ledger.current, self.program.sizes
+        operators, valid, sizes = self.program.operators, ledger.valid, self.program.sizes
         op = operators[index]
-        meant = self.recomputes.rerun.get(position, ())
-        rerun = [i for i in meant if any("device" not in current[s] for s in operators[i].allocs)]
+        planned_reruns = self.recomputes.rerun.get(position, ())
+        rerun = [
+            i for i in planned_reruns if any("device" not in valid[s] for s in operators[i].allocs)
+        ]
         touched, wanted = self.program.touched[index], self.program.operands[index]
-        remade = [s for i in rerun for s in operators[i].allocs]
+        recomputed = [s for i in rerun for s in operators[i].allocs]
         if rerun:
-            read = dict.fromkeys((*wanted, *(s for i in rerun for s in operators[i].reads)))
-            wanted = tuple(s for s in read if s not in remade and s not in op.allocs)
-            touched = tuple(dict.fromkeys((*touched, *wanted, *remade)))
+            operands = dict.fromkeys((*wanted, *(s for i in rerun for s in operators[i].reads)))
+            wanted = tuple(s for s in operands if s not in recomputed and s not in op.allocs)
+            touched = tuple(dict.fromkeys((*touched, *wanted, *recomputed)))
         if self.comms:
             for s in wanted:
-                self.comms.keep(s)  # else it would go where other ranks are waited for
-            for running in self.comms.before(op, wanted, remade):
+                self.comms.cancel_release(s)  # else the join below would release it
+            for running in self.comms.required_joins(op, wanted, recomputed):
                 self._join(running, position)
         if self.budget is not None:
-            need = sum([sizes[s] for s in touched if "device" not in current[s]])
+            need = sum([sizes[s] for s in touched if "device" not in valid[s]])
             if ledger.live["device"] + need > self.budget:
-                self._free_up(need, set(touched), position)
+                self._make_room(need, set(touched), position)
         for s in wanted:
-            if copies.leaving or self.comms or "device" not in current[s]:
-                self._bring(s)
-        # What was to be read is waited for: its bytes may go now.
-        spared = [s for i in meant if i not in rerun for s in operators[i].reads]
-        if copies.arriving:
+            if copies.outgoing or self.comms or "device" not in valid[s]:
+                self._prefetch(s)
+        # The operands have arrived, so their copies in other tiers may be released.
+        spared = [s for i in planned_reruns if i not in rerun for s in operators[i].reads]
+        if copies.incoming:
             for s in (*wanted, *spared):
-                self._arrive(s, position)
-        for s in op.writes if copies.leaving else ():
-            for item in [p for p in copies.leaving if p.storage == s]:
+                self._await_arrival(s, position)
+        for s in op.writes if copies.outgoing else ():
+            for item in [p for p in copies.outgoing if p.storage == s]:
                 copies.finish(item)
         for i in rerun:
             for s in operators[i].allocs:
-                if "device" in current[s]:  # other ranks used it until now
+                if "device" in valid[s]:  # its release waited for other ranks
                     ledger.detach(s, "device")
-                ledger.take(s, "device")
+                ledger.allocate(s, "device")
             ledger.emit("recompute", i)
         for h in self.recomputes.helpers.get(position, ()):
-            if h in op.touched or "device" not in current[h] or self._used_at(h, position):
+            if h in op.touched or "device" not in valid[h] or self._used_at(h, position):
                 continue
-            if not self.comms.hold(h, position):
+            if not self.comms.defer_release(h, position):
                 ledger.detach(h, "device")
         for s in op.allocs:
-            ledger.take(s, "device")
+            ledger.allocate(s, "device")
         for s in op.writes:
-            for tier in current[s]:
-                current[s][tier] = tier == "device"
-        self.held.append(ledger.live["device"])
+            for tier in valid[s]:
+                valid[s][tier] = tier == "device"
+        self.live_bytes.append(ledger.live["device"])
         ledger.emit("run", index)
         if op.group:
             self.comms.begin(index)
         ends = self.ends[position]
         for s in dict.fromkeys((*touched, *spared)) if spared else touched:
-            if (s in ends or rerun) and "device" in current[s]:
-                self._after(s, position, position)
+            if (s in ends or rerun) and "device" in valid[s]:
+                self._release_or_evict(s, position, position)
 
     def _join(self, index: int, position: int) -> None:
-        """Wait for other ranks or the host before a position; then happens what was postponed until now."""
+        """Wait for communication or a host update before a position, then apply the releases that it deferred."""
         if index in self.copies.updates.running:
             self.copies.end_update(index)
-        elif index in self.comms.running:  # else it ended with another one, for room
+        elif index in self.comms.running:  # else it was joined earlier, to make room
             self.ledger.emit("join", index)
-            for s, since in self.comms.end(index):
-                self._after(s, since, position)
+            for s, since in self.comms.join(index):
+                self._release_or_evict(s, since, position)
 
     def _used_at(self, s: int, position: int) -> bool:
+        """Return whether an operator uses a storage at a position."""
         uses = self.recomputes.uses[s]
-        at = bisect_right(uses, position)
-        return at > 0 and uses[at - 1] == position
+        index = bisect_right(uses, position)
+        return index > 0 and uses[index - 1] == position
 
-    def _after(self, s: int, position: int, now: int) -> None:
-        """What happens to a storage once the operator at a position is done with it, which may be later."""
+    def _release_or_evict(self, s: int, position: int, now: int) -> None:
+        """Evict, drop or release a storage after its last access at a position.
+
+        `now` is later than that position when the release was deferred.
+        """
         uses = self.recomputes.uses[s]
-        gap = self.leave.get((s, position))
+        gap = self.evictions.get((s, position))
         dropped = s in self.recomputes.gaps and self.recomputes.gaps[s][0] == position
-        over = uses[-1] <= position and not self.program.storages[s].at_end
-        if not (gap or dropped or over) or (self.comms and self.comms.hold(s, position)):
+        dead = uses[-1] <= position and not self.program.storages[s].at_end
+        if not (gap or dropped or dead) or (self.comms and self.comms.defer_release(s, position)):
             return
         if gap is not None:
             if now < gap.last or gap.last == len(self.order):
-                self.copies.depart(gap)
+                self.copies.evict(gap)
         elif dropped:
             if now < self.recomputes.gaps[s][1]:
-                for item in [p for p in self.copies.leaving if p.storage == s]:
-                    item.leaves = False  # of an earlier leave, which was called off
+                for item in [p for p in self.copies.outgoing if p.storage == s]:
+                    item.detaches = False  # the eviction behind this copy was cancelled
                     self.copies.finish(item)
                 self.ledger.detach(s, "device")
         elif s in self.copies.updates:
-            self.copies.depart(Gap(s, position, len(self.order), "dram"))
+            self.copies.evict(Gap(s, position, len(self.order), "dram"))
         else:
             self.copies.release(s)
 
-    # -- leaving and coming back ---------------------------------------------------------------
+    # -- evictions and reloads -----------------------------------------------------------------
 
     def _store_early(self, ready: list[Gap], position: int) -> list[Gap]:
-        """Use a store lane that stands idle for what leaves next; the rest of the list."""
-        left: list[Gap] = []
-        for at, gap in enumerate(ready):
+        """Store the next storages to evict while the store lane is idle; return the rest of the list."""
+        remaining: list[Gap] = []
+        for rank, gap in enumerate(ready):
             if not self.ledger.clock.idle("store"):
-                return [*left, *ready[at:]] if at else ready
+                return [*remaining, *ready[rank:]] if rank else ready
             s = gap.storage
-            held = self.ledger.current[s]
-            if gap.first <= position or "device" not in held or held.get("dram"):
+            tiers = self.ledger.valid[s]
+            if gap.first <= position or "device" not in tiers or tiers.get("dram"):
                 continue
-            busy = (s, "device") in self.copies.arriving or self.comms.fills(s)
-            if busy or not self.ledger.dram_fits(s):
-                left.append(gap)
+            busy = (s, "device") in self.copies.incoming or self.comms.is_writing(s)
+            if busy or not self.ledger.fits_dram(s):
+                remaining.append(gap)
                 continue
-            self.copies.store(s, leaves=False)
-            self.copies.ahead.add(s)
-        return left
+            self.copies.store(s, detaches=False)
+            self.copies.stored_early.add(s)
+        return remaining
 
-    def _retire(self, position: int) -> None:
-        """Detach what has been copied by now, and what other ranks or the host are done with."""
+    def _retire_copies(self, position: int) -> None:
+        """Detach storages whose copies are complete, and join communication and host updates that are done."""
         if self.comms or self.copies.updates.running:
-            for index in (*self.comms.holding(), *self.copies.updates.running):
+            for index in (*self.comms.deferring(), *self.copies.updates.running):
                 if self.ledger.clock.done_s(index) <= self.ledger.clock.now_s:
                     self._join(index, position)
-        if not self.copies.leaving:
+        if not self.copies.outgoing:
             return
         late = set[MemoryTier]()
-        for item in list(self.copies.leaving):
-            if self.ledger.clock.arrival_s(item.storage, item.into) <= self.ledger.clock.now_s:
-                if item.leaves and item.into == "dram" and item.storage in self.due:
-                    last = self.due[item.storage]
-                    item.leaves = self._full_until(item.storage, position, last) is not None
+        for item in list(self.copies.outgoing):
+            if (
+                self.ledger.clock.arrival_s(item.storage, item.destination)
+                <= self.ledger.clock.now_s
+            ):
+                if (
+                    item.detaches
+                    and item.destination == "dram"
+                    and item.storage in self.late_reloads
+                ):
+                    last = self.late_reloads[item.storage]
+                    item.detaches = self._earliest_fit(item.storage, position, last) is not None
                 self.copies.finish(item)
             elif (
                 not self.recomputes.host.operators
-            ):  # else content may be newer than the copy of it
-                late.add(item.into)
-                if len(late) == self.tiers:
-                    return  # a lane ends its copies in order
+            ):  # after a host update the content may be newer than its copy
+                late.add(item.destination)
+                if len(late) == self.num_host_tiers:
+                    return  # a lane completes its copies in order
 
     def _reload(self, number: int, gap: Gap, kind: MemoryActionKind, position: int) -> None:
-        """Issue a planned reload, or try it again later for lack of room."""
+        """Issue a planned reload, or queue it for a later position when it lacks room."""
         s = gap.storage
-        self.due.pop(s, None)
+        self.late_reloads.pop(s, None)
         if position > gap.last:
             return
-        if self.comms and self.comms.keep(s):
-            return  # other ranks still use it: its leave is called off
+        if self.comms and self.comms.cancel_release(s):
+            return  # other ranks still use it, so its eviction is cancelled
         early = position < gap.last
-        if "device" in self.ledger.current[s]:
-            going = [p for p in self.copies.leaving if p.storage == s and p.leaves]
-            if going and self.budget is not None and early:
-                # It has not left yet. If the budget needs the room it still goes, else its leave is called off.
-                self.due[s] = gap.last
-                self.reloads.for_copy(number, s)
+        if "device" in self.ledger.valid[s]:
+            outgoing = [p for p in self.copies.outgoing if p.storage == s and p.detaches]
+            if outgoing and self.budget is not None and early:
+                # It is still resident. It leaves if the budget needs the room; otherwise the eviction is cancelled.
+                self.late_reloads[s] = gap.last
+                self.reloads.wait_for_copy(number, s)
                 return
-            for item in going:
-                item.leaves = False
+            for item in outgoing:
+                item.detaches = False
         elif kind == "copy_in":
-            if "dram" in self.ledger.current[s]:
+            if "dram" in self.ledger.valid[s]:
                 return
-            if early and not self.ledger.dram_fits(s):
-                self.reloads.for_dram(number, self.program.sizes[s])
+            if early and not self.ledger.fits_dram(s):
+                self.reloads.wait_for_dram(number, self.program.sizes[s])
                 return
             self.copies.copy_in(s)
         elif not early and self.budget is not None and self.program.sizes[s] > self._free_bytes():
-            return  # the operator brings it once there is room
-        elif early and not self._may_come_early(number, gap, position):
+            return  # the operator itself prefetches it once there is room
+        elif early and not self._may_prefetch_early(number, gap, position):
             return
         elif early and any(
             self.ledger.clock.done_s(i) > self.ledger.clock.now_s
-            for i in self.copies.updates.using(s)
+            for i in self.copies.updates.users(s)
         ):
-            self.reloads.until(number, position + 1)  # the copies behind it need not stand in line
+            # So later copies on the lane are not blocked.
+            self.reloads.retry_at(number, position + 1)
         else:
-            self._bring(s)
+            self._prefetch(s)
 
     def _free_bytes(self) -> int:
-        """Bytes that may still be taken on the device."""
+        """Return the device bytes that may still be allocated."""
         return 0 if self.budget is None else self.budget - self.ledger.live["device"]
 
-    def _may_come_early(self, number: int, gap: Gap, position: int) -> bool:
-        """An early reload must not take bytes that an operator before its use needs; else it waits for them."""
+    def _may_prefetch_early(self, number: int, gap: Gap, position: int) -> bool:
+        """Return whether an early reload leaves enough bytes for the operators before its use; queue it otherwise."""
         if self.budget is None:
             return True
         size = self.program.sizes[gap.storage]
         if self.ledger.live["device"] + size > self.budget:
-            self.reloads.for_bytes(number, size)
+            self.reloads.wait_for_bytes(number, size)
             return False
-        full = self._full_until(gap.storage, position, gap.last)
-        if full is not None:  # what is planned only grows
-            self.reloads.until(number, full)
+        full = self._earliest_fit(gap.storage, position, gap.last)
+        if full is not None:  # planned bytes only grow
+            self.reloads.retry_at(number, full)
         return full is None
 
-    def _full_until(self, s: int, position: int, last: int) -> int | None:
-        """Where there is room for a storage up to its use; None: from now on, and it is planned for."""
+    def _earliest_fit(self, s: int, position: int, last: int) -> int | None:
+        """Return the first position from which a storage fits until its next use.
+
+        None: it fits now, and its bytes are reserved.
+        """
         assert self.budget is not None
         ahead, size = self.planned[position:last], self.program.sizes[s]
-        over = np.flatnonzero(ahead + size > self.budget)
-        if len(over):
-            return position + int(over[-1]) + 1
-        ahead += size  # the next early reload sees this one
+        overfull = np.flatnonzero(ahead + size > self.budget)
+        if len(overfull):
+            return position + int(overfull[-1]) + 1
+        ahead += size  # counted for the next early reload
         return None
 
-    def _bring(self, s: int) -> None:
-        """Start the copy to the device unless the bytes are there or on their way."""
-        held = self.ledger.current[s]
-        if "device" in held:
+    def _prefetch(self, s: int) -> None:
+        """Begin the copy to the device unless the bytes are there or on their way."""
+        tiers = self.ledger.valid[s]
+        if "device" in tiers:
             if self.comms:
-                self.comms.keep(s)
-            for item in self.copies.leaving:
+                self.comms.cancel_release(s)
+            for item in self.copies.outgoing:
                 if item.storage == s:
-                    item.leaves = False
+                    item.detaches = False
             return
-        for item in [p for p in self.copies.leaving if p.storage == s]:
-            item.leaves = False
+        for item in [p for p in self.copies.outgoing if p.storage == s]:
+            item.detaches = False
             self.copies.finish(item)
-        if not held.get("dram"):
+        if not tiers.get("dram"):
             self.copies.copy_in(s)
-        self.ledger.take(s, "device")
+        self.ledger.allocate(s, "device")
         self.ledger.emit("prefetch", s)
-        self.copies.arriving[s, "device"] = None
+        self.copies.incoming[s, "device"] = None
 
-    def _arrive(self, s: int, position: int) -> None:
-        """Wait for the copy to the device, then drop host copies that nothing will use."""
-        if (s, "device") not in self.copies.arriving:
+    def _await_arrival(self, s: int, position: int) -> None:
+        """Wait for the copy to the device, then drop host copies without a later use."""
+        if (s, "device") not in self.copies.incoming:
             return
         for tier in ("dram", "device"):
-            if (s, tier) in self.copies.arriving:
-                del self.copies.arriving[s, tier]
+            if (s, tier) in self.copies.incoming:
+                del self.copies.incoming[s, tier]
                 self.ledger.emit("wait", s, "dram" if tier == "dram" else "device")
-        later = [p for p in self.leaves_of.get(s, ()) if p >= position]
+        later = [p for p in self.evictions_of.get(s, ()) if p >= position]
         clean = later and not any(position <= w <= later[0] for w in self.writes[s])
         home = self.copies.homes[s]
         if (
-            "dram" in self.ledger.current[s]
+            "dram" in self.ledger.valid[s]
             and home != "dram"
             and not clean
             and s not in self.copies.updates
         ):
             self.ledger.detach(s, "dram")
-        if "flash" in self.ledger.current[s] and home != "flash" and not clean:
+        if "flash" in self.ledger.valid[s] and home != "flash" and not clean:
             self.ledger.detach(s, "flash")
 
-    def _free_up(self, need: int, keep: set[int], position: int) -> None:
-        """Wait for running stores and other ranks until `need` more bytes fit under the budget."""
+    def _make_room(self, need: int, keep: set[int], position: int) -> None:
+        """Wait for running stores and for other ranks until `need` more bytes fit the budget."""
         if self.budget is None:
             return
         while self.ledger.live["device"] + need > self.budget:
-            going = (p for p in self.copies.leaving if p.leaves and p.into == "dram")
-            item = next((p for p in going if p.storage not in keep), None)
-            other = next(iter(self.comms.holding()), None)
-            if other is not None and (
+            outgoing = (p for p in self.copies.outgoing if p.detaches and p.destination == "dram")
+            item = next((p for p in outgoing if p.storage not in keep), None)
+            collective = next(iter(self.comms.deferring()), None)
+            if collective is not None and (
                 item is None
-                or self.ledger.clock.done_s(other)
+                or self.ledger.clock.done_s(collective)
                 <= self.ledger.clock.arrival_s(item.storage, "dram")
             ):
-                self._join(other, position)
+                self._join(collective, position)
             elif item is None:
                 return
             else:

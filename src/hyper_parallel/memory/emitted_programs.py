@@ -1,30 +1,45 @@
-"""Programs made of choices: each is emitted and judged by what came out."""
+"""Search for programs of a target: every residency choice is emitted and judged by the emitted program."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from hyper_parallel.ir import MemoryAction, MemoryProgram, MemoryTier
-from hyper_parallel.memory.candidates import Candidate
+from hyper_parallel.ir import MEMORY_TIERS, MemoryAction, MemoryProgram, MemoryTier
+from hyper_parallel.memory._order import order_peak, order_seconds
+from hyper_parallel.memory.candidates import OffloadCandidate
 from hyper_parallel.memory.copy_issue import Gap
-from hyper_parallel.memory.emission import Emitter
+from hyper_parallel.memory.def_use import identity_actions
+from hyper_parallel.memory.emission import EmissionOptions, Emitter
 from hyper_parallel.memory.memory_machine import MemoryMachine
 from hyper_parallel.memory.recompute import Recomputes
-from hyper_parallel.memory.rounding import WholeChoice
+from hyper_parallel.memory.rounding import ResidencyChoice, Rounding
 
-_DRAM_SHARES = (0.75, 0.5, 0.25)  # part of the DRAM for what stays there; tried in turn
+_DRAM_SHARES = (0.75, 0.5, 0.25)  # shares of the DRAM for resident storages; tried in turn
+_POLISHED_OPERATORS, _POLISH_PASSES = 300, 3  # programs of up to 300 operators are polished
+# Storages in flight beyond the count of the linear program. Programs that are emitted fast try finer steps.
+_HEADROOMS, _FINER_HEADROOMS, _FAST_PROGRAM = (0, 2), (0, 1, 2, 4), 3000
+_ROUNDS = 6  # solutions of the linear program per aim
+# Every rank plans its own program while the others wait: a large one with collectives takes seconds per round.
+_SHARED_HEADROOMS, _SHARED_ROUNDS = (0,), 2
+_SLOWER_BY = 1.25  # times the limit: slower programs are useless even as a hint
 
 
 @dataclass(frozen=True)
-class Emitted:
-    """One emitted program with the emitter's own account of it; the chosen one is replayed.
+class EmittedProgram:
+    """Emitted program with the emitter's own account; the final one is replayed.
 
     Attributes:
-        peaks: Bytes that live at the same time.
-        dram_bytes: What host memory gives for them.
+        actions: Actions in program order.
+        homes: Tier of every storage between steps.
+        seconds: Simulated seconds.
+        peaks: Peak bytes per tier.
+        dram_bytes: Bytes of the host slabs.
+        gaps: Gaps of offloaded storages.
+        recomputes: Recomputed storages; None: no choice was made.
+        statement: Sentence about the choice.
         waited_s: Seconds that computing waits for copies at every position, and at the end.
     """
 
@@ -40,50 +55,62 @@ class Emitted:
 
     @property
     def peak(self) -> int:
-        """Device bytes."""
+        """Peak device bytes."""
         return self.peaks["device"]
 
-    def overfull(self, machine: MemoryMachine) -> int:
-        """Bytes by which DRAM and flash are too small for what the program puts there."""
-        taken = (
+    def excess_bytes(self, machine: MemoryMachine) -> int:
+        """Return the bytes by which the program exceeds the capacities of DRAM and flash."""
+        tiers = (
             (self.dram_bytes, machine.dram_bytes),
             (self.peaks["flash"], machine.flash_bytes),
         )
-        return sum(max(size - cap, 0) for size, cap in taken if cap is not None)
+        return sum(max(size - cap, 0) for size, cap in tiers if cap is not None)
+
+
+def identity_program(program: MemoryProgram, order: tuple[int, ...]) -> EmittedProgram:
+    """Return the program of an order in which no storage moves."""
+    actions = identity_actions(program, order)
+    peaks: dict[MemoryTier, int] = dict.fromkeys(MEMORY_TIERS, 0)
+    peaks["device"] = order_peak(program, order)
+    seconds = order_seconds(program, order)
+    waited_s = np.zeros(len(order) + 1)
+    return EmittedProgram(
+        actions, program.on_device, seconds, peaks, 0, (), None, "identity", waited_s
+    )
 
 
 def emit(
     program: MemoryProgram,
     machine: MemoryMachine,
     order: tuple[int, ...],
-    choice: WholeChoice,
+    choice: ResidencyChoice,
     limit_bytes: int | None,
     limit_s: float,
     pauses_s: np.ndarray,
     statement: str,
-) -> Emitted | None:
-    """The program of a choice; None when it takes longer than the limit.
+) -> EmittedProgram | None:
+    """Return the program of a choice; None when it takes longer than the limit.
 
     Args:
         program: Operators and storages.
         machine: Channels and capacities.
         order: Order of the operators.
-        choice: What leaves and what is made again.
-        limit_bytes: Device bytes for which operators and early reloads wait; None: they do not.
-        limit_s: Seconds after which the program is given up.
-        pauses_s: Seconds that computing is expected to wait or compute again at every position.
-        statement: Where the choice comes from.
+        choice: Storages to offload and to recompute.
+        limit_bytes: Device bytes for which operators and early reloads wait; None: no limit.
+        limit_s: Seconds after which emission stops.
+        pauses_s: Seconds that computing is expected to wait or recompute at every position.
+        statement: Sentence about the choice.
     """
     recomputes, emitted = choice.candidates.recomputes, None
     for share in _DRAM_SHARES:
-        gaps = assign_tiers(program, machine, choice.chosen, share, recomputes.host.at_home)
-        planned = choice.profile.copy()
-        emitter = Emitter(program, machine, order, gaps, recomputes, limit_bytes, planned, pauses_s)
+        gaps = assign_tiers(program, machine, choice.offloaded, share, recomputes.host.dram_state)
+        options = EmissionOptions(limit_bytes, choice.profile.copy(), pauses_s)
+        emitter = Emitter(program, machine, order, gaps, recomputes, options)
         actions = emitter.emit(limit_s * (1 + 1e-9))
         if actions is None:
             return None
         ledger = emitter.ledger
-        emitted = Emitted(
+        emitted = EmittedProgram(
             actions,
             tuple(emitter.copies.homes),
             ledger.clock.now_s,
@@ -94,7 +121,7 @@ def emit(
             statement,
             emitter.waited_s,
         )
-        if machine.copy_out is None or not emitted.overfull(machine):
+        if machine.copy_out is None or not emitted.excess_bytes(machine):
             break
     return emitted
 
@@ -102,30 +129,30 @@ def emit(
 def assign_tiers(
     program: MemoryProgram,
     machine: MemoryMachine,
-    chosen: Sequence[Candidate],
+    chosen: Sequence[OffloadCandidate],
     share: float,
-    at_home: Collection[int] = (),
+    dram_state: Collection[int] = (),
 ) -> list[Gap]:
-    """DRAM while its budget lasts; then the candidates with the longest idle time go on to flash.
+    """Return the gaps of a choice, each with its tier.
 
-    The DRAM account is the sum over all chosen candidates, an upper bound of what is there at any one time; replay
-    gives the exact peak.
+    DRAM is filled up to its share; then flash takes the storages with the longest idle time. The account of DRAM sums
+    all chosen candidates, an upper bound of the bytes there at any one time; replay gives the exact peak.
 
     Args:
         program: Sizes.
         machine: Capacities.
-        chosen: What leaves the device.
-        share: Part of the DRAM to fill; the rest is for bytes on their way through DRAM to flash and back.
-        at_home: Storages that live in DRAM whatever is chosen.
+        chosen: Candidates to offload.
+        share: Share of the DRAM to fill; the rest is for bytes on their way between device and flash.
+        dram_state: Storages that live in DRAM whatever is chosen.
     """
     flash = machine.copy_out is not None and machine.copy_in is not None
     room = machine.dram_bytes
     tiers: dict[int, MemoryTier] = {}
     if room is not None and flash:
-        used = sum(program.sizes[s] for s in at_home)
+        used = sum(program.sizes[s] for s in dram_state)
         by_storage: dict[int, float] = {}
         for c in chosen:
-            if c.storage not in at_home:
+            if c.storage not in dram_state:
                 by_storage[c.storage] = max(by_storage.get(c.storage, 0.0), c.idle_s)
         for s in sorted(by_storage, key=lambda s: by_storage[s]):
             if used + program.sizes[s] <= room * share:
@@ -137,3 +164,178 @@ def assign_tiers(
         for c in chosen
         for g in c.gaps
     ]
+
+
+@dataclass
+class Search:
+    """Emitted programs of one order, with a cache.
+
+    Attributes:
+        program: Operators and storages.
+        machine: Channels and capacities.
+        order: Order of the operators.
+        rounding: Source of the choice for a target.
+        label: Name of its set of updates in host memory.
+        identity: Program in which no storage moves.
+        best_seen: Program of least peak so far.
+    """
+
+    program: MemoryProgram
+    machine: MemoryMachine
+    order: tuple[int, ...]
+    rounding: Rounding
+    label: str
+    identity: EmittedProgram
+    # Cache by choice, device bytes and waits: time limit and program.
+    _emissions: dict[tuple[object, ...], tuple[float, EmittedProgram | None]] = field(
+        default_factory=dict
+    )
+
+    def __post_init__(self) -> None:
+        self.best_seen = self.identity  # program of least peak
+
+    def without_cache(self) -> Search:
+        """Return the search with an empty cache."""
+        return replace(self, rounding=self.rounding.without_cache(), _emissions={})
+
+    def for_machine(self, machine: MemoryMachine) -> Search:
+        """Return the search with other capacities."""
+        return replace(
+            self, machine=machine, rounding=self.rounding.for_machine(machine), _emissions={}
+        )
+
+    def feasible(self, target: int, limit_s: float) -> bool:
+        """Return whether the linear program meets a target within a time."""
+        return self.rounding.feasible(target, limit_s)
+
+    def programs(
+        self, target: int, limit_s: float = float("inf"), lowers: bool = False
+    ) -> list[EmittedProgram]:
+        """Return emitted programs for a target that respect the capacities of the other tiers.
+
+        Args:
+            target: Device bytes to reach.
+            limit_s: Seconds after which emission of a program stops.
+            lowers: Only the fastest program is wanted: each result becomes the time limit.
+        """
+        result: list[EmittedProgram] = []
+        emissions: list[tuple[ResidencyChoice, EmittedProgram]] = []
+        copied_bytes = 0
+        for headroom in self._headrooms:
+            if headroom and not copied_bytes:
+                break  # no program was emitted
+            for choice, e in self._refine(target - headroom * copied_bytes, target, limit_s):
+                copied_bytes = copied_bytes or choice.copied_bytes
+                emissions.append((choice, e))
+                if e.excess_bytes(self.machine):
+                    continue
+                result.append(e)
+                if e.peak <= target and e.seconds <= limit_s * (1 + 1e-9):
+                    if not lowers:
+                        return result
+                    limit_s = e.seconds
+        if emissions and len(self.program.operators) <= _POLISHED_OPERATORS:
+            choice, best = min(emissions, key=lambda pair: self._shortfall(pair[1], target))
+            polished = self._polish(choice, best, target, limit_s, lowers=lowers)
+            if not polished.excess_bytes(self.machine):
+                result.append(polished)
+        return result
+
+    @property
+    def _is_fast(self) -> bool:
+        return len(self.program.operators) <= _FAST_PROGRAM
+
+    @property
+    def _headrooms(self) -> tuple[int, ...]:
+        """Numbers of storages by which aims are lower than the target."""
+        if self._is_fast:
+            return _FINER_HEADROOMS
+        return _SHARED_HEADROOMS if self.program.communicates else _HEADROOMS
+
+    def _shortfall(self, emitted: EmittedProgram, target: int) -> tuple[int, int, float]:
+        """Return the bytes by which a program exceeds the capacities and the target, and its seconds."""
+        return emitted.excess_bytes(self.machine), max(emitted.peak - target, 0), emitted.seconds
+
+    def _polish(
+        self,
+        choice: ResidencyChoice,
+        best: EmittedProgram,
+        target: int,
+        limit_s: float,
+        *,
+        lowers: bool,
+    ) -> EmittedProgram:
+        """Return the program after flips of the most fractional decisions, each kept while it improves the program."""
+        enough = 0, 0, 0.0 if lowers else limit_s
+        for _ in range(_POLISH_PASSES):
+            before = best
+            for decision in self.rounding.most_fractional(choice):
+                flipped = self.rounding.flip(choice, decision, target)
+                if flipped.peak > target:
+                    continue
+                shortfall = self._shortfall(best, target)
+                emit_s = _SLOWER_BY * limit_s if any(shortfall[:2]) else shortfall[2]
+                e = self._emit(flipped, target, emit_s)
+                if e and self._shortfall(e, target) < shortfall:
+                    best, choice = e, flipped
+                    if self._shortfall(best, target) <= enough:
+                        return best
+            if best is before:
+                break
+        self.best_seen = min(
+            self.best_seen, best, key=lambda e: (e.excess_bytes(self.machine), e.peak)
+        )
+        return best
+
+    def _refine(
+        self, aim: int, target: int, limit_s: float
+    ) -> Iterator[tuple[ResidencyChoice, EmittedProgram]]:
+        """Yield programs of one aim; each leaves more bytes free where the one before waited unexpectedly."""
+        reserve: dict[int, float] = {}
+        shared = self.program.communicates and not self._is_fast
+        for _ in range(_SHARED_ROUNDS if shared else _ROUNDS):
+            choice = self.rounding.choice(aim, reserve, limit_s)
+            if choice is None:
+                return
+            missing = self.rounding.excess_by_position(choice, target)
+            if not missing:
+                emitted = self._emit(choice, target, _SLOWER_BY * limit_s)
+                if emitted is None:
+                    return
+                yield choice, emitted
+                if not emitted.excess_bytes(self.machine):
+                    self.best_seen = min(self.best_seen, emitted, key=lambda e: e.peak)
+                    if emitted.peak <= target:
+                        limit_s = min(limit_s, emitted.seconds)
+                missing = self.rounding.unexpected_waits(choice, emitted.waited_s)
+            if not missing:
+                return
+            for j, num_bytes in missing.items():
+                reserve[j] = reserve.get(j, 0.0) + num_bytes
+
+    def _emit(self, choice: ResidencyChoice, target: int, limit_s: float) -> EmittedProgram | None:
+        """Return the program of a choice, from the cache if it is there; None when it takes longer than the limit."""
+        recomputed = choice.candidates.recomputes.gaps
+        key = (
+            tuple(recomputed.items()),
+            frozenset(choice.offloaded),
+            target,
+            tuple(choice.optimum.waits_s),
+        )
+        if key in self._emissions:
+            limited_s, known = self._emissions[key]
+            if known is not None or limit_s <= limited_s:
+                return known
+        label = "copies and recompute" if recomputed else "copies"
+        emitted = emit(
+            self.program,
+            self.machine,
+            self.order,
+            choice,
+            target,
+            limit_s,
+            self.rounding.expected_waits_s(choice),
+            f"{label} in {choice.optimum.seconds:.6g} s by the linear program{self.label}",
+        )
+        self._emissions[key] = limit_s, emitted
+        return emitted

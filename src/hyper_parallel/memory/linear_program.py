@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import highspy
 
 
-_SCALE = 1e4  # of costs, which differ by less than what a solver takes for equal
+_SCALE = 1e4  # factor on costs; their differences are below the solver's tolerance
 _METHODS: tuple[dict[str, str | float], ...] = (
     {"solver": "simplex"}, {"solver": "ipm"}, {"solver": "simplex", "presolve": "off"},
 )  # fmt: skip
@@ -23,12 +23,12 @@ _TOLERANCES = dict.fromkeys(("primal_feasibility_tolerance", "dual_feasibility_t
 
 
 class SolverFailed(RuntimeError):
-    """The solver found neither an optimum nor that there is none: nothing is known of the program."""
+    """The solver found neither an optimum nor a proof of infeasibility."""
 
 
 @dataclass
 class LinearProgram:
-    """Minimize cost . x over rows `low <= coefficients . x <= high` and bounds of the variables."""
+    """Linear program: minimize cost . x over rows `low <= coefficients . x <= high` and bounds of the variables."""
 
     costs: list[float] = field(default_factory=list)
     lowers: list[float] = field(default_factory=list)
@@ -37,11 +37,11 @@ class LinearProgram:
 
     def __post_init__(self) -> None:
         self._solver: highspy._core._Highs | None = (
-            None  # of the last solution, while only bounds changed
+            None  # solver with the last solution, valid while only bounds change
         )
 
     def variable(self, upper: float = np.inf, cost: float = 0.0, lower: float = 0.0) -> int:
-        """A new variable."""
+        """Add a variable and return its index."""
         self._solver = None
         self.costs.append(cost)
         self.lowers.append(lower)
@@ -49,18 +49,18 @@ class LinearProgram:
         return len(self.costs) - 1
 
     def at_least(self, coefficients: Mapping[int, float], bound: float) -> int:
-        """A new row that is not below its bound."""
+        """Add a row with a lower bound and return its index."""
         self._solver = None
         self.rows.append((coefficients, bound, np.inf))
         return len(self.rows) - 1
 
     def equal(self, coefficients: Mapping[int, float], value: float) -> None:
-        """A new row with one value."""
+        """Add a row with a fixed value."""
         self._solver = None
         self.rows.append((coefficients, value, value))
 
     def change_bound(self, row: int, bound: float) -> None:
-        """Another bound for a row of `at_least`."""
+        """Change the bound of a row of `at_least`."""
         coefficients, low, high = self.rows[row]
         if bound != low:
             self.rows[row] = coefficients, bound, high
@@ -68,14 +68,14 @@ class LinearProgram:
                 self._solver.changeRowBounds(row, bound, high)
 
     def solve(self) -> np.ndarray | None:
-        """A point of least cost; None when no point satisfies every row.
+        """Return a point of least cost; None when no point satisfies every row.
 
-        Again after bounds have changed, it starts from the last solution and takes a small part of the time.
+        After changes of bounds only, the solver starts from its last solution and takes a small part of the time.
 
         Raises:
             SolverFailed: The solver ended without an answer.
         """
-        import highspy  # 4 MiB in every rank that plans nothing
+        import highspy  # imported here: it takes 4 MiB in every rank
 
         solver, self._solver = self._solver, None
         for options in ({}, *_METHODS):
@@ -96,7 +96,7 @@ class LinearProgram:
         raise SolverFailed(f"HiGHS ended without an answer: {solver.modelStatusToString(status)}")
 
     def _loaded(self, options: Mapping[str, str | float]) -> highspy._core._Highs:
-        """A solver that has the whole program."""
+        """Return a solver with the whole program."""
         import highspy
 
         lp = highspy.HighsLp()
@@ -109,7 +109,7 @@ class LinearProgram:
         lp.a_matrix_.start_ = np.cumsum([0, *(len(row) for row, _, _ in self.rows)])
         lp.a_matrix_.index_ = np.array([v for row, _, _ in self.rows for v in row])
         lp.a_matrix_.value_ = np.array([x for row, _, _ in self.rows for x in row.values()])
-        solver = highspy._core._Highs()  # what `Highs` adds is not used, and prints who made it
+        solver = highspy._core._Highs()  # its subclass `Highs` prints a banner
         for name, value in {"output_flag": False, "threads": 1, **_TOLERANCES, **options}.items():
             solver.setOptionValue(name, value)
         if solver.passModel(lp) == highspy.HighsStatus.kError:

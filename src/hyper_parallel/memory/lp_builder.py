@@ -1,7 +1,7 @@
-"""The choice as a linear program: what leaves and what is made again, so that computing waits least.
+"""Builder of the residency linear program: offload and recomputation of one order, with the least waits.
 
-All candidates and all recomputation are weighed at once, each by the part of it that is chosen. Gradients that wait for
-a norm before they are clipped are no special case: they are candidates between their making and the norm.
+All candidates and all recomputation are weighed at once, by fractions. Gradients that wait for a norm before they are
+clipped are no special case: they are candidates between their production and the norm.
 """
 
 from __future__ import annotations
@@ -11,233 +11,254 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from hyper_parallel.memory.candidates import Candidate, OffloadCandidates
+from hyper_parallel.memory.candidates import OffloadCandidate, OffloadCandidates
 from hyper_parallel.memory.linear_program import SolverFailed
-from hyper_parallel.memory.recompute import MAX_CHAIN, Chain, Chains, longest_gap
-from hyper_parallel.memory.residency_lp import Flow, Flowed
+from hyper_parallel.memory.recompute import MAX_CHAIN, Chain, ChainFinder, longest_gap
+from hyper_parallel.memory.residency_lp import LPOptimum, ResidencyLP
 
 _LOG = logging.getLogger(__name__)
 
-_SAMPLES = 128  # positions at first
-_BRIEF = 8  # positions: what is kept for no longer hardly leaves meanwhile
+_SAMPLES = 128  # initial positions
+_MIN_RETAINED_POSITIONS = 8  # positions; storages retained for fewer are not offloaded meanwhile
 
 
-class Relaxation:
-    """The linear program of the candidates of one order.
+class LPBuilder:
+    """Linear program of the candidates of one order.
 
     Args:
-        candidates: What may leave; nothing is made again yet.
-        finder: What may be made again; None: nothing.
-        positions: Those that stand for all, in order.
+        candidates: Candidates for offload, without recomputation.
+        finder: Finder of recomputation; None: no storage is recomputed.
+        positions: Sampled positions, ascending.
 
     Attributes:
-        homes: By storage, the part that starts and ends the step away.
-        away: By storage, (low, high, part): what is away by copy at positions [low, high).
-        recomputed: By storage, the part that is dropped and made again.
+        offloaded_at_start: By storage, the fraction that starts and ends the step off the device.
+        offloads: By storage, (low, high, fraction) that is offloaded at positions [low, high).
+        recomputed: By storage, the fraction that is dropped and recomputed.
     """
 
     def __init__(
-        self, candidates: OffloadCandidates, finder: Chains | None, positions: np.ndarray
+        self, candidates: OffloadCandidates, finder: ChainFinder | None, positions: np.ndarray
     ) -> None:
         self.candidates = candidates
         self.sizes = candidates.program.sizes
-        self.flow = Flow(candidates.profile, candidates.seconds, candidates.machine, positions)
-        self.homes: dict[int, int] = {}
-        self.away: dict[int, list[tuple[int, int, int]]] = {}
+        self.model = ResidencyLP(
+            candidates.profile, candidates.seconds, candidates.machine, positions
+        )
+        self.offloaded_at_start: dict[int, int] = {}
+        self.offloads: dict[int, list[tuple[int, int, int]]] = {}
         self.recomputed: dict[int, int] = {}
-        self._kept_by: dict[int, int] = {}  # part of a gap -> part of what must be in DRAM for it
-        self._stored: dict[
-            tuple[int, int], tuple[int, int]
-        ] = {}  # content -> part, first position that it leaves
+        self._store_of: dict[int, int] = {}  # offloaded fraction -> stored fraction that limits it
+        # (storage, content) -> fraction, first position at which it leaves.
+        self._stored: dict[tuple[int, int], tuple[int, int]] = {}
         for c in candidates.all:
-            if c.home:
-                self.homes[c.storage] = self._home(c)
+            if c.starts_offloaded:
+                self.offloaded_at_start[c.storage] = self._add_home(c)
         for c in candidates.all:
-            if not c.home:
-                self._gap(c)
-        self._host()
+            if not c.starts_offloaded:
+                self._add_gap(c)
+        self._add_host_updates()
         if finder is not None:
-            _recompute(self, finder)
-        for (s, _), (part, leaves) in self._stored.items():
-            self.flow.stored(part, leaves, leaves, self.sizes[s])
+            _add_recomputations(self, finder)
+        for (s, _), (fraction, leaves) in self._stored.items():
+            self.model.add_store(fraction, leaves, leaves, self.sizes[s])
 
     @classmethod
-    def sampled(cls, candidates: OffloadCandidates, finder: Chains | None) -> Relaxation:
-        """With the fullest position of each of some stretches, half by positions and half by time."""
+    def sampled(cls, candidates: OffloadCandidates, finder: ChainFinder | None) -> LPBuilder:
+        """Return the program over the fullest position of each interval; intervals divide positions and time evenly."""
         profile, ends_s = candidates.profile, np.cumsum(candidates.seconds)
         along = ends_s / max(ends_s[-1], 1e-30) + np.linspace(0.0, 1.0, len(profile))
         edges = np.searchsorted(along, np.linspace(0.0, 2.0, _SAMPLES + 1)[1:-1])
-        stretches = np.split(np.arange(len(profile)), np.unique(edges))
-        fullest = [part[np.argmax(profile[part])] for part in stretches if len(part)]
+        intervals = np.split(np.arange(len(profile)), np.unique(edges))
+        fullest = [
+            interval[np.argmax(profile[interval])] for interval in intervals if len(interval)
+        ]
         return cls(candidates, finder, np.array(fullest))
 
-    def solve(self, target_bytes: int, reserve: Mapping[int, float]) -> Flowed | None:
-        """The optimum for a target; None when it cannot be reached. See `Flow.solve`."""
+    def solve(self, target_bytes: int, reserve: Mapping[int, float]) -> LPOptimum | None:
+        """Return the optimum for a target; None when it is out of reach or the solver fails.
+
+        See `ResidencyLP.solve`.
+        """
         try:
-            return self.flow.solve(target_bytes, reserve)
+            return self.model.solve(target_bytes, reserve)
         except SolverFailed as error:  # another target may still have an answer
             _LOG.warning("nothing is planned for %d bytes: %s", target_bytes, error)
             return None
 
-    def in_dram(self, s: int, since: int, leaves: int) -> int:
-        """The part of a storage whose content since a position is copied to DRAM, to leave at a later one."""
-        part, first = self._stored.get((s, since)) or (self.flow.part(), leaves)
-        self._stored[s, since] = part, min(first, leaves)
-        return part
+    def add_store(self, s: int, since: int, leaves: int) -> int:
+        """Return the fraction of a storage's content that is copied to DRAM.
 
-    def leaves(self, s: int, low: int, high: int, stored: int | None) -> int:
-        """The part of a storage that is away at positions [low, high), once another part of it is in DRAM."""
-        part = self.flow.part()
-        self.flow.away(part, low, high, self.sizes[s])
-        clean = stored is None or stored == self.homes.get(s)
+        Args:
+            s: Storage.
+            since: Position from which on the content is final.
+            leaves: Position at which the storage may leave the device.
+        """
+        fraction, first = self._stored.get((s, since)) or (self.model.add_fraction(), leaves)
+        self._stored[s, since] = fraction, min(first, leaves)
+        return fraction
+
+    def add_offload(self, s: int, low: int, high: int, stored: int | None) -> int:
+        """Return the fraction of a storage that is offloaded at positions [low, high), at most its stored fraction."""
+        fraction = self.model.add_fraction()
+        self.model.add_offload(fraction, low, high, self.sizes[s])
+        clean = stored is None or stored == self.offloaded_at_start.get(s)
         if not clean:
-            self.flow.in_dram(part, low, high, self.sizes[s])
-        self.flow.within_gap(part, low, high, self.sizes[s], not clean)
+            self.model.add_dram_bytes(fraction, low, high, self.sizes[s])
+        self.model.add_gap_stall(fraction, low, high, self.sizes[s], not clean)
         if stored is not None:
-            self._kept_by[part] = stored
-            self.flow.within([part], stored)
-        self.away.setdefault(s, []).append((low, high, part))
-        return part
+            self._store_of[fraction] = stored
+            self.model.add_sum_le([fraction], stored)
+        self.offloads.setdefault(s, []).append((low, high, fraction))
+        return fraction
 
-    def comes_early(self, s: int, gap: tuple[int, int, int], wanted: dict[int, list[int]]) -> None:
-        """A storage is back before the end of its gap when something is made from it within."""
+    def add_early_return(
+        self, s: int, gap: tuple[int, int, int], wanted: dict[int, list[int]]
+    ) -> None:
+        """Add the return of a storage within its gap, for recomputation that needs it there."""
         low, _, whole = gap
-        part = self.leaves(s, low, min(wanted), None)
-        self.flow.either([whole, part])
-        for p in (p for parts in wanted.values() for p in parts):
-            self.flow.either([whole, p])
-        if whole in self._kept_by:
-            self.flow.within([whole, part], self._kept_by[whole])
+        fraction = self.add_offload(s, low, min(wanted), None)
+        self.model.add_at_most_one([whole, fraction])
+        for p in (p for dependents in wanted.values() for p in dependents):
+            self.model.add_at_most_one([whole, p])
+        if whole in self._store_of:
+            self.model.add_sum_le([whole, fraction], self._store_of[whole])
 
-    def _home(self, c: Candidate) -> int:
-        """A storage that starts and ends the step away."""
-        flow, part = self.flow, self.flow.part()
-        flow.in_dram(part, 0, self.candidates.n, c.num_bytes)
+    def _add_home(self, c: OffloadCandidate) -> int:
+        """Return the fraction of a storage that starts and ends the step off the device."""
+        model, fraction = self.model, self.model.add_fraction()
+        model.add_dram_bytes(fraction, 0, self.candidates.n, c.num_bytes)
         *inside, (low, high) = c.spans
-        flow.gone(part, low, high, c.num_bytes)
+        model.add_absence(fraction, low, high, c.num_bytes)
         if inside:
             tail = c.gaps[1]
-            flow.away(part, *inside[0], c.num_bytes)
-            if self.candidates.changed(c.storage):
-                stored = self.in_dram(c.storage, self.candidates.since(tail), tail.first + 1)
-                flow.within([part], stored)
-        return part
+            model.add_offload(fraction, *inside[0], c.num_bytes)
+            if self.candidates.is_written(c.storage):
+                stored = self.add_store(
+                    c.storage, self.candidates.content_since(tail), tail.first + 1
+                )
+                model.add_sum_le([fraction], stored)
+        return fraction
 
-    def _gap(self, c: Candidate) -> None:
-        """A storage that leaves between two uses."""
+    def _add_gap(self, c: OffloadCandidate) -> None:
+        """Add a storage that is offloaded between two uses."""
         s, gap = c.storage, c.gaps[0]
         stored = None
-        if s not in self.candidates.recomputes.host.at_home:
-            stored = self.homes.get(s) if self.candidates.clean(gap) else None
+        if s not in self.candidates.recomputes.host.dram_state:
+            stored = self.offloaded_at_start.get(s) if self.candidates.is_unmodified(gap) else None
             if stored is None:
-                stored = self.in_dram(s, self.candidates.since(gap), gap.first + 1)
-        self.leaves(s, gap.first + 1, gap.last, stored)
+                stored = self.add_store(s, self.candidates.content_since(gap), gap.first + 1)
+        self.add_offload(s, gap.first + 1, gap.last, stored)
 
-    def _host(self) -> None:
-        """What updates in host memory copy, whatever is chosen."""
-        flow, host = self.flow, self.candidates.recomputes.host
-        always = flow.lp.variable(1.0, lower=1.0) if host.gaps else 0
-        for s in host.at_home:
-            flow.in_dram(always, 0, self.candidates.n, self.sizes[s])
+    def _add_host_updates(self) -> None:
+        """Add the copies of updates in host memory, which are made whatever is chosen."""
+        model, host = self.model, self.candidates.recomputes.host
+        always = model.lp.variable(1.0, lower=1.0) if host.gaps else 0
+        for s in host.dram_state:
+            model.add_dram_bytes(always, 0, self.candidates.n, self.sizes[s])
         for gap in host.gaps:
             num_bytes = self.sizes[gap.storage]
-            if gap.storage not in host.at_home:
-                since = self.candidates.since(gap) + 1
-                flow.stored(always, since, gap.first + 1, num_bytes)
+            if gap.storage not in host.dram_state:
+                since = self.candidates.content_since(gap) + 1
+                model.add_store(always, since, gap.first + 1, num_bytes)
             elif gap.last < self.candidates.n:
-                flow.back(always, gap.last, num_bytes, gap.last)
+                model.add_prefetch(always, gap.last, num_bytes, gap.last)
 
 
-def _recompute(model: Relaxation, finder: Chains) -> None:
-    """Results that are dropped over their longest gap, what runs for it, and what must live on or be back for it."""
-    flow, uses = model.flow, finder.chains.uses
+def _add_recomputations(builder: LPBuilder, finder: ChainFinder) -> None:
+    """Add results that may be dropped over their longest gap, with their operators and the inputs that they need."""
+    model, uses = builder.model, finder.chains.uses
     runs: dict[tuple[int, int], int] = {}
-    kept: dict[int, dict[int, list[int]]] = {}  # storage -> until when -> parts that need it
-    # (storage, gap of it) -> position within -> parts that need it there
+    # storage -> position of recomputation -> fractions that need it
+    retained: dict[int, dict[int, list[int]]] = {}
+    # (storage, gap) -> position in the gap -> fractions that need the storage there
     early: dict[tuple[int, tuple[int, int, int]], dict[int, list[int]]] = {}
     chains: dict[int, tuple[Chain, int, int]] = {}
-    gaps = {s: list(away) for s, away in model.away.items()}
-    for s in range(len(model.sizes)):
-        chain, gap = finder.of_longest_gap(s), longest_gap(uses[s])
+    gaps = {s: list(offload) for s, offload in builder.offloads.items()}
+    for s in range(len(builder.sizes)):
+        chain, gap = finder.for_longest_gap(s), longest_gap(uses[s])
         if chain is None or gap is None:
             continue
         low, until = gap
-        part = model.recomputed[s] = flow.part()
+        fraction = builder.recomputed[s] = model.add_fraction()
         chains[s] = chain, low, until
-        flow.gone(part, low + 1, until, model.sizes[s])
+        model.add_absence(fraction, low + 1, until, builder.sizes[s])
         for operator in chain.operators:
             if (operator, until) not in runs:
                 seconds = finder.program.operators[operator].seconds
-                runs[operator, until] = flow.part()
-                flow.longer(runs[operator, until], until, seconds)
-            flow.within([part], runs[operator, until])
-        for x in chain.kept:
-            kept.setdefault(x, {}).setdefault(until, []).append(part)
+                runs[operator, until] = model.add_fraction()
+                model.add_delay(runs[operator, until], until, seconds)
+            model.add_sum_le([fraction], runs[operator, until])
+        for x in chain.retained:
+            retained.setdefault(x, {}).setdefault(until, []).append(fraction)
         for x in chain.inputs:
-            for away in gaps.get(x, ()) if x not in chain.kept else ():
-                if away[0] <= until < away[1]:
-                    early.setdefault((x, away), {}).setdefault(until, []).append(part)
-    for x, needed in kept.items():
-        _keep(model, finder, x, needed)
-    for (x, away), wanted in early.items():
-        model.comes_early(x, away, wanted)
-    made: dict[tuple[int, int], int] = {}
-    for s, part in model.recomputed.items():
-        _make_inputs(model, chains, s, part, chains[s][2], made, MAX_CHAIN)
-    for s, part in model.recomputed.items():  # then it is not away as well
-        same = [p for low, _, p in model.away.get(s, ()) if low == chains[s][1] + 1]
+            for offload in gaps.get(x, ()) if x not in chain.retained else ():
+                if offload[0] <= until < offload[1]:
+                    early.setdefault((x, offload), {}).setdefault(until, []).append(fraction)
+    for x, needed in retained.items():
+        _add_retained(builder, finder, x, needed)
+    for (x, offload), wanted in early.items():
+        builder.add_early_return(x, offload, wanted)
+    requested: dict[tuple[int, int], int] = {}
+    for s, fraction in builder.recomputed.items():
+        _add_chain_inputs(builder, chains, s, fraction, chains[s][2], requested, MAX_CHAIN)
+    for s, fraction in builder.recomputed.items():  # a dropped storage is not offloaded as well
+        same = [p for low, _, p in builder.offloads.get(s, ()) if low == chains[s][1] + 1]
         if same:
-            flow.either([*same, part])
+            model.add_at_most_one([*same, fraction])
 
 
-def _make_inputs(
-    model: Relaxation,
+def _add_chain_inputs(
+    builder: LPBuilder,
     chains: Mapping[int, tuple[Chain, int, int]],
     s: int,
-    part: int,
+    fraction: int,
     position: int,
-    made: dict[tuple[int, int], int],
+    requested: dict[tuple[int, int], int],
     depth: int,
 ) -> None:
-    """What is made at a position needs its inputs there: they are made again no later, and stay until they are used.
+    """Add recomputation of the inputs that a storage needs at a position.
+
+    They are resident from there to their next use.
 
     Args:
-        model: The linear program.
-        chains: By storage that may be made again, how, and the positions of its gap.
-        s: A storage that is made at the position.
-        part: Its part that is.
-        position: Where.
-        made: By storage and position, parts that were asked for before.
-        depth: How far inputs of inputs are followed.
+        builder: Builder of the linear program.
+        chains: By recomputable storage, its chain and the positions of its gap.
+        s: Storage that is recomputed at the position.
+        fraction: Fraction of it that is recomputed.
+        position: Position of the recomputation.
+        requested: By storage and position, fractions that were added before.
+        depth: Depth to which inputs of inputs are followed.
     """
-    flow = model.flow
+    model = builder.model
     for x in chains[s][0].inputs if depth else ():
         _, low, until = chains.get(x, (None, 0, 0))
-        if not low < position < until or flow.together(position, until):
+        if not low < position < until or model.same_sample(position, until):
             continue
-        new = (x, position) not in made
-        early = made[x, position] = made[x, position] if not new else flow.part()
-        # Both are made again only if this one is made early.
-        flow.lp.at_least({early: 1.0, part: -1.0, model.recomputed[x]: -1.0}, -1.0)
+        new = (x, position) not in requested
+        early = requested[x, position] = requested[x, position] if not new else model.add_fraction()
+        # If both storages are recomputed, the input is recomputed early.
+        model.lp.at_least({early: 1.0, fraction: -1.0, builder.recomputed[x]: -1.0}, -1.0)
         if new:
-            flow.gone(early, position, until, -model.sizes[x])
-            _make_inputs(model, chains, x, early, position, made, depth - 1)
+            model.add_absence(early, position, until, -builder.sizes[x])
+            _add_chain_inputs(builder, chains, x, early, position, requested, depth - 1)
 
 
-def _keep(model: Relaxation, finder: Chains, x: int, needed: dict[int, list[int]]) -> None:
-    """A storage that would be dead lives on until the last of its chains; between them it may leave."""
-    flow, size = model.flow, model.sizes[x]
+def _add_retained(
+    builder: LPBuilder, finder: ChainFinder, x: int, needed: dict[int, list[int]]
+) -> None:
+    """Add a dead storage that is retained until the last of its chains; it may be offloaded between them."""
+    model, size = builder.model, builder.sizes[x]
     low, writes = finder.chains.uses[x][-1], finder.chains.writes[x]
     since = max(writes, default=finder.chains.uses[x][0])
     before: int | None = None
     for until in sorted(needed):
-        part = flow.part()
+        fraction = model.add_fraction()
         for p in needed[until]:
-            flow.within([p], part)
+            model.add_sum_le([p], fraction)
         if before is not None:
-            flow.within([part], before)
-        flow.gone(part, low + 1, until + 1, -size)
-        if x in model.candidates.movable and until - low > _BRIEF:
-            away = model.leaves(x, low + 1, until, model.in_dram(x, since, low + 1))
-            flow.within([away], part)
-        before, low = part, until
+            model.add_sum_le([fraction], before)
+        model.add_absence(fraction, low + 1, until + 1, -size)
+        if x in builder.candidates.movable and until - low > _MIN_RETAINED_POSITIONS:
+            offload = builder.add_offload(x, low + 1, until, builder.add_store(x, since, low + 1))
+            model.add_sum_le([offload], fraction)
+        before, low = fraction, until

@@ -1,4 +1,4 @@
-"""What planning knows about a machine: a roofline for operators, one serial channel per copy direction, capacities."""
+"""Machine model of the planner: a roofline for operators, one serial channel per copy direction, capacities."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from hyper_parallel.ir import MemoryProgram, Operator
 
 @dataclass(frozen=True, slots=True)
 class Channel:
-    """One direction between two tiers; copies on it run one after another.
+    """Copy direction between two tiers; its copies run one after another.
 
     Attributes:
-        bytes_s: Bytes per second. Give the contended figure: what one device gets while all devices of its node copy.
+        bytes_s: Contended bytes per second: the rate of one device while all devices of its node copy.
         latency_s: Seconds before the first byte of a copy.
     """
 
@@ -21,12 +21,12 @@ class Channel:
     latency_s: float = 10e-6
 
     def seconds(self, num_bytes: int) -> float:
-        """Duration of one copy."""
+        """Return the duration of one copy."""
         return self.latency_s + num_bytes / self.bytes_s
 
     @property
     def latency_bytes(self) -> float:
-        """Bytes that could be copied while one copy waits for its first byte."""
+        """Bytes that the channel could carry during the latency of one copy."""
         return self.latency_s * self.bytes_s
 
 
@@ -42,15 +42,15 @@ class Roofline:
     overhead_s: float = 2e-6
 
     def seconds(self, op: Operator) -> float:
-        """Seconds of one operator."""
+        """Return the seconds of one operator."""
         return self.overhead_s + max(op.flops / self.flops_s, op.access_bytes / self.bytes_s)
 
     def annotate(self, program: MemoryProgram, link: Channel | None = None) -> MemoryProgram:
-        """The program with `seconds` filled in from its flops and access bytes.
+        """Return the program with `seconds` computed from its FLOPs and access bytes.
 
         Args:
-            program: Its operators.
-            link: Between ranks, for what they exchange: `comm_s`; None: such operators are like any other.
+            program: Program to annotate.
+            link: Link between ranks, for `comm_s` of collectives; None: collectives are timed like other operators.
         """
 
         def timed(op: Operator) -> Operator:
@@ -62,7 +62,10 @@ class Roofline:
 
 
 def with_seconds(program: MemoryProgram, measured: Sequence[float] | None) -> MemoryProgram:
-    """The program with measured seconds of its operators; 0, and what communicates: as it was. None: all of it."""
+    """Return the program with measured seconds of its operators.
+
+    An operator keeps its seconds when it communicates, or its measured seconds are 0. None: all operators keep them.
+    """
     if measured is None:
         return program
     pairs = zip(program.operators, measured, strict=True)
@@ -81,9 +84,9 @@ class MemoryMachine:
         prefetch: DRAM to device.
         copy_out: DRAM to flash; None: there is no flash tier.
         copy_in: Flash to DRAM.
-        dram_bytes: Pinned bytes this device may use, those of slabs (`MemoryPlan.dram_bytes`); None: unlimited.
+        dram_bytes: Pinned bytes this device may use, counted in slabs (`MemoryPlan.dram_bytes`); None: unlimited.
         flash_bytes: File bytes this device may use; None: unlimited.
-        host: What the host computes for this device, beside its copies; None: optimizer updates run on the device only.
+        host: Roofline of the host's updates for this device, beside its copies; None: updates run on the device only.
     """
 
     store: Channel
@@ -95,9 +98,10 @@ class MemoryMachine:
     host: Roofline | None = None
 
     def derated(self, margin: float) -> MemoryMachine:
-        """The machine when every channel, and the host's memory, is slower by the factor 1 + margin than was said."""
+        """Return the machine with every channel, and the host's memory, slower by the factor 1 + margin."""
 
         def slower(channel: Channel | None) -> Channel | None:
+            """Return a channel at the lower rate."""
             return channel and replace(channel, bytes_s=channel.bytes_s / (1 + margin))
 
         return replace(
@@ -110,7 +114,7 @@ class MemoryMachine:
         )
 
     def host_seconds(self, op: Operator) -> float:
-        """Duration of an operator in host memory."""
+        """Return the duration of an operator in host memory."""
         if self.host is None:
             raise ValueError(
                 f"the plan updates `{op.name}` in host memory, but the machine has no host"
@@ -118,7 +122,7 @@ class MemoryMachine:
         return self.host.seconds(op)
 
     def channel(self, kind: str) -> Channel:
-        """The channel of a copying action."""
+        """Return the channel of a copying action."""
         channel = {
             "store": self.store,
             "prefetch": self.prefetch,

@@ -1,9 +1,9 @@
-"""Recompute: drop a result between two uses and run its operator again before the later one.
+"""Recomputation: drop a result between two uses and run its operator again before the later one.
 
-A result may be recomputed when its operator is repeatable and its inputs still have the contents of the first run. What
-the operator makes besides (the sums of an attention, the statistics of a norm) is dropped and comes back with it. An
-input that is dead by then is recomputed too, for the moment only, up to a small depth, or lives on when it is small
-against what it gives again.
+A result may be recomputed when its operator is repeatable and its inputs still have the contents of the first run.
+Other results of the operator (the sums of an attention, the statistics of a norm) are dropped and recomputed with it.
+An input that is dead by then is recomputed too, for that position only and up to a small depth. It is retained instead
+when it is small compared with the storages that depend on it.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ MAX_CHAIN = 4
 
 @dataclass
 class Recomputes:
-    """What is dropped and what is run again where, for one order; and what does not run on the device at all.
+    """Recomputed storages of one order, and its operators in host memory.
 
     Attributes:
-        uses: Accesses per storage in this order, the inputs of recomputed operators included.
+        uses: Accesses per storage in this order, including the inputs of recomputed operators.
         gaps: Per recomputed storage the positions (last use before, first use after) of its drop.
-        rerun: Operators to run again before a position, in original order.
-        helpers: Results that exist for the moment of a position only.
-        seconds: Compute seconds added.
-        host: What runs in host memory; it is in no `uses`.
+        rerun: Operators to recompute before a position, in recorded order.
+        helpers: Results that exist at one position only.
+        seconds: Added compute seconds.
+        host: Operators in host memory; they count in no `uses`.
     """
 
     uses: list[list[int]]
@@ -40,22 +40,27 @@ class Recomputes:
     seconds: float = 0.0
     host: HostUpdates = field(default_factory=HostUpdates)
 
-    def least_s(self, program: MemoryProgram) -> dict[int, float]:
-        """Compute seconds by position that every program with these recomputations adds.
+    @property
+    def dropped(self) -> set[int]:
+        """Storages that are off the device before their recomputation, helpers included."""
+        return {*self.gaps, *(h for helpers in self.helpers.values() for h in helpers)}
 
-        What other ranks use may still be on the device where it would be made again, so it does not count.
+    def added_seconds(self, program: MemoryProgram) -> dict[int, float]:
+        """Return, per position, the compute seconds that every program with this recomputation adds.
+
+        Storages of collectives and messages do not count: they may still be on the device at their recomputation.
         """
-        held = {s for op in program.operators if op.group or op.message for s in op.touched}
+        communicated = {s for op in program.operators if op.group or op.message for s in op.touched}
 
-        def gone(s: int, position: int) -> bool:
+        def is_absent(s: int, position: int) -> bool:
             dropped = s in self.gaps and self.gaps[s][1] == position
-            return s not in held and (dropped or self.uses[s][-1] < position)
+            return s not in communicated and (dropped or self.uses[s][-1] < position)
 
         return {
             position: sum(
                 program.operators[i].seconds
                 for i in rerun
-                if any(gone(s, position) for s in program.operators[i].allocs)
+                if any(is_absent(s, position) for s in program.operators[i].allocs)
             )
             for position, rerun in self.rerun.items()
         }
@@ -63,47 +68,47 @@ class Recomputes:
 
 @dataclass(frozen=True)
 class Chain:
-    """Operators that give a storage again.
+    """Operators that recompute a storage.
 
     Attributes:
-        operators: What to run, in order.
+        operators: Operators to run, in order.
         helpers: Results that exist only while it runs.
-        inputs: What must be alive, `kept` included.
-        kept: Inputs that would be dead by then and must live on.
-        seconds: Compute.
+        inputs: Storages that must be alive, `retained` included.
+        retained: Inputs that would be dead by then and must be retained.
+        seconds: Compute seconds.
     """
 
     operators: tuple[int, ...]
     helpers: tuple[int, ...]
     inputs: tuple[int, ...]
-    kept: tuple[int, ...]
+    retained: tuple[int, ...]
     seconds: float
 
 
-class Chains:
-    """Finds the chain of every storage; decides which dead inputs live on for the sake of what they give again.
+class ChainFinder:
+    """Finder of the chain of every storage, and of the dead inputs that are retained for it.
 
-    A float32 copy made inside a norm can be made again from the bfloat16 residual, half its size; but the residual is
-    dead by then, and making it again needs a matrix product. So it is kept, and everything that descends from it by
-    cheap operators is dropped. An input is kept when the storages that need it are together clearly larger.
+    A float32 copy made inside a norm can be recomputed from the bfloat16 residual, half its size. The residual is dead
+    by then, and recomputing it needs a matrix product. So it is retained, and its cheap descendants are dropped. An
+    input is retained when its dependent storages are together clearly larger.
     """
 
     def __init__(self, program: MemoryProgram, chains: UseDef) -> None:
         self.program, self.chains = program, chains
         self.place = _places(chains)
-        self.keep: set[int] | None = None  # None: anything may be kept
-        needed_by = [0] * len(program.storages)
+        self.retained: set[int] | None = None  # None: anything may be retained
+        dependent_bytes = [0] * len(program.storages)
         for s, size in enumerate(program.sizes):
-            chain = self.of_longest_gap(s)
+            chain = self.for_longest_gap(s)
             if chain is not None and not any(program.operators[o].flops for o in chain.operators):
-                for x in chain.kept:
-                    needed_by[x] += size
-        self.keep = {
-            x for x, freed in enumerate(needed_by) if 2 * freed >= 3 * program.sizes[x] > 0
+                for x in chain.retained:
+                    dependent_bytes[x] += size
+        self.retained = {
+            x for x, freed in enumerate(dependent_bytes) if 2 * freed >= 3 * program.sizes[x] > 0
         }
 
-    def of_longest_gap(self, storage: int) -> Chain | None:
-        """The chain that fills the longest idle gap of a storage again."""
+    def for_longest_gap(self, storage: int) -> Chain | None:
+        """Return the chain that recomputes a storage at the end of its longest idle gap."""
         gap = longest_gap(self.chains.uses[storage])
         if (
             gap is None
@@ -114,80 +119,85 @@ class Chains:
         return self.find(storage, gap[1])
 
     def find(self, storage: int, until: int, depth: int = MAX_CHAIN) -> Chain | None:
-        """Operators that give `storage` again before position `until`, or None when that is not possible."""
+        """Return the operators that recompute `storage` before position `until`; None when that is impossible."""
         program, chains = self.program, self.chains
-        maker = chains.maker[storage]
-        if maker < 0:
+        producer = chains.producer[storage]
+        if producer < 0:
             return None
-        op = program.operators[maker]
-        # A dead input that has companions would bring those back too, whatever became of them meanwhile.
-        alone = len(op.allocs) == 1 or depth == MAX_CHAIN
-        if not op.repeatable or op.writes or not alone:
+        op = program.operators[producer]
+        # A dead input with sibling results would restore those too, whatever their state is by then.
+        sole_result = len(op.allocs) == 1 or depth == MAX_CHAIN
+        if not op.repeatable or op.writes or not sole_result:
             return None
         if any(w < until for s in op.allocs for w in chains.writes[s]):
             return None
         operators: dict[int, None] = {}
         helpers: dict[int, None] = {}
         inputs: dict[int, None] = {}
-        kept: dict[int, None] = {}
+        retained: dict[int, None] = {}
         for s in op.reads:
-            if any(self.place[maker] < w < until for w in chains.writes[s]):
+            if any(self.place[producer] < w < until for w in chains.writes[s]):
                 return None
             if chains.uses[s][-1] >= until or program.storages[s].at_end:
                 inputs[s] = None
                 continue
-            below = None
-            if self.keep is None or s not in self.keep:
-                below = self.find(s, until, depth - 1) if depth else None
-            if self._better_kept(s, below):
-                inputs[s] = kept[s] = None
-            elif below is None:
+            chain = None
+            if self.retained is None or s not in self.retained:
+                chain = self.find(s, until, depth - 1) if depth else None
+            if self._better_retained(s, chain):
+                inputs[s] = retained[s] = None
+            elif chain is None:
                 return None
             else:
-                operators.update(dict.fromkeys(below.operators))
-                helpers.update(dict.fromkeys((*below.helpers, s)))
-                inputs.update(dict.fromkeys(below.inputs))
-                kept.update(dict.fromkeys(below.kept))
-        operators[maker] = None
+                operators.update(dict.fromkeys(chain.operators))
+                helpers.update(dict.fromkeys((*chain.helpers, s)))
+                inputs.update(dict.fromkeys(chain.inputs))
+                retained.update(dict.fromkeys(chain.retained))
+        operators[producer] = None
         seconds = sum(program.operators[o].seconds for o in operators)
-        return Chain(tuple(operators), tuple(helpers), tuple(inputs), tuple(kept), seconds)
+        return Chain(tuple(operators), tuple(helpers), tuple(inputs), tuple(retained), seconds)
 
-    def _better_kept(self, s: int, below: Chain | None) -> bool:
-        """A dead input lives on when making it again is impossible, dear, or would keep more bytes than it has."""
-        if self.keep is not None:
-            return s in self.keep
-        if below is None:
+    def _better_retained(self, s: int, chain: Chain | None) -> bool:
+        """Return whether a dead input should be retained.
+
+        It should when recomputing it is impossible, needs FLOPs, or would retain more bytes than it has.
+        """
+        if self.retained is not None:
+            return s in self.retained
+        if chain is None:
             return True
-        dear = any(self.program.operators[o].flops for o in below.operators)
-        return dear or sum(self.program.sizes[x] for x in below.kept) > self.program.sizes[s]
+        expensive = any(self.program.operators[o].flops for o in chain.operators)
+        return (
+            expensive or sum(self.program.sizes[x] for x in chain.retained) > self.program.sizes[s]
+        )
 
 
-def choose_recomputes(finder: Chains, chosen: Collection[int]) -> Recomputes:
+def choose_recomputes(finder: ChainFinder, chosen: Collection[int]) -> Recomputes:
     """Place the recomputation of the chosen storages.
 
-    Later-made storages go first: what they need again becomes a use of an earlier-made one, whose own drop then ends
+    Storages with later producers come first: their inputs become uses of earlier storages, whose own drop then ends
     there.
     """
     program, chains, place = finder.program, finder.chains, finder.place
     result = Recomputes([list(u) for u in chains.uses])
-    sent = {s for op in program.operators if op.message for s in op.touched}
-    for s in sorted(chosen, key=lambda s: -place[chains.maker[s]]):
+    message_storages = {s for op in program.operators if op.message for s in op.touched}
+    for s in sorted(chosen, key=lambda s: -place[chains.producer[s]]):
         gap = None if s in result.gaps else longest_gap(result.uses[s])
         if gap is None:
             continue
         chain = finder.find(s, gap[1])
-        others = [x for x in program.operators[chains.maker[s]].allocs if x != s]
-        if chain is None or any(program.storages[x].at_end or x in result.gaps for x in others):
+        siblings = [x for x in program.operators[chains.producer[s]].allocs if x != s]
+        if chain is None or any(program.storages[x].at_end or x in result.gaps for x in siblings):
             continue
-        if others and not sent.isdisjoint((s, *others)):
-            continue  # it may not be waited for until its peer has begun too, and all of them are made together
+        if siblings and not message_storages.isdisjoint((s, *siblings)):
+            continue  # a message must not be awaited before its peer begins, and siblings are recomputed together
         result.gaps[s] = gap
         rerun = result.rerun.setdefault(gap[1], [])
         rerun += [op for op in chain.operators if op not in rerun]
         rerun.sort(key=place.__getitem__)
         helpers = result.helpers.setdefault(gap[1], [])
         helpers += [h for h in chain.helpers if h not in helpers]
-        for x in others:
+        for x in siblings:
             uses = result.uses[x]
             if uses[-1] < gap[1]:
                 helpers.append(x)
@@ -204,6 +214,7 @@ def choose_recomputes(finder: Chains, chosen: Collection[int]) -> Recomputes:
 
 
 def _places(chains: UseDef) -> list[int]:
+    """Return the position of every operator."""
     place = [0] * len(chains.order)
     for position, index in enumerate(chains.order):
         place[index] = position

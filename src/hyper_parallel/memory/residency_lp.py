@@ -1,9 +1,9 @@
-"""A step as bytes that flow over both channels: the linear program of the seconds that computing waits.
+"""Linear program of the seconds that computing waits, with bytes that flow over both channels.
 
-A relaxation of emission. Parts of storages may leave. Any bytes that were stored count as gone once enough was to
-leave, and any may come back as long as enough is there whenever something is due. What remains is what decides a tight
-budget: bytes at every position, what both channels carry up to there, and the waits. Positions are sampled, each for
-its neighbours: the one with the most bytes.
+It relaxes emission in two ways. Fractions of storages may be offloaded. Stored bytes are interchangeable: any of them
+count as absent once enough were to leave, and any may return as long as enough are there at every deadline. The rest
+decides a tight budget: bytes at every position, the traffic of both channels up to there, and the waits. Positions are
+sampled; each sample stands for its neighbors and is the fullest of them.
 """
 
 from __future__ import annotations
@@ -16,38 +16,38 @@ import numpy as np
 from hyper_parallel.memory.linear_program import LinearProgram
 from hyper_parallel.memory.memory_machine import Channel, MemoryMachine
 
-# Of choices that are equally good one is the best, whatever solver looks for it: parts differ in what they cost. A
-# little by their numbers squared, for choices whose numbers have the same sum would cost the same again.
-_TIE, _GOLDEN = 1e-7, (5**0.5 - 1) / 2
-_LATER = 1e-4  # a wait at the end of the step costs more than one at its beginning
-_EXACT = 2e-3  # of what is to be saved: less over the target is no position that is missing
-_DIGITS = 6  # that solvers agree in
-_TRAFFIC = 1e-3  # what a second of copying costs: of two choices that wait as long, the one that moves less
+# Tie-breaking costs make one of equally good choices the best for every solver. They depend on the square of a
+# fraction's index too, else choices whose indices have the same sum would cost the same.
+_TIE_BREAK, _GOLDEN = 1e-7, (5**0.5 - 1) / 2
+_LATE_WAIT_COST = 1e-4  # extra cost of a wait at the end of the step
+_TARGET_TOLERANCE = 2e-3  # share of the bytes to save; a smaller excess adds no position
+_DIGITS = 6  # digits in which solvers agree
+_TRAFFIC_COST = 1e-3  # cost of a second of copying: among equal waits, fewer copies win
 
 
 @dataclass(frozen=True)
-class Flowed:
-    """The optimum.
+class LPOptimum:
+    """Optimum of the linear program.
 
     Attributes:
-        parts: Of every variable, what is chosen.
-        seconds: Of the step.
-        waits: By sample, seconds that computing waits or computes again.
+        fractions: Value of every variable.
+        seconds: Seconds of the step.
+        waits_s: Seconds that computing waits or recomputes, by sample.
     """
 
-    parts: np.ndarray
+    fractions: np.ndarray
     seconds: float
-    waits: np.ndarray
+    waits_s: np.ndarray
 
 
-class Flow:
-    """Variables are parts, from 0 to 1, of something that leaves, comes back or is made again.
+class ResidencyLP:
+    """Linear program over fractions, from 0 to 1, of storages that are offloaded, reloaded or recomputed.
 
     Args:
-        profile: Device bytes during every position when nothing leaves.
+        profile: Device bytes of every position while no storage moves.
         seconds: Compute seconds of every position.
-        machine: Its channels to DRAM and back.
-        positions: Those that stand for all, in order.
+        machine: Channels to DRAM and back.
+        positions: Sampled positions, ascending.
     """
 
     def __init__(
@@ -63,10 +63,11 @@ class Flow:
         self.positions = positions
         # The first sample at or after each position.
         self._sample: list[int] = np.searchsorted(positions, np.arange(len(profile) + 1)).tolist()
-        self._everywhere = profile
-        self._spans: list[tuple[int, int, int, int]] = []  # what is gone: part, positions, bytes
+        self._full_profile = profile
+        # Absent bytes as (fraction, low, high, bytes).
+        self._spans: list[tuple[int, int, int, int]] = []
         self._profile = profile[self.positions]
-        self._between = np.diff([0.0, *self._starts[self.positions], self._starts[-1]])
+        self._between_s = np.diff([0.0, *self._starts[self.positions], self._starts[-1]])
         self.step_s = float(self._starts[-1])
         self._store, self._prefetch = machine.store, machine.prefetch
         self._dram_bytes = machine.dram_bytes
@@ -75,119 +76,132 @@ class Flow:
         # A step whose operators have no seconds is measured in copies.
         self._unit_s = self.step_s or self._unit / machine.store.bytes_s
         count = len(self.positions) + 1
-        # By sample, what each account has more from there on: bytes that are gone between two uses, that are to leave
-        # by copy, that may be copied, that must be back; and seconds that the sample takes longer.
-        self._gone, self._leave, self._final, self._due, self._longer, self._dram = (
+        # Changes of each account at a sample: absent bytes, bytes to evict by copy, bytes that may be stored, bytes due
+        # back, seconds of delay, bytes in DRAM.
+        self._absent, self._leave, self._final, self._due, self._longer, self._dram = (
             [dict[int, float]() for _ in range(count)] for _ in range(6)
         )
-        # The same: bytes that are coming back as they would if no copy came early, and those whose copy has begun then.
-        self._coming, self._begun = ([dict[int, float]() for _ in range(count)] for _ in range(2))
-        self._longest_s = 0.0  # of these copies
-        # What goes on to flash: by direction, seconds of each part; and by size, whether any does.
-        self._onward: tuple[dict[int, float], dict[int, float]] = {}, {}
-        self._buffers: dict[int, int] = {}
+        # The same: bytes on their way back when no copy is early, and bytes whose copy back has begun.
+        self._coming, self._started = ([dict[int, float]() for _ in range(count)] for _ in range(2))
+        self._longest_s = 0.0  # longest copy back
+        # Copies to and from flash: seconds of each fraction by direction; by size, the fraction that uses a buffer.
+        self._flash_seconds: tuple[dict[int, float], dict[int, float]] = {}, {}
+        self._flash_buffers: dict[int, int] = {}
         self._stalls: list[tuple[int, range, float]] = []
         self._waits: list[int] = []
-        self._needs: list[int] = []  # rows about the bytes of a sample
-        self._stores: list[int] = []  # rows about what is stored in a stretch
-        self._parts = self._count = 0
+        self._byte_rows: list[int] = []  # rows of the bytes of each sample
+        self._store_rows: list[int] = []  # rows of the stores of each interval
+        self._num_fractions = self._count = 0
 
-    def part(self) -> int:
-        """A new variable."""
+    def add_fraction(self) -> int:
+        """Add a variable from 0 to 1 and return its index."""
         self._count += 1
         unlike = self._count * _GOLDEN % 1 + self._count**2 * _GOLDEN % 1 / 100
-        return self.lp.variable(1.0, _TIE * (1 + unlike))
+        return self.lp.variable(1.0, _TIE_BREAK * (1 + unlike))
 
-    def within(self, parts: Sequence[int], whole: int) -> None:
-        """All parts together are not more than another one."""
-        self.lp.at_least({whole: 1.0, **dict.fromkeys(parts, -1.0)}, 0.0)
+    def add_sum_le(self, fractions: Sequence[int], whole: int) -> None:
+        """Add a row: the sum of the fractions is at most another fraction."""
+        self.lp.at_least({whole: 1.0, **dict.fromkeys(fractions, -1.0)}, 0.0)
 
-    def either(self, parts: Sequence[int]) -> None:
-        """All parts together are at most 1."""
-        self.lp.at_least(dict.fromkeys(parts, -1.0), -1.0)
+    def add_at_most_one(self, fractions: Sequence[int]) -> None:
+        """Add a row: the sum of the fractions is at most 1."""
+        self.lp.at_least(dict.fromkeys(fractions, -1.0), -1.0)
 
-    def in_dram(self, part: int, low: int, high: int, num_bytes: int) -> None:
-        """The bytes are in DRAM at positions [low, high), or on to flash and back, through a buffer of their size."""
+    def add_dram_bytes(self, fraction: int, low: int, high: int, num_bytes: int) -> None:
+        """Add bytes that are in DRAM at positions [low, high), or on flash behind a DRAM buffer of their size."""
         if self._dram_bytes is None:
             return
-        there = {part: 1.0}
-        out, back = self._flash
-        if out is not None and back is not None:
-            there[onward := self.part()] = -1.0
-            self.within([onward], part)
-            for lane, channel in zip(self._onward, (out, back), strict=True):
-                lane[onward] = channel.seconds(num_bytes) / self._unit_s
-            if num_bytes not in self._buffers:
-                self._buffers[num_bytes] = self.part()
-            self.within([onward], self._buffers[num_bytes])
-        for one, sign in there.items():
-            self._add(self._dram[self._sample[low]], one, sign * num_bytes / self._unit)
-            self._add(self._dram[self._sample[high]], one, -sign * num_bytes / self._unit)
+        in_dram = {fraction: 1.0}
+        outbound, inbound = self._flash
+        if outbound is not None and inbound is not None:
+            in_dram[via_flash := self.add_fraction()] = -1.0
+            self.add_sum_le([via_flash], fraction)
+            for lane, channel in zip(self._flash_seconds, (outbound, inbound), strict=True):
+                lane[via_flash] = channel.seconds(num_bytes) / self._unit_s
+            if num_bytes not in self._flash_buffers:
+                self._flash_buffers[num_bytes] = self.add_fraction()
+            self.add_sum_le([via_flash], self._flash_buffers[num_bytes])
+        for variable, sign in in_dram.items():
+            self._add(self._dram[self._sample[low]], variable, sign * num_bytes / self._unit)
+            self._add(self._dram[self._sample[high]], variable, -sign * num_bytes / self._unit)
 
-    def together(self, a: int, b: int) -> bool:
-        """Two positions have the same sample."""
+    def same_sample(self, a: int, b: int) -> bool:
+        """Return whether two positions have the same sample."""
         return self._sample[a] == self._sample[b]
 
-    def gone(self, part: int, low: int, high: int, num_bytes: int) -> None:
-        """The bytes are not needed on the device at positions [low, high)."""
-        self._spans.append((part, low, high, num_bytes))
-        self._during(self._gone, part, low, high, num_bytes)
+    def add_absence(self, fraction: int, low: int, high: int, num_bytes: int) -> None:
+        """Add bytes that are not needed on the device at positions [low, high)."""
+        self._spans.append((fraction, low, high, num_bytes))
+        self._add_span(self._absent, fraction, low, high, num_bytes)
 
-    def away(self, part: int, low: int, high: int, num_bytes: int) -> None:
-        """Bytes are not needed at positions [low, high), and back then; their copy takes all its room as it begins."""
+    def add_offload(self, fraction: int, low: int, high: int, num_bytes: int) -> None:
+        """Add bytes that are off the device at positions [low, high) and are copied back.
+
+        They take all their room as the copy back begins.
+        """
         idle_s = self._starts[high] - self._starts[low]
         copy_s = min(self._prefetch.seconds(num_bytes), idle_s / 2)
         self._longest_s = max(self._longest_s, copy_s)
-        at = int(np.searchsorted(self._starts, self._starts[high] - copy_s, "right")) - 1
-        begins = min(max(at, low), high)
-        self._spans.append((part, low, high, num_bytes))
-        self._during(self._gone, part, low, begins, num_bytes)
-        self._during(self._coming, part, begins, high, num_bytes)
-        self.back(part, high, num_bytes, begins)
+        start = int(np.searchsorted(self._starts, self._starts[high] - copy_s, "right")) - 1
+        begins = min(max(start, low), high)
+        self._spans.append((fraction, low, high, num_bytes))
+        self._add_span(self._absent, fraction, low, begins, num_bytes)
+        self._add_span(self._coming, fraction, begins, high, num_bytes)
+        self.add_prefetch(fraction, high, num_bytes, begins)
 
-    def stored(self, part: int, final: int, leaves: int, num_bytes: int) -> None:
-        """The bytes may be copied from one position on, and are gone from a later one on if they were."""
-        self._add(self._final[self._sample[final]], part, self._copied(self._store, num_bytes))
-        self._add(self._leave[self._sample[leaves]], part, self._copied(self._store, num_bytes))
-        self.lp.costs[part] += self._traffic(self._store.seconds(num_bytes))
+    def add_store(self, fraction: int, final: int, leaves: int, num_bytes: int) -> None:
+        """Add a store that may begin at one position; its bytes leave at a later position once they are copied."""
+        self._add(
+            self._final[self._sample[final]], fraction, self._channel_units(self._store, num_bytes)
+        )
+        self._add(
+            self._leave[self._sample[leaves]], fraction, self._channel_units(self._store, num_bytes)
+        )
+        self.lp.costs[fraction] += self._traffic_cost(self._store.seconds(num_bytes))
 
-    def back(self, part: int, position: int, num_bytes: int, begins: int) -> None:
-        """The bytes are copied back before a position; from another one on they count as there."""
-        copied = self._copied(self._prefetch, num_bytes)
-        self._add(self._due[self._sample[position]], part, copied)
-        self._add(self._begun[self._sample[begins]], part, copied)
-        self.lp.costs[part] += self._traffic(self._prefetch.seconds(num_bytes))
+    def add_prefetch(self, fraction: int, position: int, num_bytes: int, begins: int) -> None:
+        """Add a copy that must be complete before a position; from `begins` on its bytes count as resident."""
+        copied = self._channel_units(self._prefetch, num_bytes)
+        self._add(self._due[self._sample[position]], fraction, copied)
+        self._add(self._started[self._sample[begins]], fraction, copied)
+        self.lp.costs[fraction] += self._traffic_cost(self._prefetch.seconds(num_bytes))
 
-    def within_gap(self, part: int, low: int, high: int, num_bytes: int, stored: bool) -> None:
-        """The bytes are copied while positions [low, high) run; for what that takes longer computing waits."""
+    def add_gap_stall(
+        self, fraction: int, low: int, high: int, num_bytes: int, stored: bool
+    ) -> None:
+        """Add the wait for copies that take longer than positions [low, high)."""
         copies_s = self._prefetch.seconds(num_bytes)
         if stored:
             copies_s += self._store.seconds(num_bytes)
         stall_s = copies_s - (self._ends[high - 1] - self._ends[low - 1])
         if stall_s > 0:
-            where = range(self._sample[low], self._sample[high] + 1)
-            self._stalls.append((part, where, stall_s / self._unit_s))
+            samples = range(self._sample[low], self._sample[high] + 1)
+            self._stalls.append((fraction, samples, stall_s / self._unit_s))
 
-    def longer(self, part: int, position: int, seconds: float) -> None:
-        """A position takes so many seconds longer."""
-        self._add(self._longer[self._sample[position]], part, seconds / self._unit_s)
+    def add_delay(self, fraction: int, position: int, seconds: float) -> None:
+        """Add seconds to the duration of a position."""
+        self._add(self._longer[self._sample[position]], fraction, seconds / self._unit_s)
 
-    def solve(self, target_bytes: int, reserve: Mapping[int, float]) -> Flowed | None:
-        """The choice of least waits under so many device bytes; None when there is none. No part comes after it.
+    def solve(self, target_bytes: int, reserve: Mapping[int, float]) -> LPOptimum | None:
+        """Return the choice of least waits within a byte target; None when there is none.
+
+        No fraction may be added afterwards.
 
         Args:
             target_bytes: Device bytes.
-            reserve: By position, bytes that are left free; at the end, that are not copied any more.
+            reserve: By position, bytes that stay free; at the end of the step, bytes that are copied no more.
         """
         if not self._waits:
-            self._parts = len(self.lp.costs)
-            self._join()
-        samples = zip(self._needs, self.positions.tolist(), self._profile.tolist(), strict=True)
-        for at, position, held in samples:
-            need = (held + reserve.get(position, 0.0) - target_bytes) / self._unit
-            self.lp.change_bound(at, need if need > 0 else -np.inf)
-        late_s = reserve.get(len(self._everywhere), 0.0) / self._store.bytes_s
-        for row, between_s in zip(self._stores[::-1], self._between[::-1].tolist(), strict=True):
+            self._num_fractions = len(self.lp.costs)
+            self._add_sample_rows()
+        samples = zip(self._byte_rows, self.positions.tolist(), self._profile.tolist(), strict=True)
+        for row, position, resident in samples:
+            need = (resident + reserve.get(position, 0.0) - target_bytes) / self._unit
+            self.lp.change_bound(row, need if need > 0 else -np.inf)
+        late_s = reserve.get(len(self._full_profile), 0.0) / self._store.bytes_s
+        for row, between_s in zip(
+            self._store_rows[::-1], self._between_s[::-1].tolist(), strict=True
+        ):
             self.lp.change_bound(row, min(late_s - between_s, 0.0) / self._unit_s)
             late_s = max(late_s - between_s, 0.0)
         result = self.lp.solve()
@@ -195,117 +209,126 @@ class Flow:
             return None
         result = result.round(_DIGITS)
         waits = result[self._waits] * self._unit_s
-        return Flowed(result[: self._parts], self.step_s + float(waits.sum()), waits)
+        return LPOptimum(result[: self._num_fractions], self.step_s + float(waits.sum()), waits)
 
-    def over(self, flowed: Flowed, target_bytes: int) -> np.ndarray:
-        """Of every stretch between samples in which the optimum takes more than the target, the fullest position."""
-        change = np.zeros(len(self._everywhere) + 1)
-        parts, lows, highs, sizes = np.array(self._spans, dtype=np.int64).reshape(-1, 4).T
-        gone = flowed.parts[parts] * sizes
-        np.add.at(change, lows, -gone)
-        np.add.at(change, highs, gone)
-        held = self._everywhere + np.cumsum(change[:-1])
-        most = target_bytes + _EXACT * max(float(self._everywhere.max()) - target_bytes, 0.0)
-        stretches = np.split(held, self.positions)
+    def violated_positions(self, optimum: LPOptimum, target_bytes: int) -> np.ndarray:
+        """Return, per interval between samples, the fullest position where the optimum exceeds the target.
+
+        This is the separation step of the sampled program.
+        """
+        change = np.zeros(len(self._full_profile) + 1)
+        indices, lows, highs, sizes = np.array(self._spans, dtype=np.int64).reshape(-1, 4).T
+        absent = optimum.fractions[indices] * sizes
+        np.add.at(change, lows, -absent)
+        np.add.at(change, highs, absent)
+        resident = self._full_profile + np.cumsum(change[:-1])
+        most = target_bytes + _TARGET_TOLERANCE * max(
+            float(self._full_profile.max()) - target_bytes, 0.0
+        )
+        intervals = np.split(resident, self.positions)
         starts = np.concatenate(([0], self.positions))
         return np.array(
             [
-                start + int(np.argmax(part))
-                for start, part in zip(starts.tolist(), stretches, strict=True)
-                if len(part) and part.max() > most
+                start + int(np.argmax(interval))
+                for start, interval in zip(starts.tolist(), intervals, strict=True)
+                if len(interval) and interval.max() > most
             ],
             dtype=np.int64,
         )
 
-    def by_sample(self, seconds: np.ndarray) -> np.ndarray:
-        """Sums of what positions have, up to each sample from the one before."""
+    def sum_by_sample(self, seconds: np.ndarray) -> np.ndarray:
+        """Return the sum of a series over the positions up to each sample."""
         sums = np.concatenate(([0.0], np.cumsum(seconds)))
         return np.diff(sums[np.concatenate(([0], self.positions + 1, [len(seconds)]))])
 
-    def most_by_sample(self, num_bytes: np.ndarray) -> np.ndarray:
-        """The largest of what positions have, up to each sample from the one before."""
+    def max_by_sample(self, num_bytes: np.ndarray) -> np.ndarray:
+        """Return the maximum of a series over the positions up to each sample."""
         return np.maximum.reduceat(num_bytes, np.concatenate(([0], self.positions[:-1] + 1)))
 
-    def _join(self) -> None:
-        """What the parts add up to at every sample, and what both channels have carried by then."""
+    def _add_sample_rows(self) -> None:
+        """Add, per sample, the totals of the fractions and the traffic of both channels up to there."""
         lp, count = self.lp, len(self.positions)
         channels = (self._store, self._prefetch)
         unit_s = [self._unit / channel.bytes_s / self._unit_s for channel in channels]
         before: tuple[int, ...] = ()
-        taken: tuple[int, ...] = ()
-        waited, later = list[int](), list[int]()
+        dram: tuple[int, ...] = ()
+        total_waits, later = list[int](), list[int]()
         for j in range(count + 1):
-            self._waits.append(lp.variable(cost=1.0 + j * _LATER / count))
-            gone = self._total(self._gone[j], before[:1], lower=-np.inf)
-            leave = self._total(self._leave[j], before[1:2])
-            final = self._total(self._final[j], before[2:3])
-            due = self._total(self._due[j], before[3:4])
-            begun = self._total(self._begun[j], before[4:5])
-            coming = self._total(self._coming[j], before[5:6])
-            waited.append(self._total({self._waits[j]: 1.0}, tuple(waited[-1:])))
-            copied = out, back = lp.variable(), lp.variable()
+            self._waits.append(lp.variable(cost=1.0 + j * _LATE_WAIT_COST / count))
+            absent = self._running_total(self._absent[j], before[:1], lower=-np.inf)
+            leave = self._running_total(self._leave[j], before[1:2])
+            final = self._running_total(self._final[j], before[2:3])
+            due = self._running_total(self._due[j], before[3:4])
+            begun = self._running_total(self._started[j], before[4:5])
+            coming = self._running_total(self._coming[j], before[5:6])
+            total_waits.append(self._running_total({self._waits[j]: 1.0}, tuple(total_waits[-1:])))
+            copied = outbound, inbound = lp.variable(), lp.variable()
             for lane, seconds in enumerate(unit_s):
                 grows = {copied[lane]: 1.0, **dict.fromkeys(before[6 + lane : 7 + lane], -1.0)}
                 lp.at_least(grows, 0.0)
                 carried = {v: -seconds * x for v, x in grows.items()}
                 row = lp.at_least(
-                    {**carried, self._waits[j]: 1.0}, -self._between[j] / self._unit_s
+                    {**carried, self._waits[j]: 1.0}, -self._between_s[j] / self._unit_s
                 )
                 if lane == 0:
-                    self._stores.append(row)
+                    self._store_rows.append(row)
             if self._longer[j]:
-                longer = {part: -x for part, x in self._longer[j].items()}
+                longer = {fraction: -x for fraction, x in self._longer[j].items()}
                 lp.at_least({**longer, self._waits[j]: 1.0}, 0.0)
-            (lp.at_least if j < count else lp.equal)({final: 1.0, out: -1.0}, 0.0)
-            lp.at_least({back: 1.0, due: -1.0}, 0.0)
+            (lp.at_least if j < count else lp.equal)({final: 1.0, outbound: -1.0}, 0.0)
+            lp.at_least({inbound: 1.0, due: -1.0}, 0.0)
             if self._dram_bytes is not None:
-                taken = (self._total(self._dram[j], taken, lower=-np.inf),)
-                buffers = {y: -size / self._unit for size, y in self._buffers.items()}
-                lp.at_least({taken[0]: -1.0, **buffers}, -self._dram_bytes / self._unit)
-            # Still there: what was to leave and is not copied yet, and what has come back before it is due.
+                dram = (self._running_total(self._dram[j], dram, lower=-np.inf),)
+                buffers = {y: -size / self._unit for size, y in self._flash_buffers.items()}
+                lp.at_least({dram[0]: -1.0, **buffers}, -self._dram_bytes / self._unit)
+            # Resident: bytes to evict that are not stored yet, and bytes that are back before they are due.
             leaving, early = lp.variable(), lp.variable()
-            lp.at_least({leaving: 1.0, out: 1.0, leave: -1.0}, 0.0)
-            lp.at_least({early: 1.0, back: -1.0, begun: 1.0}, 0.0)
+            lp.at_least({leaving: 1.0, outbound: 1.0, leave: -1.0}, 0.0)
+            lp.at_least({early: 1.0, inbound: -1.0, begun: 1.0}, 0.0)
             if j < count:
                 later.append(lp.variable())
                 lp.at_least({coming: 1.0, later[j]: -1.0}, 0.0)
-                held = {gone: 1.0, leaving: -1.0, early: -1.0, later[j]: 1.0}
-                self._needs.append(lp.at_least(held, -np.inf))
-            before = (gone, leave, final, due, begun, coming, out, back)
-        # What comes back while computing waits has not begun to before.
-        times = np.cumsum(self._between)
+                resident = {absent: 1.0, leaving: -1.0, early: -1.0, later[j]: 1.0}
+                self._byte_rows.append(lp.at_least(resident, -np.inf))
+            before = (absent, leave, final, due, begun, coming, outbound, inbound)
+        # A copy back that runs while computing waits has not begun before.
+        times = np.cumsum(self._between_s)
         lasts = np.searchsorted(times, times + self._longest_s).clip(max=count).tolist()
-        for j, one in enumerate(later):
-            waits = {waited[lasts[j]]: 1.0, waited[j]: -1.0} if lasts[j] > j else {}
-            lp.at_least({one: -unit_s[1], **waits}, 0.0)
-        for part, where, stall in self._stalls:
-            lp.at_least({**{self._waits[j]: 1.0 for j in where}, part: -stall}, 0.0)
-        for onward in self._onward:  # over the whole step, for it goes in any order
-            if onward:
-                busy = {part: -seconds for part, seconds in onward.items()}
+        for j, returning in enumerate(later):
+            waits = {total_waits[lasts[j]]: 1.0, total_waits[j]: -1.0} if lasts[j] > j else {}
+            lp.at_least({returning: -unit_s[1], **waits}, 0.0)
+        for fraction, samples, stall in self._stalls:
+            lp.at_least({**{self._waits[j]: 1.0 for j in samples}, fraction: -stall}, 0.0)
+        for (
+            via_flash
+        ) in self._flash_seconds:  # for the whole step, because these copies have no order
+            if via_flash:
+                busy = {fraction: -seconds for fraction, seconds in via_flash.items()}
                 lp.at_least({**dict.fromkeys(self._waits, 1.0), **busy}, -1.0)
 
-    def _during(
-        self, changes: list[dict[int, float]], part: int, low: int, high: int, num_bytes: int
+    def _add_span(
+        self, changes: list[dict[int, float]], fraction: int, low: int, high: int, num_bytes: int
     ) -> None:
         a, b = self._sample[low], self._sample[high]
         if a < b:
-            self._add(changes[a], part, num_bytes / self._unit)
-            self._add(changes[b], part, -num_bytes / self._unit)
+            self._add(changes[a], fraction, num_bytes / self._unit)
+            self._add(changes[b], fraction, -num_bytes / self._unit)
 
-    def _add(self, changes: dict[int, float], part: int, value: float) -> None:
-        changes[part] = changes.get(part, 0.0) + value
+    def _add(self, changes: dict[int, float], fraction: int, value: float) -> None:
+        changes[fraction] = changes.get(fraction, 0.0) + value
 
-    def _copied(self, channel: Channel, num_bytes: int) -> float:
-        """What a copy takes of a channel: its bytes, and those that could be copied meanwhile."""
+    def _channel_units(self, channel: Channel, num_bytes: int) -> float:
+        """Return the channel's share of a copy: its bytes and the bytes of its latency."""
         return (num_bytes + channel.latency_bytes) / self._unit
 
-    def _traffic(self, seconds: float) -> float:
-        return _TRAFFIC * seconds / self._unit_s
+    def _traffic_cost(self, seconds: float) -> float:
+        return _TRAFFIC_COST * seconds / self._unit_s
 
-    def _total(self, changes: dict[int, float], before: tuple[int, ...], lower: float = 0.0) -> int:
-        """An account: what it was at the sample before, and what came to it."""
+    def _running_total(
+        self, changes: dict[int, float], before: tuple[int, ...], lower: float = 0.0
+    ) -> int:
+        """Add a variable that equals the one of the sample before plus the changes of this sample."""
         total = self.lp.variable(lower=lower)
-        row = {part: -value for part, value in changes.items()}
+        row = {fraction: -value for fraction, value in changes.items()}
         self.lp.equal({**row, total: 1.0, **dict.fromkeys(before, -1.0)}, 0.0)
         return total

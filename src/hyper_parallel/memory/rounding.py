@@ -1,4 +1,4 @@
-"""From parts to whole storages: what the linear program chose to at least a half is chosen."""
+"""Rounding: from the fractions of the linear program to whole storages."""
 
 from __future__ import annotations
 
@@ -10,62 +10,63 @@ from functools import cached_property
 import numpy as np
 
 from hyper_parallel.ir import MemoryProgram, StorageKind
-from hyper_parallel.memory.candidates import Candidate, OffloadCandidates
+from hyper_parallel.memory.candidates import OffloadCandidate, OffloadCandidates
 from hyper_parallel.memory.def_use import use_definitions
 from hyper_parallel.memory.host_updates import HostUpdates
-from hyper_parallel.memory.lp_builder import Relaxation
+from hyper_parallel.memory.lp_builder import LPBuilder
 from hyper_parallel.memory.memory_machine import MemoryMachine
-from hyper_parallel.memory.recompute import Chains, choose_recomputes
-from hyper_parallel.memory.residency_lp import Flowed
+from hyper_parallel.memory.recompute import ChainFinder, choose_recomputes
+from hyper_parallel.memory.residency_lp import LPOptimum
 
-_DOUBTS = 6  # of each kind: with as many small chains are planned within 10 % of what trying everything finds
-_GROWN = 12  # times that positions are added for a target
-_NOTHING = 1e-5  # of the step
-_WHOLE = 0.98  # of one that leaves: what is missing is no other storage
+# Decisions of each kind that may be flipped. With as many, small chains are within 10 % of exhaustive search.
+_NUM_FRACTIONAL = 6
+_MAX_REFINEMENTS = 12  # times that positions are added per target
+_NEGLIGIBLE_WAIT = 1e-5  # share of the step
+_NEARLY_WHOLE = 0.98  # fraction that counts as whole; the rest is no rounding error
 
 
 @dataclass(frozen=True)
-class WholeChoice:
-    """What leaves, with what is made again.
+class ResidencyChoice:
+    """Storages to offload and to recompute.
 
     Attributes:
-        candidates: Those that are left once the recomputations are fixed.
-        chosen: The ones that leave.
-        profile: Device bytes during every position.
-        again: Storages that were to be made again.
-        relaxed: What was rounded.
-        relaxation: The linear program that it is the optimum of.
+        candidates: Candidates that remain once recomputation is fixed.
+        offloaded: Candidates to offload.
+        profile: Device bytes of every position.
+        recomputed: Storages to recompute.
+        optimum: Optimum that was rounded.
+        builder: Linear program of the optimum.
     """
 
     candidates: OffloadCandidates
-    chosen: tuple[Candidate, ...]
+    offloaded: tuple[OffloadCandidate, ...]
     profile: np.ndarray
-    again: tuple[int, ...]
-    relaxed: Flowed
-    relaxation: Relaxation
+    recomputed: tuple[int, ...]
+    optimum: LPOptimum
+    builder: LPBuilder
 
     @property
     def peak(self) -> int:
-        """Device bytes, copies not counted."""
+        """Peak device bytes, copies not counted."""
         return int(self.profile.max(initial=0))
 
     @property
     def copied_bytes(self) -> int:
-        """Size of what a copied byte belongs to, in the mean."""
-        sizes = [c.num_bytes for c in self.chosen]
+        """Mean size of the storage that an offloaded byte belongs to."""
+        sizes = [c.num_bytes for c in self.offloaded]
         return sum(size * size for size in sizes) // max(sum(sizes), 1)
 
 
 class Rounding:
-    """The linear program of one order, with its updates in host memory, and its optima in whole storages.
+    """Linear program of one order and one set of host updates, with its optima rounded to whole storages.
 
     Args:
         program: Operators with their seconds.
-        machine: Its channels.
+        machine: Machine with its channels.
         order: Order of the operators.
-        hosted: Operators that run in host memory.
+        hosted: Operators in host memory.
         move: Kinds of storages that may leave the device; None: all but inputs and outputs.
-        recompute: Results may be computed again.
+        recompute: Results may be recomputed.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class Rounding:
     ) -> None:
         self._program, self._machine, self._order, self._hosted = program, machine, order, hosted
         self._recompute = recompute
-        self._finder = Chains(program, use_definitions(program, order, hosted))
+        self._finder = ChainFinder(program, use_definitions(program, order, hosted))
         self._movable = [
             s
             for s, storage in enumerate(program.storages)
@@ -94,214 +95,236 @@ class Rounding:
         self._candidates: dict[tuple[int, ...], OffloadCandidates] = {}
 
     @cached_property
-    def _relaxation(self) -> Relaxation:
-        return Relaxation.sampled(
-            self._candidates_of(()), self._finder if self._recompute else None
+    def _builder(self) -> LPBuilder:
+        return LPBuilder.sampled(
+            self._candidates_for(()), self._finder if self._recompute else None
         )
 
-    def _solve(self, target_bytes: int, reserve: Mapping[int, float]) -> Flowed | None:
-        """The optimum for a target; None when it is out of reach.
+    def _solve(self, target_bytes: int, reserve: Mapping[int, float]) -> LPOptimum | None:
+        """Return the optimum for a target; None when it is out of reach.
 
-        It is asked for at some positions, and then for those as well where the optimum takes more than the target.
+        It is solved for sampled positions, then again with the positions where the optimum exceeds the target.
         """
-        for grown in range(_GROWN + 1):
-            relaxed = self._relaxation.solve(target_bytes, reserve)
-            if relaxed is None:
+        for refinement in range(_MAX_REFINEMENTS + 1):
+            optimum = self._builder.solve(target_bytes, reserve)
+            if optimum is None:
                 return None
-            more = self._relaxation.flow.over(relaxed, target_bytes)
-            if not len(more) or grown == _GROWN:  # what is still over is for the emission to tell
+            violated = self._builder.model.violated_positions(optimum, target_bytes)
+            if (
+                not len(violated) or refinement == _MAX_REFINEMENTS
+            ):  # emission judges the remaining excess
                 break
-            positions = np.union1d(self._relaxation.flow.positions, more)
+            positions = np.union1d(self._builder.model.positions, violated)
             finder = self._finder if self._recompute else None
-            self._relaxation = Relaxation(self._candidates_of(()), finder, positions)
-        return relaxed
+            self._builder = LPBuilder(self._candidates_for(()), finder, positions)
+        return optimum
 
-    def fresh(self) -> Rounding:
-        """The same, whatever has been asked before: a solver that starts elsewhere may end at another optimum."""
-        return self.on(self._machine)
+    def without_cache(self) -> Rounding:
+        """Return a copy without state: a solver that starts from another solution may end at another optimum."""
+        return self.for_machine(self._machine)
 
-    def on(self, machine: MemoryMachine) -> Rounding:
-        """The same with other capacities."""
-        other = copy(self)
-        other.__dict__.pop("_relaxation", None)
-        other._machine, other._candidates = machine, {}
-        return other
+    def for_machine(self, machine: MemoryMachine) -> Rounding:
+        """Return a copy with other capacities."""
+        copied = copy(self)
+        copied.__dict__.pop("_builder", None)
+        copied._machine, copied._candidates = machine, {}
+        return copied
 
     def choice(
         self,
         target_bytes: int,
         reserve: Mapping[int, float],
         limit_s: float = float("inf"),
-    ) -> WholeChoice | None:
-        """The optimum for a target in whole storages; None when it is out of reach or takes longer than the limit.
+    ) -> ResidencyChoice | None:
+        """Return the rounded optimum for a target; None when it is out of reach or takes longer than the limit.
 
         Args:
             target_bytes: Device bytes.
-            reserve: By position, bytes that are left free.
+            reserve: By position, bytes that stay free.
             limit_s: Seconds of the step.
         """
-        relaxed = self._solve(target_bytes, reserve)
-        if relaxed is None or relaxed.seconds > limit_s * (1 + 1e-9):
+        optimum = self._solve(target_bytes, reserve)
+        if optimum is None or optimum.seconds > limit_s * (1 + 1e-9):
             return None
-        again = self._again(relaxed)
-        return self._whole(self._relaxation, relaxed, target_bytes, again)
+        recomputed = self._round_recompute(optimum)
+        return self._residency_choice(self._builder, optimum, target_bytes, recomputed)
 
-    def _again(self, relaxed: Flowed) -> tuple[int, ...]:
-        """Whole storages that are made again and add up to what the parts do."""
+    def _round_recompute(self, optimum: LPOptimum) -> tuple[int, ...]:
+        """Return whole storages to recompute whose bytes add up to those of the fractions."""
         result: list[int] = []
         missing = 0.0
-        for s, part in self._relaxation.recomputed.items():
-            missing += relaxed.parts[part] * self._program.sizes[s]
-            if relaxed.parts[part] > 1 - _WHOLE and missing >= self._program.sizes[s] / 2:
+        for s, fraction in self._builder.recomputed.items():
+            missing += optimum.fractions[fraction] * self._program.sizes[s]
+            if (
+                optimum.fractions[fraction] > 1 - _NEARLY_WHOLE
+                and missing >= self._program.sizes[s] / 2
+            ):
                 missing -= self._program.sizes[s]
                 result.append(s)
         return tuple(result)
 
-    def reaches(self, target_bytes: int, limit_s: float) -> bool:
-        """Whether the linear program reaches a target within a time."""
-        relaxed = self._solve(target_bytes, {})
-        return relaxed is not None and relaxed.seconds <= limit_s * (1 + 1e-9)
+    def feasible(self, target_bytes: int, limit_s: float) -> bool:
+        """Return whether the linear program meets a target within a time."""
+        optimum = self._solve(target_bytes, {})
+        return optimum is not None and optimum.seconds <= limit_s * (1 + 1e-9)
 
-    def pauses_s(self, choice: WholeChoice) -> np.ndarray:
-        """Seconds that computing waits at every position, by the linear program."""
+    def expected_waits_s(self, choice: ResidencyChoice) -> np.ndarray:
+        """Return the seconds that computing waits at every position, by the linear program."""
         result = np.zeros(len(self._order))
-        result[choice.relaxation.flow.positions] = self._expected_s(choice)[:-1]
+        result[choice.builder.model.positions] = self._expected_waits_s(choice)[:-1]
         return result
 
-    def missed(self, choice: WholeChoice, target_bytes: int) -> dict[int, float]:
-        """By position, bytes by which whole storages miss a target."""
-        flow = choice.relaxation.flow
-        over = flow.most_by_sample(choice.profile - target_bytes)
+    def excess_by_position(self, choice: ResidencyChoice, target_bytes: int) -> dict[int, float]:
+        """Return, by position, the bytes by which whole storages exceed a target."""
+        model = choice.builder.model
+        excess = model.max_by_sample(choice.profile - target_bytes)
         return {
-            at: x for at, x in zip(flow.positions.tolist(), over.tolist(), strict=True) if x > 0
+            position: x
+            for position, x in zip(model.positions.tolist(), excess.tolist(), strict=True)
+            if x > 0
         }
 
-    def unexpected(self, choice: WholeChoice, waited_s: np.ndarray) -> dict[int, float]:
-        """By position, bytes that are copied while computing waits although it should not.
+    def unexpected_waits(self, choice: ResidencyChoice, waited_s: np.ndarray) -> dict[int, float]:
+        """Return, by position, the bytes that are copied during waits that the linear program does not have.
 
-        The sample before has to leave as much free.
+        The sample before has to leave as many bytes free.
 
         Args:
-            choice: What was emitted.
-            waited_s: What its program waits at every position, and at the end.
+            choice: Emitted choice.
+            waited_s: Seconds that its program waits at every position, and at the end.
         """
-        flow = choice.relaxation.flow
-        more = flow.by_sample(waited_s[:-1]) - self._expected_s(choice)
-        more[-1] += waited_s[-1]
-        more[more <= _NOTHING * flow.step_s] = 0.0
-        more[:-2] = np.maximum(more[:-2], more[1:-1])
-        positions = [*flow.positions.tolist(), len(self._order)]
-        found = zip(positions, (more * self._machine.store.bytes_s).tolist(), strict=True)
-        return {at: num_bytes for at, num_bytes in found if num_bytes}
+        model = choice.builder.model
+        excess_s = model.sum_by_sample(waited_s[:-1]) - self._expected_waits_s(choice)
+        excess_s[-1] += waited_s[-1]
+        excess_s[excess_s <= _NEGLIGIBLE_WAIT * model.step_s] = 0.0
+        excess_s[:-2] = np.maximum(excess_s[:-2], excess_s[1:-1])
+        positions = [*model.positions.tolist(), len(self._order)]
+        by_position = zip(positions, (excess_s * self._machine.store.bytes_s).tolist(), strict=True)
+        return {position: num_bytes for position, num_bytes in by_position if num_bytes}
 
-    def _expected_s(self, choice: WholeChoice) -> np.ndarray:
-        """By sample of the linear program, seconds that computing waits and does not compute again."""
-        again_s = np.zeros(len(self._order))
-        for position, seconds in choice.candidates.recomputes.least_s(self._program).items():
-            again_s[position] = seconds
-        waits: np.ndarray = choice.relaxed.waits - choice.relaxation.flow.by_sample(again_s)
+    def _expected_waits_s(self, choice: ResidencyChoice) -> np.ndarray:
+        """Return, by sample of the linear program, the seconds that computing waits without recomputing."""
+        recompute_s = np.zeros(len(self._order))
+        for position, seconds in choice.candidates.recomputes.added_seconds(self._program).items():
+            recompute_s[position] = seconds
+        waits: np.ndarray = choice.optimum.waits_s - choice.builder.model.sum_by_sample(recompute_s)
         return waits.clip(0.0)
 
-    def doubts(self, choice: WholeChoice) -> list[int | Candidate]:
-        """Storages that are made again or not, and candidates; those first about which least is decided."""
-        again = {s: float(choice.relaxed.parts[p]) for s, p in choice.relaxation.recomputed.items()}
-        parts = choice.relaxed.parts.tolist()
-        leave = {c: _part(choice.relaxation, parts, c) for c in choice.candidates.all}
+    def most_fractional(self, choice: ResidencyChoice) -> list[int | OffloadCandidate]:
+        """Return the storages to recompute and the candidates to offload whose fractions are closest to a half."""
+        recomputed = {
+            s: float(choice.optimum.fractions[fraction])
+            for s, fraction in choice.builder.recomputed.items()
+        }
+        values = choice.optimum.fractions.tolist()
+        offloaded = {c: _fraction(choice.builder, values, c) for c in choice.candidates.all}
         return [
-            *sorted(again, key=lambda s: abs(again[s] - 0.5))[:_DOUBTS],
-            *sorted(leave, key=lambda c: abs(leave[c] - 0.5))[:_DOUBTS],
+            *sorted(recomputed, key=lambda s: abs(recomputed[s] - 0.5))[:_NUM_FRACTIONAL],
+            *sorted(offloaded, key=lambda c: abs(offloaded[c] - 0.5))[:_NUM_FRACTIONAL],
         ]
 
-    def other(self, choice: WholeChoice, doubt: int | Candidate, target_bytes: int) -> WholeChoice:
-        """The choice when one of its doubts is decided the other way."""
-        if isinstance(doubt, int):
-            again = set(choice.again) ^ {doubt}
-            ordered = (s for s in choice.relaxation.recomputed if s in again)
-            return self._whole(choice.relaxation, choice.relaxed, target_bytes, tuple(ordered))
-        parts = dict.fromkeys(choice.candidates.all, 0.0)  # its parts gave the choice
-        if doubt not in parts:  # what is made again has changed since
+    def flip(
+        self, choice: ResidencyChoice, decision: int | OffloadCandidate, target_bytes: int
+    ) -> ResidencyChoice:
+        """Return the choice with one decision of `most_fractional` reversed."""
+        if isinstance(decision, int):
+            flipped = set(choice.recomputed) ^ {decision}
+            recomputed = tuple(s for s in choice.builder.recomputed if s in flipped)
+            return self._residency_choice(choice.builder, choice.optimum, target_bytes, recomputed)
+        # The fractions led to the choice as it is, so the flip must not be undone by them.
+        fractions = dict.fromkeys(choice.candidates.all, 0.0)
+        if decision not in fractions:  # an earlier flip has changed the recomputation
             return choice
-        chosen = tuple(c for c in choice.chosen if c != doubt)
-        if len(chosen) == len(choice.chosen):
-            chosen = (*chosen, doubt)
-        return self._filled(replace(choice, chosen=chosen), parts, target_bytes, doubt)
+        chosen = tuple(c for c in choice.offloaded if c != decision)
+        if len(chosen) == len(choice.offloaded):
+            chosen = (*chosen, decision)
+        return self._fill_to_target(
+            replace(choice, offloaded=chosen), fractions, target_bytes, decision
+        )
 
-    def _whole(
-        self, relaxation: Relaxation, relaxed: Flowed, target_bytes: int, again: tuple[int, ...]
-    ) -> WholeChoice:
-        candidates = self._candidates_of(again)
-        values = relaxed.parts.tolist()
-        parts = {c: _part(relaxation, values, c) for c in candidates.all}
-        chosen = tuple(_diffused(parts))
-        choice = WholeChoice(candidates, chosen, candidates.profile, again, relaxed, relaxation)
-        return self._filled(choice, parts, target_bytes)
+    def _residency_choice(
+        self, builder: LPBuilder, optimum: LPOptimum, target_bytes: int, recomputed: tuple[int, ...]
+    ) -> ResidencyChoice:
+        """Return the choice of an optimum with fixed recomputation."""
+        candidates = self._candidates_for(recomputed)
+        values = optimum.fractions.tolist()
+        fractions = {c: _fraction(builder, values, c) for c in candidates.all}
+        chosen = tuple(_error_diffusion_round(fractions))
+        choice = ResidencyChoice(
+            candidates, chosen, candidates.profile, recomputed, optimum, builder
+        )
+        return self._fill_to_target(choice, fractions, target_bytes)
 
-    def _filled(
+    def _fill_to_target(
         self,
-        choice: WholeChoice,
-        parts: Mapping[Candidate, float],
+        choice: ResidencyChoice,
+        fractions: Mapping[OffloadCandidate, float],
         target_bytes: int,
-        without: Candidate | None = None,
-    ) -> WholeChoice:
-        """While the target is missed, the largest parts that help are taken as well, of equal ones what is missing."""
-        chosen = list(choice.chosen)
-        taken = {without, *chosen}
-        rest = {c: None for c in parts if c not in taken}
+        without: OffloadCandidate | None = None,
+    ) -> ResidencyChoice:
+        """Offload more storages until the target is met.
+
+        Candidates with the largest fractions come first, then the size closest to the excess.
+        """
+        chosen = list(choice.offloaded)
+        selected = {without, *chosen}
+        rest = {c: None for c in fractions if c not in selected}
         profile = choice.candidates.profile.copy()
         for c in chosen:
-            _take(profile, c)
-        while len(profile) and (over := profile.max() - target_bytes) > 0:
-            at = int(np.argmax(profile))
-            helps = [c for c in rest if any(low <= at < high for low, high in c.spans)]
+            _subtract(profile, c)
+        while len(profile) and (excess := profile.max() - target_bytes) > 0:
+            fullest = int(np.argmax(profile))
+            helps = [c for c in rest if any(low <= fullest < high for low, high in c.spans)]
             if not helps:
                 break
-            pick = min(helps, key=lambda c: (-round(parts[c], 2), abs(c.num_bytes - over)))
+            pick = min(helps, key=lambda c: (-round(fractions[c], 2), abs(c.num_bytes - excess)))
             del rest[pick]
             chosen.append(pick)
-            _take(profile, pick)
-        return replace(choice, chosen=tuple(chosen), profile=profile)
+            _subtract(profile, pick)
+        return replace(choice, offloaded=tuple(chosen), profile=profile)
 
-    def _candidates_of(self, again: tuple[int, ...]) -> OffloadCandidates:
-        """What may leave when these storages are made again."""
-        if again not in self._candidates:
-            recomputes = choose_recomputes(self._finder, again)
-            recomputes.host = HostUpdates.of(
+    def _candidates_for(self, recomputed: tuple[int, ...]) -> OffloadCandidates:
+        """Return the candidates for offload when these storages are recomputed."""
+        if recomputed not in self._candidates:
+            recomputes = choose_recomputes(self._finder, recomputed)
+            recomputes.host = HostUpdates.from_operators(
                 self._program, self._order, self._hosted, recomputes.uses
             )
-            self._candidates[again] = OffloadCandidates(
+            self._candidates[recomputed] = OffloadCandidates(
                 self._program, self._machine, self._order, recomputes, self._movable
             )
-        return self._candidates[again]
+        return self._candidates[recomputed]
 
 
-def _part(relaxation: Relaxation, parts: Sequence[float], c: Candidate) -> float:
-    """The part of a candidate that the linear program chose."""
-    if c.home:
-        return parts[relaxation.homes[c.storage]]
+def _fraction(builder: LPBuilder, fractions: Sequence[float], c: OffloadCandidate) -> float:
+    """Return the fraction of a candidate that the linear program chose."""
+    if c.starts_offloaded:
+        return fractions[builder.offloaded_at_start[c.storage]]
     low, high = c.gaps[0].first + 1, c.gaps[0].last
     result = 0.0
-    for a, b, part in relaxation.away.get(c.storage, ()):
-        # What is away for most of the time counts; the ends of a gap may differ by what is made again within.
+    for a, b, fraction in builder.offloads.get(c.storage, ()):
+        # A fraction counts when it is offloaded for most of the gap: recomputation within it may shift its ends.
         if (a == low and b == high) or (2 * (min(b, high) - max(a, low)) > max(high - low, b - a)):
-            result += parts[part]
+            result += fractions[fraction]
     return result
 
 
-def _diffused(parts: Mapping[Candidate, float]) -> list[Candidate]:
-    """Whole candidates that add up, up to any position where something comes back, to about what the parts do."""
-    chosen: list[Candidate] = []
-    missing = 0.0  # bytes that the parts so far have more than what was chosen
-    for c in sorted(parts, key=lambda c: c.gaps[0].last):
-        if parts[c] >= _WHOLE:
+def _error_diffusion_round(fractions: Mapping[OffloadCandidate, float]) -> list[OffloadCandidate]:
+    """Round fractions to whole candidates in the order of their return, carrying the rounding error in bytes."""
+    chosen: list[OffloadCandidate] = []
+    missing = 0.0  # rounding error: bytes of the fractions less bytes of the chosen candidates
+    for c in sorted(fractions, key=lambda c: c.gaps[0].last):
+        if fractions[c] >= _NEARLY_WHOLE:
             chosen.append(c)
-        elif parts[c] > 1 - _WHOLE:
-            missing += parts[c] * c.num_bytes
+        elif fractions[c] > 1 - _NEARLY_WHOLE:
+            missing += fractions[c] * c.num_bytes
             if missing >= c.num_bytes / 2:
                 missing -= c.num_bytes
                 chosen.append(c)
     return chosen
 
 
-def _take(profile: np.ndarray, c: Candidate) -> None:
+def _subtract(profile: np.ndarray, c: OffloadCandidate) -> None:
+    """Subtract a candidate's bytes from a profile."""
     for low, high in c.spans:
         profile[low:high] -= c.num_bytes
