@@ -50,4 +50,4 @@ def test_the_pages_make_a_site_without_a_warning(tmp_path: Path) -> None:
     words = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "-d", str(tmp_path)]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert (tmp_path / "offload" / "index.html").is_file()
+    assert (tmp_path / "explanation" / "memory_plans" / "index.html").is_file()
