@@ -64,7 +64,7 @@ def config_page() -> str:
     lines = [
         "# Recipe keys", "",
         "`null` means derived, unless the key says otherwise. How files, parents and overrides combine: "
-        "[recipes](../config.md).",
+        "[write a recipe](../how-to/write_a_recipe.md).",
     ]  # fmt: skip
     top = {n: f for n, f in Recipe.model_fields.items() if not _is_section(f.annotation)}
     lines += ["", "## Top level", "", *_table(top, _meanings(Recipe))]

@@ -8,7 +8,7 @@ from typing import Any
 from hyper_parallel.trainer import Callback
 
 FOLDER = "completions"
-"""Where they are kept in the run directory; files as `rollouts/step_*.safetensors` of docs/grpo.md."""
+"""Folder of the run directory; files as `rollouts/step_*.safetensors`, see docs/reference/run_directory.md."""
 
 
 class KeepCompletions(Callback):

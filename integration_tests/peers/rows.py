@@ -185,7 +185,7 @@ ROWS: Final[tuple[Row, ...]] = (
         recipe={"training.weight_decay": 0.1}, config=_CHATS | {"weight_decay": 0.1}),
     Row("sft gpt_oss weight decay", "sft", inputs.conversations, model="gpt_oss",
         recipe={"training.weight_decay": 0.1}, config=_CHATS | {"weight_decay": 0.1},
-        reason="transformers decays the sinks of attention; here vectors are not decayed (docs/train.md)"),
+        reason="transformers decays the sinks of attention; here vectors are not decayed (reference/optimization.md)"),
     *(
         Row(f"sft {kind} schedule", "sft", inputs.conversations,
             recipe={"training.lr_schedule": kind, "training.min_lr_ratio": 0.0},

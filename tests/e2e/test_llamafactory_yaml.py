@@ -393,7 +393,7 @@ def test_what_the_trainer_of_the_main_branch_may_not_ask_is_refused():
 
 
 def test_the_page_has_every_key():
-    page = (Path(__file__).parents[2] / "docs" / "llamafactory.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "reference" / "llamafactory.md").read_text()
     rows = dict(re.findall(r"^\| `(\w+)` \| ([^|]*) \|", page, re.MULTILINE))
     for key, (target, _) in {**SAME, **TOGETHER}.items():
         assert all(f"`{name}`" in rows[key] for name in target.split(", ") if name), key

@@ -1,9 +1,11 @@
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
 import hyper_parallel
 
@@ -31,6 +33,29 @@ def test_every_page_of_docs_is_in_the_index() -> None:
         "index.md"
     }
     assert not {page for page in pages if f"({page})" not in index}
+
+
+def test_every_page_of_docs_is_in_the_navigation() -> None:
+    nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]
+    listed = {path for section in nav for path in paths(section)}
+    assert listed == {str(p.relative_to(ROOT / "docs")) for p in (ROOT / "docs").rglob("*.md")}
+
+
+def paths(section: dict[str, str | list] | str) -> Iterator[str]:
+    """Yield the pages of a section of the navigation."""
+    if isinstance(section, str):
+        yield section
+        return
+    for value in section.values():
+        for entry in value if isinstance(value, list) else [value]:
+            yield from paths(entry)
+
+
+@pytest.mark.parametrize(
+    "page", sorted((ROOT / "docs" / "how-to").glob("*.md")), ids=lambda p: p.stem
+)
+def test_a_how_to_guide_has_at_most_two_screens(page: Path) -> None:
+    assert len(page.read_text(encoding="utf-8").split()) <= 450
 
 
 def test_every_public_name_exists() -> None:

@@ -177,7 +177,7 @@ def test_a_head_that_classifies_keeps_its_own_loss() -> None:
 
 @pytest.mark.dist
 def test_a_loop_of_accelerate_repeats_one_rank() -> None:
-    """As docs/your_loop.md says; a scheduler that is prepared takes one step per process."""
+    """See docs/how-to/use_accelerate_or_lightning.md; a prepared scheduler takes one step per process."""
     torch.manual_seed(0)
     state = Blocks().double().state_dict()
     points, wanted = torch.randn(8, 6).double(), torch.randn(8, 6).double()

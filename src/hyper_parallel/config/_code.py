@@ -1,4 +1,4 @@
-"""Which keys of a recipe name Python code: the one list behind `--no-code` and docs/trust.md."""
+"""Keys of a recipe that name Python code: the list behind `--no-code` and docs/how-to/trust_a_downloaded_model.md."""
 
 from __future__ import annotations
 

@@ -233,7 +233,7 @@ def prepare_job(
         check_plan: Called with the plan before data is prepared.
 
     Raises:
-        HyperParallelError: Anything a user can have got wrong; see docs/train.md.
+        HyperParallelError: Anything a user can have got wrong; see docs/reference/errors.md.
     """
     from hyper_parallel.backends.torch import check_flow, check_pretrained, check_routing
     from hyper_parallel.backends.torch.dropout import original_config
