@@ -29,6 +29,8 @@ from resume_cases import CASES, Case, Place, base_model, reward_model
 RESULT = Path(__file__).resolve().parents[1] / "docs" / "results" / "resume_changes.json"
 TIMEOUT_S = 300
 TOLERANCE = 1e-10
+_CRASHES = ("HP601", "HP621")
+"""Codes of a rank that ended with an error that has no code, and of the last restart after it."""
 _MODULES = (
     "hyper_parallel.cli", "hyper_parallel.trainer.run_start", "torch.distributed.checkpoint._fsspec_filesystem",
     "torch.distributed.tensor.experimental", "transformers.models.qwen3.modeling_qwen3",
@@ -127,9 +129,8 @@ def outcome(case: Case, root: Path, base: Path, reward: Path) -> tuple[str, str]
     text = log.read_text(errors="replace")
     code = re.search(r"error\[(HP\d+)\]: (.*)", text)
     if status:
-        return (
-            ("refused", f"{code[1]}: {code[2]}") if status == 1 and code else ("FAILS", _tail(log))
-        )
+        is_refused = status == 1 and code is not None and code[1] not in _CRASHES
+        return ("refused", f"{code[1]}: {code[2]}") if is_refused else ("FAILS", _tail(log))
     if case.command:
         return "SILENT", "the command accepted the change"
     changed = re.search(

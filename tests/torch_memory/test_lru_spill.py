@@ -1,6 +1,8 @@
 """Storages within a budget without a plan: work per operator, owners that resize, budgets that cannot suffice."""
 
+import gc
 import sys
+import weakref
 
 import pytest
 import torch
@@ -88,3 +90,40 @@ def test_nothing_is_left_of_the_context_on_the_class_of_storages():
     with LruSpillMode(KiB, CPU):
         assert vars(torch.UntypedStorage).get("resize_") is not before
     assert vars(torch.UntypedStorage).get("resize_") is before
+
+
+@pytest.fixture
+def no_collections():
+    """No reference cycle is found while the test runs."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("no_collections")
+def test_host_memory_is_released_when_a_storage_is_forgotten():
+    """Or a pool of DRAM buffers would lack them until the next garbage collection."""
+    spill, owned = LruSpillMode(1 * KiB, CPU, stays_away=True), torch.ones(256)
+    base, content = owned.untyped_storage(), torch.UntypedStorage(KiB)
+    released = weakref.ref(content)
+    base.resize_(0)
+    spill.hold(base, KiB, content)
+    assert spill.take(base) is content
+    del content
+    assert released() is None
+    content = torch.UntypedStorage(KiB)
+    released = weakref.ref(content)
+    spill.hold(base, KiB, content)
+    del content
+    spill.bring_back()
+    assert base.nbytes() == KiB
+    assert released() is None
+
+
+@pytest.mark.usefixtures("no_collections")
+def test_a_destroyed_storage_is_not_counted():
+    with LruSpillMode(8 * KiB, CPU) as spill:
+        for _ in range(100):
+            torch.ones(256).add_(1)
+        assert spill.peak_bytes <= 2 * KiB

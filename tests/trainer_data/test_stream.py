@@ -28,7 +28,7 @@ def steps(batches, which):
 
 @pytest.fixture(params=FORMS)
 def stream(request, corpus, conversations, make, monkeypatch):
-    monkeypatch.setattr(streaming, "_BLOCK", 8)
+    monkeypatch.setattr(streaming, "_BLOCK", 2)
     source = conversations if request.param == "chat" else corpus
     return make(source, streaming=True, max_bytes=6000, **FORMS[request.param]).train
 

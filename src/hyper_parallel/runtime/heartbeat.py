@@ -184,12 +184,17 @@ def _computed_s(thread: int) -> float:
 
 
 def where_it_stands() -> str:
-    """Of this process: `waits for all_reduce (gradient norm) over dp_shard`, or `is in f (file.py:3)`."""
+    """Return `waits for all_reduce (gradient norm) over dp_shard`, or `is in f (file.py:3)`, of this process.
+
+    Frames are released on return. In a reference cycle they would keep their variables, the tensors and buffers of the
+    functions that have returned meanwhile, until the next garbage collection.
+    """
     frames = sys._current_frames()
+    frames.pop(threading.get_ident())  # this function's own, whose variables refer to it
     main = frames.pop(threading.main_thread().ident or 0)
     innermost = [main]
     if any(part in main.f_code.co_filename for part in _DELEGATES):
-        innermost += [f for thread, f in frames.items() if thread != threading.get_ident()]
+        innermost += frames.values()
     for frame in innermost:
         if waits := _communication(frame):
             return waits

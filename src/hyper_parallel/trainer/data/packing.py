@@ -178,7 +178,9 @@ def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
 def encode(
     batch: list[Document], hf: Any, stage: str
 ) -> Iterator[tuple[Sequence[int], Sequence[bool]]]:
-    """Tokens of each document; of a conversation also whether they are targets."""
+    """Yield the tokens of each document; of a conversation also whether they are targets."""
+    if not batch:
+        return
     if stage != "pt":
         encode_one = encode_prompt if stage == "grpo" else encode_conversation
         for document in batch:

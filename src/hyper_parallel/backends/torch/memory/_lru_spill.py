@@ -12,6 +12,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, Self
 
 import torch
@@ -259,12 +260,19 @@ class LruSpillMode:
 
     def _add(self, base: torch.UntypedStorage) -> _Known:
         key = base._cdata
-        known = _Known(weakref.ref(base, lambda _: self._forget(key, known)), base.nbytes())
+        # The callback must not refer to `known`: in a cycle its copy would outlive it until the next collection.
+        known = _Known(weakref.ref(base, partial(self._destroyed, key)), base.nbytes())
         self._known[key] = self._here[key] = known
         self._grow(known.num_bytes)
         if not base.resizable():
             self._fix(known)
         return known
+
+    def _destroyed(self, key: int, ref: weakref.ref[Any]) -> None:
+        """Forget a storage that no longer exists; another one may have its key by now."""
+        known = self._known.get(key)
+        if known is not None and known.ref is ref:
+            self._forget(key, known)
 
     def _forget(self, key: int, known: _Known) -> None:
         if self._known.get(key) is known:
