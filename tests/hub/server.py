@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import threading
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -123,9 +124,16 @@ class _Handler(BaseHTTPRequestHandler):
         if rest[0] != "resolve" or file not in files:
             return self._send(404, b"", X_Error_Code="EntryNotFound", X_Repo_Commit=commit)
         body = files[file]
-        return self._send(
-            200, body, ETag=f'"{hashlib.sha1(body).hexdigest()}"', X_Repo_Commit=commit
+        status, facts = (
+            200,
+            {"ETag": f'"{hashlib.sha1(body).hexdigest()}"', "X_Repo_Commit": commit},
         )
+        asked = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
+        if asked and self.command == "GET":  # streams read parts of files
+            first, last = int(asked[1]), min(int(asked[2] or len(body)), len(body) - 1)
+            facts["Content_Range"] = f"bytes {first}-{last}/{len(body)}"
+            status, body = 206, body[first : last + 1]
+        return self._send(status, body, **facts)
 
 
 @contextmanager

@@ -239,3 +239,38 @@ def test_a_data_set_is_fetched_once(hub, tmp_path, published, monkeypatch):
         assert done.returncode == 0, done.stderr
         assert "acme/talks" in done.stderr
     assert sum("train.jsonl" in r and r.startswith("GET") for r in hub.requests) == 1
+
+
+@pytest.mark.slow
+def test_a_data_set_is_streamed_and_stored_nowhere(hub, tmp_path, published, monkeypatch):
+    """Losses are those of a stream of the same file on disk."""
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
+    rows = "\n".join(json.dumps({"text": f"hello {i} " * 30}) for i in range(40))
+    hub.push("datasets/acme/talks", **{"train.jsonl": rows.encode()})
+    (tmp_path / "train.jsonl").write_text(rows)
+    recipe = yaml.safe_load(write_recipe(tmp_path, path=str(published)).read_text())
+    recipe["data"] = {"seq_len": 32, "streaming": True, "holdout": 0}
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(recipe))
+    disk = (f"data.source={tmp_path / 'train.jsonl'}", f"output_dir={tmp_path / 'disk'}")
+    run_job(prepare_job(load_recipe(path, disk), progress=False))
+    # A process of its own: libraries read once whether they are offline.
+    script = "from hyper_parallel.cli import main; main()"
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    words = ["train", str(path), "data.source=acme/talks", f"output_dir={tmp_path / 'hub'}"]
+    done = subprocess.run(
+        [sys.executable, "-c", script, *words, "--no-calibrate"],
+        env=env,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    curves = []
+    for name in ("hub", "disk"):
+        metrics = map(json.loads, (tmp_path / name / "metrics.jsonl").read_text().splitlines())
+        curves.append([(row["loss"], row["grad_norm"]) for row in metrics])
+    assert len(curves[0]) == 2
+    assert curves[0] == curves[1]
+    assert any(r.startswith("GET") and r.endswith("train.jsonl") for r in hub.requests)
+    kept = [p for p in tmp_path.rglob("*") if p.is_file() and b"hello 7 hello" in p.read_bytes()]
+    assert {p.parent for p in kept} <= {tmp_path, tmp_path / "hub", tmp_path / "disk"}, kept

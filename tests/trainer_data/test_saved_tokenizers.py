@@ -1,6 +1,7 @@
 """The tokens of training are those of every later load: of an export with its config.json, and of a folder without."""
 
 import json
+import re
 import shutil
 
 import pytest
@@ -79,8 +80,14 @@ def folder(tmp_path, backends):
 
 
 @pytest.fixture
-def run(tmp_path):
+def run(run_data):
     """Prepare data for a model of a type, and return the directory of the tokenizer of the run."""
+    return lambda model_type, tokenizer=None: run_data(model_type, tokenizer).tokenizer_dir
+
+
+@pytest.fixture
+def run_data(tmp_path):
+    """Prepare data for a model of a type."""
     source = tmp_path / "text.txt"
     source.write_text(CORPUS)
 
@@ -95,7 +102,7 @@ def run(tmp_path):
         data = Data(source=str(source), tokenizer=given, **values)
         config = {"model_type": model_type}
         options = {"stage": "pt", "model_path": None, "seed": 0, "progress": False}
-        return prepare(data, **options, model_config=config).tokenizer_dir
+        return prepare(data, **options, model_config=config)
 
     return prepared
 
@@ -186,6 +193,28 @@ def test_code_of_a_tokenizer_is_not_named_by_its_copies(folder, run, tmp_path):
         (tmp_path / directory / "tokenizer_config.json").read_text()
     )
     assert_same_everywhere(directory, "llama", tmp_path)
+
+
+def test_parts_of_a_file_that_a_class_ignores_are_named(folder, run_data, tmp_path):
+    """The same files, read by the generic class and by one that has a pre-tokenizer and a normalizer of its own."""
+    assert run_data("llama", folder()).tokenizer_notes == ()
+    other = folder(name="Qwen2Tokenizer")
+    load_tokenizer(other).save_pretrained(tmp_path / "own")
+    assert run_data("qwen2", tmp_path / "own").tokenizer_notes == (), (
+        "all parts are those of the class"
+    )
+    (note,) = run_data("qwen2", other).tokenizer_notes
+    assert re.search("in '.*[0-9].*', token", note), "the class splits digits"
+    path = other / "tokenizer.json"
+    values = json.loads(path.read_text())
+    values["normalizer"] = {"type": "Lowercase"}
+    path.write_text(json.dumps(values))
+    for _ in ("prepared", "from the cache"):
+        (note,) = run_data("qwen2", other).tokenizer_notes
+        assert note.startswith(
+            f"the class Qwen2Tokenizer ignores parts of {path}: in 'Hello world', token 1 is "
+        )
+        assert note.endswith('and "he" in programs that read this file without transformers')
 
 
 def test_further_chat_templates_are_copied(folder, tmp_path):

@@ -21,7 +21,8 @@ _NEW_LINE: Final = "\u21b5"
 def panel_rows(job: Job) -> dict[str, Any]:
     """Return the rows on the data of a run by name; texts, or texts of rich with the targets in colour."""
     rows: dict[str, Any] = {**data_rows(job)}
-    if lines := notes(job.recipe.stage, job.packed.counts):
+    lines = [*notes(job.recipe.stage, job.packed.counts), *job.packed.tokenizer_notes]
+    if lines:
         rows["note"] = "\n".join(lines)
     example = next((e for p in job.packed.previews for e in p.examples), None)
     if example is not None:

@@ -29,7 +29,7 @@ def data_facts(job: Job) -> dict[str, Any]:
         "stage": stage,
         "records": records_word(stage),
         "rows": data_rows(job),
-        "notes": notes(stage, _counts(job)),
+        "notes": [*notes(stage, _counts(job)), *packed.tokenizer_notes],
         "epochs": _epochs(job)[0],
         "sources": sources,
     }

@@ -66,11 +66,13 @@ class DataSample:
         stage: Stage of the recipe.
         sources: Samples of the sources.
         tokenizer: Directory of the tokenizer.
+        tokenizer_notes: Sentences on the tokenizer.
     """
 
     stage: str
     sources: tuple[SourceSample, ...]
     tokenizer: str
+    tokenizer_notes: tuple[str, ...] = ()
 
     @property
     def complete(self) -> bool:
@@ -95,7 +97,7 @@ class DataSample:
     @property
     def notes(self) -> list[str]:
         """Further sentences."""
-        return notes(self.stage, self.counts)
+        return [*notes(self.stage, self.counts), *self.tokenizer_notes]
 
     def as_dict(self) -> dict[str, Any]:
         """Return the sample as values of JSON."""
@@ -149,7 +151,7 @@ def sample_data(
         replace(_sample(source, tokenizer.hf, limits), weight=weight)
         for (_, source), (_, weight) in zip(sources, parts, strict=True)
     ]
-    return DataSample(stage, tuple(samples), str(tokenizer.directory))
+    return DataSample(stage, tuple(samples), str(tokenizer.directory), tokenizer.notes)
 
 
 def _vocabulary(values: Mapping[str, Any]) -> int | None:

@@ -49,6 +49,7 @@ class PackedData:
     previews: tuple[SourcePreview, ...] = ()  # of each source of the recipe; of a stream live
     weights: tuple[float, ...] = ()  # of the sources of a mixture
     tokenizer_fingerprint: str = ""  # hash of the tokenizer's files
+    tokenizer_notes: tuple[str, ...] = ()  # what other programs read otherwise, in words
     validation_fingerprint: str | None = None  # as `fingerprint`, of `data.validation`
     records_fingerprint: str | None = None  # hash of the columns that rewards read
     files_fingerprint: str | None = None  # hash of names, sizes and times of the files of a stream
@@ -202,6 +203,7 @@ def prepare(
             counts=(DataCounts.from_dict(meta["counts"]),),
             previews=(SourcePreview.from_dict(meta["preview"]),),
             tokenizer_fingerprint=tokenizer_fingerprint,
+            tokenizer_notes=tokenizer.notes,
             records_fingerprint=digest({n: file["sha256"] for n, file in records.items()}),
         )
 
@@ -241,6 +243,7 @@ def prepare(
         counts=(stream.counts,),
         previews=(SourcePreview(examples, stream.lengths),),
         tokenizer_fingerprint=tokenizer_fingerprint,
+        tokenizer_notes=tokenizer.notes,
         files_fingerprint=digest(source.identity()),
     )
     return streamed if validation is None else _validated(streamed, validation)

@@ -4,7 +4,8 @@ transformers chooses the class of a tokenizer from `tokenizer_class`, from `mode
 folder, and from the form of tokenizer.json. Classes that rebuild the tokenizer from its vocabulary (Qwen2Tokenizer,
 GPTNeoXTokenizer, ...) ignore the normalizer and the pre-tokenizer of tokenizer.json, so the same files give other
 tokens. An export has a config.json, a folder of adapters has none, and both have to give the tokens of training. This
-is measured on probe texts, not derived from the rules of one version of transformers.
+is measured by reading the files, not derived from the rules of one version of transformers: first without their
+vocabulary, where equal pipelines are equal tokens, and only where pipelines differ in full, on probe texts.
 """
 
 from __future__ import annotations
@@ -16,13 +17,19 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final
 
-from hyper_parallel.errors import BadValue, NoData, abbreviated
+from hyper_parallel.errors import BadValue, HyperParallelError, NoData, abbreviated
 from hyper_parallel.received import Limits, read_json, read_text
 from hyper_parallel.trainer.data.tokenizer_limits import check_files, check_parts, tokenizing
+from hyper_parallel.trainer.data.tokenizer_pipeline import (
+    BACKEND,
+    pipeline,
+    reading_note,
+    without_vocabulary,
+)
 from hyper_parallel.trainer.files import copy_files
 from hyper_parallel.units import MiB
 
-VOCABULARIES: Final = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
+VOCABULARIES: Final = (BACKEND, "tokenizer.model", "vocab.json", "tekken.json")
 """Files of which a directory with a tokenizer has one."""
 CONFIG: Final = "tokenizer_config.json"
 _MODEL_CONFIG: Final = "config.json"
@@ -168,7 +175,7 @@ def _shown(hf: Any, text: str, mine: list[int] | None, theirs: list[int] | None)
     mine, theirs = mine or [], theirs or []
     at = next((i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b), 0)
     tokens = (hf.convert_ids_to_tokens(ids[at : at + 4]) for ids in (mine, theirs))
-    return f"{abbreviated(text, 40)!r}: " + " and ".join(json.dumps(t) for t in tokens)
+    return f"{abbreviated(text, 40)}: " + " and ".join(json.dumps(t) for t in tokens)
 
 
 def copy_tokenizer(source: str | Path, target: Path) -> None:
@@ -182,7 +189,7 @@ def copy_tokenizer(source: str | Path, target: Path) -> None:
     """
     source = Path(source)
     copy_files(source, target, tokenizer_files(source))
-    if not has_tokenizer(source):
+    if not has_tokenizer(source) or _same_pipelines(source, target):
         return
     original = load_tokenizer(source)
     difference = _difference(original, target)
@@ -191,6 +198,46 @@ def copy_tokenizer(source: str | Path, target: Path) -> None:
     set_class(target, class_name(original))
     if (difference := _difference(original, target)) is not None:
         raise _refused(original, source, target, difference)
+
+
+def _same_pipelines(source: Path, target: Path) -> bool:
+    """Return whether a copy is read by the class of its source; names the class in the copy where that is needed."""
+    with _folder(source, _deciding(source), None, small=source) as folder:
+        original = _read(folder)
+    if original is None:
+        return False
+    for name in [None] * (not _has_code(target)) + [class_name(original)]:
+        with _folder(target, _deciding(target), name, small=source) as folder:
+            if not _is_pipeline(original, _read(folder)):
+                continue
+        if name is not None:
+            set_class(target, name)
+        return True
+    return False
+
+
+def _deciding(directory: Path) -> dict[str, Any] | None:
+    """Return the values of the config.json of a directory; None without one."""
+    path = directory / _MODEL_CONFIG
+    return read_json(path, Limits()) if path.is_file() else None
+
+
+def _read(folder: Path) -> Any:
+    """Return the tokenizer of a folder; None where it cannot be read."""
+    try:
+        return load_tokenizer(folder)
+    except HyperParallelError:
+        return None
+
+
+def _is_pipeline(one: Any, other: Any) -> bool:
+    """Return whether two readings of the same files certainly give the same tokens."""
+    return other is not None and pipeline(one) == pipeline(other) is not None
+
+
+def note_on_reading(hf: Any, directory: Path, samples: Sequence[str]) -> str | None:
+    """Return a sentence where programs that read tokenizer.json without transformers get other tokens; else None."""
+    return reading_note(hf, directory, [*_PROBES, *samples])
 
 
 def settled(
@@ -216,8 +263,15 @@ def settled(
     Raises:
         BadValue: HP102 where readers beside the model's config use another class, with other tokens.
     """
-    named = [None] if not _has_code(directory) else []
-    for name in (*named, class_name(hf)):
+    names = [None] * (not _has_code(directory)) + [class_name(hf)]
+    # A class that reads the files without their vocabulary as `hf` was read needs no probes.
+    with _folder(directory, _deciding(directory), None, small=directory) as folder:
+        small = _read(folder)
+    if small is not None and type(small) is type(hf):
+        for name in names:
+            if all(_small_readings(small, directory, config, name)):
+                return name
+    for name in names:
         if not any(_readings(hf, directory, config, samples, name)):
             return name
     with _folder(directory, config, None) as folder:
@@ -233,6 +287,15 @@ def settled(
                 return wanted
             raise _refused(hf, directory, folder, first_difference(hf, beside, samples), wanted)
     raise _refused(hf, directory, None, first_difference(hf, beside, samples))
+
+
+def _small_readings(
+    small: Any, directory: Path, config: Mapping[str, Any] | None, name: str | None
+) -> Iterator[bool]:
+    """Yield whether a tokenizer without vocabulary is the same beside the model's config, and without one."""
+    for values in (config, None) if config is not None else (None,):
+        with _folder(directory, values, name, small=directory) as folder:
+            yield _is_pipeline(small, _read(folder))
 
 
 def _readings(
@@ -257,13 +320,29 @@ def _difference(hf: Any, folder: Path, samples: Sequence[str] = ()) -> str | Non
 
 
 @contextmanager
-def _folder(directory: Path, config: Mapping[str, Any] | None, name: str | None) -> Iterator[Path]:
-    """Give a folder with the files of a tokenizer, the name of a class in them, and a config of a model."""
+def _folder(
+    directory: Path,
+    config: Mapping[str, Any] | None,
+    name: str | None,
+    *,
+    small: Path | None = None,
+) -> Iterator[Path]:
+    """Give a folder with the files of a tokenizer, the name of a class in them, and a config of a model.
+
+    Args:
+        directory: Directory of the tokenizer.
+        config: Values of the config; None: the folder has none.
+        name: Name of the class; None: it stays.
+        small: Directory of which tokenizer.json is taken, without its vocabulary where that is one of merges.
+    """
     with TemporaryDirectory(prefix="tokenizer-") as made:
         folder = Path(made)
         for file in tokenizer_files(directory):
             (folder / file).parent.mkdir(exist_ok=True)
             (folder / file).symlink_to((directory / file).resolve())
+        if small is not None and (text := without_vocabulary(small)) is not None:
+            (folder / BACKEND).unlink()
+            (folder / BACKEND).write_text(text, encoding="utf-8")
         if name is not None:
             set_class(folder, name)
         if config is not None:

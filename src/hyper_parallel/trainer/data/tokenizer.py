@@ -24,6 +24,7 @@ from hyper_parallel.trainer.data.counts import DataCounts
 from hyper_parallel.trainer.data.saved_tokenizer import (
     has_tokenizer,
     load_tokenizer,
+    note_on_reading,
     samples_of,
     set_class,
     settled,
@@ -42,7 +43,7 @@ _TRAIN_BYTES = 64 * MiB  # more text hardly changes the merges of a small vocabu
 _TEMPLATE_BYTES: Final = 512 * 1024
 """Size of a file with a chat template; one character may have four bytes."""
 _VERSION = 1
-_SETTLED: Final = "class that reads the tokenizer, 1"
+_SETTLED: Final = "class that reads the tokenizer, 2"
 _SAMPLES: Final = 32
 """Documents of each source that are probes of the tokenizer."""
 _ENTRIES: Final = 4096
@@ -51,10 +52,17 @@ _ENTRIES: Final = 4096
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """A transformers tokenizer, and the directory where it lies."""
+    """A transformers tokenizer, and the directory where it lies.
+
+    Attributes:
+        hf: The tokenizer.
+        directory: The directory.
+        notes: Sentences for the person who trains.
+    """
 
     hf: Any
     directory: Path
+    notes: tuple[str, ...] = ()
 
     @property
     def vocab_size(self) -> int:
@@ -111,7 +119,7 @@ def obtain(
         size = data.vocab_size or min(_ENTRIES, vocab_limit or _ENTRIES)
         matters = [_VERSION, texts if len(texts) > 1 else texts[0], size, _TRAIN_BYTES]
         directory = _saved(cache, matters, lambda: _train(size, sources, show))
-    tokenizer = Tokenizer(load_tokenizer(directory), directory)
+    tokenizer = original = Tokenizer(load_tokenizer(directory), directory)
     if tokenizer.hf.eos_token_id is None:
         raise BadValue(
             "the tokenizer has no end-of-text token, so documents cannot be joined",
@@ -121,23 +129,31 @@ def obtain(
     template = _template(data, tokenizer.hf, any(s.is_conversations for s in sources))
     if template is not None and template != tokenizer.hf.chat_template:
         tokenizer = _with_template(tokenizer, template, cache)
-    return _settled(tokenizer, sources, config, cache, is_own=not given)
+    return _settled(tokenizer, original if given else None, sources, config, cache)
 
 
 def _settled(
     tokenizer: Tokenizer,
+    given: Tokenizer | None,
     sources: Sequence[Source],
     config: Mapping[str, Any] | None,
     cache: Path,
-    *,
-    is_own: bool,
 ) -> Tokenizer:
-    """Return the tokenizer, or a copy that names its class, so that every later reader gives the same tokens."""
+    """Return the tokenizer, or a copy that names its class, so that every later reader gives the same tokens.
+
+    Args:
+        tokenizer: The tokenizer of training.
+        given: The tokenizer that it was made of; None: it is trained here.
+        sources: Sources of the recipe.
+        config: Values of the config of the model; None: not known.
+        cache: Root of the cache.
+    """
     import transformers
 
     keys = ("model_type", "tokenizer_class", "model_name")
     deciding = None if config is None else [config.get(key) for key in keys]
-    matters = [_SETTLED, tokenizer.fingerprint, type(tokenizer.hf).__name__, deciding, is_own]
+    matters = [_SETTLED, tokenizer.fingerprint, type(tokenizer.hf).__name__, deciding]
+    matters += [None if given is None else [given.fingerprint, str(given.directory)]]
     matters += [transformers.__version__, [source.identity() for source in sources]]
 
     def texts() -> Iterator[str]:
@@ -147,17 +163,20 @@ def _settled(
 
     def build(target: Path) -> dict[str, Any]:
         samples = samples_of(texts())
+        is_own = given is None
         name = settled(tokenizer.hf, tokenizer.directory, config, samples, is_own=is_own)
         if name is not None:
             copy_files(tokenizer.directory, target, tokenizer_files(tokenizer.directory))
             copy_files(tokenizer.directory, target, ("generation_config.json",))
             set_class(target, name)
-        return {"class": name}
+        note = None if given is None else note_on_reading(given.hf, given.directory, samples)
+        return {"class": name, "note": note}
 
     directory, meta = entry(cache / "tokenizers", digest(matters), build)
+    notes = () if meta["note"] is None else (meta["note"],)
     if meta["class"] is None:
-        return tokenizer
-    return Tokenizer(load_tokenizer(directory), directory)
+        return replace(tokenizer, notes=notes)
+    return Tokenizer(load_tokenizer(directory), directory, notes)
 
 
 def _template(data: Data, hf: Any, has_conversations: bool) -> str | None:
