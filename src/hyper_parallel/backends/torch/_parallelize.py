@@ -168,11 +168,11 @@ def apply_plan(
     # Forwards, from the inside out: tokens are cut outside of what is recomputed.
     if context is None and decoder is not None:
         mask_documents(decoder[0], compute)
-    by_modules = tp is not None and (decoder is None or tp.whole_stream)
+    by_modules = tp is not None and (decoder is None or tp.replicated_activations)
     if tp is not None and by_modules:
         apply_tensor_parallel(model, decoder, shard_plan.styles, tp, strategy, trial)
     by_stage = [layers_of(model)] if stages is None else list(stages.layers.values())
-    tokens = Tokens(None if tp is not None and tp.whole_stream else tp, context)
+    tokens = Tokens(None if tp is not None and tp.replicated_activations else tp, context)
     watch_padding(model, tokens)
     recompute_layers(by_stage, strategy, tp, context, compute == torch.float64, tokens)
     if compute == torch.float64:

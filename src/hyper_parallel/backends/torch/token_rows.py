@@ -48,8 +48,8 @@ class Tokens:
     def among(self, rows: int, device: torch.device) -> Tensor | None:
         """Return the indices of the rows that are tokens, None for all; real: see `real`."""
         start, total = 0, rows
-        if self.tp is not None and self.tp.by_sequence:
-            held = self.tp.grid.places(self.tp.rank) >= 0
+        if self.tp is not None and self.tp.shard_sequences_over_y:
+            held = self.tp.grid.token_indices(self.tp.rank) >= 0
             return None if bool(held.all()) else held.nonzero().squeeze(1).to(device)
         if self.tp is not None:
             total = math.prod(self.tp.batch)
@@ -66,7 +66,7 @@ class Tokens:
             return None
         real = self.padding.real
         if self.tp is not None:
-            places = self.tp.grid.places(self.tp.rank).to(real.device)
+            places = self.tp.grid.token_indices(self.tp.rank).to(real.device)
             real = real[places.clamp(min=0)]
         assert len(real) == rows, f"{rows} rows of {len(real)} tokens"
         return real if kept is None else real[kept]
@@ -80,7 +80,7 @@ class Tokens:
         if tp is None or rows != math.prod(tp.batch):
             kept = self.among(rows, device)
             return kept, self.real(kept, rows)
-        places = tp.grid.places(tp.rank)
+        places = tp.grid.token_indices(tp.rank)
         places = places[places >= 0]
         if (inside := self._inside(rows)) is not None:
             places = places[inside[places]]

@@ -28,7 +28,7 @@ from hyper_parallel.backends.torch.experts.routing import (
     count_rows,
     counts_now,
 )
-from hyper_parallel.backends.torch.tensor.gradients import show_local
+from hyper_parallel.backends.torch.tensor.gradients import use_local_parameters
 from hyper_parallel.backends.torch.token_rows import Tokens
 from hyper_parallel.errors import UnsupportedSharding
 
@@ -102,7 +102,7 @@ def apply_to_experts(
         if not divided and (group is not None or tp is not None):
             for part in module.modules():
                 if part._parameters:
-                    show_local(part, None if tp is None else tp.gradients)
+                    use_local_parameters(part, None if tp is None else tp.gradients)
         if listed and not divided:
             _touch_all(block, module)
             continue

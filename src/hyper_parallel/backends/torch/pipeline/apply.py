@@ -84,7 +84,7 @@ class Pipeline:
             return running.run()
         gradients = None if self.tp is None else self.tp.gradients
         if gradients is not None:
-            gradients.hold()
+            gradients.defer()
         if self._shared_summed:
             # What is left of an earlier step is already the sum of both ranks: each goes on with half of it.
             for grad in self._shared_gradients(model):
@@ -97,7 +97,7 @@ class Pipeline:
             end_backward(self._fsdp[::-1])
             self._hold_fsdp(model)
             if gradients is not None:
-                gradients.release()
+                gradients.reduce_deferred()
             self._sum_shared(model)
         return total
 
