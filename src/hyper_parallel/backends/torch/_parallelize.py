@@ -12,7 +12,7 @@ from hyper_parallel.backends.torch._loss_tap import LossTap
 from hyper_parallel.backends.torch._placement import place_parameters
 from hyper_parallel.backends.torch.context.apply import (
     apply_context_parallel,
-    follow_attention,
+    count_attention_calls,
     mask_documents,
 )
 from hyper_parallel.backends.torch.data.fsdp import shard_data_parallel
@@ -67,7 +67,7 @@ def check_flow(model: nn.Module, plan: Plan) -> None:
     refuse_random_modules(model, plan.strategy)
     if plan.strategy.pp > 1:
         follow_stages(model, plan)
-    follow_attention(model, plan.strategy)
+    count_attention_calls(model, plan.strategy)
     if plan.strategy.tp > 1:
         _tensor_trial(model, resolve_layouts(model, plan), plan.strategy)
 
@@ -89,7 +89,7 @@ def unsplit_axes(model: nn.Module) -> tuple[tuple[str, str], ...]:
     """
     trials: dict[str, Callable[[], object]] = {
         "pp": lambda: follow(model),
-        "cp": lambda: follow_attention(model, Strategy(cp=2)),
+        "cp": lambda: count_attention_calls(model, Strategy(cp=2)),
     }
     found = []
     for axis, trial in trials.items():
@@ -147,7 +147,7 @@ def apply_plan(
         strategy.pp > 1,
         ranks.device,
     )
-    calls = follow_attention(model, strategy)
+    calls = count_attention_calls(model, strategy)
     trial = _tensor_trial(model, shard_plan, strategy)
     stages = cut_model(model, plan, mesh)
     divide_lists(model, experts)
@@ -162,7 +162,7 @@ def apply_plan(
     stage_layers = None if stages is None else stages.layers_running
     context = apply_context_parallel(model, decoder, strategy, mesh, stage_layers, calls)
 
-    rotate_by_document(model, document_lengths if context is None else context.own_lengths)
+    rotate_by_document(model, document_lengths if context is None else context.local_lengths)
     reset_before_calls(model)
 
     # Forwards, from the inside out: tokens are cut outside of what is recomputed.

@@ -111,7 +111,7 @@ def watch_padding(model: nn.Module, tokens: Tokens) -> None:
             ids = next((t for n in TOKENS if (t := given.get(n)) is not None), None)
             context, real = tokens.context, mask.bool()
             if context is not None and context.view is not None:
-                real = context.own(real, 0)
+                real = context.local_tokens(real, 0)
             if ids is not None and real.shape == ids.shape[:2]:
                 tokens.padding = Padding(real.reshape(-1).to(ids.device), unread)
         return args, {name: value for name, value in kwargs.items() if name != TOKEN_MASK}

@@ -330,7 +330,7 @@ class TensorParallel:
             state.head = "vocabulary" if split else "tokens"
             if not split:
                 state.head_batch = tuple(x.shape[:-1])
-                x = state.own(state.list_of(state.head_batch).parts(x))
+                x = state.local_part(state.list_of(state.head_batch).parts(x))
             return F.linear(x, state.local(module.weight), state.local(module.bias))
 
         module.forward = forward

@@ -97,10 +97,12 @@ class TpState:
         parts, summand = self.grid.parts(full), self.partial_embedding
         self.partial_embedding = False
         return (
-            scatter(parts, 1, self.group, Purpose.SEQUENCE_SCATTER) if summand else self.own(parts)
+            scatter(parts, 1, self.group, Purpose.SEQUENCE_SCATTER)
+            if summand
+            else self.local_part(parts)
         )
 
-    def own(self, parts: Tensor) -> Tensor:
+    def local_part(self, parts: Tensor) -> Tensor:
         """Return this rank's part of the concatenated parts of all ranks."""
         return parts.chunk(self.degree, dim=1)[self.rank].clone()
 
