@@ -18,8 +18,11 @@ from hyper_parallel.backends.torch.context.apply import (
 from hyper_parallel.backends.torch.data.fsdp import shard_data_parallel
 from hyper_parallel.backends.torch.data.unit_order import order_units
 from hyper_parallel.backends.torch.experts.apply import apply_to_experts, expert_state
-from hyper_parallel.backends.torch.experts.balance_loss import BalanceLoss, forbid_own_loss
-from hyper_parallel.backends.torch.experts.expert_list import divide_lists
+from hyper_parallel.backends.torch.experts.balance_loss import (
+    BalanceLoss,
+    disable_model_router_loss,
+)
+from hyper_parallel.backends.torch.experts.expert_list import shard_expert_lists
 from hyper_parallel.backends.torch.experts.routing import Routing, check_routing
 from hyper_parallel.backends.torch.forward_state import reset_before_calls
 from hyper_parallel.backends.torch.forward_variants import (
@@ -134,8 +137,10 @@ def apply_plan(
     # What lies where; only this rank's part stays.
     shard_plan = resolve_layouts(model, plan)
     check_routing(model, routing, alone=strategy.world_size == 1)
-    balance = BalanceLoss.of(model, routing, strategy, mesh, ranks.world_group, ranks.device)
-    forbid_own_loss(model, routing, strategy)
+    balance = BalanceLoss.from_model(
+        model, routing, strategy, mesh, ranks.world_group, ranks.device
+    )
+    disable_model_router_loss(model, routing, strategy)
     refuse_random_modules(model, strategy)
     expert_group = None if ranks.expert_mesh is None else ranks.expert_mesh["ep"].get_group()
     experts = expert_state(
@@ -150,7 +155,7 @@ def apply_plan(
     calls = count_attention_calls(model, strategy)
     trial = _tensor_trial(model, shard_plan, strategy)
     stages = cut_model(model, plan, mesh)
-    divide_lists(model, experts)
+    shard_expert_lists(model, experts)
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
     layouts = {name: shard_plan.layouts[name] for name in shapes}
     dtype = getattr(torch, workload.param_dtype)
@@ -186,7 +191,7 @@ def apply_plan(
         apply_tensor_parallel(model, decoder, shard_plan.styles, tp, strategy, trial)
     tap = None
     if has_causal_loss(model):
-        usual = loss_function(tp, None if balance is None else balance.adds)
+        usual = loss_function(tp, None if balance is None else balance.loss_hook)
         model.loss_function = tap = LossTap(usual, tp, context)
         loss_of_logits(model)
     elif scores_tokens(model):
