@@ -36,7 +36,7 @@ from hyper_parallel.backends.torch.model_structure import decoder_of, layers_of
 from hyper_parallel.backends.torch.parallel_handle import Handle, Ranks, attach
 from hyper_parallel.backends.torch.partial_use import refuse_random_modules
 from hyper_parallel.backends.torch.pipeline.apply import Pipeline
-from hyper_parallel.backends.torch.pipeline.stages import cut_model, follow_stages
+from hyper_parallel.backends.torch.pipeline.stages import split_model, trace_stages
 from hyper_parallel.backends.torch.rotary_lengths import document_lengths, rotate_by_document
 from hyper_parallel.backends.torch.tensor.apply import (
     apply_tensor_parallel,
@@ -69,7 +69,7 @@ def check_flow(model: nn.Module, plan: Plan) -> None:
     """
     refuse_random_modules(model, plan.strategy)
     if plan.strategy.pp > 1:
-        follow_stages(model, plan)
+        trace_stages(model, plan)
     count_attention_calls(model, plan.strategy)
     if plan.strategy.tp > 1:
         _tensor_trial(model, resolve_layouts(model, plan), plan.strategy)
@@ -154,7 +154,7 @@ def apply_plan(
     )
     calls = count_attention_calls(model, strategy)
     trial = _tensor_trial(model, shard_plan, strategy)
-    stages = cut_model(model, plan, mesh)
+    stages = split_model(model, plan, mesh)
     shard_expert_lists(model, experts)
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
     layouts = {name: shard_plan.layouts[name] for name in shapes}
