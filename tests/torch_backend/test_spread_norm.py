@@ -83,7 +83,7 @@ def test_a_norm_on_slices_is_the_norm_of_the_whole() -> None:
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize(("norm", "what"), [(_Summing, "sum"), (_Opaque, "a kernel of its own")])
+@pytest.mark.parametrize(("norm", "what"), [(_Summing, "sum"), (_Opaque, "a custom kernel")])
 def test_a_statistic_that_would_be_one_ranks_own_is_refused(norm: type, what: str) -> None:
     def rank(_: int) -> None:
         with World.join("cpu"), ShardedNorm(dist.group.WORLD, "final"):

@@ -141,7 +141,7 @@ class _Assignment:
         send: Rows sent to each rank.
         receive: Rows received from each rank.
         local_expert: Expert of each received row, counted from the first one on this rank.
-        kept: Number of rows that are not dropped.
+        num_kept: Number of rows that are not dropped.
     """
 
     sorted_slot: Tensor
@@ -149,7 +149,7 @@ class _Assignment:
     send: list[int]
     receive: list[int]
     local_expert: Tensor
-    kept: int | Tensor
+    num_kept: int | Tensor
 
 
 def _assign_uneven(
@@ -174,9 +174,9 @@ def _assign_uneven(
     send, receive = torch.stack(by_rank).tolist()
     num_slots = sum(send)
     sorted_slot = sorted_slot.clamp(max=num_slots)
-    kept: int | Tensor = num_slots if load is None else load.sum()
+    num_kept: int | Tensor = num_slots if load is None else load.sum()
     local_expert = expert.repeat_interleave(received_counts, output_size=sum(receive))
-    return _Assignment(sorted_slot, num_slots, send, receive, local_expert, kept)
+    return _Assignment(sorted_slot, num_slots, send, receive, local_expert, num_kept)
 
 
 def _assign_capacity(
@@ -199,7 +199,7 @@ def _assign_capacity(
     """
     num_experts = len(counts)
     num_slots, limit = num_experts * capacity.slots, capacity.limit
-    kept = counts.clamp(max=limit).sum()
+    num_kept = counts.clamp(max=limit).sum()
     is_computed = sorted_expert < num_experts
     sorted_expert = sorted_expert.clamp(max=num_experts - 1)
     rank_in_expert = sorted_slot - (torch.cumsum(counts, 0) - counts)[sorted_expert]
@@ -207,7 +207,7 @@ def _assign_capacity(
     sorted_slot = torch.where(is_computed & (rank_in_expert < limit), slot, num_slots)
     splits = [num_slots // degree] * degree
     local_expert = expert.repeat_interleave(capacity.slots)
-    return _Assignment(sorted_slot, num_slots, splits, splits, local_expert, kept)
+    return _Assignment(sorted_slot, num_slots, splits, splits, local_expert, num_kept)
 
 
 def dispatch(
@@ -251,7 +251,7 @@ def dispatch(
     send, receive, num_slots = assigned.send, assigned.receive, assigned.num_slots
     if is_first_forward():
         load = counts if load is None else load
-        routing.add(load, assigned.kept, sum(send) - send[rank], sum(receive) - receive[rank])
+        routing.add(load, assigned.num_kept, sum(send) - send[rank], sum(receive) - receive[rank])
     slot = torch.empty_like(flat).index_copy_(0, order, assigned.sorted_slot)
     rows = hidden.unsqueeze(1).expand(-1, index.shape[1], -1).reshape(-1, hidden.shape[-1])
     overflow_row = capacity is not None or computed is not None

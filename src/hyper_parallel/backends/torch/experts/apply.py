@@ -177,10 +177,10 @@ class _Forward:
         if self.has_batch_dim:
             hidden = hidden.reshape(-1, shape[-1])
         tokens = self.state.tokens
-        kept = tokens.among(rows, hidden.device)
-        real = tokens.real(kept, rows)
-        if kept is not None:
-            hidden, index, weights = hidden[kept], index[kept], weights[kept]
+        selected = tokens.among(rows, hidden.device)
+        real = tokens.real(selected, rows)
+        if selected is not None:
+            hidden, index, weights = hidden[selected], index[selected], weights[selected]
         if self.state.group is None and self.state.options.capacity_factor is None:
             if is_first_forward():
                 load = count_rows(index, self.module.num_experts, real)
@@ -188,7 +188,7 @@ class _Forward:
             out = self._work(hidden, index, weights)
         else:
             out = self._dispatched(hidden, index, weights, real)
-        out = out if kept is None else scatter_rows(out, kept, rows)
+        out = out if selected is None else scatter_rows(out, selected, rows)
         return out.reshape(shape) if self.has_batch_dim else out
 
     def _dispatched(

@@ -52,17 +52,17 @@ class LayerRouting:
 
     load: Tensor | None = None
     """Rows per expert, [E]; None before the first pass."""
-    kept: int | Tensor = 0
+    num_kept: int | Tensor = 0
     """Number of rows that were not dropped."""
     sent: int = 0
     """Number of rows sent to other ranks."""
     received: int = 0
     """Number of rows received from other ranks."""
 
-    def add(self, load: Tensor, kept: int | Tensor, sent: int = 0, received: int = 0) -> None:
+    def add(self, load: Tensor, num_kept: int | Tensor, sent: int = 0, received: int = 0) -> None:
         """Add the counts of one pass."""
         self.load = load if self.load is None else self.load + load
-        self.kept = self.kept + kept
+        self.num_kept = self.num_kept + num_kept
         self.sent += sent
         self.received += received
 
@@ -223,7 +223,7 @@ def collect_routing(model: nn.Module, state: ExpertState) -> Tensor | None:
         routed = state.layers.get(name)
         if routed is not None and routed.load is not None:
             row[: len(routed.load)] = routed.load
-            row[-1] = routed.kept
+            row[-1] = routed.num_kept
     if state.world_group is not None:
         all_reduce(total, state.world_group, Purpose.EXPERT_LOAD)
     if rate := state.options.bias_update_rate:
@@ -241,8 +241,8 @@ def collect_routing(model: nn.Module, state: ExpertState) -> Tensor | None:
 
 def routing_statistics(total: Tensor, aux: Tensor | None) -> RoutingStatistics | None:
     """Return the statistics of a result of `collect_routing`; None without routed rows."""
-    load, kept = total[:, :-1].cpu(), total[:, -1].cpu()
-    load, kept = load[load.sum(1) > 0], kept[load.sum(1) > 0]
+    load, num_kept = total[:, :-1].cpu(), total[:, -1].cpu()
+    load, num_kept = load[load.sum(1) > 0], num_kept[load.sum(1) > 0]
     if not len(load):
         return None
     share = load / load.sum(1, keepdim=True)
@@ -253,6 +253,6 @@ def routing_statistics(total: Tensor, aux: Tensor | None) -> RoutingStatistics |
         float(busiest.max()),
         float(busiest.mean()),
         float(entropy.mean()),
-        float(1 - kept.sum() / load.sum()),
+        float(1 - num_kept.sum() / load.sum()),
         None if math.isnan(loss) else loss,
     )

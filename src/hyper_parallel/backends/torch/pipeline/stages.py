@@ -163,7 +163,7 @@ def trace_stages(model: nn.Module, plan: Plan) -> PassFlow:
     check_pipeline(strategy, flow.layers, plan.workload.accumulation_steps or 1)
     check_stage_layers(strategy, flow.layers)
     if strategy.tp > 1 and len(flow.tail) != 1:
-        raise refused(model, f"activations are [B, S, {flow.tail}], which tp does not cut", "pp")
+        raise refused(model, f"activations are [B, S, {flow.tail}], which tp cannot shard", "pp")
     return flow
 
 

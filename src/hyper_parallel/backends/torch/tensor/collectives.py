@@ -60,26 +60,28 @@ def join(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
 
 def reshard(
     tensors: tuple[Tensor, ...],
-    cut: int,
-    whole: int,
+    shard_dim: int,
+    gather_dim: int,
     group: ProcessGroup,
     name: Purpose,
     neighbours: int | None = None,
 ) -> tuple[Tensor, ...]:
-    """Move the sharding of tensors from dim `whole` to dim `cut` with one all-to-all.
+    """Move the sharding of tensors from dim `gather_dim` to dim `shard_dim` with one all-to-all.
 
     Args:
-        tensors: Local shards along dim `whole`.
-        cut: Dim that is sharded afterwards.
-        whole: Dim that is gathered.
+        tensors: Local shards along dim `gather_dim`.
+        shard_dim: Dim that is sharded afterwards.
+        gather_dim: Dim that is gathered.
         group: Process group.
         name: Purpose of the collective.
         neighbours: Number of consecutive ranks that exchange with each other; None: the entire group.
     """
     ranks = group.size() if neighbours is None else neighbours
 
-    def exchange(cut: int, whole: int, name: Purpose, *tensors: Tensor) -> tuple[Tensor, ...]:
-        parts = [x.unflatten(cut, (ranks, -1)).movedim(cut, 0) for x in tensors]
+    def exchange(
+        shard_dim: int, gather_dim: int, name: Purpose, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        parts = [x.unflatten(shard_dim, (ranks, -1)).movedim(shard_dim, 0) for x in tensors]
         rows = [p.reshape(ranks, -1) for p in parts]
         send = rows[0] if len(rows) == 1 else torch.cat(rows, dim=1)
         received = torch.empty_like(send)
@@ -92,12 +94,12 @@ def reshard(
             all_to_all(received.view(-1), send.view(-1), group, name, splits, splits)
         columns = received.split([r.shape[1] for r in rows], dim=1)
         return tuple(
-            c.view(p.shape).movedim(0, whole).flatten(whole, whole + 1)
+            c.view(p.shape).movedim(0, gather_dim).flatten(gather_dim, gather_dim + 1)
             for c, p in zip(columns, parts, strict=True)
         )
 
-    forward = partial(exchange, cut, whole, name)
-    return paired(forward, partial(exchange, whole, cut, name.backward), *tensors)  # type: ignore[no-any-return]
+    forward = partial(exchange, shard_dim, gather_dim, name)
+    return paired(forward, partial(exchange, gather_dim, shard_dim, name.backward), *tensors)  # type: ignore[no-any-return]
 
 
 def _gather(x: Tensor, dim: int, group: ProcessGroup, name: Purpose) -> Tensor:

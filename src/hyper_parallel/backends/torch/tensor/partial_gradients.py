@@ -135,28 +135,28 @@ class _Parts(Marks):
         self.tells_columns = False
 
     def _watched(
-        self, packet: Any, args: tuple[Any, ...], given: list[Tensor], out: Tensor, marks: int
+        self, packet: Any, args: tuple[Any, ...], inputs: list[Tensor], out: Tensor, marks: int
     ) -> int:
         if packet in FILLS:
             return 0
-        if marks & _LOGITS and not self._is_same_for_columns(packet, given, out):
+        if marks & _LOGITS and not self._is_same_for_columns(packet, inputs, out):
             self.tells_columns = True
         if not marks & _PART:  # integers and booleans have no gradient
             return marks if out.is_floating_point() else 0
         if out.is_floating_point():
-            for tensor in given:
-                own = self.of(tensor)
-                self.summands |= 0 if own & _PART else own >> _BITS
+            for tensor in inputs:
+                bits = self.of(tensor)
+                self.summands |= 0 if bits & _PART else bits >> _BITS
         return _PART
 
-    def _is_same_for_columns(self, packet: Any, given: list[Tensor], out: Tensor) -> bool:
+    def _is_same_for_columns(self, packet: Any, inputs: list[Tensor], out: Tensor) -> bool:
         """Return whether an operator on logits treats all columns alike, independent of their index."""
         name, size = packet.__name__, self.vocabulary
         if not out.dim() or out.shape[-1] != size or packet in ALONG:
             return False
         if any(word in name for word in ("index", "scatter", "gather", "masked", "layer_norm")):
             return False
-        return not any(size in t.shape for t in given if not self.of(t) & _LOGITS)
+        return not any(size in t.shape for t in inputs if not self.of(t) & _LOGITS)
 
 
 class _SummandTrial:

@@ -100,7 +100,7 @@ class ShardedNorm(TorchFunctionMode):
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         super().__exit__(kind, error, trace)
         if kind is None and not self.seen:
-            raise self._refusal("a kernel of its own")
+            raise self._refusal("a custom kernel")
 
     def _refusal(self, operation: str) -> UnsupportedSharding:
         on_stream = self.purpose == Purpose.NORM_STATISTICS
