@@ -122,7 +122,9 @@ class Capacity:
     limit: int | Tensor
 
     @classmethod
-    def of(cls, factor: float, index: Tensor, num_experts: int, real: Tensor | None) -> Capacity:
+    def from_factor(
+        cls, factor: float, index: Tensor, num_experts: int, real: Tensor | None
+    ) -> Capacity:
         """Return the capacity for `index` [N, k], counting only the `real` tokens [N]."""
         slots = math.ceil(factor * index.numel() / num_experts)
         if real is None:
