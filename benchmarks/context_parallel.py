@@ -58,7 +58,7 @@ def kinds(size: Size) -> dict[str, Strategy]:
 
 def build(size: Size, strategy: Strategy, world: World) -> Callable[[], float]:
     """Forward and backward of one attention layer on this rank; returns its share of a checksum."""
-    context = ContextState.of(strategy, world.mesh(strategy)["cp"].get_group())
+    context = ContextState.from_strategy(strategy, world.mesh(strategy)["cp"].get_group())
     cut = SequenceCut.of(size.seq_len, strategy.cp, strategy.cp_kind, strategy.cp_ulysses)
     mine = torch.tensor(cut.positions(context.group.rank()))
     generator = torch.Generator().manual_seed(0)

@@ -126,7 +126,7 @@ def test_an_output_that_fsdp_cannot_look_into_is_refused() -> None:
     def rank(_: int) -> str:
         with World.join("cpu") as world:
             parallelize(model, setup.plan(Strategy(dp_shard=2)), world)
-            with pytest.raises(UnsupportedSharding, match="cannot look into") as error:
+            with pytest.raises(UnsupportedSharding, match="cannot traverse") as error:
                 model(**setup.batch(), num_items_in_batch=1)
             return str(error.value.got)
 

@@ -276,5 +276,5 @@ def test_padding_takes_no_place_of_a_capacity() -> None:
 def test_router_logits_that_are_asked_for_in_a_call_are_refused() -> None:
     model = _build(_DBRX)
     hp.parallelize(model, plan_of(model, ""))
-    with pytest.raises(UnsupportedSharding, match="already has the auxiliary loss"):
+    with pytest.raises(UnsupportedSharding, match="already includes the auxiliary loss"):
         model(input_ids=IDS, labels=IDS, output_router_logits=True)

@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hyper_parallel.backends.torch.context import block_attention
-from hyper_parallel.backends.torch.context.attention import PlaceAttention
+from hyper_parallel.backends.torch.context.attention import RingAttention
 from hyper_parallel.backends.torch.context.block_attention import (
     AttentionBlock,
     AttentionRules,
-    wide,
+    score_dtype,
 )
-from hyper_parallel.backends.torch.context.state import view_of
+from hyper_parallel.backends.torch.context.state import sequence_view
 from hyper_parallel.ir import SequenceCut
 
 pytestmark = pytest.mark.torch
@@ -41,9 +41,9 @@ def ring(q, k, v, grad, rules, view):
     """Output and gradients of every place, its blocks in the order in which they come."""
     cut = view.cut
     held = [torch.tensor([p for a, b in s for p in range(a, b)]) for s in cut.spans]
-    out, dq, dk, dv = (torch.zeros_like(x, dtype=wide(q.dtype)) for x in (grad, q, k, v))
+    out, dq, dk, dv = (torch.zeros_like(x, dtype=score_dtype(q.dtype)) for x in (grad, q, k, v))
     for place, mine in enumerate(held):
-        own = PlaceAttention(view, rules, place)
+        own = RingAttention(view, rules, place)
         local, g = q[:, :, mine], grad[:, :, mine]
         d_local = torch.zeros_like(local, dtype=out.dtype)
         order = [(place - d) % cut.ring for d in range(cut.ring)]
@@ -71,7 +71,7 @@ def compare(places, chunk, rules, packed, shape, dtype, tolerance, missing=0):
     positions = torch.arange(length).expand(batch, -1)
     if packed:
         positions = torch.stack([torch.arange(length) % (5 + 3 * b) for b in range(batch)])
-    view = view_of(cut, positions, positions.max())
+    view = sequence_view(cut, positions, positions.max())
     assert (view.documents is not None) == packed
     rules = replace(rules, documents=view.documents)
     found = ring(q, k, v, grad, rules, view)

@@ -240,7 +240,7 @@ def test_what_one_rank_cannot_do_is_refused() -> None:
     def rank(_: int) -> None:
         with World.join("cpu") as world:
             model, _ = _fresh(Strategy(pp=2), world)
-            with pytest.raises(UnsupportedSharding, match="on its own"):
+            with pytest.raises(UnsupportedSharding, match="called directly"):
                 model(input_ids=torch.zeros(1, 4, dtype=torch.long))
             for strategy, accumulation, error in (
                 (Strategy(pp=2, schedule="zbv"), 4, UnsupportedSharding),

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hyper_parallel.backends.torch.regather import RegatherScope
-from hyper_parallel.backends.torch.tensor.sharded_norm import SpreadNorm
+from hyper_parallel.backends.torch.tensor.sharded_norm import ShardedNorm
 from hyper_parallel.errors import UnsupportedSharding
 from hyper_parallel.runtime import World, launch
 
@@ -68,7 +68,7 @@ def test_a_norm_on_slices_is_the_norm_of_the_whole() -> None:
                 for name, param in norm.named_parameters():
                     setattr(part, name, nn.Parameter(param.detach()[mine]))
                 local = x[..., mine].clone().requires_grad_()
-                with SpreadNorm(dist.group.WORLD, "norm"):
+                with ShardedNorm(dist.group.WORLD, "norm"):
                     out = part(local)
                 torch.testing.assert_close(out, expected[..., mine], rtol=1e-12, atol=1e-12)
                 (out * seed[..., mine]).sum().backward()
@@ -83,10 +83,10 @@ def test_a_norm_on_slices_is_the_norm_of_the_whole() -> None:
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize(("norm", "what"), [(_Summing, "sum"), (_Opaque, "a kernel of its own")])
+@pytest.mark.parametrize(("norm", "what"), [(_Summing, "sum"), (_Opaque, "a custom kernel")])
 def test_a_statistic_that_would_be_one_ranks_own_is_refused(norm: type, what: str) -> None:
     def rank(_: int) -> None:
-        with World.join("cpu"), SpreadNorm(dist.group.WORLD, "final"):
+        with World.join("cpu"), ShardedNorm(dist.group.WORLD, "final"):
             norm(WIDTH)(torch.ones(2, WIDTH))
 
     with pytest.raises(UnsupportedSharding) as caught:

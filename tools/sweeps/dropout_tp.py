@@ -61,7 +61,7 @@ def record_calls(model_type: str, number: int, recompute: bool) -> tuple[list[An
         words = "tp_x=2" + (" recompute=full" if recompute else "")
         net = hp.parallelize(model, hp.plan_of(model, words, work), world)
         state, decoder = handle(net).tp, decoder_of(net)
-        if decoder is not None and state is not None and not state.whole_stream:
+        if decoder is not None and state is not None and not state.replicated_activations:
             net.register_forward_pre_hook(lambda *_: cut.insert(0, None))
             decoder[1][0].register_forward_pre_hook(lambda *_: cut.insert(0, True))
         F.dropout = dropout

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from hyper_parallel.backends.torch.data.fsdp import gathered
+from hyper_parallel.backends.torch.data.fsdp import gathered_parameters
 from hyper_parallel.backends.torch.memory import (
     Captured,
     Measured,
@@ -170,7 +170,7 @@ class OffloadedStep:
         self.plan: MemoryPlan | None = None
         self.measured: Measured | None = None
         sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
-        self._owned, self._empty = partial(gathered, sharded), list[weakref.ref[Any]]()
+        self._owned, self._empty = partial(gathered_parameters, sharded), list[weakref.ref[Any]]()
         where = self._where = self._parameters[0].device
         # Kernels of an accelerator take a single-precision rate, those of a CPU the number that Python has.
         dtype = torch.float64 if where.type == "cpu" else torch.float32

@@ -99,7 +99,7 @@ class LossTap:
         """Positions in [B, S], laid end to end, of this rank's own tokens of the running pass; -1 is padding."""
         index = torch.arange(like.numel(), device=like.device).view(like.shape)
         if self.context is not None:
-            index = self.context.own(index, -1)
+            index = self.context.local_tokens(index, -1)
         index = index.reshape(-1)
         if self.tp is None or self.tp.head == "whole":
             return index

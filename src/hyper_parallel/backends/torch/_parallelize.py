@@ -12,14 +12,17 @@ from hyper_parallel.backends.torch._loss_tap import LossTap
 from hyper_parallel.backends.torch._placement import place_parameters
 from hyper_parallel.backends.torch.context.apply import (
     apply_context_parallel,
-    follow_attention,
+    count_attention_calls,
     mask_documents,
 )
 from hyper_parallel.backends.torch.data.fsdp import shard_data_parallel
 from hyper_parallel.backends.torch.data.unit_order import order_units
 from hyper_parallel.backends.torch.experts.apply import apply_to_experts, expert_state
-from hyper_parallel.backends.torch.experts.balance_loss import BalanceLoss, forbid_own_loss
-from hyper_parallel.backends.torch.experts.expert_list import divide_lists
+from hyper_parallel.backends.torch.experts.balance_loss import (
+    BalanceLoss,
+    disable_model_router_loss,
+)
+from hyper_parallel.backends.torch.experts.expert_list import shard_expert_lists
 from hyper_parallel.backends.torch.experts.routing import Routing, check_routing
 from hyper_parallel.backends.torch.forward_state import reset_before_calls
 from hyper_parallel.backends.torch.forward_variants import (
@@ -33,7 +36,7 @@ from hyper_parallel.backends.torch.model_structure import decoder_of, layers_of
 from hyper_parallel.backends.torch.parallel_handle import Handle, Ranks, attach
 from hyper_parallel.backends.torch.partial_use import refuse_random_modules
 from hyper_parallel.backends.torch.pipeline.apply import Pipeline
-from hyper_parallel.backends.torch.pipeline.stages import cut_model, follow_stages
+from hyper_parallel.backends.torch.pipeline.stages import split_model, trace_stages
 from hyper_parallel.backends.torch.rotary_lengths import document_lengths, rotate_by_document
 from hyper_parallel.backends.torch.tensor.apply import (
     apply_tensor_parallel,
@@ -66,8 +69,8 @@ def check_flow(model: nn.Module, plan: Plan) -> None:
     """
     refuse_random_modules(model, plan.strategy)
     if plan.strategy.pp > 1:
-        follow_stages(model, plan)
-    follow_attention(model, plan.strategy)
+        trace_stages(model, plan)
+    count_attention_calls(model, plan.strategy)
     if plan.strategy.tp > 1:
         _tensor_trial(model, resolve_layouts(model, plan), plan.strategy)
 
@@ -89,7 +92,7 @@ def unsplit_axes(model: nn.Module) -> tuple[tuple[str, str], ...]:
     """
     trials: dict[str, Callable[[], object]] = {
         "pp": lambda: follow(model),
-        "cp": lambda: follow_attention(model, Strategy(cp=2)),
+        "cp": lambda: count_attention_calls(model, Strategy(cp=2)),
     }
     found = []
     for axis, trial in trials.items():
@@ -134,8 +137,10 @@ def apply_plan(
     # What lies where; only this rank's part stays.
     shard_plan = resolve_layouts(model, plan)
     check_routing(model, routing, alone=strategy.world_size == 1)
-    balance = BalanceLoss.of(model, routing, strategy, mesh, ranks.world_group, ranks.device)
-    forbid_own_loss(model, routing, strategy)
+    balance = BalanceLoss.from_model(
+        model, routing, strategy, mesh, ranks.world_group, ranks.device
+    )
+    disable_model_router_loss(model, routing, strategy)
     refuse_random_modules(model, strategy)
     expert_group = None if ranks.expert_mesh is None else ranks.expert_mesh["ep"].get_group()
     experts = expert_state(
@@ -147,10 +152,10 @@ def apply_plan(
         strategy.pp > 1,
         ranks.device,
     )
-    calls = follow_attention(model, strategy)
+    calls = count_attention_calls(model, strategy)
     trial = _tensor_trial(model, shard_plan, strategy)
-    stages = cut_model(model, plan, mesh)
-    divide_lists(model, experts)
+    stages = split_model(model, plan, mesh)
+    shard_expert_lists(model, experts)
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
     layouts = {name: shard_plan.layouts[name] for name in shapes}
     dtype = getattr(torch, workload.param_dtype)
@@ -162,17 +167,17 @@ def apply_plan(
     stage_layers = None if stages is None else stages.layers_running
     context = apply_context_parallel(model, decoder, strategy, mesh, stage_layers, calls)
 
-    rotate_by_document(model, document_lengths if context is None else context.own_lengths)
+    rotate_by_document(model, document_lengths if context is None else context.local_lengths)
     reset_before_calls(model)
 
     # Forwards, from the inside out: tokens are cut outside of what is recomputed.
     if context is None and decoder is not None:
         mask_documents(decoder[0], compute)
-    by_modules = tp is not None and (decoder is None or tp.whole_stream)
+    by_modules = tp is not None and (decoder is None or tp.replicated_activations)
     if tp is not None and by_modules:
         apply_tensor_parallel(model, decoder, shard_plan.styles, tp, strategy, trial)
     by_stage = [layers_of(model)] if stages is None else list(stages.layers.values())
-    tokens = Tokens(None if tp is not None and tp.whole_stream else tp, context)
+    tokens = Tokens(None if tp is not None and tp.replicated_activations else tp, context)
     watch_padding(model, tokens)
     recompute_layers(by_stage, strategy, tp, context, compute == torch.float64, tokens)
     if compute == torch.float64:
@@ -186,7 +191,7 @@ def apply_plan(
         apply_tensor_parallel(model, decoder, shard_plan.styles, tp, strategy, trial)
     tap = None
     if has_causal_loss(model):
-        usual = loss_function(tp, None if balance is None else balance.adds)
+        usual = loss_function(tp, None if balance is None else balance.loss_hook)
         model.loss_function = tap = LossTap(usual, tp, context)
         loss_of_logits(model)
     elif scores_tokens(model):

@@ -351,7 +351,7 @@ def why_no_slots(model: Any) -> str | None:
     if getattr(config, "alibi", False):
         return "its attention counts distances from a mask of two dims"
     handle = attached(model)
-    if handle is not None and handle.tp is not None and handle.tp.by_sequence:
+    if handle is not None and handle.tp is not None and handle.tp.shard_sequences_over_y:
         return "attention cuts sequences over tp_y"
     properties = known_properties(model)
     if properties is not None and not properties.slot_cache.agrees:

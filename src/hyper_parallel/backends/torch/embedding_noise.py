@@ -64,7 +64,7 @@ class EmbeddingNoise:
                 return None
             places = torch.arange(ids.numel(), device=ids.device).view(ids.shape)
             if attached.context is not None:
-                places = attached.context.own(places, 0)
+                places = attached.context.local_tokens(places, 0)
             if out.shape[:-1] != places.shape:
                 raise UnsupportedSharding(
                     "noise is added where the tokens of a row are embedded in their order",

@@ -22,7 +22,7 @@ def rank_seed(model: nn.Module, seed: int) -> int:
         seed: Of the run; ranks that share nothing draw their own from the present random state.
     """
     own, attached = int(torch.randint(1 << 62, ())), handle(model)
-    if attached.tp is None or not attached.tp.whole_stream:
+    if attached.tp is None or not attached.tp.replicated_activations:
         return own
     attached.tp.same_random = True
     place = attached.plan.mesh.coordinate(attached.ranks.rank)

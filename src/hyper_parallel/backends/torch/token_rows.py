@@ -48,8 +48,8 @@ class Tokens:
     def among(self, rows: int, device: torch.device) -> Tensor | None:
         """Return the indices of the rows that are tokens, None for all; real: see `real`."""
         start, total = 0, rows
-        if self.tp is not None and self.tp.by_sequence:
-            held = self.tp.grid.places(self.tp.rank) >= 0
+        if self.tp is not None and self.tp.shard_sequences_over_y:
+            held = self.tp.grid.token_indices(self.tp.rank) >= 0
             return None if bool(held.all()) else held.nonzero().squeeze(1).to(device)
         if self.tp is not None:
             total = math.prod(self.tp.batch)
@@ -66,7 +66,7 @@ class Tokens:
             return None
         real = self.padding.real
         if self.tp is not None:
-            places = self.tp.grid.places(self.tp.rank).to(real.device)
+            places = self.tp.grid.token_indices(self.tp.rank).to(real.device)
             real = real[places.clamp(min=0)]
         assert len(real) == rows, f"{rows} rows of {len(real)} tokens"
         return real if kept is None else real[kept]
@@ -80,7 +80,7 @@ class Tokens:
         if tp is None or rows != math.prod(tp.batch):
             kept = self.among(rows, device)
             return kept, self.real(kept, rows)
-        places = tp.grid.places(tp.rank)
+        places = tp.grid.token_indices(tp.rank)
         places = places[places >= 0]
         if (inside := self._inside(rows)) is not None:
             places = places[inside[places]]
@@ -111,7 +111,7 @@ def watch_padding(model: nn.Module, tokens: Tokens) -> None:
             ids = next((t for n in TOKENS if (t := given.get(n)) is not None), None)
             context, real = tokens.context, mask.bool()
             if context is not None and context.view is not None:
-                real = context.own(real, 0)
+                real = context.local_tokens(real, 0)
             if ids is not None and real.shape == ids.shape[:2]:
                 tokens.padding = Padding(real.reshape(-1).to(ids.device), unread)
         return args, {name: value for name, value in kwargs.items() if name != TOKEN_MASK}

@@ -120,7 +120,7 @@ def objective_loss(
         value = value - value.detach()
     if attached.balance is None or not torch.is_grad_enabled():
         return value
-    return attached.balance.adds(value, share)
+    return attached.balance.loss_hook(value, share)
 
 
 def _value(objective: Objective, first: Any, batch: Mapping[str, Any]) -> Tensor:

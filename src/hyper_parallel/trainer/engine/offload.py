@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from hyper_parallel.backends.torch import handle, local
-from hyper_parallel.backends.torch.data.fsdp import gathered
+from hyper_parallel.backends.torch.data.fsdp import gathered_parameters
 from hyper_parallel.backends.torch.memory import (
     Captured,
     LruSpillMode,
@@ -115,7 +115,7 @@ class PlannedSteps:
         self._where = handle(loop.model).device
         self._on_cpu = self._where.type == "cpu"
         self._budget, self._spill = assumed.budget_bytes, spill
-        spill.owned = partial(gathered, handle(loop.model).fsdp)
+        spill.owned = partial(gathered_parameters, handle(loop.model).fsdp)
         self.notes: tuple[str, ...] = ()
         self.timelines: tuple[Timeline, Timeline] | None = None
         self._replans = self._outside_bytes = 0

@@ -1,1 +1,1 @@
-"""Context parallelism: sequences cut over ranks, and attention over all of them."""
+"""Context parallelism: sequences sharded over ranks, with attention over entire sequences."""

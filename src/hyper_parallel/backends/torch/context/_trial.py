@@ -1,7 +1,7 @@
-"""Whether the tokens of a model can be cut over ranks: a trial without values, before any rank starts.
+"""Check by a forward on meta tensors, before any rank starts, that the tokens of a model can be sharded over ranks.
 
-Tokens may see each other in the attention interface of transformers only, there in causal order, with a window that
-the interface is told of; and what differs from token to token comes from the ids and positions that are given.
+Tokens may interact in the attention interface of transformers only, with a causal mask and an optional window passed to
+the interface. All other differences between tokens must come from the input ids and positions.
 """
 
 from __future__ import annotations
@@ -25,25 +25,29 @@ from hyper_parallel.errors import UnsupportedSharding
 _WINDOW = 5  # tokens; shorter than the sequence, so that a mask shows it
 
 
-def attention_calls(model: nn.Module, base: nn.Module, layers: nn.ModuleList) -> tuple[int, ...]:
-    """How often each layer calls the attention interface in a forward pass.
+def probe_attention_calls(
+    model: nn.Module, base: nn.Module, layers: nn.ModuleList
+) -> tuple[int, ...]:
+    """Return how often each layer calls the attention interface in a forward pass.
 
     Raises:
-        UnsupportedSharding: HP205 with what does not work on a part of the tokens.
+        UnsupportedSharding: HP205 with the computation that needs the tokens of other ranks.
     """
     register()
     _Probe(model, base, layers, TRIAL).run()
     return tuple(_Probe(model, base, layers, INTERFACE).run())
 
 
-def count_places(base: nn.Module, places: Callable[[], Tensor]) -> list[RemovableHandle]:
-    """Give position tables that are told places [S] counted in the local tokens, as BART's are, those of `places`."""
+def override_position_ids(
+    base: nn.Module, position_ids: Callable[[], Tensor]
+) -> list[RemovableHandle]:
+    """Replace positions [S] counted over the local tokens, as BART does, in the input of position embeddings."""
 
     def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        given = kwargs.get("position_ids")
-        if given is None or given.dim() > 1:
+        local = kwargs.get("position_ids")
+        if local is None or local.dim() > 1:
             return None
-        return args, {**kwargs, "position_ids": places()}
+        return args, {**kwargs, "position_ids": position_ids()}
 
     return [
         m.register_forward_pre_hook(before, with_kwargs=True)
@@ -53,7 +57,7 @@ def count_places(base: nn.Module, places: Callable[[], Tensor]) -> list[Removabl
 
 
 class _Probe:
-    """Stands for the state of context parallelism during the trial."""
+    """Replacement of `ContextState` during the trial."""
 
     def __init__(
         self, model: nn.Module, base: nn.Module, layers: nn.ModuleList, interface: str
@@ -66,23 +70,23 @@ class _Probe:
         self._layer = {id(m): i for i, layer in enumerate(layers) for m in layer.modules()}
 
     def run(self) -> list[int]:
-        """Run the model once, and refuse what it showed."""
+        """Run the model once, raise for unsupported computations, and return the calls per layer."""
         model, marks = self.model, self.marks
-        own = copy.deepcopy(self.config)
-        own._attn_implementation = self.interface
-        if self.interface == TRIAL and getattr(own, "sliding_window", None):
-            own.sliding_window = _WINDOW
+        config = copy.deepcopy(self.config)
+        config._attn_implementation = self.interface
+        if self.interface == TRIAL and getattr(config, "sliding_window", None):
+            config.sliding_window = _WINDOW
         positions = torch.arange(TOKENS)[None]
         marks.set(positions, POSITIONS)
         with as_it_was(model):
             for module in model.modules():
                 if module.__dict__.get("config") is self.config:
-                    module.config = own
+                    module.config = config
                 object.__setattr__(module, ATTRIBUTE, self)
             if has_causal_loss(model) or scores_tokens(model):
                 model.loss_function = self._loss
                 loss_of_logits(model)
-            hooks = count_places(self.base, lambda: positions[0])
+            hooks = override_position_ids(self.base, lambda: positions[0])
             try:
                 run_hollow(model, marks, "cp", position_ids=positions)
             finally:
@@ -108,11 +112,11 @@ class _Probe:
         window: int | None,
         causal: bool,
     ) -> Tensor:
-        """Zeros of the shape of attention's output; refuses what ranks could not compute."""
-        given = (query, key, value)
-        if any(x.shape[2] != TOKENS for x in given):
+        """Return a meta tensor with the shape of attention's output; raise for attention that ranks cannot compute."""
+        inputs = (query, key, value)
+        if any(x.shape[2] != TOKENS for x in inputs):
             raise self._refusal("attention has other keys than those of the tokens")
-        if self.marks.of(given) & OWN:
+        if self.marks.of(inputs) & OWN:
             raise self._refusal("it counts positions by itself")
         if id(module) not in self._layer:
             raise self._refusal("attention is called outside of the layers")
@@ -120,20 +124,20 @@ class _Probe:
         if not self._is_known(mask, window, causal):
             raise self._refusal("attention has a mask that is not causal order with a window")
         shape = (1, TOKENS, query.shape[1], value.shape[3])
-        return self.marks.hollow(shape, query.dtype, self.marks.of(given))
+        return self.marks.hollow(shape, query.dtype, self.marks.of(inputs))
 
     def _is_known(self, mask: Tensor | None, window: int | None, causal: bool) -> bool:
-        """Whether a mask [1, 1, S, S], true where a query sees a key, is what the interface is told."""
+        """Return whether a mask [1, 1, S, S], true for visible keys, agrees with the window and causal arguments."""
         if mask is None:
             return window is None or (causal and self.interface == INTERFACE)
         if self.interface == INTERFACE or mask.is_meta or mask.dtype != torch.bool:
             return False
         if not causal:
             return window is None and bool(mask.all())
-        before = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()
-        allowed = [before] if window is None or window >= TOKENS else []
-        allowed += [] if window is None else [before.triu(1 - _WINDOW), before.triu(1 - window)]
-        return any(bool((mask == one).all()) for one in allowed)
+        lower = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()
+        allowed = [lower] if window is None or window >= TOKENS else []
+        allowed += [] if window is None else [lower.triu(1 - _WINDOW), lower.triu(1 - window)]
+        return any(bool((mask == other).all()) for other in allowed)
 
     def _loss(self, logits: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         self.losses.append(self.marks.of(logits))

@@ -1,12 +1,12 @@
-"""Context parallelism: every rank of a cp group gets whole sequences, keeps its tokens, and attention sees all of them.
+"""Context parallelism: ranks of a cp group receive complete sequences and shard them; attention covers all tokens.
 
-    root            ids, labels and positions are padded and cut (`ContextState.shard_inputs`); logits are joined again
-    decoder layers  run on [B, S / cp, D]; only attention knows that there are other tokens (`_attention`)
+    root            ids, labels and positions are padded and sharded (`ContextState.shard_inputs`); logits are gathered
+    decoder layers  run on [B, S / cp, D]; only attention uses the tokens of other ranks (`attention`)
     loss            the sum over this rank's tokens; the ranks' sums add up to the loss of the sequences
 
-Attention is reached through the attention interface of transformers: the model's config names one function, which finds
-the `ContextState` of its model on the attention module. Model code and masks are not touched: the masks that a model
-would build (causal, packed documents, sliding window) are applied where blocks of keys meet blocks of queries.
+Attention is replaced through the attention interface of transformers: the model's config names one function, which
+reads the model's `ContextState` from the attention module. Model code is unchanged. The masks of the model (causal,
+packed documents, sliding window) are applied per block of queries and keys.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from hyper_parallel.backends.torch.context._trial import attention_calls, count_places
+from hyper_parallel.backends.torch.context._trial import (
+    override_position_ids,
+    probe_attention_calls,
+)
 from hyper_parallel.backends.torch.context.attention import ATTRIBUTE, INTERFACE
 from hyper_parallel.backends.torch.context.state import TOKENS, ContextState
 from hyper_parallel.backends.torch.forward_variants import cache_argument
@@ -31,11 +34,11 @@ from hyper_parallel.backends.torch.tensor.collectives import join
 from hyper_parallel.errors import UnsupportedSharding
 from hyper_parallel.ir import Strategy
 
-FORGETFUL = ("gpt_oss",)
+MASKS_IGNORE_POSITION_IDS = ("gpt_oss",)
 """Families whose masks ignore `position_ids`."""
 _LAYER_KINDS = ("full_attention", "sliding_attention")
 _COUNTS = "create_position_ids_from_input_ids"
-"""Method of transformers' modules that count positions from ids."""
+"""Method of transformers modules that derive positions from ids."""
 
 
 def apply_context_parallel(
@@ -46,60 +49,71 @@ def apply_context_parallel(
     stage_layers: Callable[[], range] | None,
     calls: Sequence[int],
 ) -> ContextState | None:
-    """Cut the sequences of a model, and let its attention see all of them; None when cp is 1.
+    """Shard the sequences of a model and make its attention cover all tokens; return None if cp is 1.
 
-    `stage_layers` gives those of the running pipeline stage; `calls` is what `follow_attention` returned.
+    Args:
+        model: The model; changed in place.
+        decoder: Its base and its decoder layers, or None.
+        strategy: The strategy of the plan.
+        mesh: Device mesh with a cp axis.
+        stage_layers: Returns the layers of the running pipeline stage; None without pipeline parallelism.
+        calls: Result of `count_attention_calls`.
     """
     if mesh is None or strategy.cp == 1:
         return None
-    assert decoder is not None, "follow_attention refuses it"
+    assert decoder is not None, "refused by count_attention_calls"
     base, layers = decoder
-    config, every = base.config, range(len(layers))
-    context = ContextState.of(strategy, mesh["cp"].get_group())
-    own = copy.deepcopy(config)  # another model may have been made from the same config
-    own._attn_implementation = INTERFACE
+    config, all_layers = base.config, range(len(layers))
+    context = ContextState.from_strategy(strategy, mesh["cp"].get_group())
+    cp_config = copy.deepcopy(config)  # other models may share the config
+    cp_config._attn_implementation = INTERFACE
     for module in model.modules():
         if module.__dict__.get("config") is config:
-            module.config = own
+            module.config = cp_config
     for module in layers.modules():
         object.__setattr__(module, ATTRIBUTE, context)
-    count_places(base, context.places)
-    # Stages of a pipeline have no whole outputs to return.
-    running = stage_layers or (lambda: every)
+    override_position_ids(base, context.position_ids)
+    running = stage_layers or (lambda: all_layers)
     _wrap_root(
         context,
         model,
         lambda: sum(calls[i] for i in running()),
-        joins=stage_layers is None,
+        gathers_outputs=stage_layers is None,  # pipeline stages return local outputs
         tables=[m for m in base.modules() if hasattr(m, _COUNTS)],
     )
     return context
 
 
-def follow_attention(model: nn.Module, strategy: Strategy) -> tuple[int, ...]:
-    """How often each layer calls the attention interface; refuses, without any rank, attention that cp cannot repeat.
+def count_attention_calls(model: nn.Module, strategy: Strategy) -> tuple[int, ...]:
+    """Return how often each layer calls the attention interface; needs no ranks.
 
     Raises:
-        UnsupportedSharding: HP205 with what is more than causal attention, with a window, through the interface.
+        UnsupportedSharding: HP205 for attention other than causal attention, with or without a window, through the
+            interface.
     """
     if strategy.cp == 1:
         return ()
     if (decoder := decoder_of(model)) is None:
         raise refused(model, "it has no list of layers", "cp")
     _refuse(decoder[0].config)
-    return attention_calls(model, *decoder)
+    return probe_attention_calls(model, *decoder)
 
 
 def _wrap_root(
     context: ContextState,
     model: nn.Module,
     num_calls: Callable[[], int],
-    joins: bool,
+    gathers_outputs: bool,
     tables: Sequence[Any],
 ) -> None:
-    """Cut the inputs of a model where its forward begins, and join its outputs where it ends.
+    """Shard the inputs of a model before its forward and gather its outputs after it.
 
-    `tables` count the positions of whole sequences of ids by themselves, where none are given.
+    Args:
+        context: State of context parallelism.
+        model: The model; changed in place.
+        num_calls: Returns the expected number of attention calls of a pass.
+        gathers_outputs: Whether outputs are gathered over the ranks.
+        tables: Position embeddings that derive positions from ids if the batch has none.
     """
     names = list(inspect.signature(model.forward).parameters)
 
@@ -109,23 +123,24 @@ def _wrap_root(
         batch = {**dict(zip(names, args, strict=False)), **kwargs}
         _refuse_call(module, batch)
         refuse_other_inputs(module, ("cp",), batch)
-        given = {**context.shard_inputs(batch), "use_cache": False}
+        shards = {**context.shard_inputs(batch), "use_cache": False}
         if tables and batch.get("position_ids") is None:
-            # RoBERTa's positions begin behind that of padding.
+            # RoBERTa's positions start after the position of padding.
             fill, ids = tables[0].padding_idx, batch["input_ids"]
-            given["position_ids"] = context.own(getattr(tables[0], _COUNTS)(ids, fill), fill)
-        return (), given
+            positions = getattr(tables[0], _COUNTS)(ids, fill)
+            shards["position_ids"] = context.local_tokens(positions, fill)
+        return (), shards
 
     def after(module: nn.Module, _: Any, kwargs: dict[str, Any], output: Any) -> Any:
         expected = num_calls()
         if context.calls != expected:
             raise UnsupportedSharding(
-                "layers call the attention interface more or less often than in their trial",
+                "layers call the attention interface more or less often than in the trial forward",
                 where=type(module).__name__,
                 got=f"{context.calls} calls instead of {expected}",
                 hint="parallel.cp=1",
             )
-        if not joins:
+        if not gathers_outputs:
             return output
         if isinstance(output, tuple):
             raise UnsupportedSharding(
@@ -135,12 +150,8 @@ def _wrap_root(
             )
         for name in ("logits", "last_hidden_state"):
             if getattr(output, name, None) is not None:
-                whole = (
-                    None
-                    if kwargs.get("labels") is not None
-                    else join_sequences(context, output[name])
-                )
-                output[name] = whole
+                has_loss = kwargs.get("labels") is not None
+                output[name] = None if has_loss else join_sequences(context, output[name])
         return output
 
     model.register_forward_pre_hook(before, with_kwargs=True)
@@ -148,28 +159,28 @@ def _wrap_root(
 
 
 def join_sequences(context: ContextState, local: Tensor) -> Tensor:
-    """Whole sequences [B, S, ...] from every rank's tokens; the ranks then all do the same with them."""
+    """Gather complete sequences [B, S, ...], for the same computation on all ranks."""
     assert context.view is not None
     cut, group = context.view.cut, context.group
-    held = [p for rank in range(group.size()) for p in cut.positions(rank)]
-    # For every position the place of its token among the tokens of all ranks, laid end to end.
-    order = torch.tensor(held, device=local.device).argsort()[: cut.seq_len]
+    positions = [p for rank in range(group.size()) for p in cut.positions(rank)]
+    # Index of each position in the concatenated tokens of all ranks.
+    order = torch.tensor(positions, device=local.device).argsort()[: cut.seq_len]
     return join(local, 1, group).index_select(1, order)
 
 
 def _refuse(config: Any) -> None:
-    """Refuse configs whose attention is more than causal with windows and documents."""
+    """Raise HP205 for configs with attention other than causal attention with windows and documents."""
     kinds = set(getattr(config, "layer_types", None) or ()) - set(_LAYER_KINDS)
-    for wrong, what in (
+    for unsupported, feature in (
         (kinds, f"layers of kind {', '.join(sorted(kinds))}"),
         (not getattr(config, "is_causal", True), "attention that is not causal"),
         (getattr(config, "use_bidirectional_attention", None), "bidirectional attention"),
         (getattr(config, "attention_chunk_size", None), "chunked attention"),
         (getattr(config, "attention_dropout", 0.0), "attention dropout"),
     ):
-        if wrong:
+        if unsupported:
             raise UnsupportedSharding(
-                f"context parallelism does not know {what}",
+                f"context parallelism does not support {feature}",
                 where=config.model_type,
                 allowed="causal attention, full or with a sliding window, without dropout",
                 hint="parallel.cp=1",
@@ -177,38 +188,38 @@ def _refuse(config: Any) -> None:
 
 
 def _refuse_call(module: nn.Module, batch: Mapping[str, Any]) -> None:
-    """Refuse arguments whose meaning would change when every rank sees a part of the tokens."""
+    """Raise HP205 for arguments that are undefined for a shard of the tokens."""
     config = module.config
     for name, why in (
-        ("attention_mask", "give documents by `position_ids` that begin again, padding by labels"),
-        ("past_key_values", "keys and values are not kept under context parallelism"),
-        ("cache", "keys and values are not kept under context parallelism"),
-        ("use_cache", "keys and values are not kept under context parallelism"),
+        ("attention_mask", "mark documents by `position_ids` that restart, padding by labels"),
+        ("past_key_values", "keys and values are not cached under context parallelism"),
+        ("cache", "keys and values are not cached under context parallelism"),
+        ("use_cache", "keys and values are not cached under context parallelism"),
         ("output_hidden_states", "a rank has hidden states of its tokens only"),
-        ("output_attentions", "attention weights are never whole"),
+        ("output_attentions", "attention weights of whole sequences are never computed"),
     ):
-        given = batch.get(name)
-        if name.startswith("output_") and given is None:
-            given = getattr(config, name, False)
-        if given is not None and given is not False:
+        value = batch.get(name)
+        if name.startswith("output_") and value is None:
+            value = getattr(config, name, False)
+        if value is not None and value is not False:
             raise UnsupportedSharding(
                 f"`{name}` has no meaning under context parallelism: {why}",
                 where=type(module).__name__,
-                hint=f"{name}={'False' if isinstance(given, bool) else 'None'}",
+                hint=f"{name}={'False' if isinstance(value, bool) else 'None'}",
             )
 
 
 def mask_documents(base: nn.Module, dtype: torch.dtype) -> None:
-    """Let a decoder whose family would let packed documents see each other mask them; without context parallelism.
+    """Mask packed documents in families whose masks ignore them; for models without context parallelism.
 
-    Models of transformers tell documents by `position_ids` that begin again, where they build their masks. GPT-OSS
-    builds its masks without positions, but takes masks that were built before: here, by the same public functions.
+    Models of transformers derive documents from `position_ids` that restart, when they build masks. GPT-OSS builds its
+    masks without positions, but accepts prebuilt masks. A hook builds them with the same public functions.
 
     Args:
         base: Decoder without its head.
-        dtype: Format of activations, for masks that are added to scores.
+        dtype: Dtype of activations, for additive masks.
     """
-    if base.config.model_type not in FORGETFUL:
+    if base.config.model_type not in MASKS_IGNORE_POSITION_IDS:
         return
     from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
@@ -216,13 +227,11 @@ def mask_documents(base: nn.Module, dtype: torch.dtype) -> None:
         module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         positions = kwargs.get("position_ids")
-        given = any(
-            kwargs.get(n) is not None for n in ("attention_mask", "past_key_values", "cache")
-        )
-        if positions is None or given:
+        excluded = ("attention_mask", "past_key_values", "cache")
+        if positions is None or any(kwargs.get(n) is not None for n in excluded):
             return None
         tokens = next(t for n in TOKENS if (t := kwargs.get(n)) is not None)
-        # Only its shape, format and device are read.
+        # Only its shape, dtype and device are read.
         like = torch.empty(*tokens.shape[:2], 0, dtype=dtype, device=tokens.device)
         makers = (create_causal_mask, create_sliding_window_causal_mask)
         masks = (

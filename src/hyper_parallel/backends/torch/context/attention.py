@@ -1,13 +1,13 @@
-"""Attention over the ranks of context parallelism: rounds of key and value exchange, Ulysses, or one gather.
+"""Attention over context-parallel ranks: ring exchange of keys and values, Ulysses, or one all-gather.
 
-Ring. In round d every place sends its keys and values to the place d further on and gets those of the place d before,
-while it computes with what came in the round before. Sending straight to who needs them, instead of passing them on
-from neighbour to neighbour, moves the same bytes per round and lets rounds that a sliding window hides be left out.
-Backward exchanges keys and values again; gradients of a block go straight back to its owner, which adds them up in
-float32 or wider, so that no gradient is rounded more than once.
+Ring. A ring position is a group of `ulysses` ranks. In round d, every position sends its keys and values to the one d
+after it and receives those of the one d before it, while it computes on the blocks of the previous round. Keys go
+directly to the position that needs them, not from neighbour to neighbour. The bytes per round are the same, and rounds
+outside of a sliding window are skipped. Backward exchanges keys and values again. The gradients of a block are sent
+directly to its owner, which accumulates them in float32 or wider, so no gradient is rounded more than once.
 
-Ulysses. One all-to-all trades tokens for heads before attention, one trades them back after it. With fewer key heads
-than ranks, key heads are repeated. The hybrid does that among the ranks of a place, and the ring between places.
+Ulysses. One all-to-all exchanges tokens for heads before attention, another one reverses this after it. With fewer key
+heads than ranks, key heads are repeated. The hybrid uses Ulysses inside a ring position and the ring between positions.
 
 Sources: Liu et al. 2023, Ring Attention; Brandon et al. 2023, Striped Attention (balance); Jacobs et al. 2023,
 DeepSpeed Ulysses; Fang and Zhao 2024, USP (hybrid); Llama 3 report, section 3.3.2 (gathered keys and values).
@@ -29,7 +29,7 @@ from hyper_parallel.backends.torch.context.block_attention import (
     AttentionBlock,
     AttentionRules,
     merge,
-    wide,
+    score_dtype,
 )
 from hyper_parallel.backends.torch.context.state import ContextState, SequenceView
 from hyper_parallel.backends.torch.tensor.collectives import reshard
@@ -37,26 +37,28 @@ from hyper_parallel.errors import UnsupportedSharding
 from hyper_parallel.ir import Interval, Purpose, sees_all, sees_some
 
 INTERFACE = "hyper_parallel"
-"""Name of our function in the attention interface of transformers."""
+"""Name of `context_attention` in the attention interface of transformers."""
 TRIAL = "hyper_parallel_trial"
-"""The same for a trial, with the masks that models build."""
+"""Name of `context_attention` in a trial, where models build their masks."""
 ATTRIBUTE = "_hyper_parallel_context"
-"""Attribute of attention modules that holds the `ContextState` of their model."""
-Arriving = Iterator[tuple[int, Tensor, Tensor]]
-"""Places of the ring with their keys and values, this one first; or with the gradients of those."""
+"""Attribute of attention modules with the `ContextState` of their model."""
+KeyValueBlocks = Iterator[tuple[int, Tensor, Tensor]]
+"""Ring positions with their keys and values (or the gradients of these), this rank's position first."""
 
 
 def register() -> None:
-    """Make the attention interface of transformers know our function; doing it again changes nothing."""
+    """Register `context_attention` in the attention interface of transformers; idempotent."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 
-    # No entry in AttentionMaskInterface: models then build no mask, which no kernel here would take.
+    # No entry in AttentionMaskInterface: models then build no mask, because no kernel here accepts one.
     AttentionInterface.register(INTERFACE, context_attention)
     AttentionInterface.register(TRIAL, context_attention)
-    # A mask that is left out says less than one: kernels differ in what they do then.
-    never = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-    AttentionMaskInterface.register(TRIAL, lambda *sizes, **more: sdpa_mask(*sizes, **more | never))
+    # An omitted mask is ambiguous: kernels differ in their default.
+    no_skip = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+    AttentionMaskInterface.register(
+        TRIAL, lambda *sizes, **kwargs: sdpa_mask(*sizes, **kwargs | no_skip)
+    )
 
 
 @torch.compiler.disable
@@ -72,18 +74,33 @@ def context_attention(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     is_causal: bool | None = None,
-    **others: Any,
+    **unused: Any,
 ) -> tuple[Tensor, None]:
-    """The attention interface of transformers for this rank's tokens of cut sequences.
+    """Compute attention of this rank's tokens; implements the attention interface of transformers.
 
-    Query [B, H, local tokens, D], key and value [B, G, local tokens, D or Dv] give [B, local tokens, H, Dv] and no
-    weights. `softcap` is Gemma 2's, `s_aux` [H] are the logits of GPT-OSS's attention sinks, `others` what models pass
-    besides and no attention function uses. Masks follow from the positions.
+    Masks follow from the positions.
+
+    Args:
+        module: The attention module.
+        query: [B, H, local tokens, D].
+        key: [B, G, local tokens, D].
+        value: [B, G, local tokens, Dv].
+        attention_mask: Mask of the model; only in a trial.
+        dropout: Must be 0.
+        scaling: Factor of the scores; None: 1 / sqrt(D).
+        sliding_window: Number of visible tokens per query; None: no window.
+        softcap: Cap of the scores, as in Gemma 2.
+        s_aux: Logits of attention sinks [H], as in GPT-OSS.
+        is_causal: Whether attention is causal; None: as the module says.
+        unused: Arguments of models that no attention function uses.
+
+    Returns:
+        Output [B, local tokens, H, Dv], and None for the weights.
     """
     context = getattr(module, ATTRIBUTE)
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
-    given = {"attention_mask": attention_mask, "dropout": dropout, "is_causal": causal, **others}
-    _refuse_attention(module, context, given)
+    options = {"attention_mask": attention_mask, "dropout": dropout, "is_causal": causal, **unused}
+    _refuse_attention(module, context, options)
     if not isinstance(context, ContextState):  # a trial
         out = context.attend(module, query, key, value, attention_mask, sliding_window, causal)
         return out, None
@@ -93,18 +110,10 @@ def context_attention(
     scale = 1.0 / math.sqrt(query.shape[-1]) if scaling is None else scaling
     rules = AttentionRules(scale, sliding_window, softcap, view.documents, causal)
     group, ulysses = context.group, context.ulysses
-    if ulysses > 1:  # this rank's heads of all the place's tokens, and back
-        if query.shape[1] % ulysses:
-            raise UnsupportedSharding(
-                "Ulysses needs query heads that its ranks divide",
-                got=f"{query.shape[1]} heads on this rank, {ulysses} ranks",
-                hint="parallel.cp_kind=ring",
-            )
-        times = math.lcm(key.shape[1], ulysses) // key.shape[1]
-        if times > 1:
-            key, value = (x.repeat_interleave(times, 1) for x in (key, value))
-        whole = (query, key, value)
-        query, key, value = reshard(whole, 1, 2, group, Purpose.HEADS_FOR_TOKENS, ulysses)
+    if (
+        ulysses > 1
+    ):  # from all heads of this rank's tokens to this rank's heads of the position's tokens
+        query, key, value = _exchange_tokens_for_heads(context, query, key, value)
         if s_aux is not None:
             s_aux = s_aux.chunk(ulysses)[group.rank() % ulysses]
     out = _Attention.apply(query, key, value, s_aux, context, view, rules)
@@ -113,49 +122,68 @@ def context_attention(
     return out.transpose(1, 2).contiguous(), None
 
 
-def _refuse_attention(module: nn.Module, context: Any, given: dict[str, Any]) -> None:
-    """Refuse attention that is more than causal with windows and documents, or of all tokens."""
+def _exchange_tokens_for_heads(
+    context: ContextState, query: Tensor, key: Tensor, value: Tensor
+) -> tuple[Tensor, ...]:
+    """Move the sharding of query, key and value from tokens to heads, among the ranks of a ring position."""
+    ulysses = context.ulysses
+    if query.shape[1] % ulysses:
+        raise UnsupportedSharding(
+            "Ulysses needs a number of query heads that is divisible by its ranks",
+            got=f"{query.shape[1]} heads on this rank, {ulysses} ranks",
+            hint="parallel.cp_kind=ring",
+        )
+    repeats = math.lcm(key.shape[1], ulysses) // key.shape[1]
+    if repeats > 1:
+        key, value = (x.repeat_interleave(repeats, 1) for x in (key, value))
+    return reshard((query, key, value), 1, 2, context.group, Purpose.HEADS_FOR_TOKENS, ulysses)
+
+
+def _refuse_attention(module: nn.Module, context: Any, options: dict[str, Any]) -> None:
+    """Raise HP205 for attention other than causal or full attention with windows and documents."""
     running = isinstance(context, ContextState)
     packed = running and context.view.documents is not None
-    for name, wrong in (
-        ("attention_mask", given["attention_mask"] is not None and running),
-        ("dropout", given["dropout"] != 0.0),
-        ("is_causal=False", packed and not given["is_causal"]),
-        ("position_bias", given.get("position_bias") is not None),
+    for name, unsupported in (
+        ("attention_mask", options["attention_mask"] is not None and running),
+        ("dropout", options["dropout"] != 0.0),
+        ("is_causal=False", packed and not options["is_causal"]),
+        ("position_bias", options.get("position_bias") is not None),
     ):
-        if wrong:
+        if unsupported:
             raise UnsupportedSharding(
-                f"context parallelism does not know attention with `{name}`",
+                f"context parallelism does not support attention with `{name}`",
                 where=type(module).__name__,
                 hint="parallel.cp=1",
             )
 
 
 @dataclass(frozen=True, slots=True)
-class PlaceAttention:
-    """Attention of the queries of one place of the ring over the keys of any place, in blocks of spans."""
+class RingAttention:
+    """Attention of the queries of one ring position over the keys of any position, in blocks of spans."""
 
     view: SequenceView
     rules: AttentionRules
-    place: int
+    position: int
 
-    def blocks(self, other: int) -> Iterator[tuple[slice, slice, AttentionBlock]]:
-        """Visible blocks with the keys of another place, and the slices of the local queries and keys they are about.
+    def blocks(self, source: int) -> Iterator[tuple[slice, slice, AttentionBlock]]:
+        """Yield visible blocks with the keys of a ring position, as slices of the local queries and of the keys.
 
-        For each queries the diagonal comes first, so that every row has seen a key after it.
+        For each span of queries the diagonal comes first, so that every row has seen a key afterwards.
         """
-        mine, theirs = (list(_slices(self.view.cut.spans[p])) for p in (self.place, other))
-        for at, queries in mine:
-            for there, keys in sorted(theirs, key=lambda pair: pair[1] != queries):
-                if not self.rules.causal:  # all tokens, padding left out
+        query_spans, key_spans = (
+            list(_slices(self.view.cut.spans[p])) for p in (self.position, source)
+        )
+        for rows, queries in query_spans:
+            for columns, keys in sorted(key_spans, key=lambda pair: pair[1] != queries):
+                if not self.rules.causal:  # all tokens except padding
                     keys = (keys[0], min(keys[1], self.view.cut.seq_len))
-                    there = slice(there.start, there.start + max(0, keys[1] - keys[0]))
-                some, every = self._seen(queries, keys)
+                    columns = slice(columns.start, columns.start + max(0, keys[1] - keys[0]))
+                some, every = self._visibility(queries, keys)
                 if some:
-                    yield at, there, AttentionBlock(queries, keys, self.rules, every)
+                    yield rows, columns, AttentionBlock(queries, keys, self.rules, every)
 
-    def _seen(self, queries: Interval, keys: Interval) -> tuple[bool, bool]:
-        """Whether some query sees some key, and whether each sees all."""
+    def _visibility(self, queries: Interval, keys: Interval) -> tuple[bool, bool]:
+        """Return whether some query sees some key, and whether every query sees all keys."""
         if not self.rules.causal:
             return keys[0] < keys[1], True
         window, bounds = self.rules.window, self.view.bounds
@@ -166,35 +194,41 @@ class PlaceAttention:
             every = every and all(q[0] == q[1] == k[0] == k[1] for q, k in documents)
         return some, every
 
-    def forward(self, q: Tensor, width: int, arriving: Arriving) -> tuple[Tensor, Tensor]:
-        """Output, of the values' width, and lse over all places that arrive, in `wide` format."""
-        lse = q.new_full(q.shape[:3], -torch.inf, dtype=wide(q.dtype))
+    def forward(self, q: Tensor, width: int, blocks: KeyValueBlocks) -> tuple[Tensor, Tensor]:
+        """Return output and lse over the keys of all positions, in `score_dtype`; `width`: features of the values."""
+        lse = q.new_full(q.shape[:3], -torch.inf, dtype=score_dtype(q.dtype))
         out = lse.new_zeros(*lse.shape, width)
-        for other, k, v in arriving:
-            for at, there, block in self.blocks(other):
-                more = block.forward(q[:, :, at], k[:, :, there], v[:, :, there])
+        for source, k, v in blocks:
+            for rows, columns, block in self.blocks(source):
+                result = block.forward(q[:, :, rows], k[:, :, columns], v[:, :, columns])
                 if block.queries == block.keys:
-                    out[:, :, at], lse[:, :, at] = more
+                    out[:, :, rows], lse[:, :, rows] = result
                 else:
-                    merge(out[:, :, at], lse[:, :, at], *more)
+                    merge(out[:, :, rows], lse[:, :, rows], *result)
         return out, lse
 
     def backward(
-        self, grad: Tensor, q: Tensor, saved: tuple[Tensor, ...], dq: Tensor, arriving: Arriving
-    ) -> Arriving:
-        """Add to `dq` what the keys of every place give, and give their gradients place by place.
+        self, grad: Tensor, q: Tensor, saved: tuple[Tensor, ...], dq: Tensor, blocks: KeyValueBlocks
+    ) -> KeyValueBlocks:
+        """Accumulate the gradient of the queries in `dq`; yield the gradients of keys and values per ring position.
 
-        `saved` is (out, lse, delta), as a block's backward takes them.
+        Args:
+            grad: Gradient of the output.
+            q: Local queries.
+            saved: (out, lse, delta), as in `AttentionBlock.backward`.
+            dq: Accumulator of the gradient of `q`.
+            blocks: Keys and values per ring position.
         """
-        for other, k, v in arriving:
+        for source, k, v in blocks:
             dk, dv = torch.zeros_like(k, dtype=dq.dtype), torch.zeros_like(v, dtype=dq.dtype)
-            for at, there, block in self.blocks(other):
-                rows = (x[:, :, at] for x in saved)
-                keys, values = k[:, :, there], v[:, :, there]
-                grads = block.backward(grad[:, :, at], q[:, :, at], keys, values, *rows)
-                for total, cut, more in zip((dq, dk, dv), (at, there, there), grads, strict=True):
-                    total[:, :, cut] += more
-            yield other, dk, dv
+            for rows, columns, block in self.blocks(source):
+                row_data = (x[:, :, rows] for x in saved)
+                keys, values = k[:, :, columns], v[:, :, columns]
+                grads = block.backward(grad[:, :, rows], q[:, :, rows], keys, values, *row_data)
+                slices = (rows, columns, columns)
+                for total, part, block_grad in zip((dq, dk, dv), slices, grads, strict=True):
+                    total[:, :, part] += block_grad
+            yield source, dk, dv
 
 
 def _slices(spans: tuple[Interval, ...]) -> Iterator[tuple[slice, Interval]]:
@@ -206,7 +240,7 @@ def _slices(spans: tuple[Interval, ...]) -> Iterator[tuple[slice, Interval]]:
 
 
 class _Attention(torch.autograd.Function):
-    """Attention of this rank's queries over the keys of all places of the ring."""
+    """Attention of this rank's queries over the keys of all ring positions."""
 
     @staticmethod
     def forward(
@@ -219,54 +253,58 @@ class _Attention(torch.autograd.Function):
         view: SequenceView,
         rules: AttentionRules,
     ) -> Tensor:
-        own = PlaceAttention(view, rules, context.place)
-        out, lse = own.forward(q, v.shape[3], _arriving(context, own, k, v))
+        ring = RingAttention(view, rules, context.ring_position)
+        out, lse = ring.forward(q, v.shape[3], _key_value_blocks(context, ring, k, v))
         if sinks is not None:
-            # A sink takes part in the softmax and gives nothing.
+            # A sink adds to the softmax denominator only.
             total = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
             out.mul_((lse - total).exp_().unsqueeze(-1))
             lse = total
         result = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, result, lse, sinks)
-        ctx.context, ctx.own = context, own
+        ctx.context, ctx.ring = context, ring
         return result
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, sinks = ctx.saved_tensors
-        context, own = ctx.context, ctx.own
+        context, ring = ctx.context, ctx.ring
         dq, d_sinks = torch.zeros_like(q, dtype=lse.dtype), None
         delta = (grad.to(lse.dtype) * out).sum(-1)
         if sinks is not None:
             share = (sinks.to(lse.dtype)[:, None] - lse).exp_()
             d_sinks = -(share * delta).sum((0, 2)).to(sinks.dtype)
-        name, places = Purpose.KEY_VALUE_GRADIENTS, context.ring if context.gathers else 1
-        # Gradients of the keys of every place, or of this one, to which the others send theirs.
-        rows = lse.new_zeros(places, k.numel() + v.numel())
-        coming: list[tuple[Tensor, Callable[[], None]]] = []
+        name, positions = Purpose.KEY_VALUE_GRADIENTS, 1
+        if context.gather_keys:
+            positions = context.ring_size
+        # Gradients of the keys of all positions, or of this position with the gradients received from others.
+        rows = lse.new_zeros(positions, k.numel() + v.numel())
+        in_flight: list[tuple[Tensor, Callable[[], None]]] = []
 
-        def add_what_came() -> None:
-            while coming:
-                came, wait = coming.pop()
+        def accumulate_received() -> None:
+            while in_flight:
+                received, wait = in_flight.pop()
                 wait()
-                rows[0] += came
+                rows[0] += received
 
-        arriving = _arriving(context, own, k, v)
-        for other, dk, dv in own.backward(grad, q, (out, lse, delta), dq, arriving):
+        blocks = _key_value_blocks(context, ring, k, v)
+        for source, dk, dv in ring.backward(grad, q, (out, lse, delta), dq, blocks):
             flat = _pack(dk, dv)
-            if context.gathers:
-                rows[other] = flat
-            elif other == own.place:
+            if context.gather_keys:
+                rows[source] = flat
+            elif source == ring.position:
                 rows[0] += flat
             else:
-                add_what_came()
-                coming.append(_exchange(context, flat.to(k.dtype), other - own.place, name))
-        add_what_came()
-        mine = rows[0]
-        if context.gathers:
-            mine = reduce_into(torch.empty_like(mine), rows.flatten(), context.group, name)
-        dk, dv = _unpack(mine, k, v)
+                accumulate_received()
+                distance = source - ring.position
+                in_flight.append(_exchange(context, flat.to(k.dtype), distance, name))
+        accumulate_received()
+        local_grads = rows[0]
+        if context.gather_keys:
+            local_grads = torch.empty_like(local_grads)
+            reduce_into(local_grads, rows.flatten(), context.group, name)
+        dk, dv = _unpack(local_grads, k, v)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), d_sinks, None, None, None
 
 
@@ -279,34 +317,41 @@ def _unpack(flat: Tensor, *like: Tensor) -> Iterator[Tensor]:
     return (part.view(t.shape) for part, t in zip(parts, like, strict=True))
 
 
-def _arriving(context: ContextState, own: PlaceAttention, k: Tensor, v: Tensor) -> Arriving:
-    """Keys and values of this place, then of the others as they come; the next exchange runs meanwhile."""
-    name, ring = Purpose.KEYS_AND_VALUES, context.ring
-    if context.gathers:
+def _key_value_blocks(
+    context: ContextState, ring: RingAttention, k: Tensor, v: Tensor
+) -> KeyValueBlocks:
+    """Yield local keys and values, then received ones; the next exchange overlaps with their use."""
+    name, ring_size = Purpose.KEYS_AND_VALUES, context.ring_size
+    if context.gather_keys:
         rows = gather_rows(_pack(k, v), context.group, name)
-        for distance in range(ring):
-            other = (own.place - distance) % ring
-            keys, values = _unpack(rows[other], k, v)
-            yield other, keys, values
+        for distance in range(ring_size):
+            source = (ring.position - distance) % ring_size
+            keys, values = _unpack(rows[source], k, v)
+            yield source, keys, values
         return
-    distances = own.view.cut.distances(own.rules.window)
-    mine = _pack(k, v) if distances else k
-    keys, values, other = k, v, own.place
+    distances = ring.view.cut.distances(ring.rules.window)
+    local = _pack(k, v) if distances else k
+    keys, values, source = k, v, ring.position
     for distance in distances:
-        came, wait = _exchange(context, mine, distance, name)
-        yield other, keys, values
+        received, wait = _exchange(context, local, distance, name)
+        yield source, keys, values
         wait()
-        keys, values = _unpack(came, k, v)
-        other = (own.place - distance) % ring
-    yield other, keys, values
+        keys, values = _unpack(received, k, v)
+        source = (ring.position - distance) % ring_size
+    yield source, keys, values
 
 
 def _exchange(
     context: ContextState, flat: Tensor, distance: int, name: Purpose
 ) -> tuple[Tensor, Callable[[], None]]:
-    """Send to the place `distance` further on the ring, receive from the one as far back; and how to wait for it."""
-    inner = context.group.rank() % context.ulysses
+    """Send to the position `distance` after this one, receive from `distance` before it.
+
+    Returns:
+        Received tensor, and a function that waits for the exchange.
+    """
+    ulysses = context.ulysses
     to, source = (
-        (context.place + d) % context.ring * context.ulysses + inner for d in (distance, -distance)
+        (context.ring_position + d) % context.ring_size * ulysses + context.group.rank() % ulysses
+        for d in (distance, -distance)
     )
     return send_receive(flat, to, source, context.group, name)

@@ -1,10 +1,10 @@
-"""Attention of one block of queries over one block of keys, with what is needed to join blocks.
+"""Attention of one block of queries over one block of keys, and the merge of blocks.
 
-A block returns its output and the logarithm of its softmax denominator ("lse") per query and head; outputs of several
-key blocks are joined with `merge`. The backward of a block takes the lse of the whole row, so that every block's
-probabilities are those of the whole softmax and no block needs another.
+A block returns its output and the logarithm of its softmax denominator ("lse") per query and head. `merge` combines the
+outputs of several key blocks. The backward of a block uses the lse of the complete row: its probabilities are those of
+the complete softmax, and blocks are independent.
 
-Where it fits, a block runs on torch's own flash attention, on CPU and CUDA; else on plain matrix products.
+A block runs on torch's flash attention kernels for CPU and CUDA if they support it, otherwise on matrix products.
 
 Shapes: B batch, H query heads, G key heads (a divisor of H; head h uses key head h // (H / G)), Q queries of the block,
 N keys of it, K head dim, V head dim of the values.
@@ -24,31 +24,31 @@ from torch import Tensor
 from hyper_parallel.ir import Interval
 
 _SCORES = 1 << 24
-"""Scores computed at a time, which bounds the temporaries of the plain kernel."""
+"""Maximum of scores per tile, which bounds the temporaries of the unfused kernel."""
 _FORMATS = {
     "cuda": (torch.bfloat16, torch.float16),
     "cpu": (torch.bfloat16, torch.float16, torch.float32),
 }
-"""Formats that the fused kernel of a device takes."""
-_LARGEST_HEAD = 256  # features of a head; FlashAttention-2 kernels take no more
+"""Dtypes supported by the fused kernel of a device."""
+_LARGEST_HEAD = 256  # features of a head; limit of FlashAttention-2 kernels
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionRules:
-    """What a query sees and how its scores are made."""
+    """Mask and score function of attention."""
 
     scale: float
     window: int | None = None
-    """Tokens each query sees, itself included; None: all before it."""
+    """Number of visible tokens per query, itself included; None: all preceding tokens."""
     softcap: float | None = None
-    """Scores are softcap * tanh(score / softcap); None: as they are."""
+    """Cap of scores, softcap * tanh(score / softcap); None: uncapped."""
     documents: Tensor | None = None
-    """[B, S] number of the document of every position of a sequence; None: one document."""
+    """Document index of every position, [B, S]; None: one document per sequence."""
     causal: bool = True
-    """False: every token sees all of its sequence, without a window."""
+    """False: every token sees its entire sequence, without a window."""
 
     def hidden(self, queries: Interval, keys: Interval, device: torch.device) -> Tensor:
-        """[B or 1, Q, N]: True where a query does not see a key."""
+        """Return the mask of invisible keys, [B or 1, Q, N], True for a hidden key."""
         q = torch.arange(*queries, device=device).unsqueeze(1)
         k = torch.arange(*keys, device=device)
         mask = k > q
@@ -56,41 +56,41 @@ class AttentionRules:
             mask |= q - k >= self.window
         mask = mask.unsqueeze(0)
         if self.documents is not None:
-            of_queries = self.documents[:, slice(*queries)].unsqueeze(2)
-            mask = mask | (of_queries != self.documents[:, slice(*keys)].unsqueeze(1))
+            query_documents = self.documents[:, slice(*queries)].unsqueeze(2)
+            mask = mask | (query_documents != self.documents[:, slice(*keys)].unsqueeze(1))
         return mask
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """Format of scores and sums: float32 at least."""
+def score_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of scores and sums: float32 or wider."""
     return torch.promote_types(dtype, torch.float32)
 
 
-def merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
-    """Join another block's output into `out` and `lse`, in place; every row of `lse` is finite."""
-    total = torch.logaddexp(lse, more_lse)
+def merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
+    """Merge a block's output into `out` and `lse` in place; every row of `lse` must be finite."""
+    total = torch.logaddexp(lse, block_lse)
     out.mul_((lse - total).exp_().unsqueeze(-1))
-    out.add_(more * (more_lse - total).exp_().unsqueeze(-1))
+    out.add_(block_out * (block_lse - total).exp_().unsqueeze(-1))
     lse.copy_(total)
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionBlock:
-    """The positions of some queries and of some keys."""
+    """Block of queries and keys, by their positions in the sequence."""
 
     queries: Interval
     keys: Interval
     rules: AttentionRules
     all_seen: bool
-    """Every query sees every key, so no mask is made."""
+    """True if every query sees every key, so that no mask is needed."""
 
     def fused(self, q: Tensor, v: Tensor) -> bool:
-        """Whether the fused kernel computes this block."""
+        """Return whether the fused kernel computes this block."""
         rules, width = self.rules, q.shape[3]
-        plain = rules.window is None and rules.documents is None
+        plain_causal = rules.window is None and rules.documents is None
         return (
             q.dtype in _FORMATS.get(q.device.type, ())
-            and (self.all_seen or (self.queries == self.keys and plain))
+            and (self.all_seen or (self.queries == self.keys and plain_causal))
             and rules.softcap is None
             and width == v.shape[3]
             and width <= _LARGEST_HEAD
@@ -98,18 +98,23 @@ class AttentionBlock:
         )
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Output [B, H, Q, V] and lse [B, H, Q] in `wide` format, of q [B, H, Q, K], k [B, G, N, K], v [B, G, N, V].
+        """Compute output [B, H, Q, V] and lse [B, H, Q] in `score_dtype`.
 
-        A query that sees none of the keys has zeros and minus infinity.
+        Output and lse of a query without visible keys are zero and minus infinity.
+
+        Args:
+            q: Queries [B, H, Q, K].
+            k: Keys [B, G, N, K].
+            v: Values [B, G, N, V].
         """
         if self.fused(q, v):
             return self._fused_forward(q, k, v)
-        out = q.new_empty(*q.shape[:3], v.shape[3], dtype=wide(q.dtype))
+        out = q.new_empty(*q.shape[:3], v.shape[3], dtype=score_dtype(q.dtype))
         lse = q.new_empty(q.shape[:3], dtype=out.dtype)
         for rows, cols in self._tiles(q):
             scores, _ = self._scores(q, k, rows, cols)
             part = torch.logsumexp(scores, dim=-1, keepdim=True)
-            # A row that sees nothing would be exp(-inf + inf).
+            # A row without visible keys would be exp(-inf + inf).
             p = scores.sub_(part.masked_fill(part == -torch.inf, 0.0)).exp_()
             out[:, :, rows] = _ungroup(p @ v[:, :, cols].to(p.dtype), q.shape[1])
             lse[:, :, rows] = _ungroup(part, q.shape[1]).squeeze(-1)
@@ -118,13 +123,20 @@ class AttentionBlock:
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, delta: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of the block's q, k and v, in `wide` format; `grad` is that of its output.
+        """Compute the gradients of the block's q, k and v in `score_dtype`.
 
-        `out` and `lse` are those of the whole row, all key blocks joined; `delta` [B, H, Q] sums grad * out over V.
+        Args:
+            grad: Gradient of the output.
+            q: Queries [B, H, Q, K].
+            k: Keys [B, G, N, K].
+            v: Values [B, G, N, V].
+            out: Output of the complete row, merged over all key blocks.
+            lse: Lse of the complete row.
+            delta: Sum of grad * out over V, [B, H, Q].
         """
         if self.fused(q, v):
             return self._fused_backward(grad, q, k, v, out, lse)
-        heads, groups, exact = q.shape[1], k.shape[1], wide(q.dtype)
+        heads, groups, exact = q.shape[1], k.shape[1], score_dtype(q.dtype)
         dq = torch.zeros_like(q, dtype=exact)
         dk, dv = torch.zeros_like(k, dtype=exact), torch.zeros_like(v, dtype=exact)
         for rows, cols in self._tiles(q):
@@ -141,11 +153,11 @@ class AttentionBlock:
         return dq, dk, dv
 
     def _tiles(self, q: Tensor) -> Iterator[tuple[slice, slice]]:
-        """Rows of queries with the keys that some of them may see, as slices of the block."""
+        """Yield tiles of queries and the keys visible to some of them, as slices of the block."""
         (first_query, last_query), (first_key, last_key) = self.queries, self.keys
         count = last_query - first_query
         per_row = q.shape[0] * q.shape[1] * (last_key - first_key)
-        # A masked block is worth cutting also where it is small: half of a causal one is never computed.
+        # Tiling pays for small masked blocks too: half of a causal block is never computed.
         rows = max(1, min(count, _SCORES // per_row))
         if not self.all_seen:
             rows = min(rows, max(128, -(-count // 8)))
@@ -161,8 +173,8 @@ class AttentionBlock:
     def _scores(
         self, q: Tensor, k: Tensor, rows: slice, cols: slice
     ) -> tuple[Tensor, Tensor | None]:
-        """Scores [B, G, (H / G) rows, cols], minus infinity where masked; and the slope of the cap, if there is one."""
-        exact, slope, softcap = wide(q.dtype), None, self.rules.softcap
+        """Return scores [B, G, (H / G) rows, cols], minus infinity if masked, and the derivative of the cap, if any."""
+        exact, slope, softcap = score_dtype(q.dtype), None, self.rules.softcap
         grouped = _group(q[:, :, rows], k.shape[1]).to(exact)
         scores = (grouped @ k[:, :, cols].to(exact).transpose(-1, -2)).mul_(self.rules.scale)
         if softcap is not None:
@@ -188,14 +200,14 @@ class AttentionBlock:
             out, lse, *_ = ops._scaled_dot_product_flash_attention(
                 q, k, v, 0.0, causal, False, scale=scale
             )
-        return out.to(wide(q.dtype)), lse
+        return out.to(score_dtype(q.dtype)), lse
 
     def _fused_backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         ops, scale, causal = torch.ops.aten, self.rules.scale, not self.all_seen
-        groups, exact = k.shape[1], wide(q.dtype)
-        lse = lse.contiguous()  # kernels read it without its strides
+        groups, exact = k.shape[1], score_dtype(q.dtype)
+        lse = lse.contiguous()  # kernels ignore its strides
         if q.device.type == "cpu":
             dq, dk, dv = ops._scaled_dot_product_flash_attention_for_cpu_backward(
                 grad, q, *_same_heads(q, k, v), out, lse, 0.0, causal, scale=scale
@@ -203,21 +215,23 @@ class AttentionBlock:
             if dk.shape[1] != groups:
                 dk, dv = (x.unflatten(1, (groups, -1)).to(exact).sum(2) for x in (dk, dv))
         else:
-            none = torch.empty(2, dtype=torch.uint64, device=q.device)  # the state of dropout
+            rng_state = torch.empty(
+                2, dtype=torch.uint64, device=q.device
+            )  # unused without dropout
             dq, dk, dv = ops._scaled_dot_product_flash_attention_backward(
-                grad, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, none, none,
+                grad, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, rng_state, rng_state,
                 scale=scale,
             )  # fmt: skip
         return dq.to(exact), dk.to(exact), dv.to(exact)
 
 
 def _group(x: Tensor, groups: int) -> Tensor:
-    """[B, H, Q, K] as [B, G, (H / G) Q, K]: the queries of one key head are the rows of one matrix."""
+    """Reshape [B, H, Q, K] to [B, G, (H / G) Q, K]: the queries of one key head form one matrix."""
     return x.unflatten(1, (groups, -1)).flatten(2, 3)
 
 
 def _ungroup(x: Tensor, heads: int) -> Tensor:
-    """The inverse of `_group`."""
+    """Invert `_group`."""
     return x.unflatten(2, (heads // x.shape[1], -1)).flatten(1, 2)
 
 

@@ -1,1 +1,1 @@
-"""Data parallelism: FSDP, and what is summed over ranks when a backward pass ends."""
+"""Data parallelism: FSDP, and the order of its collectives."""

@@ -1,4 +1,4 @@
-"""A sequence of events that all ranks follow: negotiated at first, followed without a word once it is known."""
+"""Sequence of events common to all ranks: negotiated at first, followed without communication once learned."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from hyper_parallel.errors import CollectiveMismatch
 from hyper_parallel.ir import Purpose
 
 _UNANIMOUS_PASSES: Final = 3
-"""Equal passes after which a sequence is learned that runs a unit several times, or some units in forward alone.
+"""Number of equal passes before learning a sequence that runs a unit several times, or some units in forward only.
 
-A choice: a later pass that differs is refused by name (HP622); more passes make that rarer, and learn later."""
+A trade-off: a later pass that differs raises HP622. A larger number makes that rarer but delays learning."""
 
 
 class HostExchange:
-    """Small agreements of all ranks on their hosts, which recorders of a step do not see."""
+    """Small all-reduces of host values, hidden from recorders of a step."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
@@ -28,18 +28,18 @@ class HostExchange:
     def lowest(self, values: Sequence[int]) -> list[int]:
         """Return the smallest of every rank's values, elementwise."""
         with _disable_current_modes(), torch.no_grad(), purpose(Purpose.UNIT_ORDER):
-            both = torch.tensor(values, dtype=torch.int64, device="cpu")
-            dist.all_reduce(both, dist.ReduceOp.MIN, group=self._group)
-            return [int(value) for value in both.tolist()]
+            tensor = torch.tensor(values, dtype=torch.int64, device="cpu")
+            dist.all_reduce(tensor, dist.ReduceOp.MIN, group=self._group)
+            return [int(value) for value in tensor.tolist()]
 
 
 class EventSequence:
-    """The events of one kind of pass.
+    """Sequence of events of one kind of pass.
 
     Args:
-        exchange: How ranks agree.
+        exchange: All-reduce of host values.
         number: Identity of the sequence, equal on all ranks.
-        covers: Whether a list of events lets a sequence be learned at once, later (False) or never (None).
+        covers: Returns whether a list of events can be learned at once (True), later (False) or never (None).
     """
 
     DONE: Final = 1 << 40
@@ -62,25 +62,25 @@ class EventSequence:
             self._events = []
 
     def reach(self, event: int, fill: Callable[[int], None]) -> bool:
-        """Run other ranks' events until all have come to `event`; return whether the sequence has it."""
+        """Run events of other ranks until `event` is next on all ranks; return whether the sequence contains it."""
         if not self.learned:
             while (agreed := self._agree(event)) != event:
                 fill(agreed)
             return True
         try:
-            place = self._events.index(event, self._next)
+            position = self._events.index(event, self._next)
         except ValueError:
             return False
-        self._fill_until(place, fill)
+        self._fill_until(position, fill)
         self._next += 1
         return True
 
     def rest(self) -> list[int]:
-        """Return the events of a learned sequence that are still to come."""
+        """Return the remaining events of a learned sequence."""
         return self._events[self._next :] if self.learned else []
 
     def finish(self, fill: Callable[[int], None]) -> None:
-        """End a pass: run what other ranks still have to run."""
+        """End a pass: run the remaining events of other ranks."""
         if self.learned:
             self._fill_until(len(self._events), fill)
             return
@@ -93,14 +93,15 @@ class EventSequence:
         self._equal_passes += 1
         self.learned = covered or self._equal_passes >= _UNANIMOUS_PASSES
 
-    def _fill_until(self, place: int, fill: Callable[[int], None]) -> None:
-        while self._next < place:
+    def _fill_until(self, position: int, fill: Callable[[int], None]) -> None:
+        while self._next < position:
             self._next += 1
             fill(self._events[self._next - 1])
 
     def _agree(self, event: int) -> int:
-        mine = (event, -event, self._number, -self._number)
-        lowest, highest, first, last = self._exchange.lowest(mine)
+        # The minimum of a negated value is the negated maximum.
+        values = (event, -event, self._number, -self._number)
+        lowest, highest, first, last = self._exchange.lowest(values)
         if first != -last:
             raise CollectiveMismatch(
                 "ranks run passes of different models or kinds at the same time",

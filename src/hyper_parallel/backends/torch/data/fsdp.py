@@ -1,4 +1,4 @@
-"""FSDP around the layers of a model, and around its experts over the ranks that hold the same ones."""
+"""FSDP of the layers of a model, and of its experts over the ranks with the same experts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hyper_parallel.errors import UnsupportedSharding
 from hyper_parallel.ir import Layout, Plan, Strategy
 
 FLAT = "dp_shard_cp"
-"""Mesh axis that FSDP cuts parameters over when there is context parallelism: dp_shard x cp as one."""
+"""Mesh axis over which FSDP shards parameters with context parallelism: dp_shard x cp, flattened."""
 
 
 def shard_data_parallel(
@@ -32,9 +32,20 @@ def shard_data_parallel(
     expert_mesh: DeviceMesh | None,
     average: bool,
 ) -> tuple[nn.Module, ...]:
-    """FSDP around experts, every layer and the root, when ranks share data or formats differ.
+    """Wrap experts, layers and the root with FSDP, if ranks share data or dtypes differ.
 
-    Layers, and modules of experts by name, are those on this rank. Returns the modules that FSDP manages, root last.
+    Args:
+        model: The model; changed in place.
+        layers: Layers on this rank.
+        experts: Names of the modules of experts on this rank.
+        layouts: Parameter name to its layout.
+        plan: The plan.
+        mesh: Device mesh; None for one rank.
+        expert_mesh: Device mesh of experts with an edp axis, or None.
+        average: Whether gradients are averaged over the data-parallel ranks instead of summed.
+
+    Returns:
+        Modules managed by FSDP, root last.
     """
     strategy, workload = plan.strategy, plan.workload
     mixed = workload.compute_dtype != workload.param_dtype
@@ -44,73 +55,98 @@ def shard_data_parallel(
         param_dtype=getattr(torch, workload.compute_dtype) if mixed else None,
         reduce_dtype=getattr(torch, workload.reduce_dtype),
     )
-    # Columns, where tensor parallelism cuts the rows part by part.
-    axes = {*strategy.fsdp_axes, "edp"}
-    dims = {
-        id(param): next((d for d, on in enumerate(layouts[name].axes) if axes & {*on}), 0)
-        for name, param in model.named_parameters()
-    }
-    sharded: list[nn.Module] = []
-
-    def shard(
-        module: nn.Module, over: DeviceMesh, frees: bool, policy: MixedPrecisionPolicy
-    ) -> None:
-        fully_shard(
-            module,
-            mesh=over,
-            mp_policy=policy,
-            reshard_after_forward=frees,
-            shard_placement_fn=lambda param: Shard(dims[id(param)]),
-        )
-        # The loss is already divided by the number of tokens of the whole step: gradients are summed.
-        module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)
-        if average:
-            # Not FSDP's own factor, by which it divides twice where only replicas differ in their data.
-            module.set_all_reduce_hook(lambda gradients: gradients.div_(strategy.dp))
-        sharded.append(module)
-
-    alone = strategy.dp * strategy.cp == 1 and not mixed
-    if expert_mesh is not None and (not alone or expert_mesh["edp"].size() > 1):
-        over = expert_mesh[("dp_replicate", "edp") if strategy.dp_replicate > 1 else ("edp",)]
-        # Inputs keep their format: a router may weigh in a wider one than the experts work in.
+    wrapper = _Wrapper(_sharded_dims(model, layouts, strategy), strategy.dp if average else None)
+    is_single = strategy.dp * strategy.cp == 1 and not mixed
+    if expert_mesh is not None and (not is_single or expert_mesh["edp"].size() > 1):
+        axes = ("dp_replicate", "edp") if strategy.dp_replicate > 1 else ("edp",)
+        # Inputs keep their dtype: router weights may be in a wider dtype than the experts.
         uncast = replace(policy, cast_forward_inputs=False)
         for module in [model.get_submodule(name) for name in experts]:
-            shard(module, over, strategy.frees_gathered, uncast)
-    if not alone:
-        over = fsdp_mesh(mesh, strategy)
-        for layer in _unshared(layers, model):
-            shard(layer, over, strategy.frees_gathered, policy)
-        shard(model, over, False, policy)
+            wrapper.shard(module, expert_mesh[axes], strategy.frees_gathered, uncast)
+    if not is_single:
+        data_mesh = fsdp_mesh(mesh, strategy)
+        for layer in _layers_without_shared_parameters(layers, model):
+            wrapper.shard(layer, data_mesh, strategy.frees_gathered, policy)
+        wrapper.shard(model, data_mesh, False, policy)
         model.register_forward_hook(_refuse_hidden_outputs)
-        model.register_forward_hook(lambda *_: _free_gathered(sharded))
-    return tuple(sharded)
+        model.register_forward_hook(lambda *_: _free_gathered(wrapper.modules))
+    return tuple(wrapper.modules)
 
 
-def _unshared(layers: Sequence[nn.Module], model: nn.Module) -> Iterator[nn.Module]:
-    """Layers all of whose parameters are theirs alone: FSDP would make two of one that is in two of its groups."""
+def _sharded_dims(
+    model: nn.Module, layouts: dict[str, Layout], strategy: Strategy
+) -> dict[int, int]:
+    """Return the dim that FSDP shards by id of the parameter: columns if tensor parallelism shards rows by part."""
+    axes = {*strategy.fsdp_axes, "edp"}
+    return {
+        id(param): next((d for d, dim in enumerate(layouts[name].axes) if axes & {*dim}), 0)
+        for name, param in model.named_parameters()
+    }
+
+
+class _Wrapper:
+    """FSDP wrapper of the modules of one model.
+
+    Args:
+        dims: Parameter id to the dim to shard.
+        divisor: Divisor of the gradients; None: gradients are summed.
+    """
+
+    def __init__(self, dims: dict[int, int], divisor: int | None) -> None:
+        self.modules: list[nn.Module] = []
+        self._dims, self._divisor = dims, divisor
+
+    def shard(
+        self,
+        module: nn.Module,
+        mesh: DeviceMesh,
+        frees_gathered: bool,
+        policy: MixedPrecisionPolicy,
+    ) -> None:
+        """Wrap a module with FSDP over a mesh; `frees_gathered`: reshard parameters after forward."""
+        dims, divisor = self._dims, self._divisor
+        fully_shard(
+            module,
+            mesh=mesh,
+            mp_policy=policy,
+            reshard_after_forward=frees_gathered,
+            shard_placement_fn=lambda param: Shard(dims[id(param)]),
+        )
+        # The loss is already divided by the number of tokens of the step: gradients are summed.
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+        if divisor is not None:
+            # FSDP's own factor would divide twice if only replicas differ in their data.
+            module.set_all_reduce_hook(lambda gradients: gradients.div_(divisor))
+        self.modules.append(module)
+
+
+def _layers_without_shared_parameters(
+    layers: Sequence[nn.Module], model: nn.Module
+) -> Iterator[nn.Module]:
+    """Yield the layers without parameters shared with other modules, because FSDP would duplicate these per group."""
 
     def uses(module: nn.Module) -> Counter[int]:
         return Counter(id(p) for _, p in module.named_parameters(remove_duplicate=False))
 
-    everywhere = uses(model)
+    model_uses = uses(model)
     for layer in layers:
-        if all(everywhere[key] == count for key, count in uses(layer).items()):
+        if all(model_uses[key] == count for key, count in uses(layer).items()):
             yield layer
 
 
 def fsdp_mesh(mesh: DeviceMesh, strategy: Strategy) -> DeviceMesh:
-    """The mesh FSDP works on: replicas outside, inside the ranks that shard parameters, dp_shard x cp as one axis."""
+    """Return FSDP's mesh: replicas on the outer axis, sharding ranks on the inner one, dp_shard x cp flattened."""
     if strategy.cp == 1:
         return mesh[("dp_replicate", "dp_shard") if strategy.dp_replicate > 1 else ("dp_shard",)]
-    inner = mesh["dp_shard", "cp"]._flatten(FLAT)  # exists: all ranks of the world made it
+    inner = mesh["dp_shard", "cp"]._flatten(FLAT)  # exists: all ranks of the world have created it
     if strategy.dp_replicate == 1:
         return inner
     return DeviceMesh._concatenate([mesh["dp_replicate"], inner])
 
 
 def _refuse_hidden_outputs(model: nn.Module, _: Any, output: Any) -> None:
-    """FSDP learns from the gradients of outputs that backward runs; an object it cannot look into hides them."""
+    """Raise HP205 for outputs hidden in an opaque object: FSDP detects backward by the gradients of outputs."""
     leaves = tree_leaves(output)
     if not torch.is_grad_enabled() or any(
         isinstance(x, Tensor) and x.requires_grad for x in leaves
@@ -119,7 +155,7 @@ def _refuse_hidden_outputs(model: nn.Module, _: Any, output: Any) -> None:
     hidden = [x for x in leaves if not isinstance(x, (Tensor, int, float, str, type(None)))]
     if hidden and any(p.requires_grad for p in model.parameters()):
         raise UnsupportedSharding(
-            "the model returns its tensors inside an object that FSDP cannot look into",
+            "the model returns its tensors inside an object that FSDP cannot traverse",
             where=type(model).__name__,
             got=type(hidden[0]).__name__,
             allowed="tensors, and tuples, named tuples, lists, dicts and Hugging Face outputs of them",
@@ -127,18 +163,17 @@ def _refuse_hidden_outputs(model: nn.Module, _: Any, output: Any) -> None:
 
 
 def _free_gathered(modules: Sequence[FSDPModule]) -> None:
-    """After a pass without gradients show the sharded parameters again, which optimizers and `zero_grad` mean."""
+    """Reshard parameters after a pass without gradients, because optimizers and `zero_grad` use the shards."""
     if not torch.is_grad_enabled():
         for module in modules:
             module.reshard()
 
 
 def set_last_backward(modules: Sequence[nn.Module], strategy: Strategy, last: bool) -> None:
-    """Say whether the next backward pass is the last of its step: reductions that can wait for it wait.
+    """Set whether the next backward is the last of its step, to which some reductions are deferred.
 
-    Gradients of each microbatch are reduce-scattered, so that they stay sharded; the all-reduce over replicas happens
-    once. When only optimizer states are sharded (zero=1), the reduce-scatter waits as well, and gathered parameters
-    stay.
+    Gradients of each microbatch are reduce-scattered and stay sharded. The all-reduce over replicas runs once per step.
+    If only optimizer states are sharded (zero=1), the reduce-scatter is deferred too and parameters stay gathered.
     """
     if strategy.zero_stage == 1:
         for module in modules:
@@ -148,24 +183,31 @@ def set_last_backward(modules: Sequence[nn.Module], strategy: Strategy, last: bo
         modules[-1].set_requires_all_reduce(last)
 
 
-def hold_reductions(
+def defer_reductions(
     modules: Sequence[nn.Module],
-    before: dict[int, nn.Module],
+    previous: dict[int, nn.Module],
     keeps_gathered: bool,
     root: nn.Module,
 ) -> None:
-    """Keep gradients until `reduce_now`, and parameters with `keeps_gathered`; `before`: layer id to the one before."""
+    """Defer gradient reductions until `reduce_now`.
+
+    Args:
+        modules: Modules managed by FSDP.
+        previous: Layer id to the preceding layer.
+        keeps_gathered: Whether gathered parameters are kept too.
+        root: The root module.
+    """
     for module in modules:
         assert isinstance(module, FSDPModule)
         module.set_requires_gradient_sync(False, recurse=False)
         if module is root or keeps_gathered:
             module.set_reshard_after_backward(False, recurse=False)
-        # FSDP expects the reverse of its last forward; with several microbatches under way that is not what comes.
-        module.set_modules_to_backward_prefetch([before.get(id(module), module)])
+        # FSDP prefetches in the reverse order of its last forward, which is wrong with several microbatches in flight.
+        module.set_modules_to_backward_prefetch([previous.get(id(module), module)])
 
 
 def reduce_now(module: nn.Module) -> None:
-    """FSDP's own reduction, now instead of in a backward pass; frees the gathered parameters."""
+    """Run FSDP's reduction outside of backward and free the gathered parameters."""
     assert isinstance(module, FSDPModule)
     module.set_requires_gradient_sync(True, recurse=False)
     module.set_reshard_after_backward(True, recurse=False)
@@ -173,8 +215,8 @@ def reduce_now(module: nn.Module) -> None:
         group.post_backward()
 
 
-def gathered(modules: Iterable[nn.Module]) -> Iterator[Tensor]:
-    """The tensors of gathered parameters, which FSDP empties and refills in place."""
+def gathered_parameters(modules: Iterable[nn.Module]) -> Iterator[Tensor]:
+    """Yield the tensors of gathered parameters, whose storages FSDP frees and refills in place."""
     for module in modules:
         for group in groups_of(fully_shard.state(module)):
             for parameter in group.fsdp_params:
@@ -182,7 +224,7 @@ def gathered(modules: Iterable[nn.Module]) -> Iterator[Tensor]:
 
 
 def end_backward(modules: Sequence[nn.Module]) -> None:
-    """Let the root end its backward pass: wait for reductions, forget what it prefetched."""
+    """Run the root's final backward callback: wait for reductions and clear prefetched parameters."""
     for module in modules:
         state = fully_shard.state(module)
         if state._is_root:

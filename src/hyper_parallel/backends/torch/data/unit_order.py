@@ -1,15 +1,15 @@
-"""One order of FSDP's collectives on all ranks, whichever submodules each rank runs.
+"""Common order of FSDP's collectives on all ranks, independent of the submodules that each rank runs.
 
-FSDP gathers a unit (a module with its own parameter group) when its forward begins and reduces its gradients when its
-backward ends. A rank that skips a unit, or runs units in another order, would pair its collective with one of another
-unit. Here every gather and every reduction is an event, and all ranks run one sequence of events:
+FSDP gathers a unit (a module with its own parameter group) before its forward and reduces its gradients after its
+backward. If a rank skipped a unit, or ran units in another order, collectives of different units would be matched.
+Therefore every gather and every reduction is an event, and all ranks run the same sequence of events:
 
-* A first pass is negotiated. Before an event each rank says which event comes next for it, the lowest one is run by
-  all, and ranks that do not need it take part with their shard and with gradients of zero.
-* A negotiated pass in which all ranks said the same is learned. From then on nothing is exchanged: a rank fills in the
-  learned events that it skips, and an event that the sequence does not have is refused before its collective.
+* The first pass is negotiated. Before an event, each rank announces its next event and all ranks run the lowest one.
+  Ranks that do not need it take part with their shard and with zero gradients.
+* A negotiated pass with equal announcements on all ranks is learned. Later passes need no negotiation: a rank takes
+  part in the learned events that it skips, and an event outside of the sequence raises HP622 before its collective.
 
-Sequences that no rank can rely on (a unit that no rank ran, ranks that differ) stay negotiated.
+Sequences that are not reliable (a unit that no rank ran, ranks that differ) stay negotiated.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _PRE_BACKWARD: Final = "PRE_BACKWARD"
 
 @dataclass(slots=True, eq=False)
 class _Unit:
-    """One FSDP parameter group.
+    """FSDP parameter group.
 
     Attributes:
-        number: Its position among the units, the root first.
-        group: FSDP's own group.
-        methods: The methods of the group that are wrapped, by name.
-        running: Whether this rank is inside of the unit's forward or backward.
-        partial: Parameters whose gradients are added up over microbatches and not over replicas yet.
+        number: Index of the unit, 0 for the root.
+        group: Parameter group of FSDP.
+        methods: Original methods of the group, by name.
+        running: True if this rank is inside of the unit's forward or backward.
+        partial: Parameters with gradients accumulated over microbatches but not yet reduced over replicas.
     """
 
     number: int
@@ -58,24 +58,24 @@ class _Unit:
         return str(self.group._training_state.name)
 
     def trained(self) -> list[Any]:
-        """Return the parameters that a backward pass gives gradients."""
-        held = [p for p in self.group.fsdp_params if hasattr(p, "_unsharded_param")]
-        return [p for p in held if p.unsharded_param.requires_grad]
+        """Return the parameters that receive gradients in backward."""
+        initialized = [p for p in self.group.fsdp_params if hasattr(p, "_unsharded_param")]
+        return [p for p in initialized if p.unsharded_param.requires_grad]
 
 
 class UnitOrder:
-    """Run the collectives of FSDP's units in one order on all ranks.
+    """Wrapper of FSDP's units that runs their collectives in the same order on all ranks.
 
-    A pass forward is one call of the root module, a pass backward ends in FSDP's final callback. Event numbers grow
-    in the usual order: forward with the unit, backward against it, gather before reduction; reductions at the end of
-    backward come after all others, for units whose inputs need no gradients.
+    A forward pass is one call of the root module; a backward pass ends in FSDP's final callback. Event numbers increase
+    in the usual order: ascending unit index in forward, descending in backward, gather before reduction. The last
+    events of backward are the reductions of units whose inputs need no gradients.
 
     Args:
         model: The root module.
-        modules: Modules that FSDP manages, the root last.
+        modules: Modules managed by FSDP, the root last.
         group: All ranks of the model.
-        lone: Modules with collectives of their own inside, which no rank can skip alone.
-        learns: Rely on sequences that ranks had in common; False: negotiate every pass.
+        unskippable: Modules with other collectives inside, which a single rank cannot skip.
+        learns: Whether sequences common to all ranks are learned; False: negotiate every pass.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class UnitOrder:
         model: nn.Module,
         modules: Sequence[nn.Module],
         group: dist.ProcessGroup,
-        lone: Sequence[nn.Module],
+        unskippable: Sequence[nn.Module],
         learns: bool,
     ) -> None:
         managed = set(modules)
@@ -92,9 +92,9 @@ class UnitOrder:
         self._units = [_Unit(i, g) for i, g in enumerate(groups)]
         self._model, self._root = model, self._units[0]
         self._exchange, self._learns = HostExchange(group), learns
-        self._lone = {
+        self._unskippable = {
             u.number for u in self._units
-            if any(m in set(lone) for top in u.group.modules for m in top.modules())
+            if any(m in set(unskippable) for top in u.group.modules for m in top.modules())
         } - {0}  # fmt: skip
         self._sequences: dict[tuple[Any, ...], EventSequence] = {}
         self._forward: EventSequence | None = None
@@ -107,19 +107,19 @@ class UnitOrder:
                 unit.methods[name] = getattr(unit.group, name)
                 setattr(unit.group, name, _bind(getattr(self, f"_{name}"), unit))
         self._finish = states[0]._root_post_backward_final_callback
-        for state in states:  # the one whose backward begins first ends the pass for all
+        for state in states:  # the state whose backward begins first ends the pass for all
             state._root_post_backward_final_callback = self._end_backward
 
     # Forward.
 
     def _pre_forward(self, unit: _Unit, module: Any, args: Any, kwargs: Any) -> Any:
         if unit is self._root and torch._C._current_graph_task_id() == -1:
-            self._backward = None  # one that failed
+            self._backward = None  # left over from a failed backward
             self._forward = self._sequence(
                 ("forward", torch.is_grad_enabled(), self._model.training), self._covers_forward
             )
-            for other in self._units:
-                other.running = False
+            for u in self._units:
+                u.running = False
         if self._forward is not None and (unit is self._root or not unit.group.is_unsharded):
             if not self._forward.reach(unit.number, self._fill_forward):
                 self._refuse_new(unit)
@@ -135,9 +135,9 @@ class UnitOrder:
         return unit.methods["post_forward"](module, inputs, output)
 
     def _fill_forward(self, number: int) -> None:
-        """Take part in the gather of a unit that this rank does not run now."""
+        """Take part in the gather of a unit that this rank does not run."""
         unit = self._units[number]
-        if unit.group.is_unsharded:  # on every rank
+        if unit.group.is_unsharded:  # then on every rank
             return
         self._check_fill(unit)
         unit.methods["pre_forward"](None, (), {})
@@ -163,7 +163,7 @@ class UnitOrder:
         self._unshard(unit, self._backward)
 
     def _unshard(self, unit: _Unit, sequence: EventSequence) -> None:
-        """Gather a unit for its backward, and begin the next gather where all ranks know which one it is."""
+        """Gather a unit for its backward, and prefetch the next one if the sequence is learned."""
         unit.methods["pre_backward"](False)
         bound = 2 * len(self._units)
         following = next((e for e in sequence.rest() if e < bound and e % 2 == 0), None)
@@ -182,7 +182,7 @@ class UnitOrder:
         unit.methods["post_backward"](*unused)
 
     def _end_backward(self) -> None:
-        """Reduce what is left, in one order on all ranks, then let FSDP end the pass."""
+        """Run the remaining reductions in the same order on all ranks, then FSDP's final callback."""
         if (sequence := self._backward) is not None:
             for unit in self._units:
                 unit.running = False
@@ -207,7 +207,7 @@ class UnitOrder:
         return 3 * len(self._units) - 1 - unit.number
 
     def _fill_backward(self, event: int) -> None:
-        """Take part in a gather or a reduction of a unit that this rank does not run now."""
+        """Take part in a gather or a reduction of a unit that this rank does not run."""
         count = len(self._units)
         if event >= 2 * count:
             self._reduce(self._units[3 * count - 1 - event])
@@ -223,7 +223,7 @@ class UnitOrder:
     def _reduce(self, unit: _Unit) -> None:
         group = unit.group
         if not all(hasattr(p, "_unsharded_param") for p in group.fsdp_params):
-            # No rank has ever run it, and FSDP would ask for gradients of parameters that were never gathered.
+            # Never run on any rank: FSDP would read gradients of parameters that were never gathered.
             group._training_state = type(group._training_state)[_POST_BACKWARD]
             return
         self._complete(unit)
@@ -238,10 +238,10 @@ class UnitOrder:
     # Gradients of parameters that this rank did not use.
 
     def _complete(self, unit: _Unit) -> None:
-        """Give parameters without a gradient one of zeros where another rank has one.
+        """Add a zero gradient to parameters without one if another rank has one.
 
-        In a learned pass nobody asks: the zeros are negative ones, whose sum is negative only where no rank had a
-        gradient.
+        A learned pass does not exchange this information. The added zeros are -0.0: the sum is -0.0 only if no rank had
+        a gradient.
         """
         if not unit.group.reduce_grads or self._backward is None:
             return
@@ -249,12 +249,12 @@ class UnitOrder:
         known = self._backward.learned and unit.number not in self._backward.conditional
         used = params
         if not known:
-            nobody = self._exchange.lowest([int(_gradient(p) is None) for p in params] or [0])
-            if any(nobody):
+            is_unused = self._exchange.lowest([int(_gradient(p) is None) for p in params] or [0])
+            if any(is_unused):
                 self._backward.conditional.add(unit.number)
-            used = [p for p, unused in zip(params, nobody, strict=False) if not unused]
-        either = {id(p) for p in (*used, *unit.partial)}
-        used = [p for p in params if id(p) in either]
+            used = [p for p, unused in zip(params, is_unused, strict=False) if not unused]
+        used_or_partial = {id(p) for p in (*used, *unit.partial)}
+        used = [p for p in params if id(p) in used_or_partial]
         for p in used:
             if _gradient(p) is not None:
                 continue
@@ -263,24 +263,21 @@ class UnitOrder:
             with _disable_current_modes(), torch.no_grad():
                 p.unsharded_param.grad = torch.full_like(p.unsharded_param, -0.0)
         _widen_partial(unit, used)
-        # With replicas the sums of all microbatches but the last stay in one buffer, in the order of `used`.
+        # With replicas, the sums of all microbatches but the last are kept in one buffer, in the order of `used`.
         unit.partial = [] if unit.group.all_reduce_grads or not unit.group._is_hsdp else used
 
     def _drop_unused(self) -> None:
-        """Leave no gradient where no rank had one."""
+        """Delete the gradients of parameters without a gradient on any rank."""
         filled, self._filled = [p for p in self._filled if p.sharded_param.grad is not None], []
         if not filled:
             return
         shards = [_local(p.sharded_param.grad) for p in filled]
-        held = [(p, s) for p, s in zip(filled, shards, strict=True) if s.numel()]
-        marks = [((s == 0) & s.signbit()).all() for _, s in held]
-        unused = (
-            dict(zip([p._param_fqn for p, _ in held], torch.stack(marks).tolist(), strict=True))
-            if held
-            else {}
-        )
+        nonempty = [(p, s) for p, s in zip(filled, shards, strict=True) if s.numel()]
+        marks = [((s == 0) & s.signbit()).all() for _, s in nonempty]
+        names = [p._param_fqn for p, _ in nonempty]
+        unused = dict(zip(names, torch.stack(marks).tolist(), strict=True)) if nonempty else {}
         for p in filled:
-            # A rank without elements of a parameter goes by its neighbours in the model.
+            # A rank without elements of a parameter uses the result of the nearest parameter in the module tree.
             name = p._param_fqn
             nearest = name if name in unused else max(unused, key=_common_with(name), default=None)
             if nearest is not None and unused[nearest]:
@@ -300,11 +297,11 @@ class UnitOrder:
     def _check_fill(self, unit: _Unit) -> None:
         if unit.running:
             raise CollectiveMismatch(
-                f"ranks run `{unit.name}` and modules inside of it in different orders",
+                f"ranks run `{unit.name}` and its submodules in different orders",
                 where=f"rank {dist.get_rank()}",
                 hint="parallel.dp_shard=1 parallel.dp_replicate=1",
             )
-        if unit.number in self._lone:
+        if unit.number in self._unskippable:
             raise CollectiveMismatch(
                 f"this rank skips `{unit.name}`, whose experts exchange tokens with other ranks",
                 where=f"rank {dist.get_rank()}",
@@ -313,10 +310,10 @@ class UnitOrder:
 
     def _refuse_new(self, unit: _Unit) -> NoReturn:
         raise CollectiveMismatch(
-            f"this rank runs `{unit.name}` where no rank ran it in the steps before",
+            f"this rank runs `{unit.name}` at a point where no rank ran it in earlier steps",
             where=f"rank {dist.get_rank()}",
             got="another order, or more calls, of modules than in the first steps",
-            allowed="the order and the calls of the first steps, of which a rank may leave out any",
+            allowed="the order and the calls of the first steps, any of which a rank may skip",
             hint="hp.parallelize(model, plan, one_order=False)",
         )
 
@@ -325,35 +322,35 @@ def order_units(
     model: nn.Module,
     modules: Sequence[nn.Module],
     group: dist.ProcessGroup | None,
-    lone: Sequence[str],
+    unskippable: Sequence[str],
     one_order: bool,
 ) -> None:
-    """Let FSDP's collectives follow one order on all ranks; `UnitOrder` has the arguments."""
+    """Run FSDP's collectives in one order on all ranks; see `UnitOrder` for the arguments."""
     ranks = 1 if group is None else dist.get_world_size(group)
     if ranks == 1 or model not in modules or dist.get_backend(group) == "fake":
         return
     assert group is not None
-    UnitOrder(model, modules, group, [model.get_submodule(name) for name in lone], one_order)
+    UnitOrder(model, modules, group, [model.get_submodule(name) for name in unskippable], one_order)
 
 
 def groups_of(state: Any) -> list[Any]:
     """Return FSDP's parameter groups of a module's state."""
-    # torch 2.11 has at most one group in a module
+    # torch 2.11 has at most one group per module
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
     return [g for g in (state._fsdp_param_group,) if g is not None]
 
 
 def _widen_partial(unit: _Unit, used: list[Any]) -> None:
-    """Make room for more parameters in the buffer of gradients that are not added up over replicas yet."""
+    """Extend the buffer of gradients that are not yet reduced over replicas to more parameters."""
     partial: Tensor | None = unit.group._partial_reduce_output
     if partial is None or unit.partial == used:
         return
     unit.group._wait_for_post_backward()
     pieces = partial.split([p.padded_sharded_param_size.numel() for p in unit.partial])
-    kept = {id(p): piece for p, piece in zip(unit.partial, pieces, strict=True)}
+    by_param = {id(p): piece for p, piece in zip(unit.partial, pieces, strict=True)}
     unit.group._partial_reduce_output = torch.cat([
-        kept.get(id(p), partial.new_full((p.padded_sharded_param_size.numel(),), -0.0)) for p in used
+        by_param.get(id(p), partial.new_full((p.padded_sharded_param_size.numel(),), -0.0)) for p in used
     ])  # fmt: skip
 
 
@@ -368,11 +365,11 @@ def _gradient(param: Any) -> Tensor | None:
 
 
 def _common_with(name: str) -> Callable[[str], int]:
-    """Return a function that counts the modules around a parameter that are around this one too."""
-    mine = name.split(".")
+    """Return a function that counts the common leading parts of two dotted names."""
+    parts = name.split(".")
     return lambda other: next(
-        (i for i, (a, b) in enumerate(zip(mine, other.split("."), strict=False)) if a != b),
-        len(mine),
+        (i for i, (a, b) in enumerate(zip(parts, other.split("."), strict=False)) if a != b),
+        len(parts),
     )
 
 

@@ -1,1 +1,1 @@
-"""Experts on many ranks: dispatch of tokens, routing statistics and the balance of the load."""
+"""Expert parallelism: token dispatch, routing statistics and load balancing."""

@@ -1,20 +1,20 @@
-"""Token dispatch: tokens travel to the ranks of their experts and the results travel back.
+"""Token dispatch: rows are sent to the ranks of their experts, results are sent back.
 
     hidden [N, D], index [N, k]
-      sort         N k rows by expert, so that the rows of one expert-parallel rank lie together
+      sort         N k rows by expert, so that the rows of one expert-parallel rank are contiguous
       counts       all-to-all of the number of rows per expert
-      dispatch     all-to-all with uneven splits: each rank receives R rows for the experts it holds
-      experts      the model's own code, on [R, D]
-      combine      the same all-to-all backwards, rows to their places, weighted sum over k
+      dispatch     all-to-all with uneven splits: each rank receives R rows for its experts
+      experts      code of the model, on [R, D]
+      combine      inverse all-to-all, inverse permutation, weighted sum over k
 
-With a capacity every expert works on exactly `capacity` rows of every rank. Each row gets a place among those of its
-expert, first tokens first; what is over goes to one slot behind all of them, which is cut off. No size depends on the
-data then, so nothing is read by the host, and a step can be captured once and planned.
+With a capacity, every expert computes exactly `capacity` rows of every rank. Each row is assigned a slot of its expert,
+in token order. Surplus rows are written to one overflow row at the end, which is dropped. No size depends on the data,
+so there is no device synchronization, and a step can be captured once and planned.
 
-Rows of padding are sorted behind those of all experts and go to the same slot; without a capacity they are not sent.
+Padding rows are sorted behind the rows of all experts and use the overflow row. Without a capacity they are not sent.
 
-Backward is exact: the gradient of an all-to-all is the all-to-all with its splits exchanged. No row is used twice, so
-gradients are placed, never added by atomics, and sums are made in one fixed order on every device.
+Backward is exact: the gradient of an all-to-all is the all-to-all with exchanged splits. No row is used twice, so
+gradients are scattered without atomic additions, and sums have one fixed order on every device.
 """
 
 from __future__ import annotations
@@ -30,14 +30,18 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hyper_parallel.backends.torch.collectives import all_to_all, paired
-from hyper_parallel.backends.torch.experts.routing import LayerRouting, counts_now
+from hyper_parallel.backends.torch.experts.routing import LayerRouting, is_first_forward
 from hyper_parallel.ir import Purpose
 
 
-def touch(out: Any, params: Iterable[Tensor]) -> Any:
-    """`out`, or a tuple that begins with it, and a zero gradient for each of `params` that has one.
+def attach_zero_gradients(out: Any, params: Iterable[Tensor]) -> Any:
+    """Return `out`, and attach a zero gradient for each trainable tensor of `params` to its backward.
 
-    Reductions over ranks need one on every rank.
+    Reductions over ranks need a gradient of every parameter on every rank.
+
+    Args:
+        out: Tensor, or tuple with a tensor as first element.
+        params: Parameters without a contribution to `out`.
     """
     params = [p for p in params if p.requires_grad]
 
@@ -45,82 +49,167 @@ def touch(out: Any, params: Iterable[Tensor]) -> Any:
         return grad, *map(torch.zeros_like, params)
 
     first, *rest = out if isinstance(out, tuple) else (out,)
-    touched = paired(lambda x, *_: x.view_as(x), zeros, first, *params)
-    return (touched, *rest) if isinstance(out, tuple) else touched
+    with_gradients = paired(lambda x, *_: x.view_as(x), zeros, first, *params)
+    return (with_gradients, *rest) if isinstance(out, tuple) else with_gradients
 
 
-class _Move(torch.autograd.Function):
-    """Rows placed at an index of [size, D], each place at most once, or taken from there: one is the other's backward.
+class _MoveRows(torch.autograd.Function):
+    """Scatter rows to distinct indices of [size, D], or gather them from there; each is the backward of the other.
 
-    With a `spare`, index `size` is a place that is cut off: any number of rows go there, and zero is taken from it.
+    With an `overflow_row`, index `size` is a row that is dropped: any number of rows are scattered to it, and the rows
+    gathered from it are zero.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, index: Tensor, size: int, spare: bool, takes: bool
+        ctx: Any, rows: Tensor, index: Tensor, size: int, overflow_row: bool, gathers: bool
     ) -> Tensor:
         ctx.save_for_backward(index)
-        ctx.size, ctx.spare, ctx.takes = size, spare, takes
-        return (_taken if takes else _placed)(rows, index, size, spare)
+        ctx.size, ctx.overflow_row, ctx.gathers = size, overflow_row, gathers
+        return (_gather if gathers else _scatter)(rows, index, size, overflow_row)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        back = _placed if ctx.takes else _taken
-        return back(grad, *ctx.saved_tensors, ctx.size, ctx.spare), None, None, None, None
+        transpose = _scatter if ctx.gathers else _gather
+        rows = transpose(grad, *ctx.saved_tensors, ctx.size, ctx.overflow_row)
+        return rows, None, None, None, None
 
 
-def place(rows: Tensor, index: Tensor, size: int) -> Tensor:
-    """[size, D] with `rows` at the places `index`, each at most once, and zero elsewhere."""
-    return _Move.apply(rows, index, size, False, False)
+def scatter_rows(rows: Tensor, index: Tensor, size: int) -> Tensor:
+    """Return [size, D] with `rows` at distinct indices and zero elsewhere."""
+    return _MoveRows.apply(rows, index, size, False, False)
 
 
-def _taken(rows: Tensor, index: Tensor, size: int, spare: bool) -> Tensor:
-    if spare:
+def _gather(rows: Tensor, index: Tensor, size: int, overflow_row: bool) -> Tensor:
+    if overflow_row:
         rows = torch.cat((rows, rows.new_zeros(1, *rows.shape[1:])))
     return rows[index]
 
 
-def _placed(rows: Tensor, index: Tensor, size: int, spare: bool) -> Tensor:
-    make = rows.new_empty if len(index) == size and not spare else rows.new_zeros
-    out = make(size + spare, *rows.shape[1:]).index_copy_(0, index, rows)
-    return out[:size] if spare else out
+def _scatter(rows: Tensor, index: Tensor, size: int, overflow_row: bool) -> Tensor:
+    new = rows.new_empty if len(index) == size and not overflow_row else rows.new_zeros
+    out = new(size + overflow_row, *rows.shape[1:]).index_copy_(0, index, rows)
+    return out[:size] if overflow_row else out
 
 
 def _exchange(
     rows: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup | None
 ) -> Tensor:
-    """Rows for every rank, `send` of them each, become the rows of every rank, `receive` of them each."""
+    """Run an all-to-all of rows; `send` and `receive` are the numbers of rows per rank."""
     if group is None:
         return rows
 
-    def move(rows: Tensor, send: list[int], receive: list[int]) -> Tensor:
+    def exchange(rows: Tensor, send: list[int], receive: list[int]) -> Tensor:
         out = rows.new_empty(sum(receive), *rows.shape[1:])
         return all_to_all(out, rows.contiguous(), group, Purpose.EXPERT_ROWS, receive, send)
 
-    return paired(lambda x: move(x, send, receive), lambda grad: move(grad, receive, send), rows)
+    return paired(
+        lambda x: exchange(x, send, receive), lambda grad: exchange(grad, receive, send), rows
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """Rows that an expert takes of one rank in one pass.
+    """Maximum of rows per expert, rank and pass.
 
     Attributes:
-        slots: Places that there are for them, a size that does not depend on the data.
-        limit: How many are used: fewer when some tokens are padding.
+        slots: Slots per expert, a size independent of the data.
+        limit: Number of usable slots; smaller if some tokens are padding.
     """
 
     slots: int
     limit: int | Tensor
 
     @classmethod
-    def of(cls, factor: float, index: Tensor, num_experts: int, real: Tensor | None) -> Capacity:
-        """Return the capacity for `index` [N, k], of which only the `real` tokens [N] count."""
+    def from_factor(
+        cls, factor: float, index: Tensor, num_experts: int, real: Tensor | None
+    ) -> Capacity:
+        """Return the capacity for `index` [N, k], counting only the `real` tokens [N]."""
         slots = math.ceil(factor * index.numel() / num_experts)
         if real is None:
             return cls(slots, slots)
         rows = real.sum().double() * index.shape[1]
         return cls(slots, (factor * rows / num_experts).ceil().long())
+
+
+@dataclass(frozen=True, slots=True)
+class _Assignment:
+    """Slots of the sorted rows in the send buffer, and sizes of the exchange.
+
+    Attributes:
+        sorted_slot: Slot of each row, in expert order; `num_slots` for rows that are not sent.
+        num_slots: Rows of the send buffer.
+        send: Rows sent to each rank.
+        receive: Rows received from each rank.
+        local_expert: Expert of each received row, counted from the first one on this rank.
+        num_kept: Number of rows that are not dropped.
+    """
+
+    sorted_slot: Tensor
+    num_slots: int
+    send: list[int]
+    receive: list[int]
+    local_expert: Tensor
+    num_kept: int | Tensor
+
+
+def _assign_uneven(
+    sorted_slot: Tensor,
+    counts: Tensor,
+    expert: Tensor,
+    group: dist.ProcessGroup,
+    load: Tensor | None,
+) -> _Assignment:
+    """Exchange the row counts and send exactly these rows.
+
+    Args:
+        sorted_slot: Index of each row in expert order.
+        counts: Rows of each expert on this rank.
+        expert: Local experts, once per rank.
+        group: Expert-parallel ranks.
+        load: Rows of each expert to count; None: all.
+    """
+    received_counts = all_to_all(torch.empty_like(counts), counts, group, Purpose.EXPERT_ROW_COUNTS)
+    # One transfer to the host for both lists of splits, which an uneven all-to-all reads there.
+    by_rank = [c.view(group.size(), -1).sum(1) for c in (counts, received_counts)]
+    send, receive = torch.stack(by_rank).tolist()
+    num_slots = sum(send)
+    sorted_slot = sorted_slot.clamp(max=num_slots)
+    num_kept: int | Tensor = num_slots if load is None else load.sum()
+    local_expert = expert.repeat_interleave(received_counts, output_size=sum(receive))
+    return _Assignment(sorted_slot, num_slots, send, receive, local_expert, num_kept)
+
+
+def _assign_capacity(
+    sorted_slot: Tensor,
+    counts: Tensor,
+    expert: Tensor,
+    sorted_expert: Tensor,
+    capacity: Capacity,
+    degree: int,
+) -> _Assignment:
+    """Assign the rows of each expert to its slots, in token order; sizes do not depend on the data.
+
+    Args:
+        sorted_slot: Index of each row in expert order.
+        counts: Rows of each expert on this rank.
+        expert: Local experts, once per rank.
+        sorted_expert: Expert of each row in expert order; number of experts for rows that are not computed.
+        capacity: Slots of an expert.
+        degree: Number of expert-parallel ranks.
+    """
+    num_experts = len(counts)
+    num_slots, limit = num_experts * capacity.slots, capacity.limit
+    num_kept = counts.clamp(max=limit).sum()
+    is_computed = sorted_expert < num_experts
+    sorted_expert = sorted_expert.clamp(max=num_experts - 1)
+    rank_in_expert = sorted_slot - (torch.cumsum(counts, 0) - counts)[sorted_expert]
+    slot = sorted_expert * capacity.slots + rank_in_expert
+    sorted_slot = torch.where(is_computed & (rank_in_expert < limit), slot, num_slots)
+    splits = [num_slots // degree] * degree
+    local_expert = expert.repeat_interleave(capacity.slots)
+    return _Assignment(sorted_slot, num_slots, splits, splits, local_expert, num_kept)
 
 
 def dispatch(
@@ -134,56 +223,41 @@ def dispatch(
     computed: Tensor | None = None,
     load: Tensor | None = None,
 ) -> Tensor:
-    """Results [N k, D] for the experts `index` [N, k] of tokens [N, D]; zero for rows that are dropped.
+    """Compute the expert results [N k, D] of tokens [N, D]; zero for dropped rows.
 
     Args:
-        hidden: The tokens.
-        index: Their experts. A row is one of the k choices of one token.
-        num_experts: Over all ranks of the group, which hold equal runs of them in order.
-        group: Expert-parallel ranks; None: every expert is here.
-        capacity: Rows that an expert takes of each rank; None: as many as there are.
-        routing: Counts the rows.
-        work: Results [R, D] of rows [R, D], each by the expert [R] of this rank, counted from the first it holds.
-        computed: [N] of the tokens that are computed at all; None: all.
-        load: Rows of each expert that are counted; None: all that are computed.
+        hidden: Tokens [N, D].
+        index: Experts [N, k] of the tokens. A row is one of the k choices of one token.
+        num_experts: Number of experts; each rank of the group has an equal, contiguous range.
+        group: Expert-parallel ranks; None: all experts are on this rank.
+        capacity: Maximum of rows per expert and rank; None: unlimited.
+        routing: Counter of rows.
+        work: Function of rows [R, D] and their experts [R], counted from this rank's first one; returns [R, D].
+        computed: Mask [N] of the tokens to compute; None: all.
+        load: Rows of each expert to count; None: all computed rows.
     """
     flat = index.reshape(-1)
     if computed is not None:
-        left_out = ~computed.unsqueeze(1).expand_as(index).reshape(-1)
-        flat = flat.masked_fill(left_out, num_experts)
+        skipped = ~computed.unsqueeze(1).expand_as(index).reshape(-1)
+        flat = flat.masked_fill(skipped, num_experts)
     order = torch.argsort(flat, stable=True)
     counts = torch.bincount(flat, minlength=num_experts + 1)[:num_experts]
-    degree, me = (1, 0) if group is None else (group.size(), group.rank())
+    degree, rank = (1, 0) if group is None else (group.size(), group.rank())
     expert = torch.arange(num_experts // degree, device=flat.device).repeat(degree)
     sorted_slot = torch.arange(len(flat), device=flat.device)
     if capacity is None:
         assert group is not None
-        theirs = all_to_all(torch.empty_like(counts), counts, group, Purpose.EXPERT_ROW_COUNTS)
-        # One transfer to the host for both lists of splits: an uneven all-to-all takes them from there.
-        both = torch.stack((counts.view(degree, -1).sum(1), theirs.view(degree, -1).sum(1)))
-        send, receive = both.tolist()
-        slots = sum(send)
-        sorted_slot = sorted_slot.clamp(max=slots)
-        kept: int | Tensor = slots if load is None else load.sum()
-        local_expert = expert.repeat_interleave(theirs, output_size=sum(receive))
+        assigned = _assign_uneven(sorted_slot, counts, expert, group, load)
     else:
-        slots, limit = num_experts * capacity.slots, capacity.limit
-        kept = counts.clamp(max=limit).sum()
-        sorted_expert = flat[order]
-        inside = sorted_expert < num_experts
-        sorted_expert = sorted_expert.clamp(max=num_experts - 1)
-        number = sorted_slot - (torch.cumsum(counts, 0) - counts)[sorted_expert]
-        at = sorted_expert * capacity.slots + number
-        sorted_slot = torch.where(inside & (number < limit), at, slots)
-        send = receive = [slots // degree] * degree
-        local_expert = expert.repeat_interleave(capacity.slots)
-    if counts_now():
+        assigned = _assign_capacity(sorted_slot, counts, expert, flat[order], capacity, degree)
+    send, receive, num_slots = assigned.send, assigned.receive, assigned.num_slots
+    if is_first_forward():
         load = counts if load is None else load
-        routing.add(load, kept, sum(send) - send[me], sum(receive) - receive[me])
-    slot = torch.empty_like(flat).index_copy_(0, order, sorted_slot)
+        routing.add(load, assigned.num_kept, sum(send) - send[rank], sum(receive) - receive[rank])
+    slot = torch.empty_like(flat).index_copy_(0, order, assigned.sorted_slot)
     rows = hidden.unsqueeze(1).expand(-1, index.shape[1], -1).reshape(-1, hidden.shape[-1])
-    spare = capacity is not None or computed is not None
-    rows = _Move.apply(rows, slot, slots, spare, False)
-    results = work(_exchange(rows, send, receive, group), local_expert)
+    overflow_row = capacity is not None or computed is not None
+    rows = _MoveRows.apply(rows, slot, num_slots, overflow_row, False)
+    results = work(_exchange(rows, send, receive, group), assigned.local_expert)
     results = _exchange(results, receive, send, group)
-    return _Move.apply(results, slot, slots, spare, True)
+    return _MoveRows.apply(results, slot, num_slots, overflow_row, True)

@@ -6,16 +6,16 @@ over the real tokens of all layers, divided by the number n of (layer, token) pa
 
     aux = E * sum_e f_e P_e
 
-It is not a sum over tokens, so f and n are added up over all ranks before backward. f has no gradient; the gradient of
-P is a sum over tokens, hence each rank's own share of it is exact and needs no communication in backward.
+It is not a sum over tokens, so f and n are summed over all ranks before backward. f has no gradient. The gradient of P
+is a sum over tokens, so each rank's share of it is exact and needs no communication in backward.
 
-A microbatch weighs as much as in the cross entropy: valid targets over the divisor of the loss, added up over ranks.
-The microbatches of a step, however many and however long, then have the weight 1 together.
+The weight of a microbatch is its weight in the cross entropy: valid targets over the divisor of the loss, summed over
+ranks. The weights of the microbatches of a step add up to 1, independent of their number and lengths.
 
-A pipeline stage has some of the layers. So what was routed travels with the activations, 2 E + 1 numbers per
-microbatch, and every stage adds its own. The last stage adds them up over the data-parallel ranks, which gives the
-loss and its derivative by the probabilities of each expert; these E numbers travel back with the gradients. Backward of
-a stage then has two roots: its output, and the sums of its probabilities.
+A pipeline stage has some of the layers, so the routing counts are sent along with the activations: 2 E + 1 numbers per
+microbatch, to which every stage adds. The last stage sums them over the data-parallel ranks and computes the loss and
+its derivative with respect to the probabilities of each expert. These E numbers are sent back along with the gradients.
+Backward of a stage has two roots: its output, and the sums of its probabilities.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from hyper_parallel.backends.torch.experts.routing import (
     Routing,
     balanced_loss,
     count_rows,
-    counts_now,
+    is_first_forward,
 )
 from hyper_parallel.backends.torch.token_rows import Tokens
 from hyper_parallel.errors import UnsupportedSharding
@@ -47,15 +47,15 @@ from hyper_parallel.ir import Purpose, Strategy
 
 
 class BalanceLoss:
-    """The auxiliary loss of this rank's layers.
+    """Auxiliary loss of this rank's layers.
 
     Args:
-        facts: The loss of the model on one device.
-        coefficient: Its weight.
+        facts: Loss of the model on one device.
+        coefficient: Weight of the loss.
         strategy: Degrees of the layout.
-        groups: Groups whose ranks, one group after another, are all ranks of one pipeline stage.
-        world_group: All ranks; None on one.
-        device: Where the ranks compute.
+        groups: Process groups that together span the ranks of one pipeline stage.
+        world_group: All ranks; None for one rank.
+        device: Device of this rank.
     """
 
     def __init__(
@@ -69,18 +69,18 @@ class BalanceLoss:
     ) -> None:
         self._facts, self._groups, self._world, self._device = facts, groups, world_group, device
         self._weight = coefficient * facts.scale
-        self._staged, self._copies = strategy.pp > 1, strategy.tp
-        # Ranks whose losses are added up for the loss of the step.
-        self._reporting = strategy.dp * strategy.cp
+        self._staged, self._tp_degree = strategy.pp > 1, strategy.tp
+        # Number of ranks whose losses are summed into the loss of the step.
+        self._data_ranks = strategy.dp * strategy.cp
         self._tokens = Tokens()
-        # Of the running pass: router logits per layer; this rank's share of the step's cross entropy, as a weight.
+        # Running pass: router logits per layer, and the weight of this rank's share of the step's cross entropy.
         self._logits: list[Tensor] = []
         self._share: Tensor | float = 0.0
-        # Of the microbatches of the step so far, over all ranks: weighted sum of their losses, and sum of weights.
+        # Completed microbatches of the step, over all ranks: weighted sum of losses, and sum of weights.
         self._sums: Tensor | None = None
 
     @classmethod
-    def of(
+    def from_model(
         cls,
         model: nn.Module,
         routing: Routing,
@@ -89,16 +89,16 @@ class BalanceLoss:
         world_group: dist.ProcessGroup | None,
         device: torch.device,
     ) -> BalanceLoss | None:
-        """Return the loss of a whole model, before it is cut; None when a step adds none.
+        """Return the loss of a complete model, before it is sharded; None if a step adds none.
 
         Raises:
-            UnsupportedSharding: HP205 for a loss that the model adds and that is not known.
+            UnsupportedSharding: HP205 for an unknown loss of the model.
         """
         facts = balanced_loss(model, routing, strategy.world_size == 1)
         if facts is None:
             return None
-        wanted = routing.aux_loss_coef
-        coefficient = facts.coefficient if wanted is None else wanted
+        configured = routing.aux_loss_coef
+        coefficient = facts.coefficient if configured is None else configured
         groups = [] if world_group is None else [world_group]
         if strategy.pp > 1 and mesh is not None:
             names = [n for n in mesh.mesh_dim_names or () if n != "pp" and mesh[n].size() > 1]
@@ -106,7 +106,7 @@ class BalanceLoss:
         return cls(facts, coefficient, strategy, groups, world_group, device)
 
     def watch(self, model: nn.Module, tokens: Tokens) -> None:
-        """Record the router logits of the modules that are on this rank."""
+        """Record the router logits of this rank's modules in every pass."""
         self._tokens = tokens
         modules = dict(model.named_modules())
         for name, output in self._facts.routers:
@@ -123,31 +123,35 @@ class BalanceLoss:
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             result = inner(*args, **kwargs)
-            if counts_now():
+            if is_first_forward():
                 self._logits.append(result[output] if isinstance(result, tuple) else result)
             return result
 
         router.forward = forward
 
     def messages(self) -> tuple[Tensor, Tensor]:
-        """Memory for what comes with activations, [2 E + 1], and for what comes with gradients, [E]."""
+        """Return receive buffers: routing counts [2 E + 1] with activations, derivatives [E] with gradients."""
         width = self._facts.num_experts
         new = torch.empty(2 * width + 1, dtype=torch.float64, device=self._device)
         return new, new.new_empty(width)
 
-    def add(self, before: Tensor | None) -> tuple[Tensor | None, Tensor]:
-        """Add the layers that just ran to [2 E + 1] of the stages before; None: there are none.
+    def add(self, previous: Tensor | None) -> tuple[Tensor | None, Tensor]:
+        """Add the counts of the layers that just ran to those of the previous stages.
 
-        Returns the sums of their probabilities, a root of backward (None: they routed nothing), and [2 E + 1].
+        Args:
+            previous: Counts [2 E + 1] of the previous stages; None for the first stage.
+
+        Returns:
+            Sums of the layers' probabilities, a root of backward (None without routed tokens), and counts [2 E + 1].
         """
         if not self._logits:
-            return None, self.messages()[0].zero_() if before is None else before
-        own, total = self._routed()
-        return own, total if before is None else before + total
+            return None, self.messages()[0].zero_() if previous is None else previous
+        local, total = self._count_routed()
+        return local, total if previous is None else previous + total
 
     def close(self, total: Tensor) -> tuple[Tensor, Tensor]:
-        """Behind the last layer: this rank's share of the weighted loss, and [E] its derivative for all stages."""
-        share = total.new_zeros(1) + self._share / self._copies
+        """Return this rank's share of the weighted loss and its derivative [E] for all stages; called on the last."""
+        share = total.new_zeros(1) + self._share / self._tp_degree
         sums = torch.cat((total, share))
         for group in self._groups:
             all_reduce(sums, group, Purpose.BALANCE_LOSS)
@@ -161,90 +165,90 @@ class BalanceLoss:
         self._sums = sums if self._sums is None else self._sums + sums
         slope = num_experts * load / number.square()
         if self._tokens.tp is None:
-            # Each tensor-parallel rank has counted all tokens, and has the whole gradient.
-            slope = slope * self._copies
+            # Each tensor-parallel rank has counted all tokens and computes the complete gradient.
+            slope = slope * self._tp_degree
         weight = self._weight * weight
-        return weight * value / self._reporting, weight * slope
+        return weight * value / self._data_ranks, weight * slope
 
-    def take_share(self, loss: Tensor, share: Tensor | float) -> Tensor:
-        """Return `loss`, whose microbatch has this share of the step on this rank; a stage adds its own in `close`."""
+    def record_share(self, loss: Tensor, share: Tensor | float) -> Tensor:
+        """Record the microbatch's share of the step and return `loss` unchanged; `close` adds the loss of a stage."""
         self._share = share
         return loss
 
-    def add_to(self, loss: Tensor, share: Tensor | float) -> Tensor:
-        """Return `loss` of a whole model and this rank's part; its gradient is that of the tokens of this rank.
+    def add_to_loss(self, loss: Tensor, share: Tensor | float) -> Tensor:
+        """Return `loss` plus this rank's part of the auxiliary loss, with the gradient of this rank's tokens.
 
         Args:
             loss: Loss of a microbatch on this rank.
             share: This rank's share of the step's cross entropy: valid targets over the divisor of the loss.
         """
         self._share = share
-        own, total = self.add(None)
-        if own is None:
+        local, total = self.add(None)
+        if local is None:
             return loss
         value, slope = self.close(total)
-        part = (slope.to(own.dtype) * own).sum()
+        part = (slope.to(local.dtype) * local).sum()
         part = part + (value - part.double()).to(part.dtype).detach()
         return loss + part.to(loss.dtype)
 
     @property
-    def adds(self) -> Any:
-        """What the loss function does with the loss of a microbatch and its share."""
-        return self.take_share if self._staged else self.add_to
+    def loss_hook(self) -> Any:
+        """Function that the loss function calls with the loss of a microbatch and its share."""
+        return self.record_share if self._staged else self.add_to_loss
 
-    def _routed(self) -> tuple[Tensor, Tensor]:
-        """Return what the layers of the running pass routed on this rank; their logits are let go.
+    def _count_routed(self) -> tuple[Tensor, Tensor]:
+        """Count the routing of the layers of the running pass on this rank, and release their logits.
 
         Returns:
-            [E] sums of probabilities, with their graph, and [2 E + 1] float64 without: rows of each expert, the same
-            sums, and how many (layer, token) pairs there were.
+            Sums of probabilities [E] with their autograd graph, and [2 E + 1] float64 without it: rows of each expert,
+            the same sums, and the number of (layer, token) pairs.
         """
-        every, num_experts = self._logits.copy(), self._facts.num_experts
+        all_logits, num_experts = self._logits.copy(), self._facts.num_experts
         self._logits.clear()
-        like = every[0]
+        like = all_logits[0]
         wide = torch.promote_types(like.dtype, torch.float32)
         counts = like.new_zeros(num_experts, dtype=torch.float64)
-        own, number = like.new_zeros(num_experts, dtype=wide), counts.new_zeros(1)
-        for logits in every:
+        local, number = like.new_zeros(num_experts, dtype=wide), counts.new_zeros(1)
+        for logits in all_logits:
             layer = expert_logits(logits, self._facts.product_keys)
-            kept, real = self._tokens.own(len(layer), layer.device)
-            layer = layer if kept is None else layer[kept]
+            selected, real = self._tokens.own(len(layer), layer.device)
+            layer = layer if selected is None else layer[selected]
             probabilities = torch.softmax(layer, dim=-1)
             chosen = torch.topk(probabilities, self._facts.top_k, dim=-1).indices
             counts += count_rows(chosen, num_experts, real)
             probabilities = probabilities.to(wide)
             if real is not None:
                 probabilities = probabilities * real.unsqueeze(-1)
-            own = own + probabilities.sum(0)
+            local = local + probabilities.sum(0)
             number = number + (len(layer) if real is None else real.sum())
-        return own, torch.cat((counts, own.detach().double(), number))
+        return local, torch.cat((counts, local.detach().double(), number))
 
     def mean(self) -> Tensor | None:
-        """Return the loss before weighting, mean over the microbatches of the step, which ends; None: none had one."""
+        """Return the unweighted loss, mean over the microbatches of the step, and reset it; None without routing."""
         sums, self._sums = self._sums, None
         if sums is None:
             if not self._staged:
                 return None
             sums = torch.zeros(2, dtype=torch.float64, device=self._device)
-        if self._staged and self._world is not None:  # only the last stage knows it
+        if self._staged and self._world is not None:  # nonzero on the last stage only
             all_reduce(sums, self._world, Purpose.BALANCE_LOSS)
         return sums[0] / sums[1]
 
 
-def forbid_own_loss(model: nn.Module, routing: Routing, strategy: Strategy) -> None:
-    """Keep a model from adding its own router loss, which is that of one rank's tokens, whether or not ours is added.
+def disable_model_router_loss(model: nn.Module, routing: Routing, strategy: Strategy) -> None:
+    """Disable the model's own router loss, which covers the tokens of one rank only.
 
-    Its router logits are not returned either. A loss that is not known stays on one rank.
+    Router logits are not returned either. On one rank, an unknown loss of the model stays enabled.
     """
     facts = router_loss_facts(model)
-    own = facts is not None and not facts.known and routing.aux_loss_coef is None
-    if facts is None or (own and strategy.world_size == 1):
+    is_unknown = facts is not None and not facts.known and routing.aux_loss_coef is None
+    if facts is None or (is_unknown and strategy.world_size == 1):
         return
 
     def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         if kwargs.get(FLAG):
             raise UnsupportedSharding(
-                "router logits are not returned; `loss` already has the auxiliary loss of all ranks",
+                "router logits are not returned; `loss` already includes the auxiliary loss of all ranks",
                 where=type(module).__name__,
                 hint="moe.aux_loss_coef=0.001",
             )

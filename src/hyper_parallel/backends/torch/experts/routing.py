@@ -1,8 +1,7 @@
-"""Routing of a mixture-of-experts model: what was routed, and the balancing of router biases.
+"""Routing of a mixture-of-experts model: load statistics and balancing of router biases.
 
-Load is what the router decided, counted in rows: one per token and chosen expert. It is counted in forward passes that
-keep gradients, once (not when recompute makes them again), on the tokens of this rank; `end_step` adds it up over all
-ranks, once per optimizer step.
+The load is counted in rows: one per token and chosen expert. It is counted on the tokens of this rank in forward passes
+with gradients, but not in recomputed ones; `end_step` sums it over all ranks once per optimizer step.
 
 Biases without a loss: after each step, bias_e += rate * sign(mean load - load_e) on routers that have
 `e_score_correction_bias` (Wang et al. 2024, arXiv:2408.15664, algorithm 1; DeepSeek-V3).
@@ -32,14 +31,14 @@ _BIAS = "e_score_correction_bias"
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """Choices about routing; the defaults are what the model does by itself.
+    """Options of routing; the defaults reproduce the model.
 
     Attributes:
-        aux_loss_coef: Weight of the auxiliary load-balancing loss. None: the weight with which the model itself adds
-            that loss, 0 when it does not.
-        bias_update_rate: Step of the router biases after each optimizer step; 0 leaves them.
-        capacity_factor: An expert takes at most ceil(factor * rows / experts) of the rows of one rank and pass, first
-            tokens first; the others add nothing to their token. None: no limit.
+        aux_loss_coef: Weight of the auxiliary load-balancing loss. None: the model's own weight, 0 if the model does
+            not add the loss.
+        bias_update_rate: Step of the router biases after each optimizer step; 0: no update.
+        capacity_factor: An expert computes at most ceil(factor * rows / experts) of the rows of one rank and pass, in
+            token order; dropped rows contribute zero to their token. None: no limit.
     """
 
     aux_loss_coef: float | None = None
@@ -49,19 +48,21 @@ class Routing:
 
 @dataclass(slots=True)
 class LayerRouting:
-    """Rows that one layer routed since the last step, on this rank; `sent` and `received` are those of other ranks."""
+    """Rows that one layer has routed on this rank since the last step."""
 
     load: Tensor | None = None
-    """[E] rows per expert; None before the first pass."""
-    kept: int | Tensor = 0
-    """Rows that were not dropped."""
+    """Rows per expert, [E]; None before the first pass."""
+    num_kept: int | Tensor = 0
+    """Number of rows that were not dropped."""
     sent: int = 0
+    """Number of rows sent to other ranks."""
     received: int = 0
+    """Number of rows received from other ranks."""
 
-    def add(self, load: Tensor, kept: int | Tensor, sent: int = 0, received: int = 0) -> None:
-        """Count one pass."""
+    def add(self, load: Tensor, num_kept: int | Tensor, sent: int = 0, received: int = 0) -> None:
+        """Add the counts of one pass."""
         self.load = load if self.load is None else self.load + load
-        self.kept = self.kept + kept
+        self.num_kept = self.num_kept + num_kept
         self.sent += sent
         self.received += received
 
@@ -71,11 +72,15 @@ class ExpertState:
     """Experts of one model.
 
     Attributes:
-        num_experts: Name of a module that holds experts to their number, over all pipeline stages, in model order.
-        group: Expert-parallel ranks; None when ep is 1.
-        world_group: All ranks of the model; None on one.
-        staged: The model is cut into pipeline stages.
-        modules: Those of the names that are on this rank.
+        num_experts: Name of each module of experts to its number of experts, over all stages, in model order.
+        options: Options of routing.
+        group: Expert-parallel ranks; None if ep is 1.
+        world_group: All ranks of the model; None for one rank.
+        staged: True if the model is split into pipeline stages.
+        device: Device of this rank.
+        modules: Names of the modules on this rank.
+        tokens: This rank's tokens.
+        layers: Rows routed since the last step, by name of the module.
     """
 
     num_experts: dict[str, int]
@@ -90,7 +95,7 @@ class ExpertState:
 
     @property
     def width(self) -> int:
-        """Experts of the layer with the most."""
+        """Maximum number of experts per layer."""
         return max(self.num_experts.values())
 
 
@@ -100,10 +105,10 @@ class RoutingStatistics:
 
     Attributes:
         max_load: Rows of the busiest expert over the mean, in the worst layer; 1 is perfect balance.
-        mean_max_load: The same, mean over the layers.
-        entropy: Entropy of the load over its largest value ln E, mean over the layers; 1 is perfect balance.
-        dropped: Share of the rows above the capacity.
-        aux_loss: Auxiliary loss before weighting, mean over the microbatches; None when it is not asked for.
+        mean_max_load: Rows of the busiest expert over the mean, averaged over the layers.
+        entropy: Entropy of the load over its maximum ln E, averaged over the layers; 1 is perfect balance.
+        dropped: Fraction of the rows above the capacity.
+        aux_loss: Unweighted auxiliary loss, mean over the microbatches; None if disabled.
     """
 
     max_load: float
@@ -113,50 +118,51 @@ class RoutingStatistics:
     aux_loss: float | None = None
 
 
-def counts_now() -> bool:
-    """Whether the running pass is a first forward pass of training."""
+def is_first_forward() -> bool:
+    """Return whether a forward with gradients runs, outside of recompute in backward."""
     return torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
 
 
 def check_routing(
     model: nn.Module, routing: Routing, where: str | None = None, alone: bool = False
 ) -> str | None:
-    """Refuse choices about routing that a model has nothing for.
+    """Check that a model supports the options of routing.
 
     Args:
-        model: On any device, meta included.
-        routing: The choices.
-        where: Where they were made, for errors.
-        alone: As of `balanced_loss`.
+        model: The model, on any device, meta included.
+        routing: The options.
+        where: Location of the options, for errors.
+        alone: As in `balanced_loss`.
 
     Returns:
-        The loss that a step adds for the routers, in words; None: it adds none.
+        Description of the router loss of a step; None if it adds none.
 
     Raises:
-        UnsupportedSharding: HP205 with the first of them, and for a router loss that is not known.
+        UnsupportedSharding: HP205 with the first unsupported option, or for an unknown router loss.
     """
     experts = any(name.rpartition(".")[2] == "experts" for name, _ in model.named_modules())
     biases = any(name.rpartition(".")[2] == _BIAS for name, _ in model.named_buffers())
     facts = balanced_loss(model, routing, alone)
-    for key, what, has in (
+    for key, part, is_present in (
         ("capacity_factor", "routed experts", experts),
         ("aux_loss_coef", "load-balancing loss", facts is not None),
         ("bias_update_rate", "router biases to balance", biases),
     ):
-        asked = getattr(routing, key)
-        if not has and (asked or (key == "capacity_factor" and asked is not None)):
+        value = getattr(routing, key)
+        if not is_present and (value or (key == "capacity_factor" and value is not None)):
             raise UnsupportedSharding(
-                f"this model has no {what}",
+                f"this model has no {part}",
                 where=where or type(model).__name__,
-                got=f"{key}={asked}",
+                got=f"{key}={value}",
                 hint=f"moe.{key}={'0' if key == 'bias_update_rate' else 'null'}",
             )
-    return None if facts is None else _in_words(facts, routing.aux_loss_coef)
+    return None if facts is None else _describe(facts, routing.aux_loss_coef)
 
 
-def _in_words(facts: RouterLoss, wanted: float | None) -> str:
-    """Return what a step adds for the routers of a model, in words."""
-    weight = f"{facts.coefficient:g} (the model's own)" if wanted is None else f"{wanted:g}"
+def _describe(facts: RouterLoss, coefficient: float | None) -> str:
+    """Return a description of the router loss of a step."""
+    own = f"{facts.coefficient:g} (the model's own)"
+    weight = own if coefficient is None else f"{coefficient:g}"
     return (
         f"weight {weight}, {len(facts.routers)} routers of {facts.num_experts} experts; "
         "of each microbatch over all data ranks, weighted by its targets"
@@ -164,28 +170,29 @@ def _in_words(facts: RouterLoss, wanted: float | None) -> str:
 
 
 def balanced_loss(model: nn.Module, routing: Routing, alone: bool = False) -> RouterLoss | None:
-    """Return the router loss that a step adds; None when it adds none, or when the model adds its own on one rank.
+    """Return the router loss to add in a step; None without one, or if one rank keeps the model's own loss.
 
-    A model without a language head, such as a reward model, has the loss of its causal language model on request.
+    If `aux_loss_coef` is set, a model without a language head, such as a reward model, uses the loss of its causal
+    language model.
 
     Args:
-        model: On any device, meta included.
-        routing: The choices.
-        alone: There is one rank, where a loss that is not known can stay the model's own.
+        model: The model, on any device, meta included.
+        routing: Options of routing.
+        alone: Whether there is one rank only, where an unknown loss of the model can be kept.
 
     Raises:
-        UnsupportedSharding: HP205 when the model adds a loss that is not known.
+        UnsupportedSharding: HP205 for an unknown loss of the model.
     """
-    facts, wanted = router_loss_facts(model), routing.aux_loss_coef
-    if facts is None and wanted and (causal := causal_form(model)) is not None:
+    facts, coefficient = router_loss_facts(model), routing.aux_loss_coef
+    if facts is None and coefficient and (causal := causal_form(model)) is not None:
         facts = router_loss_facts(causal)
-    if facts is None or not (wanted if wanted is not None else facts.requested):
+    if facts is None or not (coefficient if coefficient is not None else facts.requested):
         return None
-    if not facts.known and alone and wanted is None:
+    if not facts.known and alone and coefficient is None:
         return None
     if not facts.known:
         raise UnsupportedSharding(
-            "the router loss of this model is none that can be computed over ranks",
+            "the router loss of this model cannot be computed over ranks",
             where=type(model).__name__,
             allowed="the load-balancing loss of routers [tokens, experts], E * sum of f_e P_e",
             hint="moe.aux_loss_coef=0",
@@ -194,7 +201,7 @@ def balanced_loss(model: nn.Module, routing: Routing, alone: bool = False) -> Ro
 
 
 def count_rows(index: Tensor, num_experts: int, real: Tensor | None) -> Tensor:
-    """Return the [E] rows of each expert among `index` [N, k]; of real tokens [N] only, None: all are."""
+    """Return the rows of each expert [E] in `index` [N, k], counting real tokens [N] only; None: all tokens."""
     if real is None:
         return torch.bincount(index.reshape(-1), minlength=num_experts)
     counted = real.unsqueeze(1).expand_as(index).reshape(-1).long()
@@ -202,11 +209,12 @@ def count_rows(index: Tensor, num_experts: int, real: Tensor | None) -> Tensor:
 
 
 def collect_routing(model: nn.Module, state: ExpertState) -> Tensor | None:
-    """Add up the routing of a step over all ranks, balance the router biases, and begin to count anew.
+    """Sum the routing of a step over all ranks, update the router biases, and reset the counters.
 
-    [layers, E + 1] load and kept rows of all layers, float64; None: nothing was routed.
+    Returns:
+        Load and kept rows of all layers, [layers, E + 1] float64; None without routed rows.
     """
-    # Ranks of other stages may have routed something, and wait here.
+    # Pipeline ranks without routed rows take part too: other stages wait for the all-reduce.
     if not state.staged and all(routed.load is None for routed in state.layers.values()):
         return None
     shape = len(state.num_experts), state.width + 1
@@ -215,7 +223,7 @@ def collect_routing(model: nn.Module, state: ExpertState) -> Tensor | None:
         routed = state.layers.get(name)
         if routed is not None and routed.load is not None:
             row[: len(routed.load)] = routed.load
-            row[-1] = routed.kept
+            row[-1] = routed.num_kept
     if state.world_group is not None:
         all_reduce(total, state.world_group, Purpose.EXPERT_LOAD)
     if rate := state.options.bias_update_rate:
@@ -232,9 +240,9 @@ def collect_routing(model: nn.Module, state: ExpertState) -> Tensor | None:
 
 
 def routing_statistics(total: Tensor, aux: Tensor | None) -> RoutingStatistics | None:
-    """The statistics of what `count_routing` returned; None when nothing was routed."""
-    load, kept = total[:, :-1].cpu(), total[:, -1].cpu()
-    load, kept = load[load.sum(1) > 0], kept[load.sum(1) > 0]
+    """Return the statistics of a result of `collect_routing`; None without routed rows."""
+    load, num_kept = total[:, :-1].cpu(), total[:, -1].cpu()
+    load, num_kept = load[load.sum(1) > 0], num_kept[load.sum(1) > 0]
     if not len(load):
         return None
     share = load / load.sum(1, keepdim=True)
@@ -245,6 +253,6 @@ def routing_statistics(total: Tensor, aux: Tensor | None) -> RoutingStatistics |
         float(busiest.max()),
         float(busiest.mean()),
         float(entropy.mean()),
-        float(1 - kept.sum() / load.sum()),
+        float(1 - num_kept.sum() / load.sum()),
         None if math.isnan(loss) else loss,
     )

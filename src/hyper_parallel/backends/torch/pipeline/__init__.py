@@ -1,1 +1,1 @@
-"""Pipeline stages: cut out of a model, and run in the order of a schedule."""
+"""Pipeline parallelism: a model split into stages, executed by a schedule."""

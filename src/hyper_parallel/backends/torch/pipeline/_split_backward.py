@@ -1,9 +1,8 @@
-"""The two halves of a stage's backward: first the gradient of its input, later the gradients of its weights.
+"""Split backward of a stage: first the gradient of its input (I), later the gradients of its weights (W).
 
-The graph of a stage has a trunk, the nodes through which its input reaches its output, and branches that lead from
-the trunk to weights only. The first half runs the trunk and remembers what arrives at every node that has a branch;
-the second half runs each of those nodes again, for its branch. A node is thus visited twice, once per kind of
-gradient, and no product is computed twice.
+The autograd graph of a stage has a trunk, the nodes on paths from its input to its output, and branches from the trunk
+to weights. I runs the trunk and saves the gradients that reach each node with a branch. W runs these nodes again, for
+their branches. A node is visited twice, once per kind of gradient, and no product is computed twice.
 
 Source: Qi et al. 2024, "Zero Bubble Pipeline Parallelism", section 2 (B and W).
 """
@@ -23,50 +22,53 @@ from hyper_parallel.backends.torch.weights.shard_ranges import local
 
 @dataclass(slots=True)
 class _Fork:
-    """A node of the trunk with branches to weights, and the gradients that arrived at it in the first half."""
+    """Node of the trunk with branches to weights, and the gradients that reached it in the input backward."""
 
     node: Any
     leaves: dict[Any, None]
     grads: tuple[Tensor | None, ...] = ()
 
-    def keep(self, grads: tuple[Tensor | None, ...]) -> None:
+    def save(self, grads: tuple[Tensor | None, ...]) -> None:
         self.grads = grads
 
 
 def input_gradient(
-    roots: Sequence[Tensor], grads: Sequence[Tensor | None], given: Tensor
+    roots: Sequence[Tensor], grads: Sequence[Tensor | None], stage_input: Tensor
 ) -> tuple[Tensor, Callable[[], None]]:
-    """Gradient of a stage's input `given`, a leaf, and the second half, which adds the gradients of all weights.
+    """Compute the gradient of a stage's input; return it with a function that computes the weight gradients.
 
-    `roots` are its output, or the loss (whose gradient is None), and what else of it the loss depends on.
+    Args:
+        roots: Output of the stage, or the loss, and other tensors of the stage that the loss depends on.
+        grads: Gradients of `roots`; None for the loss.
+        stage_input: Input of the stage, a leaf.
     """
-    forks = _forks([root.grad_fn for root in roots], given)
-    hooks = [fork.node.register_prehook(fork.keep) for fork in forks]
+    forks = _forks([root.grad_fn for root in roots], stage_input)
+    hooks = [fork.node.register_prehook(fork.save) for fork in forks]
     try:
-        (input_grad,) = torch.autograd.grad(roots, given, grads, retain_graph=True)
+        (input_grad,) = torch.autograd.grad(roots, stage_input, grads, retain_graph=True)
     finally:
         for hook in hooks:
             hook.remove()
     groups = _groups([fork for fork in forks if fork.grads])
-    # Forks that share a weight run together and pass others on their way, so their nodes must still be whole.
+    # A group of forks with shared weights may run through nodes of other groups: largest first, before these are freed.
     groups.sort(key=len)
 
     def weight_gradients() -> None:
-        while groups:  # each frees its tensors before the next one runs
+        while groups:  # each group frees its saved tensors before the next one runs
             _run(groups.pop())
 
     return input_grad, weight_gradients
 
 
-def _forks(roots: list[Any], given: Tensor) -> list[_Fork]:
-    """Nodes of the trunk with the weights that their branches reach."""
+def _forks(roots: list[Any], stage_input: Tensor) -> list[_Fork]:
+    """Return the nodes of the trunk with branches, and the weights that the branches reach."""
     trunk, forks = set(), []
     branch: dict[Any, dict[Any, None]] = {}
     for node in _children_first(roots):
         children = [child for child, _ in node.next_functions if child is not None]
         variable = getattr(node, "variable", None)
         branch[node] = {leaf: None for c in children if c not in trunk for leaf in branch[c]}
-        if variable is given or not trunk.isdisjoint(children):
+        if variable is stage_input or not trunk.isdisjoint(children):
             trunk.add(node)
             if branch[node]:
                 forks.append(_Fork(node, branch[node]))
@@ -76,11 +78,11 @@ def _forks(roots: list[Any], given: Tensor) -> list[_Fork]:
 
 
 def _children_first(roots: list[Any]) -> list[Any]:
-    """Every node at or below `roots`, each after the nodes it leads to."""
+    """Return all nodes reachable from `roots` in post-order: each after its `next_functions`."""
     order, seen, stack = [], set(), [(None, iter([(root, 0) for root in roots]))]
     while stack:
-        node, rest = stack[-1]
-        for child, _ in rest:
+        node, children = stack[-1]
+        for child, _ in children:
             if child is not None and child not in seen:
                 seen.add(child)
                 stack.append((child, iter(child.next_functions)))
@@ -92,16 +94,16 @@ def _children_first(roots: list[Any]) -> list[Any]:
 
 
 def _groups(forks: list[_Fork]) -> list[list[_Fork]]:
-    """Forks joined where they share a weight."""
+    """Group forks into connected components by shared weights."""
     groups: list[list[_Fork]] = []
     for fork in forks:
-        joined, apart = [fork], []
+        merged, separate = [fork], []
         for group in groups:
-            if any(not other.leaves.keys().isdisjoint(fork.leaves) for other in group):
-                joined = [*group, *joined]
+            if any(not member.leaves.keys().isdisjoint(fork.leaves) for member in group):
+                merged = [*group, *merged]
             else:
-                apart.append(group)
-        groups = [*apart, joined]
+                separate.append(group)
+        groups = [*separate, merged]
     return groups
 
 
@@ -115,10 +117,10 @@ def _run(group: list[_Fork]) -> None:
     ]
     hooks = []
     if len(group) > 1:
-        # On its way to a shared weight one fork passes another: what arrives there is already remembered.
-        hooks = [fork.node.register_prehook(lambda _, kept=fork.grads: kept) for fork in group]
+        # The path from one fork to a shared weight may contain another fork, whose complete gradient is saved already.
+        hooks = [fork.node.register_prehook(lambda _, saved=fork.grads: saved) for fork in group]
     try:
-        made = torch.autograd.grad(
+        grads = torch.autograd.grad(
             [edge for edge, _ in edges],
             [GradientEdge(leaf, 0) for leaf in leaves],
             [grad for _, grad in edges],
@@ -129,7 +131,7 @@ def _run(group: list[_Fork]) -> None:
         for hook in hooks:
             hook.remove()
     with torch.no_grad():
-        for param, grad in zip((leaf.variable for leaf in leaves), made, strict=True):
+        for param, grad in zip((leaf.variable for leaf in leaves), grads, strict=True):
             if grad is not None and param.grad is not None:
                 local(param.grad).add_(local(grad))
             elif grad is not None:

@@ -1,4 +1,4 @@
-"""A forward pass through the stages of a pipeline, one after the other, for passes that are not trained on."""
+"""Forward pass through the stages of a pipeline in sequence, without backward."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from hyper_parallel.ir import Purpose
 
 
 def run_stages(pipeline: Pipeline, model: nn.Module, inputs: Mapping[str, Any]) -> Tensor | None:
-    """Logits of a pass on the rank of the last stage, None on the others; all ranks give the same inputs."""
+    """Run the stages in sequence; return the logits on the rank of the last stage, None on others.
+
+    All ranks pass the same inputs.
+    """
     stages, rank = pipeline.stages, pipeline.rank
     hidden: Tensor | None = None
     logits: Tensor | None = None
@@ -25,7 +28,7 @@ def run_stages(pipeline: Pipeline, model: nn.Module, inputs: Mapping[str, Any]) 
             hidden = pipeline.message(inputs)
             dist.recv(hidden, group=pipeline.group, group_src=source)
         if pipeline.tp is not None:
-            pipeline.tp.batch = pipeline.tokens(inputs)  # as the model's first layer does
+            pipeline.tp.batch = pipeline.tokens(inputs)  # set by the model's first layer otherwise
         with stages.running.run(stage, hidden):
             output = model(**inputs)
             hidden = stages.running.output

@@ -1,16 +1,16 @@
-"""Cut a Hugging Face model into pipeline stages, in place and without touching its code.
+"""Split a Hugging Face model into pipeline stages, in place and without changes to its code.
 
-A rank keeps the modules of its stages under their names; the others become a `PlaceholderModule` without parameters.
-Every stage runs the model's own forward on the same batch, so masks, positions, rotary angles and whatever depends on
-the layer's index come from the model. Only what crosses a boundary is put in its place:
+A rank keeps the modules of its stages under their names; a `PlaceholderModule` without parameters replaces the others.
+Every stage runs the model's own forward on the same batch. Masks, positions, rotary angles and values that depend on
+the layer index come from the model. Only values at stage boundaries are replaced:
 
-    layers        those of the running stage; those before return the received activations, the last one's output is
-                  the stage's, and those after return it again
-    the rest      modules beside the list with parameters are where `PassFlow` says that layers or what follows need
-                  their result: an embedding on the first stage, norm and head on the last, others on several;
-                  elsewhere zeros of the shape of their result, which nothing reads, or their input
+    layers          layers before the running stage return the received activations; the output of its last layer is the
+                    output of the stage, returned by all later layers
+    other modules   outside of the layer list, modules with parameters run on the stages where `PassFlow` records a use
+                    of their result: an embedding on the first stage, norm and head on the last, some on several; on
+                    other stages they return zeros of the shape of their result, which are unused, or their input
 
-A weight that several stages need stays on all of them.
+A weight used by several stages is on all of them.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from hyper_parallel.errors import UnsupportedSharding
 from hyper_parallel.ir import Plan, Strategy
 from hyper_parallel.mpmd import check_pipeline
 
-_End = tuple[str, frozenset[int], Callable[..., Tensor]]
-"""Name of a module beside the layers, the stages that run it, and what stands for its result on the others."""
+_OuterModule = tuple[str, frozenset[int], Callable[..., Tensor]]
+"""Name of a module outside of the layers, the stages that run it, and its replacement on other stages."""
 
 
 class StageLayers(SlotList):
-    """The decoder layers by their index; while a stage runs, iteration shows its layers and lets the others pass.
+    """Decoder layers by index; while a stage runs, iteration yields its layers and pass-through slots for others.
 
     Attributes:
         ranges: Layers of every stage.
-        flow: What layers return.
-        stage: The stage that runs; -1: none does, the model is called from outside.
-        received: What comes to its first layer, on a later stage.
-        output: What its last layer gave.
+        flow: Inputs and outputs of the layers.
+        stage: The running stage; -1 outside of a stage.
+        received: Input of the stage's first layer; None on the first stage.
+        output: Output of the stage's last layer.
     """
 
     ranges: tuple[range, ...]
@@ -55,14 +55,14 @@ class StageLayers(SlotList):
     output: Tensor | None = None
 
     def slots(self) -> list[_LayerSlot] | None:
-        """All layers as the running stage sees them."""
+        """Return one slot per layer for the running stage; None outside of a stage."""
         if self.stage < 0:
             return None
         return [_LayerSlot(layer, i, self) for i, layer in enumerate(self._modules.values())]
 
     @contextmanager
     def run(self, stage: int, received: Tensor | None) -> Iterator[None]:
-        """Inside, the model is one stage, which continues with what was received."""
+        """Make the model run one stage on received activations, inside of the context."""
         self.stage, self.received, self.output = stage, received, None
         try:
             yield
@@ -71,7 +71,7 @@ class StageLayers(SlotList):
 
 
 class _LayerSlot:
-    """One layer as the running stage sees it."""
+    """Proxy of a layer for the running stage: the layer itself, or a pass-through of another stage's layer."""
 
     def __init__(self, layer: Any, index: int, stages: StageLayers) -> None:
         self._layer, self._index, self._stages = layer, index, stages
@@ -94,16 +94,16 @@ class _LayerSlot:
 
 @dataclass(slots=True)
 class StageModules:
-    """The stages of one rank, cut out of a model.
+    """Stages of one rank.
 
     Attributes:
-        running: All decoder layers, as the running stage sees them.
-        rank_of: Stage to the pipeline rank that holds it.
-        holders: Name in the whole model's state dict to the pipeline ranks that hold it.
-        shared: Names of the parameters that this rank and another one both hold.
-        layers: This rank's decoder layers, by stage, in order of the model.
+        running: Decoder layers, with the state of the running stage.
+        rank_of: Stage to its pipeline rank.
+        holders: Name in the complete model's state dict to the pipeline ranks with this entry.
+        shared: Names of this rank's parameters that are on other ranks too.
+        layers: This rank's decoder layers by stage, in model order.
         tail: Sizes of the dims of activations after [B, S].
-        dtype: Their number format.
+        dtype: Dtype of activations.
     """
 
     running: StageLayers
@@ -113,24 +113,24 @@ class StageModules:
     layers: dict[int, list[nn.Module]]
     tail: tuple[int, ...]
     dtype: torch.dtype
-    _ends: list[_End]
+    _outer_modules: list[_OuterModule]
 
     def layers_running(self) -> range:
-        """Layers of the running stage, by their place in the model."""
+        """Return the indices of the running stage's layers."""
         return self.running.ranges[self.running.stage]
 
     def install(self, model: nn.Module) -> None:
-        """Let embedding, final norm and head run on their stages only; after tensor parallelism was put around them.
+        """Restrict embedding, final norm and head to their stages; called after tensor parallelism has wrapped them.
 
-        A call of the model from outside is refused from now on: one rank cannot run it alone.
+        Afterwards, calls of the model outside of a stage raise HP205, because one rank cannot run it alone.
         """
-        for name, stages, otherwise in self._ends:
-            _gate(model.get_submodule(name), stages, self.running, otherwise)
+        for name, stages, replacement in self._outer_modules:
+            _run_on_stages(model.get_submodule(name), stages, self.running, replacement)
 
         def before(module: nn.Module, args: Any) -> None:
             if self.running.stage < 0:
                 raise UnsupportedSharding(
-                    "a model cut into pipeline stages cannot be called on its own",
+                    "a model split into pipeline stages cannot be called directly",
                     where=type(module).__name__,
                     allowed="forward_backward(model, microbatches, num_tokens), forward_loss",
                 )
@@ -138,36 +138,36 @@ class StageModules:
         model.register_forward_pre_hook(before)
 
 
-def cut_model(model: nn.Module, plan: Plan, mesh: DeviceMesh | None) -> StageModules | None:
-    """Cut a model at the layers that the plan says, or by cost; None when the plan has no pipeline.
+def split_model(model: nn.Module, plan: Plan, mesh: DeviceMesh | None) -> StageModules | None:
+    """Split a model at the layers of the plan, or by cost; return None for a plan without pipeline.
 
     Raises:
-        UnsupportedSharding: HP205 for a model that has no list of layers, or whose layers pass on more than one tensor;
-            and what `mpmd.check_pipeline` raises.
+        UnsupportedSharding: HP205 for a model without a list of layers, or with layers that pass more than one tensor.
+            `mpmd.check_pipeline` raises further errors.
     """
     strategy, workload = plan.strategy, plan.workload
     if mesh is None or strategy.pp == 1:
         return None
-    flow = follow_stages(model, plan)
+    flow = trace_stages(model, plan)
     counts = strategy.stage_layers or tuple(stage.layers for stage in plan.stages)
     if not counts:
         spec = read_model(model, type(model).__name__)
         counts = stage_layers(spec, strategy, workload.seq_len)
     dtype = getattr(torch, workload.compute_dtype)
-    return _cut(model, flow, strategy, counts, mesh.get_local_rank("pp"), dtype)
+    return _split(model, flow, strategy, counts, mesh.get_local_rank("pp"), dtype)
 
 
-def follow_stages(model: nn.Module, plan: Plan) -> PassFlow:
-    """What flows between the stages of a plan with a pipeline; refuses, as `cut_model` does, without any rank."""
+def trace_stages(model: nn.Module, plan: Plan) -> PassFlow:
+    """Return the flow between the layers of a plan with a pipeline; raise as `split_model` does. Needs no ranks."""
     strategy, flow = plan.strategy, follow(model)
     check_pipeline(strategy, flow.layers, plan.workload.accumulation_steps or 1)
     check_stage_layers(strategy, flow.layers)
     if strategy.tp > 1 and len(flow.tail) != 1:
-        raise refused(model, f"activations are [B, S, {flow.tail}], which tp does not cut", "pp")
+        raise refused(model, f"activations are [B, S, {flow.tail}], which tp cannot shard", "pp")
     return flow
 
 
-def _cut(
+def _split(
     model: nn.Module,
     flow: PassFlow,
     strategy: Strategy,
@@ -175,13 +175,13 @@ def _cut(
     pp_rank: int,
     dtype: torch.dtype,
 ) -> StageModules:
-    """Remove from a model, with so many decoder layers in each stage, what other pipeline ranks hold."""
+    """Replace the modules of other pipeline ranks by placeholders; `counts` are the layers of each stage."""
     ranges = tuple(range(sum(counts[:i]), sum(counts[: i + 1])) for i in range(len(counts)))
     last = strategy.stages - 1
     rank_of = {s: r for r in range(strategy.pp) for s in strategy.stages_of(r)}
     stage_of = {i: stage for stage, indices in enumerate(ranges) for i in indices}
     stage_of[flow.layers] = last
-    ends, ranks_of = _ends(model, flow, stage_of, rank_of, dtype)
+    ends, ranks_of = _outer_modules(model, flow, stage_of, rank_of, dtype)
     layers = model.get_submodule(flow.path)
     for stage, indices in enumerate(ranges):
         ranks_of |= {f"{flow.path}.{index}": (rank_of[stage],) for index in indices}
@@ -192,12 +192,13 @@ def _cut(
     model.set_submodule(flow.path, running)
     for name, ranks in ranks_of.items():
         if pp_rank not in ranks:
-            elsewhere = PlaceholderModule(module := model.get_submodule(name))
+            placeholder = PlaceholderModule(module := model.get_submodule(name))
             if strategy.tp == 1 and name in flow.owners:
-                # Code beside the layers may ask for the number format of a weight.
+                # Model code outside of the layers may read the dtype of a weight.
                 for key, p in module._parameters.items():
-                    elsewhere.__dict__[key] = None if p is None else torch.empty(0, dtype=p.dtype)
-            model.set_submodule(name, elsewhere)
+                    empty = None if p is None else torch.empty(0, dtype=p.dtype)
+                    placeholder.__dict__[key] = empty
+            model.set_submodule(name, placeholder)
     by_stage = {
         stage: [running._modules[str(i)] for i in ranges[stage]]
         for stage in strategy.stages_of(pp_rank)
@@ -205,86 +206,93 @@ def _cut(
     return StageModules(running, rank_of, holders, shared, by_stage, flow.tail, dtype, ends)
 
 
-def _ends(
+def _outer_modules(
     model: nn.Module,
     flow: PassFlow,
     stage_of: dict[int, int],
     rank_of: dict[int, int],
     dtype: torch.dtype,
-) -> tuple[list[_End], dict[str, tuple[int, ...]]]:
-    """Modules beside the layers that some stages do without, and the ranks that hold them."""
+) -> tuple[list[_OuterModule], dict[str, tuple[int, ...]]]:
+    """Return the modules outside of the layers that some stages do not need, and the ranks of these modules."""
     first = {id(p): name for name, p in model.named_parameters()}
     named = {first[id(p)]: set[int]() for p in model.parameters()}
     for name, module in model.named_modules():
         for p in module._parameters.values():
             if p is not None:
                 named[first[id(p)]] |= flow.owners.get(name, set())
-    # Weights that are read from outside of a call of their module are on all ranks.
+    # Weights that are read outside of a call of their module are on all ranks.
     read = {name for name, layers in flow.params.items() if not layers <= named[name]}
     head = model.get_output_embeddings()
-    ends: list[_End] = []
+    ends: list[_OuterModule] = []
     ranks_of: dict[str, tuple[int, ...]] = {}
     shared: set[int] = set()
     for owner, layers in flow.owners.items():
         module = model.get_submodule(owner)
-        own = [n for n in flow.params if n.startswith(f"{owner}.")]
-        form = flow.results.get(owner)
-        if read & {*own} or (layers and form is None):
+        params = [n for n in flow.params if n.startswith(f"{owner}.")]
+        result = flow.results.get(owner)
+        if read & {*params} or (layers and result is None):
             continue
-        held = set().union(layers, *(flow.params[n] for n in own)) or {0}
-        ranks = {rank_of[stage_of[i]] for i in held}
+        users = set().union(layers, *(flow.params[n] for n in params)) or {0}
+        ranks = {rank_of[stage_of[i]] for i in users}
         shared |= ranks if len(ranks) > 1 else set()
         ranks_of[owner] = tuple(sorted(ranks))
-        if form is not None:
-            trailing, rest = form
-            rest = (1,) if module is head else rest
+        if result is not None:
+            trailing, sizes = result
+            sizes = (1,) if module is head else sizes
             stages = frozenset(stage_of[i] for i in layers)
-            ends.append((owner, stages, _stand_in(trailing, rest, dtype)))
-    # Two ranks exchange a shared gradient; more of them, or several pairs, add it over all ranks.
+            ends.append((owner, stages, _placeholder_result(trailing, sizes, dtype)))
+    # One pair of ranks exchanges a shared gradient; more ranks, or several pairs, all-reduce it over all ranks.
     if len({*rank_of.values()}) > 2 and (len(shared) > 2 or len(ranks_of) < len(flow.owners)):
         ranks_of = {n: ranks for n, ranks in ranks_of.items() if len(ranks) == 1}
         ends = [end for end in ends if end[0] in ranks_of]
     return ends, ranks_of
 
 
-def _stand_in(trailing: int, rest: tuple[int, ...], dtype: torch.dtype) -> Callable[..., Tensor]:
-    """What stands for the result of a module: its input, where that has the shape of the result, or zeros."""
+def _placeholder_result(
+    trailing: int, sizes: tuple[int, ...], dtype: torch.dtype
+) -> Callable[..., Tensor]:
+    """Return a replacement of a module's forward that returns its input, if shapes match, or zeros.
 
-    def otherwise(*args: Any, **kwargs: Any) -> Tensor:
-        given = next(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
-        if not trailing and not rest:
-            return given
-        kept = given.shape[: given.dim() - trailing]
-        # Memory of its own, because the model may change it in place.
-        wanted = given.dtype if given.is_floating_point() else dtype
-        return given.new_zeros(*kept, *rest, dtype=wanted)
+    Args:
+        trailing: Number of trailing dims of the input that the result does not have.
+        sizes: Sizes of the dims that the result has instead.
+        dtype: Dtype of the result if the input is not floating-point.
+    """
 
-    return otherwise
+    def replacement(*args: Any, **kwargs: Any) -> Tensor:
+        x = next(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
+        if not trailing and not sizes:
+            return x
+        leading = x.shape[: x.dim() - trailing]
+        # A new allocation, because the model may change it in place.
+        return x.new_zeros(*leading, *sizes, dtype=x.dtype if x.is_floating_point() else dtype)
+
+    return replacement
 
 
 def _holders(
     model: nn.Module, ranks_of: dict[str, tuple[int, ...]], pp: int
 ) -> dict[str, tuple[int, ...]]:
-    """Pipeline ranks of every entry of the state dict; what lies in no part that is cut is on all of them."""
-    held: dict[int, set[int]] = {}
+    """Return the pipeline ranks of every state dict entry; entries outside of `ranks_of` are on all ranks."""
+    by_tensor: dict[int, set[int]] = {}
     entries = {**model.state_dict(keep_vars=True), **dict(model.named_parameters())}
     ranks: dict[str, set[int]] = {}
     for name, value in entries.items():
         part = next((p for p in ranks_of if name.startswith(f"{p}.")), None)
         ranks[name] = {*(range(pp) if part is None else ranks_of[part])}
-        held.setdefault(id(value), set()).update(ranks[name])
-    return {name: tuple(sorted(held[id(value)])) for name, value in entries.items()}
+        by_tensor.setdefault(id(value), set()).update(ranks[name])
+    return {name: tuple(sorted(by_tensor[id(value)])) for name, value in entries.items()}
 
 
-def _gate(
+def _run_on_stages(
     module: nn.Module,
     stages: frozenset[int],
     running: StageLayers,
-    otherwise: Callable[..., Any],
+    replacement: Callable[..., Any],
 ) -> None:
     inner = module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        return (inner if running.stage in stages else otherwise)(*args, **kwargs)
+        return (inner if running.stage in stages else replacement)(*args, **kwargs)
 
     module.forward = forward

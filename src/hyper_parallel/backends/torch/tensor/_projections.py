@@ -1,4 +1,4 @@
-"""Blocks of a decoder under tensor parallelism, and the forwards of the linear modules in them.
+"""Attention and MLP blocks of a decoder under tensor parallelism, and the forwards of their linear modules.
 
     1d                   [T, D] @ [F/P, D] -> [T, F/P] @ [D, F/P] -> scatter tokens over all P ranks
     2d, attention        gather tokens over x -> [T, D/y] @ [q/x, D/y] -> scatter heads over y -> attention on q/P heads
@@ -7,7 +7,7 @@
                          [T/y, F/x] -> gather tokens over y -> [T, F/x] @ [D/y, F/x] -> scatter tokens over x
     weight               the 1d block of the x ranks on T/y tokens; each weight is gathered over y where it is used
 
-Which of these a block runs, and over which ranks, is what the boundary table says (`shard.block_program`); here is how.
+The boundary table (`shard.block_program`) selects the collectives of a block and their ranks; this module runs them.
 Backward mirrors every collective. Sources: Xu et al. 2021 (GSPMD), section 3.2; Pope et al. 2022, section 3.2.
 """
 
@@ -38,19 +38,20 @@ Program = Mapping[Purpose, Boundary]
 
 @dataclass(slots=True)
 class Region:
-    """One attention or MLP module: tokens are gathered where it begins, scattered where it ends.
+    """Attention or MLP module: its input tokens are gathered, its output tokens are scattered.
 
     Attributes:
-        name: Of the module.
-        program: What its forward sends; empty where activations between modules are whole on every rank.
-        key_program: The same for key and value projections.
-        kv_heads: Key and value heads of the model; 0 for a module that takes tokens in any order.
+        state: State of tensor parallelism.
+        name: Name of the module.
+        program: Collectives of its forward; empty if activations between modules are replicated.
+        key_program: Collectives of key and value projections.
+        kv_heads: Key and value heads of the model; 0 for a module that accepts tokens in any order.
         spans: Attention on one span of every sequence, or None.
-        scope: What backward gathers again, while the module's forward runs.
-        tokens: Gathered input that the projections read in place of what they are given, while forward runs.
-        source: Where activations are whole: the tensor that the projections into the block read.
-        shared: That tensor, with the ranks' gradients summed.
-        listed: Rows of the gathered list of tokens, padding included.
+        scope: Scope of the tensors to gather again in backward, during the module's forward.
+        gathered: Gathered input that replaces the input of the projections, during forward.
+        block_input: With replicated activations: the input of the column-parallel projections.
+        block_input_summed_grad: The same tensor; its gradient is summed over the ranks.
+        padded_rows: Rows of the gathered tokens, padding included.
     """
 
     state: TpState
@@ -60,19 +61,19 @@ class Region:
     kv_heads: int = 0
     spans: SpanAttention | None = None
     scope: RegatherScope | None = None
-    tokens: Tensor | None = None
-    source: Tensor | None = None
-    shared: Tensor | None = None
-    listed: int = 0
+    gathered: Tensor | None = None
+    block_input: Tensor | None = None
+    block_input_summed_grad: Tensor | None = None
+    padded_rows: int = 0
 
     def group(self, purpose: Purpose) -> ProcessGroup:
-        """The ranks of a collective of the program."""
+        """Return the process group of a collective of the program."""
         return self.state.groups[self.program[purpose].axes]
 
     def forward(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """The module's forward on gathered tokens."""
-        named, state = "hidden_states" in kwargs, self.state
-        if not named and not (args and isinstance(args[0], Tensor)):
+        """Run the module's forward on gathered tokens."""
+        by_keyword, state = "hidden_states" in kwargs, self.state
+        if not by_keyword and not (args and isinstance(args[0], Tensor)):
             raise UnsupportedSharding(
                 "the module takes its activations neither first nor as `hidden_states`",
                 where=self.name,
@@ -80,78 +81,77 @@ class Region:
             )
 
         def run(tokens: Tensor) -> Any:
-            more, shown = kwargs, self._shown(tokens)
+            call_kwargs, module_input = kwargs, self._placeholder_input(tokens)
             if self.spans is not None:
-                more = self.spans.cut(kwargs, tokens.device)
-            if named:
-                return inner(*args, **{**more, "hidden_states": shown})
-            return inner(shown, *args[1:], **more)
+                call_kwargs = self.spans.cut(kwargs, tokens.device)
+            if by_keyword:
+                return inner(*args, **{**call_kwargs, "hidden_states": module_input})
+            return inner(module_input, *args[1:], **call_kwargs)
 
-        part = kwargs["hidden_states"] if named else args[0]
-        flat = part.dim() == 2  # tokens in any order, as shared experts are given them
+        part = kwargs["hidden_states"] if by_keyword else args[0]
+        flat = part.dim() == 2  # tokens in any order, the input of shared experts
         part = part.unsqueeze(0) if flat else part
-        if (
-            Purpose.RELAYOUT in self.program
-        ):  # a rank's tokens with all features, to all tokens with its own
+        if Purpose.RELAYOUT in self.program:
+            # From this rank's tokens with all features to all tokens with this rank's features.
             (part,) = reshard((part,), 2, 1, self.group(Purpose.RELAYOUT), Purpose.RELAYOUT)
-        moves = Purpose.WEIGHT_GATHER in self.program and not state.recomputed
-        self.scope = RegatherScope() if state.regathers or moves else None
+        gathers_weights = Purpose.WEIGHT_GATHER in self.program and not state.recomputed
+        self.scope = RegatherScope() if state.regathers or gathers_weights else None
         with nullcontext() if self.scope is None else self.scope.open():
-            out = state.gathered(self._gather, part, run, self.input_scope)
-        self.tokens = self.scope = None
+            out = state.with_gathered(self._gather, part, run, self.input_scope)
+        self.gathered = self.scope = None
         return out.squeeze(0) if flat else out
 
     @property
     def input_scope(self) -> RegatherScope | None:
-        """The scope of gathered inputs; None: they are kept."""
+        """Scope of gathered inputs; None: they are saved for backward."""
         return self.scope if self.state.regathers else None
 
     def _gather(self, part: Tensor) -> Tensor:
-        """[B, S, .]: whole sequences, or spans; on two axes for attention only, else all tokens in any order."""
+        """Gather tokens as [B, S, .] sequences or spans; an MLP on two axes gets them as one unordered list."""
         tokens = gather(part, 1, self.group(Purpose.SEQUENCE_GATHER), Purpose.SEQUENCE_GATHER)
-        self.listed = tokens.shape[1]
+        self.padded_rows = tokens.shape[1]
         if not self.kv_heads and Y in self.state.groups:
             return tokens
         grid = self.state.grid
-        length = grid.span if grid.by_sequence else grid.batch[1]
-        return grid.listed(tokens, (grid.batch[0], length))
+        length = grid.span if grid.shard_sequences_over_y else grid.batch[1]
+        return grid.without_padding(tokens, (grid.batch[0], length))
 
-    def _shown(self, tokens: Tensor) -> Tensor:
-        """What the module is given. With spans on y it gets the shape of its span only, filled with NaN.
+    def _placeholder_input(self, tokens: Tensor) -> Tensor:
+        """Return the module's input; with spans in 2d attention, a NaN placeholder with the shape of the span.
 
-        The projections of 2d attention read all tokens and return one span; the module must see the span's shape.
+        The projections of 2d attention read all tokens and return one span, so the module needs the span's shape.
         """
         if self.spans is None or Purpose.HEAD_SCATTER not in self.program:
             return tokens
-        self.tokens = tokens
+        self.gathered = tokens
         empty = tokens.new_full((1, 1, 1), float("nan"))
         return empty.expand(tokens.shape[0], self.state.grid.span, tokens.shape[2])
 
     def scatter(self, out: Tensor) -> Tensor:
-        """This rank's part of the sum of every rank's output."""
-        tokens = padded(out.reshape(1, -1, out.shape[-1]), self.listed)
+        """Reduce-scatter the output over the ranks and return this rank's tokens."""
+        tokens = padded(out.reshape(1, -1, out.shape[-1]), self.padded_rows)
         return scatter(tokens, 1, self.group(Purpose.SEQUENCE_SCATTER), Purpose.SEQUENCE_SCATTER)
 
     def with_weight(self, module: nn.Module, use: Callable[[Tensor], Tensor]) -> Tensor:
-        """`use` of a weight, gathered where weights move; a gathered one is not kept for backward."""
+        """Return `use(weight)`; the program may gather the weight, and a gathered weight is not saved for backward."""
         weight = self.state.local(module.weight)
         if Purpose.WEIGHT_GATHER not in self.program:
             return use(weight)
         y = self.group(Purpose.WEIGHT_GATHER)
-        return self.state.gathered(
+        return self.state.with_gathered(
             lambda part: gather(part, 0, y, Purpose.WEIGHT_GATHER), weight, use, self.scope
         )
 
     def adapter(
         self, module: nn.Module, x: Tensor, rows: slice | None = None, *, is_part: bool = False
     ) -> Tensor:
-        """Return this rank's part of an adapter's product, or rows of it; `is_part`: `x` is a part of the width."""
+        """Return this rank's part of an adapter's product, or rows of it; `is_part`: `x` is a slice of the width."""
         state, b = self.state, self.state.local(module.lora_B, rows)
         part = (state.rank, state.degree) if is_part and state.same_random else (0, 1)
         return delta(module, x, state.local(module.lora_A), b, part)
 
-    def inner(self, x: Tensor) -> Tensor:
-        """What a 2d block left on the y ranks, heads, spans or tokens, together again."""
+    def gather_over_y(self, x: Tensor) -> Tensor:
+        """Gather the heads, spans or tokens of a 2d block over the y ranks."""
         purpose = Purpose.HEAD_GATHER if self.kv_heads else Purpose.WIDTH_GATHER
         y = self.group(purpose)
         if self.kv_heads and self.spans is None:
@@ -162,7 +162,7 @@ class Region:
     def sum_heads(
         self, out: Tensor, bias: Tensor | None, rows: slice | None, boundary: Boundary
     ) -> tuple[Tensor, Tensor | None]:
-        """A projection of 2d attention summed over y to whole heads, or to a span of the sequences; and its bias."""
+        """Sum a 2d attention projection over y into complete heads, or into a span; return it with its bias."""
         y = self.state.groups[boundary.axes]
         if self.spans is not None:
             grid = self.state.grid
@@ -171,7 +171,7 @@ class Region:
         if boundary.kind == "reduce_scatter":
             out = scatter(out, -1, y, Purpose.HEAD_SCATTER)
             return out, None if bias is None else bias.chunk(y.size())[y.rank()]
-        # Fewer heads than y ranks: every y rank gets the sum and takes the head its queries use.
+        # Fewer heads than y ranks: all-reduce, then select the head that this rank's queries use.
         heads = 1 if rows else self.kv_heads // self.state.grid.x
         head = y.rank() // (y.size() // heads)
         out = sum_both(out, y, Purpose.HEAD_SCATTER).chunk(heads, -1)[head]
@@ -179,9 +179,13 @@ class Region:
 
 
 def colwise(module: nn.Module, name: str, region: Region, rows: slice | None = None) -> None:
-    """A projection into a split width.
+    """Replace the forward of a column-parallel projection.
 
-    `rows` of a weight that is whole over x are for the heads that this rank's queries use; None: all it holds.
+    Args:
+        module: The projection.
+        name: Its name.
+        region: Region of its parent module.
+        rows: Rows of the heads that this rank's queries use, if the weight is replicated over x; None: all local rows.
     """
     state, keys = region.state, name.rpartition(".")[2] in ("k_proj", "v_proj")
     program = region.key_program if keys else region.program
@@ -189,18 +193,18 @@ def colwise(module: nn.Module, name: str, region: Region, rows: slice | None = N
     is_adapted = LORA_A in module._parameters
 
     def forward(x: Tensor) -> Tensor:
-        x = x if region.tokens is None else region.tokens
+        x = x if region.gathered is None else region.gathered
         bias = state.local(module.bias, rows)
 
         def product(weight: Tensor) -> Tensor:
-            mine = weight if rows is None else weight[rows]
-            out = F.linear(x, mine, None if heads or width else bias)
+            used = weight if rows is None else weight[rows]
+            out = F.linear(x, used, None if heads or width else bias)
             return out + region.adapter(module, x, rows) if is_adapted else out
 
         out = region.with_weight(module, product)
         if heads is not None:
             out, bias = region.sum_heads(out, bias, rows, heads)
-        elif width is not None:  # every y rank keeps its part of the tokens
+        elif width is not None:  # every y rank keeps its tokens
             out = scatter(out, 1, state.groups[width.axes], Purpose.WIDTH_SCATTER)
         else:
             return out
@@ -210,20 +214,22 @@ def colwise(module: nn.Module, name: str, region: Region, rows: slice | None = N
 
 
 def rowwise(module: nn.Module, name: str, region: Region) -> None:
-    """The projection back: sum, each rank keeps its part of the tokens or all of them; then add the bias once."""
+    """Replace the forward of a row-parallel projection: all-reduce or reduce-scatter, then add the bias once."""
     state, program = region.state, region.program
-    inner = Purpose.HEAD_GATHER in program or Purpose.WIDTH_GATHER in program
+    gathers_over_y = Purpose.HEAD_GATHER in program or Purpose.WIDTH_GATHER in program
     is_adapted = LORA_A in module._parameters
 
     def forward(x: Tensor) -> Tensor:
-        region.source = region.shared = None
+        region.block_input = region.block_input_summed_grad = None
 
         def product(weight: Tensor) -> Tensor:
-            def of(whole: Tensor) -> Tensor:
-                out = F.linear(whole, weight)
-                return out + region.adapter(module, whole, is_part=True) if is_adapted else out
+            def linear(columns: Tensor) -> Tensor:
+                out = F.linear(columns, weight)
+                return out + region.adapter(module, columns, is_part=True) if is_adapted else out
 
-            return state.gathered(region.inner, x, of, region.input_scope) if inner else of(x)
+            if not gathers_over_y:
+                return linear(x)
+            return state.with_gathered(region.gather_over_y, x, linear, region.input_scope)
 
         out = region.with_weight(module, product)
         if Purpose.SEQUENCE_SCATTER in program:

@@ -1,8 +1,8 @@
-"""Attention whose queries are one span of every sequence: keys and values of the other spans come from the y ranks.
+"""Attention with the queries of one span of every sequence; keys and values are gathered over the y ranks.
 
-The attention module runs unmodified on [B, span, ...]: positions and mask rows of its span are cut out before, and the
-attention interface of transformers calls `_attend` here, which gathers keys and values over y and goes on with the
-implementation the model was made with.
+The attention module runs unmodified on [B, span, ...], with the positions and mask rows of its span. The attention
+interface of transformers calls `_attend`, which gathers keys and values over y and calls the attention implementation
+of the model.
 """
 
 from __future__ import annotations
@@ -26,39 +26,49 @@ _ATTRIBUTE = "_hyper_parallel_spans"
 
 @dataclass(slots=True)
 class SpanAttention:
-    """Span of one model's y rank; `inner` is the attention implementation the model was made with."""
+    """Span of a y rank.
+
+    Attributes:
+        state: State of tensor parallelism.
+        inner: Name of the model's attention implementation.
+    """
 
     state: TpState
     inner: str
 
     @classmethod
     def attach(cls, attention: nn.Module, state: TpState, name: str) -> SpanAttention:
-        """Let one attention module call this; an implementation whose masks have no rows is refused."""
+        """Make one attention module use span attention.
+
+        Raises:
+            UnsupportedSharding: HP205 for an attention implementation without masks of rows and columns.
+        """
         from transformers import AttentionInterface
 
         config = attention.config
         inner = config._attn_implementation
         if inner not in ("sdpa", "eager"):
             raise UnsupportedSharding(
-                "attention that cuts tokens over y needs an implementation with masks of rows and columns",
+                "attention that shards tokens over y needs an implementation with masks of rows and columns",
                 where=name,
                 got=inner,
                 allowed="sdpa, eager",
                 hint="parallel.attention_shape=2d parallel.attention_scatter=head",
             )
         AttentionInterface.register(_INTERFACE, _attend)
-        own = copy.copy(config)  # other modules, and masks, keep the model's own
-        own._attn_implementation_internal = _INTERFACE
-        attention.config = own
+        # A copy: other modules and the mask builder keep the model's implementation.
+        module_config = copy.copy(config)
+        module_config._attn_implementation_internal = _INTERFACE
+        attention.config = module_config
         spans = cls(state, inner)
         object.__setattr__(attention, _ATTRIBUTE, spans)
         return spans
 
     def cut(self, kwargs: dict[str, Any], device: torch.device) -> dict[str, Any]:
-        """The arguments of an attention module, positions and mask rows of this span only."""
+        """Return the arguments of an attention module with the positions and mask rows of this span only."""
         if kwargs.get("past_key_values") is not None or kwargs.get("cache") is not None:
             raise UnsupportedSharding(
-                "attention that cuts tokens over y cannot keep keys and values for generation",
+                "attention that shards tokens over y cannot cache keys and values for generation",
                 got="past_key_values",
                 allowed="attention_shape 1d, or 2d with attention_scatter head",
                 hint="use_cache=False",
@@ -66,7 +76,7 @@ class SpanAttention:
         grid = self.state.grid
         length = grid.batch[1]
         first = self.state.groups[Y].rank() * grid.span
-        # The last span is padded by its last position again: its rows are dropped behind attention.
+        # The last span is padded by repeating the last position; these rows are dropped after attention.
         rows = torch.arange(first, first + grid.span, device=device).clamp_(max=length - 1)
         out = dict(kwargs)
         if out.get("position_embeddings") is not None:
@@ -84,7 +94,7 @@ class SpanAttention:
         return out
 
     def gather(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of whole sequences, [B, H, S, K], from every span's."""
+        """Gather keys and values of whole sequences, [B, H, S, K], from all spans."""
         widths = (key.shape[-1], value.shape[-1])
         joined = torch.cat((key, value), dim=-1).transpose(1, 2)  # B, span, H, K
         batch, span, heads, _ = joined.shape
@@ -98,12 +108,12 @@ class SpanAttention:
 def _attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
 ) -> Any:
-    """The function behind our name in the attention interface."""
+    """Gather keys and values, then run the model's attention; registered in the attention interface."""
     from transformers import AttentionInterface
 
     spans: SpanAttention = getattr(module, _ATTRIBUTE)
     key, value = spans.gather(key, value)
-    if spans.inner == "eager":  # every modeling file has its own
+    if spans.inner == "eager":  # every modeling file defines its own function
         inner = sys.modules[type(module).__module__].eager_attention_forward
     else:
         inner = AttentionInterface()[spans.inner]

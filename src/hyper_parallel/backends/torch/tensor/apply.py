@@ -1,14 +1,13 @@
-"""Tensor and sequence parallelism of a model on one or two mesh axes, put around unmodified modules.
+"""Tensor and sequence parallelism on one or two mesh axes, by wrapping unmodified modules.
 
-    embedding (rows split)  ->  summands of [B, S, D]
-    first decoder layer     reduce-scatter to this rank's part of the stream; norms and residuals stay there
+    embedding (rows sharded)    partial sums of [B, S, D]
+    first decoder layer         reduce-scatter to this rank's part of the stream, for norms and residuals
       region (attention, MLP)   gather tokens -> projections (see `_projections`) -> scatter tokens
-    final norm              on this rank's part, then gather tokens, so the base model returns what it always returned
-    head (rows split)       logits of this rank's vocabulary for all tokens; the loss takes them as they are
+    final norm                  on this rank's part, then gather tokens: the base model's output is unchanged
+    head (rows sharded)         logits of this rank's vocabulary for all tokens, consumed by the loss in this form
 
-A module is changed by an instance attribute `forward` only: classes, parameter names and the model's source stay as
-they are. All arithmetic runs on local tensors; parameters stay DTensors so that FSDP, optimizers and checkpoints
-understand them.
+Only the instance attribute `forward` of a module changes; classes, parameter names and the model's source do not. All
+arithmetic runs on local tensors; parameters stay DTensors for FSDP, optimizers and checkpoints.
 """
 
 from __future__ import annotations
@@ -25,25 +24,29 @@ from torch.distributed.device_mesh import DeviceMesh
 from hyper_parallel.backends.torch.collectives import sum_both, sum_forward
 from hyper_parallel.backends.torch.dropout import has_dropout
 from hyper_parallel.backends.torch.model_structure import final_norm
-from hyper_parallel.backends.torch.tensor._packed import exchange_packed, show_local_heads
+from hyper_parallel.backends.torch.tensor._packed import exchange_packed, set_local_head_counts
 from hyper_parallel.backends.torch.tensor._projections import (
     Region,
     colwise,
     rowwise,
 )
 from hyper_parallel.backends.torch.tensor._random_streams import RandomStreams
-from hyper_parallel.backends.torch.tensor._span_attention import SpanAttention
-from hyper_parallel.backends.torch.tensor._whole_stream import (
-    join_when_read,
+from hyper_parallel.backends.torch.tensor._replicated_activations import (
+    call_with_summed_input_grad,
+    gather_embedding_when_read,
     share_random_numbers,
-    show_whole,
     tied_heads,
-    whole_input,
+    use_local_replicated_parameters,
 )
+from hyper_parallel.backends.torch.tensor._span_attention import SpanAttention
 from hyper_parallel.backends.torch.tensor.collectives import join
-from hyper_parallel.backends.torch.tensor.gradients import Summed, show_local
-from hyper_parallel.backends.torch.tensor.partial_gradients import INTO, SPLIT, TensorTrial
-from hyper_parallel.backends.torch.tensor.sharded_norm import SpreadNorm
+from hyper_parallel.backends.torch.tensor.gradients import PartialParameter, use_local_parameters
+from hyper_parallel.backends.torch.tensor.partial_gradients import (
+    COLUMN_STYLES,
+    SPLIT_STYLES,
+    TensorTrial,
+)
+from hyper_parallel.backends.torch.tensor.sharded_norm import ShardedNorm
 from hyper_parallel.backends.torch.tensor.state import TP, TpState, X, Y
 from hyper_parallel.backends.torch.token_scores import head_of
 from hyper_parallel.cost import LINEAR_ENTRY
@@ -55,26 +58,31 @@ Forward = Callable[..., Any]
 
 
 def tensor_mesh(mesh: DeviceMesh | None, strategy: Strategy) -> DeviceMesh | None:
-    """The mesh parameters are cut on by tensor parallelism: one axis, or both; None without."""
+    """Return the tensor-parallel mesh of one or two axes; None without tensor parallelism."""
     if mesh is None or strategy.tp == 1:
         return None
     return mesh["tp_x"] if strategy.tp_y == 1 else mesh[TP]
 
 
 def tensor_state(
-    tp_mesh: DeviceMesh | None, strategy: Strategy, hidden_cut: bool, whole_stream: bool
+    tp_mesh: DeviceMesh | None,
+    strategy: Strategy,
+    shard_hidden_over_y: bool,
+    replicated_activations: bool,
 ) -> TpState | None:
-    """The state of a strategy with tensor parallelism; None without."""
+    """Return the state of tensor parallelism; None without tensor parallelism."""
     if tp_mesh is None:
         return None
     groups = {X: tp_mesh["tp_x"].get_group()}
     groups[TP] = groups[X]
-    by_sequence = strategy.tp_y > 1 and strategy.attention_shape == "weight"
+    shard_sequences_over_y = strategy.tp_y > 1 and strategy.attention_shape == "weight"
     if strategy.tp_y > 1:
         groups[Y] = tp_mesh["tp_y"].get_group()
         groups[TP] = tp_mesh._flatten("_".join(TP)).get_group()
     regather = strategy.gathered_inputs == "re-gather"
-    return TpState(groups, hidden_cut, by_sequence, whole_stream, regather)
+    return TpState(
+        groups, shard_hidden_over_y, shard_sequences_over_y, replicated_activations, regather
+    )
 
 
 def apply_tensor_parallel(
@@ -85,7 +93,7 @@ def apply_tensor_parallel(
     strategy: Strategy,
     trial: TensorTrial | None,
 ) -> None:
-    """Put tensor parallelism around the modules of a model, its parameters already DTensors.
+    """Wrap the modules of a model for tensor parallelism; its parameters are already DTensors.
 
     Args:
         model: The model; changed in place.
@@ -93,10 +101,10 @@ def apply_tensor_parallel(
         styles: Module or parameter name to its style.
         state: State of its tensor parallelism.
         strategy: The strategy of the plan.
-        trial: Result of `try_forward` where activations are whole on every rank.
+        trial: Result of `try_forward`, with replicated activations.
     """
     parallel = TensorParallel(model, styles, state, strategy)
-    if decoder is not None and not state.whole_stream:
+    if decoder is not None and not state.replicated_activations:
         parallel.apply_to_decoder(*decoder)
     elif strategy.tp_y == 1:
         parallel.apply_to_modules(trial is not None and trial.splits_logits)
@@ -114,39 +122,41 @@ def watch_gradients(
     state: TpState,
     trial: TensorTrial | None,
 ) -> None:
-    """Sum the gradients of parameters that some tensor-parallel axis does not cut; called after FSDP was put around.
+    """Register the gradients to sum: those of parameters replicated over a tensor-parallel axis.
+
+    Call this after FSDP has wrapped the model.
 
     Args:
-        model: A model that passed through `apply_tensor_parallel`.
+        model: Model wrapped by `apply_tensor_parallel`.
         layouts: Parameter name to its layout.
         state: State of its tensor parallelism.
-        trial: Result of `try_forward`; None: each rank has a summand of all gradients of whole parameters, because
-            activations are cut over the ranks.
+        trial: Result of `try_forward`; None: activations are sharded, so all gradients of replicated parameters are
+            partial.
     """
     axes = TP if Y in state.groups else X
 
-    def find() -> Iterator[Summed]:
+    def partial_parameters() -> Iterator[PartialParameter]:
         for name, param in model.named_parameters():
-            cuts = layouts[name].sharding_axes
-            missing = tuple(a for a in axes if a not in cuts)
-            # Experts are reduced over the ranks that hold the same ones.
-            if missing and "ep" not in cuts and (trial is None or name in trial.summands):
+            sharding = layouts[name].sharding_axes
+            missing = tuple(a for a in axes if a not in sharding)
+            # Gradients of experts are reduced over the ranks with the same experts.
+            if missing and "ep" not in sharding and (trial is None or name in trial.summands):
                 yield param, state.groups[missing]
 
-    state.gradients.watch(find)
-    # After FSDP's own hook, so that its callback at the end of backward comes first.
-    model.register_forward_hook(lambda _, __, output: state.gradients.forward_ends(output))
+    state.gradients.watch(partial_parameters)
+    # Registered after FSDP's own hook, so that FSDP's callback at the end of backward runs first.
+    model.register_forward_hook(lambda _, __, output: state.gradients.end_forward(output))
 
 
 class TensorParallel:
-    """Puts tensor parallelism around the modules of one model; arguments as of `apply_tensor_parallel`."""
+    """Tensor-parallel wrappers of the modules of one model; arguments as in `apply_tensor_parallel`."""
 
     def __init__(
         self, model: nn.Module, styles: dict[str, str], state: TpState, strategy: Strategy
     ) -> None:
         self.model, self.state, self.strategy = model, state, strategy
         self.modules = dict(model.named_modules())
-        # What another pipeline rank holds has no parameters here.
+        # Modules of other pipeline ranks have no parameters here.
         present = {n for n, m in self.modules.items() if any(True for _ in m.parameters())}
         self.styles = {name: style for name, style in styles.items() if name in present}
         # A rule may name a parameter of a module, such as the sinks of attention.
@@ -155,8 +165,8 @@ class TensorParallel:
         config = getattr(model, "config", None)
         self.config = None if config is None else config.get_text_config()
         self.regions: dict[str, Region] = {}
-        if self.config is not None and not state.whole_stream:
-            inside = [_parent(n) for n, s in self.styles.items() if s in INTO]
+        if self.config is not None and not state.replicated_activations:
+            inside = [_parent(n) for n, s in self.styles.items() if s in COLUMN_STYLES]
             self.regions = {n: self._make_region(n) for n in dict.fromkeys(inside)}
 
     def _make_region(self, name: str) -> Region:
@@ -164,24 +174,26 @@ class TensorParallel:
         attention = "attn" in last or "attention" in last
         heads = self.config.num_attention_heads
         kv_heads = getattr(self.config, "num_key_value_heads", heads) if attention else 0
-        hidden_cut = self.state.hidden_cut
-        program, keys = (block_program(s, kv_heads, hidden_cut, keys=k) for k in (False, True))
+        shard_hidden_over_y = self.state.shard_hidden_over_y
+        program, keys = (
+            block_program(s, kv_heads, shard_hidden_over_y, keys=k) for k in (False, True)
+        )
         region = Region(self.state, name, program, keys, kv_heads)
         ranks = s.tp
         if Purpose.KEY_VALUE_GATHER in program:
             region.spans = SpanAttention.attach(module, self.state, name)
             ranks = s.tp_x
-        # Several ranks work on one key and value head: each has it alone.
+        # Ranks that share a key and value head each see it as their only one.
         if kv_heads % ranks and hasattr(module, "num_key_value_groups"):
             module.num_key_value_groups = heads // ranks
         return region
 
     def _region_of(self, name: str) -> Region:
-        """The region of a projection; where activations are whole it sends nothing where it begins and ends."""
+        """Return the region of a projection; with replicated activations, a region without collectives."""
         return self.regions.setdefault(_parent(name), Region(self.state))
 
     def _key_value_rows(self, module: nn.Module) -> slice:
-        """Rows of the key and value head that this rank's queries use, of several ranks' common one."""
+        """Return the rows of the key and value head that this rank's queries use, if ranks share heads."""
         heads = self.config.num_key_value_heads
         width = module.weight.shape[0] // heads
         row = self.state.rank // (self.state.degree // heads) * width
@@ -196,7 +208,7 @@ class TensorParallel:
             rows = self._key_value_rows(module) if style == "kv_replicate" else None
             if style == "norm_heads" or (rows and not isinstance(module, nn.Linear)):
                 self._norm_over_heads(module, name, rows)
-            elif style in INTO:
+            elif style in COLUMN_STYLES:
                 colwise(module, name, self._region_of(name), rows)
                 if style in ("qkv", "gate_up"):
                     owner = self.modules[_parent(name)]
@@ -204,74 +216,79 @@ class TensorParallel:
             elif style == "rowwise":
                 rowwise(module, name, self._region_of(name))
             elif style == "vocab":
-                waits = self.model.config.model_type in LINEAR_ENTRY
-                self._embedding(module, None if waits else sum_both)
+                defer_reduce = self.model.config.model_type in LINEAR_ENTRY
+                self._embedding(module, None if defer_reduce else sum_both)
             elif style != "experts" and module not in (embedding, head):
-                self._whole(module, name)
+                self._replicated(module, name)
         for name in dict.fromkeys(_parent(n) for n in self.own_parameters):
-            self._whole(self.modules[name], name)
+            self._replicated(self.modules[name], name)
         for name, region in self.regions.items():
             _wrap(self.modules[name], region.forward)
         if self.styles.get(names[embedding], "replicate") == "replicate":
-            self._whole(embedding, names[embedding])
-        if head is not None and hasattr(head, "weight"):  # else on another pipeline rank
+            self._replicated(embedding, names[embedding])
+        if head is not None and hasattr(head, "weight"):  # otherwise on another pipeline rank
             self._head(head, names[head])
         _wrap(layers[0], self._enter)
         _wrap(final_norm(base), lambda inner, *a, **k: self.state.leave(inner(*a, **k)))
         self._guard()
 
     def apply_to_modules(self, splits_logits: bool) -> None:
-        """Wrap what is split of any model: activations between blocks are whole on every rank."""
+        """Wrap the sharded modules of any model; activations between blocks are replicated."""
         state, config = self.state, self.config
-        split = {n: s for n, s in self.styles.items() if s in SPLIT}
+        split = {n: s for n, s in self.styles.items() if s in SPLIT_STYLES}
         split |= dict.fromkeys(tied_heads(self.modules, split), "head")
-        for name in dict.fromkeys(_parent(n) for n, s in split.items() if s in INTO):
+        for name in dict.fromkeys(_parent(n) for n, s in split.items() if s in COLUMN_STYLES):
             owner = self.modules[name]
             if config is not None and (hasattr(owner, "q_proj") or hasattr(owner, "query")):
-                show_local_heads(owner, config, state.degree)
-        # Adapters draw one mask for the columns of all ranks, and need no stream of their own.
+                set_local_head_counts(owner, config, state.degree)
+        # Adapters draw one mask for the columns of all ranks and need no streams per rank.
         if has_dropout(self.model, adapters=False) and "rowwise" in split.values():
             state.streams = RandomStreams(state.rank)
         for name, style in split.items():
-            module, region = self.modules[name], self._region_of(name)
+            module = self.modules[name]
             if style == "rowwise":
-                rowwise(module, name, region)
+                rowwise(module, name, self._region_of(name))
                 if state.streams is not None:
-                    _wrap(module, state.streams.run_back)
+                    _wrap(module, state.streams.run_row_projection)
             elif style == "norm_heads":
                 self._norm_over_heads(module, name, None)
             elif style == "vocab":
                 self._embedding(module, sum_forward)
-                join_when_read(self.model, module, state.gradients, state.group)
+                gather_embedding_when_read(self.model, module, state.gradients, state.group)
             else:
-                rows = self._key_value_rows(module) if style == "kv_replicate" else None
-                colwise(module, name, region, rows)
-                if style in ("qkv", "gate_up"):
-                    owner = module if config is None else self.modules[_parent(name)]
-                    exchange_packed(module, owner, style, config, state)
-                shared = None if style == "head" else region
-                _wrap(module, partial(whole_input, state.group, shared))
-                if state.streams is not None and style != "head":
-                    _wrap(module, partial(state.streams.run_into, module))
-                if style == "head" and splits_logits:
-                    _wrap(module, self._split_logits)
-                elif style == "head":
-                    _wrap(module, lambda inner, x: join(inner(x), -1, state.group))
-        show_whole(self.model, split, state.gradients)
+                self._column_module(module, name, style, splits_logits)
+        use_local_replicated_parameters(self.model, split, state.gradients)
         if config is not None:
             self._guard()
 
+    def _column_module(self, module: nn.Module, name: str, style: str, splits_logits: bool) -> None:
+        """Wrap a column-parallel projection, or a head, on replicated activations."""
+        state, region = self.state, self._region_of(name)
+        rows = self._key_value_rows(module) if style == "kv_replicate" else None
+        colwise(module, name, region, rows)
+        if style in ("qkv", "gate_up"):
+            owner = module if self.config is None else self.modules[_parent(name)]
+            exchange_packed(module, owner, style, self.config, state)
+        shared = None if style == "head" else region
+        _wrap(module, partial(call_with_summed_input_grad, state.group, shared))
+        if state.streams is not None and style != "head":
+            _wrap(module, partial(state.streams.run_column_projection, module))
+        if style == "head" and splits_logits:
+            _wrap(module, self._shard_logits)
+        elif style == "head":
+            _wrap(module, lambda inner, x: join(inner(x), -1, state.group))
+
     def _norm_over_heads(self, module: nn.Module, name: str, rows: slice | None) -> None:
         """Compute the statistics of a norm over the heads of all ranks."""
-        inside = partial(SpreadNorm, self.state.group, name, Purpose.NORMS_OVER_HEADS)
-        show_local(module, self.state.gradients, inside, rows)
+        inside = partial(ShardedNorm, self.state.group, name, Purpose.NORMS_OVER_HEADS)
+        use_local_parameters(module, self.state.gradients, inside, rows)
 
-    def _split_logits(self, inner: Forward, x: Tensor) -> Tensor:
+    def _shard_logits(self, inner: Forward, x: Tensor) -> Tensor:
         self.state.head = "vocabulary"
         return cast("Tensor", inner(x))
 
     def _embedding(self, module: nn.Module, reduce: Callable[..., Tensor] | None) -> None:
-        """Look up the rows this rank holds, zero for other tokens, and sum; None: the first layer does that."""
+        """Look up this rank's rows, zero for other tokens, then reduce; `reduce` None: the first layer reduces."""
         state = self.state
         rows = module.num_embeddings // state.degree
         first = state.rank * rows
@@ -279,7 +296,7 @@ class TensorParallel:
         own_forward = type(module).forward is not nn.Embedding.forward and not scaled
         if module.max_norm is not None or module.sparse or module.scale_grad_by_freq or own_forward:
             raise UnsupportedSharding(
-                "an embedding with a forward of its own, max_norm, sparse or scale_grad_by_freq cannot be split",
+                "an embedding with a custom forward, max_norm, sparse or scale_grad_by_freq cannot be sharded",
                 where=type(module).__name__,
             )
         pad = module.padding_idx
@@ -288,10 +305,12 @@ class TensorParallel:
         def forward(ids: Tensor) -> Tensor:
             outside = (ids < first) | (ids >= first + rows)
             index = (ids - first).masked_fill_(outside, 0)
-            weight = dict.__getitem__(module._parameters, "weight")  # of this rank, not joined
+            weight = dict.__getitem__(
+                module._parameters, "weight"
+            )  # this rank's shard, without the all-gather
             out = F.embedding(index, state.local(weight), pad)
             out = out.masked_fill(outside.unsqueeze(-1), 0)
-            if scaled:  # read here: a model on the meta device gets its buffers later
+            if scaled:  # read at run time: buffers of a meta model are materialized later
                 scale = module.embed_scale
                 out = out * (scale.to(out.dtype) if isinstance(scale, Tensor) else scale)
             if reduce is None:
@@ -302,24 +321,24 @@ class TensorParallel:
         module.forward = forward
 
     def _head(self, module: nn.Module, name: str) -> None:
-        """Logits of the local vocabulary for all tokens, or of all the vocabulary for this rank's tokens."""
+        """Compute logits of the local vocabulary for all tokens, or of the full vocabulary for this rank's tokens."""
         state = self.state
-        # Asked of the weight, because a head tied to the embedding has no parameter, hence no style, of its own.
+        # Read from the weight: a head tied to the embedding has no parameter name, hence no style.
         split = any(p.is_shard() for p in module.weight.placements)
 
         def forward(x: Tensor) -> Tensor:
             state.head = "vocabulary" if split else "tokens"
             if not split:
                 state.head_batch = tuple(x.shape[:-1])
-                x = state.own(state.list_of(state.head_batch).parts(x))
+                x = state.local_part(state.list_of(state.head_batch).parts(x))
             return F.linear(x, state.local(module.weight), state.local(module.bias))
 
         module.forward = forward
 
-    def _whole(self, module: nn.Module, name: str) -> None:
-        """A module without a collective: its parameters are local tensors while its forward runs.
+    def _replicated(self, module: nn.Module, name: str) -> None:
+        """Use local parameters in the forward of a module without collectives.
 
-        A norm on a stream that is cut over y computes its statistics over all features.
+        A norm on a stream sharded over y computes its statistics over all features.
         """
         params = list(module.parameters(recurse=False))
         styles = {s for n, s in self.own_parameters.items() if _parent(n) == name}
@@ -330,38 +349,40 @@ class TensorParallel:
         if not params:
             return
         inside: Callable[[], AbstractContextManager[Any]] = nullcontext
-        cut = not styles and any(p.is_shard() for w in params for p in w.placements)
-        if cut and Y in self.state.groups:
-            inside = partial(SpreadNorm, self.state.groups[Y], name)
-        show_local(module, self.state.gradients, inside)
+        sharded = not styles and any(p.is_shard() for w in params for p in w.placements)
+        if sharded and Y in self.state.groups:
+            inside = partial(ShardedNorm, self.state.groups[Y], name)
+        use_local_parameters(module, self.state.gradients, inside)
 
     def _enter(self, inner: Forward, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Cut the stream where the first layer begins."""
+        """Shard the residual stream at the first layer."""
         self.state.batch = tuple(hidden_states.shape[:-1])
         return inner(self.state.enter(hidden_states), *args, **kwargs)
 
     def _guard(self) -> None:
-        """At the root: refuse outputs that would be pieces, and never return a piece of the logits."""
+        """Register hooks on the root module: refuse sharded outputs before forward, gather logits after it."""
         state = self.state
-        pieces = ("output_attentions", *(() if state.whole_stream else ("output_hidden_states",)))
+        sharded_outputs = ["output_attentions"]
+        if not state.replicated_activations:
+            sharded_outputs.append("output_hidden_states")
 
         def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-            for wanted in pieces:
-                if kwargs.get(wanted, getattr(module.config, wanted, False)):
+            for option in sharded_outputs:
+                if kwargs.get(option, getattr(module.config, option, False)):
                     raise UnsupportedSharding(
-                        f"`{wanted}` would return one rank's piece under tensor parallelism",
+                        f"`{option}` would return one rank's piece under tensor parallelism",
                         where=type(module).__name__,
-                        hint=f"{wanted}=False",
+                        hint=f"{option}=False",
                     )
             if state.streams is not None:
                 state.streams.forget()
-            if state.whole_stream and module.training and not state.same_random:
+            if state.replicated_activations and module.training and not state.same_random:
                 share_random_numbers(state.group, next(module.parameters()).device)
                 state.same_random = True
             state.loss_taken = False
             state.partial_embedding = False
             state.head = "whole"
-            state.gradients.forward_begins()
+            state.gradients.begin_forward()
 
         def after(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
             logits = getattr(output, "logits", None)
@@ -386,7 +407,7 @@ class TensorParallel:
 
 
 def _wrap(module: nn.Module, outer: Callable[..., Any]) -> None:
-    """Put `outer(inner, *args)` around the module's forward, on this instance only."""
+    """Replace the module's forward by `outer(forward, *args)`, on this instance only."""
     inner = module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:

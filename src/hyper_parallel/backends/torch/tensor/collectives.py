@@ -1,11 +1,11 @@
-"""Collectives of tensor parallelism on local tensors along one dim, with the one that their gradient goes through.
+"""Differentiable collectives of tensor parallelism on local tensors, along one dim.
 
-    gather   a slice on each rank -> the whole, on which ranks work differently    backward: scatter
-    scatter  a summand on each    -> this rank's slice of the sum                  backward: gather
-    join     a slice on each      -> the whole, on which all ranks do the same     backward: a rank's own slice
-    reshard  slices of one dim    -> slices of another dim, all-to-all             backward: the way back
+    gather   all-gather, for different computations on the ranks     backward: scatter
+    scatter  reduce-scatter                                          backward: gather
+    join     all-gather, for the same computation on all ranks       backward: this rank's slice
+    reshard  all-to-all: slices of one dim to slices of another      backward: the inverse all-to-all
 
-Slices are equal: tokens are padded before they are cut, see `TokenGrid`.
+Slices are equal: tokens are padded before they are sharded, see `TokenGrid`.
 """
 
 from __future__ import annotations
@@ -27,71 +27,79 @@ from hyper_parallel.ir import Purpose
 
 
 def piece_size(num_tokens: int, degree: int) -> int:
-    """Tokens of one rank's piece: ceil(num_tokens / degree)."""
+    """Return the number of tokens of one rank's piece: ceil(num_tokens / degree)."""
     return -(-num_tokens // degree)
 
 
 def padded(tokens: Tensor, rows: int) -> Tensor:
-    """[..., T, C] with zero rows behind, up to `rows`; itself when it has as many."""
+    """Append zero rows to [..., T, C] up to `rows`; return the input itself if T equals `rows`."""
     missing = rows - tokens.shape[-2]
     return F.pad(tokens, (0, 0, 0, missing)) if missing else tokens
 
 
 def gather(x: Tensor, dim: int, group: ProcessGroup, name: Purpose) -> Tensor:
-    """The whole of a dim from every rank's slice; the ranks then do different work on it."""
+    """Gather slices of a dim; backward is a reduce-scatter, for ranks that compute differently on the result."""
     back = partial(_scatter, dim=dim, group=group, name=name.backward)
     return paired(partial(_gather, dim=dim, group=group, name=name), back, x)
 
 
 def scatter(x: Tensor, dim: int, group: ProcessGroup, name: Purpose) -> Tensor:
-    """This rank's slice of a dim of the sum of every rank's tensor."""
+    """Reduce-scatter along a dim; backward is an all-gather."""
     back = partial(_gather, dim=dim, group=group, name=name.backward)
     return paired(partial(_scatter, dim=dim, group=group, name=name), back, x)
 
 
 def join(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-    """The whole of a dim from every rank's slice; the ranks then all do the same with it."""
+    """Gather slices of a dim; backward selects this rank's slice, for ranks that compute the same on the result."""
 
-    def own(grad: Tensor) -> Tensor:
+    def select_slice(grad: Tensor) -> Tensor:
         return grad.chunk(group.size(), dim)[group.rank()].contiguous()
 
-    return paired(partial(_gather, dim=dim, group=group, name=Purpose.LOGITS), own, x)
+    return paired(partial(_gather, dim=dim, group=group, name=Purpose.LOGITS), select_slice, x)
 
 
 def reshard(
     tensors: tuple[Tensor, ...],
-    cut: int,
-    whole: int,
+    shard_dim: int,
+    gather_dim: int,
     group: ProcessGroup,
     name: Purpose,
     neighbours: int | None = None,
 ) -> tuple[Tensor, ...]:
-    """Tensors of which each rank has a slice of dim `whole`, with a slice of dim `cut` instead; in one call.
+    """Move the sharding of tensors from dim `gather_dim` to dim `shard_dim` with one all-to-all.
 
-    Only as many `neighbours` in the group exchange with each other; None: all of it.
+    Args:
+        tensors: Local shards along dim `gather_dim`.
+        shard_dim: Dim that is sharded afterwards.
+        gather_dim: Dim that is gathered.
+        group: Process group.
+        name: Purpose of the collective.
+        neighbours: Number of consecutive ranks that exchange with each other; None: the entire group.
     """
     ranks = group.size() if neighbours is None else neighbours
 
-    def exchange(cut: int, whole: int, name: Purpose, *tensors: Tensor) -> tuple[Tensor, ...]:
-        parts = [x.unflatten(cut, (ranks, -1)).movedim(cut, 0) for x in tensors]
+    def exchange(
+        shard_dim: int, gather_dim: int, name: Purpose, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        parts = [x.unflatten(shard_dim, (ranks, -1)).movedim(shard_dim, 0) for x in tensors]
         rows = [p.reshape(ranks, -1) for p in parts]
-        sent = rows[0] if len(rows) == 1 else torch.cat(rows, dim=1)
-        came = torch.empty_like(sent)
+        send = rows[0] if len(rows) == 1 else torch.cat(rows, dim=1)
+        received = torch.empty_like(send)
         if ranks == group.size():
-            all_to_all(came, sent, group, name)
+            all_to_all(received, send, group, name)
         else:
             first = group.rank() // ranks * ranks
             splits = [0] * group.size()
-            splits[first : first + ranks] = [sent.shape[1]] * ranks
-            all_to_all(came.view(-1), sent.view(-1), group, name, splits, splits)
-        columns = came.split([r.shape[1] for r in rows], dim=1)
+            splits[first : first + ranks] = [send.shape[1]] * ranks
+            all_to_all(received.view(-1), send.view(-1), group, name, splits, splits)
+        columns = received.split([r.shape[1] for r in rows], dim=1)
         return tuple(
-            c.view(p.shape).movedim(0, whole).flatten(whole, whole + 1)
+            c.view(p.shape).movedim(0, gather_dim).flatten(gather_dim, gather_dim + 1)
             for c, p in zip(columns, parts, strict=True)
         )
 
-    forward = partial(exchange, cut, whole, name)
-    return paired(forward, partial(exchange, whole, cut, name.backward), *tensors)  # type: ignore[no-any-return]
+    forward = partial(exchange, shard_dim, gather_dim, name)
+    return paired(forward, partial(exchange, gather_dim, shard_dim, name.backward), *tensors)  # type: ignore[no-any-return]
 
 
 def _gather(x: Tensor, dim: int, group: ProcessGroup, name: Purpose) -> Tensor:

@@ -1,9 +1,8 @@
-"""Parameters as local tensors, and the gradients of those that tensor parallelism keeps whole.
+"""Local tensors of parameters, and gradient reduction of parameters replicated over tensor-parallel ranks.
 
-A whole parameter (a norm, a bias after a reduction) sees only its rank's tokens or heads, so every rank of the
-tensor-parallel group holds one summand of its gradient. The summands of all such parameters are added in one
-all-reduce when the backward pass ends, after FSDP has reduced them over the data-parallel ranks, so only 1 / dp_shard
-of each is sent.
+A replicated parameter (a norm, a bias after a reduction) acts on its rank's tokens or heads only. Each rank of the
+tensor-parallel group then computes a partial gradient. One all-reduce at the end of backward sums the gradients of all
+such parameters. It follows FSDP's reduction over the data-parallel ranks, so only 1 / dp_shard of each is sent.
 """
 
 from __future__ import annotations
@@ -24,29 +23,31 @@ from hyper_parallel.backends.torch.collectives import all_reduce, paired
 from hyper_parallel.backends.torch.weights.shard_ranges import local
 from hyper_parallel.ir import Purpose
 
-Summed = tuple[nn.Parameter, dist.ProcessGroup]
-"""A parameter, and the ranks that each hold one summand of its gradient."""
+PartialParameter = tuple[nn.Parameter, dist.ProcessGroup]
+"""Parameter with partial gradients, and the process group to sum them over."""
 
 
 def to_local(param: Any, owner: TpGradients | None, rows: slice | None = None) -> Any:
-    """The local part of a parameter, or rows of it, with its gradient going back to the parameter.
+    """Return the local tensor of a parameter, or rows of it; its gradient flows to the parameter.
 
-    `owner` sums the gradient over the ranks when the parameter is whole on each; None: nobody needs to. A parameter of
-    None, which stands for no bias, stays None.
+    Args:
+        param: The parameter; None (no bias) is returned unchanged.
+        owner: Reducer of the gradients of replicated parameters; None: no reduction.
+        rows: Rows to select; None: all local rows.
     """
     if rows is not None and param is not None:
         return to_local(param, owner)[rows]
     if not isinstance(param, DTensor):
         return param
-    # Traceable; the model's outputs tell the owner that backward runs.
+    # Traceable; hooks on the model's outputs notify the owner when backward starts.
     if torch.compiler.is_compiling():
         return param.to_local()
     spec = param._spec
 
     def back(grad: Tensor) -> DTensor:
         if owner is not None:
-            owner.backward_runs()
-        # Fused optimizers walk memory: parameter and gradient must lie the same, which autograd sees to by `stride`.
+            owner.begin_backward()
+        # Fused optimizers iterate over memory, so strides of parameter and gradient must match; autograd uses `stride`.
         grad = grad.contiguous()
         return DTensor.from_local(
             grad, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride
@@ -55,100 +56,108 @@ def to_local(param: Any, owner: TpGradients | None, rows: slice | None = None) -
     return paired(lambda p: p._local_tensor.view_as(p._local_tensor), back, param)
 
 
-def show_local(
+def use_local_parameters(
     module: nn.Module,
     owner: TpGradients | None,
     inside: Callable[[], AbstractContextManager[Any]] = nullcontext,
     rows: slice | None = None,
     modules: Sequence[nn.Module] | None = None,
 ) -> None:
-    """Let the forward of a module see local tensors in place of its own parameters, or some rows of them.
+    """Replace a module's parameters by their local tensors during its forward.
 
-    `owner` as of `to_local`; the forward runs `inside` a context. `modules`: whose parameters in place of its own.
+    Args:
+        module: The module to wrap.
+        owner: Reducer of gradients, see `to_local`.
+        inside: Factory of a context for the forward.
+        rows: Rows to select, see `to_local`.
+        modules: Modules whose parameters are replaced; None: only `module`.
     """
     inner = module.forward
 
     @functools.wraps(inner)
     def forward(*args: Any, **kwargs: Any) -> Any:
         holders = (module,) if modules is None else modules
-        kept = [m._parameters for m in holders]
-        for m, params in zip(holders, kept, strict=True):
+        originals = [m._parameters for m in holders]
+        for m, params in zip(holders, originals, strict=True):
             m.__dict__["_parameters"] = {n: to_local(p, owner, rows) for n, p in params.items()}
         try:
             with inside():
                 return inner(*args, **kwargs)
         finally:
-            for m, params in zip(holders, kept, strict=True):
+            for m, params in zip(holders, originals, strict=True):
                 m.__dict__["_parameters"] = params
 
     module.forward = forward
 
 
 class TpGradients:
-    """Sums gradients of parameters over the tensor-parallel axes that do not cut them, when a backward pass ends."""
+    """Reducer of partial gradients: sums them over the tensor-parallel axes that replicate the parameter."""
 
     def __init__(self) -> None:
         self.enabled = True
-        """Sum at the end of the next backward pass; False between microbatches of one step."""
-        self._find: Callable[[], Iterable[Summed]] = tuple
-        self._params: list[Summed] = []
+        """True if the next backward ends with the sum; False between microbatches of one step."""
+        self._list_params: Callable[[], Iterable[PartialParameter]] = tuple
+        self._params: list[PartialParameter] = []
         self._summed: set[int] = set()
         self._queued = False
 
-    def watch(self, find: Callable[[], Iterable[Summed]]) -> None:
-        """Name the parameters and the ranks that hold their summands, after FSDP has replaced them by its own.
+    def watch(self, list_params: Callable[[], Iterable[PartialParameter]]) -> None:
+        """Register the parameters with partial gradients, after FSDP has replaced them by its own.
 
-        `find` is called again when weights have replaced parameters that were on the meta device.
+        `list_params` is called again after weights have replaced parameters on the meta device.
         """
-        self._find = find
-        self._params = [(p, group) for p, group in find() if p.requires_grad]
+        self._list_params = list_params
+        self._params = [(p, group) for p, group in list_params() if p.requires_grad]
 
-    def forward_begins(self) -> None:
-        """Forget a backward pass that ended with an error."""
+    def begin_forward(self) -> None:
+        """Reset the state of a backward that ended with an error."""
         self._queued = False
 
-    def forward_ends(self, output: Any) -> None:
-        """Let the gradients of the model's outputs, too, tell that backward runs: compiled layers cannot."""
+    def end_forward(self, output: Any) -> None:
+        """Register hooks on the model's outputs that call `begin_backward`, because compiled layers cannot."""
         for leaf in tree_leaves(output):
             if isinstance(leaf, Tensor) and leaf.requires_grad:
-                leaf.register_hook(lambda _: self.backward_runs())
+                leaf.register_hook(lambda _: self.begin_backward())
 
-    def backward_runs(self) -> None:
-        """Called when backward begins, and by every whole parameter's; the first call arranges the sum at its end."""
+    def begin_backward(self) -> None:
+        """Queue the sum at the end of backward.
+
+        Called when backward starts and when a replicated parameter receives its gradient; only the first call counts.
+        """
         if self._queued:
             return
         self._queued = True
-        self._share_kept()
+        self._rescale_accumulated()
         # Queued after FSDP's own callback, which was queued when the root's outputs received their gradients.
-        Variable._execution_engine.queue_callback(self._backward_ends)
+        Variable._execution_engine.queue_callback(self._end_backward)
 
-    def hold(self) -> None:
-        """Sum nothing until `release`: several backward passes of one step follow, in any order."""
-        self._share_kept()
+    def defer(self) -> None:
+        """Defer the sum until `reduce_deferred`: several backward passes of one step follow, in any order."""
+        self._rescale_accumulated()
         self.enabled = False
 
-    def release(self) -> None:
-        """Sum now what the backward passes since `hold` have made."""
+    def reduce_deferred(self) -> None:
+        """Sum the gradients of the backward passes since `defer`."""
         self.enabled = True
-        self._backward_ends()
+        self._end_backward()
 
-    def _share_kept(self) -> None:
-        # A gradient kept from an earlier pass is already the sum. Each rank goes on with 1/tp of it, so that adding
-        # up over the ranks gives it back once; dividing by a power of two is exact.
-        kept: dict[int, list[Tensor]] = {}
+    def _rescale_accumulated(self) -> None:
+        # A gradient accumulated in an earlier pass is already summed. Each rank keeps 1/tp of it, so that the next sum
+        # counts it once; dividing by a power of two is exact.
+        accumulated: dict[int, list[Tensor]] = {}
         for i, (param, group) in enumerate(self._params):
             if i in self._summed and param.grad is not None:
-                kept.setdefault(group.size(), []).append(local(param.grad))
-        for ranks, grads in kept.items():
+                accumulated.setdefault(group.size(), []).append(local(param.grad))
+        for ranks, grads in accumulated.items():
             torch._foreach_div_(grads, float(ranks))
         self._summed.clear()
 
-    def _backward_ends(self) -> None:
+    def _end_backward(self) -> None:
         self._queued = False
         if not self.enabled:
             return
         if any(p.is_meta for p, _ in self._params):
-            self.watch(self._find)
+            self.watch(self._list_params)
         buckets: dict[tuple[dist.ProcessGroup, torch.dtype], list[Tensor]] = {}
         for i, (param, group) in enumerate(self._params):
             if param.grad is not None:

@@ -1,8 +1,8 @@
-"""Norms on features or heads that are cut over ranks: the module runs unmodified, its statistics are those of all.
+"""Norms over features or heads that are sharded over ranks: an unmodified module with global statistics.
 
-While the norm's forward runs, a mean over the last dim is the mean over the ranks' slices too (one all-reduce of one
-number per token, in float32 at least), and the fused norms of torch are computed from such means. Any other reduction
-is refused: it would see one rank's slice only. Ranks that work on one key head each count it, so all equally often.
+During the norm's forward, a mean over the last dim is averaged over the ranks: one all-reduce of one number per token,
+in float32 or wider. The fused norms of torch are computed from such means. Any other reduction is rejected, because it
+would cover one rank's slice only. A key head shared by several ranks is counted once per rank, equally for all heads.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _OTHERS = frozenset(
 ) | {torch.linalg.vector_norm, F.normalize, F.linear, F.softmax}  # fmt: skip
 
 
-class SpreadNorm(TorchFunctionMode):
-    """Context for one norm's forward; `group` are the ranks that hold the other features."""
+class ShardedNorm(TorchFunctionMode):
+    """Context of one norm's forward; `group` contains the ranks of the feature shards."""
 
     def __init__(
         self, group: dist.ProcessGroup, name: str, purpose: Purpose = Purpose.NORM_STATISTICS
@@ -39,7 +39,7 @@ class SpreadNorm(TorchFunctionMode):
         super().__init__()
         self.group, self.name, self.purpose = group, name, purpose
         self.seen = False
-        """A statistic was computed over all ranks."""
+        """True if a statistic was computed over all ranks."""
 
     def __torch_function__(
         self,
@@ -58,9 +58,9 @@ class SpreadNorm(TorchFunctionMode):
             func = self._layer_norm
         return func(*args, **(kwargs or {}))
 
-    def _mean_of(self, x: Tensor, dim: Any = None, keepdim: bool = False, **more: Any) -> Tensor:
+    def _mean_of(self, x: Tensor, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Tensor:
         dims = (dim,) if isinstance(dim, int) else tuple(dim or ())
-        if len(dims) != 1 or dims[0] not in (-1, x.dim() - 1) or more.get("dtype") is not None:
+        if len(dims) != 1 or dims[0] not in (-1, x.dim() - 1) or kwargs.get("dtype") is not None:
             raise self._refusal(f"mean over dims {dims or 'all'}")
         return self._mean(x) if keepdim else self._mean(x).squeeze(-1)
 
@@ -100,13 +100,13 @@ class SpreadNorm(TorchFunctionMode):
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         super().__exit__(kind, error, trace)
         if kind is None and not self.seen:
-            raise self._refusal("a kernel of its own")
+            raise self._refusal("a custom kernel")
 
-    def _refusal(self, what: str) -> UnsupportedSharding:
+    def _refusal(self, operation: str) -> UnsupportedSharding:
         on_stream = self.purpose == Purpose.NORM_STATISTICS
         return UnsupportedSharding(
-            f"the norm `{self.name}` computes its statistics with {what}, not as a mean over the features",
-            got=what,
+            f"the norm `{self.name}` computes its statistics with {operation}, not as a mean over the features",
+            got=operation,
             allowed="x.mean(-1), rms_norm, layer_norm",
             hint="parallel.mlp_shape=1d" if on_stream else None,
         )

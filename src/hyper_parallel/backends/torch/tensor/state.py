@@ -1,4 +1,4 @@
-"""State of tensor parallelism that the modules of one model share while a forward pass runs."""
+"""State of tensor parallelism shared by the modules of one model during a forward pass."""
 
 from __future__ import annotations
 
@@ -25,25 +25,26 @@ class TpState:
     """Tensor-parallel state of one model.
 
     Attributes:
-        groups: This rank's group over axes, as the boundary table names them; without tp_y on one axis.
-        hidden_cut: The residual stream is cut over tp_y.
-        by_sequence: Sequences are cut over tp_y before their tokens are cut over tp_x.
-        whole_stream: Every rank holds the residual stream of all tokens.
-        regather: Gathered inputs are gathered again in backward instead of being kept.
-        batch: Shape of the tokens of the running forward pass, (B, S); set where the first decoder layer begins.
-        head_batch: Shape of the tokens the head saw, when it works on pieces of them.
-        partial_embedding: The embedding returned a summand that nobody has summed yet.
-        loss_taken: The loss function has consumed this pass's logits.
-        head: How logits lie: whole, split over the vocabulary, or over the tokens.
-        same_random: The ranks draw the same random numbers, as a whole stream needs when it is trained.
-        recomputed: The running layer is recomputed in backward, which gathers its inputs anyway.
-        streams: Random numbers of a whole stream with dropout; None: every rank draws its own.
+        groups: This rank's process group per axes of the boundary table; without tp_y on one axis.
+        shard_hidden_over_y: True if features of the residual stream are sharded over tp_y.
+        shard_sequences_over_y: True if sequences are sharded over tp_y before their tokens are sharded over tp_x.
+        replicated_activations: True if every rank holds the residual stream of all tokens.
+        regather: True if gathered inputs are gathered again in backward instead of being saved.
+        gradients: Reducer of the gradients of replicated parameters.
+        batch: Shape of the tokens of the running forward pass, (B, S); set at the first decoder layer.
+        head_batch: Shape of the head's input tokens, if the head shards them.
+        partial_embedding: True if the embedding returned partial sums that are not reduced yet.
+        loss_taken: True if the loss function has consumed this pass's logits.
+        head: Sharding of the logits: "whole", "vocabulary" or "tokens".
+        recomputed: True if the running layer is recomputed in backward, which gathers its inputs anyway.
+        same_random: True if the ranks share their random numbers, required to train with replicated activations.
+        streams: Random streams for dropout with replicated activations; None: every rank draws its own numbers.
     """
 
     groups: Mapping[tuple[str, ...], dist.ProcessGroup]
-    hidden_cut: bool = False
-    by_sequence: bool = False
-    whole_stream: bool = False
+    shard_hidden_over_y: bool = False
+    shard_sequences_over_y: bool = False
+    replicated_activations: bool = False
     regather: bool = False
     gradients: TpGradients = field(default_factory=TpGradients)
     batch: tuple[int, ...] = ()
@@ -57,12 +58,12 @@ class TpState:
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """All tensor-parallel ranks."""
+        """Process group of all tensor-parallel ranks."""
         return self.groups[TP]
 
     @property
     def degree(self) -> int:
-        """Ranks of the group."""
+        """Number of tensor-parallel ranks."""
         return self.group.size()
 
     @property
@@ -72,58 +73,62 @@ class TpState:
 
     @property
     def regathers(self) -> bool:
-        """Whether what the running layer gathers is not kept but gathered again."""
+        """True if the running layer gathers its inputs again in backward."""
         return self.regather and not self.recomputed
 
     def grid_of(self, batch: tuple[int, ...]) -> TokenGrid:
-        """How the residual stream of a batch lies."""
+        """Return the sharding of the residual stream of a batch."""
         y = self.groups[Y].size() if Y in self.groups else 1
-        return TokenGrid(batch, self.groups[X].size(), y, self.hidden_cut, self.by_sequence)
+        return TokenGrid(
+            batch, self.groups[X].size(), y, self.shard_hidden_over_y, self.shard_sequences_over_y
+        )
 
     @property
     def grid(self) -> TokenGrid:
-        """How the residual stream of the running pass lies."""
+        """Sharding of the residual stream of the running pass."""
         return self.grid_of(self.batch)
 
     def list_of(self, batch: tuple[int, ...]) -> TokenGrid:
-        """A batch cut as one list of tokens, whatever the residual stream is."""
+        """Return the sharding of a batch as one list of tokens, independent of the residual stream."""
         return TokenGrid(batch, self.degree, 1, False, False)
 
     def enter(self, full: Tensor) -> Tensor:
-        """This rank's part of the stream of [B, S, D], which the embedding may have left as one summand per rank."""
+        """Shard the stream [B, S, D] and return this rank's part; reduces the embedding's partial sums, if any."""
         parts, summand = self.grid.parts(full), self.partial_embedding
         self.partial_embedding = False
         return (
-            scatter(parts, 1, self.group, Purpose.SEQUENCE_SCATTER) if summand else self.own(parts)
+            scatter(parts, 1, self.group, Purpose.SEQUENCE_SCATTER)
+            if summand
+            else self.local_part(parts)
         )
 
-    def own(self, parts: Tensor) -> Tensor:
-        """This rank's part of all parts, equal on all ranks and one after the other."""
+    def local_part(self, parts: Tensor) -> Tensor:
+        """Return this rank's part of the concatenated parts of all ranks."""
         return parts.chunk(self.degree, dim=1)[self.rank].clone()
 
     def leave(self, part: Tensor) -> Tensor:
-        """[B, S, D] on every rank from every rank's part."""
+        """Gather the stream [B, S, D] on every rank."""
         return self.grid.whole(gather(part, 1, self.group, Purpose.SEQUENCE_GATHER))
 
     def local(self, param: Any, rows: slice | None = None) -> Any:
-        """`to_local`, of a parameter whose gradients this state sums."""
+        """Call `to_local` with this state's gradient reducer."""
         return to_local(param, self.gradients, rows)
 
-    def gathered(
+    def with_gathered(
         self,
         gather: Callable[[Tensor], Tensor],
         piece: Tensor,
         use: Callable[[Tensor], Any],
         scope: RegatherScope | None,
     ) -> Any:
-        """`use` of `gather(piece)`, which backward gathers once more in a scope; None: it is kept."""
-        whole, kept, batch = gather(piece), piece.detach(), self.batch
+        """Return `use(gather(piece))`; with a scope, backward gathers again instead of saving the result."""
+        whole, saved, batch = gather(piece), piece.detach(), self.batch
 
         def regather() -> Tensor:
-            # Another pass may run when backward asks.
+            # Backward may run during another forward pass.
             running, self.batch = self.batch, batch
             try:
-                return gather(kept)
+                return gather(saved)
             finally:
                 self.batch = running
 

@@ -1,0 +1,111 @@
+"""Tensor parallelism with replicated activations: any model in which some modules are sharded.
+
+    column-parallel projection   input unchanged; the gradient of the input is summed over the ranks
+    row-parallel projection      output summed over the ranks; the gradient passes unchanged
+    all other modules            same computation on every rank, with the same random numbers; their gradients are
+                                 complete on every rank and are not summed
+
+Source: Shoeybi et al. 2019 (Megatron-LM), section 3, the operators f and g.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from hyper_parallel.backends.torch.collectives import sum_backward
+from hyper_parallel.backends.torch.model_structure import layers_of
+from hyper_parallel.backends.torch.tensor._projections import Region
+from hyper_parallel.backends.torch.tensor.collectives import join
+from hyper_parallel.backends.torch.tensor.gradients import (
+    TpGradients,
+    to_local,
+    use_local_parameters,
+)
+from hyper_parallel.ir import Purpose
+
+
+def call_with_summed_input_grad(
+    group: ProcessGroup, region: Region | None, inner: Callable[..., Any], x: Tensor
+) -> Any:
+    """Run a column-parallel forward on `x` and sum the gradient of `x` over the ranks.
+
+    The projections of one region share their input, hence one all-reduce of its gradient.
+    """
+    if region is None:
+        return inner(sum_backward(x, group, Purpose.ACTIVATIONS))
+    if region.block_input is not x or region.block_input_summed_grad is None:
+        region.block_input = x
+        region.block_input_summed_grad = sum_backward(x, group, Purpose.ACTIVATIONS)
+    return inner(region.block_input_summed_grad)
+
+
+def share_random_numbers(group: ProcessGroup, device: torch.device) -> None:
+    """Seed all ranks of a group alike: dropout on replicated activations needs equal masks."""
+    seed = torch.randint(1 << 62, (1,)).to(device)
+    dist.broadcast(seed, group=group, group_src=0)
+    torch.manual_seed(int(seed))
+
+
+def tied_heads(modules: Mapping[str, nn.Module], split: Mapping[str, str]) -> list[str]:
+    """Return the linear modules that share the weight of a sharded embedding.
+
+    The shared parameter is registered under the embedding's name only.
+    """
+    weights = [modules[name].weight for name, style in split.items() if style == "vocab"]
+    return [
+        name
+        for name, module in modules.items()
+        if isinstance(module, nn.Linear) and any(module.weight is weight for weight in weights)
+    ]
+
+
+class _GatheredParameters(dict[str, Any]):
+    """Parameter dict of a row-sharded module; reading a parameter all-gathers it."""
+
+    def __init__(
+        self, params: Mapping[str, Any], gradients: TpGradients, group: ProcessGroup
+    ) -> None:
+        super().__init__(params)
+        self.gradients, self.group = gradients, group
+
+    def __getitem__(self, name: str) -> Tensor:
+        return join(to_local(super().__getitem__(name), self.gradients), 0, self.group)
+
+
+def gather_embedding_when_read(
+    model: nn.Module, embedding: nn.Module, gradients: TpGradients, group: ProcessGroup
+) -> None:
+    """Gather the weight of a sharded embedding where the model's forward reads it directly, as in Gemma 4."""
+    inner = model.forward
+
+    @functools.wraps(inner)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        params = embedding._parameters
+        embedding.__dict__["_parameters"] = _GatheredParameters(params, gradients, group)
+        try:
+            return inner(*args, **kwargs)
+        finally:
+            embedding.__dict__["_parameters"] = params
+
+    model.forward = forward
+
+
+def use_local_replicated_parameters(
+    model: nn.Module, split: Mapping[str, str], gradients: TpGradients
+) -> None:
+    """Use local tensors for the parameters of modules that are not sharded.
+
+    The replacement is active during the forward of the module's layer, or of the model for modules outside of layers.
+    """
+    wrapped = {model.get_submodule(name) for name in split}
+    for unit in (*layers_of(model), model):
+        modules = [m for m in unit.modules() if m._parameters and m not in wrapped]
+        wrapped.update(modules)
+        use_local_parameters(unit, gradients, modules=modules)
