@@ -1,4 +1,4 @@
-"""Runs from Python: `hp.train` is `hyper-parallel train`, `hp.generate` is `hyper-parallel generate`."""
+"""Python interface to runs: `hp.train` is `hyper-parallel train`, `hp.generate` is `hyper-parallel generate`."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _RECORD = Limits(num_bytes=1024**2, num_elements=100_000)
 
 @dataclass(frozen=True, slots=True)
 class TrainingRun:
-    """A run that has ended, by its directory.
+    """Finished run, identified by its directory.
 
     Attributes:
         output_dir: Directory of the run.
         steps: Last step.
-        loss: Training loss of the last step; NaN when there was nothing left to do.
+        loss: Training loss of the last step; NaN when no step remained to be run.
         eval_loss: Held-out loss after the last step; NaN without held-out data.
         seconds: Seconds of training, evaluations included.
     """
@@ -37,17 +37,17 @@ class TrainingRun:
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """Records of all steps, as metrics.jsonl has them."""
+        """Records of all steps, as in metrics.jsonl."""
         return _records(self.output_dir / "metrics.jsonl")
 
     @property
     def evaluations(self) -> list[dict[str, Any]]:
-        """Records of all evaluations, as eval.jsonl has them."""
+        """Records of all evaluations, as in eval.jsonl."""
         return _records(self.output_dir / "eval.jsonl")
 
     @property
     def plan(self) -> Plan:
-        """Plan of the run."""
+        """Plan of the run, loaded from its directory."""
         from hyper_parallel.ir import Plan
 
         return Plan.load(self.output_dir / "plan.json")
@@ -74,20 +74,20 @@ class TrainingRun:
 
 
 def train(recipe: str | os.PathLike[str], *overrides: str, **values: Any) -> TrainingRun | None:
-    """Train a recipe as `hyper-parallel train` does, with ranks of this machine, and return the run.
+    """Train a recipe like `hyper-parallel train`, with ranks of this machine, and return the run.
 
     Args:
         recipe: YAML file.
-        overrides: Values as on the command line: `"training.lr=1e-4"`.
-        values: Values by key, a section as a mapping, a key with two underscores for its dot, or a dotted key:
+        overrides: Overrides as on the command line: `"training.lr=1e-4"`.
+        values: Overrides by key: a section as a mapping, a key with two underscores for its dot, or a dotted key:
             `training={"lr": 1e-4}`, `training__lr=1e-4`, `**{"training.lr": 1e-4}`, `output_dir="runs/a"`.
 
     Returns:
-        The run; None on other ranks than the first, where another launcher has started this process as a rank.
+        The run; None on ranks other than 0 if another launcher has started this process as a rank.
 
     Raises:
-        BadValue: HP102 for a recipe that is no path, or a value that no recipe can hold.
-        HyperParallelError: What the command prints.
+        BadValue: HP102 for a recipe that is not a path, or a value that a recipe cannot contain.
+        HyperParallelError: Any error of the command.
     """
     from hyper_parallel.config import load_recipe
     from hyper_parallel.errors import Contradiction, Unwritten
@@ -123,20 +123,20 @@ def generate(model: Any, prompts: str, **choices: Any) -> str: ...
 @overload
 def generate(model: Any, prompts: Sequence[str], **choices: Any) -> list[str]: ...
 def generate(model: Any, prompts: str | Sequence[str], **choices: Any) -> str | list[str]:
-    """Continue a prompt, or several at once, with the model of a run.
+    """Continue one prompt or several, as one batch, with the model of a run.
 
     Args:
         model: A `TrainingRun`, its directory, a Hugging Face directory, or a name on the hub.
         prompts: One text, or several.
-        choices: `max_new_tokens`, `temperature`, `top_p`, `top_k`, `seed` and `stop` (texts) of the sampling; `chat`:
-            the prompts are turns of users; `device` and `dtype` of the model.
+        choices: Sampling options `max_new_tokens`, `temperature`, `top_p`, `top_k`, `seed` and `stop` (texts); `chat`:
+            treat each prompt as a user turn; `device` and `dtype` of the model.
 
     Returns:
         The continuation of every prompt, without the prompt.
 
     Raises:
-        BadValue: HP102 for a choice that does not exist, or prompts longer than the context of the model.
-        HyperParallelError: As loading the model raises.
+        BadValue: HP102 for an unknown option, or prompts longer than the context of the model.
+        HyperParallelError: Any error of loading the model.
     """
     from hyper_parallel.trainer.generation import Generator, Sampling
 
@@ -159,7 +159,7 @@ def generate(model: Any, prompts: str | Sequence[str], **choices: Any) -> str | 
 
 
 def _check_prompts(prompts: object) -> None:
-    """Refuse prompts that are neither a text nor several.
+    """Raise unless the prompts are a text or a list of texts.
 
     Raises:
         BadValue: HP102.
@@ -179,7 +179,7 @@ def _check_prompts(prompts: object) -> None:
 
 
 def _check_choices(choices: Mapping[str, Any], known: Mapping[str, Any]) -> None:
-    """Refuse a choice that does not exist, with the nearest."""
+    """Raise for an unknown option of generate, naming the closest known one."""
     from difflib import get_close_matches
 
     from hyper_parallel.errors import BadValue
@@ -202,7 +202,7 @@ def _dotted(key: str) -> str:
 
 
 def _check_path(value: object, where: str, what: str, hint: str) -> None:
-    """Refuse a value that is no path.
+    """Raise for a value that is not a path.
 
     Raises:
         BadValue: HP102.
@@ -221,10 +221,10 @@ def _check_path(value: object, where: str, what: str, hint: str) -> None:
 
 
 def _checked_overrides(overrides: Sequence[object]) -> list[str]:
-    """Return overrides that are texts.
+    """Return the overrides, all of which must be texts.
 
     Raises:
-        BadValue: HP102 for a mapping or a list in their place, with the call that was probably meant.
+        BadValue: HP102 for a mapping or list passed as an override; the hint shows the call that was probably meant.
     """
     from hyper_parallel.errors import BadValue, abbreviated
 
@@ -247,10 +247,10 @@ def _checked_overrides(overrides: Sequence[object]) -> list[str]:
 
 
 def _overrides_of(values: Mapping[str, Any]) -> list[str]:
-    """Return values by key as overrides.
+    """Convert values by key to overrides.
 
     Raises:
-        BadValue: HP102 for a value that no recipe can hold.
+        BadValue: HP102 for a value that a recipe cannot contain.
     """
     from hyper_parallel.errors import BadValue, abbreviated
 
@@ -270,14 +270,14 @@ def _overrides_of(values: Mapping[str, Any]) -> list[str]:
 
 
 def _as_yaml(value: Any) -> str:
-    """Return a value as an override has it: a text as it is, others as JSON, which YAML reads."""
+    """Return the text of a value in an override: a text unchanged, other values as JSON, which YAML reads."""
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     return value if isinstance(value, str) else json.dumps(value, default=_plain)
 
 
 def _plain(value: Any) -> Any:
-    """Return a value of another class as JSON knows it: a path as a text, a number of numpy or torch as a number."""
+    """Return a JSON value for an object of another class: a path as text, a numpy or torch scalar as a number."""
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     item = getattr(value, "item", None)

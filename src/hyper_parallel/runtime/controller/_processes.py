@@ -1,7 +1,7 @@
-"""Ranks of roles as processes of this machine, forked from the controller's, which all end when it ends.
+"""Engine `processes`: ranks of roles forked from the controller on this machine; they end when the controller ends.
 
-A call and its answers are small files in a folder of the ranks, written whole; through the pipe of a rank passes only
-that there is one, so that neither side ever waits for the other to read.
+A call and its answers are small files in a folder of the ranks, replaced atomically. The pipe of a rank carries only
+short notifications, so neither side blocks on a full pipe.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from hyper_parallel.serde import write_text
 
 
 class ProcessEngine:
-    """Forks ranks; every role is a world of its own, on devices of its own."""
+    """Engine that forks ranks; every role is a separate world on separate devices."""
 
     most_ranks = None
 
@@ -59,7 +59,7 @@ class ProcessEngine:
         prepare_fork()
         self._started = [started for started in self._started if started.processes]
         first = spec.first_device
-        if first is None:  # the lowest that no other role has
+        if first is None:  # lowest range that no other role uses
             taken = {place for started in self._started for place in started.places}
             first = next(n for n in count() if taken.isdisjoint(range(n, n + size)))
         folder = Path(tempfile.mkdtemp(dir=self._scratch))
@@ -67,7 +67,7 @@ class ProcessEngine:
         return self._started[-1]
 
     def wait(self, busy: Sequence[ProcessRanks], most_s: float) -> None:
-        """Until a rank answers or ends."""
+        """Wait at most `most_s` seconds until a rank answers or ends."""
         wait([news for ranks in busy for news in ranks.news()], most_s)
 
     def close(self) -> None:
@@ -76,12 +76,12 @@ class ProcessEngine:
 
 
 class ProcessRanks:
-    """The processes of one role.
+    """Processes of one role.
 
     Args:
         spec: The role.
-        places: Local number of each rank, by which it finds its device.
-        folder: Of calls and answers.
+        places: Local rank of each process, which selects its device.
+        folder: Folder of calls and answers.
     """
 
     def __init__(self, spec: RoleSpec, places: range, folder: Path) -> None:
@@ -105,20 +105,20 @@ class ProcessRanks:
             raise
 
     def news(self) -> list[Any]:
-        """What `multiprocessing.connection.wait` takes."""
+        """Return the objects to wait for with `multiprocessing.connection.wait`."""
         return [*self._pipes, *(process.sentinel for process in self.processes)]
 
     def give(self, number: int, method: str, arguments: str) -> None:
-        """Have every rank run a call."""
+        """Start a call on every rank."""
         call = {"number": number, "method": method, "arguments": arguments}
         with written(self._folder):
             write_text(self._folder / "call.json", json.dumps(call))
         for pipe in self._pipes:
-            with suppress(OSError):  # the rank has ended, which `lost` says
+            with suppress(OSError):  # the rank has ended, as `lost` reports
                 pipe.send_bytes(b"call")
 
     def answers(self) -> dict[int, dict[str, Any]]:
-        """New answers by rank."""
+        """Return the new answers by rank."""
         found = {}
         for rank, pipe in enumerate(self._pipes):
             with suppress(OSError, EOFError):
@@ -128,7 +128,7 @@ class ProcessRanks:
         return found
 
     def lost(self) -> str | None:
-        """The first rank that has ended; one that was killed comes first, for it may have made others fail."""
+        """Return the first rank that has ended, a killed one first because its end may have made others fail."""
         codes = {rank: process.exitcode for rank, process in enumerate(self.processes)}
         for rank, code in codes.items():
             if code is not None and code < 0:
@@ -139,14 +139,14 @@ class ProcessRanks:
     def silent(
         self, silent_s: float, unanswered: Sequence[int]
     ) -> tuple[str, tuple[str, ...], bool]:
-        """By what the ranks say of themselves on their board, and what the system says of their processes."""
+        """Classify silent ranks by their heartbeats and the states of their processes."""
         first = self.places.start
         states = {first + rank: process_state(self.processes[rank].pid or 0) for rank in unanswered}
         found = hang(self._board.read(), [silent_s] * self.places.stop, states, -first)
         return found.what, found.others, bool(found.stopped)
 
     def end(self) -> None:
-        """Kill all ranks, also those that a signal has stopped."""
+        """Kill all ranks, including ranks stopped by a signal."""
         for process in self.processes:
             process.kill()
         for process in self.processes:
@@ -165,7 +165,7 @@ def _answer_file(folder: Path, rank: int) -> Path:
 def _rank(
     spec: RoleSpec, rank: int, places: range, folder: Path, pipe: Connection, board: Board
 ) -> None:
-    """Body of a rank: runs calls until it is killed; never returns."""
+    """Run calls in a forked rank until it is killed; never returns."""
     status = 1
     try:
         begin_forked()
@@ -188,7 +188,7 @@ def _rank(
             write_text(_answer_file(folder, rank), host.answer(**call))
             sys.stdout.flush()
             pipe.send_bytes(b"answer")
-    except EOFError:  # the controller has gone
+    except EOFError:  # the controller has ended
         status = 0
     except BaseException:
         traceback.print_exc()
