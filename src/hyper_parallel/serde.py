@@ -52,7 +52,7 @@ def decode(cls: type[T], data: Any, *, extra: Extra = "forbid") -> T:
     Args:
         cls: Class to build.
         data: JSON values.
-        extra: `forbid`: refuse unknown keys, at every level; `allow`: ignore them.
+        extra: `forbid`: refuse unknown keys, at every level; `allow`: accept them.
 
     Raises:
         DecodeError: Contains the dotted path of the first value that does not fit.

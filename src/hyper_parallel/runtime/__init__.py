@@ -1,4 +1,4 @@
-"""Runtime: join a world of ranks, start local ranks, apply a Plan to a model."""
+"""Runtime: join a world of ranks, start local ranks, and apply a plan to a model."""
 
 from hyper_parallel.backends.torch import (
     CommCounter,

@@ -1,4 +1,4 @@
-"""What ranks with memory plans tell each other: a plan for those that run the same, one error for all."""
+"""Agreement between ranks with memory plans: one plan for ranks with equal programs, one error for all ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 def of_ranks(mine: T) -> list[T]:
-    """A value of every rank."""
+    """Gather a value from every rank, in rank order."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [mine]
     every = [mine] * dist.get_world_size()
@@ -25,9 +25,9 @@ def of_ranks(mine: T) -> list[T]:
 
 
 def agreed(make: Callable[[], MemoryPlan], *given: object) -> MemoryPlan:
-    """This rank's plan, made by the first of the ranks that are given the same: planning repeats itself to the byte.
+    """Return this rank's plan, computed by the lowest rank with equal inputs; planning is deterministic to the byte.
 
-    When any rank has none, every rank raises the error that asks for most.
+    If planning fails on any rank, every rank raises the error that requires the largest budget.
     """
     digests = of_ranks(hashlib.sha256(repr(given).encode()).hexdigest())
     planners = [digests.index(digest) for digest in digests]
@@ -51,10 +51,10 @@ def agreed(make: Callable[[], MemoryPlan], *given: object) -> MemoryPlan:
 
 
 def of_all(errors: list[HyperParallelError]) -> HyperParallelError | None:
-    """The error of every rank in one: what it asks for is enough for all of them."""
+    """Merge the errors of all ranks into one whose required capacities suffice for every rank; None without errors."""
     full = [error for error in errors if isinstance(error, TierFull)]
     others = [error for error in errors if error not in full]
-    if others or not full:  # no DRAM helps all of them
+    if others or not full:  # more DRAM does not help every rank
         budgets = [with_capacity_hint(e, {"device": e.enough_bytes["device"]}) for e in full]
         return max((*others, *budgets), key=_device_bytes, default=None)
     shared = [t for t in full[0].enough_bytes if all(t in e.enough_bytes for e in full)]
@@ -62,7 +62,7 @@ def of_all(errors: list[HyperParallelError]) -> HyperParallelError | None:
 
 
 def _device_bytes(error: HyperParallelError) -> int:
-    """The device budget that an error asks for; 0 for one that no budget mends."""
+    """Return the device budget that an error asks for; 0 for an error that no budget resolves."""
     if isinstance(error, TierFull):
         return error.enough_bytes["device"]
     return error.least_bytes if isinstance(error, BudgetImpossible) else 0

@@ -1,4 +1,4 @@
-"""Machines of a world: which of them is gone, when a collective fails because its connections end."""
+"""Machines of a world, and detection of the lost one when a collective fails because connections are closed."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from typing import Any, Final
 from hyper_parallel.errors import HostLost
 
 _ANSWER_S: Final = 5.0
-"""Seconds in which a machine that is there says so: connections of all ranks fail within one or two. Not measured on a
-large cluster."""
-_LOOK_S: Final = 0.1  # short beside that
+"""Seconds within which a live machine reports; connections of all ranks fail within one or two seconds. Not measured on
+a large cluster."""
+_LOOK_S: Final = 0.1  # short compared with `_ANSWER_S`
 
 
 class Hosts:
-    """What the machines say to each other in the store where their ranks have met.
+    """Liveness records of the machines, in the store of the process group.
 
     Args:
         store: The store.
-        rank: This process.
-        local_rank: This process among those of its machine.
+        rank: Rank of this process.
+        local_rank: Local rank of this process.
         world_size: Ranks of all machines.
         each: Ranks of one machine.
     """
@@ -36,16 +36,16 @@ class Hosts:
             store.set(self._names[rank // each], socket.gethostname())
 
     def alive(self) -> None:
-        """Say that this machine is there, whatever has failed."""
+        """Report that this machine is alive, after any failure."""
         self._store.set(self._alive[self._rank // self._each], "")
 
     def lost(self) -> HostLost | None:
-        """What to raise when machines do not say within some seconds that they are there; None: all do."""
+        """Return an error that names the machines that do not report in time; None when all do."""
         missing, names = list(range(len(self._alive))), list[str]()
         answered = threading.Event()
 
         def look() -> None:
-            with suppress(Exception):  # a store that is gone raises what its library likes
+            with suppress(Exception):  # the exception type for a lost store depends on its library
                 self.alive()
                 deadline = time.monotonic() + _ANSWER_S
                 while missing and time.monotonic() < deadline:

@@ -1,4 +1,4 @@
-"""Which models and optimizers a user's step works on: what its function, and functions that it calls, refer to."""
+"""Models, optimizers and schedulers that a user's step refers to, directly or through functions that it calls."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ import torch
 
 
 def models_of(step: Callable[..., Any]) -> list[torch.nn.Module]:
-    """The modules that a step refers to, without those that are parts of others."""
+    """Return the modules that a step refers to, except submodules of others."""
     found = _found(step, torch.nn.Module)
     inside = {id(part) for value in found for part in [*value.modules()][1:]}
     return [value for value in found if id(value) not in inside]
 
 
 def optimizers_of(step: Callable[..., Any]) -> list[torch.optim.Optimizer]:
-    """The optimizers that a step refers to."""
+    """Return the optimizers that a step refers to."""
     return _found(step, torch.optim.Optimizer)
 
 
 def schedulers_of(step: Callable[..., Any]) -> list[Any]:
-    """The schedulers of learning rates that a step refers to."""
+    """Return the learning-rate schedulers that a step refers to."""
     return _found(step, torch.optim.lr_scheduler.LRScheduler)
 
 
@@ -32,13 +32,13 @@ def _found(step: Callable[..., Any], kind: type) -> list[Any]:
 
 
 def _values(step: Callable[..., Any], seen: set[int]) -> Iterator[Any]:
-    """What a function refers to, what lists, dicts and objects among it hold, and the same of functions beside it."""
+    """Yield the values that a function and its callees refer to, and members of these lists, dicts and objects."""
     seen.add(id(step))
     values: list[Any] = []
     if isinstance(step, partial):
         values += [*step.args, *step.keywords.values()]
         step = step.func
-    # Where the user's own code is, and plain namespaces.
+    # Attributes are read of objects defined in the step's own module, and of plain namespaces.
     here = getattr(step, "__module__", None), "types"
     if inspect.ismethod(step):
         values += [step.__self__, *vars(step.__self__).values()]
