@@ -1,7 +1,7 @@
-"""Launchers of ranks on several machines: the command of torchrun, the script of Slurm, and the ranks of `srun`.
+"""Launchers of ranks on several machines: torchrun command, Slurm script, and ranks started by `srun`.
 
-All of them start the same command, `hyper-parallel train`, which finds RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE,
-MASTER_ADDR and MASTER_PORT in its environment and then is a rank.
+All of them start `hyper-parallel train`. The process is a rank if RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE,
+MASTER_ADDR and MASTER_PORT are in its environment.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from typing import Final
 from hyper_parallel.config import Recipe
 from hyper_parallel.errors import BadValue, DegreesMismatch, LauncherIncomplete, abbreviated
 
-_STORE_PORTS: Final = 20000  # below the ports that Linux gives to clients, ip_local_port_range
+_STORE_PORTS: Final = 20000  # below Linux's range of client ports, ip_local_port_range
 
 
 def ranks_per_node(recipe: Recipe, ranks: int) -> int:
-    """Ranks on each machine.
+    """Return the number of ranks per machine.
 
     Raises:
         DegreesMismatch: HP301 when the machines that the recipe names do not hold exactly these ranks.
@@ -39,12 +39,12 @@ def ranks_per_node(recipe: Recipe, ranks: int) -> int:
 
 
 def torchrun_words(recipe: Recipe, ranks: int, words: Sequence[str]) -> list[str]:
-    """Words behind `torchrun` that start this machine's ranks.
+    """Return the arguments of `torchrun` that start this machine's ranks.
 
     Args:
         recipe: The run.
         ranks: Ranks on all machines.
-        words: Arguments of `hyper-parallel` in every rank.
+        words: Arguments of `hyper-parallel` on every rank.
     """
     given, each = recipe.launch, ranks_per_node(recipe, ranks)
     options = ["--standalone"]
@@ -57,7 +57,7 @@ def torchrun_words(recipe: Recipe, ranks: int, words: Sequence[str]) -> list[str
 
 
 def sbatch_script(recipe: Recipe, ranks: int, words: Sequence[str], output_dir: Path) -> str:
-    """A job of Slurm: torchrun on every machine, which meet on the first one; arguments as of `torchrun_words`."""
+    """Return a Slurm script: torchrun on every machine, rendezvous on the first; arguments as of `torchrun_words`."""
     given = recipe.launch
     if not all(map(str.isprintable, (str(output_dir), *given.sbatch))):
         raise BadValue(
@@ -92,7 +92,7 @@ def sbatch_script(recipe: Recipe, ranks: int, words: Sequence[str], output_dir: 
 
 
 def join_srun() -> None:
-    """Where `srun` has started this process as one of several, give it the variables of a rank.
+    """Set the variables of a rank if `srun` has started this process as one of several.
 
     Raises:
         LauncherIncomplete: HP315 when a variable of Slurm is missing or cannot be read.
@@ -124,13 +124,13 @@ def join_srun() -> None:
 
 
 def first_host(nodes: str) -> str:
-    """The first host of a list in Slurm's short form: `gpu[03-05,9],login` is gpu03."""
+    """Return the first host of a Slurm node list: for `gpu[03-05,9],login` gpu03."""
     first = re.split(r",(?![^\[]*\])", nodes)[0]
     return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first)
 
 
 def _tasks(text: str) -> list[int]:
-    """Processes on every machine, in Slurm's short form: `4(x2),3` is 4, 4, 3."""
+    """Return the number of processes per machine from Slurm's notation: for `4(x2),3` 4, 4, 3."""
     counts: list[int] = []
     for part in text.split(","):
         count, _, times = part.rstrip(")").partition("(x")

@@ -1,4 +1,4 @@
-"""Ranks as actors of a Ray cluster, one for each; an actor that dies ends the run with the name of its machine."""
+"""Ranks as actors of a Ray cluster, one actor per rank; an actor that dies ends the run and names its machine."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from hyper_parallel.errors import (
 )
 
 _PLACED_S: Final = 60.0
-"""Seconds in which a cluster has to find machines for the ranks."""
+"""Seconds within which a cluster must reserve machines for the ranks."""
 _GRACE_S: Final = 2.0
-"""Seconds in which others may say that they failed as well."""
+"""Seconds for other ranks to report failures after the first one."""
 STORE_BYTES: Final = 100 * 2**20
-"""Object store of a cluster that is started here: ranks exchange nothing through it."""
+"""Object store of a local cluster; small because ranks do not exchange data through it."""
 
 
 class Rank:
-    """One rank; made into an actor."""
+    """One rank, wrapped by `ray.remote`."""
 
     def place(self) -> tuple[str, str, int, list[str]]:
-        """Name and address of this machine, a port that is free, and the accelerators that Ray gives to this actor."""
+        """Return host name, IP address, a free port, and the accelerators that Ray assigns to this actor."""
         import ray
 
         with socket.socket() as free:
@@ -37,7 +37,7 @@ class Rank:
         return socket.gethostname(), ray.util.get_node_ip_address(), port, devices
 
     def run(self, fn: Callable[[], Any], environment: dict[str, str]) -> Any:
-        """What `fn` returns with these variables."""
+        """Return the result of `fn` run with these environment variables."""
         os.environ.update(environment)
         return fn()
 
@@ -50,23 +50,22 @@ def launch_on_ray(
     address: str | None = None,
     restart: int = 0,
 ) -> list[Any]:
-    """Run `fn()` in `ranks` actors that have the variables of ranks; the results in rank order.
+    """Run `fn()` in `ranks` actors with the environment of ranks, and return the results in rank order.
 
-    Machines have equally many ranks, those with neighbouring numbers on one. Where the cluster has GPUs, each rank
-    takes one.
+    All machines have equally many ranks, with consecutive numbers. If the cluster has GPUs, each rank reserves one.
 
     Args:
-        fn: Called in every actor; must pickle, and its result, too.
-        ranks: Number of actors, a multiple of the machines.
-        nnodes: Machines.
-        address: The cluster. None: that of RAY_ADDRESS, else one is started here and ended afterwards.
-        restart: Number of the attempt, which ranks find as TORCHELASTIC_RESTART_COUNT.
+        fn: Function of each actor; it and its result must be picklable.
+        ranks: Number of actors, a multiple of the number of machines.
+        nnodes: Number of machines.
+        address: The cluster. None: that of RAY_ADDRESS, else a local one that is shut down afterwards.
+        restart: Number of the attempt, passed to ranks as TORCHELASTIC_RESTART_COUNT.
 
     Raises:
         MissingDependency: HP501 without Ray.
-        DeviceUnavailable: HP502 when the cluster has no such machines.
+        DeviceUnavailable: HP502 when the cluster cannot reserve these machines.
         RankFailed: HP601 with the machine of the first actor that died or failed.
-        HyperParallelError: A coded error of a rank, as it is.
+        HyperParallelError: A coded error of a rank, unchanged.
     """
     try:
         import ray
@@ -116,7 +115,7 @@ def launch_on_ray(
                 "MASTER_PORT": places[0][2],
                 "TORCHELASTIC_RESTART_COUNT": restart,
             }
-            # A rank finds its device by its local number, so it must see those of its neighbours.
+            # A rank selects its device by its local rank, so the devices of its neighbours must be visible.
             if devices := [d for place in places[first : first + each] for d in place[3]]:
                 given["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
             environment = {name: str(value) for name, value in given.items()}
@@ -125,7 +124,7 @@ def launch_on_ray(
 
 
 def _results(running: dict[Any, int], hosts: list[str]) -> list[Any]:
-    """Results of all ranks, or what was the first to fail: an actor that died makes the others fail."""
+    """Return the results of all ranks; raise the first failure, dead actors first because they make others fail."""
     import ray
 
     results, failures = [None] * len(hosts), []
