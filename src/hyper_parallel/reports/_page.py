@@ -1,4 +1,4 @@
-"""The report page: one self-contained HTML file, predicted beside measured. The words are in `templates/page.html`."""
+"""Report page: one self-contained HTML file with predictions and measurements. Texts are in `templates/page.html`."""
 
 from __future__ import annotations
 
@@ -80,11 +80,11 @@ _OF_PREFERENCES: Final = {
     "margin": ("margin",),
     "scores": ("chosen", "rejected"),
 }
-"""Charts of answers that are compared, with the keys of their lines."""
+"""Charts of the preference stages, with the keys of their lines."""
 
 
 def render(*runs: RunRecord) -> str:
-    """The page of a run, or of several beside each other, as HTML text; it refers to nothing outside itself."""
+    """Render the page of a run, or a comparison of several, as HTML text without external references."""
     environment = Environment(
         loader=PackageLoader("hyper_parallel.reports"), autoescape=True, undefined=StrictUndefined
     )
@@ -131,7 +131,7 @@ def render(*runs: RunRecord) -> str:
 
 
 def _names(runs: Sequence[RunRecord]) -> list[str]:
-    """The shortest ends of the directories that differ."""
+    """Return the shortest distinct path suffixes of the run directories."""
     paths = [run.directory.resolve().parts for run in runs]
     for length in range(1, max(map(len, paths)) + 1):
         names = ["/".join(parts[-length:]) for parts in paths]
@@ -145,7 +145,7 @@ def _run_colors(runs: Sequence[RunRecord]) -> list[str]:
 
 
 def _curves(runs: Sequence[RunRecord]) -> dict[str, Chart | None]:
-    """What is drawn over steps, of one run or of several: one colour per run, zoomed together."""
+    """Draw the charts over steps of one run or several: one colour per run, zoomed together."""
     ends = [(m[0]["step"], m[-1]["step"]) for m in (run.metrics for run in runs) if m]
     first, last = min((a for a, _ in ends), default=1) - 1, max((b for _, b in ends), default=1)
     margin = 0.02 * (last - first)
@@ -161,7 +161,7 @@ def _curves(runs: Sequence[RunRecord]) -> dict[str, Chart | None]:
         losses.append(Curve(label(name, "training"), _points(run, "loss"), color))
         held_out = [(float(e["step"]), float(e["loss"])) for e in run.evals]
         losses.append(Curve(label(name, "held out"), held_out, color, "dots"))
-    # Of a page with several runs the marks of one would be taken for those of another.
+    # With several runs, marks of one run would be mistaken for those of another.
     resumed = [] if several else [part.step + 0.5 for part in runs[0].parts[1:]]
     drawn: dict[str, Any] = {"x_range": across, "marks": resumed}
     shared = {run.terms.loss for run in runs}
@@ -209,7 +209,7 @@ def _preference_charts(
     label: Callable[[str, str], str],
     drawn: dict[str, Any],
 ) -> dict[str, Chart | None]:
-    """Accuracy, margin and scores of answers that are compared; charts without a point are left out."""
+    """Draw accuracy, margin and scores of the preference stages; charts without a point are omitted."""
     charts: dict[str, Chart | None] = {}
     for chart, keys in _OF_PREFERENCES.items():
         lines = []
@@ -239,14 +239,14 @@ def _predicted_steps(run: RunRecord) -> list[tuple[str, list[tuple[float, float]
 
 
 def _points(run: RunRecord, key: str, inside: str | None = None) -> list[tuple[float, float]]:
-    """Steps and values of a key of the metrics, or of one `inside` of it."""
+    """Return steps and values of a metric, or of its member `inside`."""
     return _points_of(run.metrics, key, inside)
 
 
 def _points_of(
     rows: Sequence[dict[str, Any]], key: str, inside: str | None = None
 ) -> list[tuple[float, float]]:
-    """Steps and values of a key of records, or of one `inside` of it."""
+    """Return steps and values of a key of the records, or of its member `inside`."""
     found = [
         (m["step"], m[key] if inside is None else m[key][inside])
         for m in rows
@@ -256,16 +256,16 @@ def _points_of(
 
 
 def _within(runs: Sequence[tuple[str, str, RunRecord]]) -> Chart | None:
-    """Memory over one step of the fullest rank; of a single run with the phases behind it and what was predicted."""
+    """Draw memory over one step of the fullest rank; for a single run, also its phases and the predicted peak."""
     lines, bands = [], []
     for label, color, run in runs:
         rank = run.fullest_rank
         recorded = [] if run.timeline is None else steps_of(run.timeline)
-        if run.timeline is None or rank is None or not recorded:  # the first step is not recorded
+        if run.timeline is None or rank is None or not recorded:  # nothing recorded
             continue
         step = one_step(run.timeline, recorded[0])
         points = [(c.time_s, c.value) for c in step.counters if c.lane == f"{rank}/memory"]
-        if len(points) < 3:  # nothing was sampled inside of the step
+        if len(points) < 3:  # no samples inside the step
             continue
         stairs = [(x, y) for (x, _), (_, y) in zip(points[1:], points, strict=False)]
         lines.append(Curve(f"{label}, {rank}", _stairs(points, stairs), color))
@@ -285,7 +285,7 @@ def _stairs(
 
 
 def _single(run: RunRecord) -> dict[str, Chart | None]:
-    """What only the page of one run has: terms beside each other, lanes, offload."""
+    """Draw the charts of a page of one run: predicted and measured terms, lanes, offload."""
     plan, timeline = run.plan, run.timeline
     charts: dict[str, Chart | None] = {"terms": _terms(run)}
     for tier in dict.fromkeys(t.tier for t in plan.memory):
@@ -305,7 +305,7 @@ def _single(run: RunRecord) -> dict[str, Chart | None]:
 
 
 def _lanes(timeline: Timeline) -> Chart:
-    """One step on its executors, as many as there is space for."""
+    """Draw one step, one lane per executor, at most `_MAX_LANES`."""
     working = {s.lane for s in timeline.spans if s.duration_s > 0}
     busy = itertools.islice((lane for lane in timeline.lanes if lane in working), _MAX_LANES)
     names = {lane: lane.replace("/compute", "").replace("/", " ") for lane in busy}
@@ -313,7 +313,7 @@ def _lanes(timeline: Timeline) -> Chart:
 
 
 def _told(timeline: Timeline, kind: Callable[[str, str], str]) -> list[Any]:
-    """The spans with words for people, and their kinds."""
+    """Return the spans with readable names, and their kinds as categories."""
     return [
         replace(s, name=words(s.name), category=kind(s.name, s.category)) for s in timeline.spans
     ]
@@ -324,7 +324,7 @@ def _offload_kind(name: str, category: str) -> str:
 
 
 def _terms(run: RunRecord) -> Chart:
-    """Predicted and measured seconds of a step by kind; pointing at a kind lists what is in it."""
+    """Draw predicted and measured seconds of a step by kind; hovering over a kind lists its terms."""
     rows = [
         _by_kind("predicted", {t.name: t.seconds for t in run.plan.cost}, time_kind, format_seconds)
     ]
@@ -346,7 +346,7 @@ def _by_kind(
 
 
 def _phases(timeline: Timeline) -> dict[str, float]:
-    """Mean seconds of each phase in one step of one rank; the first recorded step counts bytes and is slower."""
+    """Return mean seconds per phase, step and rank; the first recorded step is excluded as slower: it counts bytes."""
     steps = {*(steps_of(timeline)[1:] or steps_of(timeline))}
     spans = [s for s in timeline.spans if s.step in steps]
     rank_steps = len({(s.lane.split("/")[0], s.step) for s in spans}) or 1
@@ -358,7 +358,7 @@ def _phases(timeline: Timeline) -> dict[str, float]:
 
 
 def _memory(run: RunRecord, tier: str) -> Chart:
-    """Predicted and measured peak of a tier by kind."""
+    """Draw the predicted and measured peak of a tier by kind."""
     plan = run.plan
     predicted = {t.name: float(t.bytes) for t in plan.memory if t.tier == tier}
     rows = [_by_kind("predicted", predicted, memory_kind, format_bytes)]
@@ -372,7 +372,7 @@ def _memory(run: RunRecord, tier: str) -> Chart:
 
 
 def _measured_memory(run: RunRecord) -> dict[str, float]:
-    """The measured peak by kind, where the fullest rank has told."""
+    """Return the measured peak by kind, or undivided if the fullest rank has not recorded its kinds."""
     peak, rank = float(run.last.peak_memory_bytes or 0), run.fullest_rank
     counters = run.timeline.counters if run.timeline else ()
     parts = {kind: c.value for kind in STATES for c in counters if c.lane == f"{rank}/peak {kind}"}
@@ -384,7 +384,7 @@ def _ranks(timeline: Timeline) -> set[str]:
 
 
 def _tier(run: RunRecord, tier: str) -> Chart | None:
-    """Bytes of a tier over one planned step."""
+    """Draw the bytes of a tier over one planned step."""
     lines = []
     for kind, style, timeline in zip(
         ("predicted", "measured"), ("dashed", "solid"), run.offload or (), strict=True
@@ -401,7 +401,7 @@ def _tier(run: RunRecord, tier: str) -> Chart | None:
 
 
 def _offload_facts(run: RunRecord) -> dict[str, Any] | None:
-    """Numbers of the offloaded steps; None when the run did not offload."""
+    """Return figures of the offloaded steps; None when the run did not offload."""
     if run.offload is None:
         return None
     steps = [m["offload"] for m in run.last.rows if "offload" in m]
@@ -413,7 +413,7 @@ def _offload_facts(run: RunRecord) -> dict[str, Any] | None:
 
 
 def _mesh(mesh: Mesh) -> dict[str, Any] | None:
-    """Groups of the innermost axes (tensor parallel, if there is any), one row each; None for one device."""
+    """Return the groups of the innermost axes (tensor-parallel ones if present), one row each; None for one device."""
     axes = [(n, d) for n, d in mesh.axes if d > 1]
     if not axes:
         return None
@@ -431,7 +431,7 @@ def _mesh(mesh: Mesh) -> dict[str, Any] | None:
 
 
 def _layout(layout: Layout, mesh: Mesh) -> dict[str, Any]:
-    """A layout's dims with their axes, and into how many rows and columns its first two dims are cut."""
+    """Return the dims of a layout with their axes, and the number of shards of its first two dims."""
     rows, columns = [*(mesh.degree(axes) for axes in layout.axes[:2]), 1, 1][:2]
     dims = layout.dims or [f"d{i}" for i in range(len(layout.axes))]
     return {

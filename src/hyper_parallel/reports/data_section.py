@@ -1,4 +1,4 @@
-"""The section *Data* of a report, from `data.json` of the run directory."""
+"""Section *Data* of a report, from `data.json` of the run directory."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class _DataSource(TypedDict):
 
 @with_config(_STRICT)
 class _DataFacts(TypedDict):
-    """Values of data.json that a report shows."""
+    """Fields of data.json that a report uses."""
 
     stage: str
     records: str
@@ -64,7 +64,7 @@ _LIMITS: Final = Limits(16 * MiB)
 
 
 def read_data_facts(path: Path) -> dict[str, Any] | None:
-    """Return the facts about the data of a run; None for a run of an earlier version, which has none.
+    """Return the facts about the data of a run; None for a run of an older version without the file.
 
     Raises:
         RunUnreadable: HP603.
