@@ -1,4 +1,4 @@
-"""A YAML file of LlamaFactory as a recipe: the same keys with the same meaning, one layer for each."""
+"""Conversion of a LlamaFactory YAML file to a recipe: equal meaning, one configuration layer per key."""
 
 from __future__ import annotations
 
@@ -35,29 +35,30 @@ from hyper_parallel.topology import find_accelerators
 
 _OFF: Final = (None, False, 0, "", "none", "null")
 _ALL: Final = 10**6
-"""More checkpoints than a run saves."""
+"""Number of checkpoints to keep that no run exceeds."""
 
 _DEGREES: Final = ("dp_replicate", "dp_shard", "cp", "tp_x", "ep")
 _SERVED: Final = {
     "activation_mode": ("none", "recompute"),
     "reduce_dtype": (None, "float32"),
 }
-"""Keys of `hyper_parallel_args` that a recipe has not, and the values that are as good as none; the last is a hint."""
+"""Supported values of `hyper_parallel_args` keys without a recipe key; the hint shows the last one."""
 
 Layer = tuple[str, dict[str, Any]]
-"""Origin and values by dotted key."""
+"""Origin of the values, and values by dotted key."""
 
 
 def load_llamafactory(path: Path, overrides: Sequence[str] = ()) -> LoadedRecipe:
-    """Read a file of LlamaFactory.
+    """Read a LlamaFactory file as a recipe.
 
     Args:
         path: The file.
-        overrides: Values as `key=value`: of LlamaFactory's keys, or of a recipe's (`parallel.tp=2`), which come last.
+        overrides: Values as `key=value`, for keys of LlamaFactory or of a recipe (`parallel.tp=2`); the latter apply
+            last.
 
     Raises:
-        UnknownKey: HP101 with the nearest key. BadValue: HP102 for a value that is not taken.
-        Contradiction: HP104 for what is not done here. As `load_recipe`.
+        UnknownKey: HP101 with the nearest key. BadValue: HP102 for an unsupported value.
+        Contradiction: HP104 for an unsupported option. As `load_recipe`.
     """
     given, own = read_mapping(path, RecipeUnreadable, "file of LlamaFactory"), []
     for override in overrides:
@@ -76,7 +77,7 @@ def load_llamafactory(path: Path, overrides: Sequence[str] = ()) -> LoadedRecipe
 
 
 def _check(key: str, value: Any, where: str) -> None:
-    """Raise for a key that is unknown or refused, or a word that it does not take."""
+    """Raise for an unknown or refused key, or a word that the key does not accept."""
     if key not in KNOWN:
         near = difflib.get_close_matches(key, KNOWN, n=1)
         raise UnknownKey(
@@ -99,7 +100,7 @@ def _check(key: str, value: Any, where: str) -> None:
 
 
 def _layers(v: dict[str, Any], path: Path, overrides: Sequence[str]) -> Iterator[Layer]:
-    """What the values of all keys are in a recipe."""
+    """Yield the recipe values of all keys."""
     stage, kind = v["stage"], v["finetuning_type"]
     for key, (target, _) in SAME.items():
         section, value = target.partition(".")[0], WORDS.get(key, {}).get(v[key], v[key])
@@ -168,10 +169,10 @@ def _layers(v: dict[str, Any], path: Path, overrides: Sequence[str]) -> Iterator
 
 
 def _schedule_layers(v: dict[str, Any], path: Path) -> Iterator[Layer]:
-    """Yield the arguments of the learning-rate schedule, with LlamaFactory's own defaults.
+    """Yield the arguments of the learning-rate schedule, with LlamaFactory's defaults.
 
     Raises:
-        BadValue: HP102 where the schedule has no default, as in transformers.
+        BadValue: HP102 when a required argument has no default, as in transformers.
     """
     name, args = v["lr_scheduler_type"], v["lr_scheduler_kwargs"] or {}
     args = parse_yaml(args) if isinstance(args, str) else args
@@ -208,7 +209,7 @@ def _schedule_layers(v: dict[str, Any], path: Path) -> Iterator[Layer]:
 
 
 def _layout_layers(v: dict[str, Any], path: Path, overrides: Sequence[str]) -> Iterator[Layer]:
-    """Yield the layout that `hyper_parallel_args` and the keys `hyper_parallel_*` describe, on the ranks of the run."""
+    """Yield the layout described by `hyper_parallel_args` and the keys `hyper_parallel_*`, on the ranks of the run."""
     keys = {key: v[f"hyper_parallel_{key}"] for key in YAML_KEYS}
     given = HyperParallelArguments.from_yaml(v["hyper_parallel_args"], keys)
     for name, served in _SERVED.items():
@@ -256,7 +257,7 @@ def _data_layers(v: dict[str, Any], path: Path) -> Iterator[Layer]:
 
 
 def _check_same_names(one: dict[str, Any], other: dict[str, Any], where: str) -> None:
-    """Refuse a held-out dataset whose keys have other names than those of the dataset.
+    """Refuse a held-out dataset whose keys differ from those of the training dataset.
 
     Raises:
         Contradiction: HP104.
@@ -273,7 +274,7 @@ def _check_same_names(one: dict[str, Any], other: dict[str, Any], where: str) ->
 
 
 def _frozen(model: str, layers: int) -> list[str]:
-    """Globs over all parameters but those of the last (negative: the first) decoder layers."""
+    """Return globs for all parameters except those of the last (negative: the first) decoder layers."""
     spec = load_model(model)
     names = {p.name for block in spec.blocks for p in block.params if not p.tied_to}
     (prefix,) = {name.partition("*")[0] for name in names if "*" in name}
@@ -284,7 +285,7 @@ def _frozen(model: str, layers: int) -> list[str]:
 
 
 def _ranks(overrides: Sequence[str]) -> int | None:
-    """Return the ranks that LlamaFactory would start: those of the launcher, or every accelerator; None: not said."""
+    """Return the number of ranks LlamaFactory would start: the launcher's or one per accelerator; None if unknown."""
     given = dict(o.split("=", 1) for o in overrides if o.startswith("launch.n"))
     if "launch.nproc_per_node" in given:
         return int(given["launch.nproc_per_node"]) * int(given.get("launch.nnodes", 1))
