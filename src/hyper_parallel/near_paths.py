@@ -31,16 +31,16 @@ def nearest_path(text: str, folders: Iterable[str | os.PathLike[str]] = ()) -> s
         folders: Further folders to search, such as the one of a recipe; paths in them are returned with the folder.
     """
     try:
-        wanted = Path(text).expanduser()
-        places = list(dict.fromkeys([wanted.parent, Path(), *map(Path, folders)]))
+        missing = Path(text).expanduser()
+        places = list(dict.fromkeys([missing.parent, Path(), *map(Path, folders)]))
         roots = [place for place in places if place.is_dir()]
         for root in roots:
-            same = root / wanted.name
-            if wanted.name and same != wanted and same.exists():
+            same = root / missing.name
+            if missing.name and same != missing and same.exists():
                 return str(same)
         for root in roots:
-            names = [name for name in _names(root) if root / name != wanted]
-            if near := difflib.get_close_matches(wanted.name, names, n=1, cutoff=0.7):
+            names = [name for name in _names(root) if root / name != missing]
+            if near := difflib.get_close_matches(missing.name, names, n=1, cutoff=0.7):
                 return str(root / near[0])
     except (
         OSError,

@@ -112,14 +112,14 @@ def foreign_files(folder: Path, kinds: Collection[str]) -> Iterator[str]:
 
 
 def check_replaceable(
-    folder: Path, kinds: Collection[str], what: str, hint: str | None = None
+    folder: Path, kinds: Collection[str], label: str, hint: str | None = None
 ) -> None:
     """Raise unless a folder is missing, empty, or contains only the files of a finished folder of these kinds.
 
     Args:
         folder: The folder, which must not be a symbolic link.
         kinds: Kinds that may be replaced.
-        what: Description of the folder in errors, such as `the export directory`.
+        label: Description of the folder in errors, such as `the export directory`.
         hint: Hint of the error; None: move the folder away.
 
     Raises:
@@ -128,11 +128,11 @@ def check_replaceable(
     if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
         got = ["a symbolic link" if folder.is_symlink() else "a file"]
     else:
-        found = foreign_files(folder, kinds) if folder.exists() else iter(())
-        got = list(itertools.islice(found, _NAMED))
+        foreign = foreign_files(folder, kinds) if folder.exists() else iter(())
+        got = list(itertools.islice(foreign, _NAMED))
     if got:
         raise OutputNotWritable(
-            f"{what} holds files that it was not written with, and would be replaced",
+            f"{label} holds files that it was not written with, and would be replaced",
             where=str(folder),
             got=got,
             allowed="an empty or missing directory, or one as it was written",
@@ -155,7 +155,7 @@ def remove_files(
     Returns:
         Relative paths that remain; empty when the folder is removed.
     """
-    stays, emptied = [], {folder}
+    remaining, emptied = [], {folder}
     if not folder.is_dir() or folder.is_symlink():
         return ["."] if os.path.lexists(folder) else []
     for name, path in list(_entries(folder)):
@@ -164,25 +164,25 @@ def remove_files(
                 path.unlink(missing_ok=True)
                 emptied.update(folder / parent for parent in Path(name).parents)
             except OSError:
-                stays.append(name)
+                remaining.append(name)
         elif not path.is_dir() or path.is_symlink():
-            stays.append(name)
+            remaining.append(name)
         elif owned_folder(name):
             emptied.add(path)
     for place in sorted(emptied, key=lambda place: -len(place.parts)):
         with suppress(OSError):  # not empty
             place.rmdir()
-    return stays or (["."] if folder.exists() else [])
+    return remaining or (["."] if folder.exists() else [])
 
 
 def remove_finished(folder: Path) -> list[str]:
     """Remove the files listed in the marker of a folder, and the folder; returns as `remove_files`."""
     marker = read_marker(folder)
     files = {} if marker is None or marker.files is None else marker.files
-    left = remove_files(folder, files.__contains__)
-    if left == [MARKER]:
-        left = remove_files(folder, MARKER.__eq__)
-    return left
+    remaining = remove_files(folder, files.__contains__)
+    if remaining == [MARKER]:
+        remaining = remove_files(folder, MARKER.__eq__)
+    return remaining
 
 
 def remove_unfinished(folder: Path, kind: str) -> list[str]:
@@ -190,12 +190,12 @@ def remove_unfinished(folder: Path, kind: str) -> list[str]:
     marker = read_marker(folder)
     if marker is not None and marker.kind == kind:
         pattern, listed = re.compile(PATTERNS[kind]), marker.files or {}
-        left = remove_files(
+        remaining = remove_files(
             folder,
             lambda n: n != MARKER and (n in listed or bool(pattern.fullmatch(n))),
             lambda n: bool(pattern.fullmatch(f"{n}/")),
         )
-        return remove_files(folder, _is_marker) if all(map(_is_marker, left)) else left
+        return remove_files(folder, _is_marker) if all(map(_is_marker, remaining)) else remaining
     return remove_files(folder, lambda name: bool(_MARKER_PART.fullmatch(name)))
 
 
@@ -209,7 +209,7 @@ class Replacement:
     Args:
         target: The folder; a symbolic link is resolved first.
         kind: Kind of the folder.
-        what: Description of the folder in errors.
+        label: Description of the folder in errors.
         replaces: Kinds that it may replace; (): its own.
         parents: Create missing parent folders.
     """
@@ -218,7 +218,7 @@ class Replacement:
         self,
         target: Path,
         kind: str,
-        what: str,
+        label: str,
         replaces: Collection[str] = (),
         *,
         parents: bool = False,
@@ -226,14 +226,14 @@ class Replacement:
         self.target = Path(os.path.realpath(target))
         self.partial = self.target.with_name(f".{self.target.name}.tmp")
         self._old = self.target.with_name(f".{self.target.name}.old")
-        self._kind, self._what = kind, what
+        self._kind, self._label = kind, label
         self._replaces = tuple(replaces) or (kind,)
         self._parents, self._lock = parents, -1
 
     def check(self) -> None:
         """Raise HP105 if publishing would delete files that this product has not written."""
-        check_replaceable(self.target, self._replaces, self._what)
-        check_replaceable(self._old, self._replaces, f"{self._what} that was replaced before")
+        check_replaceable(self.target, self._replaces, self._label)
+        check_replaceable(self._old, self._replaces, f"{self._label} that was replaced before")
         if os.path.lexists(self.partial):
             marker = read_marker(self.partial)
             kinds = (self._kind, *self._replaces)
@@ -244,7 +244,7 @@ class Replacement:
                 or (unmarked and any(foreign_files(self.partial, ())))
             ):
                 raise OutputNotWritable(
-                    f"the hidden name under which {self._what} is written is in use",
+                    f"the hidden name under which {self._label} is written is in use",
                     where=str(self.partial),
                     hint=_move_away(self.partial),
                 )
@@ -261,13 +261,13 @@ class Replacement:
         if self.partial.is_dir():
             marker = read_marker(self.partial)
             self._hold()
-            left = remove_unfinished(self.partial, marker.kind if marker else self._kind)
+            remaining = remove_unfinished(self.partial, marker.kind if marker else self._kind)
             self._release()
-            if left:
+            if remaining:
                 raise OutputNotWritable(
                     "an unfinished directory holds files of somebody else",
                     where=str(self.partial),
-                    got=sorted(left)[:_NAMED],
+                    got=sorted(remaining)[:_NAMED],
                     hint=_move_away(self.partial),
                 )
         self.partial.mkdir(parents=self._parents)
@@ -277,8 +277,8 @@ class Replacement:
 
     def publish(self) -> None:
         """Rename the written folder to its target, and flush the rename to the disk."""
-        check_replaceable(self.target, self._replaces, self._what)
-        check_replaceable(self._old, self._replaces, f"{self._what} that was replaced before")
+        check_replaceable(self.target, self._replaces, self._label)
+        check_replaceable(self._old, self._replaces, f"{self._label} that was replaced before")
         seal(self.partial, self._kind)
         remove_finished(self._old)
         if self.target.exists():
@@ -320,7 +320,7 @@ class Replacement:
         except BlockingIOError:
             self._release()
             raise RunInUse(
-                f"another process is writing {self._what}",
+                f"another process is writing {self._label}",
                 where=str(self.target),
                 hint="wait for it, or choose another directory",
             ) from None
@@ -333,7 +333,7 @@ class Replacement:
         self._lock = -1
 
 
-def check_output_file(path: Path, is_own: Callable[[str], bool], what: str, option: str) -> None:
+def check_output_file(path: Path, is_own: Callable[[str], bool], label: str, option: str) -> None:
     """Raise when an output file exists and was not written by the same command.
 
     Empty files, devices and pipes may be written. `is_own` receives the first MiB of the text.
@@ -341,7 +341,7 @@ def check_output_file(path: Path, is_own: Callable[[str], bool], what: str, opti
     Args:
         path: The file.
         is_own: Predicate on the text: the output of the same command.
-        what: Description of such an output, such as `a plan`.
+        label: Description of such an output, such as `a plan`.
         option: Option by which the user has named the file.
 
     Raises:
@@ -352,16 +352,16 @@ def check_output_file(path: Path, is_own: Callable[[str], bool], what: str, opti
         if not stat.S_ISREG(status.st_mode) or status.st_size == 0:
             return
         with path.open(encoding="utf-8", errors="strict") as file:
-            own = is_own(file.read(_WHOLE_BYTES))
+            is_same_kind = is_own(file.read(_WHOLE_BYTES))
     except UnicodeDecodeError:
-        own = False
+        is_same_kind = False
     except OSError:  # missing or unreadable: the later write fails, or the user wants it
         return
     except Exception:  # any exception of a format reader
-        own = False
-    if not own:
+        is_same_kind = False
+    if not is_same_kind:
         raise OutputNotWritable(
-            f"the file exists and is not {what}, so it is not replaced",
+            f"the file exists and is not {label}, so it is not replaced",
             where=f"{option} {path}",
             hint=f"{option} {path.with_name(path.stem + '-new' + path.suffix)}",
         )
@@ -372,9 +372,9 @@ def _entries(folder: Path) -> Iterator[tuple[str, Path]]:
     stack = [("", folder)]
     while stack:
         prefix, place = stack.pop()
-        with os.scandir(place) as found:
+        with os.scandir(place) as entries:
             empty = True
-            for entry in found:
+            for entry in entries:
                 empty = False
                 name = prefix + entry.name
                 if entry.is_dir(follow_symlinks=False):

@@ -133,18 +133,18 @@ def check_value(value: Any, limits: Limits) -> None:
         LimitExceeded: Names the first exceeded limit.
     """
     stack: list[Iterator[Any]] = [iter((value,))]
-    left, left_text = limits.num_elements, limits.num_bytes
+    num_elements_left, num_chars_left = limits.num_elements, limits.num_bytes
     while stack:
         for item in stack[-1]:
             if isinstance(item, (str, bytes)):
-                left_text -= len(item)
-                if left_text < 0:
+                num_chars_left -= len(item)
+                if num_chars_left < 0:
                     raise LimitExceeded(f"more than {limits.num_bytes:,} characters of text")
             elif isinstance(item, (dict, list, tuple, set, frozenset)):
                 if len(stack) > limits.depth:
                     raise LimitExceeded(f"nested deeper than {limits.depth}")
-                left -= len(item)
-                if left < 0:
+                num_elements_left -= len(item)
+                if num_elements_left < 0:
                     raise LimitExceeded(f"more than {limits.num_elements:,} elements")
                 stack.append(chain(item, item.values()) if isinstance(item, dict) else iter(item))
                 break
@@ -171,8 +171,10 @@ def outside_target(path: Path, folder: Path) -> Path | None:
     # Unlike `Path.resolve`, `realpath` does not raise for a loop of links; opening the file does.
     target, root = Path(os.path.realpath(path)), Path(os.path.realpath(folder))
     cached = (p / "blobs" for p in root.parents if p.name.startswith(_CACHED_REPOSITORY))
-    inside = (root, *cached)
-    return None if any(target.is_relative_to(one) for one in inside) else target
+    allowed_roots = (root, *cached)
+    return (
+        None if any(target.is_relative_to(root_folder) for root_folder in allowed_roots) else target
+    )
 
 
 def names_outside(name: str) -> bool:
@@ -195,8 +197,8 @@ def bounded_heap(num_bytes: int) -> Iterator[None]:
 
     before, hard = resource.getrlimit(resource.RLIMIT_DATA)
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[5])
-    most = pages * resource.getpagesize() + num_bytes
-    limits = [limit for limit in (most, before, hard) if limit != resource.RLIM_INFINITY]
+    limit_bytes = pages * resource.getpagesize() + num_bytes
+    limits = [limit for limit in (limit_bytes, before, hard) if limit != resource.RLIM_INFINITY]
     resource.setrlimit(resource.RLIMIT_DATA, (min(limits), hard))
     try:
         yield

@@ -97,8 +97,8 @@ def train(recipe: str | os.PathLike[str], *overrides: str, **values: Any) -> Tra
 
     stay_offline()
     _check_path(recipe, "hyper_parallel.train", "the recipe", 'hp.train("recipe.yaml")')
-    given = [*_checked_overrides(overrides), *_overrides_of(values)]
-    loaded = load_recipe(recipe, given)
+    override_texts = [*_checked_overrides(overrides), *_overrides_of(values)]
+    loaded = load_recipe(recipe, override_texts)
     launcher = loaded.recipe.launch.launcher
     if launcher not in ("local", "torchrun"):
         raise Contradiction(
@@ -141,20 +141,20 @@ def generate(model: Any, prompts: str | Sequence[str], **choices: Any) -> str | 
     from hyper_parallel.trainer.generation import Generator, Sampling
 
     _check_prompts(prompts)
-    where, hint = "hyper_parallel.generate", 'hp.generate("runs/run", "Once")'
+    label, hint = "hyper_parallel.generate", 'hp.generate("runs/run", "Once")'
     if not isinstance(model, TrainingRun):
-        _check_path(model, where, "the model", hint)
+        _check_path(model, label, "the model", hint)
     place = {key: choices.pop(key) for key in ("device", "dtype") if key in choices}
     chat = bool(choices.pop("chat", False))
     known = [key for key in Sampling.__dataclass_fields__ if key in choices]
     _check_choices(choices, Sampling.__dataclass_fields__)
-    given = {key: choices[key] for key in known}
-    if isinstance(stop := given.get("stop"), (str, list)):
-        given["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
+    sampling = {key: choices[key] for key in known}
+    if isinstance(stop := sampling.get("stop"), (str, list)):
+        sampling["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
     generator = Generator(model.output_dir if isinstance(model, TrainingRun) else model, **place)
     texts = [prompts] if isinstance(prompts, str) else list(prompts)
-    made = generator.generate_batch(texts, Sampling(**given), chat=chat)
-    answers = [generation.text for generation in made]
+    generations = generator.generate_batch(texts, Sampling(**sampling), chat=chat)
+    answers = [generation.text for generation in generations]
     return answers[0] if isinstance(prompts, str) else answers
 
 
@@ -167,7 +167,7 @@ def _check_prompts(prompts: object) -> None:
     from hyper_parallel.errors import BadValue, abbreviated
 
     several = prompts if isinstance(prompts, (list, tuple)) else [prompts]
-    wrong = next((one for one in several if not isinstance(one, str)), None)
+    wrong = next((prompt for prompt in several if not isinstance(prompt, str)), None)
     if wrong is not None or prompts is None:
         raise BadValue(
             f"a prompt is a text, not a value of type {type(wrong).__name__}",
@@ -201,7 +201,7 @@ def _dotted(key: str) -> str:
     return key.replace("__", ".")
 
 
-def _check_path(value: object, where: str, what: str, hint: str) -> None:
+def _check_path(value: object, where: str, label: str, hint: str) -> None:
     """Raise for a value that is not a path.
 
     Raises:
@@ -212,7 +212,7 @@ def _check_path(value: object, where: str, what: str, hint: str) -> None:
     from hyper_parallel.errors import BadValue, abbreviated
 
     raise BadValue(
-        f"{what} is a path, not a value of type {type(value).__name__}",
+        f"{label} is a path, not a value of type {type(value).__name__}",
         where=where,
         got=abbreviated(value),
         allowed="a text or a path",
@@ -234,7 +234,7 @@ def _checked_overrides(overrides: Sequence[object]) -> list[str]:
         hint = 'hp.train("recipe.yaml", "training.steps=10")'
         if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
             hint = f'hp.train("recipe.yaml", **{abbreviated(dict(value))})'
-        elif isinstance(value, (list, tuple)) and all(isinstance(one, str) for one in value):
+        elif isinstance(value, (list, tuple)) and all(isinstance(item, str) for item in value):
             hint = f'hp.train("recipe.yaml", *{abbreviated(list(value))})'
         raise BadValue(
             f"an override is a text, not a value of type {type(value).__name__}",
@@ -254,11 +254,11 @@ def _overrides_of(values: Mapping[str, Any]) -> list[str]:
     """
     from hyper_parallel.errors import BadValue, abbreviated
 
-    found = []
+    overrides = []
     for key, value in values.items():
         name = _dotted(key)
         try:
-            found.append(f"{name}={_as_yaml(value)}")
+            overrides.append(f"{name}={_as_yaml(value)}")
         except (TypeError, ValueError, RecursionError) as error:
             raise BadValue(
                 f"no recipe can hold the value of `{name}`",
@@ -266,7 +266,7 @@ def _overrides_of(values: Mapping[str, Any]) -> list[str]:
                 got=f"{type(value).__name__}: {abbreviated(value)}",
                 allowed="texts, paths, numbers, booleans, None, and lists and mappings of these",
             ) from error
-    return found
+    return overrides
 
 
 def _as_yaml(value: Any) -> str:

@@ -107,8 +107,8 @@ def _scaled(card: C, constant: Constant, factor: float) -> C:
     changed = {}
     for path, value in numbers_of(card).items():
         if {path, path.partition(".")[0]} & {*constant.attributes}:
-            left = max(0.0, 1.0 - (1.0 - value) * factor)
-            changed[path] = left if constant.rest else value * factor
+            complement = max(0.0, 1.0 - (1.0 - value) * factor)
+            changed[path] = complement if constant.rest else value * factor
     return with_numbers(card, changed)
 
 
@@ -133,17 +133,17 @@ def write_card(path: Path, device: DeviceCard | None, stack: StackCard | None, n
 def write_own(path: Path, by_ranks: Mapping[int, tuple[DeviceCard, StackCard]]) -> None:
     """Write the cards of this machine: those measured with the most ranks, and differing numbers for fewer ranks."""
     numbers = {ranks: [_numbers_of(card) for card in by_ranks[ranks]] for ranks in sorted(by_ranks)}
-    most, (device, stack) = numbers.popitem()
+    max_ranks, (device, stack) = numbers.popitem()
     fewer = {
         ranks: {
-            kind: {key: number for key, number in own.items() if full.get(key) != number}
-            for kind, own, full in zip(("device", "stack"), some, (device, stack), strict=True)
+            kind: {key: number for key, number in part.items() if full.get(key) != number}
+            for kind, part, full in zip(("device", "stack"), some, (device, stack), strict=True)
         }
         for ranks, some in numbers.items()
     }
-    card = by_ranks[most][0]
+    card = by_ranks[max_ranks][0]
     head = {"name": card.name, "devices": list(card.devices)}
-    _dump(path, {**head, "device": device, "stack": stack, "ranks": most, "fewer": fewer})
+    _dump(path, {**head, "device": device, "stack": stack, "ranks": max_ranks, "fewer": fewer})
 
 
 def check_card_file(path: Path) -> None:

@@ -95,14 +95,16 @@ def fastest_rates(turns: Sequence[LocalRates]) -> LocalRates:
     return _combined(turns, lambda seconds: float(np.fmin.reduce(seconds)))
 
 
-def _combined(all_rates: Sequence[LocalRates], one: Callable[[list[float]], float]) -> LocalRates:
+def _combined(
+    all_rates: Sequence[LocalRates], reduce: Callable[[list[float]], float]
+) -> LocalRates:
     def combine(values: Sequence[Any]) -> Any:
         first = values[0]
         if isinstance(first, Mapping):
             return {key: combine([v[key] for v in values]) for key in first}
         if not first or isinstance(first[0], tuple):
             return tuple(combine(same) for same in zip(*values, strict=True))
-        return (*first[:-1], one([v[-1] for v in values]))
+        return (*first[:-1], reduce([v[-1] for v in values]))
 
     return LocalRates(
         *(combine([getattr(r, f.name) for r in all_rates]) for f in fields(LocalRates))
@@ -209,17 +211,17 @@ def _fit_rings(rates: LocalRates, supernode: Supernode, base: DeviceCard) -> tup
     )
     ring = unit.ring((np.asarray([ranks]), np.ones(1)))
     rate, delay = float(ring.rate[0]), float(ring.delay[0])
-    (less, small), (more, large) = rates.rings[0], rates.rings[-1]
-    sent = (more - less) * (ranks - 1) / ranks
+    (bytes_few, small), (bytes_many, large) = rates.rings[0], rates.rings[-1]
+    sent = (bytes_many - bytes_few) * (ranks - 1) / ranks
     return sent / max(large - small, 0.05 * large) / rate, small / delay if delay else 1.0
 
 
 def _fit_pace(rates: LocalRates) -> dict[str, float]:
     """Return the relative speed of a rank by the share of active ranks; fewer active ranks are never slower."""
-    pace, least = dict[str, float](), 1.0
+    pace, slowest = dict[str, float](), 1.0
     for ranks, seconds in rates.layers[1:]:
-        most, whole = rates.layers[0]
-        pace[f"{ranks / most:g}"] = least = max(least, whole / seconds)
+        max_ranks, full_s = rates.layers[0]
+        pace[f"{ranks / max_ranks:g}"] = slowest = max(slowest, full_s / seconds)
     return pace
 
 
@@ -243,8 +245,8 @@ def _pricer(
 
     def seconds(card: DeviceCard, stack: StackCard) -> Array:
         formats = {workload.compute_dtype for workload, *_ in prepared}
-        on = {d: Machine.of(supernode, d, card=card, stack=stack) for d in formats}
-        settings = (Setting(numbers, on[w.compute_dtype], w, c) for w, numbers, c in prepared)
+        machines = {d: Machine.of(supernode, d, card=card, stack=stack) for d in formats}
+        settings = (Setting(numbers, machines[w.compute_dtype], w, c) for w, numbers, c in prepared)
         return np.array([float(step_seconds(s)[0]) for s in settings])
 
     return seconds
@@ -311,16 +313,16 @@ def fit_probes(
     def seconds(values: Array) -> Array:
         return priced(*_with(dict(zip(units, values.tolist(), strict=True)), card, base))
 
-    at = believed
+    point = believed
     for _ in range(_ROUNDS):
-        here = seconds(at * unit)
-        moved = at + np.eye(len(at))
-        slopes = np.array([(seconds(row * unit) - here) / measured for row in moved]).T
-        wanted = 1.0 - here / measured + slopes @ at
-        at, _ = nnls(
-            np.vstack([slopes, np.diag(pulls)]), np.concatenate([wanted, pulls * believed])
+        current_s = seconds(point * unit)
+        moved = point + np.eye(len(point))
+        slopes = np.array([(seconds(row * unit) - current_s) / measured for row in moved]).T
+        targets = 1.0 - current_s / measured + slopes @ point
+        point, _ = nnls(
+            np.vstack([slopes, np.diag(pulls)]), np.concatenate([targets, pulls * believed])
         )
-    device, stack = _with(dict(zip(units, (at * unit).tolist(), strict=True)), card, base)
+    device, stack = _with(dict(zip(units, (point * unit).tolist(), strict=True)), card, base)
     of_stack = {name: source for name in units if name not in _ON_DEVICE}
     return (
         replace(device, sources={**card.sources, **dict.fromkeys(_ON_DEVICE, source)}),

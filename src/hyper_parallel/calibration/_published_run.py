@@ -205,12 +205,12 @@ def _degrees(row: RunRow, notes: list[str]) -> dict[str, int]:
 def _check(model: ModelSpec, degrees: Mapping[str, int], seq_len: int) -> None:
     """Refuse degrees that no program can run."""
     heads = max((b.attention.num_heads for b in model.blocks if b.attention), default=1)
-    for axis, most, what in (
+    for axis, limit, unit in (
         ("pp", model.num_layers, "layers"), ("tp", heads, "heads"), ("cp", seq_len, "tokens of a sequence"),
         ("ep", max(1, model.num_experts), "experts"),
     ):  # fmt: skip
-        if degrees[axis] > most:
-            raise RowError(f"{axis} = {degrees[axis]} is more than the {most} {what}")
+        if degrees[axis] > limit:
+            raise RowError(f"{axis} = {degrees[axis]} is more than the {limit} {unit}")
 
 
 def _matmul_format(row: RunRow, notes: list[str]) -> str:
@@ -376,11 +376,16 @@ def _changed(block: Block, hidden: int, gated: bool, shared: int) -> Block:
             if not p.name.endswith("mlp.gate_proj.weight")
         )
     if shared and mlp.num_experts:
-        width, at = shared * mlp.intermediate_size, "model.layers.*.mlp.shared_experts"
+        width, prefix = shared * mlp.intermediate_size, "model.layers.*.mlp.shared_experts"
         mlp = replace(mlp, shared_intermediate_size=width)
         inputs = ("gate_proj", "up_proj") if gated else ("up_proj",)
-        wide = [ParamSpec(f"{at}.{n}.weight", (width, hidden), ("mlp", "embed")) for n in inputs]
-        params += (*wide, ParamSpec(f"{at}.down_proj.weight", (hidden, width), ("embed", "mlp")))
+        wide = [
+            ParamSpec(f"{prefix}.{n}.weight", (width, hidden), ("mlp", "embed")) for n in inputs
+        ]
+        params += (
+            *wide,
+            ParamSpec(f"{prefix}.down_proj.weight", (hidden, width), ("embed", "mlp")),
+        )
     return replace(block, params=params, mlp=replace(mlp, gated=gated))
 
 
@@ -392,5 +397,7 @@ def _named_as_tied(row: RunRow, values: dict[str, int]) -> bool:
     layers, hidden, heads = row.layers or 0, row.hidden or 0, row.heads or 0
     attention = 2 * (heads + values["kv_heads"]) * values["head_dim"]
     layer, named = attention + 3 * values["ffn"], 1e9 * float(billions[1])
-    one, two = (abs((layers * layer + n * values["vocab"]) * hidden / named - 1.0) for n in (1, 2))
-    return one < 0.01 and two > 0.03
+    with_one, with_two = (
+        abs((layers * layer + n * values["vocab"]) * hidden / named - 1.0) for n in (1, 2)
+    )
+    return with_one < 0.01 and with_two > 0.03

@@ -136,9 +136,9 @@ class Fit:
         for kind in ("dense", "moe"):
             columns = [self.errors(v, kind) for v in (self.before, self.after, self.left_out)]
             if columns[0].size:
-                shown = [f"{np.median(e):.1%} ({np.quantile(e, 0.9):.1%})" for e in columns]
+                errors = [f"{np.median(e):.1%} ({np.quantile(e, 0.9):.1%})" for e in columns]
                 lines.append(
-                    f"{kind}, {columns[0].size} groups: believed {shown[0]}, fitted {shown[1]}, left out {shown[2]}"
+                    f"{kind}, {columns[0].size} groups: believed {errors[0]}, fitted {errors[1]}, left out {errors[2]}"
                 )
         for kind, share in self.coverage.items():
             lines.append(f"{kind}: {share:.0%} of what was left out lies in its 80 % interval")
@@ -274,8 +274,8 @@ def _memory_not_too_low(cards: Cards, runs: Sequence[PublishedRun]) -> Cards:
         short = (run.row.mem_gib or 0.0) * GiB - float(predict(run, cards).scores.memory_bytes[0])
         if short > 0.0:
             stack = cards.stack_for(run.stack)
-            more = math.ceil((stack.reserve_bytes + short) / _RESERVE_STEP) * _RESERVE_STEP
-            stacks = {**cards.stack, run.stack: replace(stack, reserve_bytes=more)}
+            reserve_bytes = math.ceil((stack.reserve_bytes + short) / _RESERVE_STEP) * _RESERVE_STEP
+            stacks = {**cards.stack, run.stack: replace(stack, reserve_bytes=reserve_bytes)}
             cards = Cards(cards.device, stacks)
     return cards
 
@@ -292,17 +292,17 @@ def half_width(residual: Array, votes: Array, folds: Names, share: float = 0.8) 
     size = np.abs(residual)
     order = np.argsort(size)
     reached = np.cumsum(votes[order]) / votes.sum()
-    place = min(int(np.searchsorted(reached, share - 1e-9)), len(size) - 1)
-    return float(size[order][place])
+    index = min(int(np.searchsorted(reached, share - 1e-9)), len(size) - 1)
+    return float(size[order][index])
 
 
 def coverage(residual: Array, votes: Array, folds: Names) -> float:
     """Return the share of votes within the half width derived from the residuals of other folds."""
     inside = 0.0
     for name in dict.fromkeys(folds):
-        mine = folds == name
-        width = half_width(residual[~mine], votes[~mine], folds[~mine])
-        inside += float(votes[mine & (np.abs(residual) <= width)].sum())
+        in_fold = folds == name
+        width = half_width(residual[~in_fold], votes[~in_fold], folds[~in_fold])
+        inside += float(votes[in_fold & (np.abs(residual) <= width)].sum())
     return inside / float(votes.sum())
 
 
@@ -311,9 +311,9 @@ def _described(
 ) -> Cards:
     """Return fitted cards whose sources and priors record every changed number."""
     changed = {name for c in constants for name in c.cards}
-    left = {True: "stack was left out and priced as another", False: "model was left out"}
+    fold_text = {True: "stack was left out and priced as another", False: "model was left out"}
     of_interval = {
-        f"interval.{kind}": f"80 % of runs whose {left['_' in kind]}, one vote per group"
+        f"interval.{kind}": f"80 % of runs whose {fold_text['_' in kind]}, one vote per group"
         for kind in interval
     }
 

@@ -53,13 +53,13 @@ def _number(text: str) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _whole(cell: str, most: int = 10**12) -> int | None:
+def _whole(cell: str, maximum: int = 10**12) -> int | None:
     """Parse a whole number; one beyond `most` is refused as a typing error."""
     text = stated(cell)
     value = _number(text) if text else 0.0
     if value is None or value < 0 or value != int(value):
         raise ValueError(f"is not a whole number: {text}")
-    if value > most:
+    if value > maximum:
         raise ValueError(f"is far beyond any training run: {text}")
     return int(value) if text else None
 

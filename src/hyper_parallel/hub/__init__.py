@@ -261,7 +261,7 @@ def _refusal(
     """Return the error for a failed download."""
     kind, text = answer.get("kind"), str(answer.get("text", ""))
     local = name.repository.rpartition("/")[2]
-    whole = f"hf download {name.repository} --local-dir {local}"
+    full_command = f"hf download {name.repository} --local-dir {local}"
     known: dict[Any, tuple[str, str]] = {
         "absent": (
             f"the hub has no model `{name.repository}`, or it is private",
@@ -274,16 +274,16 @@ def _refusal(
         ),
         "no weights": (
             f"`{name.repository}` has no safetensors, and weights in other formats are not downloaded",
-            f"{whole}, then " + (f"{key}={local}" if key else f"give {local}"),
+            f"{full_command}, then " + (f"{key}={local}" if key else f"give {local}"),
         ),
         "no files": (
             f"`{name.repository}` has no files that make up a {part}",
-            f"{whole}, to see what it holds",
+            f"{full_command}, to see what it holds",
         ),
         "network": ("the hub does not answer", _command(name, part)),
     }  # fmt: skip
-    what, hint = known.get(kind, (f"`{name}` cannot be downloaded", _command(name, part)))
-    return UnknownModel(what, where=where, got=text or str(name), hint=hint)
+    description, hint = known.get(kind, (f"`{name}` cannot be downloaded", _command(name, part)))
+    return UnknownModel(description, where=where, got=text or str(name), hint=hint)
 
 
 def _command(name: HubName, part: Part) -> str:

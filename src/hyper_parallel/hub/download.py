@@ -60,12 +60,12 @@ def download(repository: str, part: str, revision: str, quiet: bool) -> dict[str
         ]
         if missing and not quiet:
             size = format_bytes(sum(sizes[name] for name in missing))
-            told = f"fetching {repository}@{str(info.sha)[:12]}: {len(missing)} files, {size}"
-            sys.stderr.write(printable(told) + "\n")
+            line = f"fetching {repository}@{str(info.sha)[:12]}: {len(missing)} files, {size}"
+            sys.stderr.write(printable(line) + "\n")
             sys.stderr.flush()
         # fnmatch patterns: wildcards and brackets are escaped.
         patterns = [re.sub(r"([*?\[])", r"[\1]", name) for name in chosen]
-        found = snapshot_download(repository, revision=revision, allow_patterns=patterns)
+        directory = snapshot_download(repository, revision=revision, allow_patterns=patterns)
     except hub.GatedRepoError as error:
         return {"kind": "gated", "text": _line(error)}
     except hub.RevisionNotFoundError as error:
@@ -80,7 +80,7 @@ def download(repository: str, part: str, revision: str, quiet: bool) -> dict[str
         return {"kind": kind, "text": _line(error)}
     except Exception as error:  # the HTTP library has separate exception classes
         return {"kind": "network", "text": _line(error)}
-    return {"directory": str(Path(found))}
+    return {"directory": str(Path(directory))}
 
 
 def download_dataset(repository: str, config: str, split: str, quiet: bool) -> dict[str, Any]:

@@ -49,14 +49,14 @@ def read_blocks(config: ConfigView) -> tuple[Block, ...]:
             hint="correct one of the two",
         )
     width = config.optional_integer("intermediate_size") or 4 * hidden
-    at, embed, mlp = "transformer.h.*", ("embed", hidden), ("mlp", width)
+    layer, embed, mlp = "transformer.h.*", ("embed", hidden), ("mlp", width)
     params = (
-        *_layer_norm(f"{at}.ln_1", hidden),
-        *_conv1d(f"{at}.attn.c_attn", embed, ("qkv", 3 * hidden)),
-        *_conv1d(f"{at}.attn.c_proj", ("heads", hidden), embed),
-        *_layer_norm(f"{at}.ln_2", hidden),
-        *_conv1d(f"{at}.mlp.c_fc", embed, mlp),
-        *_conv1d(f"{at}.mlp.c_proj", mlp, embed),
+        *_layer_norm(f"{layer}.ln_1", hidden),
+        *_conv1d(f"{layer}.attn.c_attn", embed, ("qkv", 3 * hidden)),
+        *_conv1d(f"{layer}.attn.c_proj", ("heads", hidden), embed),
+        *_layer_norm(f"{layer}.ln_2", hidden),
+        *_conv1d(f"{layer}.mlp.c_fc", embed, mlp),
+        *_conv1d(f"{layer}.mlp.c_proj", mlp, embed),
     )
     attention = AttentionSpec(
         "full", heads, heads, hidden // heads, hidden // heads, None, 2 * hidden

@@ -119,8 +119,8 @@ def _attention(
             params += linear(f"{_ATTENTION}.{name}", out, embed, bias)
     params += linear(f"{_ATTENTION}.o_proj", embed, query, _decided(config, family.o_bias))
     if family.qk_norm != "none":
-        each = ("head_dim", width)
-        normed = (each, each) if family.qk_norm == "head" else (query, key)
+        per_head = ("head_dim", width)
+        normed = (per_head, per_head) if family.qk_norm == "head" else (query, key)
         for name, (dim, size) in zip(("q_norm", "k_norm"), normed, strict=True):
             params += norm(f"{_ATTENTION}.{name}", size, dim)
     return spec, params
@@ -152,7 +152,7 @@ def _latent_attention(
     return spec, params + linear(f"{_ATTENTION}.o_proj", embed, ("heads", heads * v_width), bias)
 
 
-def _mlp(hidden: int, width: int, at: str, bias: bool = False, fused: bool = False) -> Params:
+def _mlp(hidden: int, width: int, path: str, bias: bool = False, fused: bool = False) -> Params:
     """Return a gated MLP: gate and up [F, D] (stacked [2F, D] when `fused`), down [D, F]."""
     embed, mlp = ("embed", hidden), ("mlp", width)
     inputs = {"gate_proj": mlp, "up_proj": mlp}
@@ -160,8 +160,8 @@ def _mlp(hidden: int, width: int, at: str, bias: bool = False, fused: bool = Fal
         inputs = {"gate_up_proj": ("gate_up", 2 * width)}
     params: Params = ()
     for name, out in inputs.items():
-        params += linear(f"{LAYER}.{at}.{name}", out, embed, bias)
-    return params + linear(f"{LAYER}.{at}.down_proj", embed, mlp, bias)
+        params += linear(f"{LAYER}.{path}.{name}", out, embed, bias)
+    return params + linear(f"{LAYER}.{path}.down_proj", embed, mlp, bias)
 
 
 def _experts(config: ConfigView, experts: Experts) -> tuple[MlpSpec, Params]:
@@ -180,19 +180,19 @@ def _experts(config: ConfigView, experts: Experts) -> tuple[MlpSpec, Params]:
         )
     shared = config.optional_integer(experts.shared_key, 0) or 0 if experts.shared_key else 0
     spec = MlpSpec(width, True, num, per_token, shared * width)
-    at, router, embed = f"{LAYER}.mlp", ("router", num), ("embed", hidden)
-    inputs, outputs = f"{at}.experts.gate_up_proj", f"{at}.experts.down_proj"
+    prefix, router, embed = f"{LAYER}.mlp", ("router", num), ("embed", hidden)
+    inputs, outputs = f"{prefix}.experts.gate_up_proj", f"{prefix}.experts.down_proj"
     if experts.storage == "interleaved":
         pairs = "gate_up_pairs"
         return spec, (
-            *linear(f"{at}.router", router, embed, bias=True),
+            *linear(f"{prefix}.router", router, embed, bias=True),
             ParamSpec(inputs, (num, hidden, 2 * width), ("expert", "embed", pairs)),
             ParamSpec(f"{inputs}_bias", (num, 2 * width), ("expert", pairs)),
             ParamSpec(outputs, (num, width, hidden), ("expert", "mlp", "embed")),
             ParamSpec(f"{outputs}_bias", (num, hidden), ("expert", "embed")),
         )
     params = (
-        *linear(f"{at}.gate", router, embed),
+        *linear(f"{prefix}.gate", router, embed),
         ParamSpec(inputs, (num, 2 * width, hidden), ("expert", "gate_up", "embed")),
         ParamSpec(outputs, (num, hidden, width), ("expert", "embed", "mlp")),
     )
@@ -247,12 +247,12 @@ def _refuse_unread(config: ConfigView) -> None:
     types = config.get("layer_types")
     if isinstance(types, list):
         known = ("full_attention", "sliding_attention")
-        other = [t for t, _ in groupby(types) if t not in known]
-        if other:
+        unknown = [t for t, _ in groupby(types) if t not in known]
+        if unknown:
             raise ModelUnreadable(
                 "`layer_types` names a kind of layer that is not read",
                 where=config.where,
-                got=sorted({str(t) for t in other}),
+                got=sorted({str(t) for t in unknown}),
                 allowed=known,
                 hint="models with other kinds of layers (linear attention, state space) cannot be planned yet",
             )

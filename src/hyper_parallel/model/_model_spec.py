@@ -102,8 +102,8 @@ class AttentionSpec:
             causal: Count only the tokens a query attends to, on average `w * (1 - w / 2s)` for w = min(window, s);
                 False: count w for every query, the convention of most published MFU numbers.
         """
-        seen = min(seq_len, self.window or seq_len)
-        average = seen * (1 - seen / (2 * seq_len)) if causal else seen
+        attended = min(seq_len, self.window or seq_len)
+        average = attended * (1 - attended / (2 * seq_len)) if causal else attended
         return 2 * average * self.num_heads * (self.qk_head_dim + self.v_head_dim)
 
 
@@ -274,8 +274,8 @@ class ModelSpec:
 
         The display name, the notes and the published dtype may differ.
         """
-        what = [self.family, self.vocab_size, self.tied_embeddings, encode(self.blocks)]
-        return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]
+        facts = [self.family, self.vocab_size, self.tied_embeddings, encode(self.blocks)]
+        return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
     def flops_per_token(self, seq_len: int, causal: bool = False) -> float:
         """Return training FLOPs per token: 6 N_matmul + 12 L * heads * head_dim * seq_len for full attention.

@@ -138,7 +138,7 @@ def with_files_ties(values: Mapping[str, Any], directory: Path) -> Mapping[str, 
         return values
     try:
         files = [f for f in list_weight_files(directory).files if f.endswith(".safetensors")]
-        where = {
+        outer_tensors = {
             name: (f, info)
             for f in files
             for name, info in read_tensor_infos(directory / f).items()
@@ -146,19 +146,21 @@ def with_files_ties(values: Mapping[str, Any], directory: Path) -> Mapping[str, 
         }
     except WeightsUnreadable:  # raised again by the reader of the weights
         return values
-    tables = [(n, *found) for n, found in where.items() if _EMBEDDING.search(n)]
-    for head, (file, info) in where.items():
-        if (found := _HEAD.search(head)) is None:
+    tables = [(n, *match) for n, match in outer_tensors.items() if _EMBEDDING.search(n)]
+    for head, (file, info) in outer_tensors.items():
+        if (match := _HEAD.search(head)) is None:
             continue
         # A head inside a submodule is tied to an embedding of that submodule.
-        part = head[: found.start(2)]
+        part = head[: match.start(2)]
         alike = [
             t for t in tables if t[0] != head and t[0].startswith(part) and t[2].shape == info.shape
         ]
         if not alike or any(
-            info.dtype != other.dtype
-            or _same_bytes(_place(directory / file, info), _place(directory / at, other))
-            for _, at, other in alike
+            info.dtype != embedding.dtype
+            or _same_bytes(
+                _place(directory / file, info), _place(directory / embedding_file, embedding)
+            )
+            for _, embedding_file, embedding in alike
         ):
             continue
         if "tie_word_embeddings" in values:  # else the class default, which is untied for many
@@ -193,17 +195,17 @@ def _place(path: Path, info: TensorInfo) -> _Place:
 @lru_cache(maxsize=64)  # a config is read several times, also in forked ranks
 def _same_bytes(first: _Place, second: _Place) -> bool:
     """Return whether two byte ranges of files are equal; stops at the first difference."""
-    left = first[3] - first[2]
-    if left != second[3] - second[2]:
+    remaining = first[3] - first[2]
+    if remaining != second[3] - second[2]:
         return False
     with Path(first[0]).open("rb") as a, Path(second[0]).open("rb") as b:
         a.seek(first[2])
         b.seek(second[2])
-        while left > 0:
-            count = min(left, _CHUNK_BYTES)
+        while remaining > 0:
+            count = min(remaining, _CHUNK_BYTES)
             if a.read(count) != b.read(count):
                 return False
-            left -= count
+            remaining -= count
     return True
 
 

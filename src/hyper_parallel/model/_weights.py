@@ -73,25 +73,25 @@ def check_weights(
     """
     if quantized:
         return replace(spec, notes=(*spec.notes, "quantised weights: shapes are unchecked"))
-    found = _causal_lm_names(tensors, spec)
+    file_tensors = _causal_lm_names(tensors, spec)
     experts = FAMILIES[spec.family].experts if spec.family in FAMILIES else None
     wrong, used = [], set()
     params = dict(spec.named_params())
     partner = {p.tied_to: name for name, p in params.items() if p.tied_to is not None}
     for name, param in params.items():
         for option in _stored_as(name, param, experts):
-            if all(stored in found for stored, _ in option):
+            if all(stored in file_tensors for stored, _ in option):
                 wrong += [
-                    f"{stored}: config {list(shape)}, file {list(found[stored].shape)}"
+                    f"{stored}: config {list(shape)}, file {list(file_tensors[stored].shape)}"
                     for stored, shape in option
-                    if found[stored].shape != shape
+                    if file_tensors[stored].shape != shape
                 ]
                 used |= {stored for stored, _ in option}
                 break
         else:
-            if param.tied_to is None and partner.get(name) not in found:
+            if param.tied_to is None and partner.get(name) not in file_tensors:
                 wrong.append(f"{name}: missing")
-    extra = [n for n in found if n not in used and not n.endswith(_BUFFERS)]
+    extra = [n for n in file_tensors if n not in used and not n.endswith(_BUFFERS)]
     notes = list(spec.notes)
     if wrong and known_family:
         raise WeightsUnreadable(
@@ -103,13 +103,14 @@ def check_weights(
     if wrong:
         notes.append(
             f"parameters that differ from the weight files: {len(wrong)}, first {wrong[0]}; the files hold "
-            f"{sum(math.prod(t.shape) for t in found.values()):,} elements, the model is read with {spec.num_params:,}"
+            f"{sum(math.prod(t.shape) for t in file_tensors.values()):,} "
+            f"elements, the model is read with {spec.num_params:,}"
         )
     if extra:
         notes.append(
             f"tensors of the weights that are not planned: {len(extra)}, first `{extra[0]}`"
         )
-    dtype = _main_dtype([found[n] for n in used]) or spec.dtype
+    dtype = _main_dtype([file_tensors[n] for n in used]) or spec.dtype
     if dtype != spec.dtype:
         notes.append(f"the weights are stored in {dtype}, config.json says {spec.dtype}")
     return replace(spec, dtype=dtype, notes=tuple(notes))
@@ -150,14 +151,14 @@ def _stored_as(
     if not param.is_expert:
         yield [(block, param.shape)]
         return
-    at, _, which = block.rpartition(".")
+    prefix, _, which = block.rpartition(".")
     gate, up, down = experts.checkpoint_names
     num, rows, columns = param.shape
     if which == "gate_up_proj":
         parts, shape = [gate, up], (rows // 2, columns)
     else:
         parts, shape = [down], (rows, columns)
-    yield [(f"{at}.{e}.{part}.weight", shape) for e in range(num) for part in parts]
+    yield [(f"{prefix}.{e}.{part}.weight", shape) for e in range(num) for part in parts]
 
 
 def _main_dtype(tensors: list[TensorInfo]) -> str | None:

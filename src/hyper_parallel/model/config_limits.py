@@ -20,7 +20,7 @@ CONFIG_LIMITS: Final = Limits(num_bytes=8 * 1024**2, num_elements=300_000, depth
 class _Count(NamedTuple):
     """Bound on one kind of number: its keys, the largest allowed value, and the largest published one."""
 
-    what: str
+    label: str
     keys: re.Pattern[str]
     most: int
     published: str
@@ -58,20 +58,20 @@ def check_config(values: Mapping[str, Any], where: str) -> None:
     for key, number in _numbers(values, ""):
         name = key.rpartition(".")[2]
         kind = next((count for count in _COUNTS if count.keys.search(name)), None)
-        most = _MOST if kind is None else kind.most
-        if isinstance(number, float) and (kind is None or kind.what == "positions"):
+        limit = _MOST if kind is None else kind.most
+        if isinstance(number, float) and (kind is None or kind.label == "positions"):
             continue  # not a count
-        if not abs(number) <= most:
+        if not abs(number) <= limit:
             raise ModelUnreadable(
                 f"`{key}` of the config is beyond every published model",
                 where=where,
                 got=abbreviated(number),
-                allowed=f"at most {most:,}"
+                allowed=f"at most {limit:,}"
                 + (f"; the largest published is {kind.published}" if kind else ""),
                 hint="give the config.json that the model was published with",
             )
         if kind is not None and isinstance(number, int):
-            largest[kind.what] = max(largest.get(kind.what, 0), abs(number))
+            largest[kind.label] = max(largest.get(kind.label, 0), abs(number))
     experts = largest.get("experts", 0) * largest.get("layers", 0)
     if experts > _MOST_EXPERTS:
         raise ModelUnreadable(

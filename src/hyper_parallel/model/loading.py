@@ -51,13 +51,13 @@ def find_preset(text: str) -> str | None:
     Case and punctuation are ignored. `org/name` must be a hub id listed by the preset, because another organisation may
     publish another model with the same name. A name alone may be that of the preset or the last part of such an id.
     """
-    wanted = _normal(text)
-    if "/" not in text and wanted in preset_names():
-        return wanted
+    normalized = _normal(text)
+    if "/" not in text and normalized in preset_names():
+        return normalized
     for name in preset_names():
         aliases = read_preset(name).get("_aliases", [])
         known = aliases if "/" in text else [a.rpartition("/")[2] for a in aliases]
-        if wanted in map(_normal, known):
+        if normalized in map(_normal, known):
             return name
     return None
 
@@ -130,12 +130,12 @@ def read_config(path_or_name: str | os.PathLike[str], *, where: str | None = Non
     if (hub_name := parse_name(text)) is not None and not os.path.lexists(path):
         return read_config(fetch(hub_name, "config", where=where), where=where)
     if os.path.isdir(path):  # noqa: PTH112
-        what = f"the directory `{text}` has no config.json"
+        problem = f"the directory `{text}` has no config.json"
     else:
-        what = f"`{text}` is neither a path that exists nor a preset"
+        problem = f"`{text}` is neither a path that exists nor a preset"
     near = () if "/" in text else nearest_presets(text)
     raise UnknownModel(
-        what,
+        problem,
         where=where,
         got=text,
         allowed=f"a Hugging Face directory, a config.json, a name on the hub as org/name, or a preset: "
@@ -157,14 +157,14 @@ def _refuse_no_config(path: Path) -> None:
     Raises:
         ModelUnreadable: HP305 with the command that plans for a recipe.
     """
-    held, recipe = "a recipe", str(path)
+    content, recipe = "a recipe", str(path)
     if is_data_file(path):
-        held, recipe = "data", some_recipe() or ""
+        content, recipe = "data", some_recipe() or ""
     elif not is_recipe_file(path):
         return
     command = ["hyper-parallel", "plan", "--recipe", recipe]
     raise ModelUnreadable(
-        f"the file holds {held}, and a model is wanted",
+        f"the file holds {content}, and a model is wanted",
         where=str(path),
         got=path.suffix,
         allowed="a Hugging Face directory, a config.json, a name on the hub as org/name, or a preset",

@@ -176,13 +176,20 @@ def bars(
     plot = _figure(62 + 44 * len(rows), "", unit, y_range=FactorRange(*reversed(names)))
     data: dict[str, list[Any]] = {k: [] for k in ("y", "left", "right", "color", "what", "value")}
     for name, (label, parts, notes) in zip(names, rows, strict=True):
-        at = 0.0
+        offset = 0.0
         for kind, value in parts.items():
             share = f"{text(value)} ({value / (totals[label] or 1.0):.0%}) {notes.get(kind, '')}"
-            row = (name, at / unit.size, (at + value) / unit.size, COLORS[kind], kind, share)
+            row = (
+                name,
+                offset / unit.size,
+                (offset + value) / unit.size,
+                COLORS[kind],
+                kind,
+                share,
+            )
             for column, item in zip(data.values(), row, strict=True):
                 column.append(item)
-            at += value
+            offset += value
     boxes = _boxes(plot, data)
     plot.add_tools(HoverTool(renderers=[boxes], tooltips=[("", "@what"), ("", "@value")]))
     plot.x_range.start = 0
@@ -200,25 +207,25 @@ def lanes(spans: Sequence[Span], names: Mapping[str, str]) -> Chart:
         spans: Spans whose category is a kind and whose name is a readable label.
         names: Label of each lane to draw, top to bottom.
     """
-    shown = [s for s in spans if s.duration_s > 0 and s.lane in names]
-    unit = Unit.of(max((s.end_s for s in shown), default=0.0), SECONDS)
+    visible = [s for s in spans if s.duration_s > 0 and s.lane in names]
+    unit = Unit.of(max((s.end_s for s in visible), default=0.0), SECONDS)
     order = FactorRange(*reversed(list(names.values())))
     plot = _figure(54 + 28 * len(names), "time", unit, y_range=order)
     boxes = _boxes(
         plot,
         {
-            "y": [names[s.lane] for s in shown],
-            "left": [s.start_s / unit.size for s in shown],
-            "right": [s.end_s / unit.size for s in shown],
-            "color": [COLORS[s.category] for s in shown],
-            "what": [s.name for s in shown],
-            "value": [format_seconds(s.duration_s) for s in shown],
+            "y": [names[s.lane] for s in visible],
+            "left": [s.start_s / unit.size for s in visible],
+            "right": [s.end_s / unit.size for s in visible],
+            "color": [COLORS[s.category] for s in visible],
+            "what": [s.name for s in visible],
+            "value": [format_seconds(s.duration_s) for s in visible],
         },
     )
     tips = [("", "@what"), ("takes", "@value"), ("begins", f"@left{{0.000}} {unit.name}")]
     plot.add_tools(HoverTool(renderers=[boxes], tooltips=tips))
     plot.x_range.start = 0
-    kinds = {s.category for s in shown}
+    kinds = {s.category for s in visible}
     return Chart(plot, [(kind, color, "box") for kind, color in COLORS.items() if kind in kinds])
 
 

@@ -93,15 +93,15 @@ def render(*runs: RunRecord) -> str:
     charts = _curves(runs)
     if len(runs) == 1:
         charts |= _single(runs[0])
-    shown = {name: chart for name, chart in charts.items() if chart is not None}
+    present = {name: chart for name, chart in charts.items() if chart is not None}
     script, divs = components(
-        {name: chart.figure for name, chart in shown.items()}, wrap_script=False, theme=THEME
+        {name: chart.figure for name, chart in present.items()}, wrap_script=False, theme=THEME
     )
     values: dict[str, Any] = {
         "runs": runs,
         "names": _names(runs),
         "colors": _run_colors(runs),
-        "charts": shown,
+        "charts": present,
         "divs": {name: Markup(div) for name, div in divs.items()},
         "scripts": [
             Markup(Resources(mode="inline", components=["bokeh"]).js_raw[0]),
@@ -114,7 +114,7 @@ def render(*runs: RunRecord) -> str:
         return environment.get_template("comparison.html").render(
             values,
             settings=differences(runs),
-            rows=list(dict.fromkeys(r.name for found in values["results"] for r in found)),
+            rows=list(dict.fromkeys(r.name for rows in values["results"] for r in rows)),
             delta=deviation,
         )
     run = runs[0]
@@ -153,8 +153,8 @@ def _curves(runs: Sequence[RunRecord]) -> dict[str, Chart | None]:
     several = len(runs) > 1
     named = list(zip(runs, _names(runs), _run_colors(runs), strict=True))
 
-    def label(name: str, what: str) -> str:
-        return f"{name}, {what}" if several else what
+    def label(name: str, series: str) -> str:
+        return f"{name}, {series}" if several else series
 
     losses = []
     for run, name, color in named:
@@ -163,10 +163,12 @@ def _curves(runs: Sequence[RunRecord]) -> dict[str, Chart | None]:
         losses.append(Curve(label(name, "held out"), held_out, color, "dots"))
     # With several runs, marks of one run would be mistaken for those of another.
     resumed = [] if several else [part.step + 0.5 for part in runs[0].parts[1:]]
-    drawn: dict[str, Any] = {"x_range": across, "marks": resumed}
+    chart_options: dict[str, Any] = {"x_range": across, "marks": resumed}
     shared = {run.terms.loss for run in runs}
     charts = {
-        "loss": curves(losses, "loss" if len(shared) > 1 else min(shared), **drawn, height=320)
+        "loss": curves(
+            losses, "loss" if len(shared) > 1 else min(shared), **chart_options, height=320
+        )
     }
     rewards = [
         Curve(label(name, key.replace("_", " ")), _points(run, "rollout", key), color, dash)
@@ -174,23 +176,25 @@ def _curves(runs: Sequence[RunRecord]) -> dict[str, Chart | None]:
         for key, dash in zip(run.rewards, ("solid", *["dashed"] * len(run.rewards)), strict=False)
     ]
     if rewards:
-        held = [
+        held_out_rewards = [
             Curve(
                 label(name, "held out"), _points_of(run.evals, "rollout", "reward"), color, "dots"
             )
             for run, name, color in named
         ]
-        charts["reward"] = curves([*rewards, *held], "reward", **drawn, height=320)
-    charts |= _preference_charts(named, label, drawn)
-    for key, what in _OF_ROLLOUTS:
+        charts["reward"] = curves(
+            [*rewards, *held_out_rewards], "reward", **chart_options, height=320
+        )
+    charts |= _preference_charts(named, label, chart_options)
+    for key, y_label in _OF_ROLLOUTS:
         lines = [
             Curve(label(name, "measured"), _points(run, "rollout", key), color)
             for run, name, color in named
             if any(key in (m.get("rollout") or {}) for m in run.metrics)
         ]
         if lines:
-            charts[key] = curves(lines, what, (("", 1.0),), **drawn, from_zero=True)
-    for key, what, units in _CURVES:
+            charts[key] = curves(lines, y_label, (("", 1.0),), **chart_options, from_zero=True)
+    for key, y_label, units in _CURVES:
         lines = []
         for run, name, color in named:
             points = _points(run, key)
@@ -198,7 +202,7 @@ def _curves(runs: Sequence[RunRecord]) -> dict[str, Chart | None]:
             if key == "step_s":
                 flat = _predicted_steps(run)
                 lines += [Curve(label(name, w), ends, color, "dashed") for w, ends in flat]
-        charts[key] = curves(lines, what, units, **drawn, from_zero=key != "lr")
+        charts[key] = curves(lines, y_label, units, **chart_options, from_zero=key != "lr")
     within = [(label(name, "measured"), color, run) for run, name, color in named]
     charts["within"] = _within(within)
     return charts
@@ -207,7 +211,7 @@ def _curves(runs: Sequence[RunRecord]) -> dict[str, Chart | None]:
 def _preference_charts(
     named: Sequence[tuple[RunRecord, str, str]],
     label: Callable[[str, str], str],
-    drawn: dict[str, Any],
+    chart_options: dict[str, Any],
 ) -> dict[str, Chart | None]:
     """Draw accuracy, margin and scores of the preference stages; charts without a point are omitted."""
     charts: dict[str, Chart | None] = {}
@@ -215,14 +219,14 @@ def _preference_charts(
         lines = []
         for run, name, color in named:
             for key, dash in zip(keys, ("solid", "dashed"), strict=False):
-                what = key if len(keys) > 1 else "training"
+                series = key if len(keys) > 1 else "training"
                 line = _points(run, "preference", key)
-                lines.append(Curve(label(name, what), line, color, dash))
-            held = _points_of(run.evals, "preference", keys[0])
+                lines.append(Curve(label(name, series), line, color, dash))
+            held_out = _points_of(run.evals, "preference", keys[0])
             if len(keys) == 1:
-                lines.append(Curve(label(name, "held out"), held, color, "dots"))
+                lines.append(Curve(label(name, "held out"), held_out, color, "dots"))
         if any(line.points for line in lines):
-            charts[chart] = curves(lines, chart, **drawn, from_zero=chart == "accuracy")
+            charts[chart] = curves(lines, chart, **chart_options, from_zero=chart == "accuracy")
     return charts
 
 
@@ -247,12 +251,12 @@ def _points_of(
     rows: Sequence[dict[str, Any]], key: str, inside: str | None = None
 ) -> list[tuple[float, float]]:
     """Return steps and values of a key of the records, or of its member `inside`."""
-    found = [
+    pairs = [
         (m["step"], m[key] if inside is None else m[key][inside])
         for m in rows
         if m.get(key) is not None and (inside is None or m[key].get(inside) is not None)
     ]
-    return [(float(step), float(value)) for step, value in found]
+    return [(float(step), float(value)) for step, value in pairs]
 
 
 def _within(runs: Sequence[tuple[str, str, RunRecord]]) -> Chart | None:
@@ -270,7 +274,7 @@ def _within(runs: Sequence[tuple[str, str, RunRecord]]) -> Chart | None:
         stairs = [(x, y) for (x, _), (_, y) in zip(points[1:], points, strict=False)]
         lines.append(Curve(f"{label}, {rank}", _stairs(points, stairs), color))
         if len(runs) == 1:
-            bands = [s for s in _told(step, kind_of) if s.lane.startswith(f"{rank}/")]
+            bands = [s for s in _with_labels(step, kind_of) if s.lane.startswith(f"{rank}/")]
             flat = [(x, float(run.plan.memory_bytes)) for x in (points[0][0], points[-1][0])]
             lines.append(Curve("predicted peak", flat, color, "dashed"))
     end = max((x for line in lines for x, _ in line.points), default=0.0)
@@ -279,9 +283,9 @@ def _within(runs: Sequence[tuple[str, str, RunRecord]]) -> Chart | None:
 
 
 def _stairs(
-    points: Sequence[tuple[float, float]], held: Sequence[tuple[float, float]]
+    points: Sequence[tuple[float, float]], corners: Sequence[tuple[float, float]]
 ) -> list[tuple[float, float]]:
-    return sorted([*points, *held], key=lambda p: p[0])
+    return sorted([*points, *corners], key=lambda p: p[0])
 
 
 def _single(run: RunRecord) -> dict[str, Chart | None]:
@@ -298,7 +302,7 @@ def _single(run: RunRecord) -> dict[str, Chart | None]:
             charts["roles"] = _lanes(some_steps(joined([timeline, run.samplers]), _STEPS_OF_ROLES))
     for kind, steps in zip(("predicted", "measured"), run.offload or (), strict=False):
         names = {lane: _COPIES.get(lane, lane) for lane in steps.lanes}
-        charts[f"offload {kind}"] = lanes(_told(steps, _offload_kind), names)
+        charts[f"offload {kind}"] = lanes(_with_labels(steps, _offload_kind), names)
     for place in ("device", "dram", "flash") if run.offload else ():
         charts[f"offload {place}"] = _tier(run, place)
     return charts
@@ -309,10 +313,10 @@ def _lanes(timeline: Timeline) -> Chart:
     working = {s.lane for s in timeline.spans if s.duration_s > 0}
     busy = itertools.islice((lane for lane in timeline.lanes if lane in working), _MAX_LANES)
     names = {lane: lane.replace("/compute", "").replace("/", " ") for lane in busy}
-    return lanes(_told(timeline, kind_of), names)
+    return lanes(_with_labels(timeline, kind_of), names)
 
 
-def _told(timeline: Timeline, kind: Callable[[str, str], str]) -> list[Any]:
+def _with_labels(timeline: Timeline, kind: Callable[[str, str], str]) -> list[Any]:
     """Return the spans with readable names, and their kinds as categories."""
     return [
         replace(s, name=words(s.name), category=kind(s.name, s.category)) for s in timeline.spans
@@ -366,8 +370,8 @@ def _memory(run: RunRecord, tier: str) -> Chart:
         rows.append(("measured", _measured_memory(run), {}))
     elif run.offload is not None and tier in ("dram", "flash"):
         steps = [m["offload"] for m in run.last.rows if "offload" in m]
-        most = max((step[f"{tier}_bytes"] for step in steps), default=0)
-        rows.append(("measured", {"offloaded": float(most)}, {}))
+        peak_bytes = max((step[f"{tier}_bytes"] for step in steps), default=0)
+        rows.append(("measured", {"offloaded": float(peak_bytes)}, {}))
     return bars(rows, BYTES, float(plan.memory_capacity_bytes) if tier == "hbm" else 0.0)
 
 
@@ -390,8 +394,8 @@ def _tier(run: RunRecord, tier: str) -> Chart | None:
         ("predicted", "measured"), ("dashed", "solid"), run.offload or (), strict=True
     ):
         points = [(c.time_s, c.value) for c in timeline.counters if c.lane == tier]
-        held = [(x, y) for (x, _), (_, y) in zip(points[1:], points, strict=False)]
-        lines.append(Curve(kind, _stairs(points, held), RUNS[0], style))
+        corners = [(x, y) for (x, _), (_, y) in zip(points[1:], points, strict=False)]
+        lines.append(Curve(kind, _stairs(points, corners), RUNS[0], style))
     if not any(y for line in lines for _, y in line.points):
         return None
     unit = Unit.of(max(x for line in lines for x, _ in line.points), SECONDS)
@@ -423,8 +427,8 @@ def _mesh(mesh: Mesh) -> dict[str, Any] | None:
     for group in (group[:_MAX_RANKS] for group in groups):
         places = [mesh.coordinate(rank) for rank in group]
         outer = ", ".join(f"{n} {places[0][n]}" for n, _ in axes if n not in inner)
-        told = [", ".join(f"{n}={p[n]}" for n, _ in axes) for p in places]
-        rows.append((outer, list(zip(group, told, strict=True))))
+        coordinates = [", ".join(f"{n}={p[n]}" for n, _ in axes) for p in places]
+        rows.append((outer, list(zip(group, coordinates, strict=True))))
     shown = sum(len(row) for _, row in rows)
     note = f"first {shown} of {mesh.size} ranks" if shown < mesh.size else ""
     return {"inner": " x ".join(inner), "rows": rows, "note": note}

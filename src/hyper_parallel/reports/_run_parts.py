@@ -69,30 +69,30 @@ def read_parts(
     paths = sorted(folder.iterdir()) if folder.is_dir() else []
     starts = [(int(m[1]), path) for path in paths if (m := _FOLDER.fullmatch(path.name))]
     steps = [start for start, _ in starts]
-    found = []
+    parts = []
     for number, (start, path) in enumerate(starts):
         end = steps[number + 1] if number + 1 < len(steps) else float("inf")
-        own = [row for row in rows if start < row["step"] <= end]
-        if own:
+        part_rows = [row for row in rows if start < row["step"] <= end]
+        if part_rows:
             is_last = number + 1 == len(starts)
-            found.append(_read_part(start, path, plan if is_last else None, own))
-    if not found:
+            parts.append(_read_part(start, path, plan if is_last else None, part_rows))
+    if not parts:
         first = rows[0]["step"] - 1 if rows else 0
         return (PartRecord(first, plan, tuple(rows)),)
-    return tuple(found)
+    return tuple(parts)
 
 
 def _read_part(
     step: int, path: Path, plan: Plan | None, rows: Sequence[dict[str, Any]]
 ) -> PartRecord:
-    where = path / "plan.json"
+    plan_path = path / "plan.json"
     try:
         facts = read_json(path / "part.json", _LIMITS)
-        text = "" if plan is not None else read_text(where, _LIMITS)
+        text = "" if plan is not None else read_text(plan_path, _LIMITS)
     except (OSError, ValueError) as error:
         raise RunUnreadable(
             "a part of the run cannot be read", where=str(path), got=str(error)
         ) from error
     changed = facts.get("changed") if isinstance(facts, dict) else None
-    own = plan if plan is not None else Plan.from_json(text, str(where))
-    return PartRecord(step, own, tuple(rows), changed if isinstance(changed, dict) else {})
+    part_plan = plan if plan is not None else Plan.from_json(text, str(plan_path))
+    return PartRecord(step, part_plan, tuple(rows), changed if isinstance(changed, dict) else {})

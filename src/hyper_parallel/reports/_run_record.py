@@ -133,13 +133,13 @@ class RunRecord:
         keys = "step_s", "wait_s", "sample_s"
         rows = self.last.rows[self.last.warm_up :]
         steps = [{**m, **(m.get("rollout") or {})} for m in rows]
-        apart = [
+        times = [
             [float(m[k]) for k in keys] for m in steps if all(m.get(k) is not None for k in keys)
         ]
-        if not any(step_s for step_s, _, _ in apart):
+        if not any(step_s for step_s, _, _ in times):
             return {}
-        whole, waited, sampled = (sum(values) for values in zip(*apart, strict=True))
-        return {"ranks that train": 1 - waited / whole, "ranks that sample": sampled / whole}
+        total_s, waited, sampled = (sum(values) for values in zip(*times, strict=True))
+        return {"ranks that train": 1 - waited / total_s, "ranks that sample": sampled / total_s}
 
     @property
     def fullest_rank(self) -> str | None:
@@ -160,17 +160,19 @@ def load_run(directory: str | Path) -> RunRecord:
     """
     root = Path(directory)
     if not (root / "metrics.jsonl").is_file():
-        what = "it is a file" if root.is_file() else "it does not exist"
-        what = "it has no metrics.jsonl" if root.is_dir() else what
+        problem = "it is a file" if root.is_file() else "it does not exist"
+        problem = "it has no metrics.jsonl" if root.is_dir() else problem
         raise RunUnreadable(
-            f"this is not a run directory: {what}",
+            f"this is not a run directory: {problem}",
             where=str(root),
             allowed="the `output_dir` of a run",
             hint=run_hint(root) or "hyper-parallel train RECIPE.yaml",
         )
     if not (root / "plan.json").is_file():
         raise RunUnreadable("the run directory has no plan.json", where=str(root))
-    apart = [_timeline(path) for path in sorted((root / "rollouts").glob("timeline.*.json"))]
+    sampler_timelines = [
+        _timeline(path) for path in sorted((root / "rollouts").glob("timeline.*.json"))
+    ]
     predicted = _timeline(root / "offload_predicted.json")
     measured = _timeline(root / "offload_measured.json")
     plan = Plan.from_json(_text(root / "plan.json"), str(root / "plan.json"))
@@ -189,7 +191,9 @@ def load_run(directory: str | Path) -> RunRecord:
         parts=read_parts(root, plan, metrics),
         offload=(predicted, measured) if predicted and measured else None,
         data=read_data_facts(root / "data.json"),
-        samplers=joined(t for t in apart if t is not None) if apart else None,
+        samplers=joined(t for t in sampler_timelines if t is not None)
+        if sampler_timelines
+        else None,
     )
 
 

@@ -96,11 +96,11 @@ def chrome_trace(
             _counters(events, 1, simulated.counters, start, "activations")
     if measured is not None:
         _process(events, 2, "measured")
-        whole = measured if samplers is None else joined([measured, samplers])
-        lanes = {lane: number for number, lane in enumerate(whole.lanes, 1)}
+        joint = measured if samplers is None else joined([measured, samplers])
+        lanes = {lane: number for number, lane in enumerate(joint.lanes, 1)}
         events += [_thread(2, number, lane) for lane, number in lanes.items()]
-        _spans(events, 2, whole.spans, lanes, 0.0, None)
-        _counters(events, 2, whole.counters, 0.0, "bytes")
+        _spans(events, 2, joint.spans, lanes, 0.0, None)
+        _counters(events, 2, joint.counters, 0.0, "bytes")
         if samplers is not None:
             _flows(events, 2, samplers.spans, measured.spans, lanes)
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"plan": plan.fingerprint}}
@@ -167,7 +167,7 @@ def _spans(
     step: int | None,
 ) -> None:
     for span in spans:
-        shown = span.step if span.step is not None else step
+        span_step = span.step if span.step is not None else step
         events.append(
             {
                 "ph": "X",
@@ -177,6 +177,6 @@ def _spans(
                 "cat": span.category,
                 "ts": (span.start_s + offset_s) * 1e6,
                 "dur": span.duration_s * 1e6,
-                "args": {} if shown is None else {"step": shown},
+                "args": {} if span_step is None else {"step": span_step},
             }
         )

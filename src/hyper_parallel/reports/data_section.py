@@ -95,14 +95,16 @@ def data_section(facts: dict[str, Any] | None) -> dict[str, Any] | None:
     if facts is None:
         return None
     sources = []
-    for one in facts["sources"]:
-        most = max((bucket["documents"] for bucket in one["lengths"]), default=0) or 1
+    for source in facts["sources"]:
+        max_documents = max((bucket["documents"] for bucket in source["lengths"]), default=0) or 1
         bars = [
-            (b["from"], b["to"], b["documents"], 100 * b["documents"] / most)
-            for b in one["lengths"]
+            (b["from"], b["to"], b["documents"], 100 * b["documents"] / max_documents)
+            for b in source["lengths"]
         ]
-        sources.append({"source": one["source"], "bars": bars, "examples": one["examples"]})
-    texts = [text for one in sources for example in one["examples"] for text in example["texts"]]
+        sources.append({"source": source["source"], "bars": bars, "examples": source["examples"]})
+    texts = [
+        text for source in sources for example in source["examples"] for text in example["texts"]
+    ]
     is_marked = any(segment["trained"] for text in texts for segment in text["segments"])
     scored = "Marked: the token at which an answer is scored."
     marks = scored if facts["stage"] == "rm" else "Marked: tokens with loss."

@@ -83,15 +83,15 @@ class Divergence:
     time_ns: int
 
     def __str__(self) -> str:
-        who = ", ".join(map(str, self.culprits))
-        does = {
+        ranks = ", ".join(map(str, self.culprits))
+        verb = {
             "missing": "has not called",
             "operation": "calls another operation than the others at",
             "shape": "has other shapes than the others at",
             "dtype": "has another dtype than the others at",
             "state": "has not done",
         }[self.kind]
-        head = f"rank {who} {does} collective {self.number} of group {self.group}"
+        head = f"rank {ranks} {verb} collective {self.number} of group {self.group}"
         return "\n".join([head, *(f"  rank {rank}: {call}" for rank, call in self.calls.items())])
 
 
@@ -102,15 +102,15 @@ def read_dumps(paths: Iterable[Path]) -> dict[int, dict[str, Any]]:
         DumpUnreadable: HP623 when a file is not a dump, a rank has two dumps, or there is none.
     """
     dumps: dict[int, dict[str, Any]] = {}
-    for given in paths:
-        found = sorted(p for p in given.iterdir() if p.is_file()) if given.is_dir() else [given]
-        for path in found:
+    for source in paths:
+        files = sorted(p for p in source.iterdir() if p.is_file()) if source.is_dir() else [source]
+        for path in files:
             if match := _RANK.search(path.name):
                 rank = int(match[1])
                 if rank in dumps:
                     raise _unreadable(path, f"a second dump of rank {rank}")
                 dumps[rank] = _read(path)
-            elif path == given:
+            elif path == source:
                 raise _unreadable(path, "a name without the number of its rank at the end")
     if not dumps:
         raise _unreadable(Path(*map(str, paths)), "no file whose name ends in the number of a rank")
@@ -137,8 +137,10 @@ def _read(path: Path) -> dict[str, Any]:
         TypeAdapter(_Dump).validate_python(dump, strict=True)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        at = ".".join(map(str, first["loc"])) or "dump"
-        raise _unreadable(path, f"no `entries` with {_WANTED}: {at}, {first['msg']}") from error
+        location = ".".join(map(str, first["loc"])) or "dump"
+        raise _unreadable(
+            path, f"no `entries` with {_WANTED}: {location}, {first['msg']}"
+        ) from error
     return dict(dump)
 
 
@@ -171,12 +173,12 @@ def divergences(dumps: Mapping[int, Mapping[str, Any]]) -> list[Divergence]:
                 ):  # numbering restarts: a later group of the same name
                     numbers.clear()
                 numbers[number] = entry
-    found = [
+    parts = [
         part
         for key, by_rank in groups.items()
         if (part := _first(key[0], sorted(members[key]), by_rank, dumps))
     ]
-    return sorted(found, key=lambda part: part.time_ns)
+    return sorted(parts, key=lambda part: part.time_ns)
 
 
 def _first(
@@ -185,13 +187,16 @@ def _first(
     by_rank: Mapping[int, Mapping[int, Mapping[str, Any]]],
     dumps: Mapping[int, Mapping[str, Any]],
 ) -> Divergence | None:
-    here = [rank for rank in members if rank in dumps]
-    called = {rank: by_rank.get(rank, {}) for rank in here}
+    present = [rank for rank in members if rank in dumps]
+    called = {rank: by_rank.get(rank, {}) for rank in present}
     # A recorder keeps the newest calls: numbers before the first recorded one of any rank cannot be compared.
     begin = max((min(numbers) for numbers in called.values() if numbers), default=0)
-    every = sorted({n for numbers in called.values() for n in numbers if n >= begin})
+    numbers_to_compare = sorted({n for numbers in called.values() for n in numbers if n >= begin})
     # Completion is recorded late, so it is compared only after all differing calls.
-    for difference, number in [*((_difference, n) for n in every), *((_undone, n) for n in every)]:
+    for difference, number in [
+        *((_difference, n) for n in numbers_to_compare),
+        *((_undone, n) for n in numbers_to_compare),
+    ]:
         entries = {rank: numbers.get(number) for rank, numbers in called.items()}
         kind, culprits = difference(entries)
         if kind:
@@ -200,7 +205,7 @@ def _first(
                 rank: _call(entry) if entry else _last(dumps[rank])
                 for rank, entry in entries.items()
             }
-            for rank in sorted({*members} - {*here}):
+            for rank in sorted({*members} - {*present}):
                 calls[rank] = "has left no dump"
             return Divergence(
                 group, tuple(members), number, kind, tuple(culprits), calls, min(times, default=0)
@@ -261,9 +266,9 @@ def _call(entry: Mapping[str, Any]) -> str:
     shapes = ", ".join(map(str, entry["input_sizes"]))
     state = entry.get("state") or "unknown"
     frames = entry.get("frames") or []
-    own = [f for f in frames if "/torch/" not in f["filename"]] or frames
-    at = f", at {own[0]['filename']}:{own[0]['line']}" if own else ""
-    return f"{_operation(entry)} {shapes} {dtypes} ({state}){at}"
+    user_frames = [f for f in frames if "/torch/" not in f["filename"]] or frames
+    location = f", at {user_frames[0]['filename']}:{user_frames[0]['line']}" if user_frames else ""
+    return f"{_operation(entry)} {shapes} {dtypes} ({state}){location}"
 
 
 def _last(dump: Mapping[str, Any]) -> str:

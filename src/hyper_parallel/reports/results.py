@@ -36,7 +36,7 @@ def deviation(measured: float | None, predicted: float) -> str:
     return f"{(measured / predicted - 1) * 100:+.1f} %"
 
 
-def _beside(text: str, measured: float, predicted: float) -> str:
+def _predicted_note(text: str, measured: float, predicted: float) -> str:
     return f"predicted {text} ({deviation(measured, predicted)})" if predicted else ""
 
 
@@ -131,7 +131,7 @@ def _speed(run: RunRecord) -> Iterator[Result]:
     """Yield times, throughput and memory, with predictions as notes."""
     plan, part = run.plan, run.last
     if (step_s := part.steady("step_s")) is not None:
-        note = _beside(format_seconds(plan.whole_step_s), step_s, plan.whole_step_s)
+        note = _predicted_note(format_seconds(plan.whole_step_s), step_s, plan.whole_step_s)
         if run.rewards and plan.roles is None:
             note = f"of them {format_seconds(plan.step_s)} predicted for learning"
         yield Result("step time (median)", format_seconds(step_s), step_s, note)
@@ -144,7 +144,7 @@ def _speed(run: RunRecord) -> Iterator[Result]:
         note = f"predicted {plan.predicted_mfu * 100:.1f} %"
         yield Result("MFU", f"{mfu * 100:.1f} %", mfu, note)
     if (peak := part.peak_memory_bytes) is not None:
-        note = _beside(format_bytes(plan.memory_bytes), peak, plan.memory_bytes)
+        note = _predicted_note(format_bytes(plan.memory_bytes), peak, plan.memory_bytes)
         yield Result("peak memory per rank", format_bytes(peak), float(peak), note)
     if skipped := sum(int(m.get("skipped", 0)) for m in run.metrics):
         note = "gradients were not finite, the loss scale was lowered"

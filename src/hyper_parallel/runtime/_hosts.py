@@ -25,19 +25,21 @@ class Hosts:
         rank: Rank of this process.
         local_rank: Local rank of this process.
         world_size: Ranks of all machines.
-        each: Ranks of one machine.
+        ranks_each: Ranks of one machine.
     """
 
-    def __init__(self, store: Any, rank: int, local_rank: int, world_size: int, each: int) -> None:
-        self._store, self._rank, self._each = store, rank, each
-        self._alive = [f"hyper_parallel/alive/{r}" for r in range(0, world_size, each)]
-        self._names = [f"hyper_parallel/name/{r}" for r in range(0, world_size, each)]
+    def __init__(
+        self, store: Any, rank: int, local_rank: int, world_size: int, ranks_each: int
+    ) -> None:
+        self._store, self._rank, self._ranks_each = store, rank, ranks_each
+        self._alive = [f"hyper_parallel/alive/{r}" for r in range(0, world_size, ranks_each)]
+        self._names = [f"hyper_parallel/name/{r}" for r in range(0, world_size, ranks_each)]
         if local_rank == 0:
-            store.set(self._names[rank // each], socket.gethostname())
+            store.set(self._names[rank // ranks_each], socket.gethostname())
 
     def alive(self) -> None:
         """Report that this machine is alive, after any failure."""
-        self._store.set(self._alive[self._rank // self._each], "")
+        self._store.set(self._alive[self._rank // self._ranks_each], "")
 
     def lost(self) -> HostLost | None:
         """Return an error that names the machines that do not report in time; None when all do."""
@@ -59,9 +61,9 @@ class Hosts:
         thread.join(2 * _ANSWER_S)
         if answered.is_set() and not names:
             return None
-        each = self._each
+        ranks_each = self._ranks_each
         lost = [
-            f"{n} (ranks {m * each} to {m * each + each - 1})"
+            f"{n} (ranks {m * ranks_each} to {m * ranks_each + ranks_each - 1})"
             for n, m in zip(names, missing, strict=False)
         ]
         where = f"{os.environ.get('MASTER_ADDR')}, where the ranks have met,"

@@ -67,18 +67,18 @@ def _say_in_words(error: HyperParallelError, words: str) -> None:
         key in (f"parallel.{k}", "training.recompute") for k, key in keys.items()
     ):
         return
-    given: dict[str, Any] = {}
+    words_by_name: dict[str, Any] = {}
     for word in shlex.split(words):
         if "parallel.rules" in changes and "rules." in word:
             continue
         name, _, value = word.removeprefix("parallel.").removeprefix("training.").partition("=")
-        given["tp" if name == "tp_x" else name] = value
+        words_by_name["tp" if name == "tp_x" else name] = value
     for name, key in keys.items():
-        given["tp" if name == "tp_x" else name] = changes[key]
-    rules = given.pop("rules", None)
-    shown = [f"{name}={_word(value)}" for name, value in given.items()]
-    shown += [f"rules.{glob}={style}" for glob, style in (rules or {}).items()]
-    text = " ".join(shown)
+        words_by_name["tp" if name == "tp_x" else name] = changes[key]
+    rules = words_by_name.pop("rules", None)
+    words_text = [f"{name}={_word(value)}" for name, value in words_by_name.items()]
+    words_text += [f"rules.{glob}={style}" for glob, style in (rules or {}).items()]
+    text = " ".join(words_text)
     error.hint = f'hp.plan_of(model, "{text}")'
 
 

@@ -33,7 +33,7 @@ def _save_pretrained(
     save_directory: str | os.PathLike[str],
     is_main_process: bool = True,
     max_shard_size: int | str | None = None,
-    **others: Any,
+    **kwargs: Any,
 ) -> None:
     """Write the model as a directory that `from_pretrained` reads; every rank calls this.
 
@@ -42,7 +42,7 @@ def _save_pretrained(
         save_directory: The directory.
         is_main_process: Has no effect: rank 0 writes.
         max_shard_size: Size at which a file is closed, in bytes or as a text such as `5GB`; None: 5 GiB.
-        others: Other arguments of transformers, which must have their default values.
+        kwargs: Other arguments of transformers, which must have their default values.
 
     Raises:
         BadValue: HP102 for an unsupported argument.
@@ -51,12 +51,12 @@ def _save_pretrained(
     from huggingface_hub.serialization._base import parse_size_to_int
 
     for name, allowed in _DEFAULTS.items():
-        if others.get(name, allowed) != allowed:
+        if kwargs.get(name, allowed) != allowed:
             raise BadValue(
                 f"`save_pretrained` of a parallelized model does not take `{name}`",
-                got=f"{name}={type(others[name]).__name__}"
+                got=f"{name}={type(kwargs[name]).__name__}"
                 if name == "state_dict"
-                else f"{name}={others[name]!r}",
+                else f"{name}={kwargs[name]!r}",
                 allowed=f"{name}={allowed!r}",
                 hint=f"model.save_pretrained({os.fspath(save_directory)!r})",
             )

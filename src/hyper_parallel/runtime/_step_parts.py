@@ -12,22 +12,22 @@ import torch
 
 def models_of(step: Callable[..., Any]) -> list[torch.nn.Module]:
     """Return the modules that a step refers to, except submodules of others."""
-    found = _found(step, torch.nn.Module)
-    inside = {id(part) for value in found for part in [*value.modules()][1:]}
-    return [value for value in found if id(value) not in inside]
+    modules = _referenced_objects(step, torch.nn.Module)
+    inside = {id(part) for value in modules for part in [*value.modules()][1:]}
+    return [value for value in modules if id(value) not in inside]
 
 
 def optimizers_of(step: Callable[..., Any]) -> list[torch.optim.Optimizer]:
     """Return the optimizers that a step refers to."""
-    return _found(step, torch.optim.Optimizer)
+    return _referenced_objects(step, torch.optim.Optimizer)
 
 
 def schedulers_of(step: Callable[..., Any]) -> list[Any]:
     """Return the learning-rate schedulers that a step refers to."""
-    return _found(step, torch.optim.lr_scheduler.LRScheduler)
+    return _referenced_objects(step, torch.optim.lr_scheduler.LRScheduler)
 
 
-def _found(step: Callable[..., Any], kind: type) -> list[Any]:
+def _referenced_objects(step: Callable[..., Any], kind: type) -> list[Any]:
     return list({id(v): v for v in _values(step, set()) if isinstance(v, kind)}.values())
 
 
@@ -39,7 +39,7 @@ def _values(step: Callable[..., Any], seen: set[int]) -> Iterator[Any]:
         values += [*step.args, *step.keywords.values()]
         step = step.func
     # Attributes are read of objects defined in the step's own module, and of plain namespaces.
-    here = getattr(step, "__module__", None), "types"
+    user_modules = getattr(step, "__module__", None), "types"
     if inspect.ismethod(step):
         values += [step.__self__, *vars(step.__self__).values()]
     try:
@@ -53,9 +53,9 @@ def _values(step: Callable[..., Any], seen: set[int]) -> Iterator[Any]:
         elif isinstance(value, dict):
             yield from value.values()
         elif inspect.isroutine(value) and id(value) not in seen:
-            if getattr(value, "__module__", None) in here:
+            if getattr(value, "__module__", None) in user_modules:
                 yield from _values(value, seen)
         else:
             yield value
-            if type(value).__module__ in here and hasattr(value, "__dict__"):
+            if type(value).__module__ in user_modules and hasattr(value, "__dict__"):
                 yield from vars(value).values()

@@ -62,8 +62,8 @@ def refuse_reads(captured: Captured, optimizers: Sequence[torch.optim.Optimizer]
             continue
         name = program.storages[read[0]].name
         if any(program.storages[s].kind == "optimizer" for s in read):
-            kinds = [type(one).__name__ for one in optimizers]
-            fused = any("fused" in one.defaults for one in optimizers)
+            kinds = [type(optimizer).__name__ for optimizer in optimizers]
+            fused = any("fused" in optimizer.defaults for optimizer in optimizers)
             raise CaptureUnsupported(
                 "the optimizer counts its steps in Python",
                 where=f"`{call.func}` reads `{name}`",
@@ -88,8 +88,8 @@ def refuse_schedule(
     """Refuse a scheduler inside the step: its Python number would be constant in every planned step."""
     rates = {
         group["lr"].untyped_storage()._cdata
-        for one in optimizers
-        for group in one.param_groups
+        for optimizer in optimizers
+        for group in optimizer.param_groups
         if isinstance(group["lr"], torch.Tensor)
     }
     changed = {captured.state[s].untyped_storage()._cdata for s in captured.changed}

@@ -96,8 +96,8 @@ class World:
         if len(worlds) > 1 and INIT_METHOD not in os.environ:
             part = _WorldPart.of(rank, worlds)
             rank, world_size = part.rank, part.world_size
-        found = torch.accelerator.current_accelerator(check_available=True)
-        kind = device or ("cpu" if found is None else found.type)
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        kind = device or ("cpu" if accelerator is None else accelerator.type)
         world = cls(rank, world_size, local_rank, device_of_rank(kind, local_rank), "")
         world._part = part
         if debug:
@@ -152,10 +152,10 @@ class World:
             options = {"store": store, "timeout": self._timeout}
         dist.init_process_group(self.backend, rank=self.rank, world_size=self.world_size, **options)
         self._owns_group = True
-        each = int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
-        if init_method == "env://" and each < self.world_size:
+        local_size = int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
+        if init_method == "env://" and local_size < self.world_size:
             store = dist.distributed_c10d._get_default_store()
-            self._hosts = Hosts(store, self.rank, self.local_rank, self.world_size, each)
+            self._hosts = Hosts(store, self.rank, self.local_rank, self.world_size, local_size)
 
     def _watch(self, deadlines: Deadlines | None, ending: Callable[[], bool]) -> None:
         """Publish the heartbeats of this rank; under another launcher, also monitor the ranks of this machine."""
@@ -221,8 +221,8 @@ class World:
         """
         if strategy.ep == 1:
             return None
-        wanted = strategy.expert_mesh()
-        return self._mesh(wanted.names, wanted.shape, self._members(ranks))
+        expert_axes = strategy.expert_mesh()
+        return self._mesh(expert_axes.names, expert_axes.shape, self._members(ranks))
 
     def _members(self, ranks: Sequence[int] | None) -> tuple[int, ...]:
         return tuple(range(self.world_size) if ranks is None else ranks)
@@ -256,12 +256,12 @@ class World:
     def leave(self) -> None:
         """Leave the world without waiting for the other ranks."""
         self._watched.close()
-        made = bool(self._meshes)
+        had_meshes = bool(self._meshes)
         self._meshes.clear()
         self._groups.clear()
         if self._owns_group and dist.is_initialized():
             dist.destroy_process_group()
-        if made and not dist.is_initialized():  # destroyed above, or by its owner
+        if had_meshes and not dist.is_initialized():  # destroyed above, or by its owner
             forget_meshes()
         self._owns_group = False
 
@@ -352,12 +352,12 @@ def launched_rank() -> tuple[int, int, int]:
     """
     if "RANK" not in os.environ:
         return 0, 1, 0
-    given = _variables("RANK", "WORLD_SIZE")
-    given["LOCAL_RANK"] = os.environ.get("LOCAL_RANK", "0")
-    for name, text in given.items():
+    variables = _variables("RANK", "WORLD_SIZE")
+    variables["LOCAL_RANK"] = os.environ.get("LOCAL_RANK", "0")
+    for name, text in variables.items():
         if not text.isdecimal():
             raise _incomplete(f"`{name}` is no number", f"{name}={text}")
-    rank, world_size, local_rank = (int(text) for text in given.values())
+    rank, world_size, local_rank = (int(text) for text in variables.values())
     if rank >= world_size:
         raise _incomplete("there is no such rank", f"RANK={rank}, WORLD_SIZE={world_size}")
     return rank, world_size, local_rank
@@ -371,9 +371,9 @@ def _variables(*names: str) -> dict[str, str]:
     return {name: os.environ[name] for name in names}
 
 
-def _incomplete(what: str, got: str) -> LauncherIncomplete:
+def _incomplete(problem: str, got: str) -> LauncherIncomplete:
     return LauncherIncomplete(
-        f"{what}, so this rank cannot meet the others",
+        f"{problem}, so this rank cannot meet the others",
         where="environment of this process",
         got=got,
         allowed="RANK below WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as torchrun sets them",

@@ -100,16 +100,16 @@ def _check_threads() -> None:
     Sleeping threads are accepted: those of a notebook or of a progress bar, and idle BLAS workers.
     """
     deadline, quiet = time.monotonic() + _LONGEST_WAIT_S, 0
-    found: set[tuple[int, str]] = set()
+    running: set[tuple[int, str]] = set()
     while quiet < _QUIET_LOOKS and time.monotonic() < deadline:
         now = set(_running())
-        quiet, found = (0, now) if now else (quiet + 1, found)
+        quiet, running = (0, now) if now else (quiet + 1, running)
         time.sleep(_BETWEEN_LOOKS_S)
     if quiet < _QUIET_LOOKS:
         python = {thread.native_id: thread.name for thread in threading.enumerate()}
         raise ForkUnsafe(
             "local ranks cannot be forked while another thread computes",
-            got=sorted(f"thread {python.get(number, name)}" for number, name in found),
+            got=sorted(f"thread {python.get(number, name)}" for number, name in running),
             hint="let it end before, thread.join(), or start the ranks with torchrun",
         )
 

@@ -97,9 +97,9 @@ class Board:
         """Record the process of a rank, which may be stopped before its first heartbeat."""
         _PID.pack_into(self.memory, rank * _SLOT_BYTES, pid)
 
-    def _read(self, at: int) -> Beat:
-        *numbers, phase = _MOVE.unpack_from(self.memory, at)
-        (note,) = _NOTE.unpack_from(self.memory, at + _MOVE.size)
+    def _read(self, offset: int) -> Beat:
+        *numbers, phase = _MOVE.unpack_from(self.memory, offset)
+        (note,) = _NOTE.unpack_from(self.memory, offset + _MOVE.size)
         return Beat(*numbers, phase=_text(phase), note=_text(note))
 
 
@@ -116,7 +116,7 @@ class Pulse:
     """
 
     def __init__(self, board: Board, slot: int) -> None:
-        self._memory, self._at = board.memory, slot * _SLOT_BYTES
+        self._memory, self._offset = board.memory, slot * _SLOT_BYTES
         self._numbers = [os.getpid(), 0, 0, 0, 0]
         self._noted = False
         self.beat("start")
@@ -137,14 +137,14 @@ class Pulse:
         numbers = self._numbers
         numbers[1] += 1
         numbers[4] += phase == "forward"
-        _MOVE.pack_into(self._memory, self._at, *numbers, phase.encode()[:47])
+        _MOVE.pack_into(self._memory, self._offset, *numbers, phase.encode()[:47])
         if self._noted:
             self.note("")
 
     def note(self, text: str) -> None:
         """Publish a wait or position of this rank."""
         self._noted = bool(text)
-        _NOTE.pack_into(self._memory, self._at + _MOVE.size, text.encode()[:199])
+        _NOTE.pack_into(self._memory, self._offset + _MOVE.size, text.encode()[:199])
 
     @contextmanager
     def watched(self, look: Callable[[], None]) -> Iterator[None]:
@@ -159,7 +159,7 @@ class Pulse:
                 now_s = _computed_s(main)
                 # A loop without phases counts as waiting unless it has used CPU time.
                 if self.beats == before and (self._numbers[2] or now_s - computed_s < _IDLE_S):
-                    self.note(where_it_stands())
+                    self.note(describe_position())
                 elif self._noted:
                     self.note("")
                 before, computed_s = self.beats, now_s
@@ -183,7 +183,7 @@ def _computed_s(thread: int) -> float:
     return time.clock_gettime(time.pthread_getcpuclockid(thread))
 
 
-def where_it_stands() -> str:
+def describe_position() -> str:
     """Describe the main thread: `waits for all_reduce (gradient norm) over dp_shard`, or `is in f (file.py:3)`."""
     frames = sys._current_frames()
     main = frames.pop(threading.main_thread().ident or 0)

@@ -90,7 +90,7 @@ def _job_set(name: str, recipe: Recipe, ranks: int) -> dict[str, Any]:
 
 
 def _pod(name: str, recipe: Recipe, ranks: int) -> dict[str, Any]:
-    launch, each = recipe.launch, ranks_per_node(recipe, ranks)
+    launch, ranks_each = recipe.launch, ranks_per_node(recipe, ranks)
     meet = f"{name}-{_JOB}-0-0.{name}:{_PORT}"
     update = {"rdzv_endpoint": launch.rdzv_endpoint or meet}
     placed = recipe.model_copy(update={"launch": launch.model_copy(update=update)})
@@ -110,7 +110,7 @@ def _pod(name: str, recipe: Recipe, ranks: int) -> dict[str, Any]:
         {"name": "shm", "emptyDir": {"medium": "Memory"}},
     ]
     if launch.resource is not None:
-        container["resources"] = {"limits": {launch.resource: each}}
+        container["resources"] = {"limits": {launch.resource: ranks_each}}
     if launch.volume is not None:
         volumes.append({"name": "files", "persistentVolumeClaim": {"claimName": launch.volume}})
         container["volumeMounts"].append({"name": "files", "mountPath": launch.mount_path})

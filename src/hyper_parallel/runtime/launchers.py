@@ -26,16 +26,16 @@ def ranks_per_node(recipe: Recipe, ranks: int) -> int:
     Raises:
         DegreesMismatch: HP301 when the machines that the recipe names do not hold exactly these ranks.
     """
-    given = recipe.launch
-    each = given.nproc_per_node or max(1, ranks // given.nnodes)
-    if each * given.nnodes != ranks:
-        nodes = max(n for n in range(1, given.nnodes + 1) if ranks % n == 0)
+    launch = recipe.launch
+    ranks_each = launch.nproc_per_node or max(1, ranks // launch.nnodes)
+    if ranks_each * launch.nnodes != ranks:
+        nodes = max(n for n in range(1, launch.nnodes + 1) if ranks % n == 0)
         raise DegreesMismatch(
-            f"the plan has {ranks} ranks, and {given.nnodes} machines of {each} do not hold as many",
+            f"the plan has {ranks} ranks, and {launch.nnodes} machines of {ranks_each} do not hold as many",
             where="launch.nnodes, launch.nproc_per_node",
             changes={"launch.nnodes": nodes, "launch.nproc_per_node": ranks // nodes},
         )
-    return each
+    return ranks_each
 
 
 def torchrun_words(recipe: Recipe, ranks: int, words: Sequence[str]) -> list[str]:
@@ -46,11 +46,15 @@ def torchrun_words(recipe: Recipe, ranks: int, words: Sequence[str]) -> list[str
         ranks: Ranks on all machines.
         words: Arguments of `hyper-parallel` on every rank.
     """
-    given, each = recipe.launch, ranks_per_node(recipe, ranks)
+    launch, ranks_each = recipe.launch, ranks_per_node(recipe, ranks)
     options = ["--standalone"]
-    if (endpoint := given.rdzv_endpoint) is not None:
-        options = [f"--nnodes={given.nnodes}", "--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}"]
-    options.append(f"--nproc-per-node={each}")
+    if (endpoint := launch.rdzv_endpoint) is not None:
+        options = [
+            f"--nnodes={launch.nnodes}",
+            "--rdzv-backend=c10d",
+            f"--rdzv-endpoint={endpoint}",
+        ]
+    options.append(f"--nproc-per-node={ranks_each}")
     if restarts := recipe.training.max_restarts:
         options.append(f"--max-restarts={restarts}")
     return [*options, "-m", "hyper_parallel", *words]
@@ -58,31 +62,33 @@ def torchrun_words(recipe: Recipe, ranks: int, words: Sequence[str]) -> list[str
 
 def sbatch_script(recipe: Recipe, ranks: int, words: Sequence[str], output_dir: Path) -> str:
     """Return a Slurm script: torchrun on every machine, rendezvous on the first; arguments as of `torchrun_words`."""
-    given = recipe.launch
-    if not all(map(str.isprintable, (str(output_dir), *given.sbatch))):
+    launch_section = recipe.launch
+    if not all(map(str.isprintable, (str(output_dir), *launch_section.sbatch))):
         raise BadValue(
             "a line of the job script would end early: its option has a control character",
             where="output_dir, launch.sbatch",
-            got=abbreviated([str(output_dir), *given.sbatch]),
+            got=abbreviated([str(output_dir), *launch_section.sbatch]),
             allowed="printable characters",
         )
     options = {
         "--job-name": output_dir.name,
-        "--nodes": given.nnodes,
+        "--nodes": launch_section.nnodes,
         "--ntasks-per-node": 1,
-        "--partition": given.partition,
-        "--time": given.time,
+        "--partition": launch_section.partition,
+        "--time": launch_section.time,
         "--output": output_dir.absolute() / "logs" / "slurm-%j.log",
     }
     meet = f"$first:$(({_STORE_PORTS} + SLURM_JOB_ID % 10000))"
-    launch = given.model_copy(update={"rdzv_endpoint": given.rdzv_endpoint or "ENDPOINT"})
-    torchrun = torchrun_words(recipe.model_copy(update={"launch": launch}), ranks, words)
+    with_endpoint = launch_section.model_copy(
+        update={"rdzv_endpoint": launch_section.rdzv_endpoint or "ENDPOINT"}
+    )
+    torchrun = torchrun_words(recipe.model_copy(update={"launch": with_endpoint}), ranks, words)
     command = shlex.join([sys.executable, "-m", "torch.distributed.run", *torchrun])
     return "\n".join(
         [
             "#!/bin/bash",
             *(f"#SBATCH {k}={shlex.quote(str(v))}" for k, v in options.items() if v is not None),
-            *(f"#SBATCH {option}" for option in given.sbatch),
+            *(f"#SBATCH {option}" for option in launch_section.sbatch),
             "set -euo pipefail",
             'first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
             "srun " + command.replace("=ENDPOINT", f'="{meet}" --rdzv-id="$SLURM_JOB_ID"', 1),
@@ -103,7 +109,7 @@ def join_srun() -> None:
     try:
         per_node = env.get("SLURM_STEP_TASKS_PER_NODE") or env["SLURM_TASKS_PER_NODE"]
         port = _STORE_PORTS + 10000 + (int(env["SLURM_JOB_ID"]) + int(env["SLURM_STEP_ID"])) % 2000
-        found = {
+        variables = {
             "RANK": env["SLURM_PROCID"],
             "WORLD_SIZE": env["SLURM_NTASKS"],
             "LOCAL_RANK": env["SLURM_LOCALID"],
@@ -120,7 +126,7 @@ def join_srun() -> None:
             "SLURM_TASKS_PER_NODE, as srun sets them",
             hint="unset SLURM_STEP_ID",
         ) from error
-    env.update({name: value for name, value in found.items() if name not in env})
+    env.update({name: value for name, value in variables.items() if name not in env})
 
 
 def first_host(nodes: str) -> str:

@@ -120,7 +120,7 @@ def launch(
                     if ending():
                         raise KeyboardInterrupt
                     world = next(range(a, b) for a, b in pairwise(starts) if rank < b)
-                    given = (
+                    arguments = (
                         fn,
                         rank,
                         world,
@@ -130,7 +130,7 @@ def launch(
                         board,
                         records,
                     )
-                    process = ForkProcess(target=_child, args=given)
+                    process = ForkProcess(target=_child, args=arguments)
                     start_rank(process, rank, world_size)
                     if deadlines is not None:
                         board.started(rank, process.pid or 0)
@@ -264,8 +264,8 @@ def _wait(
     try:
         while running:
             look_s = _LOOK_S if isinstance(watch, Watch) else _QUIET_LOOK_S
-            left = min(max(deadline - time.monotonic(), 0.0), look_s)
-            ended = wait(list(running), left)
+            wait_s = min(max(deadline - time.monotonic(), 0.0), look_s)
+            ended = wait(list(running), wait_s)
             for rank in map(running.pop, ended):
                 ranks[rank].join()
                 if code := ranks[rank].exitcode:
@@ -281,11 +281,11 @@ def _wait(
                 _ask_for_stacks({rank: ranks[rank] for rank in running.values()}, hang.stopped)
                 return {}, hang
             if not ended and time.monotonic() >= deadline:
-                how = "stopped because another rank failed"
+                outcome = "stopped because another rank failed"
                 if not failures:
-                    how = f"not finished after {timeout_s} s"
+                    outcome = f"not finished after {timeout_s} s"
                     _ask_for_stacks({rank: ranks[rank] for rank in running.values()})
-                return failures | dict.fromkeys(running.values(), how), None
+                return failures | dict.fromkeys(running.values(), outcome), None
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException:  # a time limit of the caller, such as a test timeout
@@ -332,10 +332,10 @@ def _ask_for_stacks(ranks: dict[int, ForkProcess], stopped: Collection[int] = ()
 
 
 def _raise_first(
-    failures: dict[int, str], left: _Records, logs: Path, echo_rank: int | None
+    failures: dict[int, str], record_files: _Records, logs: Path, echo_rank: int | None
 ) -> None:
     """Raise the earliest failure by the ranks' clocks, with one line per other failed rank."""
-    records = {rank: left.read(rank) for rank in failures}
+    records = {rank: record_files.read(rank) for rank in failures}
     # A killed rank leaves no record, and makes the others fail in their next collective: its failure is the first.
     killed = [rank for rank, how in failures.items() if how.startswith("killed by")]
     first = killed[0] if killed else min(failures, key=lambda rank: records[rank].failed_at)
@@ -343,10 +343,10 @@ def _raise_first(
         raise coded
     log = {rank: _text(logs / f"rank_{rank}.log") for rank in failures}
     lasts = {rank: _last_line(records[rank], how, log[rank]) for rank, how in failures.items()}
-    others = [f"rank {rank}: {last}" for rank, last in lasts.items() if rank != first]
+    other_lines = [f"rank {rank}: {last}" for rank, last in lasts.items() if rank != first]
     text = (records[first].trace or _end(log[first])).rstrip()
     raise RankFailed(
-        f"rank {first} failed ({failures[first]})\n" + "\n".join([text, *others]).strip(),
+        f"rank {first} failed ({failures[first]})\n" + "\n".join([text, *other_lines]).strip(),
         where="the lines above" if first == echo_rank else f"{logs}/rank_{first}.log",
     )
 

@@ -30,8 +30,8 @@ def local_capacity(device: str | None = None) -> RankCapacity:
     import torch
 
     with driver_untouched():
-        found = torch.accelerator.current_accelerator(check_available=True)
-    kind = device or ("cpu" if found is None else found.type)
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+    kind = device or ("cpu" if accelerator is None else accelerator.type)
     module: Any = None if kind == "cpu" else getattr(torch, kind, None)
     return rank_capacity(0 if module is None else module.device_count())
 
@@ -55,16 +55,16 @@ def check_local_start(recipe: Recipe, ranks: int, words: Sequence[str]) -> None:
         launch.launcher == "ray" and has_cluster(recipe)
     ):
         return
-    here = ranks if launch.launcher == "local" else ranks_per_node(recipe, ranks)
+    local_ranks = ranks if launch.launcher == "local" else ranks_per_node(recipe, ranks)
     words = [word for word in words if not word.startswith(("launch.launcher=", "launch.n"))]
     command = shlex.join(["hyper-parallel", *words])
     cluster = f"{command} --launcher slurm {launch_words(ranks, launch.nproc_per_node)}"
     hint = f"{command} --dry-run, or {cluster} (torchrun and ray likewise)"
     capacity = local_capacity()
-    if capacity.is_cpu and launch.oversubscribe and here <= _MOST_OVERSUBSCRIBED:
+    if capacity.is_cpu and launch.oversubscribe and local_ranks <= _MOST_OVERSUBSCRIBED:
         return
     check_rank_count(
-        here,
+        local_ranks,
         capacity,
         "launch.launcher",
         hint + (", or launch.oversubscribe=true" if capacity.is_cpu else ""),
@@ -100,6 +100,6 @@ def has_cluster(recipe: Recipe) -> bool:
 
 def launch_words(ranks: int, node_ranks: int | None = None) -> str:
     """Return overrides that spread ranks evenly over machines of at most `node_ranks` ranks each."""
-    most = min(node_ranks or _NODE_RANKS, ranks)
-    each = next(n for n in range(most, 0, -1) if ranks % n == 0)
-    return f"launch.nnodes={ranks // each} launch.nproc_per_node={each}"
+    max_per_node = min(node_ranks or _NODE_RANKS, ranks)
+    per_node = next(n for n in range(max_per_node, 0, -1) if ranks % n == 0)
+    return f"launch.nnodes={ranks // per_node} launch.nproc_per_node={per_node}"

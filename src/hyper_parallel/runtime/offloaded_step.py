@@ -98,25 +98,25 @@ def offload(
             "the step refers to no optimizer",
             hint="hp.offload(step, budget=..., optimizer=optimizer)",
         )
-    whole = models[0] if len(models) == 1 else torch.nn.ModuleList(models)
-    refuse_compiled(step, whole)
+    joint_model = models[0] if len(models) == 1 else torch.nn.ModuleList(models)
+    refuse_compiled(step, joint_model)
     ranks = dist.get_world_size() if dist.is_initialized() else 1
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))  # set by torchrun
-    if topology == "local" and ranks > here:
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))  # set by torchrun
+    if topology == "local" and ranks > local_size:
         raise BadValue(
             "`local` is one machine, and the ranks are on several",
-            got=f"{ranks} ranks, {here} of them here",
+            got=f"{ranks} ranks, {local_size} of them here",
             hint='hp.offload(step, ..., topology="dgx-h100")',
         )
-    node = detect_local(here) if topology == "local" else load_topology(topology)
+    node = detect_local(local_size) if topology == "local" else load_topology(topology)
     tier = node.tier_of(ranks) if ranks > 1 else node.tiers[0]
-    trained = [p for one in optimizers for group in one.param_groups for p in group["params"]]
+    trained = [p for opt in optimizers for group in opt.param_groups for p in group["params"]]
     dtype = next((p.dtype for p in trained if p.is_floating_point()), torch.float32)
     flops = node.peak_flops(str(dtype).removeprefix("torch."))
     return OffloadedStep(
         step,
-        whole,
-        list({id(one): one for one in map(_unwrapped, optimizers)}.values()),
+        joint_model,
+        list({id(opt): opt for opt in map(_unwrapped, optimizers)}.values()),
         host_machine(node, None if node.host_bytes is None else int(node.host_bytes), flash=False),
         Roofline(flops, node.device.memory_bytes_s.value),
         Channel(tier.bytes_s.value, tier.latency_s.value),
@@ -156,9 +156,9 @@ class OffloadedStep:
         max_slowdown: float | None,
     ) -> None:
         self._step, self._model, self._optimizers = step, model, list(optimizers)
-        groups = [group for one in self._optimizers for group in one.param_groups]
-        every = [*model.parameters(), *(p for group in groups for p in group["params"])]
-        self._parameters = list({id(p): p for p in every}.values())
+        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
+        candidates = [*model.parameters(), *(p for group in groups for p in group["params"])]
+        self._parameters = list({id(p): p for p in candidates}.values())
         self._machine, self._roofline, self._link = machine, roofline, link
         self._budget_bytes, self._max_slowdown = budget_bytes, max_slowdown
         self._planned: dict[_Key, _Planned] = {}
@@ -172,14 +172,14 @@ class OffloadedStep:
         self.measured: Measured | None = None
         sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self._owned, self._empty = partial(gathered, sharded), list[weakref.ref[Any]]()
-        where = self._where = self._parameters[0].device
+        device = self._compute_device = self._parameters[0].device
         # Kernels of an accelerator use a float32 rate; kernels of a CPU use Python's double.
-        dtype = torch.float64 if where.type == "cpu" else torch.float32
+        dtype = torch.float64 if device.type == "cpu" else torch.float32
         for group in groups:
             # Adam rejects a tensor rate in this case; its step counter in Python is refused later.
             number = "betas" in group and group.get("foreach") and not group.get("capturable")
             if not number and not isinstance(group["lr"], torch.Tensor):
-                group["lr"] = torch.tensor(float(group["lr"]), dtype=dtype, device=where)
+                group["lr"] = torch.tensor(float(group["lr"]), dtype=dtype, device=device)
         update_wrapper(self, step)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -196,7 +196,8 @@ class OffloadedStep:
         refuse_odd_arguments(leaves)
         if self._plain:  # SGD has no state after it either
             self._plain -= 1
-            with spill_mode(self._where, owned=self._owned) as mode:  # moves nothing on a CPU
+            # On a CPU the mode moves nothing.
+            with spill_mode(self._compute_device, owned=self._owned) as mode:
                 result = self._step(*args, **kwargs)
                 self._empty = mode.emptied  # storages freed by FSDP, which allocates them again
             return result
@@ -242,12 +243,12 @@ class OffloadedStep:
 
         named = model_state(self._model)
         known = {id(p) for p in self._model.parameters()}
-        others = [p for p in parameters if id(p) not in known]
-        named |= {f"parameter {i}": (local(p), "weight") for i, p in enumerate(others)}
-        for number, one in enumerate(self._optimizers):
-            state = optimizer_state(self._model, one, others)
+        other_params = [p for p in parameters if id(p) not in known]
+        named |= {f"parameter {i}": (local(p), "weight") for i, p in enumerate(other_params)}
+        for number, optimizer in enumerate(self._optimizers):
+            state = optimizer_state(self._model, optimizer, other_params)
             named |= {f"{name} ({number})" if number else name: v for name, v in state.items()}
-        on_cpu = self._where.type == "cpu"
+        on_cpu = self._compute_device.type == "cpu"
         captured = record(
             run,
             tensors,
@@ -255,7 +256,7 @@ class OffloadedStep:
             name=getattr(self._step, "__name__", type(self._step).__name__),
             training=True,
             empty=self._empty,
-            spill=None if on_cpu else spill_mode(self._where, owned=self._owned),
+            spill=None if on_cpu else spill_mode(self._compute_device, owned=self._owned),
         )
         if any(t.untyped_storage()._cdata in unread for t in captured.state.values()):
             raise CaptureUnsupported(
@@ -305,8 +306,8 @@ class OffloadedStep:
         self.close()
 
 
-def _as_list(given: Any) -> list[Any]:
-    return list(given) if isinstance(given, Sequence) else [given]
+def _as_list(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, Sequence) else [value]
 
 
 def _unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

@@ -78,47 +78,55 @@ def launch_on_ray(
     from ray.util.placement_group import placement_group, remove_placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    each, own = ranks // nnodes, {}
+    per_node, cluster_options = ranks // nnodes, {}
     if address is None and "RAY_ADDRESS" not in os.environ:
         address, cores = "local", max(ranks, os.cpu_count() or 1)
-        own = {"num_cpus": cores, "object_store_memory": STORE_BYTES, "include_dashboard": False}
+        cluster_options = {
+            "num_cpus": cores,
+            "object_store_memory": STORE_BYTES,
+            "include_dashboard": False,
+        }
     with ExitStack() as stack:
-        ray.init(address, **own)
+        ray.init(address, **cluster_options)
         stack.callback(ray.shutdown)
-        one = {"CPU": 1.0} | ({"GPU": 1.0} if ray.cluster_resources().get("GPU") else {})
-        bundles = [{kind: each * share for kind, share in one.items()}] * nnodes
+        resources = {"CPU": 1.0} | ({"GPU": 1.0} if ray.cluster_resources().get("GPU") else {})
+        bundles = [{kind: per_node * share for kind, share in resources.items()}] * nnodes
         group = placement_group(bundles, strategy="STRICT_SPREAD" if nnodes > 1 else "STRICT_PACK")
         stack.callback(remove_placement_group, group)
         if not group.wait(_PLACED_S):
             raise DeviceUnavailable(
-                f"the Ray cluster has not {nnodes} machines with {each} of {' and '.join(one)} free on each",
+                f"the Ray cluster has not {nnodes} machines with {per_node} of {' and '.join(resources)} free on each",
                 where="launch.ray_address",
                 got=ray.available_resources(),
                 hint="ray status",
             )
         actors = []
         for rank in range(ranks):
-            where = PlacementGroupSchedulingStrategy(group, rank // each)
-            options = {"num_cpus": 1, "num_gpus": one.get("GPU", 0), "scheduling_strategy": where}
+            where = PlacementGroupSchedulingStrategy(group, rank // per_node)
+            options = {
+                "num_cpus": 1,
+                "num_gpus": resources.get("GPU", 0),
+                "scheduling_strategy": where,
+            }
             actors.append(ray.remote(Rank).options(**options).remote())
             stack.callback(ray.kill, actors[-1])
         places = ray.get([actor.place.remote() for actor in actors])
         running = {}
         for rank, actor in enumerate(actors):
-            first = rank // each * each
-            given: dict[str, Any] = {
+            first = rank // per_node * per_node
+            variables: dict[str, Any] = {
                 "RANK": rank,
                 "WORLD_SIZE": ranks,
                 "LOCAL_RANK": rank - first,
-                "LOCAL_WORLD_SIZE": each,
+                "LOCAL_WORLD_SIZE": per_node,
                 "MASTER_ADDR": places[0][1],
                 "MASTER_PORT": places[0][2],
                 "TORCHELASTIC_RESTART_COUNT": restart,
             }
             # A rank selects its device by its local rank, so the devices of its neighbours must be visible.
-            if devices := [d for place in places[first : first + each] for d in place[3]]:
-                given["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
-            environment = {name: str(value) for name, value in given.items()}
+            if devices := [d for place in places[first : first + per_node] for d in place[3]]:
+                variables["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
+            environment = {name: str(value) for name, value in variables.items()}
             running[actor.run.remote(fn, environment)] = rank
         return _results(running, [place[0] for place in places])
 
@@ -128,9 +136,9 @@ def _results(running: dict[Any, int], hosts: list[str]) -> list[Any]:
     import ray
 
     results, failures = [None] * len(hosts), []
-    left, patience_s = list(running), None
-    while left:
-        done, left = ray.wait(left, timeout=patience_s)
+    pending, patience_s = list(running), None
+    while pending:
+        done, pending = ray.wait(pending, timeout=patience_s)
         if not done:
             break
         rank = running[done[0]]
@@ -140,8 +148,8 @@ def _results(running: dict[Any, int], hosts: list[str]) -> list[Any]:
             died = isinstance(error, ray.exceptions.RayActorError)
             cause = getattr(error, "cause", None)
             if not isinstance(cause, HyperParallelError):
-                what = f"rank {rank} on {hosts[rank]} {'died' if died else 'failed'}"
-                cause = RankFailed(f"{what}\n{error}", where=f"machine {hosts[rank]}")
+                description = f"rank {rank} on {hosts[rank]} {'died' if died else 'failed'}"
+                cause = RankFailed(f"{description}\n{error}", where=f"machine {hosts[rank]}")
             failures.append((not died, len(failures), cause))
             patience_s = _GRACE_S
     if failures:

@@ -63,13 +63,13 @@ class Hang:
     Attributes:
         culprits: Ranks that cause the hang; empty when all ranks wait in collectives.
         stopped: Culprits that a signal has stopped.
-        what: State of the first culprit.
+        description: State of the first culprit.
         others: States of the other ranks, one line each.
     """
 
     culprits: tuple[int, ...]
     stopped: tuple[int, ...]
-    what: str
+    description: str
     others: tuple[str, ...]
 
     def error(
@@ -87,8 +87,8 @@ class Hang:
             hint = "training.debug_collectives=true names the collectives that do not fit"
         elif self.stopped:
             hint = f"{restart} goes on from the newest checkpoint"
-        what = f"{self.what}\n{stack}".strip()
-        return RankHung(what, where=where, hint=hint, others=self.others)
+        description = f"{self.description}\n{stack}".strip()
+        return RankHung(description, where=where, hint=hint, others=self.others)
 
 
 class Watch:
@@ -202,15 +202,17 @@ def hang(
     stopped = tuple(rank for rank, state in states.items() if _is(state, _STOPPED))
     gone = tuple(rank for rank, state in states.items() if _is(state, _GONE))
     culprits = stopped + gone or tuple(rank for rank in states if rank not in waiting)
-    said = {
+    lines = {
         slot: f"rank {first + slot} {_doing(beats[slot], state)} since {still_s[slot]:.0f} s, in {beats[slot]}"
         for slot, state in states.items()
     }
-    what = "all ranks wait in collectives: they do not fit one another, or wait for another machine"
+    description = (
+        "all ranks wait in collectives: they do not fit one another, or wait for another machine"
+    )
     if culprits:
-        what = said.pop(culprits[0]) + ("; the others wait for it" if waiting else "")
+        description = lines.pop(culprits[0]) + ("; the others wait for it" if waiting else "")
     ranks = [tuple(first + slot for slot in slots) for slots in (culprits, stopped)]
-    return Hang(*ranks, what, tuple(said.values()))
+    return Hang(*ranks, description, tuple(lines.values()))
 
 
 def _doing(beat: Beat, state: str) -> str:
@@ -257,14 +259,14 @@ class Sentry:
 
     def look(self) -> None:
         """Poll once; on a hang, end this process and the stopped ones. The lowest running rank prints the reason."""
-        found = self._watch.look(range(self._board.ranks))
-        if found is None:
+        hang_state = self._watch.look(range(self._board.ranks))
+        if hang_state is None:
             return
-        slots = [rank - self._first for rank in found.stopped]
+        slots = [rank - self._first for rank in hang_state.stopped]
         if self._slot == min(set(range(self._board.ranks)) - set(slots)):
-            error = found.error(restart="torchrun --max-restarts=3")
+            error = hang_state.error(restart="torchrun --max-restarts=3")
             sys.stderr.write(error.render() + "\n")
-        if self._first + self._slot in found.culprits:
+        if self._first + self._slot in hang_state.culprits:
             faulthandler.dump_traceback(all_threads=True)
         time.sleep(_LAST_WORDS_S)
         pids = [beat.pid for beat in self._board.read()]
@@ -283,30 +285,30 @@ def board_of_machine() -> Path:
     return Path(tempfile.gettempdir()) / f"hyper_parallel-{run.replace('/', '_')}.board"
 
 
-def with_restarts(attempt: Callable[[int], _T], most: int) -> _T:
-    """Return the result of `attempt(n)`, retried up to `most` times after a loss of ranks.
+def with_restarts(attempt: Callable[[int], _T], max_restarts: int) -> _T:
+    """Return the result of `attempt(n)`, retried up to `max_restarts` times after a loss of ranks.
 
     Raises:
         RestartsUsedUp: HP621 when the last restart has failed as well.
-        RankFailed: HP601, RankHung: HP620 when `most` is 0. Other coded errors are not retried, because they recur.
+        RankFailed: HP601, RankHung: HP620 when `max_restarts` is 0. Other coded errors are not retried, because they recur.
     """
-    for number in range(most + 1):
+    for number in range(max_restarts + 1):
         try:
             return attempt(number)
         except (RankFailed, RankHung) as error:
-            first, *others = error.what.splitlines()
-            if not most:
+            first, *other_lines = error.what.splitlines()
+            if not max_restarts:
                 raise
-            if number == most:
+            if number == max_restarts:
                 raise RestartsUsedUp(
-                    f"{first}; the ranks were started {most + 1} times",
+                    f"{first}; the ranks were started {max_restarts + 1} times",
                     where=error.where,
-                    allowed=f"training.max_restarts={most}",
+                    allowed=f"training.max_restarts={max_restarts}",
                     hint="read the log of that rank; then train again, from the newest checkpoint",
-                    others=[line for line in others or error.others if line.strip()],
+                    others=[line for line in other_lines or error.others if line.strip()],
                 ) from error
             wait_s = min(_BACKOFF_S * 2**number, _LONGEST_BACKOFF_S)
             _log.warning("[%s] %s", error.code, first)
-            _log.warning("restart %d of %d in %.0f s", number + 1, most, wait_s)
+            _log.warning("restart %d of %d in %.0f s", number + 1, max_restarts, wait_s)
             time.sleep(wait_s)
     raise AssertionError("the last attempt returns or raises")

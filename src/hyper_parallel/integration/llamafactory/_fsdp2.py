@@ -22,7 +22,7 @@ from hyper_parallel.integration.llamafactory.arguments import HyperParallelArgum
 from hyper_parallel.integration.llamafactory.parallel_model import (
     FORMATS,
     adopt_checkpointing,
-    lay_out,
+    parallelize_model,
 )
 
 __all__ = [
@@ -60,8 +60,8 @@ def fsdp2_prepare_model(
         "cpu_offload": isinstance(getattr(plugin, "cpu_offload", None), CPUOffloadPolicy),
     }
     hints = {"Accelerate without FSDP2": "fsdp_version: 2", "tp_size": '{"cp_size": 2}'}
-    for name, on in wrong.items():
-        if on:
+    for name, is_set in wrong.items():
+        if is_set:
             raise Contradiction(
                 f"`{name}` does not go with LlamaFactory's trainer for use_hyper_parallel",
                 where="the settings of Accelerate and hyper_parallel_args",
@@ -70,24 +70,26 @@ def fsdp2_prepare_model(
             )
     plugin.set_auto_wrap_policy(model)
     if plugin.cpu_ram_efficient_loading:
-        _take_from_first(model, accelerator.device)
+        _broadcast_from_first(model, accelerator.device)
     if accelerator.mixed_precision != "no":
         for param in model.parameters():
             if param.requires_grad:
                 param.data = param.data.float()
-    given = adopt_checkpointing(model, hp_args)
+    arguments = adopt_checkpointing(model, hp_args)
     if hp_args.reshard_after_forward is None:
-        given = given.model_copy(
+        arguments = arguments.model_copy(
             update={"reshard_after_forward": bool(plugin.reshard_after_forward)}
         )
-    strategy = given.strategy(accelerator.num_processes)
-    lay_out(model, strategy, given, FORMATS.get(accelerator.mixed_precision), average=True)
+    strategy = arguments.strategy(accelerator.num_processes)
+    parallelize_model(
+        model, strategy, arguments, FORMATS.get(accelerator.mixed_precision), average=True
+    )
     for param in model.parameters():
         setattr(param, _MODEL, weakref.ref(model))
     return model
 
 
-def _take_from_first(model: nn.Module, device: torch.device) -> None:
+def _broadcast_from_first(model: nn.Module, device: torch.device) -> None:
     """Broadcast the values of rank 0, the only rank that has loaded them."""
     if any(p.is_meta for p in model.parameters()):
         raise Contradiction(
@@ -103,12 +105,12 @@ def _take_from_first(model: nn.Module, device: torch.device) -> None:
 
 def model_of(parameters: Iterable[Tensor]) -> nn.Module:
     """Return the model that owns the parameters."""
-    found = {getattr(p, _MODEL, lambda: None)() for p in parameters}
-    model = found.pop() if len(found) == 1 else None
+    models = {getattr(p, _MODEL, lambda: None)() for p in parameters}
+    model = models.pop() if len(models) == 1 else None
     if not isinstance(model, nn.Module):
         raise BadValue(
             "these parameters are not those of one model that passed through fsdp2_prepare_model",
-            got=f"parameters of {len(found) + 1} models",
+            got=f"parameters of {len(models) + 1} models",
             hint="model = fsdp2_prepare_model(accelerator, model, hp_args)",
         )
     return model

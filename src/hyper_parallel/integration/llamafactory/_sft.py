@@ -26,7 +26,7 @@ from hyper_parallel.integration.llamafactory.parallel_model import (
     FORMATS,
     adopt_checkpointing,
     export,
-    lay_out,
+    parallelize_model,
     wait,
     without_padding_mask,
 )
@@ -67,7 +67,7 @@ class HyperParallelTrainer(CustomSeq2SeqTrainer):
     def _refuse(self) -> None:
         """Refuse unsupported options before the model is modified."""
         arguments = self.finetuning_args
-        taken = {
+        unsupported = {
             "deepspeed": self.is_deepspeed_enabled,
             "fsdp": self.is_fsdp_enabled,
             f"finetuning_type: {arguments.finetuning_type}": arguments.finetuning_type
@@ -80,8 +80,8 @@ class HyperParallelTrainer(CustomSeq2SeqTrainer):
             "use_dft_loss or use_eaft_loss with tp_size or cp_size": self.compute_loss_func is not None
             and self._same_data > 1,
         }  # fmt: skip
-        for name, on in taken.items():
-            if on:
+        for name, is_set in unsupported.items():
+            if is_set:
                 raise Contradiction(
                     f"`{name}` does not go with use_hyper_parallel",
                     where="the arguments of LlamaFactory",
@@ -89,12 +89,12 @@ class HyperParallelTrainer(CustomSeq2SeqTrainer):
                     hint="leave one of them out",
                 )
 
-    def _lay_out(self) -> None:
+    def _parallelize_once(self) -> None:
         """Parallelize the model once, before its parameters are referenced."""
         if self._parallel:
             return
         mixed = "bf16" if self.args.bf16 else "fp16" if self.args.fp16 else ""
-        lay_out(self.model, self._strategy, self._hp_args, FORMATS.get(mixed))
+        parallelize_model(self.model, self._strategy, self._hp_args, FORMATS.get(mixed))
         self._parallel = True
 
     def _prepare_but_the_model(self, *objects: Any, **kwargs: Any) -> Any:
@@ -123,11 +123,11 @@ class HyperParallelTrainer(CustomSeq2SeqTrainer):
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
         """Create LlamaFactory's optimizer on the parallelized parameters."""
-        self._lay_out()
+        self._parallelize_once()
         return super().create_optimizer(*args, **kwargs)
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> Any:
-        self._lay_out()  # `do_eval` alone creates no optimizer
+        self._parallelize_once()  # `do_eval` alone creates no optimizer
         return model
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:

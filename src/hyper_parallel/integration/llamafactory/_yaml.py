@@ -60,20 +60,20 @@ def load_llamafactory(path: Path, overrides: Sequence[str] = ()) -> LoadedRecipe
         UnknownKey: HP101 with the nearest key. BadValue: HP102 for an unsupported value.
         Contradiction: HP104 for an unsupported option. As `load_recipe`.
     """
-    given, own = read_mapping(path, RecipeUnreadable, "file of LlamaFactory"), []
+    values, recipe_overrides = read_mapping(path, RecipeUnreadable, "file of LlamaFactory"), []
     for override in overrides:
         key, equals, value = override.partition("=")
         if equals and key in KNOWN:
-            given[key] = parse_yaml(value)
+            values[key] = parse_yaml(value)
         else:
-            own.append(override)
-    for key, value in given.items():
+            recipe_overrides.append(override)
+    for key, value in values.items():
         _check(key, value, f"{path}: {key}")
     defaults = {key: default for key, (_, default) in {**SAME, **TOGETHER}.items()}
-    if missing := [k for k, d in defaults.items() if d == NEEDED and k not in given]:
+    if missing := [k for k, d in defaults.items() if d == NEEDED and k not in values]:
         raise BadValue(f"`{missing[0]}` is missing", where=str(path), allowed=f"{missing[0]}: ...")
-    layers = list(_layers({**defaults, **given}, path, own))
-    return load_recipe(path, own, layers)
+    layers = list(_layers({**defaults, **values}, path, recipe_overrides))
+    return load_recipe(path, recipe_overrides, layers)
 
 
 def _check(key: str, value: Any, where: str) -> None:
@@ -211,29 +211,29 @@ def _schedule_layers(v: dict[str, Any], path: Path) -> Iterator[Layer]:
 def _layout_layers(v: dict[str, Any], path: Path, overrides: Sequence[str]) -> Iterator[Layer]:
     """Yield the layout described by `hyper_parallel_args` and the keys `hyper_parallel_*`, on the ranks of the run."""
     keys = {key: v[f"hyper_parallel_{key}"] for key in YAML_KEYS}
-    given = HyperParallelArguments.from_yaml(v["hyper_parallel_args"], keys)
+    arguments = HyperParallelArguments.from_yaml(v["hyper_parallel_args"], keys)
     for name, served in _SERVED.items():
-        if (value := getattr(given, name)) not in served:
+        if (value := getattr(arguments, name)) not in served:
             raise Contradiction(
                 f"`{name}` of hyper_parallel_args is not done here",
                 where=f"{path}: hyper_parallel_args",
                 got=value,
-                allowed=[one for one in served if one is not None],
+                allowed=[value_of_key for value_of_key in served if value_of_key is not None],
                 hint=json.dumps({name: served[-1]}),
             )
-    if given.activation_mode == "recompute":
+    if arguments.activation_mode == "recompute":
         yield "hyper_parallel_args", {"training.recompute": "full"}
-    if given.param_dtype is not None:
-        yield "hyper_parallel_args", {"training.dtype": given.param_dtype}
+    if arguments.param_dtype is not None:
+        yield "hyper_parallel_args", {"training.dtype": arguments.param_dtype}
     if any(o.startswith("parallel") for o in overrides):
         return
-    ranks = _ranks(overrides) or given.smallest_world
-    layout = given.strategy(ranks)
+    ranks = _ranks(overrides) or arguments.smallest_world
+    layout = arguments.strategy(ranks)
     degrees = {f"parallel.{d}": getattr(layout, d) for d in _DEGREES}
     if not layout.reshard_after_forward:
         degrees["parallel.reshard_after_forward"] = False
-    own = given.smallest_world > 1
-    yield f"LlamaFactory: {'hyper_parallel_*' if own else 'data-parallel ranks'}", degrees
+    has_degrees = arguments.smallest_world > 1
+    yield f"LlamaFactory: {'hyper_parallel_*' if has_degrees else 'data-parallel ranks'}", degrees
 
 
 def _data_layers(v: dict[str, Any], path: Path) -> Iterator[Layer]:
@@ -244,8 +244,11 @@ def _data_layers(v: dict[str, Any], path: Path) -> Iterator[Layer]:
         yield "dataset", {f"data.{key}": value for key, value in parts[0][0].items()}
     else:
         yield "dataset", {"data.source": [{**one, "weight": min(n, limit)} for one, n in parts]}
-    records, held = sum(min(n, limit) for _, n in parts), v["val_size"] or 0.0
-    yield "val_size", {"data.holdout": held / records if held >= 1 else held}
+    records, num_held_out = sum(min(n, limit) for _, n in parts), v["val_size"] or 0.0
+    yield (
+        "val_size",
+        {"data.holdout": num_held_out / records if num_held_out >= 1 else num_held_out},
+    )
     if v["eval_dataset"] is not None:
         held_out, _ = source_of(v["eval_dataset"], directory, stage)
         _check_same_names(parts[0][0], held_out, f"{path}: eval_dataset")
@@ -256,18 +259,18 @@ def _data_layers(v: dict[str, Any], path: Path) -> Iterator[Layer]:
         check_template(v["template"], str(v["model_name_or_path"]), f"{path}: template")
 
 
-def _check_same_names(one: dict[str, Any], other: dict[str, Any], where: str) -> None:
+def _check_same_names(training: dict[str, Any], held_out: dict[str, Any], where: str) -> None:
     """Refuse a held-out dataset whose keys differ from those of the training dataset.
 
     Raises:
         Contradiction: HP104.
     """
     for key in ("format", "text_key", "columns", "roles", "ignore_keys"):
-        if one.get(key) != other.get(key):
+        if training.get(key) != held_out.get(key):
             raise Contradiction(
                 "the datasets have different keys or tags, and a recipe names them once",
                 where=where,
-                got=f"{key}: {one.get(key)} and {other.get(key)}",
+                got=f"{key}: {training.get(key)} and {held_out.get(key)}",
                 allowed="the same keys and tags in both datasets",
                 hint="val_size=0.02 eval_dataset=null",
             )
@@ -278,17 +281,17 @@ def _frozen(model: str, layers: int) -> list[str]:
     spec = load_model(model)
     names = {p.name for block in spec.blocks for p in block.params if not p.tied_to}
     (prefix,) = {name.partition("*")[0] for name in names if "*" in name}
-    every = range(spec.num_layers)
-    trained = every[-layers:] if layers > 0 else every[:-layers]
-    rest = [f"{prefix}{layer}.*" for layer in every if layer not in trained]
-    return sorted([*rest, *(name for name in names if "*" not in name)])
+    all_layers = range(spec.num_layers)
+    trained = all_layers[-layers:] if layers > 0 else all_layers[:-layers]
+    frozen = [f"{prefix}{layer}.*" for layer in all_layers if layer not in trained]
+    return sorted([*frozen, *(name for name in names if "*" not in name)])
 
 
 def _ranks(overrides: Sequence[str]) -> int | None:
     """Return the number of ranks LlamaFactory would start: the launcher's or one per accelerator; None if unknown."""
-    given = dict(o.split("=", 1) for o in overrides if o.startswith("launch.n"))
-    if "launch.nproc_per_node" in given:
-        return int(given["launch.nproc_per_node"]) * int(given.get("launch.nnodes", 1))
+    values = dict(o.split("=", 1) for o in overrides if o.startswith("launch.n"))
+    if "launch.nproc_per_node" in values:
+        return int(values["launch.nproc_per_node"]) * int(values.get("launch.nnodes", 1))
     if "RANK" in os.environ:
         return int(os.environ.get("WORLD_SIZE", 1))
     tasks = int(os.environ.get("SLURM_NTASKS", 1)) if "SLURM_STEP_ID" in os.environ else 1

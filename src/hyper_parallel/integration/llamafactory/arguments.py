@@ -84,40 +84,40 @@ class HyperParallelArguments(BaseModel):
         Raises:
             RecipeUnreadable: HP103 when the file of `hyper_parallel_args` cannot be read. As `from_dict`.
         """
-        given = getattr(finetuning_args, "hyper_parallel_args", None)
+        values = getattr(finetuning_args, "hyper_parallel_args", None)
         keys = {key: getattr(finetuning_args, f"hyper_parallel_{key}", None) for key in YAML_KEYS}
         unset = {"cp_size": 1, "ep_size": 1, "efsdp_size": 1, "token_dispatcher": "all_to_all"}
-        return cls.from_yaml(given, {k: v for k, v in keys.items() if v != unset[k]})
+        return cls.from_yaml(values, {k: v for k, v in keys.items() if v != unset[k]})
 
     @classmethod
-    def from_yaml(cls, given: Any, keys: Mapping[str, Any]) -> HyperParallelArguments:
+    def from_yaml(cls, value: Any, keys: Mapping[str, Any]) -> HyperParallelArguments:
         """Read the value of `hyper_parallel_args`, overridden by LlamaFactory's keys.
 
         Args:
-            given: None, a dict, or the path of a JSON file.
+            value: None, a dict, or the path of a JSON file.
             keys: Values of the keys `hyper_parallel_*`, by name without this prefix; None: not set.
 
         Raises:
             RecipeUnreadable: HP103 when the file cannot be read. As `from_dict`.
         """
         where = "hyper_parallel_args"
-        if isinstance(given, str):
-            where = given
+        if isinstance(value, str):
+            where = value
             try:
-                given = json.loads(Path(given).read_text(encoding="utf-8"))
+                value = json.loads(Path(value).read_text(encoding="utf-8"))
             except (OSError, ValueError, RecursionError) as error:
                 raise RecipeUnreadable(
                     "the file of hyper_parallel_args cannot be read", where=where, got=str(error)
                 ) from error
-        if not isinstance(given or {}, dict):
+        if not isinstance(value or {}, dict):
             raise BadValue(
                 "hyper_parallel_args is one JSON object",
                 where=where,
-                got=type(given).__name__,
+                got=type(value).__name__,
                 hint='{"tp_size": 2}',
             )
-        own = {key: value for key, value in keys.items() if value is not None}
-        return cls.from_dict({**(given or {}), **own}, where)
+        set_keys = {key: key_value for key, key_value in keys.items() if key_value is not None}
+        return cls.from_dict({**(value or {}), **set_keys}, where)
 
     def validate(self) -> None:
         """Do nothing: values are validated when they are read. LlamaFactory calls this method."""

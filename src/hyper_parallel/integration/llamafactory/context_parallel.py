@@ -43,11 +43,11 @@ def cp_prepare_model(model: Any, accelerator: Any, hp_args: Any) -> Any:
     del accelerator
     if hp_args.cp_size <= 1:
         return model
-    others = hp_args.cp_size - 1
+    num_others = hp_args.cp_size - 1
 
     def show(_: Any, __: Any, output: Any) -> Any:
         if getattr(output, "loss", None) is not None:
-            output.loss = output.loss + others * output.loss.detach()
+            output.loss = output.loss + num_others * output.loss.detach()
         return output
 
     model.register_forward_hook(show)
@@ -75,8 +75,8 @@ def shard_inputs_for_cp(inputs: dict[str, Any], cp_rank: int, cp_size: int) -> d
         )
     from hyper_parallel.integration.llamafactory.parallel_model import without_padding_mask
 
-    given = without_padding_mask(inputs)
-    labels = given.get("labels")
+    full_inputs = without_padding_mask(inputs)
+    labels = full_inputs.get("labels")
     if labels is None:
-        return given
-    return {"num_items_in_batch": (labels[:, 1:] != -100).sum().clamp(min=1), **given}
+        return full_inputs
+    return {"num_items_in_batch": (labels[:, 1:] != -100).sum().clamp(min=1), **full_inputs}

@@ -95,23 +95,23 @@ def source_of(name: str, directory: str, stage: str) -> tuple[dict[str, Any], in
     if stage == "pt":
         text_key = columns.get("prompt", "instruction")
         return {"source": str(path), "format": "jsonl", "text_key": text_key}, number
-    found = {"source": str(path), "format": "preference" if info.get("ranking") else shape}
-    return found | _names(columns, tags, shape, keys), number
+    source = {"source": str(path), "format": "preference" if info.get("ranking") else shape}
+    return source | _names(columns, tags, shape, keys), number
 
 
 def _names(
     columns: dict[str, str], tags: dict[str, str], shape: str, keys: set[str]
 ) -> dict[str, Any]:
     """Return the keys of `data` for the names of a dataset; unnamed keys of records are ignored."""
-    read = {own: _DEFAULTS.get(own, own) for own in _COLUMNS[shape].values()}
+    read = {standard: _DEFAULTS.get(standard, standard) for standard in _COLUMNS[shape].values()}
     read |= {_NAMED[name]: value for name, value in columns.items()}
-    own_names = {name: {name, _DEFAULTS.get(name, name)} for name in read}
-    renamed = {name: value for name, value in read.items() if value not in own_names[name]}
+    standard_names = {name: {name, _DEFAULTS.get(name, name)} for name in read}
+    renamed = {name: value for name, value in read.items() if value not in standard_names[name]}
     renamed |= {_TAGS[tag]: value for tag, value in tags.items() if tag in _TAGS}
     roles = {_ROLES[tag]: value for tag, value in tags.items() if tag in _ROLES}
-    found: dict[str, Any] = {"columns": renamed, "roles": roles}
-    found["ignore_keys"] = sorted(keys - set(read.values()))
-    return {key: value for key, value in found.items() if value}
+    keys_of_data: dict[str, Any] = {"columns": renamed, "roles": roles}
+    keys_of_data["ignore_keys"] = sorted(keys - set(read.values()))
+    return {key: value for key, value in keys_of_data.items() if value}
 
 
 def check_template(name: str, model: str, where: str) -> None:
@@ -121,21 +121,21 @@ def check_template(name: str, model: str, where: str) -> None:
     # With and without a system text, because templates may insert a default one.
     for part in (turns, turns[1:]):
         messages = [{"role": role, "content": content} for role, content in part]
-        own, wanted = "", None
+        own_text, expected = "", None
         if tokenizer.chat_template:
-            own = render(tokenizer, messages, where=model).rstrip()
+            own_text = render(tokenizer, messages, where=model).rstrip()
         if known is not None:
             begin, turn = known
             text = "".join(turn.format(role=r, content=c) for r, c in part)
-            wanted = ((tokenizer.bos_token or "") * begin + text).rstrip()
-        if own == wanted:
+            expected = ((tokenizer.bos_token or "") * begin + text).rstrip()
+        if own_text == expected:
             continue
         raise Contradiction(
             f"conversations are written by the model's own chat template, and `{name}` is not known to be the same",
             where=where,
-            got=repr(own) if own else "a model without one",
-            allowed=repr(wanted)
-            if wanted
+            got=repr(own_text) if own_text else "a model without one",
+            allowed=repr(expected)
+            if expected
             else f"null, or one of {', '.join(_TEMPLATES)} where they are the same",
             hint="template=null",
         )

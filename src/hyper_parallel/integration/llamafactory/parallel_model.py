@@ -21,7 +21,7 @@ FORMATS: Final = {"bf16": "bfloat16", "fp16": "float16"}
 """Dtypes by names of Accelerate's `mixed_precision`."""
 
 
-def lay_out(
+def parallelize_model(
     model: nn.Module,
     strategy: Strategy,
     hp_args: HyperParallelArguments,
@@ -30,8 +30,10 @@ def lay_out(
 ) -> None:
     """Parallelize a model in place; `mixed` is the compute dtype unless `hp_args` sets one."""
     trained = (p for p in model.parameters() if p.requires_grad)
-    given = next(trained, None)  # None for a reference model
-    plain = str((next(model.parameters()) if given is None else given).dtype).removeprefix("torch.")
+    trained_param = next(trained, None)  # None for a reference model
+    plain = str(
+        (next(model.parameters()) if trained_param is None else trained_param).dtype
+    ).removeprefix("torch.")
     plan = hp.plan_of(model, strategy)
     workload = replace(
         plan.workload,
@@ -45,7 +47,7 @@ def lay_out(
 
 
 def adopt_checkpointing(
-    model: nn.Module, hp_args: HyperParallelArguments, wanted: bool = False
+    model: nn.Module, hp_args: HyperParallelArguments, requested: bool = False
 ) -> HyperParallelArguments:
     """Disable transformers' gradient checkpointing, and return arguments that recompute instead.
 
@@ -54,14 +56,14 @@ def adopt_checkpointing(
     Args:
         model: Model of transformers, before it is parallelized.
         hp_args: Layout and dtypes.
-        wanted: Checkpointing is requested but not yet enabled on the model.
+        requested: Checkpointing is requested but not yet enabled on the model.
     """
-    on = bool(getattr(model, "is_gradient_checkpointing", False))
-    if on:
+    is_enabled = bool(getattr(model, "is_gradient_checkpointing", False))
+    if is_enabled:
         model.gradient_checkpointing_disable()
         # Reentrant checkpointing needs inputs that require gradients; recompute here does not.
         model.disable_input_require_grads()
-    if (on or wanted) and hp_args.activation_mode == "none":
+    if (is_enabled or requested) and hp_args.activation_mode == "none":
         return hp_args.model_copy(update={"activation_mode": "recompute"})
     return hp_args
 

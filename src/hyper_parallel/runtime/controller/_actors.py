@@ -64,13 +64,13 @@ class RayEngine:
                 where="Controller(engine='ray')",
                 hint="pip install 'hyper-parallel[ray]'",
             ) from error
-        self._ray, self._joined, self._own = ray, not ray.is_initialized(), False
+        self._ray, self._joined, self._is_local = ray, not ray.is_initialized(), False
         if self._joined:
-            address, own = None, {}
+            address, local_options = None, {}
             if "RAY_ADDRESS" not in os.environ:
-                address, self._own = "local", True
-                own = {"object_store_memory": STORE_BYTES, "include_dashboard": False}
-            ray.init(address, log_to_driver=False, **own)
+                address, self._is_local = "local", True
+                local_options = {"object_store_memory": STORE_BYTES, "include_dashboard": False}
+            ray.init(address, log_to_driver=False, **local_options)
 
     def start(self, spec: RoleSpec, size: int) -> ActorRanks:
         """Start the actors; each reserves one GPU if the cluster has GPUs.
@@ -81,7 +81,7 @@ class RayEngine:
         """
         options = {
             # A local cluster is for this program alone: its cores are not reserved.
-            "num_cpus": 0 if self._own else 1,
+            "num_cpus": 0 if self._is_local else 1,
             "num_gpus": 1 if self._ray.cluster_resources().get("GPU") else 0,
             "max_restarts": 0,
             "max_task_retries": 0,
@@ -117,29 +117,29 @@ class ActorRanks:
         kind = ray.remote(RoleActor).options(**options)
         self._actors = [kind.remote() for _ in range(size)]
         try:
-            asked = [(a.place.remote(), a.process.remote()) for a in self._actors]
-            places = ray.get([place for place, _ in asked], timeout=_PLACED_S)
-            self._pids = ray.get([process for _, process in asked])
+            requests = [(a.place.remote(), a.process.remote()) for a in self._actors]
+            places = ray.get([place for place, _ in requests], timeout=_PLACED_S)
+            self._pids = ray.get([process for _, process in requests])
             self._hosts = [place[0] for place in places]
-            seen: Counter[str] = Counter()
-            begun = []
+            num_on_host: Counter[str] = Counter()
+            begins = []
             for rank, (host, *_) in enumerate(places):
-                given = {
+                variables = {
                     "RANK": rank,
                     "WORLD_SIZE": size,
-                    "LOCAL_RANK": seen[host],
+                    "LOCAL_RANK": num_on_host[host],
                     "LOCAL_WORLD_SIZE": self._hosts.count(host),
                     "MASTER_ADDR": places[0][1],
                     "MASTER_PORT": places[0][2],
                 }
-                seen[host] += 1
+                num_on_host[host] += 1
                 # A rank selects its device by its local rank, so the devices of its neighbours must be visible.
                 if devices := [d for place in places if place[0] == host for d in place[3]]:
-                    given["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
-                environment = {key: str(value) for key, value in given.items()}
+                    variables["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
+                environment = {key: str(value) for key, value in variables.items()}
                 begin = self._actors[rank].begin
-                begun.append(begin.remote(spec, rank, environment, torch.get_num_threads()))
-            ray.get(begun)
+                begins.append(begin.remote(spec, rank, environment, torch.get_num_threads()))
+            ray.get(begins)
         except ray.exceptions.GetTimeoutError as error:
             self.end()
             raise DeviceUnavailable(
@@ -162,16 +162,16 @@ class ActorRanks:
 
     def answers(self) -> dict[int, dict[str, Any]]:
         """Return the new answers by rank."""
-        found = {}
+        answers = {}
         refs = list(self.running)
         done, _ = self._ray.wait(refs, num_returns=len(refs), timeout=0) if refs else ([], [])
         for ref in done:
             rank = self.running.pop(ref)
             try:
-                found[rank] = json.loads(self._ray.get(ref))
+                answers[rank] = json.loads(self._ray.get(ref))
             except self._ray.exceptions.RayError as error:
                 self._lost = self._lost or f"rank {rank} on {self._hosts[rank]} died: {_why(error)}"
-        return found
+        return answers
 
     def lost(self) -> str | None:
         """Return the first rank that Ray reports as dead, with the reason; None when all are alive."""
@@ -181,26 +181,28 @@ class ActorRanks:
         self, silent_s: float, unanswered: Sequence[int]
     ) -> tuple[str, tuple[str, ...], bool]:
         """Classify silent ranks; a process on this machine is frozen when a signal has stopped it."""
-        said = []
+        lines = []
         for rank in unanswered:
-            here = self._hosts[rank] == socket.gethostname()
-            stopped = here and process_state(self._pids[rank]) in _STOPPED
-            how = "is stopped by a signal" if stopped else "has not answered"
-            said.append((not stopped, f"rank {rank} {how} since {silent_s:.0f} s"))
-        (first, what), *others = sorted(said)
-        return what, tuple(other for _, other in others), not first
+            is_local = self._hosts[rank] == socket.gethostname()
+            stopped = is_local and process_state(self._pids[rank]) in _STOPPED
+            state = "is stopped by a signal" if stopped else "has not answered"
+            lines.append((not stopped, f"rank {rank} {state} since {silent_s:.0f} s"))
+        (first, first_line), *other_lines = sorted(lines)
+        return first_line, tuple(line for _, line in other_lines), not first
 
     def end(self) -> None:
         """Kill all ranks and wait until those on this machine have ended, including ranks stopped by a signal."""
         for actor in self._actors:
             self._ray.kill(actor)
-        here = [rank for rank, host in enumerate(self._hosts) if host == socket.gethostname()]
-        for rank in here:
+        local_ranks = [
+            rank for rank, host in enumerate(self._hosts) if host == socket.gethostname()
+        ]
+        for rank in local_ranks:
             if process_state(self._pids[rank]) in _STOPPED:
                 with suppress(ProcessLookupError):
                     os.kill(self._pids[rank], signal.SIGKILL)
         deadline = time.monotonic() + _ENDED_S
-        while any(process_state(self._pids[rank]) not in _GONE for rank in here):
+        while any(process_state(self._pids[rank]) not in _GONE for rank in local_ranks):
             if time.monotonic() > deadline:
                 break
             time.sleep(0.01)

@@ -118,7 +118,7 @@ class Controller:
             return calls[record["value"]]
         while not any(call.answered for call in calls):
             self.wait()
-        chosen = min((call.answered, at) for at, call in enumerate(calls) if call.answered)[1]
+        chosen = min((call.answered, index) for index, call in enumerate(calls) if call.answered)[1]
         self.journal.write(None, number, "first", among, {"value": chosen})
         return calls[chosen]
 

@@ -62,11 +62,11 @@ class RoleHost:
     def answer(self, number: int, method: str, arguments: str) -> str:
         """Run a call; JSON: `{"value": ...}` (of rank 0), `{"raised": ..., "trace": ...}` or `{"no_json": ...}`."""
         try:
-            given = json.loads(arguments)
+            values = json.loads(arguments)
             if number == BIRTH:
-                self._object, value = self._spec.cls(*given), None
+                self._object, value = self._spec.cls(*values), None
             else:
-                value = getattr(self._object, method)(*given)
+                value = getattr(self._object, method)(*values)
         except Exception as error:
             lines = traceback.format_exc().splitlines()[-_LINES_OF_TRACE:]
             return json.dumps({"raised": type(error).__name__, "trace": "\n".join(lines)})

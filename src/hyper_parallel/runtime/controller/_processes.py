@@ -60,8 +60,8 @@ class ProcessEngine:
         self._started = [started for started in self._started if started.processes]
         first = spec.first_device
         if first is None:  # lowest range that no other role uses
-            taken = {place for started in self._started for place in started.places}
-            first = next(n for n in count() if taken.isdisjoint(range(n, n + size)))
+            used = {place for started in self._started for place in started.places}
+            first = next(n for n in count() if used.isdisjoint(range(n, n + size)))
         folder = Path(tempfile.mkdtemp(dir=self._scratch))
         self._started.append(ProcessRanks(spec, range(first, first + size), folder))
         return self._started[-1]
@@ -92,14 +92,14 @@ class ProcessRanks:
         try:
             with serial_tokenizers():
                 for rank, place in enumerate(places):
-                    mine, theirs = Pipe()
-                    given = (spec, rank, places, folder, theirs, self._board)
-                    process = ForkProcess(target=_rank, args=given, name=f"{spec.name}-{rank}")
+                    controller_end, rank_end = Pipe()
+                    arguments = (spec, rank, places, folder, rank_end, self._board)
+                    process = ForkProcess(target=_rank, args=arguments, name=f"{spec.name}-{rank}")
                     start_rank(process, rank, len(places))
-                    theirs.close()
+                    rank_end.close()
                     self._board.started(place, process.pid or 0)
                     self.processes.append(process)
-                    self._pipes.append(mine)
+                    self._pipes.append(controller_end)
         except BaseException:
             self.end()
             raise
@@ -119,13 +119,13 @@ class ProcessRanks:
 
     def answers(self) -> dict[int, dict[str, Any]]:
         """Return the new answers by rank."""
-        found = {}
+        answers = {}
         for rank, pipe in enumerate(self._pipes):
             with suppress(OSError, EOFError):
                 if pipe.poll():
                     pipe.recv_bytes()
-                    found[rank] = json.loads(_answer_file(self._folder, rank).read_text("utf-8"))
-        return found
+                    answers[rank] = json.loads(_answer_file(self._folder, rank).read_text("utf-8"))
+        return answers
 
     def lost(self) -> str | None:
         """Return the first rank that has ended, a killed one first because its end may have made others fail."""
@@ -142,8 +142,8 @@ class ProcessRanks:
         """Classify silent ranks by their heartbeats and the states of their processes."""
         first = self.places.start
         states = {first + rank: process_state(self.processes[rank].pid or 0) for rank in unanswered}
-        found = hang(self._board.read(), [silent_s] * self.places.stop, states, -first)
-        return found.what, found.others, bool(found.stopped)
+        state = hang(self._board.read(), [silent_s] * self.places.stop, states, -first)
+        return state.description, state.others, bool(state.stopped)
 
     def end(self) -> None:
         """Kill all ranks, including ranks stopped by a signal."""

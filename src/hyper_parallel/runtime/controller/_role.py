@@ -88,7 +88,7 @@ class Role:
 
     def __init__(self, controller: Controller, spec: RoleSpec, size: int) -> None:
         self.controller, self._spec, self.name, self.size = controller, spec, spec.name, size
-        self.restarts = self._made = 0
+        self.restarts = self._num_calls = 0
         self._open: deque[RoleCall] = deque()
         self._ranks: RoleRanks | None = None
         self._running: RoleCall | None = None
@@ -124,8 +124,8 @@ class Role:
                 allowed=[n for n in dir(cls) if n[0] != "_" and callable(getattr(cls, n))],
             )
         text = as_json(arguments, f"`{self.name}.{method}`")
-        self._made += 1
-        call = RoleCall(self, self._made, method, text, timeout_s or controller.timeout_s)
+        self._num_calls += 1
+        call = RoleCall(self, self._num_calls, method, text, timeout_s or controller.timeout_s)
         record = controller.journal.recall(self.name, call.number, method, text)
         if record is not None:
             error = CallFailed(record["error"], where=str(call)) if "error" in record else None
@@ -216,8 +216,8 @@ class Role:
         """Return the error of the lowest rank that has no value; None when all have one."""
         for rank, answer in sorted(self._answers.items()):
             if "raised" in answer:
-                what = f"`{call.method}` of role `{self.name}` has raised {answer['raised']} on rank {rank}"
-                return CallFailed(f"{what}\n{answer['trace']}", where=str(call))
+                description = f"`{call.method}` of role `{self.name}` has raised {answer['raised']} on rank {rank}"
+                return CallFailed(f"{description}\n{answer['trace']}", where=str(call))
             if "no_json" in answer:
                 return _no_json(f"what `{self.name}.{call.method}` returns", answer["no_json"])
         return None
@@ -234,14 +234,14 @@ class Role:
             return
         limit_s = call.timeout_s if self._raised_s is None else self._raised_s + _GRACE_S
         if self._silent_s > limit_s:
-            left = [rank for rank in range(self.size) if rank not in self._answers]
-            what, others, frozen = self._ranks.silent(self._silent_s, left)
+            unanswered = [rank for rank in range(self.size) if rank not in self._answers]
+            description, other_lines, frozen = self._ranks.silent(self._silent_s, unanswered)
             if self._raised_s is None or frozen:
                 hint = (
                     f"Controller(timeout_s={2 * call.timeout_s:g}), where a call may take so long"
                 )
-                what = f"role `{self.name}`: {what}, in {call}"
-                self._replace(RankHung(what, hint=hint, others=others))
+                description = f"role `{self.name}`: {description}, in {call}"
+                self._replace(RankHung(description, hint=hint, others=other_lines))
             else:  # the others wait for the rank that has raised
                 self.end()
                 self._take(call)
@@ -249,20 +249,24 @@ class Role:
     def _replace(self, error: RankFailed | RankHung) -> None:
         """Restart the ranks; the running call and its successors remain queued."""
         self.end()
-        most = self.controller.max_restarts
-        if self.restarts < most:
+        max_restarts = self.controller.max_restarts
+        if self.restarts < max_restarts:
             self.restarts += 1
-            _log.warning("[%s] %s; restart %d of %d", error.code, error.what, self.restarts, most)
+            _log.warning(
+                "[%s] %s; restart %d of %d", error.code, error.what, self.restarts, max_restarts
+            )
             try:
                 self._begin()
             except HyperParallelError as why:  # the restart failed as well
                 self._fail(why)
-        elif most == 0:
+        elif max_restarts == 0:
             self._fail(error)
         else:
-            what = f"{error.what}; the ranks were started {most + 1} times"
+            description = f"{error.what}; the ranks were started {max_restarts + 1} times"
             hint = error.hint or "Controller(journal=...) goes on from the calls that are answered"
-            self._fail(RestartsUsedUp(what, allowed=f"max_restarts={most}", hint=hint))
+            self._fail(
+                RestartsUsedUp(description, allowed=f"max_restarts={max_restarts}", hint=hint)
+            )
 
     def _fail(self, error: HyperParallelError) -> None:
         """End the role: every queued or future call raises this error."""
@@ -272,7 +276,7 @@ class Role:
             self._open.popleft().settle(error=error)
 
 
-def as_json(values: tuple[Any, ...], what: str) -> str:
+def as_json(values: tuple[Any, ...], label: str) -> str:
     """Return arguments as a JSON list.
 
     Raises:
@@ -281,12 +285,12 @@ def as_json(values: tuple[Any, ...], what: str) -> str:
     try:
         return json.dumps(json.loads(json.dumps(values)))
     except (TypeError, ValueError, RecursionError) as error:
-        raise _no_json(f"an argument of {what}", str(error)) from error
+        raise _no_json(f"an argument of {label}", str(error)) from error
 
 
-def _no_json(what: str, got: str) -> BadValue:
+def _no_json(label: str, got: str) -> BadValue:
     return BadValue(
-        f"{what} is no JSON value: only metadata passes between roles",
+        f"{label} is no JSON value: only metadata passes between roles",
         got=got,
         allowed="numbers, texts, true, false, None, and lists and dicts of them",
         hint="write tensors to files, hp.save(model, optimizer, folder, step=version), and pass the version",

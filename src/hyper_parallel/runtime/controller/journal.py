@@ -45,7 +45,7 @@ class Journal:
 
     def __init__(self, path: str | Path | None) -> None:
         self._path, self._file = path, None
-        self._left: dict[tuple[str | None, int], dict[str, Any]] = {}
+        self._unreplayed: dict[tuple[str | None, int], dict[str, Any]] = {}
         if path is None:
             return
         path = Path(path)
@@ -67,7 +67,7 @@ class Journal:
 
     def left(self, role: str) -> bool:
         """Return whether the journal contains calls of a role that the program has not made yet."""
-        return any(name == role and number for name, number in self._left)
+        return any(name == role and number for name, number in self._unreplayed)
 
     def recall(
         self, role: str | None, number: int, method: str, arguments: str
@@ -83,19 +83,19 @@ class Journal:
         Raises:
             JournalMismatch: HP641 when another call is recorded at this position.
         """
-        at = role, number
+        key = role, number
         if number == 0:  # roles start in the order of the program
-            at = next((one for one in self._left if one[1] == 0), at)
-        if (record := self._left.pop(at, None)) is None:
+            key = next((entry for entry in self._unreplayed if entry[1] == 0), key)
+        if (record := self._unreplayed.pop(key, None)) is None:
             return None
-        asked = _words(role, number, method, arguments)
-        found = _words(*at, record["method"], json.dumps(record["arguments"]))
-        if found != asked:
+        requested = _words(role, number, method, arguments)
+        recorded = _words(*key, record["method"], json.dumps(record["arguments"]))
+        if recorded != requested:
             raise JournalMismatch(
                 "the journal was written by another program, or by this one with other arguments",
                 where=str(self._path),
-                got=asked,
-                allowed=found,
+                got=requested,
+                allowed=recorded,
                 hint=f"mv {self._path} {self._path}.old",
             )
         return record
@@ -144,27 +144,27 @@ class Journal:
     def _read(self) -> None:
         """Load the records, and truncate an incomplete last line, left by a killed program."""
         self._file.seek(0)
-        lines, whole = self._file.readlines(), 0
+        lines, complete_bytes = self._file.readlines(), 0
         last: dict[str | None, dict[str, Any]] = {}
-        for at, line in enumerate(lines):
+        for index, line in enumerate(lines):
             record = _record(line)
             if record is None:
-                if at < len(lines) - 1:
-                    raise self._no_record(at, line)
-                if not whole and not _is_torn(line):
-                    raise self._no_record(at, line)
-                self._file.truncate(whole)
+                if index < len(lines) - 1:
+                    raise self._no_record(index, line)
+                if not complete_bytes and not _is_torn(line):
+                    raise self._no_record(index, line)
+                self._file.truncate(complete_bytes)
                 break
-            whole += len(line)
-            self._left[record["role"], record["number"]] = last[record["role"]] = record
+            complete_bytes += len(line)
+            self._unreplayed[record["role"], record["number"]] = last[record["role"]] = record
         for role, record in last.items():
             if "error" in record:
-                del self._left[role, record["number"]]
+                del self._unreplayed[role, record["number"]]
 
-    def _no_record(self, at: int, line: bytes) -> JournalMismatch:
+    def _no_record(self, index: int, line: bytes) -> JournalMismatch:
         return JournalMismatch(
             "a line of the journal is no record",
-            where=f"{self._path}:{at + 1}",
+            where=f"{self._path}:{index + 1}",
             got=repr(line[:80]),
             hint=f"mv {self._path} {self._path}.old",
         )
