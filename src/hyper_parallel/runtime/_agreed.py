@@ -15,7 +15,7 @@ from hyper_parallel.memory import with_capacity_hint
 T = TypeVar("T")
 
 
-def of_ranks(value: T) -> list[T]:
+def gather_objects(value: T) -> list[T]:
     """Gather a value from every rank, in rank order."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [value]
@@ -24,12 +24,12 @@ def of_ranks(value: T) -> list[T]:
     return values
 
 
-def agreed(compute: Callable[[], MemoryPlan], *inputs: object) -> MemoryPlan:
+def agree_on_plan(compute: Callable[[], MemoryPlan], *inputs: object) -> MemoryPlan:
     """Return this rank's plan, computed by the lowest rank with equal inputs; planning is deterministic to the byte.
 
     If planning fails on any rank, every rank raises the error that requires the largest budget.
     """
-    digests = of_ranks(hashlib.sha256(repr(inputs).encode()).hexdigest())
+    digests = gather_objects(hashlib.sha256(repr(inputs).encode()).hexdigest())
     planners = [digests.index(digest) for digest in digests]
     rank = dist.get_rank() if dist.is_initialized() else 0
     plan: MemoryPlan | HyperParallelError | None = None
@@ -38,8 +38,8 @@ def agreed(compute: Callable[[], MemoryPlan], *inputs: object) -> MemoryPlan:
             plan = compute()
         except HyperParallelError as error:
             plan = error
-    errors = of_ranks(plan if isinstance(plan, HyperParallelError) else None)
-    if error := of_all([e for e in errors if e is not None]):
+    errors = gather_objects(plan if isinstance(plan, HyperParallelError) else None)
+    if error := merge_errors([e for e in errors if e is not None]):
         raise error
     for planner in sorted({p for r, p in enumerate(planners) if p != r}):
         plans = [plan if rank == planner else None]
@@ -50,7 +50,7 @@ def agreed(compute: Callable[[], MemoryPlan], *inputs: object) -> MemoryPlan:
     return plan
 
 
-def of_all(errors: list[HyperParallelError]) -> HyperParallelError | None:
+def merge_errors(errors: list[HyperParallelError]) -> HyperParallelError | None:
     """Merge the errors of all ranks into one whose required capacities suffice for every rank; None without errors."""
     full = [error for error in errors if isinstance(error, TierFull)]
     other_errors = [error for error in errors if error not in full]

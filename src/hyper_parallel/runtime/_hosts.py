@@ -14,7 +14,7 @@ from hyper_parallel.errors import HostLost
 _ANSWER_S: Final = 5.0
 """Seconds within which a live machine reports; connections of all ranks fail within one or two seconds. Not measured on
 a large cluster."""
-_LOOK_S: Final = 0.1  # short compared with `_ANSWER_S`
+_POLL_S: Final = 0.1  # short compared with `_ANSWER_S`
 
 
 class Hosts:
@@ -46,17 +46,17 @@ class Hosts:
         missing, names = list(range(len(self._alive))), list[str]()
         answered = threading.Event()
 
-        def look() -> None:
+        def poll() -> None:
             with suppress(Exception):  # the exception type for a lost store depends on its library
                 self.alive()
                 deadline = time.monotonic() + _ANSWER_S
                 while missing and time.monotonic() < deadline:
                     missing[:] = [m for m in missing if not self._store.check([self._alive[m]])]
-                    time.sleep(_LOOK_S)
+                    time.sleep(_POLL_S)
                 names.extend(self._store.get(self._names[m]).decode() for m in missing)
                 answered.set()
 
-        thread = threading.Thread(target=look, daemon=True)
+        thread = threading.Thread(target=poll, daemon=True)
         thread.start()
         thread.join(2 * _ANSWER_S)
         if answered.is_set() and not names:

@@ -27,9 +27,14 @@ from hyper_parallel.errors import (
 from hyper_parallel.ir import AXES, Strategy
 from hyper_parallel.runtime._hosts import Hosts
 from hyper_parallel.runtime.fork_server import device_of_rank
-from hyper_parallel.runtime.heartbeat import BOARD, Board, Pulse
+from hyper_parallel.runtime.heartbeat import BOARD_VARIABLE, HeartbeatBoard, HeartbeatWriter
 from hyper_parallel.runtime.local_launch import INIT_METHOD, stamp
-from hyper_parallel.runtime.supervision import Deadlines, QuietRanks, Sentry, board_of_machine
+from hyper_parallel.runtime.supervision import (
+    Deadlines,
+    HangMonitor,
+    WaitReporter,
+    board_of_machine,
+)
 
 _MISMATCH: Final = "Detected mismatch between collectives"
 """Message of torch at debug level DETAIL (ProcessGroupWrapper.cpp)."""
@@ -44,7 +49,7 @@ class World:
         local_rank: Rank of this process on its machine.
         device: Device on which this process computes.
         backend: Collective libraries by device type; empty in a world of one without process group.
-        pulse: Heartbeat slot of this rank; None: the rank is not monitored.
+        heartbeat: Heartbeat slot of this rank; None: the rank is not monitored.
     """
 
     def __init__(
@@ -55,7 +60,7 @@ class World:
         self.local_rank = local_rank
         self.device = device
         self.backend = backend
-        self.pulse: Pulse | None = None
+        self.heartbeat: HeartbeatWriter | None = None
         self._board: Path | None = None
         self._owns_group = False
         self._hosts: Hosts | None = None
@@ -159,27 +164,27 @@ class World:
 
     def _watch(self, deadlines: Deadlines | None, ending: Callable[[], bool]) -> None:
         """Publish the heartbeats of this rank; under another launcher, also monitor the ranks of this machine."""
-        if BOARD in os.environ:
-            ranks, path = os.environ[BOARD].split(" ", 1)
-            board, look = Board(Path(path), int(ranks)), _ignore
+        if BOARD_VARIABLE in os.environ:
+            ranks, path = os.environ[BOARD_VARIABLE].split(" ", 1)
+            board, poll = HeartbeatBoard(Path(path), int(ranks)), _ignore
         elif deadlines is not None or "LOCAL_WORLD_SIZE" in os.environ:
-            board = Board(board_of_machine(), int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+            board = HeartbeatBoard(board_of_machine(), int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
             self._board = board.path
             if self.local_rank == 0:
                 self._watched.callback(board.path.unlink, missing_ok=True)
             first = launched_rank()[0] - self.local_rank
             if deadlines is not None:
-                look = Sentry(board, deadlines, self.local_rank, first, ending).look
+                poll = HangMonitor(board, deadlines, self.local_rank, first, ending).poll
             else:
-                look = QuietRanks(board, first).look if self.local_rank == 0 else _ignore
+                poll = WaitReporter(board, first).poll if self.local_rank == 0 else _ignore
         else:
             return
         if (
             deadlines is not None
         ):  # torch's own timeout has a less specific error, so it must come later
             self._timeout = timedelta(seconds=max(deadlines.step_s, deadlines.first_step_s) + 60)
-        self.pulse = Pulse(board, self.local_rank)
-        self._watched.enter_context(self.pulse.watched(look))
+        self.heartbeat = HeartbeatWriter(board, self.local_rank)
+        self._watched.enter_context(self.heartbeat.watched(poll))
 
     def mesh(self, strategy: Strategy, ranks: Sequence[int] | None = None) -> DeviceMesh:
         """Return the device mesh of a strategy with all axes, outer to inner, including those of degree 1.

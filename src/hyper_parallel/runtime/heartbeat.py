@@ -23,7 +23,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Final
 
-BOARD: Final = "HYPER_PARALLEL_BOARD"
+BOARD_VARIABLE: Final = "HYPER_PARALLEL_BOARD"
 """Environment variable with the path of the launcher's board, for a forked rank."""
 
 _MOVE: Final = struct.Struct("<qqqqq48s")
@@ -32,7 +32,7 @@ _NOTE: Final = struct.Struct("<200s")
 _SLOT_BYTES: Final = _MOVE.size + _NOTE.size
 _IDLE_S: Final = 0.01
 """CPU seconds between two looks below which a thread counts as waiting."""
-_LOOK_S: Final = 0.5  # this polling interval has no measurable cost
+_POLL_S: Final = 0.5  # this polling interval has no measurable cost
 _COMMUNICATION: Final = ("torch/distributed/", "backends/torch/collectives.py")
 _BETWEEN: Final = (
     "torch/overrides.py",
@@ -46,7 +46,7 @@ _DELEGATES: Final = ("torch/autograd/", "concurrent/futures/", "threading.py")
 
 
 @dataclass(frozen=True, slots=True)
-class Beat:
+class Heartbeat:
     """State of a rank, as last published by it.
 
     Attributes:
@@ -72,7 +72,7 @@ class Beat:
         return f"{where} of microbatch {self.microbatch}" if self.microbatch else where
 
 
-class Board:
+class HeartbeatBoard:
     """Heartbeat slots of the ranks of one machine.
 
     Args:
@@ -89,7 +89,7 @@ class Board:
         finally:
             os.close(file)
 
-    def read(self) -> list[Beat]:
+    def read(self) -> list[Heartbeat]:
         """Return the state of every rank, in rank order."""
         return [self._read(rank * _SLOT_BYTES) for rank in range(self.ranks)]
 
@@ -97,17 +97,17 @@ class Board:
         """Record the process of a rank, which may be stopped before its first heartbeat."""
         _PID.pack_into(self.memory, rank * _SLOT_BYTES, pid)
 
-    def _read(self, offset: int) -> Beat:
+    def _read(self, offset: int) -> Heartbeat:
         *numbers, phase = _MOVE.unpack_from(self.memory, offset)
         (note,) = _NOTE.unpack_from(self.memory, offset + _MOVE.size)
-        return Beat(*numbers, phase=_text(phase), note=_text(note))
+        return Heartbeat(*numbers, phase=_text(phase), note=_text(note))
 
 
 def _text(field: bytes) -> str:
     return field.partition(b"\0")[0].decode(errors="replace")
 
 
-class Pulse:
+class HeartbeatWriter:
     """Heartbeat slot of this rank, its only writer.
 
     Args:
@@ -115,11 +115,11 @@ class Pulse:
         slot: Index of this rank's slot.
     """
 
-    def __init__(self, board: Board, slot: int) -> None:
+    def __init__(self, board: HeartbeatBoard, slot: int) -> None:
         self._memory, self._offset = board.memory, slot * _SLOT_BYTES
         self._numbers = [os.getpid(), 0, 0, 0, 0]
         self._noted = False
-        self.beat("start")
+        self.begin_phase("start")
 
     @property
     def beats(self) -> int:
@@ -130,9 +130,9 @@ class Pulse:
         """Begin a step; None begins work outside steps, such as an evaluation or a checkpoint."""
         self._numbers[2] += step is not None
         self._numbers[3:] = [step or 0, 0]
-        self.beat("begin")
+        self.begin_phase("begin")
 
-    def beat(self, phase: str) -> None:
+    def begin_phase(self, phase: str) -> None:
         """Begin a phase."""
         numbers = self._numbers
         numbers[1] += 1
@@ -147,15 +147,15 @@ class Pulse:
         _NOTE.pack_into(self._memory, self._offset + _MOVE.size, text.encode()[:199])
 
     @contextmanager
-    def watched(self, look: Callable[[], None]) -> Iterator[None]:
-        """Run a thread that publishes the wait of a long phase twice a second, and then calls `look`."""
+    def watched(self, poll: Callable[[], None]) -> Iterator[None]:
+        """Run a thread that publishes the wait of a long phase twice a second, and then calls `poll`."""
         ended = threading.Event()
 
         main = threading.main_thread().ident or 0
 
         def watch() -> None:
             before, computed_s = -1, 0.0
-            while not ended.wait(_LOOK_S):
+            while not ended.wait(_POLL_S):
                 now_s = _computed_s(main)
                 # A loop without phases counts as waiting unless it has used CPU time.
                 if self.beats == before and (self._numbers[2] or now_s - computed_s < _IDLE_S):
@@ -163,7 +163,7 @@ class Pulse:
                 elif self._noted:
                     self.note("")
                 before, computed_s = self.beats, now_s
-                look()
+                poll()
 
         thread = threading.Thread(target=watch, name="heartbeat", daemon=True)
         thread.start()
@@ -173,7 +173,7 @@ class Pulse:
             ended.set()
             thread.join()
             self._numbers[0] = 0  # an ended rank is no longer monitored
-            self.beat("end")
+            self.begin_phase("end")
 
 
 def _computed_s(thread: int) -> float:

@@ -40,9 +40,9 @@ from hyper_parallel.runtime.fork_server import (
     serial_tokenizers,
     start_rank,
 )
-from hyper_parallel.runtime.heartbeat import BOARD, Board, Pulse
+from hyper_parallel.runtime.heartbeat import BOARD_VARIABLE, HeartbeatBoard, HeartbeatWriter
 from hyper_parallel.runtime.scratch_folders import scratch_folder
-from hyper_parallel.runtime.supervision import Deadlines, Hang, QuietRanks, Watch
+from hyper_parallel.runtime.supervision import Deadlines, Hang, HangDetector, WaitReporter
 from hyper_parallel.serde import create_file
 
 INIT_METHOD: Final = "HYPER_PARALLEL_INIT_METHOD"
@@ -50,8 +50,8 @@ INIT_METHOD: Final = "HYPER_PARALLEL_INIT_METHOD"
 
 _GRACE_S: Final = 2.0
 _GRACE_OF_KILLED_S: Final = 0.5  # a killed rank writes no record to wait for
-_QUIET_LOOK_S: Final = 2.0  # without deadlines; the end of a rank is noticed at once
-_LOOK_S: Final = 0.25  # detects a frozen rank well within a second after its deadline
+_QUIET_POLL_S: Final = 2.0  # without deadlines; the end of a rank is noticed at once
+_POLL_S: Final = 0.25  # detects a frozen rank well within a second after its deadline
 _LINES_OF_STACK: Final = 16  # number of lines in an error; the log contains the full stack
 _STACKS_S: Final = 0.5
 _LENGTH: Final = struct.Struct("<Q")
@@ -107,30 +107,22 @@ def launch(
         logs = Path(log_dir or scratch)
         with written(logs):
             logs.mkdir(parents=True, exist_ok=True)
-        board = Board(scratch / "board", world_size)
-        watch: Watch | QuietRanks = QuietRanks(board)
+        board = HeartbeatBoard(scratch / "board", world_size)
+        watch: HangDetector | WaitReporter = WaitReporter(board)
         if deadlines is not None:
-            watch = Watch(board, deadlines, ending=ending)
+            watch = HangDetector(board, deadlines, ending=ending)
         prepare_fork()
-        starts = list(accumulate(worlds or (world_size,), initial=0))
+        bounds = pairwise(accumulate(worlds or (world_size,), initial=0))
+        world_of = [range(first, stop) for first, stop in bounds for _ in range(first, stop)]
         ranks: list[ForkProcess] = []
         try:
             with serial_tokenizers():
                 for rank in range(world_size):
                     if ending():
                         raise KeyboardInterrupt
-                    world = next(range(a, b) for a, b in pairwise(starts) if rank < b)
-                    arguments = (
-                        fn,
-                        rank,
-                        world,
-                        scratch,
-                        None if rank == echo_rank else logs,
-                        threads,
-                        board,
-                        records,
-                    )
-                    process = ForkProcess(target=_child, args=arguments)
+                    log_folder = None if rank == echo_rank else logs
+                    where = (world_of[rank], scratch, log_folder, threads, board, records)
+                    process = ForkProcess(target=_child, args=(fn, rank, *where))
                     start_rank(process, rank, world_size)
                     if deadlines is not None:
                         board.started(rank, process.pid or 0)
@@ -143,12 +135,17 @@ def launch(
             for process in ranks:
                 process.join()
         if hang is not None:
-            first = logs / f"rank_{hang.culprits[0] if hang.culprits else 0}.log"
-            stack = _stack(_text(first)).splitlines()[:_LINES_OF_STACK]
-            raise hang.error(str(first), "\n".join(stack))
+            raise _hang_error(hang, logs)
         if failures:
             _raise_first(failures, records, logs, echo_rank)
         return [records.read(rank).result for rank in range(world_size)]
+
+
+def _hang_error(hang: Hang, logs: Path) -> HyperParallelError:
+    """Return the error of a hang with the log file and the stack of its first culprit."""
+    first = logs / f"rank_{hang.culprits[0] if hang.culprits else 0}.log"
+    stack = _stack(_text(first)).splitlines()[:_LINES_OF_STACK]
+    return hang.error(str(first), "\n".join(stack))
 
 
 class _Records:
@@ -190,7 +187,7 @@ def _child(
     scratch: Path,
     logs: Path | None,
     threads: int,
-    board: Board,
+    board: HeartbeatBoard,
     records: _Records,
 ) -> None:
     """Run a forked rank with its output in `logs`, or in the parent's output if `logs` is None; never returns."""
@@ -210,8 +207,8 @@ def _child(
             "LOCAL_WORLD_SIZE": str(len(world)),
             INIT_METHOD: f"file://{scratch / f'store_{world.start}'}",
         }
-        os.environ[BOARD] = f"{board.ranks} {board.path}"
-        Pulse(board, rank)
+        os.environ[BOARD_VARIABLE] = f"{board.ranks} {board.path}"
+        HeartbeatWriter(board, rank)
         torch.manual_seed(rank)
         result = fn(rank)
         if torch.distributed.is_initialized():
@@ -249,7 +246,7 @@ def stamp(error: BaseException) -> float:
 
 
 def _wait(
-    ranks: list[ForkProcess], timeout_s: float | None, watch: Watch | QuietRanks
+    ranks: list[ForkProcess], timeout_s: float | None, watch: HangDetector | WaitReporter
 ) -> tuple[dict[int, str], Hang | None]:
     """Wait for all ranks; after the first failure, only for a grace time.
 
@@ -263,8 +260,8 @@ def _wait(
     deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
     try:
         while running:
-            look_s = _LOOK_S if isinstance(watch, Watch) else _QUIET_LOOK_S
-            wait_s = min(max(deadline - time.monotonic(), 0.0), look_s)
+            poll_s = _POLL_S if isinstance(watch, HangDetector) else _QUIET_POLL_S
+            wait_s = min(max(deadline - time.monotonic(), 0.0), poll_s)
             ended = wait(list(running), wait_s)
             for rank in map(running.pop, ended):
                 ranks[rank].join()
@@ -273,11 +270,11 @@ def _wait(
                     failures[rank] = killed or f"exit code {code}"
                     grace_s = _GRACE_OF_KILLED_S if killed else _GRACE_S
                     deadline = min(deadline, time.monotonic() + grace_s)
-            if isinstance(watch, QuietRanks):
-                watch.look()
+            if isinstance(watch, WaitReporter):
+                watch.poll()
             elif not failures and watch.ends_start():
                 raise KeyboardInterrupt
-            elif not failures and (hang := watch.look(running.values())):
+            elif not failures and (hang := watch.poll(running.values())):
                 _ask_for_stacks({rank: ranks[rank] for rank in running.values()}, hang.stopped)
                 return {}, hang
             if not ended and time.monotonic() >= deadline:
@@ -295,7 +292,7 @@ def _wait(
 
 
 @contextmanager
-def _places_on_sigterm(board: Board) -> Iterator[None]:
+def _places_on_sigterm(board: HeartbeatBoard) -> Iterator[None]:
     """Print the position of every rank when SIGTERM ends this process, unless the caller has a handler."""
     main = threading.current_thread() is threading.main_thread()
     if not main or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
@@ -303,7 +300,7 @@ def _places_on_sigterm(board: Board) -> Iterator[None]:
         return
 
     def end(signum: int, _: Any) -> None:
-        lines = QuietRanks(board).places()
+        lines = WaitReporter(board).places()
         sys.stderr.write("".join(f"SIGTERM: {line}\n" for line in lines))
         sys.stderr.flush()
         signal.signal(signum, signal.SIG_DFL)

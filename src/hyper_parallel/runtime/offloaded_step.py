@@ -37,7 +37,7 @@ from hyper_parallel.backends.torch.weights.shard_ranges import local
 from hyper_parallel.errors import BadValue, BudgetImpossible, CaptureUnsupported, StepChanged
 from hyper_parallel.ir import MemoryPlan, MemoryProgram
 from hyper_parallel.memory import Channel, MemoryMachine, Roofline, plan_memory, with_seconds
-from hyper_parallel.runtime._agreed import agreed
+from hyper_parallel.runtime._agreed import agree_on_plan
 from hyper_parallel.runtime._host_machine import host_machine
 from hyper_parallel.runtime._step_parts import models_of, optimizers_of
 from hyper_parallel.runtime._step_refusals import (
@@ -269,7 +269,7 @@ class OffloadedStep:
         program = self._roofline.annotate(captured.program, self._link)
         try:
             timed = with_seconds(program, captured.seconds)
-            plan = agreed(partial(self._plan_of, timed), program, self._machine)
+            plan = agree_on_plan(partial(self._plan_of, timed), program, self._machine)
         except BudgetImpossible as error:
             error.hint = f"hp.offload(step, budget={error.least_bytes})"
             raise

@@ -113,22 +113,29 @@ def launch_on_ray(
         places = ray.get([actor.place.remote() for actor in actors])
         running = {}
         for rank, actor in enumerate(actors):
-            first = rank // per_node * per_node
-            variables: dict[str, Any] = {
-                "RANK": rank,
-                "WORLD_SIZE": ranks,
-                "LOCAL_RANK": rank - first,
-                "LOCAL_WORLD_SIZE": per_node,
-                "MASTER_ADDR": places[0][1],
-                "MASTER_PORT": places[0][2],
-                "TORCHELASTIC_RESTART_COUNT": restart,
-            }
-            # A rank selects its device by its local rank, so the devices of its neighbours must be visible.
-            if devices := [d for place in places[first : first + per_node] for d in place[3]]:
-                variables["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
-            environment = {name: str(value) for name, value in variables.items()}
+            environment = _environment(rank, per_node, places, restart)
             running[actor.run.remote(fn, environment)] = rank
         return _results(running, [place[0] for place in places])
+
+
+def _environment(
+    rank: int, per_node: int, places: list[tuple[str, str, int, list[str]]], restart: int
+) -> dict[str, str]:
+    """Return the environment variables of a rank; `places` are the results of `Rank.place` in rank order."""
+    first = rank // per_node * per_node
+    variables: dict[str, Any] = {
+        "RANK": rank,
+        "WORLD_SIZE": len(places),
+        "LOCAL_RANK": rank - first,
+        "LOCAL_WORLD_SIZE": per_node,
+        "MASTER_ADDR": places[0][1],
+        "MASTER_PORT": places[0][2],
+        "TORCHELASTIC_RESTART_COUNT": restart,
+    }
+    # A rank selects its device by its local rank, so the devices of its neighbours must be visible.
+    if devices := [d for place in places[first : first + per_node] for d in place[3]]:
+        variables["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
+    return {name: str(value) for name, value in variables.items()}
 
 
 def _results(running: dict[Any, int], hosts: list[str]) -> list[Any]:

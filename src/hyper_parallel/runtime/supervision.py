@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Final, TypeVar
 
 from hyper_parallel.errors import RankFailed, RankHung, RestartsUsedUp
-from hyper_parallel.runtime.heartbeat import Beat, Board
+from hyper_parallel.runtime.heartbeat import Heartbeat, HeartbeatBoard
 
 _log = logging.getLogger(__name__)
-_LONGEST_LOOK_S: Final = 2.0
+_LONGEST_POLL_S: Final = 2.0
 _BACKOFF_S: Final = 1.0  # doubles with every restart
 _LONGEST_BACKOFF_S: Final = 60.0
 _STOPPED: Final = "tT"  # stopped by a debugger, by a signal: proc(5)
@@ -51,7 +51,7 @@ class Deadlines:
     step_s: float
     first_step_s: float
 
-    def of(self, beat: Beat) -> float:
+    def of(self, beat: Heartbeat) -> float:
         """Return the deadline that currently applies to a rank."""
         return self.step_s if beat.step and beat.begun > 1 else self.first_step_s
 
@@ -91,7 +91,7 @@ class Hang:
         return RankHung(description, where=where, hint=hint, others=self.others)
 
 
-class Watch:
+class HangDetector:
     """Hang detector that polls the heartbeats of a board.
 
     Time counts while this process polls: a pause of the whole machine counts as two seconds at most.
@@ -105,7 +105,7 @@ class Watch:
 
     def __init__(
         self,
-        board: Board,
+        board: HeartbeatBoard,
         deadlines: Deadlines,
         first: int = 0,
         ending: Callable[[], bool] = lambda: False,
@@ -113,38 +113,38 @@ class Watch:
         self._board, self._deadlines, self._first = board, deadlines, first
         self._ending, self._longest_s = ending, 0.0
         self._beats = [0] * board.ranks
-        self._still_s = [0.0] * board.ranks
+        self._idle_s = [0.0] * board.ranks
         self._frozen_s = [0.0] * board.ranks
-        self._looked = time.monotonic()
+        self._polled_at = time.monotonic()
 
-    def look(self, ranks: Collection[int]) -> Hang | None:
+    def poll(self, ranks: Collection[int]) -> Hang | None:
         """Poll once; return the hang if one of these running ranks exceeds its deadline, else None."""
         now = time.monotonic()
-        passed, self._looked = min(now - self._looked, _LONGEST_LOOK_S), now
+        passed, self._polled_at = min(now - self._polled_at, _LONGEST_POLL_S), now
         beats = self._board.read()
         states = {rank: process_state(beats[rank].pid) for rank in ranks}
         for rank, beat in enumerate(beats):
-            still = beat.beats == self._beats[rank]
-            if not still and beat.step:
-                self._longest_s = max(self._longest_s, self._still_s[rank])
+            is_idle = beat.beats == self._beats[rank]
+            if not is_idle and beat.step:
+                self._longest_s = max(self._longest_s, self._idle_s[rank])
             frozen = _is(states.get(rank, ""), _STOPPED + _GONE)
-            self._still_s[rank] = self._still_s[rank] + passed if still else 0.0
+            self._idle_s[rank] = self._idle_s[rank] + passed if is_idle else 0.0
             self._frozen_s[rank] = self._frozen_s[rank] + passed if frozen else 0.0
             self._beats[rank] = beat.beats
         if all(
-            self._still_s[rank] <= self._deadline_s(beats[rank])
+            self._idle_s[rank] <= self._deadline_s(beats[rank])
             and self._frozen_s[rank] <= self._deadlines.step_s
             for rank in ranks
         ):
             return None
-        seconds = [f or s for f, s in zip(self._frozen_s, self._still_s, strict=True)]
+        seconds = [f or s for f, s in zip(self._frozen_s, self._idle_s, strict=True)]
         return hang(beats, seconds, states, self._first)
 
     def ends_start(self) -> bool:
         """Return whether a signal has asked the run to end before any rank has begun a step."""
         return self._ending() and not any(beat.begun for beat in self._board.read())
 
-    def _deadline_s(self, beat: Beat) -> float:
+    def _deadline_s(self, beat: Heartbeat) -> float:
         deadline_s = self._deadlines.of(beat)
         if not (beat.step and self._ending()):
             return deadline_s
@@ -152,7 +152,7 @@ class Watch:
         return min(deadline_s, max(least_s, _ENDING_PHASES * self._longest_s))
 
 
-class QuietRanks:
+class WaitReporter:
     """Reporter for loops without deadlines: prints the wait of every rank when no rank makes progress.
 
     Args:
@@ -160,23 +160,23 @@ class QuietRanks:
         first: Rank of slot 0.
     """
 
-    def __init__(self, board: Board, first: int = 0) -> None:
+    def __init__(self, board: HeartbeatBoard, first: int = 0) -> None:
         self._board, self._first = board, first
         self._seen: list[tuple[int, str]] = []
         self._since = time.monotonic()
         self._next_s = _QUIET_S
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Poll once; print a line when all ranks wait without progress for 30 s, 60 s, 120 s and so on."""
         seen = [(beat.beats, beat.note) for beat in self._board.read()]
         if seen != self._seen or not any(note.startswith("waits for") for _, note in seen):
             self._seen, self._since, self._next_s = seen, time.monotonic(), _QUIET_S
             return
-        still_s = time.monotonic() - self._since
-        if still_s >= self._next_s:
+        idle_s = time.monotonic() - self._since
+        if idle_s >= self._next_s:
             self._next_s *= 2
             where = "; ".join(self.places())
-            sys.stderr.write(f"no rank has moved for {still_s:.0f} s: {where}\n")
+            sys.stderr.write(f"no rank has moved for {idle_s:.0f} s: {where}\n")
 
     def places(self) -> list[str]:
         """Return the position of every rank that has published a heartbeat, one line each."""
@@ -188,13 +188,13 @@ class QuietRanks:
 
 
 def hang(
-    beats: Sequence[Beat], still_s: Sequence[float], states: dict[int, str], first: int = 0
+    beats: Sequence[Heartbeat], idle_s: Sequence[float], states: dict[int, str], first: int = 0
 ) -> Hang:
     """Distinguish the culprits of a hang from the ranks that wait for them.
 
     Args:
         beats: Last state of every rank.
-        still_s: Seconds without progress, or stopped, per rank.
+        idle_s: Seconds without progress, or stopped, per rank.
         states: States of the running processes by slot, see proc(5); empty: unknown.
         first: Rank of slot 0.
     """
@@ -203,7 +203,7 @@ def hang(
     gone = tuple(rank for rank, state in states.items() if _is(state, _GONE))
     culprits = stopped + gone or tuple(rank for rank in states if rank not in waiting)
     lines = {
-        slot: f"rank {first + slot} {_doing(beats[slot], state)} since {still_s[slot]:.0f} s, in {beats[slot]}"
+        slot: f"rank {first + slot} {_doing(beats[slot], state)} since {idle_s[slot]:.0f} s, in {beats[slot]}"
         for slot, state in states.items()
     }
     description = (
@@ -215,7 +215,7 @@ def hang(
     return Hang(*ranks, description, tuple(lines.values()))
 
 
-def _doing(beat: Beat, state: str) -> str:
+def _doing(beat: Heartbeat, state: str) -> str:
     if _is(state, _STOPPED):
         return "is stopped by a signal"
     if _is(state, _GONE):
@@ -237,7 +237,7 @@ def process_state(pid: int) -> str:
         return "X"
 
 
-class Sentry:
+class HangMonitor:
     """Hang monitor of a rank under another launcher: all ranks of the machine end when one causes a hang.
 
     Every rank polls, so that at least one is running. The launcher notices their end, and restarts them if configured
@@ -248,18 +248,23 @@ class Sentry:
         deadlines: Maximum time of a rank in one phase.
         slot: Slot of this rank.
         first: Rank of slot 0, for names of slots.
-        ending: As in `Watch`; called on a separate thread, because the main thread may wait.
+        ending: As in `HangDetector`; called on a separate thread, because the main thread may wait.
     """
 
     def __init__(
-        self, board: Board, deadlines: Deadlines, slot: int, first: int, ending: Callable[[], bool]
+        self,
+        board: HeartbeatBoard,
+        deadlines: Deadlines,
+        slot: int,
+        first: int,
+        ending: Callable[[], bool],
     ) -> None:
         self._board, self._slot, self._first = board, slot, first
-        self._watch = Watch(board, deadlines, first, ending)
+        self._watch = HangDetector(board, deadlines, first, ending)
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Poll once; on a hang, end this process and the stopped ones. The lowest running rank prints the reason."""
-        hang_state = self._watch.look(range(self._board.ranks))
+        hang_state = self._watch.poll(range(self._board.ranks))
         if hang_state is None:
             return
         slots = [rank - self._first for rank in hang_state.stopped]
@@ -290,7 +295,7 @@ def with_restarts(attempt: Callable[[int], _T], max_restarts: int) -> _T:
 
     Raises:
         RestartsUsedUp: HP621 when the last restart has failed as well.
-        RankFailed: HP601, RankHung: HP620 when `max_restarts` is 0. Other coded errors are not retried, because they recur.
+        RankFailed: HP601, RankHung: HP620 when `max_restarts` is 0. Other coded errors are not retried.
     """
     for number in range(max_restarts + 1):
         try:

@@ -152,6 +152,13 @@ def _layers(v: dict[str, Any], path: Path, overrides: Sequence[str]) -> Iterator
         "packing",
         {"data.packing": packs, "data.mask_documents": bool(v["neat_packing"]) if packs else None},
     )
+    yield from _trained_layers(v, kind)
+    yield from _data_layers(v, path)
+    yield from _layout_layers(v, path, overrides)
+
+
+def _trained_layers(v: dict[str, Any], kind: str) -> Iterator[Layer]:
+    """Yield the trained parameters: the adapter of `lora`, or the layers of `freeze`."""
     if kind == "lora":
         targets = [t.strip() for t in str(v["lora_target"]).split(",")]
         extra = [t.strip() for t in str(v["additional_target"] or "").split(",") if t]
@@ -164,8 +171,6 @@ def _layers(v: dict[str, Any], path: Path, overrides: Sequence[str]) -> Iterator
     elif kind == "freeze":
         frozen = _frozen(str(v["model_name_or_path"]), v["freeze_trainable_layers"])
         yield "freeze_trainable_layers", {"training.freeze": frozen}
-    yield from _data_layers(v, path)
-    yield from _layout_layers(v, path, overrides)
 
 
 def _schedule_layers(v: dict[str, Any], path: Path) -> Iterator[Layer]:

@@ -18,7 +18,7 @@ _ENGINES: Final = {
     "processes": ("_processes", "ProcessEngine"),
     "ray": ("_actors", "RayEngine"),
 }
-_LOOK_S: Final = 0.25  # detects a frozen rank well within a second after its deadline
+_POLL_S: Final = 0.25  # detects a frozen rank well within a second after its deadline
 
 
 class Controller:
@@ -125,7 +125,7 @@ class Controller:
     def wait(self) -> None:
         """Wait for an answer, a quarter of a second at most, and then advance all roles."""
         busy = [role.busy for role in self.roles.values() if role.busy is not None]
-        self.engine.wait(busy, _LOOK_S)
+        self.engine.wait(busy, _POLL_S)
         for role in self.roles.values():
             role.advance()
 

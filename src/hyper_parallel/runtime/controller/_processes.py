@@ -31,7 +31,7 @@ from hyper_parallel.runtime.fork_server import (
     serial_tokenizers,
     start_rank,
 )
-from hyper_parallel.runtime.heartbeat import BOARD, Board, Pulse
+from hyper_parallel.runtime.heartbeat import BOARD_VARIABLE, HeartbeatBoard, HeartbeatWriter
 from hyper_parallel.runtime.local_launch import INIT_METHOD
 from hyper_parallel.runtime.scratch_folders import scratch_folder
 from hyper_parallel.runtime.supervision import hang, process_state
@@ -86,7 +86,7 @@ class ProcessRanks:
 
     def __init__(self, spec: RoleSpec, places: range, folder: Path) -> None:
         self.places, self._folder = places, folder
-        self._board = Board(folder / "board", places.stop)
+        self._board = HeartbeatBoard(folder / "board", places.stop)
         self.processes: list[ForkProcess] = []
         self._pipes: list[Connection] = []
         try:
@@ -163,7 +163,7 @@ def _answer_file(folder: Path, rank: int) -> Path:
 
 
 def _rank(
-    spec: RoleSpec, rank: int, places: range, folder: Path, pipe: Connection, board: Board
+    spec: RoleSpec, rank: int, places: range, folder: Path, pipe: Connection, board: HeartbeatBoard
 ) -> None:
     """Run calls in a forked rank until it is killed; never returns."""
     status = 1
@@ -179,9 +179,9 @@ def _rank(
             "WORLD_SIZE": str(len(places)),
             "LOCAL_WORLD_SIZE": str(len(places)),
             INIT_METHOD: f"file://{folder / 'store'}",
-            BOARD: f"{board.ranks} {board.path}",
+            BOARD_VARIABLE: f"{board.ranks} {board.path}",
         }
-        Pulse(board, places[rank])
+        HeartbeatWriter(board, places[rank])
         host = RoleHost(spec, rank)
         while pipe.recv_bytes():
             call = json.loads((folder / "call.json").read_text("utf-8"))

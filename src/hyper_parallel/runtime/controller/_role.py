@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from hyper_parallel.runtime.controller._controller import Controller
 
 _log = logging.getLogger(__name__)
-_LONGEST_LOOK_S: Final = 2.0
+_LONGEST_POLL_S: Final = 2.0
 """Longest interval between two polls that counts as silence of a rank, if the controller or the machine pauses."""
 _GRACE_S: Final = 2.0
 """Seconds for the other ranks to answer after one has raised: they may wait for it in a collective without end."""
@@ -93,7 +93,7 @@ class Role:
         self._ranks: RoleRanks | None = None
         self._running: RoleCall | None = None
         self._answers: dict[int, dict[str, Any]] = {}
-        self._looked = self._silent_s = 0.0
+        self._polled_at = self._silent_s = 0.0
         self._raised_s: float | None = None  # silence in seconds when the first rank had raised
         self._failure: HyperParallelError | None = None
         self._begin_unless_recorded(size)
@@ -164,7 +164,7 @@ class Role:
             if len(self._answers) == self.size:
                 self._take(self._running)
             else:
-                self._look(self._running, lost)
+                self._poll(self._running, lost)
                 return
 
     def end(self) -> None:
@@ -197,7 +197,7 @@ class Role:
 
     def _run(self, call: RoleCall) -> None:
         self._running, self._answers, self._raised_s = call, {}, None
-        self._silent_s, self._looked = 0.0, time.monotonic()
+        self._silent_s, self._polled_at = 0.0, time.monotonic()
         self._ranks.give(call.number, call.method, call.arguments)
 
     def _take(self, call: RoleCall) -> None:
@@ -222,11 +222,11 @@ class Role:
                 return _no_json(f"what `{self.name}.{call.method}` returns", answer["no_json"])
         return None
 
-    def _look(self, call: RoleCall, lost: str | None) -> None:
+    def _poll(self, call: RoleCall, lost: str | None) -> None:
         """Check ranks that have not all answered: replace lost ones, and ones that exceed the time limit."""
         now = time.monotonic()
-        self._silent_s += min(now - self._looked, _LONGEST_LOOK_S)
-        self._looked = now
+        self._silent_s += min(now - self._polled_at, _LONGEST_POLL_S)
+        self._polled_at = now
         if self._raised_s is None and self._error(call) is not None:
             self._raised_s = self._silent_s
         if lost is not None:

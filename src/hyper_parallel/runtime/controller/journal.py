@@ -25,7 +25,7 @@ from hyper_parallel.errors import HyperParallelError, JournalMismatch, OutputNot
 _log = logging.getLogger(__name__)
 _LONGEST_WAIT_S: Final = 10.0
 """Seconds to wait for the lock: the ranks of a killed controller inherit it and hold it until the kernel ends them."""
-_LOOK_S: Final = 0.02
+_POLL_S: Final = 0.02
 _FIRST: Final = b'{"role": '
 """First bytes of a record."""
 _KEYS: Final = {"role", "number", "method", "arguments"}
@@ -130,7 +130,7 @@ class Journal:
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
                 if time.monotonic() < deadline:
-                    time.sleep(_LOOK_S)
+                    time.sleep(_POLL_S)
                     continue
                 raise RunInUse(
                     "another controller writes this journal, or a rank of it has not ended",
