@@ -122,7 +122,7 @@ def test_culprits(notes, states, culprits, says) -> None:
     """Stopped before gone before anywhere else; nobody where all wait. Slot 0 is rank 4 here."""
     found = hang([_beat(n) for n in notes], [9.0, 8.0, 7.0], dict(enumerate(states)), first=4)
     assert found.culprits == tuple(4 + slot for slot in culprits)
-    assert found.what.startswith(says)
+    assert found.description.startswith(says)
     assert len(found.others) == (2 if culprits else 3)
 
 
@@ -161,7 +161,9 @@ def test_a_stopped_process_is_found_in_any_phase_and_a_pause_is_forgiven(
             for poll in range(most):
                 now += 1
                 if (found := watch.poll([0])) is not None:
-                    assert found.what == "rank 0 is stopped by a signal since 11 s, in export"
+                    assert (
+                        found.description == "rank 0 is stopped by a signal since 11 s, in export"
+                    )
                     assert found.stopped == (0,)
                     return poll + 1
             return 0

@@ -22,7 +22,7 @@ from hyper_parallel.integration.llamafactory.arguments import HyperParallelArgum
 from hyper_parallel.integration.llamafactory.parallel_model import (
     FORMATS,
     adopt_checkpointing,
-    parallelize_model,
+    shard_model,
 )
 
 __all__ = [
@@ -81,9 +81,7 @@ def fsdp2_prepare_model(
             update={"reshard_after_forward": bool(plugin.reshard_after_forward)}
         )
     strategy = arguments.strategy(accelerator.num_processes)
-    parallelize_model(
-        model, strategy, arguments, FORMATS.get(accelerator.mixed_precision), average=True
-    )
+    shard_model(model, strategy, arguments, FORMATS.get(accelerator.mixed_precision), average=True)
     for param in model.parameters():
         setattr(param, _MODEL, weakref.ref(model))
     return model

@@ -26,7 +26,7 @@ from hyper_parallel.integration.llamafactory.parallel_model import (
     FORMATS,
     adopt_checkpointing,
     export,
-    parallelize_model,
+    shard_model,
     wait,
     without_padding_mask,
 )
@@ -94,7 +94,7 @@ class HyperParallelTrainer(CustomSeq2SeqTrainer):
         if self._parallel:
             return
         mixed = "bf16" if self.args.bf16 else "fp16" if self.args.fp16 else ""
-        parallelize_model(self.model, self._strategy, self._hp_args, FORMATS.get(mixed))
+        shard_model(self.model, self._strategy, self._hp_args, FORMATS.get(mixed))
         self._parallel = True
 
     def _prepare_but_the_model(self, *objects: Any, **kwargs: Any) -> Any:

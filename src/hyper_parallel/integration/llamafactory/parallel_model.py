@@ -21,7 +21,7 @@ FORMATS: Final = {"bf16": "bfloat16", "fp16": "float16"}
 """Dtypes by names of Accelerate's `mixed_precision`."""
 
 
-def parallelize_model(
+def shard_model(
     model: nn.Module,
     strategy: Strategy,
     hp_args: HyperParallelArguments,
