@@ -42,11 +42,7 @@ def nearest_path(text: str, folders: Iterable[str | os.PathLike[str]] = ()) -> s
             names = [name for name in _names(root) if root / name != missing]
             if near := difflib.get_close_matches(missing.name, names, n=1, cutoff=0.7):
                 return str(root / near[0])
-    except (
-        OSError,
-        ValueError,
-        RuntimeError,
-    ):  # not a valid path: too long, home of an unknown user
+    except (OSError, ValueError, RuntimeError):  # not a valid path: too long, an unknown user
         return None
     return None
 

@@ -390,9 +390,11 @@ def _path_hint(text: str) -> str:
     if (hint := export_hint(text)) is not None:
         return hint
     inside = Path(text) / "export"
-    near = str(inside) if (inside / "config.json").is_file() else nearest_path(text)
+    # os.path, because pathlib raises for a text that is too long for a path.
+    has_config = os.path.isfile(inside / "config.json")  # noqa: PTH113
+    near = str(inside) if has_config else nearest_path(text)
     if near is not None:
         return f"did you mean `{near}`?"
-    if Path(text).is_dir():
+    if os.path.isdir(text):  # noqa: PTH112
         return f"ls {shlex.quote(text)}, to find the folder that holds config.json"
     return "check the path; a model directory holds config.json"
