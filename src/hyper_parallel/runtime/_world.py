@@ -299,7 +299,7 @@ class World:
 
 @dataclass(frozen=True)
 class _WorldPart:
-    """One of several worlds into which the ranks of a launcher are split.
+    """Part of the ranks of a launcher that forms one of several worlds.
 
     Attributes:
         number: Index of this world.

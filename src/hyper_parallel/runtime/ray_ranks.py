@@ -24,7 +24,7 @@ STORE_BYTES: Final = 100 * 2**20
 
 
 class Rank:
-    """One rank, wrapped by `ray.remote`."""
+    """Rank of a run, wrapped by `ray.remote`."""
 
     def place(self) -> tuple[str, str, int, list[str]]:
         """Return host name, IP address, a free port, and the accelerators that Ray assigns to this actor."""
