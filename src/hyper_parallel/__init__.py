@@ -1,6 +1,6 @@
 """HyperParallel: a supernode as one computer.
 
-Importing this package is cheap and touches no framework; every name is loaded when it is first used.
+Importing this package is cheap and imports no framework: each name is loaded at its first use.
 """
 
 from __future__ import annotations

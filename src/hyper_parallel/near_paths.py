@@ -1,4 +1,4 @@
-"""Paths that look like one that does not exist, for hints."""
+"""Existing paths with a name close to a missing one, for error hints."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Final
 
 _MOST_ENTRIES: Final = 2000
-"""Entries of a folder that are compared; a hint is not worth reading more."""
+"""Maximum number of directory entries to compare: a hint is not worth reading more."""
 _RECIPES: Final = ("", "recipes")
-"""Folders of the working directory in which recipes are looked for; `hyper-parallel init` writes into the second."""
+"""Folders of the working directory searched for recipes; `hyper-parallel init` writes into the second."""
 _RECIPE_BYTES: Final = 65536
 _SECTION: Final = re.compile(r"^(model|extends|model_name_or_path) *:", re.MULTILINE)
 _RECORDS: Final = (".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow")
@@ -21,34 +21,34 @@ _COMPRESSED: Final = (".gz", ".zst")
 
 
 def nearest_path(text: str, folders: Iterable[str | os.PathLike[str]] = ()) -> str | None:
-    """Return an existing path that was probably meant by a missing one; None where no path is near.
+    """Return the existing path most likely meant by a missing one; None when no path is similar.
 
-    The same name in the working directory or in one of the folders comes first, then a near name in the same folder,
-    then a near name in those.
+    Candidates in order: the same name in the working directory or in one of the folders, a similar name in the same
+    folder, a similar name in the other folders.
 
     Args:
         text: The missing path.
-        folders: Further folders to search, such as that of a recipe; paths in them are returned with the folder.
+        folders: Further folders to search, such as the one of a recipe; paths in them are returned with the folder.
     """
     try:
-        wanted = Path(text).expanduser()
-        places = list(dict.fromkeys([wanted.parent, Path(), *map(Path, folders)]))
+        missing = Path(text).expanduser()
+        places = list(dict.fromkeys([missing.parent, Path(), *map(Path, folders)]))
         roots = [place for place in places if place.is_dir()]
         for root in roots:
-            same = root / wanted.name
-            if wanted.name and same != wanted and same.exists():
+            same = root / missing.name
+            if missing.name and same != missing and same.exists():
                 return str(same)
         for root in roots:
-            names = [name for name in _names(root) if root / name != wanted]
-            if near := difflib.get_close_matches(wanted.name, names, n=1, cutoff=0.7):
+            names = [name for name in _names(root) if root / name != missing]
+            if near := difflib.get_close_matches(missing.name, names, n=1, cutoff=0.7):
                 return str(root / near[0])
-    except (OSError, ValueError, RuntimeError):  # no path at all: too long, an unknown user's home
+    except (OSError, ValueError, RuntimeError):  # not a valid path: too long, an unknown user
         return None
     return None
 
 
 def export_hint(text: str) -> str | None:
-    """Return the hint for a missing export of a run, which training writes; None for any other path."""
+    """Return the hint for a missing export of a training run; None for any other path."""
     path = Path(text)
     if path.name != "export" or path.parent == Path():
         return None
@@ -58,13 +58,13 @@ def export_hint(text: str) -> str | None:
 
 
 def is_data_file(path: Path) -> bool:
-    """Return whether a file holds records of data, by its name."""
+    """Return whether the file name has the extension of a data file."""
     name = path.with_suffix("") if path.suffix in _COMPRESSED else path
     return name.suffix.lower() in _RECORDS
 
 
 def is_recipe_file(path: Path) -> bool:
-    """Return whether a YAML file names a model in the way of a recipe."""
+    """Return whether a YAML file has a top-level key that names a model, as every recipe does."""
     try:
         if path.suffix.lower() not in (".yaml", ".yml") or not path.is_file():
             return False
@@ -75,12 +75,12 @@ def is_recipe_file(path: Path) -> bool:
 
 
 def nearest_recipe(text: str) -> str | None:
-    """Return the file that was probably meant by a missing recipe; None where no name is near."""
+    """Return the file most likely meant by a missing recipe; None when no name is similar."""
     return nearest_path(text, [folder for folder in _RECIPES if folder])
 
 
 def some_recipe() -> str | None:
-    """Return a recipe of the working directory or of its folder `recipes`, by name; None where there is none."""
+    """Return the first recipe, by name, of the working directory or its folder `recipes`; None when there is none."""
     for folder in map(Path, _RECIPES):
         try:
             names = sorted(_names(folder)) if folder.is_dir() else []
@@ -93,7 +93,7 @@ def some_recipe() -> str | None:
 
 
 def command_with_data(command: str, data: str) -> str:
-    """Return the command that was probably meant where a data file stands for the recipe.
+    """Return the command most likely meant when a data file is passed in place of the recipe.
 
     Args:
         command: Words of the command, such as `train`.

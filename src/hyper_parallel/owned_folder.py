@@ -1,10 +1,10 @@
-"""Folders that this product may replace or clear: marked as its own, and never emptied beyond what it wrote.
+"""Folders that this product may replace or clear: each carries a marker, and files of other origin are never removed.
 
-A folder carries a marker, `.hyper_parallel.json`, with its kind. The marker of a folder that is replaced as a whole
-also lists the name, size and checksum of every file in it. A folder is replaced only when its marker names the right
-kind and everything in it is listed and unchanged; any other file raises HP105 before anything changes. Removal unlinks
-one known file after another and then the empty folders, so a file of somebody else survives even if it appears
-meanwhile. No symbolic link is followed below such a folder.
+The marker, `.hyper_parallel.json`, names the kind of the folder. For a folder replaced as a whole, it also lists the
+name, size and checksum of every file. Such a folder is replaced only if its marker has the right kind and every file in
+it is listed and unchanged; any other file raises HP105 before anything changes. Removal unlinks known files one by one,
+then empty folders, so a foreign file survives even if it appears meanwhile. Symbolic links below such a folder are not
+followed.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from hyper_parallel.serde import write_text
 MARKER: Final = ".hyper_parallel.json"
 FORMAT: Final = 1
 _WHOLE_BYTES: Final = 1 << 20  # files up to this size are hashed as a whole
-_SAMPLES: Final = 256  # blocks hashed of a larger file, evenly spaced over it
+_SAMPLES: Final = 256  # number of blocks hashed of a larger file, evenly spaced
 _BLOCK_BYTES: Final = 4096
-_NAMED: Final = 3  # foreign files that an error names
+_NAMED: Final = 3  # number of foreign files that an error names
 
 _MODEL_TEXTS: Final = r"[\w.-]+\.(json|jinja|txt|model|py)"
 PATTERNS: Final[Mapping[str, str]] = {
@@ -43,20 +43,20 @@ PATTERNS: Final[Mapping[str, str]] = {
     "scratch": r"rank\d+/|(rank\d+/)?[\w-]+\.(bin|part)|"
     r"\.?step_\d+(\.tmp|\.old)?/((manifest|index|extra)\.json|rank_\d+\.safetensors)",
 }  # fmt: skip
-"""By kind of folder, the paths of files in it: what a killed process may have left in an unfinished one."""
+"""Per kind of folder, the paths of files that a killed process may have written into an unfinished one."""
 
 _MARKER_PART: Final = re.compile(rf"{re.escape('.' + MARKER)}\.\d+\.part")
 
 
 @dataclass(frozen=True, slots=True)
 class Marker:
-    """The content of a marker.
+    """Content of a marker.
 
     Attributes:
         kind: Kind of the folder: run, export, adapter, model, cache, scratch.
-        files: Relative path to size and checksum of every file, of a run only of its recipe; None: the folder is
+        files: Size and checksum of every file by relative path, in a run only of its recipe; None: the folder is
             unfinished.
-        identity: Text that ties the folder to a file outside of it; empty for most kinds.
+        identity: Text that ties the folder to a file outside it; empty for most kinds.
     """
 
     kind: str
@@ -65,7 +65,7 @@ class Marker:
 
 
 def read_marker(folder: Path) -> Marker | None:
-    """Return the marker of a folder; None when it has none that this version wrote."""
+    """Return the marker of a folder; None when it has no marker of this format."""
     path = folder / MARKER
     try:
         if not stat.S_ISREG(path.lstat().st_mode):
@@ -83,20 +83,20 @@ def read_marker(folder: Path) -> Marker | None:
 
 
 def write_marker(folder: Path, marker: Marker) -> None:
-    """Write the marker of a folder, whole or not at all."""
+    """Write the marker of a folder atomically."""
     value: dict[str, Any] = {"product": "hyper_parallel", "format": FORMAT, "kind": marker.kind}
     value |= {"identity": marker.identity, "files": marker.files}
     write_text(folder / MARKER, json.dumps(value, indent=1) + "\n")
 
 
 def seal(folder: Path, kind: str) -> None:
-    """Mark a written folder as a finished one of a kind, with all files that are in it."""
+    """Mark a folder as a finished one of a kind, listing all files in it."""
     files = {name: file_facts(path) for name, path in _entries(folder) if name != MARKER}
     write_marker(folder, Marker(kind, files))
 
 
 def foreign_files(folder: Path, kinds: Collection[str]) -> Iterator[str]:
-    """Yield relative paths of what a finished folder of one of these kinds would not hold, in no order."""
+    """Yield, unordered, the relative paths that do not belong to a finished folder of one of these kinds."""
     marker = read_marker(folder)
     files = marker.files if marker is not None and marker.kind in kinds else None
     for name, path in _entries(folder):
@@ -112,15 +112,15 @@ def foreign_files(folder: Path, kinds: Collection[str]) -> Iterator[str]:
 
 
 def check_replaceable(
-    folder: Path, kinds: Collection[str], what: str, hint: str | None = None
+    folder: Path, kinds: Collection[str], label: str, hint: str | None = None
 ) -> None:
-    """Raise unless a folder is missing, empty, or holds nothing but the files of a finished one of these kinds.
+    """Raise unless a folder is missing, empty, or contains only the files of a finished folder of these kinds.
 
     Args:
-        folder: The folder, which must be no symbolic link.
+        folder: The folder, which must not be a symbolic link.
         kinds: Kinds that may be replaced.
-        what: The folder in words: `the export directory`.
-        hint: How to go on; None: move the folder away.
+        label: Description of the folder in errors, such as `the export directory`.
+        hint: Hint of the error; None: move the folder away.
 
     Raises:
         OutputNotWritable: HP105 naming the first foreign files.
@@ -128,11 +128,11 @@ def check_replaceable(
     if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
         got = ["a symbolic link" if folder.is_symlink() else "a file"]
     else:
-        found = foreign_files(folder, kinds) if folder.exists() else iter(())
-        got = list(itertools.islice(found, _NAMED))
+        foreign = foreign_files(folder, kinds) if folder.exists() else iter(())
+        got = list(itertools.islice(foreign, _NAMED))
     if got:
         raise OutputNotWritable(
-            f"{what} holds files that it was not written with, and would be replaced",
+            f"{label} holds files that it was not written with, and would be replaced",
             where=str(folder),
             got=got,
             allowed="an empty or missing directory, or one as it was written",
@@ -145,17 +145,17 @@ def remove_files(
     owned: Callable[[str], bool],
     owned_folder: Callable[[str], bool] = lambda _: False,
 ) -> list[str]:
-    """Unlink the files of a folder whose relative paths are owned, then the folders that this has emptied.
+    """Unlink the owned files of a folder, then the folders that became empty.
 
     Args:
         folder: The folder.
-        owned: Whether a relative path of a file is owned.
-        owned_folder: Whether one of a folder that was empty before is.
+        owned: Predicate on the relative path of a file.
+        owned_folder: Predicate on the relative path of a folder that was empty before.
 
     Returns:
-        Relative paths of what stays; empty: the folder is gone.
+        Relative paths that remain; empty when the folder is removed.
     """
-    stays, emptied = [], {folder}
+    remaining, emptied = [], {folder}
     if not folder.is_dir() or folder.is_symlink():
         return ["."] if os.path.lexists(folder) else []
     for name, path in list(_entries(folder)):
@@ -164,38 +164,38 @@ def remove_files(
                 path.unlink(missing_ok=True)
                 emptied.update(folder / parent for parent in Path(name).parents)
             except OSError:
-                stays.append(name)
+                remaining.append(name)
         elif not path.is_dir() or path.is_symlink():
-            stays.append(name)
+            remaining.append(name)
         elif owned_folder(name):
             emptied.add(path)
     for place in sorted(emptied, key=lambda place: -len(place.parts)):
         with suppress(OSError):  # not empty
             place.rmdir()
-    return stays or (["."] if folder.exists() else [])
+    return remaining or (["."] if folder.exists() else [])
 
 
 def remove_finished(folder: Path) -> list[str]:
-    """Remove the files that the marker of a folder lists, and the folder; returns as `remove_files`."""
+    """Remove the files listed in the marker of a folder, and the folder; returns as `remove_files`."""
     marker = read_marker(folder)
     files = {} if marker is None or marker.files is None else marker.files
-    left = remove_files(folder, files.__contains__)
-    if left == [MARKER]:
-        left = remove_files(folder, MARKER.__eq__)
-    return left
+    remaining = remove_files(folder, files.__contains__)
+    if remaining == [MARKER]:
+        remaining = remove_files(folder, MARKER.__eq__)
+    return remaining
 
 
 def remove_unfinished(folder: Path, kind: str) -> list[str]:
-    """Remove what a process has left in a marked folder of a kind; returns as `remove_files`."""
+    """Remove the files that an ended process has written into a marked folder; returns as `remove_files`."""
     marker = read_marker(folder)
     if marker is not None and marker.kind == kind:
         pattern, listed = re.compile(PATTERNS[kind]), marker.files or {}
-        left = remove_files(
+        remaining = remove_files(
             folder,
             lambda n: n != MARKER and (n in listed or bool(pattern.fullmatch(n))),
             lambda n: bool(pattern.fullmatch(f"{n}/")),
         )
-        return remove_files(folder, _is_marker) if all(map(_is_marker, left)) else left
+        return remove_files(folder, _is_marker) if all(map(_is_marker, remaining)) else remaining
     return remove_files(folder, lambda name: bool(_MARKER_PART.fullmatch(name)))
 
 
@@ -204,21 +204,21 @@ def _is_marker(name: str) -> bool:
 
 
 class Replacement:
-    """A folder that is written beside its place and published by one rename, in place of an earlier one.
+    """Folder that is written under a hidden name in the same parent, and published by one rename.
 
     Args:
-        target: The folder; where it is a symbolic link, the place that it points to.
-        kind: Its kind.
-        what: The folder in words, for errors.
+        target: The folder; a symbolic link is resolved first.
+        kind: Kind of the folder.
+        label: Description of the folder in errors.
         replaces: Kinds that it may replace; (): its own.
-        parents: Create missing folders above it.
+        parents: Create missing parent folders.
     """
 
     def __init__(
         self,
         target: Path,
         kind: str,
-        what: str,
+        label: str,
         replaces: Collection[str] = (),
         *,
         parents: bool = False,
@@ -226,14 +226,14 @@ class Replacement:
         self.target = Path(os.path.realpath(target))
         self.partial = self.target.with_name(f".{self.target.name}.tmp")
         self._old = self.target.with_name(f".{self.target.name}.old")
-        self._kind, self._what = kind, what
+        self._kind, self._label = kind, label
         self._replaces = tuple(replaces) or (kind,)
         self._parents, self._lock = parents, -1
 
     def check(self) -> None:
-        """Raise HP105 when anything would be lost that this product has not written."""
-        check_replaceable(self.target, self._replaces, self._what)
-        check_replaceable(self._old, self._replaces, f"{self._what} that was replaced before")
+        """Raise HP105 if publishing would delete files that this product has not written."""
+        check_replaceable(self.target, self._replaces, self._label)
+        check_replaceable(self._old, self._replaces, f"{self._label} that was replaced before")
         if os.path.lexists(self.partial):
             marker = read_marker(self.partial)
             kinds = (self._kind, *self._replaces)
@@ -244,13 +244,13 @@ class Replacement:
                 or (unmarked and any(foreign_files(self.partial, ())))
             ):
                 raise OutputNotWritable(
-                    f"the hidden name under which {self._what} is written is in use",
+                    f"the hidden name under which {self._label} is written is in use",
                     where=str(self.partial),
                     hint=_move_away(self.partial),
                 )
 
     def open(self) -> Path:
-        """Create the hidden folder, in place of one that a killed process has left; returns it.
+        """Create the hidden folder, replacing one of a killed process, and return it.
 
         Raises:
             OutputNotWritable: HP105 as `check`.
@@ -261,13 +261,13 @@ class Replacement:
         if self.partial.is_dir():
             marker = read_marker(self.partial)
             self._hold()
-            left = remove_unfinished(self.partial, marker.kind if marker else self._kind)
+            remaining = remove_unfinished(self.partial, marker.kind if marker else self._kind)
             self._release()
-            if left:
+            if remaining:
                 raise OutputNotWritable(
                     "an unfinished directory holds files of somebody else",
                     where=str(self.partial),
-                    got=sorted(left)[:_NAMED],
+                    got=sorted(remaining)[:_NAMED],
                     hint=_move_away(self.partial),
                 )
         self.partial.mkdir(parents=self._parents)
@@ -276,9 +276,9 @@ class Replacement:
         return self.partial
 
     def publish(self) -> None:
-        """Give the written folder its name, and flush the renaming to the disk."""
-        check_replaceable(self.target, self._replaces, self._what)
-        check_replaceable(self._old, self._replaces, f"{self._what} that was replaced before")
+        """Rename the written folder to its target, and flush the rename to the disk."""
+        check_replaceable(self.target, self._replaces, self._label)
+        check_replaceable(self._old, self._replaces, f"{self._label} that was replaced before")
         seal(self.partial, self._kind)
         remove_finished(self._old)
         if self.target.exists():
@@ -298,7 +298,7 @@ class Replacement:
 
     @contextmanager
     def discarded_on_error(self) -> Iterator[None]:
-        """Remove the hidden folder when what is written inside fails."""
+        """Remove the hidden folder when the body of the context raises."""
         try:
             yield
         except BaseException:
@@ -308,19 +308,19 @@ class Replacement:
             raise
 
     def _restore(self) -> None:
-        """Give an earlier folder its name back when a writer ended between the two renames."""
+        """Rename an earlier folder back to its target after a writer ended between the two renames."""
         if self._old.is_dir() and not self.target.exists():
             self._old.rename(self.target)
 
     def _hold(self) -> None:
-        """Lock the marker of the hidden folder; the system unlocks it when this process ends, however it ends."""
+        """Lock the marker of the hidden folder; the kernel releases the lock when this process ends."""
         try:
             self._lock = os.open(self.partial / MARKER, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             self._release()
             raise RunInUse(
-                f"another process is writing {self._what}",
+                f"another process is writing {self._label}",
                 where=str(self.target),
                 hint="wait for it, or choose another directory",
             ) from None
@@ -333,16 +333,16 @@ class Replacement:
         self._lock = -1
 
 
-def check_output_file(path: Path, is_own: Callable[[str], bool], what: str, option: str) -> None:
-    """Raise when an output file exists and is none that the same command writes.
+def check_output_file(path: Path, is_own: Callable[[str], bool], label: str, option: str) -> None:
+    """Raise when an output file exists and was not written by the same command.
 
-    Empty files, devices and pipes may be written. `is_own` gets the first MiB of the text.
+    Empty files, devices and pipes may be written. `is_own` receives the first MiB of the text.
 
     Args:
         path: The file.
-        is_own: Whether a text is such an output.
-        what: Such an output in words: `a plan`.
-        option: What the user has named it with.
+        is_own: Predicate on the text: the output of the same command.
+        label: Description of such an output, such as `a plan`.
+        option: Option by which the user has named the file.
 
     Raises:
         OutputNotWritable: HP105.
@@ -352,31 +352,29 @@ def check_output_file(path: Path, is_own: Callable[[str], bool], what: str, opti
         if not stat.S_ISREG(status.st_mode) or status.st_size == 0:
             return
         with path.open(encoding="utf-8", errors="strict") as file:
-            own = is_own(file.read(_WHOLE_BYTES))
+            is_same_kind = is_own(file.read(_WHOLE_BYTES))
     except UnicodeDecodeError:
-        own = False
-    except (
-        OSError
-    ):  # missing; or nothing can be read, and then the write fails or is the user's wish
+        is_same_kind = False
+    except OSError:  # missing or unreadable: the later write fails, or the user wants it
         return
-    except Exception:  # whatever a reader of the format raises
-        own = False
-    if not own:
+    except Exception:  # any exception of a format reader
+        is_same_kind = False
+    if not is_same_kind:
         raise OutputNotWritable(
-            f"the file exists and is not {what}, so it is not replaced",
+            f"the file exists and is not {label}, so it is not replaced",
             where=f"{option} {path}",
             hint=f"{option} {path.with_name(path.stem + '-new' + path.suffix)}",
         )
 
 
 def _entries(folder: Path) -> Iterator[tuple[str, Path]]:
-    """Yield relative path and path of every file, link and empty folder below a folder; follows no link."""
+    """Yield relative path and path of every file, link and empty folder below a folder, without following links."""
     stack = [("", folder)]
     while stack:
         prefix, place = stack.pop()
-        with os.scandir(place) as found:
+        with os.scandir(place) as entries:
             empty = True
-            for entry in found:
+            for entry in entries:
                 empty = False
                 name = prefix + entry.name
                 if entry.is_dir(follow_symlinks=False):
@@ -388,7 +386,7 @@ def _entries(folder: Path) -> Iterator[tuple[str, Path]]:
 
 
 def file_facts(path: Path) -> tuple[int, str]:
-    """Return size and checksum of a file: of all of it, or of many blocks where it is large."""
+    """Return size and checksum of a file; the checksum of a large file covers evenly spaced blocks."""
     size = path.stat().st_size
     with path.open("rb") as file:
         if size <= _WHOLE_BYTES:

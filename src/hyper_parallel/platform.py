@@ -1,4 +1,4 @@
-"""The name LlamaFactory's trainer has for this process among all: `get_platform().get_rank()`."""
+"""Process rank in the interface that LlamaFactory's trainer expects: `get_platform().get_rank()`."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import sys
 
 
 class Platform:
-    """Rank and number of ranks, of torch's process group, or as the launcher says before there is one."""
+    """Rank and world size, from torch's process group, or from the launcher's variables before it is initialized."""
 
     def get_rank(self) -> int:
-        """Rank of this process, 0 without others."""
+        """Return the rank of this process, 0 without a launcher."""
         return self._ask("get_rank", "RANK", 0)
 
     def get_world_size(self) -> int:
-        """Number of ranks, 1 without others."""
+        """Return the number of ranks, 1 without a launcher."""
         return self._ask("get_world_size", "WORLD_SIZE", 1)
 
     @staticmethod
@@ -26,5 +26,5 @@ class Platform:
 
 
 def get_platform() -> Platform:
-    """This process among all ranks."""
+    """Return the rank and world size of this process."""
     return Platform()

@@ -1,8 +1,8 @@
-"""Bounded readers for files that somebody else may have written.
+"""Bounded readers for files of untrusted origin.
 
-A file is refused before anything is built from it when it is no regular file, or exceeds a limit on bytes, nesting,
-elements or numbers. All JSON and text from outside of a process is read through this module, so a damaged or hostile
-file costs a bounded amount of time and memory. Callers turn `LimitExceeded` into the coded error of their format.
+A file is refused before anything is built from it when it is not a regular file, or exceeds a limit on bytes, nesting,
+elements or numbers. All JSON and text from outside a process is read through this module, so a damaged or hostile file
+costs a bounded amount of time and memory. Callers turn `LimitExceeded` into the coded error of their format.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any, Final
 
 _MIB: Final = 1024**2
 _MOST_OPENED: Final = 1_000_000
-"""Brackets in a text from which on objects and lists are not built at all; texts in it may hold some, too."""
+"""Bracket count above which a text is not parsed, unless `num_elements` is larger; strings may contain brackets too."""
 _CACHED_REPOSITORY: Final = ("models--", "datasets--", "spaces--")
 """First part of the name of a repository's folder in the cache of the Hugging Face hub."""
 
@@ -47,7 +47,7 @@ class Limits:
 
 
 class LimitExceeded(ValueError):
-    """A file or a value is beyond one of its `Limits`; the message names the limit."""
+    """Error for a file or value that exceeds one of its `Limits`; the message names the limit."""
 
 
 def read_bytes(path: Path, limits: Limits) -> bytes:
@@ -57,7 +57,7 @@ def read_bytes(path: Path, limits: Limits) -> bytes:
         LimitExceeded: The path is a device, pipe or socket, or the file is larger than `limits.num_bytes`.
         OSError: The file cannot be read.
     """
-    # A pipe would block in open() until somebody writes to it.
+    # Without O_NONBLOCK, opening a pipe blocks until a writer opens it.
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with os.fdopen(handle, "rb") as file:
         status = os.fstat(handle)
@@ -73,10 +73,10 @@ def read_bytes(path: Path, limits: Limits) -> bytes:
 
 
 def check_regular(path: Path) -> None:
-    """Refuse a pipe, a socket, a device or a folder, for libraries that would wait for ever or end in another error.
+    """Raise for a pipe, socket, device or folder, on which some libraries would block or raise an unrelated error.
 
     Raises:
-        OSError: It is no regular file, or there is none.
+        OSError: The path is missing or not a regular file.
     """
     if not stat.S_ISREG(path.stat().st_mode):
         raise OSError(errno.EINVAL, "not a regular file", str(path))
@@ -126,25 +126,25 @@ def read_json(path: Path, limits: Limits) -> Any:
 def check_value(value: Any, limits: Limits) -> None:
     """Check a value of dicts, lists, texts and numbers against its limits.
 
-    What is referenced several times (a YAML alias) is counted at each reference, and the walk ends at the first limit,
-    so its cost is bounded by `num_elements`.
+    A value referenced several times (a YAML alias) is counted at each reference. The walk ends at the first exceeded
+    limit, so its cost is bounded by `num_elements`.
 
     Raises:
-        LimitExceeded: With the first limit that is exceeded.
+        LimitExceeded: Names the first exceeded limit.
     """
     stack: list[Iterator[Any]] = [iter((value,))]
-    left, left_text = limits.num_elements, limits.num_bytes
+    num_elements_left, num_chars_left = limits.num_elements, limits.num_bytes
     while stack:
         for item in stack[-1]:
             if isinstance(item, (str, bytes)):
-                left_text -= len(item)
-                if left_text < 0:
+                num_chars_left -= len(item)
+                if num_chars_left < 0:
                     raise LimitExceeded(f"more than {limits.num_bytes:,} characters of text")
             elif isinstance(item, (dict, list, tuple, set, frozenset)):
                 if len(stack) > limits.depth:
                     raise LimitExceeded(f"nested deeper than {limits.depth}")
-                left -= len(item)
-                if left < 0:
+                num_elements_left -= len(item)
+                if num_elements_left < 0:
                     raise LimitExceeded(f"more than {limits.num_elements:,} elements")
                 stack.append(chain(item, item.values()) if isinstance(item, dict) else iter(item))
                 break
@@ -163,30 +163,32 @@ def _check_number(value: Any, limits: Limits) -> None:
 
 
 def outside_target(path: Path, folder: Path) -> Path | None:
-    """Return where a path in a folder leads to, when that is outside of the folder.
+    """Return the target of a path in a folder if it is outside the folder, else None.
 
-    Links inside of the folder are followed. In the cache of the Hugging Face hub the files of a snapshot are links to
-    the blobs of the same repository, which count as inside.
+    Links inside the folder are followed. In the cache of the Hugging Face hub, files of a snapshot are links to the
+    blobs of the same repository, which count as inside.
     """
-    # Unlike `Path.resolve`, this raises nothing for a loop of links: to open it does.
+    # Unlike `Path.resolve`, `realpath` does not raise for a loop of links; opening the file does.
     target, root = Path(os.path.realpath(path)), Path(os.path.realpath(folder))
     cached = (p / "blobs" for p in root.parents if p.name.startswith(_CACHED_REPOSITORY))
-    inside = (root, *cached)
-    return None if any(target.is_relative_to(one) for one in inside) else target
+    allowed_roots = (root, *cached)
+    return (
+        None if any(target.is_relative_to(root_folder) for root_folder in allowed_roots) else target
+    )
 
 
 def names_outside(name: str) -> bool:
-    """Return whether a name that a file gives leads out of the file's folder: a URL, an absolute path, or `..`."""
+    """Return whether a name in a file refers to a place outside the folder: a URL, an absolute path, or `..`."""
     parts = name.replace("\\", "/").split("/")
     return "://" in name or "::" in name or ".." in parts or parts[0] in ("", "~") or "\0" in name
 
 
 @contextmanager
 def bounded_heap(num_bytes: int) -> Iterator[None]:
-    """Let allocations fail with MemoryError that would make the heap of this process grow by more than so many bytes.
+    """Raise MemoryError for allocations that would grow the heap of this process by more than `num_bytes`.
 
-    For libraries that decompress a received file. Mapped files do not count. Other threads are bounded as well, so hold
-    it for one read only. Where the system has no such limit, nothing is bounded.
+    Intended for libraries that decompress a received file. Mapped files do not count. The limit applies to all
+    threads, so use it for a single read. On systems without such a limit, this does nothing.
     """
     if not sys.platform.startswith("linux"):
         yield
@@ -195,8 +197,8 @@ def bounded_heap(num_bytes: int) -> Iterator[None]:
 
     before, hard = resource.getrlimit(resource.RLIMIT_DATA)
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[5])
-    most = pages * resource.getpagesize() + num_bytes
-    limits = [limit for limit in (most, before, hard) if limit != resource.RLIM_INFINITY]
+    limit_bytes = pages * resource.getpagesize() + num_bytes
+    limits = [limit for limit in (limit_bytes, before, hard) if limit != resource.RLIM_INFINITY]
     resource.setrlimit(resource.RLIMIT_DATA, (min(limits), hard))
     try:
         yield

@@ -1,4 +1,4 @@
-"""Runs from Python: `hp.train` is `hyper-parallel train`, `hp.generate` is `hyper-parallel generate`."""
+"""Python interface to runs: `hp.train` is `hyper-parallel train`, `hp.generate` is `hyper-parallel generate`."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _RECORD = Limits(num_bytes=1024**2, num_elements=100_000)
 
 @dataclass(frozen=True, slots=True)
 class TrainingRun:
-    """A run that has ended, by its directory.
+    """Finished run, identified by its directory.
 
     Attributes:
         output_dir: Directory of the run.
         steps: Last step.
-        loss: Training loss of the last step; NaN when there was nothing left to do.
+        loss: Training loss of the last step; NaN when no step remained to be run.
         eval_loss: Held-out loss after the last step; NaN without held-out data.
         seconds: Seconds of training, evaluations included.
     """
@@ -37,17 +37,17 @@ class TrainingRun:
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """Records of all steps, as metrics.jsonl has them."""
+        """Records of all steps, as in metrics.jsonl."""
         return _records(self.output_dir / "metrics.jsonl")
 
     @property
     def evaluations(self) -> list[dict[str, Any]]:
-        """Records of all evaluations, as eval.jsonl has them."""
+        """Records of all evaluations, as in eval.jsonl."""
         return _records(self.output_dir / "eval.jsonl")
 
     @property
     def plan(self) -> Plan:
-        """Plan of the run."""
+        """Plan of the run, loaded from its directory."""
         from hyper_parallel.ir import Plan
 
         return Plan.load(self.output_dir / "plan.json")
@@ -74,20 +74,20 @@ class TrainingRun:
 
 
 def train(recipe: str | os.PathLike[str], *overrides: str, **values: Any) -> TrainingRun | None:
-    """Train a recipe as `hyper-parallel train` does, with ranks of this machine, and return the run.
+    """Train a recipe like `hyper-parallel train`, with ranks of this machine, and return the run.
 
     Args:
         recipe: YAML file.
-        overrides: Values as on the command line: `"training.lr=1e-4"`.
-        values: Values by key, a section as a mapping, a key with two underscores for its dot, or a dotted key:
+        overrides: Overrides as on the command line: `"training.lr=1e-4"`.
+        values: Overrides by key: a section as a mapping, a key with two underscores for its dot, or a dotted key:
             `training={"lr": 1e-4}`, `training__lr=1e-4`, `**{"training.lr": 1e-4}`, `output_dir="runs/a"`.
 
     Returns:
-        The run; None on other ranks than the first, where another launcher has started this process as a rank.
+        The run; None on ranks other than 0 if another launcher has started this process as a rank.
 
     Raises:
-        BadValue: HP102 for a recipe that is no path, or a value that no recipe can hold.
-        HyperParallelError: What the command prints.
+        BadValue: HP102 for a recipe that is not a path, or a value that a recipe cannot contain.
+        HyperParallelError: Any error of the command.
     """
     from hyper_parallel.config import load_recipe
     from hyper_parallel.errors import Contradiction, Unwritten
@@ -97,8 +97,8 @@ def train(recipe: str | os.PathLike[str], *overrides: str, **values: Any) -> Tra
 
     stay_offline()
     _check_path(recipe, "hyper_parallel.train", "the recipe", 'hp.train("recipe.yaml")')
-    given = [*_checked_overrides(overrides), *_overrides_of(values)]
-    loaded = load_recipe(recipe, given)
+    override_texts = [*_checked_overrides(overrides), *_overrides_of(values)]
+    loaded = load_recipe(recipe, override_texts)
     launcher = loaded.recipe.launch.launcher
     if launcher not in ("local", "torchrun"):
         raise Contradiction(
@@ -123,43 +123,43 @@ def generate(model: Any, prompts: str, **choices: Any) -> str: ...
 @overload
 def generate(model: Any, prompts: Sequence[str], **choices: Any) -> list[str]: ...
 def generate(model: Any, prompts: str | Sequence[str], **choices: Any) -> str | list[str]:
-    """Continue a prompt, or several at once, with the model of a run.
+    """Continue one prompt or several, as one batch, with the model of a run.
 
     Args:
         model: A `TrainingRun`, its directory, a Hugging Face directory, or a name on the hub.
         prompts: One text, or several.
-        choices: `max_new_tokens`, `temperature`, `top_p`, `top_k`, `seed` and `stop` (texts) of the sampling; `chat`:
-            the prompts are turns of users; `device` and `dtype` of the model.
+        choices: Sampling options `max_new_tokens`, `temperature`, `top_p`, `top_k`, `seed` and `stop` (texts); `chat`:
+            treat each prompt as a user turn; `device` and `dtype` of the model.
 
     Returns:
         The continuation of every prompt, without the prompt.
 
     Raises:
-        BadValue: HP102 for a choice that does not exist, or prompts longer than the context of the model.
-        HyperParallelError: As loading the model raises.
+        BadValue: HP102 for an unknown option, or prompts longer than the context of the model.
+        HyperParallelError: Any error of loading the model.
     """
     from hyper_parallel.trainer.generation import Generator, Sampling
 
     _check_prompts(prompts)
-    where, hint = "hyper_parallel.generate", 'hp.generate("runs/run", "Once")'
+    label, hint = "hyper_parallel.generate", 'hp.generate("runs/run", "Once")'
     if not isinstance(model, TrainingRun):
-        _check_path(model, where, "the model", hint)
+        _check_path(model, label, "the model", hint)
     place = {key: choices.pop(key) for key in ("device", "dtype") if key in choices}
     chat = bool(choices.pop("chat", False))
     known = [key for key in Sampling.__dataclass_fields__ if key in choices]
     _check_choices(choices, Sampling.__dataclass_fields__)
-    given = {key: choices[key] for key in known}
-    if isinstance(stop := given.get("stop"), (str, list)):
-        given["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
+    sampling = {key: choices[key] for key in known}
+    if isinstance(stop := sampling.get("stop"), (str, list)):
+        sampling["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
     generator = Generator(model.output_dir if isinstance(model, TrainingRun) else model, **place)
     texts = [prompts] if isinstance(prompts, str) else list(prompts)
-    made = generator.generate_batch(texts, Sampling(**given), chat=chat)
-    answers = [generation.text for generation in made]
+    generations = generator.generate_batch(texts, Sampling(**sampling), chat=chat)
+    answers = [generation.text for generation in generations]
     return answers[0] if isinstance(prompts, str) else answers
 
 
 def _check_prompts(prompts: object) -> None:
-    """Refuse prompts that are neither a text nor several.
+    """Raise unless the prompts are a text or a list of texts.
 
     Raises:
         BadValue: HP102.
@@ -167,7 +167,7 @@ def _check_prompts(prompts: object) -> None:
     from hyper_parallel.errors import BadValue, abbreviated
 
     several = prompts if isinstance(prompts, (list, tuple)) else [prompts]
-    wrong = next((one for one in several if not isinstance(one, str)), None)
+    wrong = next((prompt for prompt in several if not isinstance(prompt, str)), None)
     if wrong is not None or prompts is None:
         raise BadValue(
             f"a prompt is a text, not a value of type {type(wrong).__name__}",
@@ -179,7 +179,7 @@ def _check_prompts(prompts: object) -> None:
 
 
 def _check_choices(choices: Mapping[str, Any], known: Mapping[str, Any]) -> None:
-    """Refuse a choice that does not exist, with the nearest."""
+    """Raise for an unknown option of generate, naming the closest known one."""
     from difflib import get_close_matches
 
     from hyper_parallel.errors import BadValue
@@ -201,8 +201,8 @@ def _dotted(key: str) -> str:
     return key.replace("__", ".")
 
 
-def _check_path(value: object, where: str, what: str, hint: str) -> None:
-    """Refuse a value that is no path.
+def _check_path(value: object, where: str, label: str, hint: str) -> None:
+    """Raise for a value that is not a path.
 
     Raises:
         BadValue: HP102.
@@ -212,7 +212,7 @@ def _check_path(value: object, where: str, what: str, hint: str) -> None:
     from hyper_parallel.errors import BadValue, abbreviated
 
     raise BadValue(
-        f"{what} is a path, not a value of type {type(value).__name__}",
+        f"{label} is a path, not a value of type {type(value).__name__}",
         where=where,
         got=abbreviated(value),
         allowed="a text or a path",
@@ -221,10 +221,10 @@ def _check_path(value: object, where: str, what: str, hint: str) -> None:
 
 
 def _checked_overrides(overrides: Sequence[object]) -> list[str]:
-    """Return overrides that are texts.
+    """Return the overrides, all of which must be texts.
 
     Raises:
-        BadValue: HP102 for a mapping or a list in their place, with the call that was probably meant.
+        BadValue: HP102 for a mapping or list passed as an override; the hint shows the call that was probably meant.
     """
     from hyper_parallel.errors import BadValue, abbreviated
 
@@ -234,7 +234,7 @@ def _checked_overrides(overrides: Sequence[object]) -> list[str]:
         hint = 'hp.train("recipe.yaml", "training.steps=10")'
         if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
             hint = f'hp.train("recipe.yaml", **{abbreviated(dict(value))})'
-        elif isinstance(value, (list, tuple)) and all(isinstance(one, str) for one in value):
+        elif isinstance(value, (list, tuple)) and all(isinstance(item, str) for item in value):
             hint = f'hp.train("recipe.yaml", *{abbreviated(list(value))})'
         raise BadValue(
             f"an override is a text, not a value of type {type(value).__name__}",
@@ -247,18 +247,18 @@ def _checked_overrides(overrides: Sequence[object]) -> list[str]:
 
 
 def _overrides_of(values: Mapping[str, Any]) -> list[str]:
-    """Return values by key as overrides.
+    """Convert values by key to overrides.
 
     Raises:
-        BadValue: HP102 for a value that no recipe can hold.
+        BadValue: HP102 for a value that a recipe cannot contain.
     """
     from hyper_parallel.errors import BadValue, abbreviated
 
-    found = []
+    overrides = []
     for key, value in values.items():
         name = _dotted(key)
         try:
-            found.append(f"{name}={_as_yaml(value)}")
+            overrides.append(f"{name}={_as_yaml(value)}")
         except (TypeError, ValueError, RecursionError) as error:
             raise BadValue(
                 f"no recipe can hold the value of `{name}`",
@@ -266,18 +266,18 @@ def _overrides_of(values: Mapping[str, Any]) -> list[str]:
                 got=f"{type(value).__name__}: {abbreviated(value)}",
                 allowed="texts, paths, numbers, booleans, None, and lists and mappings of these",
             ) from error
-    return found
+    return overrides
 
 
 def _as_yaml(value: Any) -> str:
-    """Return a value as an override has it: a text as it is, others as JSON, which YAML reads."""
+    """Return the text of a value in an override: a text unchanged, other values as JSON, which YAML reads."""
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     return value if isinstance(value, str) else json.dumps(value, default=_plain)
 
 
 def _plain(value: Any) -> Any:
-    """Return a value of another class as JSON knows it: a path as a text, a number of numpy or torch as a number."""
+    """Return a JSON value for an object of another class: a path as text, a numpy or torch scalar as a number."""
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     item = getattr(value, "item", None)

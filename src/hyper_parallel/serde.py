@@ -1,8 +1,8 @@
-"""JSON in and out for the frozen dataclasses of the core, by pydantic; files that a reader never sees half of.
+"""JSON encoding of the core's frozen dataclasses, by pydantic, and atomic writes of text files.
 
-`encode` turns a dataclass into plain JSON values; `decode` builds the dataclass back. Types are strict (no text becomes
-a number), unknown keys are refused, and an error names the dotted path of the value. Adapters are built on first use:
-a command that reads no file pays nothing for them.
+`encode` turns a dataclass into plain JSON values; `decode` builds the dataclass from them. Types are strict (a text is
+not converted to a number), unknown keys are refused, and an error names the dotted path of the value. Adapters are
+built at first use, so a command that reads no file does not pay for them.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ Extra = Literal["allow", "forbid"]
 
 _NO_FEWER: Final = 1 << 62
 _DECODED: Final = Limits(num_bytes=_NO_FEWER, num_elements=_NO_FEWER)
-"""Limits of a value that is in memory already: nesting and sizes of integers only."""
+"""Limits of a value in memory: only nesting depth and integer size."""
 _PROBLEMS: Final = {"unexpected_keyword_argument": "unknown key", "missing": "missing"}
-"""Our words for pydantic's error types; the others are printed as pydantic says them."""
+"""Messages for pydantic's error types; other types keep pydantic's message."""
 
 
 _MOST_PROBLEMS: Final = 1000
-"""Problems of a value from which on only their number is told, so that listing them costs little. Not measured."""
+"""Number of problems above which an error contains only their number, because listing them is slow. Not measured."""
 _REPR: Final = reprlib.Repr()
 _REPR.maxstring = _REPR.maxother = 80
 
 
 class DecodeError(ValueError):
-    """A JSON value does not fit the type it is read into."""
+    """Error for a JSON value that does not fit the requested type."""
 
 
 def encode(value: Any) -> Any:
-    """Plain JSON values of a dataclass; fields that hold their default are kept, so a file is complete."""
+    """Return a dataclass as plain JSON values; default values are included, so a file is complete."""
     return to_jsonable_python(value)
 
 
@@ -50,12 +50,12 @@ def decode(cls: type[T], data: Any, *, extra: Extra = "forbid") -> T:
     """Build `cls` from JSON values.
 
     Args:
-        cls: Its class.
+        cls: Class to build.
         data: JSON values.
-        extra: Whether unknown keys are refused, at every level.
+        extra: `forbid`: refuse unknown keys, at every level; `allow`: accept them.
 
     Raises:
-        DecodeError: With the dotted path of the first value that does not fit.
+        DecodeError: Contains the dotted path of the first value that does not fit.
     """
     try:
         check_value(data, _DECODED)
@@ -65,10 +65,11 @@ def decode(cls: type[T], data: Any, *, extra: Extra = "forbid") -> T:
 
 
 def read(cls: type[T], path: Path, limits: Limits, *, extra: Extra = "forbid") -> T:
-    """Build `cls` from a JSON file within limits; arguments as of `decode`.
+    """Build `cls` from a JSON file within limits; arguments as in `decode`.
 
     Raises:
-        DecodeError: The file is no JSON, exceeds a limit or does not fit, with the dotted path of the first such value.
+        DecodeError: The file is not JSON, exceeds a limit or does not fit; contains the dotted path of the first such
+            value.
         OSError: The file cannot be read.
     """
     try:
@@ -99,10 +100,10 @@ def _adapter(cls: type) -> TypeAdapter[Any]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file under another name and rename it into place: a reader sees the old or the new one, never a half.
+    """Write a file atomically: write a temporary file, then rename it, so a reader sees the old or the new content.
 
-    A link under either name is replaced, not followed. A write that fails leaves nothing behind; what a killed process
-    leaves is named `.NAME.PROCESS.part`. A device or a pipe is written as it is.
+    A link at either name is replaced, not followed. A failed write removes the temporary file; a killed process may
+    leave `.NAME.PROCESS.part`. A device or pipe is written directly.
     """
     if path.exists() and not path.is_file():
         path.write_text(text, encoding="utf-8")
@@ -120,7 +121,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def create_file(path: Path) -> TextIOWrapper:
-    """Open a new text file; a file or link of that name is unlinked first, so nothing is written through a link."""
+    """Open a new text file; an existing file or link of that name is unlinked first, so no link is followed."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
     with suppress(FileNotFoundError):
         path.unlink()

@@ -1,7 +1,7 @@
-"""Units: constants and the one way to print bytes, seconds and counts.
+"""Units: constants, and functions to parse and print bytes, seconds and counts.
 
 Sizes are bytes, times are seconds, rates are per second; a name carries its unit (`_bytes`, `_s`, `_bytes_s`,
-`_flops`). GiB is 2**30 bytes and is what memory is printed in; GB (10**9) is what vendors quote for links.
+`_flops`). Memory is printed in GiB (2**30 bytes); vendors quote link rates in GB (10**9 bytes).
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Print a duration with the prefix that keeps three digits: `12.3 ms`."""
+    """Print a duration with three significant digits and a prefix: `12.3 ms`."""
     if abs(seconds) >= 1000:
         return f"{seconds:,.0f} s"
     for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
@@ -79,5 +79,5 @@ def format_count(number: float) -> str:
 
 
 def plural(number: int, noun: str) -> str:
-    """Return a number with a noun: `1 rank`, `2 ranks`."""
+    """Return a number followed by its noun: `1 rank`, `2 ranks`."""
     return f"{number:,} {noun}" + ("" if number == 1 else "s")

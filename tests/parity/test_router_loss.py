@@ -21,7 +21,7 @@ from hyper_parallel.backends.torch import router_loss_facts
 from hyper_parallel.backends.torch.forward_variants import keep_float64
 from hyper_parallel.errors import UnsupportedSharding
 from hyper_parallel.integration.llamafactory.arguments import HyperParallelArguments
-from hyper_parallel.integration.llamafactory.parallel_model import lay_out
+from hyper_parallel.integration.llamafactory.parallel_model import shard_model
 from hyper_parallel.ir import Strategy
 from hyper_parallel.runtime import (
     Routing,
@@ -172,7 +172,7 @@ def test_a_loop_without_a_workload_has_the_weight_of_transformers(lay: str) -> N
                 if lay == "parallelize":
                     parallelize(model, plan_of(model, ""), world)
                 else:
-                    lay_out(model, Strategy(), HyperParallelArguments(), None)
+                    shard_model(model, Strategy(), HyperParallelArguments(), None)
                 halves = [_plain(plain, half) for half in ids.chunk(count)]
                 loss = _loop(model, ids.chunk(count), ids[:, 1:].numel())
                 assert loss == pytest.approx(sum(part[0] for part in halves) / count, rel=1e-10)

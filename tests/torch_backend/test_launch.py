@@ -23,8 +23,8 @@ from hyper_parallel.errors import (
 )
 from hyper_parallel.ir import Strategy
 from hyper_parallel.runtime import Deadlines, World, launch, with_restarts
-from hyper_parallel.runtime.heartbeat import Beat, Board, Pulse
-from hyper_parallel.runtime.supervision import Watch, hang
+from hyper_parallel.runtime.heartbeat import Heartbeat, HeartbeatBoard, HeartbeatWriter
+from hyper_parallel.runtime.supervision import HangDetector, hang
 
 
 def _sleep_forever(_: int) -> None:
@@ -43,12 +43,12 @@ def test_ranks_that_hang_are_stopped_and_say_where_they_stand() -> None:
 def test_a_rank_that_is_stopped_before_its_first_word_is_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def stopped(board: Board, rank: int) -> Pulse:
+    def stopped(board: HeartbeatBoard, rank: int) -> HeartbeatWriter:
         if rank == 1:
             os.kill(os.getpid(), signal.SIGSTOP)
-        return Pulse(board, rank)
+        return HeartbeatWriter(board, rank)
 
-    monkeypatch.setattr("hyper_parallel.runtime.local_launch.Pulse", stopped)
+    monkeypatch.setattr("hyper_parallel.runtime.local_launch.HeartbeatWriter", stopped)
 
     def body(rank: int) -> None:
         with World.join("cpu"):
@@ -85,10 +85,10 @@ def test_the_rank_that_raised_is_named_first_though_its_group_closes_late(
 def test_the_rank_that_is_elsewhere_is_the_culprit_and_not_the_one_that_waits_for_it() -> None:
     def body(rank: int) -> None:
         with World.join("cpu") as world:
-            assert world.pulse is not None
+            assert world.heartbeat is not None
             for step in (1, 2):
-                world.pulse.begin_step(step)
-                world.pulse.beat("forward")
+                world.heartbeat.begin_step(step)
+                world.heartbeat.begin_phase("forward")
                 if step == 2 and rank == 1:
                     _sleep_forever(rank)
                 torch.distributed.all_reduce(torch.ones(1))
@@ -105,8 +105,8 @@ def test_the_rank_that_is_elsewhere_is_the_culprit_and_not_the_one_that_waits_fo
     assert other.startswith("rank 0 waits for all_reduce over all ranks since")
 
 
-def _beat(note: str) -> Beat:
-    return Beat(pid=1, beats=9, begun=3, step=3, microbatch=0, phase="optimizer", note=note)
+def _beat(note: str) -> Heartbeat:
+    return Heartbeat(pid=1, beats=9, begun=3, step=3, microbatch=0, phase="optimizer", note=note)
 
 
 @pytest.mark.parametrize(
@@ -122,21 +122,21 @@ def test_culprits(notes, states, culprits, says) -> None:
     """Stopped before gone before anywhere else; nobody where all wait. Slot 0 is rank 4 here."""
     found = hang([_beat(n) for n in notes], [9.0, 8.0, 7.0], dict(enumerate(states)), first=4)
     assert found.culprits == tuple(4 + slot for slot in culprits)
-    assert found.what.startswith(says)
+    assert found.description.startswith(says)
     assert len(found.others) == (2 if culprits else 3)
 
 
 def test_a_pause_of_the_whole_machine_is_no_hang(tmp_path: Path, monkeypatch) -> None:
-    board = Board(tmp_path / "board", 1)
-    Pulse(board, 0)
-    watch = Watch(board, Deadlines(step_s=10, first_step_s=10))
+    board = HeartbeatBoard(tmp_path / "board", 1)
+    HeartbeatWriter(board, 0)
+    watch = HangDetector(board, Deadlines(step_s=10, first_step_s=10))
     now = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now)
-    assert watch.look([0]) is None
+    assert watch.poll([0]) is None
     now += 3600
-    assert watch.look([0]) is None
+    assert watch.poll([0]) is None
     looks = 0
-    while watch.look([0]) is None:
+    while watch.poll([0]) is None:
         now, looks = now + 1, looks + 1
     assert looks == 9  # two seconds of the pause count, and more than ten are needed
 
@@ -145,12 +145,12 @@ def test_a_stopped_process_is_found_in_any_phase_and_a_pause_is_forgiven(
     tmp_path: Path, monkeypatch
 ) -> None:
     """Outside of steps, where a busy rank may take a hundred times longer; seconds of two pauses do not add up."""
-    board = Board(tmp_path / "board", 1)
-    watch = Watch(board, Deadlines(step_s=10, first_step_s=1000))
+    board = HeartbeatBoard(tmp_path / "board", 1)
+    watch = HangDetector(board, Deadlines(step_s=10, first_step_s=1000))
     with subprocess.Popen(["sleep", "60"]) as other:
-        pulse = Pulse(board, 0)
+        pulse = HeartbeatWriter(board, 0)
         pulse._numbers[0] = other.pid
-        pulse.beat("export")
+        pulse.begin_phase("export")
         now = time.monotonic()
         monkeypatch.setattr(time, "monotonic", lambda: now)
 
@@ -158,12 +158,14 @@ def test_a_stopped_process_is_found_in_any_phase_and_a_pause_is_forgiven(
             nonlocal now
             other.send_signal(number)
             time.sleep(0.1)
-            for look in range(most):
+            for poll in range(most):
                 now += 1
-                if (found := watch.look([0])) is not None:
-                    assert found.what == "rank 0 is stopped by a signal since 11 s, in export"
+                if (found := watch.poll([0])) is not None:
+                    assert (
+                        found.description == "rank 0 is stopped by a signal since 11 s, in export"
+                    )
                     assert found.stopped == (0,)
-                    return look + 1
+                    return poll + 1
             return 0
 
         assert looks(100, signal.SIGCONT) == 0

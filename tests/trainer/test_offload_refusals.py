@@ -6,7 +6,7 @@ import pytest
 
 from hyper_parallel.errors import BudgetImpossible, CaptureUnsupported, TierFull
 from hyper_parallel.memory import with_capacity_hint
-from hyper_parallel.runtime import of_all
+from hyper_parallel.runtime import merge_errors
 
 pytestmark = pytest.mark.torch
 
@@ -20,18 +20,18 @@ def full(**enough):
 
 def test_what_one_rank_asks_for_is_enough_for_all():
     ranks = [full(dram=300, flash=20, device=900), full(dram=200, flash=50, device=1000)]
-    error = of_all(ranks)
+    error = merge_errors(ranks)
     assert error.hint == "set `offload.dram=300`, or `offload.flash=50`, or `offload.budget=1000`"
     assert error.got == "dram 1 bytes"
-    assert of_all([full(dram=300, flash=20), full(dram=400)]).hint == "set `offload.dram=400`"
+    assert merge_errors([full(dram=300, flash=20), full(dram=400)]).hint == "set `offload.dram=400`"
 
 
 def test_a_rank_that_no_dram_helps_leaves_the_budget():
     other = BudgetImpossible("no plan")
     other.least_bytes = 700
-    assert of_all([full(dram=10**9, device=600), other]) is other
-    assert of_all([full(dram=10, device=800), other]).hint == "set `offload.budget=800`"
-    assert of_all([]) is None
+    assert merge_errors([full(dram=10**9, device=600), other]) is other
+    assert merge_errors([full(dram=10, device=800), other]).hint == "set `offload.budget=800`"
+    assert merge_errors([]) is None
 
 
 def test_numbers_in_a_hint_are_no_bytes():
@@ -39,5 +39,5 @@ def test_numbers_in_a_hint_are_no_bytes():
     other = CaptureUnsupported("a sparse tensor", hint="see line 4000000000000 of the trace")
     small = BudgetImpossible("no plan", hint="set `offload.budget=900`")
     small.least_bytes = 900
-    assert of_all([other, small]) is small
-    assert of_all([full(dram=10, device=800), other]).hint == "set `offload.budget=800`"
+    assert merge_errors([other, small]) is small
+    assert merge_errors([full(dram=10, device=800), other]).hint == "set `offload.budget=800`"

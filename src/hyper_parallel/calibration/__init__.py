@@ -1,4 +1,4 @@
-"""Calibration: published runs read, predicted and scored, cards fitted to them or to this machine, and written."""
+"""Calibration: read and predict published runs, fit cards to them or to this machine, and write card files."""
 
 from hyper_parallel.calibration._constants import (
     CONSTANTS,

@@ -1,6 +1,6 @@
-"""What published runs may change on cards (constants, the widths of their priors, who shares them), and cards as files.
+"""Constants of cards that a fit may change, with prior widths and the cards that share them; and card files.
 
-A file that `cost` reads has every number with its source and what was believed before it was fitted.
+A card file contains every number with its source, and for a fitted number its prior.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ C = TypeVar("C", DeviceCard, StackCard)
 
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """One number that runs may change, on one or several cards at once."""
+    """Number that a fit may change, on one or several cards at once."""
 
-    name: str  # for people
-    sd: float  # width of the prior in log ratio
+    name: str  # readable name
+    sd: float  # width of the prior, as a log ratio
     cards: tuple[str, ...]  # cards that share the factor
     # attributes (`matmul.bfloat16`, `passes`) that share the factor; `matmul` means all its dtypes
     attributes: tuple[str, ...]
-    rest: bool = False  # the factor is on what a share leaves, 1 - x, as for overlaps
+    rest: bool = False  # the factor applies to the complement of a share, 1 - x, as for overlaps
 
 
 _HOPPER: Final = ("h100", "h100-96gb")
@@ -87,11 +87,11 @@ CONSTANTS: Final = (
     Constant("bias passes", 0.40, _STACKS, ("bias_passes",)),
     Constant("expert overlap", 0.30, _MODERN, ("overlap_ep",), rest=True),
 )  # fmt: skip
-"""What `calibrate --runs` may change."""
+"""Constants that `calibrate --runs` may change."""
 
 
 def apply(cards: Cards, factors: Array, constants: Sequence[Constant] = CONSTANTS) -> Cards:
-    """Cards with the log factors of constants applied to what is believed of them."""
+    """Return cards with the log factors of constants applied."""
     device, stack = dict(cards.device), dict(cards.stack)
     for constant, log_factor in zip(constants, factors, strict=True):
         for name in constant.cards:
@@ -103,17 +103,17 @@ def apply(cards: Cards, factors: Array, constants: Sequence[Constant] = CONSTANT
 
 
 def _scaled(card: C, constant: Constant, factor: float) -> C:
-    """A card with the numbers of a constant times a factor."""
+    """Return a card with the numbers of a constant multiplied by a factor."""
     changed = {}
     for path, value in numbers_of(card).items():
         if {path, path.partition(".")[0]} & {*constant.attributes}:
-            left = max(0.0, 1.0 - (1.0 - value) * factor)
-            changed[path] = left if constant.rest else value * factor
+            complement = max(0.0, 1.0 - (1.0 - value) * factor)
+            changed[path] = complement if constant.rest else value * factor
     return with_numbers(card, changed)
 
 
 def believed(cards: Cards) -> Cards:
-    """Cards with every fitted number set back to its prior."""
+    """Return cards with every fitted number reset to its prior."""
     return Cards(
         {name: with_numbers(card, card.priors) for name, card in cards.device.items()},
         {name: with_numbers(card, card.priors) for name, card in cards.stack.items()},
@@ -131,23 +131,23 @@ def write_card(path: Path, device: DeviceCard | None, stack: StackCard | None, n
 
 
 def write_own(path: Path, by_ranks: Mapping[int, tuple[DeviceCard, StackCard]]) -> None:
-    """Write the cards of this machine: those of the most ranks, and what differs with fewer."""
+    """Write the cards of this machine: those measured with the most ranks, and differing numbers for fewer ranks."""
     numbers = {ranks: [_numbers_of(card) for card in by_ranks[ranks]] for ranks in sorted(by_ranks)}
-    most, (device, stack) = numbers.popitem()
+    max_ranks, (device, stack) = numbers.popitem()
     fewer = {
         ranks: {
-            kind: {key: number for key, number in own.items() if full.get(key) != number}
-            for kind, own, full in zip(("device", "stack"), some, (device, stack), strict=True)
+            kind: {key: number for key, number in part.items() if full.get(key) != number}
+            for kind, part, full in zip(("device", "stack"), some, (device, stack), strict=True)
         }
         for ranks, some in numbers.items()
     }
-    card = by_ranks[most][0]
+    card = by_ranks[max_ranks][0]
     head = {"name": card.name, "devices": list(card.devices)}
-    _dump(path, {**head, "device": device, "stack": stack, "ranks": most, "fewer": fewer})
+    _dump(path, {**head, "device": device, "stack": stack, "ranks": max_ranks, "fewer": fewer})
 
 
 def check_card_file(path: Path) -> None:
-    """Raise OutputNotWritable (HP105) when a file exists and is no card."""
+    """Raise OutputNotWritable (HP105) when a file exists and is not a card."""
 
     def is_card(text: str) -> bool:
         start = re.match(r"(#.*\n)*name: ", text)
@@ -164,7 +164,7 @@ def _dump(path: Path, data: dict[str, Any]) -> None:
 
 
 def _numbers_of(card: DeviceCard | StackCard) -> dict[str, Any]:
-    """The numbers of a card that have a source; the others are defaults of the code."""
+    """Return the numbers of a card that have a source; the others are defaults of the code."""
 
     def number(path: str, value: float) -> dict[str, Any]:
         prior = {"prior": card.priors[path]} if path in card.priors else {}

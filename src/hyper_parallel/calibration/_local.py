@@ -1,9 +1,8 @@
-"""Cards of this machine: from micro-benchmarks of its ranks, and from short training steps of several layouts.
+"""Cards of this machine, fitted to micro-benchmarks of its ranks and to short training steps of several layouts.
 
-Micro-benchmarks say how fast kernels and links are, but on a CPU most of a small step is host work: starting
-operators, hooks of the parallel axes, waiting for ranks that have no core. The step time is linear in the constants of
-all that, so they are found by least squares of relative errors with non-negative unknowns, drawn a little to what the
-micro-benchmarks say.
+Micro-benchmarks measure the speed of kernels and links. On a CPU, most of a small step is host work: operator launches,
+hooks of the parallel axes, and waits for ranks without a core. The step time is linear in the constants of host work.
+They are fitted by non-negative least squares of relative errors, regularized towards the micro-benchmarks.
 """
 
 from __future__ import annotations
@@ -38,30 +37,30 @@ from hyper_parallel.units import DTYPE_BYTES
 Array = NDArray[np.float64]
 
 AXES: Final = ("dp_replicate", "dp_shard", "cp", "cp_ulysses", "tp_x", "tp_y", "ep", "pp")
-"""Axes with host work of their own; the keys of `StackCard.host_s`."""
+"""Axes with host work; the keys of `StackCard.host_s`."""
 _SATURATIONS: Final = (1e-3, 8.0)
-"""Range of the card's saturation: from none to matmuls that only wait for memory."""
+"""Range of the card's saturation: from none to fully memory-bound matmuls."""
 _HEADS: Final = (1e-3, 128.0)
 """Range of the head width at which attention reaches half its rate: from none to that of the widest heads."""
 _PULL: Final = {"compute": 0.15, "latency": 0.05, "link": 0.10, "moe": 0.05}
-"""Weight of what the micro-benchmarks say, against one relative error of one step."""
+"""Weight of the micro-benchmark values, relative to one relative error of one step."""
 _HOST_PULL: Final = 0.01
-"""The same for host work, of which they say nothing: towards none."""
+"""Weight of the prior 0 on host work, which micro-benchmarks do not measure."""
 _UNITS: Final = {"kernel_s": 1e-5, "step_s": 1e-2, "moe_host_s": 1e-3}
-"""Seconds that a constant is counted in, so that all unknowns are near one; host work of axes as of experts."""
+"""Unit in seconds per constant, so that all unknowns are near one; host work of axes has the unit of experts."""
 _ON_DEVICE: Final = ("kernel_s", "latency", "link")
-"""The constants that are numbers of the device card; the others are of the stack card."""
+"""Constants on the device card; the others are on the stack card."""
 _ROUNDS: Final = 2
-"""Linear but for the pace of pipelines, which depends on how even their stages are: a second round is exact there."""
+"""Rounds of the fit: only the pace of pipelines, which depends on stage balance, is nonlinear and needs the second."""
 _FASTEST: Final = 1e9
-"""Share of a link's bandwidth that stands for a link that costs nothing."""
+"""Share of a link's bandwidth for a link of zero cost."""
 _TINY: Final = 1e-9
-"""Stands for zero where it divides."""
+"""Substitute for zero in a denominator."""
 
 
 @dataclass(frozen=True, slots=True)
 class LocalRates:
-    """What the ranks of a machine measured, seconds each; mean over the ranks."""
+    """Measured seconds of the ranks of a machine; mean over the ranks."""
 
     # by dtype, (rows, outputs, inputs, seconds) of forward and both gradients
     matmul: Mapping[str, tuple[tuple[int, int, int, float], ...]]
@@ -72,14 +71,13 @@ class LocalRates:
     stream: tuple[float, float]  # (bytes, seconds) of an optimizer step
     # (gathered bytes, seconds) of all-gathers over all ranks
     rings: tuple[tuple[float, float], ...] = ()
-    # (ranks at work, seconds) of a small layer while so many work and the others wait, all of them first; nan where
-    # this rank waited
+    # (active ranks, seconds) of a small layer while the other ranks wait, all ranks first; nan if this rank waited
     layers: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredStep:
-    """A whole training step that was measured: model, strategy, resolved workload and seconds."""
+    """Measured training step: model, strategy, resolved workload and seconds."""
 
     model: ModelSpec
     strategy: Strategy
@@ -88,23 +86,25 @@ class MeasuredStep:
 
 
 def mean_rates(all_ranks: Sequence[LocalRates]) -> LocalRates:
-    """The mean over ranks, without those that waited; they measured the same things."""
+    """Return the mean over ranks of equal measurements, excluding ranks that waited."""
     return _combined(all_ranks, lambda seconds: float(np.nanmean(seconds)))
 
 
 def fastest_rates(turns: Sequence[LocalRates]) -> LocalRates:
-    """The fastest of several turns of one rank."""
+    """Return the fastest of several rounds of one rank."""
     return _combined(turns, lambda seconds: float(np.fmin.reduce(seconds)))
 
 
-def _combined(all_rates: Sequence[LocalRates], one: Callable[[list[float]], float]) -> LocalRates:
+def _combined(
+    all_rates: Sequence[LocalRates], reduce: Callable[[list[float]], float]
+) -> LocalRates:
     def combine(values: Sequence[Any]) -> Any:
         first = values[0]
         if isinstance(first, Mapping):
             return {key: combine([v[key] for v in values]) for key in first}
         if not first or isinstance(first[0], tuple):
             return tuple(combine(same) for same in zip(*values, strict=True))
-        return (*first[:-1], one([v[-1] for v in values]))
+        return (*first[:-1], reduce([v[-1] for v in values]))
 
     return LocalRates(
         *(combine([getattr(r, f.name) for r in all_rates]) for f in fields(LocalRates))
@@ -112,17 +112,17 @@ def _combined(all_rates: Sequence[LocalRates], one: Callable[[list[float]], floa
 
 
 def fit_device(rates: LocalRates, supernode: Supernode, source: str) -> DeviceCard:
-    """A device card whose formulas give the measured seconds.
+    """Fit a device card whose formulas reproduce the measured seconds.
 
     Args:
         rates: Measurements.
-        supernode: The machine; shares are of its peaks.
-        source: What to say about where the numbers come from.
+        supernode: The machine; shares refer to its peaks.
+        source: Source to record for the numbers.
     """
     device = supernode.device
     base = device_card(device.name, device.kind)
     dtype = _compute_dtype(supernode)
-    # Where a matmul reaches half its rate in elements, for a saturation of one on the card.
+    # Number of elements at which a matmul reaches half its rate, for a saturation of 1 on the card.
     unit = supernode.peak_flops(dtype) / device.memory_bytes_s.value * DTYPE_BYTES[dtype] / 2.0
     saturation, matmul = _fit_shares(
         rates.matmul, supernode, lambda s, sizes: _matmul_flops(s * unit, sizes), _SATURATIONS
@@ -156,7 +156,7 @@ def fit_device(rates: LocalRates, supernode: Supernode, source: str) -> DeviceCa
 
 
 def _glob(name: str) -> str:
-    """Pattern for a device name without what depends on the number of ranks."""
+    """Return a glob for a device name without the part that depends on the number of ranks."""
     plain = re.sub(r" \(.* cores .*\)$", "", name)
     return re.sub(r"([\[\]*?])", "?", plain) + "*"
 
@@ -167,10 +167,10 @@ def _fit_shares(
     flops: Callable[[float, list[Array]], Array],
     bounds: tuple[float, float],
 ) -> tuple[float, dict[str, float]] | None:
-    """One constant of the shape for all formats and a share of the peak for each, least squares of the log ratio.
+    """Fit one shape constant for all dtypes and one share of the peak per dtype, by least squares of the log ratio.
 
-    `rates` are sizes and seconds by format; `flops` are FLOPs of the sizes, times what the shape costs with a constant
-    within the bounds.
+    `rates` maps a dtype to sizes and seconds; `flops` returns FLOPs of the sizes, scaled by the overhead of the shape
+    for a constant within `bounds`.
     """
     from scipy.optimize import minimize_scalar
 
@@ -202,7 +202,7 @@ def _attention_flops(head: float, sizes: list[Array]) -> Array:
 
 
 def _fit_rings(rates: LocalRates, supernode: Supernode, base: DeviceCard) -> tuple[float, float]:
-    """Share of the link bandwidth and factor on the latency: seconds are linear in the bytes sent."""
+    """Return the share of the link bandwidth and the factor on latency; seconds are linear in the bytes sent."""
     if not rates.rings:
         return base.link, base.latency
     ranks = float(supernode.num_devices)
@@ -211,42 +211,42 @@ def _fit_rings(rates: LocalRates, supernode: Supernode, base: DeviceCard) -> tup
     )
     ring = unit.ring((np.asarray([ranks]), np.ones(1)))
     rate, delay = float(ring.rate[0]), float(ring.delay[0])
-    (less, small), (more, large) = rates.rings[0], rates.rings[-1]
-    sent = (more - less) * (ranks - 1) / ranks
+    (bytes_few, small), (bytes_many, large) = rates.rings[0], rates.rings[-1]
+    sent = (bytes_many - bytes_few) * (ranks - 1) / ranks
     return sent / max(large - small, 0.05 * large) / rate, small / delay if delay else 1.0
 
 
 def _fit_pace(rates: LocalRates) -> dict[str, float]:
-    """Speed of a rank by the share of all ranks at work; fewer are never slower."""
-    pace, least = dict[str, float](), 1.0
+    """Return the relative speed of a rank by the share of active ranks; fewer active ranks are never slower."""
+    pace, slowest = dict[str, float](), 1.0
     for ranks, seconds in rates.layers[1:]:
-        most, whole = rates.layers[0]
-        pace[f"{ranks / most:g}"] = least = max(least, whole / seconds)
+        max_ranks, full_s = rates.layers[0]
+        pace[f"{ranks / max_ranks:g}"] = slowest = max(slowest, full_s / seconds)
     return pace
 
 
 def _compute_dtype(supernode: Supernode) -> str:
-    """Format that the ranks of a machine compute in."""
+    """Return the compute dtype of the ranks of a machine."""
     return "float32" if supernode.device.kind == "cpu" else "bfloat16"
 
 
 def _base_stack(supernode: Supernode) -> StackCard:
-    """The shipped card of our own runtime on this kind of device."""
+    """Return the shipped card of this package's runtime for this type of device."""
     return stack_card("cpu" if supernode.device.kind == "cpu" else "hyper-parallel")
 
 
 def _pricer(
     steps: Sequence[MeasuredStep], supernode: Supernode
 ) -> Callable[[DeviceCard, StackCard], Array]:
-    """What predicts the seconds of every step with other cards."""
+    """Return a function that predicts the seconds of every step from other cards."""
     prepared = [
         (s.workload, ModelNumbers.of(s.model), Candidates.of(s.strategy, s.workload)) for s in steps
     ]
 
     def seconds(card: DeviceCard, stack: StackCard) -> Array:
         formats = {workload.compute_dtype for workload, *_ in prepared}
-        on = {d: Machine.of(supernode, d, card=card, stack=stack) for d in formats}
-        settings = (Setting(numbers, on[w.compute_dtype], w, c) for w, numbers, c in prepared)
+        machines = {d: Machine.of(supernode, d, card=card, stack=stack) for d in formats}
+        settings = (Setting(numbers, machines[w.compute_dtype], w, c) for w, numbers, c in prepared)
         return np.array([float(step_seconds(s)[0]) for s in settings])
 
     return seconds
@@ -255,13 +255,13 @@ def _pricer(
 def fit_stack(
     steps: Sequence[MeasuredStep], card: DeviceCard, supernode: Supernode, source: str
 ) -> tuple[DeviceCard, StackCard]:
-    """Launch floor and time of every step from two small measured steps that differ in their layers.
+    """Fit the launch floor and the fixed time per step to two small measured steps that differ in their layers.
 
     Args:
         steps: Two steps, fewer layers first.
         card: The device card of the machine.
         supernode: The machine.
-        source: What to say about where the numbers come from.
+        source: Source to record for the numbers.
     """
     base = _base_stack(supernode)
     kernels = base.kernels_forward + base.kernels_backward
@@ -271,7 +271,7 @@ def fit_stack(
     measured = (many.seconds - few.seconds) / layers
     work = float(np.diff(priced(replace(card, kernel_s=0.0), base))[0]) / layers
     microbatches = many.workload.accumulation_steps or 1
-    # Hidden launches pace the layer themselves when its work is shorter; others come on top of it.
+    # Hidden launches determine the time of a layer when its work is shorter; otherwise they are added to the work.
     floor = measured if card.launch_hidden else max(measured - work, 0.0)
     fitted = replace(
         card,
@@ -279,7 +279,7 @@ def fit_stack(
         sources={**card.sources, "kernel_s": source},
     )
     if measured < work and not card.launch_hidden:
-        # The whole step is faster than its parts alone: they disturbed each other more than a step does.
+        # The layer is faster than the sum of its kernels: the micro-benchmarks interfered more than a step does.
         base = replace(base, compute=measured / work, sources={**base.sources, "compute": source})
     bare = float(priced(fitted, replace(base, step_s=0.0))[0])
     sources = {**base.sources, "step_s": source}
@@ -290,13 +290,13 @@ def fit_stack(
 def fit_probes(
     steps: Sequence[MeasuredStep], card: DeviceCard, supernode: Supernode, source: str
 ) -> tuple[DeviceCard, StackCard]:
-    """The card of the device and of the stack whose predictions are nearest to the measured steps.
+    """Fit the device and stack cards whose predictions are closest to the measured steps.
 
     Args:
         steps: Steps of several layouts, with different widths, layers and microbatches.
-        card: What the micro-benchmarks say.
+        card: Card from the micro-benchmarks.
         supernode: The machine.
-        source: What to say about where the numbers come from.
+        source: Source to record for the numbers.
     """
     from scipy.optimize import nnls
 
@@ -313,16 +313,16 @@ def fit_probes(
     def seconds(values: Array) -> Array:
         return priced(*_with(dict(zip(units, values.tolist(), strict=True)), card, base))
 
-    at = believed
+    point = believed
     for _ in range(_ROUNDS):
-        here = seconds(at * unit)
-        moved = at + np.eye(len(at))
-        slopes = np.array([(seconds(row * unit) - here) / measured for row in moved]).T
-        wanted = 1.0 - here / measured + slopes @ at
-        at, _ = nnls(
-            np.vstack([slopes, np.diag(pulls)]), np.concatenate([wanted, pulls * believed])
+        current_s = seconds(point * unit)
+        moved = point + np.eye(len(point))
+        slopes = np.array([(seconds(row * unit) - current_s) / measured for row in moved]).T
+        targets = 1.0 - current_s / measured + slopes @ point
+        point, _ = nnls(
+            np.vstack([slopes, np.diag(pulls)]), np.concatenate([targets, pulls * believed])
         )
-    device, stack = _with(dict(zip(units, (at * unit).tolist(), strict=True)), card, base)
+    device, stack = _with(dict(zip(units, (point * unit).tolist(), strict=True)), card, base)
     of_stack = {name: source for name in units if name not in _ON_DEVICE}
     return (
         replace(device, sources={**card.sources, **dict.fromkeys(_ON_DEVICE, source)}),
@@ -333,11 +333,11 @@ def fit_probes(
 def _with(
     values: Mapping[str, float], card: DeviceCard, base: StackCard
 ) -> tuple[DeviceCard, StackCard]:
-    """Cards with the constants, in which the step is linear: seconds per byte of a link, not bytes per second."""
+    """Return cards for constants in which the step time is linear: seconds per byte of a link, not bytes per second."""
     device = {name: values[name] for name in _ON_DEVICE}
     device["link"] = 1.0 / max(values["link"], 1.0 / _FASTEST)
     stack = {name: value for name, value in values.items() if name not in device}
     stack["compute"] = max(values["compute"], _TINY)
-    # All kernels take `compute` times as long, so what is linear is the product.
+    # `compute` scales all kernels, so the linear constant is the product.
     stack["moe"] = values["moe"] / stack["compute"]
     return with_numbers(card, device), with_numbers(base, stack)

@@ -1,4 +1,4 @@
-"""Predictions for runs of a CSV: step time, memory, every term, an interval, and what was assumed."""
+"""Predictions for the runs of a CSV: step time, memory, cost terms, an interval, and the assumptions."""
 
 from __future__ import annotations
 
@@ -37,38 +37,38 @@ from hyper_parallel.serde import write_text
 from hyper_parallel.units import GiB
 
 _SAFE: Final = 1.1
-"""Share of the memory up to which a run that did fit is believed to fit by prediction, when recomputation is not
-stated: published runs use options that save memory and are not in the row."""
+"""Share of memory up to which a completed run is assumed to fit when its recomputation is not stated: published runs
+use options that save memory and are not part of the row."""
 _FIRST: Final = {
     "predicted_step_s": 6, "predicted_tok_s_dev": 6, "predicted_mem_gib": 4, "interval_low_s": 6, "interval_high_s": 6,
 }  # fmt: skip
-"""Columns of the output that come before those of the terms, and their digits."""
+"""Columns of the output before those of the terms, and their significant digits."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cards:
-    """Device and stack cards by name that replace shipped ones."""
+    """Device and stack cards by name that override shipped ones."""
 
     device: Mapping[str, DeviceCard] = field(default_factory=dict)
     stack: Mapping[str, StackCard] = field(default_factory=dict)
 
     def device_for(self, name: str, kind: str) -> DeviceCard:
-        """The device card for a device."""
+        """Return the device card for a device."""
         for card in self.device.values():
             if any(fnmatch.fnmatchcase(name.lower(), g.lower()) for g in card.devices):
                 return card
         return device_card(name, kind)
 
     def stack_for(self, name: str) -> StackCard:
-        """The stack card of a name."""
+        """Return the stack card of a name."""
         return self.stack.get(name) or stack_card(name)
 
 
 def read_cards(folder: str | Path | None = None) -> Cards:
-    """All shipped cards, and the cards of a folder over them.
+    """Read all shipped cards, overridden by the cards of a folder.
 
     Raises:
-        CardUnreadable: HP313 when a file of the folder is no card.
+        CardUnreadable: HP313 when a file of the folder is not a card.
     """
     pairs = [load_card(name) for name in card_names()]
     pairs += [read_card(path) for path in sorted(Path(folder).glob("*.yaml"))] if folder else []
@@ -80,13 +80,13 @@ def read_cards(folder: str | Path | None = None) -> Cards:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What is predicted for one run."""
+    """Prediction for one run."""
 
     run: PublishedRun
     scores: Scores  # all terms, of one candidate
-    recompute: str  # what is recomputed: none, selective, full
-    half_width: float  # half width of the interval, in log ratio
-    assumptions: tuple[str, ...]  # sentences about what was assumed
+    recompute: str  # none, selective or full
+    half_width: float  # half width of the interval, as a log ratio
+    assumptions: tuple[str, ...]  # sentences about the assumptions
 
     @property
     def step_s(self) -> float:
@@ -104,7 +104,7 @@ class Prediction:
         return float(self.scores.memory_bytes[0]) / GiB
 
     def columns(self) -> dict[str, str]:
-        """What is added to the run's row."""
+        """Return the columns to add to the row of the run."""
         low, high = (self.step_s * math.exp(s * self.half_width) for s in (-1.0, 1.0))
         values = (self.step_s, self.tokens_per_device_s, self.memory_gib, low, high)
         return {
@@ -115,11 +115,11 @@ class Prediction:
 
 
 def machine_of(run: PublishedRun, cards: Cards) -> Machine:
-    """The machine of a run: its topology, its device card, and its stack card as the row describes it."""
+    """Return the machine of a run: its topology, its device card, and its stack card as described by the row."""
     device, stack = run.supernode.device, cards.stack_for(run.stack)
     card = cards.device_for(device.name, device.kind)
     release = run.release_month
-    # Older releases route and permute slower; what the newest take is in `moe`.
+    # Older releases route and permute more slowly; `moe` contains the time of the newest.
     months = max(0.0, stack.moe_release - release) if release is not None else 0.0
     older = stack.moe_month * card.maturing * math.sqrt(months)
     card = replace(card, context_bytes=card.context_bytes + stack.reserve_bytes)
@@ -137,7 +137,7 @@ def machine_of(run: PublishedRun, cards: Cards) -> Machine:
 def setting_of(
     run: PublishedRun, numbers: ModelNumbers, machine: Machine, recompute: str
 ) -> Setting:
-    """What is priced for a run; states and gradients are in float32."""
+    """Return the case to price for a run; optimizer states and gradients are in float32."""
     d = run.degrees
     workload = Workload(
         run.seq_len, run.sequences * run.seq_len, run.microbatch, run.accumulation, machine.compute_dtype
@@ -153,7 +153,7 @@ def setting_of(
 def predict(run: PublishedRun, cards: Cards | None = None) -> Prediction:
     """Predict one run.
 
-    Recomputation that the row does not state is none or selective, whichever fits in memory.
+    Recomputation that the row does not state is none or selective: the first that fits in memory.
     """
     notes = list(run.assumptions)
     machine = machine_of(run, cards or Cards())
@@ -187,17 +187,17 @@ def predict_file(
     """Predict every row of a CSV and write all its columns with the predictions.
 
     Columns added: predicted_step_s, predicted_tok_s_dev, predicted_mem_gib, interval_low_s, interval_high_s, one
-    `term: NAME` per cause in seconds, assumptions. Where `step_s`, `tok_s_dev` or `mem_gib` says nothing it is filled
-    with the prediction; a measured value is never replaced. A row that lacks what a prediction needs, or asks for the
-    impossible, keeps its cells and says so in `assumptions`; any other failure is a defect of ours and ends here, with
-    the row named.
+    `term: NAME` per cause in seconds, assumptions. An empty `step_s`, `tok_s_dev` or `mem_gib` is filled with the
+    prediction; a measured value is never replaced. A row that lacks a required value, or describes an impossible run,
+    keeps its cells, with the reason in `assumptions`. Any other failure is a defect of this package and is raised, with
+    a note that names the row.
 
     Returns:
-        Rows predicted, and rows in the file.
+        Number of predicted rows, and number of rows in the file.
 
     Raises:
-        RunsUnreadable: HP314 when the file cannot be read or no row can be predicted (then the file is written all the
-            same, with every row's reason).
+        RunsUnreadable: HP314 when the file cannot be read or no row can be predicted (the file is then written
+            nevertheless, with the reason of every row).
         OutputNotWritable: HP105 when the output cannot be written.
     """
     check_output_file(Path(output), _is_prediction, "a prediction", "--output")

@@ -1,4 +1,4 @@
-"""Training runs as rows of a CSV, completed with stated assumptions, and turned into what the formulas need."""
+"""Published training runs: rows of a CSV, completed with stated assumptions and converted to inputs of the formulas."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from hyper_parallel.topology import Quantity, Supernode, load_topology, preset_n
 from hyper_parallel.units import TFLOP, GiB
 
 _TOO_MANY_SEQUENCES: Final = 100_000
-"""From this number on `gbs` counts tokens: no run has so many sequences in a step."""
+"""Value of `gbs` from which it counts tokens: no run has this many sequences per step."""
 
 _PRECISIONS: Final = (
     (r"fp4", "nvfp4"), (r"mx-?fp8|fp8[-_ ]?mx", "mxfp8"), (r"fp8|float8|e4m3", "float8_e4m3fn"),
     (r"bf16|bfloat16", "bfloat16"), (r"fp16|float16|half", "float16"), (r"fp32|float32|tf32", "float32"),
 )  # fmt: skip
-"""Words of the column `precision` and the format of matmul inputs they mean, the first match wins: `bf16 + fp8`
-multiplies in 8 bits."""
+"""Patterns for the column `precision`, and the dtype of matmul inputs; the first match wins: `bf16 + fp8` multiplies in
+8 bits."""
 
 _RECOMPUTATION: Final = (
     ("selective", "selective"), ("full", "full"), (r"^(none|no|off|false|0)\b", "none"),
@@ -40,34 +40,34 @@ _DEVICES: Final = (
     (r"a100", "dgx-a100"), (r"910c|a3\b|cloudmatrix", "cloudmatrix384"), (r"910b|a2\b", "atlas-900-a2"),
     (r"950", "atlas-950"), (r"v5p", "tpu-v5p"),
 )  # fmt: skip
-"""Device names of runs to topologies, the first match wins."""
+"""Patterns for device names, and their topologies; the first match wins."""
 _NAMED: Final = "A100, H100, H200, H800, B200, B300, GB200, GB300, 910B, 910C, 950, TPU v5p"
-"""The same names as people write them."""
+"""Device names for an error message."""
 
 _PEAK_RATIO: Final = {"float8_e4m3fn": 2.0, "mxfp8": 2.0, "nvfp4": 4.0, "float32": 0.5}
-"""Dense peak against bfloat16 where the topology has no entry: tensor cores double with each halving of the width."""
+"""Dense peak relative to bfloat16 if the topology has no entry: tensor cores double with each halving of the width."""
 _FP4_RATIO: Final = {"gb300-nvl72": 6.0, "dgx-b300": 6.0}
-"""The 300 series has 14.7 and 13.5 PFLOP/s of dense fp4 (published DGX Cloud peak table)."""
+"""Dense fp4 ratio of the 300 series: 14.7 and 13.5 PFLOP/s (published DGX Cloud peak table)."""
 
 _STACKS: Final = (
     (r"nanotron", "nanotron"), (r"torchtitan.*\beager\b", "torchtitan-eager"), (r"torchtitan", "torchtitan"),
     (r"megatron-bridge", "megatron-bridge"), (r"nemo", "nemo"), (r"modellink|mindspeed|mindformers", "mindspeed"),
     (r"llm-foundry|composer|mosaic|fsdp|deepspeed zero", "torch-fsdp"), (r"maxtext|jax|pax", "jax"),
 )  # fmt: skip
-"""Stacks of runs to stack cards, the first match wins."""
+"""Patterns for stacks of runs, and their stack cards; the first match wins."""
 _LAST_UNFUSED: Final = 2022
-"""Sources up to this year are taken to run without fused attention, which spread in 2023."""
+"""Sources up to this year are assumed to run without fused attention, which became common in 2023."""
 
 
 @dataclass(frozen=True, slots=True)
 class PublishedRun:
-    """One row of a CSV with every gap filled."""
+    """Row of a CSV with all gaps filled by assumptions."""
 
-    row: RunRow  # the row as it was read
+    row: RunRow  # the row as read
     model: ModelSpec
-    supernode: Supernode  # the machine: that of the device's name, or of the nearest peak rate
+    supernode: Supernode  # the machine: by the name of the device, or with the nearest peak rate
     stack: str  # name of the stack card
-    known_stack: bool  # a card is for this stack; False where a similar one stands in
+    known_stack: bool  # True if the card is for this stack; False if it is for a similar one
     seq_len: int  # tokens per sequence
     devices: int
     degrees: Mapping[str, int]  # tp, cp, pp, vpp, ep, etp, dp
@@ -77,11 +77,11 @@ class PublishedRun:
     sequences: int  # sequences per step
     matmul_dtype: str  # format of matmul inputs
     recompute: str | None  # none, selective, full; None: the source does not say
-    assumptions: tuple[str, ...] = field(default=())  # sentences about gaps that were filled
+    assumptions: tuple[str, ...] = field(default=())  # sentences about filled gaps
 
     @property
     def kind(self) -> str:
-        """Dense or moe."""
+        """`dense` or `moe`."""
         return "moe" if self.model.num_experts else "dense"
 
     @property
@@ -94,7 +94,7 @@ class PublishedRun:
 
     @property
     def group(self) -> str:
-        """Rows of one source, model, device and precision; they are near-duplicates."""
+        """Key of near-duplicate rows: same source, model, device and precision."""
         row = self.row
         return row.group or "|".join((row.source, row.model, row.device, row.precision))
 
@@ -105,16 +105,16 @@ class PublishedRun:
         return (int(release[1]) - 20) * 12.0 + int(release[2]) - 1 if release else None
 
     def priced_as_unknown(self) -> PublishedRun:
-        """The same run as if no card were made for its stack."""
+        """Return the run as if its stack had no card."""
         return replace(self, stack=_stand_in(self.zero), known_stack=False)
 
 
 def read_run(cells: Mapping[str, str]) -> PublishedRun:
-    """A row with its gaps filled.
+    """Read a row and fill its gaps with assumptions.
 
     Raises:
-        RowError: When a needed number is missing, no number, or the degrees do not fit the devices.
-        ModelUnreadable: HP305 when the shape is no model's.
+        RowError: When a required number is missing or not a number, or the degrees do not fit the devices.
+        ModelUnreadable: HP305 when no model has this shape.
     """
     row = RunRow.of(cells)
     notes = [
@@ -169,12 +169,12 @@ def read_run(cells: Mapping[str, str]) -> PublishedRun:
 
 
 def _first(table: Sequence[tuple[str, str]], text: str) -> str | None:
-    """What the first pattern of a table that is in a text stands for."""
+    """Return the value of the first pattern of a table that matches a text."""
     return next((meant for pattern, meant in table if re.search(pattern, text)), None)
 
 
 def _preset(row: RunRow, notes: list[str]) -> ModelSpec | None:
-    """The shipped model a row names when it gives no shape of its own."""
+    """Return the shipped model that a row names, unless the row states a shape."""
     if any(getattr(row, name) for name in SHAPE):
         return None
     dashed = re.sub(r"(?<=[a-zA-Z])(?=\d)", "-", row.model, count=1)
@@ -203,18 +203,18 @@ def _degrees(row: RunRow, notes: list[str]) -> dict[str, int]:
 
 
 def _check(model: ModelSpec, degrees: Mapping[str, int], seq_len: int) -> None:
-    """Refuse what no program can run."""
+    """Refuse degrees that no program can run."""
     heads = max((b.attention.num_heads for b in model.blocks if b.attention), default=1)
-    for axis, most, what in (
+    for axis, limit, unit in (
         ("pp", model.num_layers, "layers"), ("tp", heads, "heads"), ("cp", seq_len, "tokens of a sequence"),
         ("ep", max(1, model.num_experts), "experts"),
     ):  # fmt: skip
-        if degrees[axis] > most:
-            raise RowError(f"{axis} = {degrees[axis]} is more than the {most} {what}")
+        if degrees[axis] > limit:
+            raise RowError(f"{axis} = {degrees[axis]} is more than the {limit} {unit}")
 
 
 def _matmul_format(row: RunRow, notes: list[str]) -> str:
-    """Format of matmul inputs that the column `precision` names."""
+    """Return the dtype of matmul inputs named by the column `precision`."""
     text = row.precision.lower()
     if dtype := _first(_PRECISIONS, text):
         return dtype
@@ -223,7 +223,7 @@ def _matmul_format(row: RunRow, notes: list[str]) -> str:
 
 
 def _recomputation(row: RunRow, notes: list[str]) -> str | None:
-    """none, selective or full; None where the row does not say."""
+    """Return `none`, `selective` or `full`; None when the row does not state it."""
     text = row.recompute.lower().strip()
     sure = text.rstrip("?")
     if not stated(sure) and sure != "none":
@@ -237,10 +237,10 @@ def _recomputation(row: RunRow, notes: list[str]) -> str | None:
 
 
 def _supernode(row: RunRow, notes: list[str]) -> Supernode:
-    """The topology a run's device belongs to; the nearest by peak rate when none is known by that name."""
+    """Return the topology of the device of a run; for an unknown name, the one with the nearest peak rate."""
     text, peak = row.device.lower(), row.peak_tflops
     name = _first(_DEVICES, text)
-    # What tells a special part from the usual one is often only in the remarks.
+    # Variants of a part are often named only in the notes.
     if name == "dgx-h100" and re.search(r"hbm2e|96 ?gb", f"{text} {row.notes.lower()}"):
         name = "h100-96gb"
     if name is None:
@@ -270,7 +270,7 @@ def _supernode(row: RunRow, notes: list[str]) -> Supernode:
 
 
 def _stack_card(row: RunRow, zero: int, notes: list[str]) -> tuple[str, bool]:
-    """The stack card of a run, by its stack, notes, and the year of its source, and whether it is for that stack."""
+    """Return the name of the stack card of a run, by stack, notes and year of its source, and whether it is exact."""
     text = f"{row.stack} {row.notes}".lower()
     if name := _first(_STACKS, text):
         old = re.search(r"20(1\d|2[0-4])[01]\d", row.source)
@@ -287,26 +287,26 @@ def _stack_card(row: RunRow, zero: int, notes: list[str]) -> tuple[str, bool]:
 
 
 def _stand_in(zero: int) -> str:
-    """Card for a stack that has none."""
+    """Return the name of the card for a stack without one."""
     return "torch-fsdp" if zero == 3 else "megatron"
 
 
 _LATENT: Final = re.compile(r"deepseek[-_ ]?(v2|v3|r1)|kimi[-_ ]?k2|moonlight")
 """Names of models with multi-head latent attention."""
 _SINKS: Final = re.compile(r"gpt[-_ ]?oss")
-"""Names of models with sinks, biases and windows in every other layer."""
+"""Names of models with attention sinks, biases and a window in every other layer."""
 _QUERY_RANK_FROM: Final = 5120
-"""Hidden size from which latent attention compresses its queries too: DeepSeek-V2 does, V2-Lite does not."""
+"""Hidden size from which latent attention also compresses queries: in DeepSeek-V2, but not in V2-Lite."""
 _VOCABULARY: Final = 128_000
-"""Where none is stated: that of Llama 3 without its special tokens."""
+"""Default vocabulary size: that of Llama 3 without its special tokens."""
 
 
 def model_of(row: RunRow, notes: list[str]) -> ModelSpec:
-    """The model of a row that states layers, hidden size and heads.
+    """Build the model of a row that states layers, hidden size and heads.
 
     Raises:
-        RowError: When the numbers are no model's.
-        ModelUnreadable: HP305 for what only the reader of the family sees.
+        RowError: When the numbers do not form a model.
+        ModelUnreadable: HP305 for errors that only the reader of the model family detects.
     """
     assert row.layers, "it is stated"
     assert row.hidden, "it is stated"
@@ -363,7 +363,7 @@ def model_of(row: RunRow, notes: list[str]) -> ModelSpec:
 
 
 def _changed(block: Block, hidden: int, gated: bool, shared: int) -> Block:
-    """A block with a plain feed-forward part, or with shared experts beside the routed ones."""
+    """Return a block with an ungated feed-forward part, or with shared experts in addition to the routed ones."""
     mlp, params = block.mlp, block.params
     if mlp is None:
         return block
@@ -376,21 +376,28 @@ def _changed(block: Block, hidden: int, gated: bool, shared: int) -> Block:
             if not p.name.endswith("mlp.gate_proj.weight")
         )
     if shared and mlp.num_experts:
-        width, at = shared * mlp.intermediate_size, "model.layers.*.mlp.shared_experts"
+        width, prefix = shared * mlp.intermediate_size, "model.layers.*.mlp.shared_experts"
         mlp = replace(mlp, shared_intermediate_size=width)
         inputs = ("gate_proj", "up_proj") if gated else ("up_proj",)
-        wide = [ParamSpec(f"{at}.{n}.weight", (width, hidden), ("mlp", "embed")) for n in inputs]
-        params += (*wide, ParamSpec(f"{at}.down_proj.weight", (hidden, width), ("embed", "mlp")))
+        wide = [
+            ParamSpec(f"{prefix}.{n}.weight", (width, hidden), ("mlp", "embed")) for n in inputs
+        ]
+        params += (
+            *wide,
+            ParamSpec(f"{prefix}.down_proj.weight", (hidden, width), ("embed", "mlp")),
+        )
     return replace(block, params=params, mlp=replace(mlp, gated=gated))
 
 
 def _named_as_tied(row: RunRow, values: dict[str, int]) -> bool:
-    """Whether the count in a dense model's name fits with one embedding matrix and not with two."""
+    """Return whether the parameter count in a dense model's name fits one embedding matrix and not two."""
     billions = re.search(r"(\d+(?:\.\d+)?)B\b", row.model)
     if not billions:
         return False
     layers, hidden, heads = row.layers or 0, row.hidden or 0, row.heads or 0
     attention = 2 * (heads + values["kv_heads"]) * values["head_dim"]
     layer, named = attention + 3 * values["ffn"], 1e9 * float(billions[1])
-    one, two = (abs((layers * layer + n * values["vocab"]) * hidden / named - 1.0) for n in (1, 2))
-    return one < 0.01 and two > 0.03
+    with_one, with_two = (
+        abs((layers * layer + n * values["vocab"]) * hidden / named - 1.0) for n in (1, 2)
+    )
+    return with_one < 0.01 and with_two > 0.03

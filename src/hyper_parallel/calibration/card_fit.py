@@ -1,8 +1,8 @@
-"""Fitting cards to published runs: few constants, each with a prior, one vote per group of runs.
+"""Fit of cards to published runs: few constants, each with a prior, and one vote per group of runs.
 
-A constant is fitted as a factor on what is believed of it (or on what its share leaves), with a prior width; runs
-enter by the log ratio of predicted and measured step time, rows of one group share one vote, and large residuals
-count linearly (Huber). So a constant that no run speaks about stays what it was, and one outlier moves little.
+A constant is fitted as a factor on its prior value (or on the complement of its share), with a prior width. The
+residual of a run is the log ratio of predicted and measured step time. Rows of one group share one vote, and large
+residuals count linearly (Huber). A constant without informative runs keeps its value, and an outlier has little effect.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ Array = NDArray[np.float64]
 Names = NDArray[np.str_]
 
 NOISE: Final = 0.04
-"""Log ratio between repeated runs of one configuration that a step time cannot be known better than."""
+"""Log ratio between repeated runs of one configuration, the limit of accuracy of a step time."""
 HUBER: Final = 1.5
-"""Residual, in units of `NOISE`, from which a run counts linearly."""
+"""Residual, in units of `NOISE`, above which a run counts linearly."""
 _STEP: Final = 1e-3
-"""Move of a log factor for a difference quotient: far above rounding, far below any prior's width."""
+"""Step of a log factor in a difference quotient: far above rounding, far below the width of any prior."""
 _ROUNDS: Final = 6
 _SETTLED: Final = 0.02
-"""Gauss-Newton steps at most, and the move of every factor, in widths of its prior, at which they end."""
+"""Maximum number of Gauss-Newton steps, and the largest move, in prior widths, at which they end early."""
 _RESERVE_STEP: Final = 1e7
-"""Bytes that a reserve is a multiple of: what published memory is rounded to, 0.01 GiB."""
+"""Granularity of a reserve in bytes: published memory is rounded to 0.01 GiB."""
 _FITTED: Final = "fitted to published runs; believed: "
 
 FOLDS: Final[Mapping[str, Callable[[PublishedRun], str]]] = {
@@ -54,14 +54,14 @@ FOLDS: Final[Mapping[str, Callable[[PublishedRun], str]]] = {
     "device": lambda run: run.row.device,
     "model": lambda run: run.row.model,
     "stack": lambda run: run.stack,
-    # Dense runs stay in: what is known of a mixture of experts when its own runs are unknown.
+    # Dense runs are kept, to evaluate predictions for a mixture of experts without its own runs.
     "moe_model": lambda run: run.row.model if run.kind == "moe" else "",
 }
-"""What may be left out of a fit together; runs of the fold "" stay in."""
+"""Folds of runs that a fit may leave out; runs of the fold "" are never left out."""
 
 
 def read_runs(path: str | Path) -> list[PublishedRun]:
-    """The rows of a CSV that can be read."""
+    """Read the valid rows of a CSV; others are skipped."""
     runs = []
     for row in read_rows(path)[1]:
         try:
@@ -73,7 +73,7 @@ def read_runs(path: str | Path) -> list[PublishedRun]:
 
 @dataclass(frozen=True, slots=True)
 class _Case:
-    """A run prepared for being priced with many cards."""
+    """Run prepared for pricing with many cards."""
 
     run: PublishedRun
     numbers: ModelNumbers
@@ -82,18 +82,18 @@ class _Case:
 
     @classmethod
     def of(cls, run: PublishedRun, cards: Cards) -> _Case:
-        """The run with the recomputation that fits by what is believed."""
+        """Prepare a run with the recomputation that fits in memory by the cards."""
         assert run.step_s, "only measured runs are fitted"
         recompute = run.recompute or predict(run, cards).recompute
         return cls(run, ModelNumbers.of(run.model), recompute, run.step_s)
 
     def card_names(self, cards: Cards) -> set[str]:
-        """The cards that price this run."""
+        """Return the names of the cards that price this run."""
         machine = machine_of(self.run, cards)
         return {machine.card.name, machine.stack.name}
 
     def log_ratio(self, cards: Cards) -> float:
-        """Logarithm of predicted over measured step time."""
+        """Return the logarithm of predicted over measured step time."""
         machine = machine_of(self.run, cards)
         seconds = step_seconds(setting_of(self.run, self.numbers, machine, self.recompute))
         return math.log(float(seconds[0]) / self.measured_s)
@@ -101,22 +101,22 @@ class _Case:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """The result of fitting."""
+    """Result of a fit."""
 
     cards: Cards  # cards with the fitted numbers
     factors: Mapping[str, float]  # log factor of every constant
-    runs: tuple[PublishedRun, ...]  # runs that were used
-    before: Array  # log ratio of predicted over measured step time with what was believed
-    after: Array  # the same with the fitted cards
-    left_out: Array  # the same for each run by cards that were fitted without its fold
-    # half width of the 80 % interval in log ratio: by kind of model for runs whose model was left out, and,
+    runs: tuple[PublishedRun, ...]  # runs used in the fit
+    before: Array  # log ratio of predicted over measured step time with the prior values
+    after: Array  # the same ratio with the fitted cards
+    left_out: Array  # the same ratio of each run with cards fitted without its fold
+    # half width of the 80 % interval as a log ratio: by kind of model for runs whose model was left out, and,
     # `KIND_unknown_stack`, for runs whose stack was left out and priced with the card of another
     interval: Mapping[str, float]
-    # share of left-out runs, one vote per group, that lie in an interval made without them, by kind
+    # share of left-out runs, one vote per group, inside an interval derived without them, by kind
     coverage: Mapping[str, float]
 
     def errors(self, log_ratios: Array, kind: str) -> Array:
-        """Absolute relative error of every group of one kind of model: the median over its rows.
+        """Return the absolute relative error of every group of one kind of model, the median over its rows.
 
         Args:
             log_ratios: `before`, `after` or `left_out`.
@@ -129,16 +129,16 @@ class Fit:
         return np.asarray([np.median(values) for values in groups.values()])
 
     def summary(self) -> list[str]:
-        """The accuracy and the constants as lines of text."""
+        """Return the accuracy and the constants as lines of text."""
         lines = [
             f"{len(self.runs)} runs; error of predicted step time, median over groups (90th percentile)"
         ]
         for kind in ("dense", "moe"):
             columns = [self.errors(v, kind) for v in (self.before, self.after, self.left_out)]
             if columns[0].size:
-                shown = [f"{np.median(e):.1%} ({np.quantile(e, 0.9):.1%})" for e in columns]
+                errors = [f"{np.median(e):.1%} ({np.quantile(e, 0.9):.1%})" for e in columns]
                 lines.append(
-                    f"{kind}, {columns[0].size} groups: believed {shown[0]}, fitted {shown[1]}, left out {shown[2]}"
+                    f"{kind}, {columns[0].size} groups: believed {errors[0]}, fitted {errors[1]}, left out {errors[2]}"
                 )
         for kind, share in self.coverage.items():
             lines.append(f"{kind}: {share:.0%} of what was left out lies in its 80 % interval")
@@ -148,7 +148,7 @@ class Fit:
 
 
 def write_cards(folder: Path, fit: Fit) -> list[Path]:
-    """Write every card that a fit may have changed, one file each, complete in itself."""
+    """Write every card that a fit may change, one complete file per card."""
     names = sorted({name for constant in CONSTANTS for name in constant.cards})
     for name in names:
         check_card_file(Path(folder) / f"{name}.yaml")
@@ -170,10 +170,10 @@ def fit_runs(
     """Fit the constants of cards to runs.
 
     Args:
-        runs: Runs with a measured step time; others are left aside.
-        shipped: Cards; fitting starts from their priors.
-        constants: What may change.
-        leave_out: What is left out together for `left_out`, a key of `FOLDS`; None: nothing.
+        runs: Runs; those without a measured step time are ignored.
+        shipped: Cards; the fit starts from their priors.
+        constants: Constants to fit.
+        leave_out: Fold to leave out for `left_out`, a key of `FOLDS`; None: no cross-validation.
     """
     start = believed(shipped)
     cases = [_Case.of(run, start) for run in runs if run.step_s]
@@ -206,7 +206,7 @@ def fit_runs(
     folds = {k: np.asarray([fold(run) for run in runs]) for k, fold in FOLDS.items()}
 
     def without(fold: str, unknown_stack: bool = False) -> Array:
-        """Residual of each run by cards fitted without its fold; linear in the factors around the full fit."""
+        """Return the residual of each run by cards fitted without its fold; linear in the factors at the full fit."""
         left_out = now.copy()
         for name in dict.fromkeys(folds[fold]):
             if not name:
@@ -223,7 +223,7 @@ def fit_runs(
     left_out = unseen = strange = now
     if leave_out:
         left_out = without(leave_out)
-        # A new run is most often of a model that no run has shown, and sometimes of a stack that none has.
+        # A new run usually has a model that no earlier run has, and sometimes a stack that none has.
         unseen, strange = without("model"), without("stack", unknown_stack=True)
     interval, covered = dict[str, float](), dict[str, float]()
     for kind in sorted({run.kind for run in runs}):
@@ -240,9 +240,9 @@ def fit_runs(
 
 
 def _solve(now: Array, slopes: Array, factors: Array, votes: Array, widths: Array) -> Array:
-    """Log factors that minimise the residuals, linear around `factors`: Huber's loss times votes, and the priors.
+    """Return log factors that minimise the residuals, linearized at `factors`, with Huber's loss, votes and priors.
 
-    Residuals `now` are [runs], their `slopes` [runs, constants]; `widths` are those of the priors.
+    Residuals `now` are [runs], their `slopes` [runs, constants]; `widths` are the widths of the priors.
     Source: robust regression, Huber 1964; priors as ridge penalties.
     """
     from scipy.optimize import least_squares
@@ -251,7 +251,7 @@ def _solve(now: Array, slopes: Array, factors: Array, votes: Array, widths: Arra
     knee = np.concatenate([np.full(len(votes), HUBER**2), np.full(len(widths), np.inf)])
 
     def loss(squares: Array) -> Any:
-        """Value and two derivatives by the square: linear in it up to the knee, in its root beyond."""
+        """Return the value and two derivatives by the square: linear in it up to the knee, in its root beyond."""
         squares = np.maximum(squares, 1e-24)
         inside, reach = squares <= knee, HUBER / np.sqrt(squares)
         value = np.where(inside, squares, 2.0 * HUBER * np.sqrt(squares) - HUBER**2)
@@ -269,22 +269,22 @@ def _solve(now: Array, slopes: Array, factors: Array, votes: Array, widths: Arra
 
 
 def _memory_not_too_low(cards: Cards, runs: Sequence[PublishedRun]) -> Cards:
-    """Cards with the least reserve, per stack, with which no published memory is predicted too low."""
+    """Return cards with the smallest reserve per stack at which no published memory is predicted too low."""
     for run in runs:
         short = (run.row.mem_gib or 0.0) * GiB - float(predict(run, cards).scores.memory_bytes[0])
         if short > 0.0:
             stack = cards.stack_for(run.stack)
-            more = math.ceil((stack.reserve_bytes + short) / _RESERVE_STEP) * _RESERVE_STEP
-            stacks = {**cards.stack, run.stack: replace(stack, reserve_bytes=more)}
+            reserve_bytes = math.ceil((stack.reserve_bytes + short) / _RESERVE_STEP) * _RESERVE_STEP
+            stacks = {**cards.stack, run.stack: replace(stack, reserve_bytes=reserve_bytes)}
             cards = Cards(cards.device, stacks)
     return cards
 
 
 def half_width(residual: Array, votes: Array, folds: Names, share: float = 0.8) -> float:
-    """Absolute residual that a share of the votes of runs still to come stays below.
+    """Return the absolute residual that the given share of votes of future runs does not exceed.
 
-    Runs of a fold are alike, so that k folds tell as much as k runs: of these the share (1 + 1/k) must lie below, at
-    most all.
+    Runs of a fold are alike, so k folds carry the information of k runs. The share is therefore raised by the factor
+    1 + 1/k, to at most 1.
 
     Source: split conformal prediction, Papadopoulos et al. 2002.
     """
@@ -292,28 +292,28 @@ def half_width(residual: Array, votes: Array, folds: Names, share: float = 0.8) 
     size = np.abs(residual)
     order = np.argsort(size)
     reached = np.cumsum(votes[order]) / votes.sum()
-    place = min(int(np.searchsorted(reached, share - 1e-9)), len(size) - 1)
-    return float(size[order][place])
+    index = min(int(np.searchsorted(reached, share - 1e-9)), len(size) - 1)
+    return float(size[order][index])
 
 
 def coverage(residual: Array, votes: Array, folds: Names) -> float:
-    """Share of the votes within the half width that the other folds' residuals give."""
+    """Return the share of votes within the half width derived from the residuals of other folds."""
     inside = 0.0
     for name in dict.fromkeys(folds):
-        mine = folds == name
-        width = half_width(residual[~mine], votes[~mine], folds[~mine])
-        inside += float(votes[mine & (np.abs(residual) <= width)].sum())
+        in_fold = folds == name
+        width = half_width(residual[~in_fold], votes[~in_fold], folds[~in_fold])
+        inside += float(votes[in_fold & (np.abs(residual) <= width)].sum())
     return inside / float(votes.sum())
 
 
 def _described(
     start: Cards, fitted: Cards, constants: Sequence[Constant], interval: Mapping[str, float]
 ) -> Cards:
-    """Fitted cards that say of every changed number what was believed and that it was fitted."""
+    """Return fitted cards whose sources and priors record every changed number."""
     changed = {name for c in constants for name in c.cards}
-    left = {True: "stack was left out and priced as another", False: "model was left out"}
+    fold_text = {True: "stack was left out and priced as another", False: "model was left out"}
     of_interval = {
-        f"interval.{kind}": f"80 % of runs whose {left['_' in kind]}, one vote per group"
+        f"interval.{kind}": f"80 % of runs whose {fold_text['_' in kind]}, one vote per group"
         for kind in interval
     }
 

@@ -1,6 +1,6 @@
-"""Rows of a CSV of runs: read as people write them, checked, and refused with the column and the text.
+"""Rows of a CSV of runs: read in common notations, checked, and refused with the column and the text.
 
-A cell that says nothing (blank, n/a, NaN, -) counts as not stated; nothing is read as something else in silence.
+A cell without information (blank, n/a, NaN, -) counts as not stated. No other cell is reinterpreted silently.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ from hyper_parallel.received import Limits, read_text
 from hyper_parallel.units import MiB
 
 MEASURED: Final = ("step_s", "tok_s_dev", "mem_gib")
-"""Columns that hold what was measured."""
+"""Columns of measured values."""
 SHAPE: Final = ("layers", "hidden", "heads")
-"""Columns of a model's shape that cannot be left out, unless a preset has the model's name."""
+"""Required columns of a model's shape, unless a preset has the name of the model."""
 _LIMITS: Final = Limits(64 * MiB)
 REQUIRED: Final = ("seq", "device", "n_dev")
-"""Columns without which a row cannot be predicted."""
+"""Columns required for a prediction."""
 SURPLUS: Final = "more cells than columns"
-"""Key of the cells of a row that no column names; no column has this name in lower case with blanks."""
+"""Key of the cells of a row beyond the last column."""
 _BLANKS: Final = ("", "nan", "n/a", "na", "#n/a", "-", "--", "none", "null", "?")
 _YES_NO: Final = {"true": "1", "yes": "1", "false": "0", "no": "0"}
 
 
 class RowError(ValueError):
-    """A row lacks what a prediction needs or asks for the impossible; the text says which."""
+    """Error for a row that lacks a required value or describes an impossible run; the text names the problem."""
 
 
 def stated(text: str | None) -> str:
-    """Text of a cell that should hold a number; empty when it says nothing."""
+    """Return the text of a cell that should contain a number; empty when it contains no information."""
     text = (text or "").strip()
     return "" if text.lower() in _BLANKS else text
 
 
 def _number(text: str) -> float | None:
-    """None for what is no finite number. 1,024 is a thousand; 3,5 may be three and a half, and is refused."""
+    """Parse a finite number, else return None. 1,024 is a thousand; 3,5 is ambiguous and refused."""
     plain = text.replace(",", "") if re.fullmatch(r"\d{1,3}(,\d{3})+(\.\d+)?", text) else text
     try:
         value = float(plain)
@@ -53,19 +53,19 @@ def _number(text: str) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _whole(cell: str, most: int = 10**12) -> int | None:
-    """A number beyond `most` is a slip: no run has as many of anything."""
+def _whole(cell: str, maximum: int = 10**12) -> int | None:
+    """Parse a whole number; one beyond `most` is refused as a typing error."""
     text = stated(cell)
     value = _number(text) if text else 0.0
     if value is None or value < 0 or value != int(value):
         raise ValueError(f"is not a whole number: {text}")
-    if value > most:
+    if value > maximum:
         raise ValueError(f"is far beyond any training run: {text}")
     return int(value) if text else None
 
 
 def _zero(cell: str) -> int | None:
-    """Stage of the column `zero`: 2, ZeRO-2, stage 2; FSDP shards everything."""
+    """Parse the ZeRO stage: 2, ZeRO-2, stage 2; FSDP is stage 3."""
     text = stated(cell).lower()
     stage = re.fullmatch(r"(?:zero)?[-_ ]?(?:stage)?[-_ ]?([0-3])(?:\.0*)?", text)
     if text and not stage and "fsdp" not in text:
@@ -84,7 +84,7 @@ def _peak(cell: str) -> float | None:
 
 
 def _measured(cell: str) -> float | None:
-    """None where the cell says nothing, or nothing that is a positive number (`OOM`)."""
+    """Parse a positive number; None for any other text, such as `OOM`."""
     value = _number(stated(cell))
     return value if value and value > 0.0 else None
 
@@ -98,7 +98,7 @@ Measured = Annotated[float | None, BeforeValidator(_measured)]
 
 
 class RunRow(BaseModel):
-    """A row with its numbers read; None where it says nothing. Columns: docs/explanation/cost_model.md."""
+    """Row with parsed numbers; None for a cell without information. Columns: docs/explanation/cost_model.md."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -146,7 +146,7 @@ class RunRow(BaseModel):
         """Read the cells.
 
         Raises:
-            RowError: When one that should hold a number holds something else.
+            RowError: When a cell that should contain a number contains other text.
         """
         try:
             return cls.model_validate(cells)
@@ -157,10 +157,10 @@ class RunRow(BaseModel):
 
 
 def read_rows(path: str | Path) -> tuple[list[str], list[dict[str, str]]]:
-    """Columns and rows of a CSV of runs; commas, semicolons or tabs between cells, columns in any case.
+    """Read columns and rows of a CSV of runs; commas, semicolons or tabs as delimiters, column names in any case.
 
     Raises:
-        RunsUnreadable: HP314 when the file cannot be read or lacks the columns that a prediction needs.
+        RunsUnreadable: HP314 when the file cannot be read or lacks required columns.
     """
     try:
         text = read_text(Path(path), _LIMITS).removeprefix("\ufeff")
@@ -185,6 +185,6 @@ def read_rows(path: str | Path) -> tuple[list[str], list[dict[str, str]]]:
 
 
 def _column(text: str) -> str:
-    """Name of a column; those that mean something to us are lower case, the others stay as they are."""
+    """Return the name of a column, in lower case if it is known, else unchanged."""
     low = text.strip().lower().replace(" ", "_")
     return low if low in RunRow.model_fields else text.strip()

@@ -1,9 +1,9 @@
 """Models and tokenizers by their name on the Hugging Face hub: `org/name`, or `org/name@revision`.
 
 A name is looked up in the cache of `huggingface_hub`, whose folders this module reads without importing the library.
-Files that are missing are downloaded by `hyper_parallel.hub.download` in a process of its own, so this process stays
-offline: no other library downloads kernels, code or configurations on its own account. The revision that was resolved
-is a commit, and the folder of a snapshot is named after it.
+Missing files are downloaded by `hyper_parallel.hub.download` in a separate process. This process remains offline, so no
+other library downloads kernels, code or configurations. The resolved revision is a commit, which is also the name of
+the snapshot folder.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from hyper_parallel.received import Limits, read_json, read_text
 _log = logging.getLogger(__name__)
 
 Part = Literal["config", "tokenizer", "model"]
-"""Files that are wanted: the config; a tokenizer with the config; or all that training and generation read."""
+"""Requested files: the config; a tokenizer with the config; or all files for training and generation."""
 
 VOCABULARIES: Final = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
-"""Files of which a tokenizer has at least one."""
+"""Vocabulary files; a tokenizer has at least one."""
 _ALLOWED: Final = "HYPER_PARALLEL_DOWNLOADS"
-"""Variable that says to this process and its children that the user's environment permits downloads."""
+"""Environment variable that tells this process and its children that the user permits downloads."""
 _OFFLINE: Final = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 _TRUE: Final = ("1", "ON", "YES", "TRUE")
 _NAME: Final = re.compile(r"(?P<repository>\w[\w.-]*/\w[\w.-]*)(?:@(?P<revision>[\w.][\w./-]*))?")
@@ -40,7 +40,7 @@ _FOLDERS: Final = (
     "model", "models", "data", "dataset", "datasets", "runs", "run", "output", "outputs", "checkpoint", "checkpoints",
     "export", "exports", "weights", "recipes", "tmp",
 )  # fmt: skip
-"""First parts of paths that people write in recipes; none of them is an organisation that publishes models."""
+"""First components of common paths in recipes; none of them is an organisation that publishes models."""
 _COMMIT: Final = re.compile(r"[0-9a-f]{40}")
 _SNAPSHOT: Final = re.compile(r"models--(?P<org>.+?)--(?P<name>.+)")
 _INDEX: Final = Limits(num_bytes=256 * 1024**2, num_elements=5_000_000)
@@ -48,7 +48,7 @@ _INDEX: Final = Limits(num_bytes=256 * 1024**2, num_elements=5_000_000)
 
 @dataclass(frozen=True, slots=True)
 class HubName:
-    """Name of a repository of the hub, with a branch, tag or commit; no revision: the newest of its main branch."""
+    """Repository on the hub, with a branch, tag or commit; without a revision, the newest commit of its main branch."""
 
     repository: str
     revision: str | None = None
@@ -58,12 +58,12 @@ class HubName:
 
     @property
     def is_pinned(self) -> bool:
-        """Whether the revision is a commit, which never changes."""
+        """True if the revision is a commit, which never changes."""
         return self.revision is not None and _COMMIT.fullmatch(self.revision) is not None
 
 
 def parse_name(text: str) -> HubName | None:
-    """Return the hub name that a text is; None for a path: one that exists, has a folder here, or ends as files do."""
+    """Return the hub name in a text; None for a path: an existing one, one with an existing parent, or a file name."""
     match = _NAME.fullmatch(text)
     if match is None or _FILE.fullmatch(text):
         return None
@@ -74,13 +74,13 @@ def parse_name(text: str) -> HubName | None:
 
 
 def parse_dataset(text: str) -> str | None:
-    """Return the repository of a data set that a text names; None for a path."""
+    """Return the repository of a dataset named by a text; None for a path."""
     name = parse_name(text)
     return None if name is None or name.revision is not None else name.repository
 
 
 def is_name(text: str) -> bool:
-    """Whether a text has the form of a repository's name, whatever lies in the working directory."""
+    """Return whether a text has the form of a repository name, independently of the working directory."""
     return _NAME.fullmatch(text) is not None and text.partition("/")[0].lower() not in _FOLDERS
 
 
@@ -96,25 +96,25 @@ def name_of_snapshot(directory: str | os.PathLike[str]) -> HubName | None:
 
 
 def stay_offline() -> None:
-    """Keep the libraries of this process offline unless the environment decides; downloads of names stay permitted."""
+    """Set the libraries of this process offline unless the environment decides; named downloads remain permitted."""
     if downloads_allowed() and not os.environ.get("HF_HUB_OFFLINE"):
         os.environ[_ALLOWED] = os.environ["HF_HUB_OFFLINE"] = "1"
 
 
 def permit_stream(is_stream: bool, source: str) -> None:
-    """Let the libraries of this process read the hub, where a stream is to come from it and nothing forbids that."""
+    """Let libraries of this process access the hub for a stream from it, unless the environment forbids downloads."""
     if is_stream and parse_dataset(source) is not None and _ALLOWED in os.environ:
         os.environ["HF_HUB_OFFLINE"] = "0"
 
 
 def downloads_allowed() -> bool:
-    """Whether the user's environment permits downloads from the hub."""
+    """Return whether the user's environment permits downloads from the hub."""
     values = (os.environ.get(name, "").upper() for name in _OFFLINE)
     return _ALLOWED in os.environ or not any(value in _TRUE for value in values)
 
 
 def cache_folder() -> Path:
-    """Return the cache of `huggingface_hub`, by the variables that the library reads."""
+    """Return the cache folder of `huggingface_hub`, by the library's environment variables."""
     env = os.environ
     if named := env.get("HF_HUB_CACHE") or env.get("HUGGINGFACE_HUB_CACHE"):
         return Path(named).expanduser()
@@ -128,7 +128,7 @@ def _home() -> Path:
 
 
 def cached_snapshot(name: HubName, part: Part) -> Path | None:
-    """Return the snapshot in the cache that has the wanted files; None where it is absent or incomplete."""
+    """Return the snapshot in the cache that contains the requested files; None when absent or incomplete."""
     folder = cache_folder() / f"models--{name.repository.replace('/', '--')}"
     commit = name.revision or "main"
     if not name.is_pinned:
@@ -157,19 +157,19 @@ def _is_complete(directory: Path, part: Part) -> bool:
 
 
 def fetch(name: HubName, part: Part, *, where: str | None = None, key: str = "") -> Path:
-    """Return the folder with the wanted files of a repository, downloaded where the cache does not hold them.
+    """Return the folder with the requested files of a repository, downloading files that the cache lacks.
 
-    A name without a commit is looked up on the hub, so that a later version is found; where the hub does not answer,
-    the version in the cache is used.
+    A name without a commit is looked up on the hub, so that a newer version is found. If the hub does not answer, the
+    version in the cache is used.
 
     Args:
         name: Repository and revision.
-        part: Wanted files.
+        part: Requested files.
         where: Origin of the name, for errors.
-        key: Key of the recipe that the name was given by, for hints; empty: an argument.
+        key: Recipe key of the name, for hints; empty: an argument.
 
     Raises:
-        UnknownModel: HP304 when downloads are not permitted, or the hub does not give the files.
+        UnknownModel: HP304 when downloads are not permitted, or the hub does not provide the files.
     """
     cached = cached_snapshot(name, part)
     if cached is not None and (name.is_pinned or not downloads_allowed()):
@@ -194,10 +194,10 @@ def fetch(name: HubName, part: Part, *, where: str | None = None, key: str = "")
 
 
 def fetch_dataset(repository: str, config: str | None, split: str | None, where: str) -> None:
-    """Download a data set into the cache of `datasets`, unless the cache holds it or downloads are not permitted.
+    """Download a dataset into the cache of `datasets`, unless it is cached or downloads are not permitted.
 
     Raises:
-        NoData: HP602 when the hub does not give it.
+        NoData: HP602 when the download fails.
     """
     named = os.environ.get("HF_DATASETS_CACHE")
     folder = Path(named).expanduser() if named else _home() / "datasets"
@@ -231,14 +231,14 @@ def _warn_once(text: str) -> None:
 def _run_download(
     repository: str, part: str, revision: str, split: str, *, folder: Path, is_shown: bool
 ) -> dict[str, Any]:
-    """Run the download into the cache in a process that may use the network; return its answer."""
+    """Run the download into the cache in a separate process with network access; return its answer."""
     import subprocess
 
     words = [sys.executable, "-m", "hyper_parallel.hub.download", repository, part, revision, split]
     words += [] if is_shown else ["--quiet"]
     env = {key: value for key, value in os.environ.items() if key not in _OFFLINE}
     env["HF_HUB_CACHE"] = str(folder)
-    # The package of this process, however it was found.
+    # Import path of the package as used by this process.
     package = str(Path(__file__).parents[2])
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [package, env.get("PYTHONPATH")]))
     sys.stderr.flush()
@@ -258,10 +258,10 @@ def _is_shown() -> bool:
 def _refusal(
     name: HubName, part: Part, answer: dict[str, Any], where: str | None, key: str
 ) -> UnknownModel:
-    """Return the error for a download that gave no files."""
+    """Return the error for a failed download."""
     kind, text = answer.get("kind"), str(answer.get("text", ""))
     local = name.repository.rpartition("/")[2]
-    whole = f"hf download {name.repository} --local-dir {local}"
+    full_command = f"hf download {name.repository} --local-dir {local}"
     known: dict[Any, tuple[str, str]] = {
         "absent": (
             f"the hub has no model `{name.repository}`, or it is private",
@@ -274,20 +274,20 @@ def _refusal(
         ),
         "no weights": (
             f"`{name.repository}` has no safetensors, and weights in other formats are not downloaded",
-            f"{whole}, then " + (f"{key}={local}" if key else f"give {local}"),
+            f"{full_command}, then " + (f"{key}={local}" if key else f"give {local}"),
         ),
         "no files": (
             f"`{name.repository}` has no files that make up a {part}",
-            f"{whole}, to see what it holds",
+            f"{full_command}, to see what it holds",
         ),
         "network": ("the hub does not answer", _command(name, part)),
     }  # fmt: skip
-    what, hint = known.get(kind, (f"`{name}` cannot be downloaded", _command(name, part)))
-    return UnknownModel(what, where=where, got=text or str(name), hint=hint)
+    description, hint = known.get(kind, (f"`{name}` cannot be downloaded", _command(name, part)))
+    return UnknownModel(description, where=where, got=text or str(name), hint=hint)
 
 
 def _command(name: HubName, part: Part) -> str:
-    """Return the command that puts the wanted files into the cache."""
+    """Return the command that downloads the requested files into the cache."""
     words = ["hf", "download", name.repository]
     if part == "config":
         words.append("config.json")

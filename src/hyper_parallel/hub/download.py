@@ -1,7 +1,7 @@
-"""Download named files of a repository, or a data set, into the cache; `python -m hyper_parallel.hub.download`.
+"""Download files of a repository, or a dataset, into the cache; `python -m hyper_parallel.hub.download`.
 
-Configurations, tokenizers and safetensors only: no pickled weights and no code. The last line of standard output is a
-JSON object, with `directory`, or with `kind` and `text` of the failure.
+Downloads configurations, tokenizers and safetensors only: no pickled weights and no code. The last line of standard
+output is a JSON object with `directory`, or with `kind` and `text` of the failure.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _STANDARD: Final = re.compile(r"(model|adapter_model)(-\d+-of-\d+)?\.safetensors
 
 
 def choose_files(names: Iterable[str], part: str) -> list[str]:
-    """Return the files of a repository's top folder that a part is made of, without copies of the weights."""
+    """Return the top-level files of a repository for a part, without duplicate copies of the weights."""
     names = sorted(name for name in names if "/" not in name)
     if part == "config":
         return [name for name in names if name == "config.json"]
@@ -42,7 +42,7 @@ def choose_files(names: Iterable[str], part: str) -> list[str]:
 
 
 def download(repository: str, part: str, revision: str, quiet: bool) -> dict[str, Any]:
-    """Download the files of a part, and return what became of it."""
+    """Download the files of a part; return the directory, or kind and text of the failure."""
     from huggingface_hub import HfApi, snapshot_download, try_to_load_from_cache
     from huggingface_hub import errors as hub
 
@@ -60,12 +60,12 @@ def download(repository: str, part: str, revision: str, quiet: bool) -> dict[str
         ]
         if missing and not quiet:
             size = format_bytes(sum(sizes[name] for name in missing))
-            told = f"fetching {repository}@{str(info.sha)[:12]}: {len(missing)} files, {size}"
-            sys.stderr.write(printable(told) + "\n")
+            line = f"fetching {repository}@{str(info.sha)[:12]}: {len(missing)} files, {size}"
+            sys.stderr.write(printable(line) + "\n")
             sys.stderr.flush()
-        # A pattern of fnmatch, in which a bracket would begin a class.
+        # fnmatch patterns: wildcards and brackets are escaped.
         patterns = [re.sub(r"([*?\[])", r"[\1]", name) for name in chosen]
-        found = snapshot_download(repository, revision=revision, allow_patterns=patterns)
+        directory = snapshot_download(repository, revision=revision, allow_patterns=patterns)
     except hub.GatedRepoError as error:
         return {"kind": "gated", "text": _line(error)}
     except hub.RevisionNotFoundError as error:
@@ -78,13 +78,13 @@ def download(repository: str, part: str, revision: str, quiet: bool) -> dict[str
     except OSError as error:
         kind = "failed" if error.errno and error.filename else "network"
         return {"kind": kind, "text": _line(error)}
-    except Exception as error:  # the HTTP library has classes of its own
+    except Exception as error:  # the HTTP library has separate exception classes
         return {"kind": "network", "text": _line(error)}
-    return {"directory": str(Path(found))}
+    return {"directory": str(Path(directory))}
 
 
 def download_dataset(repository: str, config: str, split: str, quiet: bool) -> dict[str, Any]:
-    """Let `datasets` download and prepare a data set in its cache, and return what became of it."""
+    """Download and prepare a dataset in the cache of `datasets`; return the directory, or the failure."""
     import datasets
 
     if quiet or not sys.stderr.isatty():
@@ -112,7 +112,7 @@ def _configs(repository: str) -> list[str]:
 
     try:
         return sorted(datasets.get_dataset_config_names(repository))
-    except Exception:  # as above; the names are for a hint
+    except Exception:  # as above; the names are only a hint
         return []
 
 
@@ -126,7 +126,7 @@ def _line(error: Exception) -> str:
 
 
 def main() -> None:
-    """Download as the arguments say, and print the result."""
+    """Run the download that the arguments describe, and print the result."""
     repository, part, revision, split, *options = sys.argv[1:]
     if options or not sys.stderr.isatty():
         os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"

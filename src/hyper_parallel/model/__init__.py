@@ -1,4 +1,4 @@
-"""ModelSpec: read from a config.json, a Hugging Face directory or a preset, without any framework."""
+"""ModelSpec: description of a model from a config.json, a Hugging Face directory or a preset, without a framework."""
 
 from hyper_parallel.model._model_spec import (
     AttentionSpec,

@@ -1,4 +1,4 @@
-"""Typed access to the keys of a config.json, with the defaults of a family and errors that name the key."""
+"""Typed access to the keys of a config.json, with family defaults and errors that name the key."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ STANDARD_KEYS = (
 )
 """Keys that every Llama-like config has."""
 _MOST = 2**31 - 1
-"""No number of a model is larger, and products of a few are still numbers of a processor."""
+"""Largest accepted number: no model has a larger one, and products of a few still fit a machine integer."""
 
 
 @dataclass(frozen=True, slots=True)
 class ConfigView:
-    """A config.json as its family reads it.
+    """Values of a config.json as interpreted by its family.
 
-    A key that is absent has the family's default; a key that is null is None, as in transformers.
+    An absent key has the family's default; a null key is None, as in transformers.
 
     Attributes:
         values: The JSON object.
         where: The file, for errors.
-        defaults: Defaults of the family's config class for the keys that are read.
-        aliases: Standard key to the family's own key: hidden_size to n_embd.
+        defaults: Defaults of the family's config class for keys that are read.
+        aliases: Map from standard key to the family's key, such as hidden_size to n_embd.
     """
 
     values: Mapping[str, Any]
@@ -39,14 +39,14 @@ class ConfigView:
     aliases: Mapping[str, str] = field(default_factory=dict)
 
     def get(self, key: str) -> Any:
-        """The raw value: by the family's own key, else by the standard key, else the default, else None."""
+        """Return the raw value: by the family's key, else by the standard key, else the default, else None."""
         for name in (self.aliases.get(key, key), key):
             if name in self.values:
                 return self.values[name]
         return self.defaults.get(key)
 
     def require(self, keys: Iterable[str]) -> None:
-        """Raise HP305 with all keys that are neither given nor have a default."""
+        """Raise HP305 with all keys that have neither a value nor a default."""
         missing = [self.aliases.get(k, k) for k in keys if self.get(k) is None]
         if missing:
             raise ModelUnreadable(
@@ -57,7 +57,7 @@ class ConfigView:
             )
 
     def integer(self, key: str, minimum: int = 1, maximum: int = _MOST) -> int:
-        """A whole number of at least `minimum` and at most `maximum`."""
+        """Return a whole number of at least `minimum` and at most `maximum`."""
         self.require((key,))
         value = self.get(key)
         if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
@@ -67,18 +67,18 @@ class ConfigView:
         return value
 
     def optional_integer(self, key: str, minimum: int = 1) -> int | None:
-        """A whole number, or None when null or absent without a default."""
+        """Return a whole number, or None when null or absent without a default."""
         return None if self.get(key) is None else self.integer(key, minimum)
 
     def flag(self, key: str) -> bool:
-        """A boolean; null and absent without a default are False."""
+        """Return a boolean; null and absent without a default are False."""
         value = self.get(key)
         if value is not None and not isinstance(value, bool):
             self._refuse(key, value, "true or false")
         return bool(value)
 
     def integers(self, key: str) -> tuple[int, ...]:
-        """A list of whole numbers; null and absent are ()."""
+        """Return a list of whole numbers; null and absent are ()."""
         value = self.get(key)
         if value is None:
             return ()

@@ -1,4 +1,4 @@
-"""GPT-2 and the GPT-3 shapes: learned positions, fused attention, plain MLP, LayerNorm with bias, Conv1D weights."""
+"""Reader of GPT-2 and GPT-3 shapes: learned positions, fused attention, plain MLP, LayerNorm with bias, Conv1D."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ REQUIRED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_si
 
 EMBEDDING = "transformer.wte.weight"
 RULES = (("transformer.wte", "vocab"), ("lm_head", "head"), ("*", "whole"))
-"""Styles of tensor parallelism: nothing cuts weights [in, out]."""
+"""Styles of tensor parallelism: weights [in, out] are not sharded."""
 
 
 def read_blocks(config: ConfigView) -> tuple[Block, ...]:
-    """Embedding with positions, decoder, final norm and head; names as in transformers' `GPT2LMHeadModel`.
+    """Read embedding with positions, decoder, final norm and head; names as in transformers' `GPT2LMHeadModel`.
 
     Raises:
-        ModelUnreadable: HP305 naming missing keys or values of the wrong kind.
+        ModelUnreadable: HP305 with the missing keys or values of the wrong type.
     """
     config.require(REQUIRED)
     if config.flag("add_cross_attention"):
@@ -49,14 +49,14 @@ def read_blocks(config: ConfigView) -> tuple[Block, ...]:
             hint="correct one of the two",
         )
     width = config.optional_integer("intermediate_size") or 4 * hidden
-    at, embed, mlp = "transformer.h.*", ("embed", hidden), ("mlp", width)
+    layer, embed, mlp = "transformer.h.*", ("embed", hidden), ("mlp", width)
     params = (
-        *_layer_norm(f"{at}.ln_1", hidden),
-        *_conv1d(f"{at}.attn.c_attn", embed, ("qkv", 3 * hidden)),
-        *_conv1d(f"{at}.attn.c_proj", ("heads", hidden), embed),
-        *_layer_norm(f"{at}.ln_2", hidden),
-        *_conv1d(f"{at}.mlp.c_fc", embed, mlp),
-        *_conv1d(f"{at}.mlp.c_proj", mlp, embed),
+        *_layer_norm(f"{layer}.ln_1", hidden),
+        *_conv1d(f"{layer}.attn.c_attn", embed, ("qkv", 3 * hidden)),
+        *_conv1d(f"{layer}.attn.c_proj", ("heads", hidden), embed),
+        *_layer_norm(f"{layer}.ln_2", hidden),
+        *_conv1d(f"{layer}.mlp.c_fc", embed, mlp),
+        *_conv1d(f"{layer}.mlp.c_proj", mlp, embed),
     )
     attention = AttentionSpec(
         "full", heads, heads, hidden // heads, hidden // heads, None, 2 * hidden
@@ -84,7 +84,7 @@ def read_blocks(config: ConfigView) -> tuple[Block, ...]:
 
 
 def _conv1d(name: str, inner: tuple[str, int], out: tuple[str, int]) -> Params:
-    """Weight [in, out] and bias [out] of transformers' Conv1D."""
+    """Return weight [in, out] and bias [out] of transformers' Conv1D."""
     return (
         ParamSpec(f"{name}.weight", (inner[1], out[1]), (inner[0], out[0])),
         ParamSpec(f"{name}.bias", (out[1],), (out[0],)),

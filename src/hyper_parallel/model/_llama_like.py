@@ -1,4 +1,4 @@
-"""Assembly of a Llama-like decoder from its config and its family entry; shapes as torch stores them.
+"""Reader of a Llama-like decoder from its config and its family entry; shapes as torch stores them.
 
 Letters: D embed, F mlp width, E experts, V vocab.
 """
@@ -22,21 +22,21 @@ Params = tuple[ParamSpec, ...]
 
 
 class _Kind(NamedTuple):
-    """What makes two layers differ."""
+    """Properties by which layers of a model differ."""
 
     experts: bool
     window: int | None
 
 
 _MOST_LAYERS: Final = 100_000
-"""Layers are listed one by one; a damaged config can name more than there is memory for."""
+"""Maximum number of layers: they are listed one by one, and a damaged config may contain any number."""
 
 
 def read_blocks(config: ConfigView, family: Family) -> tuple[Block, ...]:
-    """Embedding, decoder blocks by kind of layer, final norm and head.
+    """Read embedding, decoder blocks by type of layer, final norm and head.
 
     Raises:
-        ModelUnreadable: HP305 naming missing keys, values of the wrong kind, or features that are not read.
+        ModelUnreadable: HP305 with missing keys, values of the wrong type, or unsupported features.
     """
     config.require(family.required)
     _refuse_unread(config)
@@ -49,7 +49,7 @@ def read_blocks(config: ConfigView, family: Family) -> tuple[Block, ...]:
             _expert_layers(config, family.experts, num_layers), windows, strict=True
         )
     ]
-    # dict.fromkeys keeps the order of first appearance: blocks come in the order of their first layer.
+    # dict.fromkeys keeps the order of first appearance: blocks are ordered by their first layer.
     decoder = tuple(
         _decoder_block(config, family, kind, tuple(i for i, k in enumerate(kinds) if k == kind))
         for kind in dict.fromkeys(kinds)
@@ -119,8 +119,8 @@ def _attention(
             params += linear(f"{_ATTENTION}.{name}", out, embed, bias)
     params += linear(f"{_ATTENTION}.o_proj", embed, query, _decided(config, family.o_bias))
     if family.qk_norm != "none":
-        each = ("head_dim", width)
-        normed = (each, each) if family.qk_norm == "head" else (query, key)
+        per_head = ("head_dim", width)
+        normed = (per_head, per_head) if family.qk_norm == "head" else (query, key)
         for name, (dim, size) in zip(("q_norm", "k_norm"), normed, strict=True):
             params += norm(f"{_ATTENTION}.{name}", size, dim)
     return spec, params
@@ -129,14 +129,14 @@ def _attention(
 def _latent_attention(
     config: ConfigView, family: Family, hidden: int, heads: int
 ) -> tuple[AttentionSpec, Params]:
-    """Low-rank query and key-value projections with norms between; all heads share the rotary key.
+    """Return low-rank query and key-value projections with norms between them; all heads share the rotary key.
 
     Source: DeepSeek-V2 technical report 2024, section 2.1.
     """
     kv_lora, rope = config.integer("kv_lora_rank"), config.integer("qk_rope_head_dim")
     nope, v_width = config.integer("qk_nope_head_dim"), config.integer("v_head_dim")
     q_lora, bias = config.optional_integer("q_lora_rank"), _decided(config, family.qkv_bias)
-    # Every query head has its own key and value, expanded from the latent: `num_key_value_heads` plays no part.
+    # Every query head has a separate key and value, expanded from the latent: `num_key_value_heads` is unused.
     spec = AttentionSpec("mla", heads, heads, nope + rope, v_width, None, kv_lora + rope)
     embed, query = ("embed", hidden), ("heads", heads * spec.qk_head_dim)
     if q_lora is None:
@@ -152,22 +152,22 @@ def _latent_attention(
     return spec, params + linear(f"{_ATTENTION}.o_proj", embed, ("heads", heads * v_width), bias)
 
 
-def _mlp(hidden: int, width: int, at: str, bias: bool = False, fused: bool = False) -> Params:
-    """Gated MLP: gate and up [F, D] (stacked [2F, D] when `fused`), down [D, F]."""
+def _mlp(hidden: int, width: int, path: str, bias: bool = False, fused: bool = False) -> Params:
+    """Return a gated MLP: gate and up [F, D] (stacked [2F, D] when `fused`), down [D, F]."""
     embed, mlp = ("embed", hidden), ("mlp", width)
     inputs = {"gate_proj": mlp, "up_proj": mlp}
     if fused:
         inputs = {"gate_up_proj": ("gate_up", 2 * width)}
     params: Params = ()
     for name, out in inputs.items():
-        params += linear(f"{LAYER}.{at}.{name}", out, embed, bias)
-    return params + linear(f"{LAYER}.{at}.down_proj", embed, mlp, bias)
+        params += linear(f"{LAYER}.{path}.{name}", out, embed, bias)
+    return params + linear(f"{LAYER}.{path}.down_proj", embed, mlp, bias)
 
 
 def _experts(config: ConfigView, experts: Experts) -> tuple[MlpSpec, Params]:
-    """Router [E, D] and experts as two tensors: gate_up [E, 2F, D] and down [E, D, F].
+    """Return the router [E, D] and the experts as two tensors: gate_up [E, 2F, D] and down [E, D, F].
 
-    GPT-OSS stores them (in, out), gate and up interleaved column by column, and everything with a bias.
+    GPT-OSS stores them as (in, out), with interleaved gate and up columns, and all with a bias.
     """
     hidden, width = config.integer("hidden_size"), config.integer(experts.width_key)
     num, per_token = config.integer("num_experts"), config.integer("num_experts_per_tok")
@@ -180,19 +180,19 @@ def _experts(config: ConfigView, experts: Experts) -> tuple[MlpSpec, Params]:
         )
     shared = config.optional_integer(experts.shared_key, 0) or 0 if experts.shared_key else 0
     spec = MlpSpec(width, True, num, per_token, shared * width)
-    at, router, embed = f"{LAYER}.mlp", ("router", num), ("embed", hidden)
-    inputs, outputs = f"{at}.experts.gate_up_proj", f"{at}.experts.down_proj"
+    prefix, router, embed = f"{LAYER}.mlp", ("router", num), ("embed", hidden)
+    inputs, outputs = f"{prefix}.experts.gate_up_proj", f"{prefix}.experts.down_proj"
     if experts.storage == "interleaved":
         pairs = "gate_up_pairs"
         return spec, (
-            *linear(f"{at}.router", router, embed, bias=True),
+            *linear(f"{prefix}.router", router, embed, bias=True),
             ParamSpec(inputs, (num, hidden, 2 * width), ("expert", "embed", pairs)),
             ParamSpec(f"{inputs}_bias", (num, 2 * width), ("expert", pairs)),
             ParamSpec(outputs, (num, width, hidden), ("expert", "mlp", "embed")),
             ParamSpec(f"{outputs}_bias", (num, hidden), ("expert", "embed")),
         )
     params = (
-        *linear(f"{at}.gate", router, embed),
+        *linear(f"{prefix}.gate", router, embed),
         ParamSpec(inputs, (num, 2 * width, hidden), ("expert", "gate_up", "embed")),
         ParamSpec(outputs, (num, hidden, width), ("expert", "embed", "mlp")),
     )
@@ -202,7 +202,7 @@ def _experts(config: ConfigView, experts: Experts) -> tuple[MlpSpec, Params]:
 def _expert_layers(
     config: ConfigView, experts: Experts | None, num_layers: int
 ) -> tuple[bool, ...]:
-    """Per layer: does it have experts."""
+    """Return, per layer, whether it has experts."""
     if experts is None:
         return (False,) * num_layers
     if experts.layers == "step":
@@ -215,7 +215,7 @@ def _expert_layers(
 
 
 def _windows(config: ConfigView, family: Family, num_layers: int) -> tuple[int | None, ...]:
-    """Per layer: tokens its attention sees, or None for all."""
+    """Return, per layer, the attention window in tokens, or None for full attention."""
     if family.windows == "none":
         return (None,) * num_layers
     window = config.optional_integer("sliding_window")
@@ -243,16 +243,16 @@ def _windows(config: ConfigView, family: Family, num_layers: int) -> tuple[int |
 
 
 def _refuse_unread(config: ConfigView) -> None:
-    """Refuse by name what would change the parameters or the attention and is not read."""
+    """Refuse, by name, features that change parameters or attention and are not supported."""
     types = config.get("layer_types")
     if isinstance(types, list):
         known = ("full_attention", "sliding_attention")
-        other = [t for t, _ in groupby(types) if t not in known]
-        if other:
+        unknown = [t for t, _ in groupby(types) if t not in known]
+        if unknown:
             raise ModelUnreadable(
                 "`layer_types` names a kind of layer that is not read",
                 where=config.where,
-                got=sorted({str(t) for t in other}),
+                got=sorted({str(t) for t in unknown}),
                 allowed=known,
                 hint="models with other kinds of layers (linear attention, state space) cannot be planned yet",
             )
@@ -278,16 +278,16 @@ def _decided(config: ConfigView, bias: Bias) -> bool:
 
 
 def linear(name: str, out: tuple[str, int], inner: tuple[str, int], bias: bool = False) -> Params:
-    """Weight [out, in] and, when asked, bias [out] of a linear layer; `out` and `inner` are (dim, size)."""
+    """Return weight [out, in] and optional bias [out] of a linear layer; `out` and `inner` are (dim, size)."""
     weight = ParamSpec(f"{name}.weight", (out[1], inner[1]), (out[0], inner[0]))
     return (weight, ParamSpec(f"{name}.bias", (out[1],), (out[0],))) if bias else (weight,)
 
 
 def norm(name: str, size: int, dim: str = "embed") -> Params:
-    """Scale of an RMSNorm."""
+    """Return the scale of an RMSNorm."""
     return (ParamSpec(f"{name}.weight", (size,), (dim,)),)
 
 
 def head(vocab: int, hidden: int, tied_to: str | None) -> ParamSpec:
-    """The output projection [V, D]."""
+    """Return the output projection [V, D]."""
     return ParamSpec("lm_head.weight", (vocab, hidden), ("vocab", "embed"), tied_to)

@@ -1,4 +1,4 @@
-"""The weight files of a model directory, and whether they untie what the config ties; read without a framework."""
+"""Weight files of a model directory, and detection of tied embeddings that differ in the files; without a framework."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 SINGLE: Final = "model.safetensors"
 INDEX: Final = "model.safetensors.index.json"
 _FORMATS: Final = ((SINGLE, INDEX), ("pytorch_model.bin", "pytorch_model.bin.index.json"))
-"""Single file and index of the formats that are read, in the order in which transformers looks for them."""
+"""Single file and index of the supported formats, in the search order of transformers."""
 
 _HEAD: Final = re.compile(
     r"(^|\.)(lm_head(\.decoder|\.out_proj)?|cls\.predictions\.decoder|generator_lm_head|output_projection"
@@ -29,10 +29,10 @@ _EMBEDDING: Final = re.compile(
     r"(^|\.)(embed_tokens|wte|word_embeddings?|embeddings|tok_embeddings|embed_in|tokens_embed|shared"
     r"|transformer\.w)\.weight$"
 )
-"""Names of output and input embeddings, of every class of transformers that ties the two."""
+"""Names of output and input embeddings in all transformers classes that tie the two."""
 _INSIDE: Final = re.compile(r"\.\d+\.|^mtp\b")
-"""Names inside of layers, and of prediction layers: an embedding or head there is another one."""
-_MAX_HEADER_BYTES: Final = 100_000_000  # the limit of the format's own reader
+"""Names inside layers and prediction layers, where an embedding or head is not that of the model."""
+_MAX_HEADER_BYTES: Final = 100_000_000  # limit of the safetensors library
 _CHUNK_BYTES: Final = 1 << 24
 
 
@@ -41,9 +41,9 @@ class WeightListing:
     """Weight files of a directory.
 
     Attributes:
-        files: Names of the files, sorted; one of them may be missing.
-        index: Name of the index; None where there is none.
-        promised: File of each tensor that the index lists.
+        files: Sorted file names; a listed file may be missing.
+        index: Name of the index file; None without an index.
+        promised: File of each tensor in the index.
     """
 
     files: tuple[str, ...]
@@ -53,7 +53,7 @@ class WeightListing:
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """A tensor of a safetensors file: format in the file's own word (`BF16`), shape, first byte and end in the file."""
+    """Tensor of a safetensors file: dtype in the file's notation (`BF16`), shape, first byte and end in the file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -62,12 +62,12 @@ class TensorInfo:
 
 
 def list_weight_files(directory: Path) -> WeightListing:
-    """Return the weight files of a directory; empty where there are none.
+    """Return the weight files of a directory; empty when there are none.
 
-    A single file comes first, then an index, then shards without an index, of safetensors before PyTorch's own format.
+    Search order: a single file, then an index, then shards without an index; safetensors before PyTorch's format.
 
     Raises:
-        WeightsUnreadable: HP703 for a damaged index, and for shards without an index that are not complete.
+        WeightsUnreadable: HP703 for a damaged index, or an incomplete set of shards without an index.
     """
     for single, index in _FORMATS:
         if (directory / single).is_file():
@@ -89,7 +89,7 @@ def read_tensor_infos(path: Path) -> dict[str, TensorInfo]:
     and byte range; the data follows. Source: safetensors format description, `README.md` of the library.
 
     Raises:
-        WeightsUnreadable: HP703 when the file is shorter than its header says or the header is not one.
+        WeightsUnreadable: HP703 when the file is shorter than its header states, or the header is invalid.
     """
     try:
         check_regular(path)
@@ -130,40 +130,40 @@ def read_tensor_infos(path: Path) -> dict[str, TensorInfo]:
 
 
 def with_files_ties(values: Mapping[str, Any], directory: Path) -> Mapping[str, Any]:
-    """Return the values of a config, without tied embeddings where the files hold two different ones.
+    """Return the values of a config, with embeddings untied if the files contain two different tensors.
 
-    Plain transformers unties them in this case too, with a warning. Pickled files are not opened here.
+    Transformers unties them in this case too, with a warning. Pickled files are not opened here.
     """
     if values.get("tie_word_embeddings") is False:
         return values
     try:
         files = [f for f in list_weight_files(directory).files if f.endswith(".safetensors")]
-        where = {
+        outer_tensors = {
             name: (f, info)
             for f in files
             for name, info in read_tensor_infos(directory / f).items()
             if not _INSIDE.search(name)
         }
-    except WeightsUnreadable:  # the reader of the weights says so
+    except WeightsUnreadable:  # raised again by the reader of the weights
         return values
-    tables = [(n, *found) for n, found in where.items() if _EMBEDDING.search(n)]
-    for head, (file, info) in where.items():
-        if (found := _HEAD.search(head)) is None:
+    tables = [(n, *match) for n, match in outer_tensors.items() if _EMBEDDING.search(n)]
+    for head, (file, info) in outer_tensors.items():
+        if (match := _HEAD.search(head)) is None:
             continue
-        # A head inside of a part of the model is tied to an embedding of that part.
-        part = head[: found.start(2)]
+        # A head inside a submodule is tied to an embedding of that submodule.
+        part = head[: match.start(2)]
         alike = [
             t for t in tables if t[0] != head and t[0].startswith(part) and t[2].shape == info.shape
         ]
         if not alike or any(
-            info.dtype != other.dtype
-            or _same_bytes(_place(directory / file, info), _place(directory / at, other))
-            for _, at, other in alike
+            info.dtype != embedding.dtype
+            or _same_bytes(
+                _place(directory / file, info), _place(directory / embedding_file, embedding)
+            )
+            for _, embedding_file, embedding in alike
         ):
             continue
-        if (
-            "tie_word_embeddings" in values
-        ):  # else the default of the class, which is untied for many
+        if "tie_word_embeddings" in values:  # else the class default, which is untied for many
             _warn_once(str(directory), head, alike[0][0])
         text = {k: {**v, "tie_word_embeddings": False} for k, v in values.items() if _has_tie(v)}
         return {**values, **text, "tie_word_embeddings": False}
@@ -171,13 +171,13 @@ def with_files_ties(values: Mapping[str, Any], directory: Path) -> Mapping[str, 
 
 
 def _has_tie(part: Any) -> bool:
-    """Return whether a value of a config is the config of a part that ties embeddings."""
+    """Return whether a value of a config is the config of a submodel that ties embeddings."""
     return isinstance(part, Mapping) and "tie_word_embeddings" in part
 
 
 @lru_cache
 def _warn_once(directory: str, head: str, embedding: str) -> None:
-    """Say once in a process, and in those that it forks, that embeddings are not tied."""
+    """Warn once per process, and its forks, that embeddings are not tied."""
     logger.warning(
         "%s: the config ties `%s` to `%s`, but the files hold different values: the two are not tied",
         directory, head, embedding,
@@ -185,35 +185,35 @@ def _warn_once(directory: str, head: str, embedding: str) -> None:
 
 
 _Place = tuple[str, int, int, int]
-"""File, time of its last change, first byte and end."""
+"""File, modification time, first byte and end."""
 
 
 def _place(path: Path, info: TensorInfo) -> _Place:
     return str(path), path.stat().st_mtime_ns, info.start, info.end
 
 
-@lru_cache(maxsize=64)  # a config is read several times, and again in forked ranks
+@lru_cache(maxsize=64)  # a config is read several times, also in forked ranks
 def _same_bytes(first: _Place, second: _Place) -> bool:
-    """Return whether two ranges of files hold the same bytes; stops at the first difference."""
-    left = first[3] - first[2]
-    if left != second[3] - second[2]:
+    """Return whether two byte ranges of files are equal; stops at the first difference."""
+    remaining = first[3] - first[2]
+    if remaining != second[3] - second[2]:
         return False
     with Path(first[0]).open("rb") as a, Path(second[0]).open("rb") as b:
         a.seek(first[2])
         b.seek(second[2])
-        while left > 0:
-            count = min(left, _CHUNK_BYTES)
+        while remaining > 0:
+            count = min(remaining, _CHUNK_BYTES)
             if a.read(count) != b.read(count):
                 return False
-            left -= count
+            remaining -= count
     return True
 
 
 def _complete(directory: Path, shards: list[str]) -> tuple[str, ...]:
-    """Return shards that have no index.
+    """Return the complete list of shards without an index.
 
     Raises:
-        WeightsUnreadable: HP703 naming the first one that is missing.
+        WeightsUnreadable: HP703 with the missing ones.
     """
     stem, suffix = shards[0].split("-")[0], shards[0].rpartition(".")[2]
     count = shards[0].rpartition("-of-")[2].partition(".")[0]
@@ -231,10 +231,10 @@ def _complete(directory: Path, shards: list[str]) -> tuple[str, ...]:
 
 
 def _read_index(path: Path) -> dict[str, str]:
-    """Return the file of each tensor that an index lists.
+    """Return the file of each tensor in an index.
 
     Raises:
-        WeightsUnreadable: HP703 when it is damaged or names a file outside of its directory.
+        WeightsUnreadable: HP703 when it is damaged or refers to a file outside its directory.
     """
     try:
         weight_map: Any = json.loads(path.read_text(encoding="utf-8"))["weight_map"]

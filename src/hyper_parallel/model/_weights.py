@@ -1,4 +1,4 @@
-"""Names, shapes and formats of published weights, compared with a model; only headers of files are read."""
+"""Check of a model description against names, shapes and dtypes of published weights; only file headers are read."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ _DTYPES: Mapping[str, str] = MappingProxyType(
 )
 
 _BUFFERS = ("inv_freq", "e_score_correction_bias", "attn.bias", "attn.masked_bias")
-"""Ends of names that are in published files but are no parameters."""
+"""Suffixes of names in published files that are buffers, not parameters."""
 
 
 def read_headers(directory: Path) -> tuple[dict[str, TensorInfo], tuple[str, ...]]:
     """Return the tensors of the safetensors files of a directory by name, and notes; empty when there are none.
 
     Raises:
-        WeightsUnreadable: HP703 naming the file that is missing, truncated or corrupt.
+        WeightsUnreadable: HP703 with the missing, truncated or corrupt file.
     """
     listing = list_weight_files(directory)
     files = [f for f in listing.files if f.endswith(".safetensors")]
@@ -62,36 +62,36 @@ def check_weights(
     known_family: bool,
     quantized: bool,
 ) -> ModelSpec:
-    """The spec with the dtype of the weights, after comparing every name and shape.
+    """Return the spec with the dtype of the weights, after comparing every name and shape.
 
-    Parameters that the files lack or hold in another shape are refused; for a family that is only guessed they are a
-    note. Tensors that the model has no place for (prediction layers, a vision tower) are a note. Quantised weights are
-    stored in other shapes and are not compared.
+    Parameters that are missing in the files or have another shape are refused; for an unknown family, they are
+    reported in a note. Tensors without a parameter in the spec (prediction layers, a vision tower) are reported in a
+    note. Quantised weights are stored in other shapes and are not compared.
 
     Raises:
-        WeightsUnreadable: HP703 naming the parameters.
+        WeightsUnreadable: HP703 with the parameters.
     """
     if quantized:
         return replace(spec, notes=(*spec.notes, "quantised weights: shapes are unchecked"))
-    found = _causal_lm_names(tensors, spec)
+    file_tensors = _causal_lm_names(tensors, spec)
     experts = FAMILIES[spec.family].experts if spec.family in FAMILIES else None
     wrong, used = [], set()
     params = dict(spec.named_params())
     partner = {p.tied_to: name for name, p in params.items() if p.tied_to is not None}
     for name, param in params.items():
         for option in _stored_as(name, param, experts):
-            if all(stored in found for stored, _ in option):
+            if all(stored in file_tensors for stored, _ in option):
                 wrong += [
-                    f"{stored}: config {list(shape)}, file {list(found[stored].shape)}"
+                    f"{stored}: config {list(shape)}, file {list(file_tensors[stored].shape)}"
                     for stored, shape in option
-                    if found[stored].shape != shape
+                    if file_tensors[stored].shape != shape
                 ]
                 used |= {stored for stored, _ in option}
                 break
         else:
-            if param.tied_to is None and partner.get(name) not in found:
+            if param.tied_to is None and partner.get(name) not in file_tensors:
                 wrong.append(f"{name}: missing")
-    extra = [n for n in found if n not in used and not n.endswith(_BUFFERS)]
+    extra = [n for n in file_tensors if n not in used and not n.endswith(_BUFFERS)]
     notes = list(spec.notes)
     if wrong and known_family:
         raise WeightsUnreadable(
@@ -103,20 +103,21 @@ def check_weights(
     if wrong:
         notes.append(
             f"parameters that differ from the weight files: {len(wrong)}, first {wrong[0]}; the files hold "
-            f"{sum(math.prod(t.shape) for t in found.values()):,} elements, the model is read with {spec.num_params:,}"
+            f"{sum(math.prod(t.shape) for t in file_tensors.values()):,} "
+            f"elements, the model is read with {spec.num_params:,}"
         )
     if extra:
         notes.append(
             f"tensors of the weights that are not planned: {len(extra)}, first `{extra[0]}`"
         )
-    dtype = _main_dtype([found[n] for n in used]) or spec.dtype
+    dtype = _main_dtype([file_tensors[n] for n in used]) or spec.dtype
     if dtype != spec.dtype:
         notes.append(f"the weights are stored in {dtype}, config.json says {spec.dtype}")
     return replace(spec, dtype=dtype, notes=tuple(notes))
 
 
 def _causal_lm_names(tensors: Mapping[str, TensorInfo], spec: ModelSpec) -> dict[str, TensorInfo]:
-    """The tensors under the names of a causal language model: multimodal and headless prefixes are mapped."""
+    """Return the tensors by names of a causal language model: prefixes of multimodal or headless models are mapped."""
     base = spec.blocks[0].params[0].name.partition(".")[0]
     prefixes = (
         ("model.language_model.", "model."),
@@ -139,9 +140,9 @@ def _causal_lm_names(tensors: Mapping[str, TensorInfo], spec: ModelSpec) -> dict
 def _stored_as(
     name: str, param: ParamSpec, experts: Experts | None
 ) -> Iterator[list[tuple[str, tuple[int, ...]]]]:
-    """The ways a parameter may lie in published files, each a list of tensors with their shapes.
+    """Yield the forms in which published files may store a parameter, each as a list of tensors with their shapes.
 
-    Transformers stacks experts in memory; published files hold one matrix per expert. GPT-OSS stacks them in both.
+    Transformers stacks experts in memory; published files contain one matrix per expert. GPT-OSS stacks them in both.
     """
     yield [(name, param.shape)]
     if experts is None or experts.storage != "stacked":
@@ -150,18 +151,18 @@ def _stored_as(
     if not param.is_expert:
         yield [(block, param.shape)]
         return
-    at, _, which = block.rpartition(".")
+    prefix, _, which = block.rpartition(".")
     gate, up, down = experts.checkpoint_names
     num, rows, columns = param.shape
     if which == "gate_up_proj":
         parts, shape = [gate, up], (rows // 2, columns)
     else:
         parts, shape = [down], (rows, columns)
-    yield [(f"{at}.{e}.{part}.weight", shape) for e in range(num) for part in parts]
+    yield [(f"{prefix}.{e}.{part}.weight", shape) for e in range(num) for part in parts]
 
 
 def _main_dtype(tensors: list[TensorInfo]) -> str | None:
-    """The format most elements are stored in, or None when it is not one of ours."""
+    """Return the dtype of most elements, or None when it is unknown."""
     elements: Counter[str] = Counter()
     for tensor in tensors:
         elements[tensor.dtype] += math.prod(tensor.shape)

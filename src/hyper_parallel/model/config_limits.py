@@ -1,7 +1,7 @@
-"""Bounds on a config.json, checked on its text before a model, a plan or a class of transformers is made of it.
+"""Bounds on a config.json, checked before a model, a plan or a transformers class is built from it.
 
-Whoever publishes a config chooses how much time and memory reading it costs: lists of layers, names of labels and
-modules of experts are made eagerly. Each bound is the largest published value with a margin of several times.
+The publisher of a config determines the cost of reading it: lists of layers, label names and expert modules are built
+eagerly. Each bound is the largest published value with a margin of several times.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from hyper_parallel.errors import ModelUnreadable, abbreviated
 from hyper_parallel.received import Limits
 
 CONFIG_LIMITS: Final = Limits(num_bytes=8 * 1024**2, num_elements=300_000, depth=30)
-"""The longest published configs name some twenty thousand labels, twice."""
+"""The longest published configs contain about twenty thousand labels, twice."""
 
 
 class _Count(NamedTuple):
-    """Numbers of one kind: the keys that hold them, the largest allowed, and the largest that is published."""
+    """Bound on one kind of number: its keys, the largest allowed value, and the largest published one."""
 
-    what: str
+    label: str
     keys: re.Pattern[str]
     most: int
     published: str
@@ -37,41 +37,41 @@ _COUNTS: Final = (
         2**20, "73,728, in PaLM",
     ),
 )  # fmt: skip
-"""A key belongs to the first row that it fits."""
+"""Bounds by kind of number; a key belongs to the first matching row."""
 _MOST_EXPERTS: Final = 2**17
-"""Experts of all layers, each a few modules; Switch-C has 30,720."""
+"""Maximum number of experts in all layers, each a few modules; Switch-C has 30,720."""
 _MOST: Final = 2**53
-"""Of any other number."""
+"""Bound on all other numbers."""
 
 
 def check_config(values: Mapping[str, Any], where: str) -> None:
-    """Refuse a config with a count beyond all published models.
+    """Refuse a config with a number beyond all published models.
 
     Args:
         values: The JSON object.
         where: The file, for errors.
 
     Raises:
-        ModelUnreadable: HP305 naming the key.
+        ModelUnreadable: HP305 with the key.
     """
     largest: dict[str, int] = {}
     for key, number in _numbers(values, ""):
         name = key.rpartition(".")[2]
         kind = next((count for count in _COUNTS if count.keys.search(name)), None)
-        most = _MOST if kind is None else kind.most
-        if isinstance(number, float) and (kind is None or kind.what == "positions"):
-            continue  # no count
-        if not abs(number) <= most:
+        limit = _MOST if kind is None else kind.most
+        if isinstance(number, float) and (kind is None or kind.label == "positions"):
+            continue  # not a count
+        if not abs(number) <= limit:
             raise ModelUnreadable(
                 f"`{key}` of the config is beyond every published model",
                 where=where,
                 got=abbreviated(number),
-                allowed=f"at most {most:,}"
+                allowed=f"at most {limit:,}"
                 + (f"; the largest published is {kind.published}" if kind else ""),
                 hint="give the config.json that the model was published with",
             )
         if kind is not None and isinstance(number, int):
-            largest[kind.what] = max(largest.get(kind.what, 0), abs(number))
+            largest[kind.label] = max(largest.get(kind.label, 0), abs(number))
     experts = largest.get("experts", 0) * largest.get("layers", 0)
     if experts > _MOST_EXPERTS:
         raise ModelUnreadable(
@@ -84,7 +84,7 @@ def check_config(values: Mapping[str, Any], where: str) -> None:
 
 
 def _numbers(value: Any, key: str) -> Iterator[tuple[str, int | float]]:
-    """Every number in a config with its dotted key; a number in a list has that of the list."""
+    """Yield every number in a config with its dotted key; a number in a list has the key of the list."""
     if isinstance(value, dict):
         for name, item in value.items():
             yield from _numbers(item, f"{key}.{name}" if key else name)

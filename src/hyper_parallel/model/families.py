@@ -1,8 +1,8 @@
-"""The families that are read, one entry each: which keys, which defaults, which parts.
+"""Supported model families, one entry each: config keys, defaults and parts.
 
-Sameness is the map: all Llama-like families go through one assembly (`_llama_like.py`) and differ only in the entry
-below; GPT-2 has other names and its own reader (`_gpt2.py`). Defaults are those of the family's configuration class
-in transformers, for the keys that published configs may leave out.
+All Llama-like families share one reader (`_llama_like.py`) and differ only in their entry below; GPT-2 has other names
+and a separate reader (`_gpt2.py`). Defaults are those of the family's configuration class in transformers, for keys
+that published configs may omit.
 
 Source: transformers 5.23, `configuration_*.py` and `modeling_*.py` of each family; a test builds every family on the
 meta device and compares all names, shapes and ties.
@@ -18,7 +18,7 @@ from typing import Any, Final, Literal
 from hyper_parallel.model._config_json import STANDARD_KEYS
 
 Bias = bool | str
-"""Always, never, or the config key that decides."""
+"""True, False, or the config key that decides."""
 
 _NORMS = ("input_layernorm", "post_attention_layernorm")
 _SANDWICH_NORMS = (*_NORMS, "pre_feedforward_layernorm", "post_feedforward_layernorm")
@@ -26,14 +26,14 @@ _SANDWICH_NORMS = (*_NORMS, "pre_feedforward_layernorm", "post_feedforward_layer
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """How a family places and stores its experts.
+    """Placement and storage of a family's experts.
 
     Attributes:
         width_key: Key of one expert's width.
-        layers: Which layers have experts: all, every `decoder_sparse_step`-th, or all after `first_k_dense_replace`.
+        layers: Layers with experts: all, every `decoder_sparse_step`-th, or all after `first_k_dense_replace`.
         storage: [E, 2F, D] stacked, or GPT-OSS's transposed and interleaved form with biases.
         shared_key: Key of the number of shared experts.
-        checkpoint_names: Names of one expert's gate, up and down in published files, which store experts apart.
+        checkpoint_names: Names of one expert's gate, up and down in published files, which store experts separately.
         checkpoint_block: Name of the expert module in published files.
     """
 
@@ -47,11 +47,11 @@ class Experts:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """What a reader must know of one `model_type`.
+    """Entry of one `model_type` for the reader.
 
     Attributes:
-        defaults: Values of keys a config may leave out; a key that is absent here too is required or None.
-        aliases: Standard key to the family's own key.
+        defaults: Values of keys that a config may omit; a key absent here too is required or None.
+        aliases: Map from standard key to the family's key.
         attention: Grouped-query attention or DeepSeek's latent attention.
         qkv_bias: Bias on query, key and value.
         o_bias: Bias on the output projection.
@@ -60,9 +60,9 @@ class Family:
         sinks: Learned attention sinks.
         fused_qkv: Query, key and value stacked (`qkv_proj`).
         fused_mlp: Gate and up stacked (`gate_up_proj`).
-        norms: Names of a layer's norms, besides those inside attention.
-        windows: Which layers see `sliding_window` tokens only: none, all (when the key is set), the layers from
-            `max_window_layers` on when `use_sliding_window`, all layers when `use_sliding_window`, or all but every
+        norms: Names of a layer's norms, except those inside attention.
+        windows: Layers with a window of `sliding_window` tokens: none, all (if the key is set), the layers from
+            `max_window_layers` on if `use_sliding_window`, all layers if `use_sliding_window`, or all except every
             n-th (n = `sliding_window_pattern`).
         experts: Mixture of experts, or None.
         required: Keys that must be present or have a default.
@@ -93,7 +93,7 @@ LLAMA = Family(
     o_bias="attention_bias",
     mlp_bias="mlp_bias",
 )
-"""Llama, and what an unknown Llama-like decoder is taken for."""
+"""Llama, also used for an unknown Llama-like decoder."""
 
 _GLM = {"num_key_value_heads": 2, "head_dim": 128, "attention_bias": True}
 _GEMMA = {
@@ -246,7 +246,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         ),
     }
 )
-"""`model_type` to reader entry, for the Llama-like families."""
+"""Reader entries by `model_type`, for the Llama-like families."""
 
 TEXT_PARTS: Mapping[str, str] = MappingProxyType(
     {
@@ -259,7 +259,7 @@ TEXT_PARTS: Mapping[str, str] = MappingProxyType(
         "qwen3_vl_text": "qwen3",
     }
 )
-"""`model_type` of a multimodal model, or of its text part, to the family its decoder belongs to."""
+"""Decoder family by `model_type` of a multimodal model or of its text part."""
 
 KEEPS_MORE: Final = ("gemma2", "phi3")
-"""Families whose layers keep more activations than the formulas of known families say: capped scores, packed inputs."""
+"""Families whose layers keep more activations than the formulas predict: capped scores, packed inputs."""

@@ -1,4 +1,4 @@
-"""load_model: from a directory, a config.json or a preset name to a ModelSpec."""
+"""load_model: ModelSpec of a directory, a config.json, a preset name or a hub name."""
 
 from __future__ import annotations
 
@@ -35,35 +35,35 @@ _FOLDER = Path(__file__).parent / "presets"
 
 
 def preset_names() -> tuple[str, ...]:
-    """Names of all presets, sorted."""
+    """Return the names of all presets, sorted."""
     return tuple(sorted(p.stem for p in _FOLDER.glob("*.json")))
 
 
 def read_preset(name: str) -> dict[str, Any]:
-    """The config of a preset; keys that start with `_` are ours: `_source`, `_aliases`."""
+    """Return the config of a preset; keys that start with `_` are additions of this package: `_source`, `_aliases`."""
     values: dict[str, Any] = json.loads((_FOLDER / f"{name}.json").read_text())
     return values
 
 
 def find_preset(text: str) -> str | None:
-    """The preset a name or hub id stands for, or None.
+    """Return the preset for a name or hub id, or None.
 
-    Case and punctuation do not matter. `org/name` must be a hub id the preset lists, because another organisation may
-    publish another model under the same name; a name alone may be the preset's or the last part of such an id.
+    Case and punctuation are ignored. `org/name` must be a hub id listed by the preset, because another organisation may
+    publish another model with the same name. A name alone may be that of the preset or the last part of such an id.
     """
-    wanted = _normal(text)
-    if "/" not in text and wanted in preset_names():
-        return wanted
+    normalized = _normal(text)
+    if "/" not in text and normalized in preset_names():
+        return normalized
     for name in preset_names():
         aliases = read_preset(name).get("_aliases", [])
         known = aliases if "/" in text else [a.rpartition("/")[2] for a in aliases]
-        if wanted in map(_normal, known):
+        if normalized in map(_normal, known):
             return name
     return None
 
 
 def nearest_presets(text: str, count: int = 3) -> tuple[str, ...]:
-    """Preset names that look most like a name."""
+    """Return the preset names most similar to a name."""
     close = difflib.get_close_matches(
         _normal(text.rpartition("/")[2]), preset_names(), count, cutoff=0.4
     )
@@ -87,21 +87,21 @@ _NOT_GENERIC = (
     "mamba_d_state",
     "linear_num_key_heads",
 )
-"""Keys that say a model of an unknown family is not a plain Llama-like decoder."""
+"""Keys that show that a model of an unknown family is not a plain Llama-like decoder."""
 
 FAMILIES_READ = (*sorted(FAMILIES), "gpt2")
-"""`model_type` of every family that is known."""
+"""`model_type` of every supported family."""
 
 
 @dataclass(frozen=True, slots=True)
 class ConfigFile:
-    """The config that a model is named by.
+    """Config of a named model.
 
     Attributes:
         values: Its keys.
-        name: Name of the model for people.
+        name: Display name of the model.
         where: The file, or the preset.
-        directory: Where weights may be; None for a preset and a config that stands alone.
+        directory: Directory that may contain weights; None for a preset and a standalone config.
     """
 
     values: Mapping[str, Any]
@@ -111,9 +111,9 @@ class ConfigFile:
 
 
 def read_config(path_or_name: str | os.PathLike[str], *, where: str | None = None) -> ConfigFile:
-    """Find and read the config that a model is named by; arguments and errors as of `load_model`."""
+    """Find and read the config of a named model; arguments and errors as in `load_model`."""
     text = os.fspath(path_or_name)
-    # os.path, because pathlib raises where a text cannot be a path: too long, an unknown user's home.
+    # os.path, because pathlib raises for a text that cannot be a path: too long, home of an unknown user.
     path = Path(os.path.expanduser(text))  # noqa: PTH111
     if os.path.isfile(path / "config.json"):  # noqa: PTH113
         file = path / "config.json"
@@ -130,12 +130,12 @@ def read_config(path_or_name: str | os.PathLike[str], *, where: str | None = Non
     if (hub_name := parse_name(text)) is not None and not os.path.lexists(path):
         return read_config(fetch(hub_name, "config", where=where), where=where)
     if os.path.isdir(path):  # noqa: PTH112
-        what = f"the directory `{text}` has no config.json"
+        problem = f"the directory `{text}` has no config.json"
     else:
-        what = f"`{text}` is neither a path that exists nor a preset"
+        problem = f"`{text}` is neither a path that exists nor a preset"
     near = () if "/" in text else nearest_presets(text)
     raise UnknownModel(
-        what,
+        problem,
         where=where,
         got=text,
         allowed=f"a Hugging Face directory, a config.json, a name on the hub as org/name, or a preset: "
@@ -148,23 +148,23 @@ UNMEASURED_ACTIVATIONS: Final = (
     "activations of {family} were not measured: formulas price them, and its layers may keep more; "
     "`hyper-parallel train RECIPE.yaml --dry-run` measures them"
 )
-"""Note on a config of `KEEPS_MORE` that is read without its module."""
+"""Note for a family in `KEEPS_MORE` read without its module."""
 
 
 def _refuse_no_config(path: Path) -> None:
-    """Refuse a recipe or a data file where a model belongs.
+    """Refuse a recipe or a data file in place of a model.
 
     Raises:
         ModelUnreadable: HP305 with the command that plans for a recipe.
     """
-    held, recipe = "a recipe", str(path)
+    content, recipe = "a recipe", str(path)
     if is_data_file(path):
-        held, recipe = "data", some_recipe() or ""
+        content, recipe = "data", some_recipe() or ""
     elif not is_recipe_file(path):
         return
     command = ["hyper-parallel", "plan", "--recipe", recipe]
     raise ModelUnreadable(
-        f"the file holds {held}, and a model is wanted",
+        f"the file holds {content}, and a model is wanted",
         where=str(path),
         got=path.suffix,
         allowed="a Hugging Face directory, a config.json, a name on the hub as org/name, or a preset",
@@ -177,12 +177,12 @@ def load_model(path_or_name: str | os.PathLike[str], *, where: str | None = None
 
     Args:
         path_or_name: A Hugging Face directory, a config.json, a preset name such as `llama-3-8b`, or a name on the
-            hub, `org/name` or `org/name@revision`, whose config.json is fetched unless a preset stands for it. A path
-            that exists wins over a preset.
-        where: Where the value came from, for errors: `recipe.yaml: model.path`.
+            hub, `org/name` or `org/name@revision`, whose config.json is downloaded unless a preset matches. An existing
+            path takes precedence over a preset.
+        where: Origin of the value, for errors: `recipe.yaml: model.path`.
 
     Raises:
-        UnknownModel: HP304 when it is none of these, or the hub does not give it.
+        UnknownModel: HP304 when it is none of these, or the hub refuses it.
         ModelUnreadable: HP305 when the config cannot be read; names the keys.
         WeightsUnreadable: HP703 when a weight file is truncated, missing or belongs to another config.
     """
@@ -208,12 +208,12 @@ def load_model(path_or_name: str | os.PathLike[str], *, where: str | None = None
 def spec_from_config(
     values: Mapping[str, Any], *, name: str, where: str | None = None
 ) -> ModelSpec:
-    """The ModelSpec of a config that is already in memory, for instance `model.config.to_dict()`.
+    """Return the ModelSpec of a config in memory, for instance `model.config.to_dict()`.
 
     Args:
         values: The keys of a config.json.
-        name: Name for people.
-        where: The file the values came from, for errors.
+        name: Display name.
+        where: File of the values, for errors.
 
     Raises:
         ModelUnreadable: HP305 when the config cannot be read; names the keys.
@@ -247,12 +247,12 @@ def spec_from_config(
 
 
 def _name_of(path: Path) -> str:
-    """A config.json is named after its directory, another file after itself."""
+    """Return the name of the directory of a config.json, or the stem of another file."""
     return path.resolve().parent.name if path.name == "config.json" else path.stem
 
 
 def _special_float(value: dict[str, Any]) -> Any:
-    """Infinity and the like, which transformers writes as `{"__float__": "Infinity"}`."""
+    """Return infinity or NaN, which transformers writes as `{"__float__": "Infinity"}`."""
     if value.keys() != {"__float__"}:
         return value
     number = value["__float__"]
@@ -262,10 +262,10 @@ def _special_float(value: dict[str, Any]) -> Any:
 
 
 def read_config_values(path: Path) -> dict[str, Any]:
-    """Return the values of a config.json, which are checked before anything is made of them.
+    """Return the values of a config.json after checking their limits.
 
     Raises:
-        ModelUnreadable: HP305 when it is no JSON object, or beyond every published model.
+        ModelUnreadable: HP305 when it is not a JSON object, or exceeds every published model.
     """
     try:
         text = read_text(path, CONFIG_LIMITS)
@@ -297,7 +297,7 @@ def read_config_values(path: Path) -> dict[str, Any]:
 
 
 def _text_part(values: Mapping[str, Any], where: str) -> tuple[Mapping[str, Any], tuple[str, ...]]:
-    """The language part of a multimodal config, with a note; a text config is returned as it is."""
+    """Return the language part of a multimodal config, with a note; a text config is returned unchanged."""
     text = values.get("text_config")
     outer = values.get("model_type")
     if text is None:
@@ -311,7 +311,7 @@ def _text_part(values: Mapping[str, Any], where: str) -> tuple[Mapping[str, Any]
             got=abbreviated(text),
             hint="give the config.json that the model was published with",
         )
-    # The outer config owns the dtype and, in files of transformers 5, the tie.
+    # The outer config contains the dtype and, in files of transformers 5, the tie.
     inherited = ("dtype", "torch_dtype", "tie_word_embeddings", "quantization_config", "model_type")
     merged = {k: values[k] for k in inherited if k in values} | text
     return merged, (f"`{outer}` is multimodal: only its language part (`text_config`) is read",)
@@ -332,7 +332,7 @@ def _model_type(values: Mapping[str, Any], where: str) -> str:
 
 
 def is_read(values: Mapping[str, Any]) -> bool:
-    """Whether the family of a config has a reader."""
+    """Return whether the family of a config has a reader."""
     family = values.get("model_type")
     return TEXT_PARTS.get(str(family), family) in FAMILIES_READ
 
@@ -340,7 +340,7 @@ def is_read(values: Mapping[str, Any]) -> bool:
 def _family(
     model_type: str, values: Mapping[str, Any], where: str
 ) -> tuple[Family, tuple[str, ...]]:
-    """The entry of a `model_type`; an unknown one is taken for Llama when nothing speaks against it."""
+    """Return the entry of a `model_type`; an unknown one is read as Llama unless a key contradicts it."""
     known = FAMILIES.get(TEXT_PARTS.get(model_type, model_type))
     if known is not None:
         return known, ()
@@ -364,7 +364,7 @@ def _family(
 
 
 def _dtype(values: Mapping[str, Any], where: str) -> tuple[str, tuple[str, ...]]:
-    """Published format and notes; transformers creates float32 when the config does not say."""
+    """Return the published dtype and notes; like transformers, float32 when the config does not state it."""
     dtype = values.get("dtype", values.get("torch_dtype"))
     if dtype is None or dtype == "auto":
         dtype = "float32"
@@ -390,9 +390,11 @@ def _path_hint(text: str) -> str:
     if (hint := export_hint(text)) is not None:
         return hint
     inside = Path(text) / "export"
-    near = str(inside) if (inside / "config.json").is_file() else nearest_path(text)
+    # os.path, because pathlib raises for a text that is too long for a path.
+    has_config = os.path.isfile(inside / "config.json")  # noqa: PTH113
+    near = str(inside) if has_config else nearest_path(text)
     if near is not None:
         return f"did you mean `{near}`?"
-    if Path(text).is_dir():
+    if os.path.isdir(text):  # noqa: PTH112
         return f"ls {shlex.quote(text)}, to find the folder that holds config.json"
     return "check the path; a model directory holds config.json"

@@ -10,11 +10,11 @@ class Property:
     """Answer to one question about a model.
 
     Attributes:
-        holds: Whether the property holds; None: it could not be measured.
+        holds: Answer; None: not measured.
         difference: Largest absolute difference between two outputs that should be equal, divided by the largest
             absolute value of the output.
-        reason: Why it could not be measured.
-        error: Whether the measurement raised an exception or gave numbers that are not finite.
+        reason: Reason why it was not measured.
+        error: The measurement raised an exception or returned non-finite numbers.
     """
 
     holds: bool | None = None
@@ -24,7 +24,7 @@ class Property:
 
     @property
     def agrees(self) -> bool:
-        """Whether the two outputs were equal, or nothing was measured because the question does not apply."""
+        """True if the outputs were equal, or the question does not apply and was therefore not measured."""
         return self.holds is True or (self.holds is None and not self.error)
 
     def __str__(self) -> str:
@@ -41,15 +41,15 @@ class ModelProperties:
         model_class: Name of the class.
         causal: The output at a token does not depend on later tokens.
         documents_independent: In a packed row whose positions restart with each document, the output of a document
-            depends neither on the tokens before it nor on its place in the row.
-        padding_inert: Padding behind a text changes no output of the text.
+            depends neither on earlier tokens nor on its position in the row.
+        padding_inert: Trailing padding does not change the output of a text.
         rows_independent: The output of a row does not depend on the other rows of the batch.
-        history_independent: The output does not depend on what the model has read before.
-        growing_cache: Decoding token by token with the model's own cache gives the logits of the whole text.
+        history_independent: The output does not depend on earlier forward passes.
+        growing_cache: Decoding token by token with the model's cache gives the logits of the full text.
         fixed_cache: The same with a cache of fixed length, one text.
-        slot_cache: The same with a cache of fixed length that holds several texts of different lengths.
-        idle_modules: Outermost modules with parameters that a batch of text does not run.
-        measured_on: The copy: sizes and how it was made.
+        slot_cache: The same with a cache of fixed length for several texts of different lengths.
+        idle_modules: Outermost modules with parameters that a text batch does not run.
+        measured_on: Sizes and construction of the copy.
     """
 
     model_class: str
@@ -80,4 +80,4 @@ QUESTIONS: dict[str, str] = {
     "fixed_cache": "decoding with a cache of fixed length equals the whole text",
     "slot_cache": "decoding several texts in one cache equals each whole text",
 }
-"""What each property means, as `doctor --model` prints it."""
+"""Meaning of each property, as printed by `doctor --model`."""

@@ -64,5 +64,5 @@ def _is_report(text: str) -> bool:
 
 
 def _page(*runs: RunRecord) -> str:
-    """The page; half of a surrogate pair, which JSON can hold and UTF-8 cannot, stands there as its escape."""
+    """Return the page; lone surrogates, valid in JSON but not in UTF-8, are written as escape sequences."""
     return render(*runs).encode("utf-8", "backslashreplace").decode()

@@ -1,4 +1,4 @@
-"""Charts of a page as Bokeh figures: curves, stacked bars, lanes; with hover and zoom, on any width of a screen."""
+"""Charts of a report as Bokeh figures: curves, stacked bars and lanes, with hover and zoom, at any screen width."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hyper_parallel.reports.terms import COLORS, RESUMED
 from hyper_parallel.units import GiB, KiB, MiB, format_bytes, format_seconds
 
 MAX_POINTS: Final = 2000
-"""Points of a curve that are drawn."""
+"""Maximum number of drawn points per curve."""
 THEME: Final = Theme(
     json={
         "attrs": {
@@ -38,18 +38,18 @@ THEME: Final = Theme(
         }
     }
 )
-"""Nothing has a background, so that the page's own shows; the page's script colours text and grid."""
+"""Transparent backgrounds, so that the background of the page is visible; its script colours text and grid."""
 
 
 class Unit(NamedTuple):
-    """A unit in which a chart is drawn."""
+    """Unit of a chart axis."""
 
     name: str
     size: float = 1.0
 
     @classmethod
     def of(cls, largest: float, units: Sequence[tuple[str, float]]) -> Unit:
-        """The largest unit that the largest value fills."""
+        """Return the largest unit not larger than the largest value."""
         return cls(*next((u for u in units if largest >= u[1]), units[-1]))
 
 
@@ -59,7 +59,7 @@ SECONDS: Final = (("s", 1.0), ("ms", 1e-3), ("us", 1e-6))
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """One line of a chart; predictions are dashed, rare samples (evaluations) are dots without a line."""
+    """Line of a chart; predictions are dashed, sparse samples (evaluations) are dots without a line."""
 
     label: str
     points: Sequence[tuple[float, float]]
@@ -69,7 +69,7 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """A figure, and the meaning of what is in it: label, colour, style."""
+    """Figure and its legend entries: label, colour, style."""
 
     figure: Any
     keys: Sequence[tuple[str, str, str]]
@@ -88,19 +88,19 @@ def curves(
     marks: Sequence[float] = (),
     height: int = 260,
 ) -> Chart | None:
-    """Lines over training steps, or over another quantity; None where no line has a point.
+    """Draw lines over training steps or another quantity; None when no line has a point.
 
     Args:
-        lines: What is drawn; of long lines every n-th point.
-        y_label: What is drawn, for people.
-        units: Units to choose from for it.
-        x_label: What lies to the right.
-        x_unit: Its unit.
-        x_range: That of another chart, which then moves along.
-        from_zero: The axis begins at 0.
-        bands: Spans that lie behind the lines, in the colours of their kinds.
-        marks: Places of vertical lines where the run was resumed.
-        height: Pixels.
+        lines: Lines to draw; long lines are thinned to every n-th point.
+        y_label: Label of the y axis.
+        units: Candidate units of the y axis.
+        x_label: Label of the x axis.
+        x_unit: Unit of the x axis.
+        x_range: Range of another chart; both charts then pan and zoom together.
+        from_zero: Start the y axis at 0.
+        bands: Spans drawn behind the lines, in the colours of their kinds.
+        marks: Positions of vertical lines at which the run was resumed.
+        height: Height in pixels.
     """
     x_unit = x_unit or Unit("")
     drawn = [(line, [p for p in line.points if math.isfinite(p[1])]) for line in lines]
@@ -161,12 +161,12 @@ def bars(
     units: Sequence[tuple[str, float]],
     limit: float = 0.0,
 ) -> Chart:
-    """Horizontal stacked bars.
+    """Draw horizontal stacked bars.
 
     Args:
-        rows: Of each bar its label, the value of every kind in it, and what else is to be said of a kind.
-        units: Units to choose from.
-        limit: A capacity, drawn where it does not squash the bars; 0: none.
+        rows: Per bar, its label, its value per kind, and an optional note per kind.
+        units: Candidate units.
+        limit: Capacity, drawn unless it would squash the bars; 0: none.
     """
     totals = {label: sum(parts.values()) for label, parts, _ in rows}
     largest = max(totals.values(), default=0.0)
@@ -176,13 +176,20 @@ def bars(
     plot = _figure(62 + 44 * len(rows), "", unit, y_range=FactorRange(*reversed(names)))
     data: dict[str, list[Any]] = {k: [] for k in ("y", "left", "right", "color", "what", "value")}
     for name, (label, parts, notes) in zip(names, rows, strict=True):
-        at = 0.0
+        offset = 0.0
         for kind, value in parts.items():
             share = f"{text(value)} ({value / (totals[label] or 1.0):.0%}) {notes.get(kind, '')}"
-            row = (name, at / unit.size, (at + value) / unit.size, COLORS[kind], kind, share)
+            row = (
+                name,
+                offset / unit.size,
+                (offset + value) / unit.size,
+                COLORS[kind],
+                kind,
+                share,
+            )
             for column, item in zip(data.values(), row, strict=True):
                 column.append(item)
-            at += value
+            offset += value
     boxes = _boxes(plot, data)
     plot.add_tools(HoverTool(renderers=[boxes], tooltips=[("", "@what"), ("", "@value")]))
     plot.x_range.start = 0
@@ -194,31 +201,31 @@ def bars(
 
 
 def lanes(spans: Sequence[Span], names: Mapping[str, str]) -> Chart:
-    """Spans over time, one colour per kind.
+    """Draw spans over time, one colour per kind.
 
     Args:
-        spans: Their category is a kind, their name words for people.
-        names: Lanes that are drawn, top to bottom, with their names.
+        spans: Spans whose category is a kind and whose name is a readable label.
+        names: Label of each lane to draw, top to bottom.
     """
-    shown = [s for s in spans if s.duration_s > 0 and s.lane in names]
-    unit = Unit.of(max((s.end_s for s in shown), default=0.0), SECONDS)
+    visible = [s for s in spans if s.duration_s > 0 and s.lane in names]
+    unit = Unit.of(max((s.end_s for s in visible), default=0.0), SECONDS)
     order = FactorRange(*reversed(list(names.values())))
     plot = _figure(54 + 28 * len(names), "time", unit, y_range=order)
     boxes = _boxes(
         plot,
         {
-            "y": [names[s.lane] for s in shown],
-            "left": [s.start_s / unit.size for s in shown],
-            "right": [s.end_s / unit.size for s in shown],
-            "color": [COLORS[s.category] for s in shown],
-            "what": [s.name for s in shown],
-            "value": [format_seconds(s.duration_s) for s in shown],
+            "y": [names[s.lane] for s in visible],
+            "left": [s.start_s / unit.size for s in visible],
+            "right": [s.end_s / unit.size for s in visible],
+            "color": [COLORS[s.category] for s in visible],
+            "what": [s.name for s in visible],
+            "value": [format_seconds(s.duration_s) for s in visible],
         },
     )
     tips = [("", "@what"), ("takes", "@value"), ("begins", f"@left{{0.000}} {unit.name}")]
     plot.add_tools(HoverTool(renderers=[boxes], tooltips=tips))
     plot.x_range.start = 0
-    kinds = {s.category for s in shown}
+    kinds = {s.category for s in visible}
     return Chart(plot, [(kind, color, "box") for kind, color in COLORS.items() if kind in kinds])
 
 
@@ -235,7 +242,7 @@ def _boxes(plot: Any, data: dict[str, list[Any]]) -> Any:
 
 
 def _figure(height: int, x_label: str, unit: Unit, **ranges: Any) -> Any:
-    """An empty figure as wide as its place; a swipe over it scrolls the page, a tool is chosen first."""
+    """Return an empty figure of full width; swiping over it scrolls the page, because no tool is active initially."""
     plot = figure(
         height=height,
         sizing_mode="stretch_width",

@@ -1,4 +1,4 @@
-"""The report page: one self-contained HTML file, predicted beside measured. The words are in `templates/page.html`."""
+"""Report page: one self-contained HTML file with predictions and measurements. Texts are in `templates/page.html`."""
 
 from __future__ import annotations
 
@@ -80,11 +80,11 @@ _OF_PREFERENCES: Final = {
     "margin": ("margin",),
     "scores": ("chosen", "rejected"),
 }
-"""Charts of answers that are compared, with the keys of their lines."""
+"""Charts of the preference stages, with the keys of their lines."""
 
 
 def render(*runs: RunRecord) -> str:
-    """The page of a run, or of several beside each other, as HTML text; it refers to nothing outside itself."""
+    """Render the page of a run, or a comparison of several, as HTML text without external references."""
     environment = Environment(
         loader=PackageLoader("hyper_parallel.reports"), autoescape=True, undefined=StrictUndefined
     )
@@ -93,15 +93,15 @@ def render(*runs: RunRecord) -> str:
     charts = _curves(runs)
     if len(runs) == 1:
         charts |= _single(runs[0])
-    shown = {name: chart for name, chart in charts.items() if chart is not None}
+    present = {name: chart for name, chart in charts.items() if chart is not None}
     script, divs = components(
-        {name: chart.figure for name, chart in shown.items()}, wrap_script=False, theme=THEME
+        {name: chart.figure for name, chart in present.items()}, wrap_script=False, theme=THEME
     )
     values: dict[str, Any] = {
         "runs": runs,
         "names": _names(runs),
         "colors": _run_colors(runs),
-        "charts": shown,
+        "charts": present,
         "divs": {name: Markup(div) for name, div in divs.items()},
         "scripts": [
             Markup(Resources(mode="inline", components=["bokeh"]).js_raw[0]),
@@ -114,7 +114,7 @@ def render(*runs: RunRecord) -> str:
         return environment.get_template("comparison.html").render(
             values,
             settings=differences(runs),
-            rows=list(dict.fromkeys(r.name for found in values["results"] for r in found)),
+            rows=list(dict.fromkeys(r.name for rows in values["results"] for r in rows)),
             delta=deviation,
         )
     run = runs[0]
@@ -131,7 +131,7 @@ def render(*runs: RunRecord) -> str:
 
 
 def _names(runs: Sequence[RunRecord]) -> list[str]:
-    """The shortest ends of the directories that differ."""
+    """Return the shortest distinct path suffixes of the run directories."""
     paths = [run.directory.resolve().parts for run in runs]
     for length in range(1, max(map(len, paths)) + 1):
         names = ["/".join(parts[-length:]) for parts in paths]
@@ -145,7 +145,7 @@ def _run_colors(runs: Sequence[RunRecord]) -> list[str]:
 
 
 def _curves(runs: Sequence[RunRecord]) -> dict[str, Chart | None]:
-    """What is drawn over steps, of one run or of several: one colour per run, zoomed together."""
+    """Draw the charts over steps of one run or several: one colour per run, zoomed together."""
     ends = [(m[0]["step"], m[-1]["step"]) for m in (run.metrics for run in runs) if m]
     first, last = min((a for a, _ in ends), default=1) - 1, max((b for _, b in ends), default=1)
     margin = 0.02 * (last - first)
@@ -153,20 +153,22 @@ def _curves(runs: Sequence[RunRecord]) -> dict[str, Chart | None]:
     several = len(runs) > 1
     named = list(zip(runs, _names(runs), _run_colors(runs), strict=True))
 
-    def label(name: str, what: str) -> str:
-        return f"{name}, {what}" if several else what
+    def label(name: str, series: str) -> str:
+        return f"{name}, {series}" if several else series
 
     losses = []
     for run, name, color in named:
         losses.append(Curve(label(name, "training"), _points(run, "loss"), color))
         held_out = [(float(e["step"]), float(e["loss"])) for e in run.evals]
         losses.append(Curve(label(name, "held out"), held_out, color, "dots"))
-    # Of a page with several runs the marks of one would be taken for those of another.
+    # With several runs, marks of one run would be mistaken for those of another.
     resumed = [] if several else [part.step + 0.5 for part in runs[0].parts[1:]]
-    drawn: dict[str, Any] = {"x_range": across, "marks": resumed}
+    chart_options: dict[str, Any] = {"x_range": across, "marks": resumed}
     shared = {run.terms.loss for run in runs}
     charts = {
-        "loss": curves(losses, "loss" if len(shared) > 1 else min(shared), **drawn, height=320)
+        "loss": curves(
+            losses, "loss" if len(shared) > 1 else min(shared), **chart_options, height=320
+        )
     }
     rewards = [
         Curve(label(name, key.replace("_", " ")), _points(run, "rollout", key), color, dash)
@@ -174,23 +176,25 @@ def _curves(runs: Sequence[RunRecord]) -> dict[str, Chart | None]:
         for key, dash in zip(run.rewards, ("solid", *["dashed"] * len(run.rewards)), strict=False)
     ]
     if rewards:
-        held = [
+        held_out_rewards = [
             Curve(
                 label(name, "held out"), _points_of(run.evals, "rollout", "reward"), color, "dots"
             )
             for run, name, color in named
         ]
-        charts["reward"] = curves([*rewards, *held], "reward", **drawn, height=320)
-    charts |= _preference_charts(named, label, drawn)
-    for key, what in _OF_ROLLOUTS:
+        charts["reward"] = curves(
+            [*rewards, *held_out_rewards], "reward", **chart_options, height=320
+        )
+    charts |= _preference_charts(named, label, chart_options)
+    for key, y_label in _OF_ROLLOUTS:
         lines = [
             Curve(label(name, "measured"), _points(run, "rollout", key), color)
             for run, name, color in named
             if any(key in (m.get("rollout") or {}) for m in run.metrics)
         ]
         if lines:
-            charts[key] = curves(lines, what, (("", 1.0),), **drawn, from_zero=True)
-    for key, what, units in _CURVES:
+            charts[key] = curves(lines, y_label, (("", 1.0),), **chart_options, from_zero=True)
+    for key, y_label, units in _CURVES:
         lines = []
         for run, name, color in named:
             points = _points(run, key)
@@ -198,7 +202,7 @@ def _curves(runs: Sequence[RunRecord]) -> dict[str, Chart | None]:
             if key == "step_s":
                 flat = _predicted_steps(run)
                 lines += [Curve(label(name, w), ends, color, "dashed") for w, ends in flat]
-        charts[key] = curves(lines, what, units, **drawn, from_zero=key != "lr")
+        charts[key] = curves(lines, y_label, units, **chart_options, from_zero=key != "lr")
     within = [(label(name, "measured"), color, run) for run, name, color in named]
     charts["within"] = _within(within)
     return charts
@@ -207,22 +211,22 @@ def _curves(runs: Sequence[RunRecord]) -> dict[str, Chart | None]:
 def _preference_charts(
     named: Sequence[tuple[RunRecord, str, str]],
     label: Callable[[str, str], str],
-    drawn: dict[str, Any],
+    chart_options: dict[str, Any],
 ) -> dict[str, Chart | None]:
-    """Accuracy, margin and scores of answers that are compared; charts without a point are left out."""
+    """Draw accuracy, margin and scores of the preference stages; charts without a point are omitted."""
     charts: dict[str, Chart | None] = {}
     for chart, keys in _OF_PREFERENCES.items():
         lines = []
         for run, name, color in named:
             for key, dash in zip(keys, ("solid", "dashed"), strict=False):
-                what = key if len(keys) > 1 else "training"
+                series = key if len(keys) > 1 else "training"
                 line = _points(run, "preference", key)
-                lines.append(Curve(label(name, what), line, color, dash))
-            held = _points_of(run.evals, "preference", keys[0])
+                lines.append(Curve(label(name, series), line, color, dash))
+            held_out = _points_of(run.evals, "preference", keys[0])
             if len(keys) == 1:
-                lines.append(Curve(label(name, "held out"), held, color, "dots"))
+                lines.append(Curve(label(name, "held out"), held_out, color, "dots"))
         if any(line.points for line in lines):
-            charts[chart] = curves(lines, chart, **drawn, from_zero=chart == "accuracy")
+            charts[chart] = curves(lines, chart, **chart_options, from_zero=chart == "accuracy")
     return charts
 
 
@@ -239,38 +243,38 @@ def _predicted_steps(run: RunRecord) -> list[tuple[str, list[tuple[float, float]
 
 
 def _points(run: RunRecord, key: str, inside: str | None = None) -> list[tuple[float, float]]:
-    """Steps and values of a key of the metrics, or of one `inside` of it."""
+    """Return steps and values of a metric, or of its member `inside`."""
     return _points_of(run.metrics, key, inside)
 
 
 def _points_of(
     rows: Sequence[dict[str, Any]], key: str, inside: str | None = None
 ) -> list[tuple[float, float]]:
-    """Steps and values of a key of records, or of one `inside` of it."""
-    found = [
+    """Return steps and values of a key of the records, or of its member `inside`."""
+    pairs = [
         (m["step"], m[key] if inside is None else m[key][inside])
         for m in rows
         if m.get(key) is not None and (inside is None or m[key].get(inside) is not None)
     ]
-    return [(float(step), float(value)) for step, value in found]
+    return [(float(step), float(value)) for step, value in pairs]
 
 
 def _within(runs: Sequence[tuple[str, str, RunRecord]]) -> Chart | None:
-    """Memory over one step of the fullest rank; of a single run with the phases behind it and what was predicted."""
+    """Draw memory over one step of the fullest rank; for a single run, also its phases and the predicted peak."""
     lines, bands = [], []
     for label, color, run in runs:
         rank = run.fullest_rank
         recorded = [] if run.timeline is None else steps_of(run.timeline)
-        if run.timeline is None or rank is None or not recorded:  # the first step is not recorded
+        if run.timeline is None or rank is None or not recorded:  # nothing recorded
             continue
         step = one_step(run.timeline, recorded[0])
         points = [(c.time_s, c.value) for c in step.counters if c.lane == f"{rank}/memory"]
-        if len(points) < 3:  # nothing was sampled inside of the step
+        if len(points) < 3:  # no samples inside the step
             continue
         stairs = [(x, y) for (x, _), (_, y) in zip(points[1:], points, strict=False)]
         lines.append(Curve(f"{label}, {rank}", _stairs(points, stairs), color))
         if len(runs) == 1:
-            bands = [s for s in _told(step, kind_of) if s.lane.startswith(f"{rank}/")]
+            bands = [s for s in _with_labels(step, kind_of) if s.lane.startswith(f"{rank}/")]
             flat = [(x, float(run.plan.memory_bytes)) for x in (points[0][0], points[-1][0])]
             lines.append(Curve("predicted peak", flat, color, "dashed"))
     end = max((x for line in lines for x, _ in line.points), default=0.0)
@@ -279,13 +283,13 @@ def _within(runs: Sequence[tuple[str, str, RunRecord]]) -> Chart | None:
 
 
 def _stairs(
-    points: Sequence[tuple[float, float]], held: Sequence[tuple[float, float]]
+    points: Sequence[tuple[float, float]], corners: Sequence[tuple[float, float]]
 ) -> list[tuple[float, float]]:
-    return sorted([*points, *held], key=lambda p: p[0])
+    return sorted([*points, *corners], key=lambda p: p[0])
 
 
 def _single(run: RunRecord) -> dict[str, Chart | None]:
-    """What only the page of one run has: terms beside each other, lanes, offload."""
+    """Draw the charts of a page of one run: predicted and measured terms, lanes, offload."""
     plan, timeline = run.plan, run.timeline
     charts: dict[str, Chart | None] = {"terms": _terms(run)}
     for tier in dict.fromkeys(t.tier for t in plan.memory):
@@ -298,22 +302,22 @@ def _single(run: RunRecord) -> dict[str, Chart | None]:
             charts["roles"] = _lanes(some_steps(joined([timeline, run.samplers]), _STEPS_OF_ROLES))
     for kind, steps in zip(("predicted", "measured"), run.offload or (), strict=False):
         names = {lane: _COPIES.get(lane, lane) for lane in steps.lanes}
-        charts[f"offload {kind}"] = lanes(_told(steps, _offload_kind), names)
+        charts[f"offload {kind}"] = lanes(_with_labels(steps, _offload_kind), names)
     for place in ("device", "dram", "flash") if run.offload else ():
         charts[f"offload {place}"] = _tier(run, place)
     return charts
 
 
 def _lanes(timeline: Timeline) -> Chart:
-    """One step on its executors, as many as there is space for."""
+    """Draw one step, one lane per executor, at most `_MAX_LANES`."""
     working = {s.lane for s in timeline.spans if s.duration_s > 0}
     busy = itertools.islice((lane for lane in timeline.lanes if lane in working), _MAX_LANES)
     names = {lane: lane.replace("/compute", "").replace("/", " ") for lane in busy}
-    return lanes(_told(timeline, kind_of), names)
+    return lanes(_with_labels(timeline, kind_of), names)
 
 
-def _told(timeline: Timeline, kind: Callable[[str, str], str]) -> list[Any]:
-    """The spans with words for people, and their kinds."""
+def _with_labels(timeline: Timeline, kind: Callable[[str, str], str]) -> list[Any]:
+    """Return the spans with readable names, and their kinds as categories."""
     return [
         replace(s, name=words(s.name), category=kind(s.name, s.category)) for s in timeline.spans
     ]
@@ -324,7 +328,7 @@ def _offload_kind(name: str, category: str) -> str:
 
 
 def _terms(run: RunRecord) -> Chart:
-    """Predicted and measured seconds of a step by kind; pointing at a kind lists what is in it."""
+    """Draw predicted and measured seconds of a step by kind; hovering over a kind lists its terms."""
     rows = [
         _by_kind("predicted", {t.name: t.seconds for t in run.plan.cost}, time_kind, format_seconds)
     ]
@@ -346,7 +350,7 @@ def _by_kind(
 
 
 def _phases(timeline: Timeline) -> dict[str, float]:
-    """Mean seconds of each phase in one step of one rank; the first recorded step counts bytes and is slower."""
+    """Return mean seconds per phase, step and rank; the first recorded step is excluded as slower: it counts bytes."""
     steps = {*(steps_of(timeline)[1:] or steps_of(timeline))}
     spans = [s for s in timeline.spans if s.step in steps]
     rank_steps = len({(s.lane.split("/")[0], s.step) for s in spans}) or 1
@@ -358,7 +362,7 @@ def _phases(timeline: Timeline) -> dict[str, float]:
 
 
 def _memory(run: RunRecord, tier: str) -> Chart:
-    """Predicted and measured peak of a tier by kind."""
+    """Draw the predicted and measured peak of a tier by kind."""
     plan = run.plan
     predicted = {t.name: float(t.bytes) for t in plan.memory if t.tier == tier}
     rows = [_by_kind("predicted", predicted, memory_kind, format_bytes)]
@@ -366,13 +370,13 @@ def _memory(run: RunRecord, tier: str) -> Chart:
         rows.append(("measured", _measured_memory(run), {}))
     elif run.offload is not None and tier in ("dram", "flash"):
         steps = [m["offload"] for m in run.last.rows if "offload" in m]
-        most = max((step[f"{tier}_bytes"] for step in steps), default=0)
-        rows.append(("measured", {"offloaded": float(most)}, {}))
+        peak_bytes = max((step[f"{tier}_bytes"] for step in steps), default=0)
+        rows.append(("measured", {"offloaded": float(peak_bytes)}, {}))
     return bars(rows, BYTES, float(plan.memory_capacity_bytes) if tier == "hbm" else 0.0)
 
 
 def _measured_memory(run: RunRecord) -> dict[str, float]:
-    """The measured peak by kind, where the fullest rank has told."""
+    """Return the measured peak by kind, or undivided if the fullest rank has not recorded its kinds."""
     peak, rank = float(run.last.peak_memory_bytes or 0), run.fullest_rank
     counters = run.timeline.counters if run.timeline else ()
     parts = {kind: c.value for kind in STATES for c in counters if c.lane == f"{rank}/peak {kind}"}
@@ -384,14 +388,14 @@ def _ranks(timeline: Timeline) -> set[str]:
 
 
 def _tier(run: RunRecord, tier: str) -> Chart | None:
-    """Bytes of a tier over one planned step."""
+    """Draw the bytes of a tier over one planned step."""
     lines = []
     for kind, style, timeline in zip(
         ("predicted", "measured"), ("dashed", "solid"), run.offload or (), strict=True
     ):
         points = [(c.time_s, c.value) for c in timeline.counters if c.lane == tier]
-        held = [(x, y) for (x, _), (_, y) in zip(points[1:], points, strict=False)]
-        lines.append(Curve(kind, _stairs(points, held), RUNS[0], style))
+        corners = [(x, y) for (x, _), (_, y) in zip(points[1:], points, strict=False)]
+        lines.append(Curve(kind, _stairs(points, corners), RUNS[0], style))
     if not any(y for line in lines for _, y in line.points):
         return None
     unit = Unit.of(max(x for line in lines for x, _ in line.points), SECONDS)
@@ -401,7 +405,7 @@ def _tier(run: RunRecord, tier: str) -> Chart | None:
 
 
 def _offload_facts(run: RunRecord) -> dict[str, Any] | None:
-    """Numbers of the offloaded steps; None when the run did not offload."""
+    """Return figures of the offloaded steps; None when the run did not offload."""
     if run.offload is None:
         return None
     steps = [m["offload"] for m in run.last.rows if "offload" in m]
@@ -413,7 +417,7 @@ def _offload_facts(run: RunRecord) -> dict[str, Any] | None:
 
 
 def _mesh(mesh: Mesh) -> dict[str, Any] | None:
-    """Groups of the innermost axes (tensor parallel, if there is any), one row each; None for one device."""
+    """Return the groups of the innermost axes (tensor-parallel ones if present), one row each; None for one device."""
     axes = [(n, d) for n, d in mesh.axes if d > 1]
     if not axes:
         return None
@@ -423,15 +427,15 @@ def _mesh(mesh: Mesh) -> dict[str, Any] | None:
     for group in (group[:_MAX_RANKS] for group in groups):
         places = [mesh.coordinate(rank) for rank in group]
         outer = ", ".join(f"{n} {places[0][n]}" for n, _ in axes if n not in inner)
-        told = [", ".join(f"{n}={p[n]}" for n, _ in axes) for p in places]
-        rows.append((outer, list(zip(group, told, strict=True))))
+        coordinates = [", ".join(f"{n}={p[n]}" for n, _ in axes) for p in places]
+        rows.append((outer, list(zip(group, coordinates, strict=True))))
     shown = sum(len(row) for _, row in rows)
     note = f"first {shown} of {mesh.size} ranks" if shown < mesh.size else ""
     return {"inner": " x ".join(inner), "rows": rows, "note": note}
 
 
 def _layout(layout: Layout, mesh: Mesh) -> dict[str, Any]:
-    """A layout's dims with their axes, and into how many rows and columns its first two dims are cut."""
+    """Return the dims of a layout with their axes, and the number of shards of its first two dims."""
     rows, columns = [*(mesh.degree(axes) for axes in layout.axes[:2]), 1, 1][:2]
     dims = layout.dims or [f"d{i}" for i in range(len(layout.axes))]
     return {

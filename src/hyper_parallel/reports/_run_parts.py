@@ -1,4 +1,4 @@
-"""Parts of a run: the steps that were trained by one recipe and one plan, between two resumes."""
+"""Parts of a run: steps trained by one recipe and one plan, between two resumes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hyper_parallel.ir import Plan
 from hyper_parallel.received import Limits, read_json, read_text
 
 WARM_UP_STEPS: Final = 3
-"""First steps of a part left out of medians: they pay for allocation, lazy imports and compilation."""
+"""Number of first steps of a part excluded from medians, due to allocation, lazy imports and compilation."""
 _FOLDER: Final = re.compile(r"step_(\d{8,15})")
 _LIMITS: Final = Limits()
 
@@ -24,10 +24,10 @@ class PartRecord:
     """Steps of a run between two resumes.
 
     Attributes:
-        step: Steps before it.
-        plan: What was predicted for its steps.
-        rows: Its metrics, one mapping per step.
-        changed: Changed keys since the checkpoint that it continued from, with the value before and the one now.
+        step: Number of steps before the part.
+        plan: Plan of its steps.
+        rows: Metrics, one mapping per step.
+        changed: Recipe keys changed since the resumed checkpoint, with old and new value.
     """
 
     step: int
@@ -37,11 +37,11 @@ class PartRecord:
 
     @property
     def warm_up(self) -> int:
-        """Steps left out of medians; none of a part that has no more."""
+        """Number of steps excluded from medians; 0 for a part without further steps."""
         return WARM_UP_STEPS if len(self.rows) > WARM_UP_STEPS else 0
 
     def steady(self, key: str) -> float | None:
-        """Median of a metric without the warm-up; None when no step has it."""
+        """Return the median of a metric after the warm-up; None when no step has it."""
         values = [float(m[key]) for m in self.rows[self.warm_up :] if m.get(key) is not None]
         return median(values) if values else None
 
@@ -55,44 +55,44 @@ class PartRecord:
 def read_parts(
     directory: Path, plan: Plan, rows: Sequence[dict[str, Any]]
 ) -> tuple[PartRecord, ...]:
-    """Read the parts of a run that have trained a step, in their order; at least one.
+    """Read the parts of a run that contain a step, in order; at least one.
 
     Args:
-        directory: Run directory; one of an earlier version of this package keeps no parts.
+        directory: Run directory; an older one without parts is read as a single part.
         plan: Plan of the last part.
         rows: Metrics of all steps.
 
     Raises:
-        RunUnreadable: HP603 naming the file that is broken.
+        RunUnreadable: HP603 naming the broken file.
     """
     folder = directory / "parts"
     paths = sorted(folder.iterdir()) if folder.is_dir() else []
     starts = [(int(m[1]), path) for path in paths if (m := _FOLDER.fullmatch(path.name))]
     steps = [start for start, _ in starts]
-    found = []
+    parts = []
     for number, (start, path) in enumerate(starts):
         end = steps[number + 1] if number + 1 < len(steps) else float("inf")
-        own = [row for row in rows if start < row["step"] <= end]
-        if own:
+        part_rows = [row for row in rows if start < row["step"] <= end]
+        if part_rows:
             is_last = number + 1 == len(starts)
-            found.append(_read_part(start, path, plan if is_last else None, own))
-    if not found:
+            parts.append(_read_part(start, path, plan if is_last else None, part_rows))
+    if not parts:
         first = rows[0]["step"] - 1 if rows else 0
         return (PartRecord(first, plan, tuple(rows)),)
-    return tuple(found)
+    return tuple(parts)
 
 
 def _read_part(
     step: int, path: Path, plan: Plan | None, rows: Sequence[dict[str, Any]]
 ) -> PartRecord:
-    where = path / "plan.json"
+    plan_path = path / "plan.json"
     try:
         facts = read_json(path / "part.json", _LIMITS)
-        text = "" if plan is not None else read_text(where, _LIMITS)
+        text = "" if plan is not None else read_text(plan_path, _LIMITS)
     except (OSError, ValueError) as error:
         raise RunUnreadable(
             "a part of the run cannot be read", where=str(path), got=str(error)
         ) from error
     changed = facts.get("changed") if isinstance(facts, dict) else None
-    own = plan if plan is not None else Plan.from_json(text, str(where))
-    return PartRecord(step, own, tuple(rows), changed if isinstance(changed, dict) else {})
+    part_plan = plan if plan is not None else Plan.from_json(text, str(plan_path))
+    return PartRecord(step, part_plan, tuple(rows), changed if isinstance(changed, dict) else {})

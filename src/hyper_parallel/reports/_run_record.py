@@ -1,4 +1,4 @@
-"""Read a run directory: the plan, the metrics, the measured timeline and the evaluations."""
+"""Reader of a run directory: plan, metrics, measured timeline and evaluations."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _Number = Annotated[float, Field(allow_inf_nan=False)]
 
 @with_config(_STRICT)
 class _Offloaded(TypedDict):
-    """What is read of a step with offload."""
+    """Fields of an offloaded step that a report uses."""
 
     difference_bytes: int
     dram_bytes: int
@@ -35,7 +35,7 @@ class _Offloaded(TypedDict):
 
 @with_config(_STRICT)
 class _Row(TypedDict):
-    """What is read of a line of metrics.jsonl or eval.jsonl."""
+    """Fields of a line of metrics.jsonl or eval.jsonl that a report uses."""
 
     step: Annotated[int, Field(ge=0, lt=1 << 53)]
     loss: NotRequired[_Number | None]
@@ -54,7 +54,7 @@ class _Row(TypedDict):
 
 @with_config(_STRICT)
 class _About(TypedDict):
-    """What is read of run.json."""
+    """Fields of run.json that a report uses."""
 
     device: NotRequired[str]
     memory: NotRequired[str]
@@ -69,28 +69,28 @@ _ABOUT: Final[TypeAdapter[_About]] = TypeAdapter(_About)
 _READ: Final = tuple(_Row.__annotations__)
 _FILE: Final = Limits(64 * MiB, num_elements=4_000_000)
 _LINES: Final = Limits(256 * MiB)
-"""Of the metrics of about half a million steps."""
+"""Limits for the metrics of about half a million steps."""
 _LINE: Final = Limits(MiB, num_elements=100_000)
 
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
-    """Everything a report shows of one run.
+    """Contents of a run directory for a report.
 
     Attributes:
         directory: The run directory.
-        plan: What was predicted, for the last part of the run.
+        plan: Plan of the last part of the run.
         metrics: One mapping per training step, in step order.
-        evals: One mapping per evaluation with a finite loss, in step order; empty when there was none.
+        evals: One mapping per evaluation with a finite loss, in step order; may be empty.
         timeline: Measured spans of a window of steps, or None.
         parts: Steps between two resumes, each with its plan; at least one.
-        data: Facts about the data, as data.json has them; None for a run of an earlier version.
-        samplers: The same of ranks that only sample, on the same clock; None: there are none.
-        simulated: One step of the plan, event by event, with the lanes of its pipeline ranks; or None.
+        data: Facts about the data from data.json; None for a run of an older version.
+        samplers: Measured spans of sampling ranks, on the same clock; None without such ranks.
+        simulated: Simulated events of one step of the plan, with the lanes of its pipeline ranks; or None.
         config: Text of the resolved recipe.
-        settings: The same by dotted keys.
-        sample: Text the model wrote after training, or "".
-        run_info: Facts the trainer wrote about machine and versions.
+        settings: Values of the resolved recipe by dotted key.
+        sample: Text that the model generated after training, or "".
+        run_info: Machine and versions, as written by the trainer.
         offload: Predicted and measured timeline of one planned step; None without offload.
     """
 
@@ -111,17 +111,17 @@ class RunRecord:
 
     @property
     def last(self) -> PartRecord:
-        """The last part: what its plan predicted is compared with what its steps measured."""
+        """Last part of the run, for which measurements are compared with the plan."""
         return self.parts[-1]
 
     @property
     def terms(self) -> StageTerms:
-        """Words of the stage."""
+        """Names of losses, counts and scores of the stage."""
         return stage_terms(self.settings)
 
     @property
     def rewards(self) -> list[str]:
-        """Keys of the rewards in the records of rollouts, the weighted sum first; none where nothing is rewarded."""
+        """Keys of the rewards in rollout records, the weighted sum first; empty without rewards."""
         shared = [{**(row.get("rollout") or {})} for row in self.metrics] or [{}]
         keys = [key for key in shared[0] if all(row.get(key) is not None for row in shared)]
         named = [k for k in keys if k.startswith("reward_") and k != "reward_std"]
@@ -129,21 +129,21 @@ class RunRecord:
 
     @property
     def busy(self) -> dict[str, float]:
-        """Share of the time in which each role works, where ranks only sample."""
+        """Share of time in which each role works, for runs with separate sampling ranks."""
         keys = "step_s", "wait_s", "sample_s"
         rows = self.last.rows[self.last.warm_up :]
         steps = [{**m, **(m.get("rollout") or {})} for m in rows]
-        apart = [
+        times = [
             [float(m[k]) for k in keys] for m in steps if all(m.get(k) is not None for k in keys)
         ]
-        if not any(step_s for step_s, _, _ in apart):
+        if not any(step_s for step_s, _, _ in times):
             return {}
-        whole, waited, sampled = (sum(values) for values in zip(*apart, strict=True))
-        return {"ranks that train": 1 - waited / whole, "ranks that sample": sampled / whole}
+        total_s, waited, sampled = (sum(values) for values in zip(*times, strict=True))
+        return {"ranks that train": 1 - waited / total_s, "ranks that sample": sampled / total_s}
 
     @property
     def fullest_rank(self) -> str | None:
-        """Name of the rank whose recorded memory is largest; None when none was recorded."""
+        """Name of the rank with the largest recorded memory; None without records."""
         samples = (
             [c for c in self.timeline.counters if c.lane.endswith("/memory")]
             if self.timeline
@@ -156,21 +156,23 @@ def load_run(directory: str | Path) -> RunRecord:
     """Read a run directory.
 
     Raises:
-        RunUnreadable: HP603 naming the file that is missing or broken.
+        RunUnreadable: HP603 naming the missing or broken file.
     """
     root = Path(directory)
     if not (root / "metrics.jsonl").is_file():
-        what = "it is a file" if root.is_file() else "it does not exist"
-        what = "it has no metrics.jsonl" if root.is_dir() else what
+        problem = "it is a file" if root.is_file() else "it does not exist"
+        problem = "it has no metrics.jsonl" if root.is_dir() else problem
         raise RunUnreadable(
-            f"this is not a run directory: {what}",
+            f"this is not a run directory: {problem}",
             where=str(root),
             allowed="the `output_dir` of a run",
             hint=run_hint(root) or "hyper-parallel train RECIPE.yaml",
         )
     if not (root / "plan.json").is_file():
         raise RunUnreadable("the run directory has no plan.json", where=str(root))
-    apart = [_timeline(path) for path in sorted((root / "rollouts").glob("timeline.*.json"))]
+    sampler_timelines = [
+        _timeline(path) for path in sorted((root / "rollouts").glob("timeline.*.json"))
+    ]
     predicted = _timeline(root / "offload_predicted.json")
     measured = _timeline(root / "offload_measured.json")
     plan = Plan.from_json(_text(root / "plan.json"), str(root / "plan.json"))
@@ -189,7 +191,9 @@ def load_run(directory: str | Path) -> RunRecord:
         parts=read_parts(root, plan, metrics),
         offload=(predicted, measured) if predicted and measured else None,
         data=read_data_facts(root / "data.json"),
-        samplers=joined(t for t in apart if t is not None) if apart else None,
+        samplers=joined(t for t in sampler_timelines if t is not None)
+        if sampler_timelines
+        else None,
     )
 
 
@@ -203,7 +207,7 @@ def _text(path: Path) -> str:
 
 
 def _settings(path: Path) -> dict[str, Any]:
-    """A recipe by dotted keys; nothing of a run that has none."""
+    """Return the recipe by dotted key; empty for a run without a recipe file."""
     if not path.is_file():
         return {}
     flat: dict[str, Any] = {}
@@ -219,7 +223,7 @@ def _settings(path: Path) -> dict[str, Any]:
 
 
 def _about(path: Path) -> dict[str, Any]:
-    """Facts about machine and versions; none where the trainer has written none."""
+    """Return machine and versions; empty if the trainer has not written them."""
     if not path.is_file():
         return {}
     try:
@@ -234,7 +238,7 @@ def _about(path: Path) -> dict[str, Any]:
 
 
 def _json_lines(path: Path) -> tuple[dict[str, Any], ...]:
-    """Rows of a JSON-lines file; a resumed run writes some steps again, the later line counts."""
+    """Return the records of a JSON-lines file; for a step repeated after a resume, the later line."""
     rows: dict[int, dict[str, Any]] = {}
     lines = _lines(path)
     for number, line in enumerate(lines, 1):

@@ -1,4 +1,4 @@
-"""Timelines for a report: the predicted one of a plan, one measured step, and both as a Perfetto trace."""
+"""Timelines of a report: the prediction of a plan, one measured step, and both as a Perfetto trace."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any, Final
 from hyper_parallel.ir import Counter, Plan, Span, Timeline, joined
 
 _MOST_EVENTS: Final = 200_000
-"""Events of one kind in a trace; Perfetto opens a few millions."""
+"""Maximum number of events of one kind in a trace; Perfetto opens a few million."""
 
 
 def predicted_timeline(plan: Plan) -> Timeline:
-    """One step of a plan as spans: the cost terms one after another, since each term counts exposed time only."""
+    """Return one step of a plan as spans: the cost terms in sequence, because each term counts exposed time only."""
     spans, now = [], 0.0
     for term in plan.cost:
         if term.seconds > 0:
@@ -24,12 +24,12 @@ def predicted_timeline(plan: Plan) -> Timeline:
 
 
 def steps_of(timeline: Timeline) -> list[int]:
-    """The recorded steps."""
+    """Return the recorded steps in order."""
     return sorted({span.step for span in timeline.spans if span.step is not None})
 
 
 def one_step(timeline: Timeline, step: int | None = None) -> Timeline:
-    """Spans and samples of one step (default: the middle one of the window), moved so that the step starts at 0."""
+    """Return spans and samples of one step (default: the middle of the window), shifted to start at time 0."""
     steps = steps_of(timeline)
     if not steps:
         return timeline
@@ -46,7 +46,7 @@ def one_step(timeline: Timeline, step: int | None = None) -> Timeline:
 
 
 def some_steps(timeline: Timeline, count: int) -> Timeline:
-    """Spans of so many steps in the middle of the window, and what runs beside them, from the start of the first."""
+    """Return the spans of `count` steps in the middle of the window, shifted so that the first starts at time 0."""
     inside = steps_of(timeline)
     middle = max(0, (len(inside) - count) // 2)
     chosen = inside[middle : middle + count]
@@ -61,18 +61,18 @@ def chrome_trace(
     simulated: Timeline | None = None,
     samplers: Timeline | None = None,
 ) -> dict[str, Any]:
-    """Both timelines in the Chrome JSON trace format that Perfetto opens.
+    """Return predicted and measured timelines in the Chrome JSON trace format of Perfetto.
 
-    Predicted and measured lanes are two processes. The predicted step is repeated at the start of every measured
-    step, so that the two lie under each other: its cost terms, and the lanes of the simulated pipeline ranks. Of a
-    step with very many events only the first repetitions are written.
+    Predicted and measured lanes are two processes. The predicted step, with its cost terms and simulated pipeline
+    ranks, is repeated at the start of every measured step, so that both align. For a step with very many events, only
+    the first repetitions are written.
 
     Args:
         measured: Spans of some steps, or None.
-        plan: What was predicted.
-        simulated: One step of the plan, event by event, or None.
-        samplers: Spans of ranks that only sample, or None. Arrows lead from the completions of a step to the ranks that
-            train on them.
+        plan: Plan of the run.
+        simulated: Simulated events of one step of the plan, or None.
+        samplers: Spans of sampling ranks, or None. Arrows connect the completions of a step with the ranks that train
+            on them.
 
     Source: Trace Event Format, duration ("X"), counter ("C"), flow ("s", "f") and metadata ("M") events; times in
         microseconds.
@@ -96,11 +96,11 @@ def chrome_trace(
             _counters(events, 1, simulated.counters, start, "activations")
     if measured is not None:
         _process(events, 2, "measured")
-        whole = measured if samplers is None else joined([measured, samplers])
-        lanes = {lane: number for number, lane in enumerate(whole.lanes, 1)}
+        joint = measured if samplers is None else joined([measured, samplers])
+        lanes = {lane: number for number, lane in enumerate(joint.lanes, 1)}
         events += [_thread(2, number, lane) for lane, number in lanes.items()]
-        _spans(events, 2, whole.spans, lanes, 0.0, None)
-        _counters(events, 2, whole.counters, 0.0, "bytes")
+        _spans(events, 2, joint.spans, lanes, 0.0, None)
+        _counters(events, 2, joint.counters, 0.0, "bytes")
         if samplers is not None:
             _flows(events, 2, samplers.spans, measured.spans, lanes)
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"plan": plan.fingerprint}}
@@ -113,7 +113,7 @@ def _flows(
     learners: Sequence[Span],
     lanes: dict[str, int],
 ) -> None:
-    """Arrows from where completions of a step are sampled to where ranks that train take them."""
+    """Append arrows from spans that sample completions to spans of training ranks that consume them."""
     takes: dict[int | None, list[Span]] = {}
     for span in learners:
         if span.name == "rollout":
@@ -121,7 +121,7 @@ def _flows(
     pairs = ((a, b) for a in samplers if a.name == "rollout" for b in takes.get(a.step, ()))
     for number, (source, target) in enumerate(itertools.islice(pairs, _MOST_EVENTS)):
         for phase, span in (("s", source), ("f", target)):
-            # An event belongs to the span that it lies in.
+            # A flow event belongs to the span that encloses its time.
             event = {"ph": phase, "pid": pid, "tid": lanes[span.lane], "ts": span.end_s * 1e6 - 0.5}
             event |= {"id": number, "name": "completions", "cat": "rollout"}
             events.append(event | ({"bp": "e"} if phase == "f" else {}))
@@ -167,7 +167,7 @@ def _spans(
     step: int | None,
 ) -> None:
     for span in spans:
-        shown = span.step if span.step is not None else step
+        span_step = span.step if span.step is not None else step
         events.append(
             {
                 "ph": "X",
@@ -177,6 +177,6 @@ def _spans(
                 "cat": span.category,
                 "ts": (span.start_s + offset_s) * 1e6,
                 "dur": span.duration_s * 1e6,
-                "args": {} if shown is None else {"step": shown},
+                "args": {} if span_step is None else {"step": span_step},
             }
         )

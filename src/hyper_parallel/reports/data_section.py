@@ -1,4 +1,4 @@
-"""The section *Data* of a report, from `data.json` of the run directory."""
+"""Section *Data* of a report, from `data.json` of the run directory."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class _DataSource(TypedDict):
 
 @with_config(_STRICT)
 class _DataFacts(TypedDict):
-    """Values of data.json that a report shows."""
+    """Fields of data.json that a report uses."""
 
     stage: str
     records: str
@@ -64,7 +64,7 @@ _LIMITS: Final = Limits(16 * MiB)
 
 
 def read_data_facts(path: Path) -> dict[str, Any] | None:
-    """Return the facts about the data of a run; None for a run of an earlier version, which has none.
+    """Return the facts about the data of a run; None for a run of an older version without the file.
 
     Raises:
         RunUnreadable: HP603.
@@ -95,14 +95,16 @@ def data_section(facts: dict[str, Any] | None) -> dict[str, Any] | None:
     if facts is None:
         return None
     sources = []
-    for one in facts["sources"]:
-        most = max((bucket["documents"] for bucket in one["lengths"]), default=0) or 1
+    for source in facts["sources"]:
+        max_documents = max((bucket["documents"] for bucket in source["lengths"]), default=0) or 1
         bars = [
-            (b["from"], b["to"], b["documents"], 100 * b["documents"] / most)
-            for b in one["lengths"]
+            (b["from"], b["to"], b["documents"], 100 * b["documents"] / max_documents)
+            for b in source["lengths"]
         ]
-        sources.append({"source": one["source"], "bars": bars, "examples": one["examples"]})
-    texts = [text for one in sources for example in one["examples"] for text in example["texts"]]
+        sources.append({"source": source["source"], "bars": bars, "examples": source["examples"]})
+    texts = [
+        text for source in sources for example in source["examples"] for text in example["texts"]
+    ]
     is_marked = any(segment["trained"] for text in texts for segment in text["segments"])
     scored = "Marked: the token at which an answer is scored."
     marks = scored if facts["stage"] == "rm" else "Marked: tokens with loss."

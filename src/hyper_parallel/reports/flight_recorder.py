@@ -1,9 +1,9 @@
-"""Dumps of torch's flight recorder: the collective at which ranks part, and the ranks to blame.
+"""Dumps of torch's flight recorder: the first collective at which ranks diverge, and the ranks that cause it.
 
-A dump has the last collectives of one rank, `entries`, and its groups, `pg_config`; it is a pickle, or the same as
-JSON. Every group numbers its collectives, on all of its ranks alike, so the first number that a rank lacks, or at
-which it does something else, is where the ranks parted. Messages between two ranks have numbers of their own and are
-not compared. Source: the format in torch/distributed/flight_recorder/components and its `Collective` (version 2.10).
+A dump contains the last collectives of one rank, `entries`, and its groups, `pg_config`; it is a pickle or JSON. Each
+group numbers its collectives, equally on all of its ranks. Ranks diverge at the first number that a rank lacks, or at
+which its call differs. Messages between two ranks are numbered separately and are not compared.
+Source: the format in torch/distributed/flight_recorder/components and its `Collective` (version 2.10).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hyper_parallel.errors import DumpUnreadable
 
 _RANK: Final = re.compile(r"(\d+)(?:\.\w+)?$")
 _SHAPES_DIFFER: Final = ("all_to_all", "gather", "scatter", "all_gather_v", "reduce_scatter_v")
-"""Collectives whose ranks may send different shapes; the plain `gather` and `scatter`, not all_gather."""
+"""Prefixes of collectives with unequal shapes across ranks; `gather` and `scatter`, but not `all_gather`."""
 
 
 class _Frame(TypedDict):
@@ -34,7 +34,7 @@ class _Frame(TypedDict):
 
 
 class _Recorded(TypedDict):
-    """What is read of a collective; torch writes more."""
+    """Fields of a recorded collective that are used; torch writes more."""
 
     profiling_name: str
     collective_seq_id: int
@@ -62,16 +62,16 @@ class _Dump(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """The first collective of a group that its ranks do not share.
+    """First collective at which the ranks of a group diverge.
 
     Attributes:
-        group: What the group is for, as torch describes it.
+        group: Purpose of the group, as described by torch.
         ranks: Its members.
         number: Number of the collective in the group.
-        kind: missing, operation, shape, dtype, or state (all have called it, and not all have it done).
-        culprits: Ranks that lack it, differ from most, or have it not done.
-        calls: What every rank calls there, by rank; of one that calls nothing, the last it called.
-        time_ns: When it was first called.
+        kind: missing, operation, shape, dtype, or state (called on all ranks, but not completed on all).
+        culprits: Ranks that lack it, differ from the majority, or have not completed it.
+        calls: Call of each rank at this number; for a rank without one, its last call.
+        time_ns: Time of the first call.
     """
 
     group: str
@@ -83,34 +83,34 @@ class Divergence:
     time_ns: int
 
     def __str__(self) -> str:
-        who = ", ".join(map(str, self.culprits))
-        does = {
+        ranks = ", ".join(map(str, self.culprits))
+        verb = {
             "missing": "has not called",
             "operation": "calls another operation than the others at",
             "shape": "has other shapes than the others at",
             "dtype": "has another dtype than the others at",
             "state": "has not done",
         }[self.kind]
-        head = f"rank {who} {does} collective {self.number} of group {self.group}"
+        head = f"rank {ranks} {verb} collective {self.number} of group {self.group}"
         return "\n".join([head, *(f"  rank {rank}: {call}" for rank, call in self.calls.items())])
 
 
 def read_dumps(paths: Iterable[Path]) -> dict[int, dict[str, Any]]:
-    """Dumps by rank, which is the number at the end of a file's name; of a directory all files with one.
+    """Return dumps by rank, the number at the end of a file name; from a directory, all files with such a number.
 
     Raises:
-        DumpUnreadable: HP623 when a file is no dump, two are of one rank, or there is none.
+        DumpUnreadable: HP623 when a file is not a dump, a rank has two dumps, or there is none.
     """
     dumps: dict[int, dict[str, Any]] = {}
-    for given in paths:
-        found = sorted(p for p in given.iterdir() if p.is_file()) if given.is_dir() else [given]
-        for path in found:
+    for source in paths:
+        files = sorted(p for p in source.iterdir() if p.is_file()) if source.is_dir() else [source]
+        for path in files:
             if match := _RANK.search(path.name):
                 rank = int(match[1])
                 if rank in dumps:
                     raise _unreadable(path, f"a second dump of rank {rank}")
                 dumps[rank] = _read(path)
-            elif path == given:
+            elif path == source:
                 raise _unreadable(path, "a name without the number of its rank at the end")
     if not dumps:
         raise _unreadable(Path(*map(str, paths)), "no file whose name ends in the number of a rank")
@@ -118,7 +118,7 @@ def read_dumps(paths: Iterable[Path]) -> dict[int, dict[str, Any]]:
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """Reads containers, texts and numbers; a pickle that names a class or function is refused, so no code runs."""
+    """Unpickler for containers, texts and numbers; refuses any class or function, so no code runs."""
 
     def find_class(self, module: str, name: str) -> Any:
         raise pickle.UnpicklingError(f"it wants to load `{module}.{name}`, which no dump does")
@@ -131,14 +131,16 @@ def _read(path: Path) -> dict[str, Any]:
         dump = json.loads(content) if text else _PlainUnpickler(io.BytesIO(content)).load()
     except OSError as error:
         raise _unreadable(path, error.strerror or str(error)) from error
-    except Exception as error:  # a damaged pickle raises almost anything
+    except Exception as error:  # a damaged pickle may raise any exception
         raise _unreadable(path, str(error) or type(error).__name__) from error
     try:
         TypeAdapter(_Dump).validate_python(dump, strict=True)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        at = ".".join(map(str, first["loc"])) or "dump"
-        raise _unreadable(path, f"no `entries` with {_WANTED}: {at}, {first['msg']}") from error
+        location = ".".join(map(str, first["loc"])) or "dump"
+        raise _unreadable(
+            path, f"no `entries` with {_WANTED}: {location}, {first['msg']}"
+        ) from error
     return dict(dump)
 
 
@@ -152,7 +154,7 @@ def _unreadable(path: Path, why: str) -> DumpUnreadable:
 
 
 def divergences(dumps: Mapping[int, Mapping[str, Any]]) -> list[Divergence]:
-    """Where the ranks of every group part, the earliest first."""
+    """Return the first divergence of every group, in order of time."""
     groups: dict[tuple[str, str], dict[int, dict[int, Mapping[str, Any]]]] = defaultdict(dict)
     members: dict[tuple[str, str], set[int]] = defaultdict(set)
     for rank, dump in dumps.items():
@@ -160,21 +162,23 @@ def divergences(dumps: Mapping[int, Mapping[str, Any]]) -> list[Divergence]:
         for entry in dump["entries"]:
             name, description = entry["process_group"]
             ranks = json.loads((configured.get(name) or {}).get("ranks") or "[]")
-            # Groups of different ranks may have the same name; gloo does not write the ranks.
+            # Groups with different ranks may share a name, and gloo does not write the ranks.
             key = (description or name, str(ranks) if ranks else f"name {name}")
             members[key] |= {*ranks, rank, *(dumps if description == "default_pg" else ())}
             numbers = groups[key].setdefault(rank, {})
             if not entry.get("is_p2p"):
                 number = entry["collective_seq_id"]
-                if numbers and number < max(numbers):  # a later group of this name begins
+                if numbers and number < max(
+                    numbers
+                ):  # numbering restarts: a later group of the same name
                     numbers.clear()
                 numbers[number] = entry
-    found = [
+    parts = [
         part
         for key, by_rank in groups.items()
         if (part := _first(key[0], sorted(members[key]), by_rank, dumps))
     ]
-    return sorted(found, key=lambda part: part.time_ns)
+    return sorted(parts, key=lambda part: part.time_ns)
 
 
 def _first(
@@ -183,13 +187,16 @@ def _first(
     by_rank: Mapping[int, Mapping[int, Mapping[str, Any]]],
     dumps: Mapping[int, Mapping[str, Any]],
 ) -> Divergence | None:
-    here = [rank for rank in members if rank in dumps]
-    called = {rank: by_rank.get(rank, {}) for rank in here}
-    # A recorder keeps the newest: before the latest begin of one, nothing can be said of the others.
+    present = [rank for rank in members if rank in dumps]
+    called = {rank: by_rank.get(rank, {}) for rank in present}
+    # A recorder keeps the newest calls: numbers before the first recorded one of any rank cannot be compared.
     begin = max((min(numbers) for numbers in called.values() if numbers), default=0)
-    every = sorted({n for numbers in called.values() for n in numbers if n >= begin})
-    # Whether one is done is noted late, so it decides only where all ranks have called the same.
-    for difference, number in [*((_difference, n) for n in every), *((_undone, n) for n in every)]:
+    numbers_to_compare = sorted({n for numbers in called.values() for n in numbers if n >= begin})
+    # Completion is recorded late, so it is compared only after all differing calls.
+    for difference, number in [
+        *((_difference, n) for n in numbers_to_compare),
+        *((_undone, n) for n in numbers_to_compare),
+    ]:
         entries = {rank: numbers.get(number) for rank, numbers in called.items()}
         kind, culprits = difference(entries)
         if kind:
@@ -198,7 +205,7 @@ def _first(
                 rank: _call(entry) if entry else _last(dumps[rank])
                 for rank, entry in entries.items()
             }
-            for rank in sorted({*members} - {*here}):
+            for rank in sorted({*members} - {*present}):
                 calls[rank] = "has left no dump"
             return Divergence(
                 group, tuple(members), number, kind, tuple(culprits), calls, min(times, default=0)
@@ -207,7 +214,7 @@ def _first(
 
 
 def _difference(entries: Mapping[int, Mapping[str, Any] | None]) -> tuple[str, list[int]]:
-    """How the ranks of one collective differ, and which; an empty word when they do not."""
+    """Return the kind of difference in one collective and the ranks that cause it; an empty kind without difference."""
     missing = [rank for rank, entry in entries.items() if entry is None]
     if missing:
         return "missing", missing
@@ -220,7 +227,7 @@ def _difference(entries: Mapping[int, Mapping[str, Any] | None]) -> tuple[str, l
 
 
 def _undone(entries: Mapping[int, Mapping[str, Any] | None]) -> tuple[str, list[int]]:
-    """The ranks that have called a collective and have not done it."""
+    """Return the ranks that have called a collective but not completed it."""
     undone = [
         rank
         for rank, entry in entries.items()
@@ -230,7 +237,7 @@ def _undone(entries: Mapping[int, Mapping[str, Any] | None]) -> tuple[str, list[
 
 
 def _unlike_most(values: Mapping[int, str]) -> list[int]:
-    """Ranks whose value is not the commonest; all of them when no value is commoner than another."""
+    """Return the ranks that differ from the most common value; all ranks without a single most common value."""
     ordered = Counter(values.values()).most_common()
     if len(ordered) == 1:
         return []
@@ -254,14 +261,14 @@ def _dtypes(entry: Mapping[str, Any]) -> str:
 
 
 def _call(entry: Mapping[str, Any]) -> str:
-    """One collective in words, with the innermost line outside of torch that is known."""
+    """Describe one collective, with the innermost recorded line outside torch."""
     dtypes = ", ".join(map(str, entry.get("input_dtypes") or []))
     shapes = ", ".join(map(str, entry["input_sizes"]))
     state = entry.get("state") or "unknown"
     frames = entry.get("frames") or []
-    own = [f for f in frames if "/torch/" not in f["filename"]] or frames
-    at = f", at {own[0]['filename']}:{own[0]['line']}" if own else ""
-    return f"{_operation(entry)} {shapes} {dtypes} ({state}){at}"
+    user_frames = [f for f in frames if "/torch/" not in f["filename"]] or frames
+    location = f", at {user_frames[0]['filename']}:{user_frames[0]['line']}" if user_frames else ""
+    return f"{_operation(entry)} {shapes} {dtypes} ({state}){location}"
 
 
 def _last(dump: Mapping[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""The numbers of a run at a glance, under what they were measured and predicted, and where runs differ."""
+"""Summary of a run: results, conditions of measurement and prediction, and differences between runs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _CONDITIONS: Final = {
 
 
 class Result(NamedTuple):
-    """One number of a run: its name, its value as text and as a number, and what belongs to it."""
+    """Number of a run: name, text, value, and a note such as the prediction."""
 
     name: str
     text: str
@@ -36,12 +36,12 @@ def deviation(measured: float | None, predicted: float) -> str:
     return f"{(measured / predicted - 1) * 100:+.1f} %"
 
 
-def _beside(text: str, measured: float, predicted: float) -> str:
+def _predicted_note(text: str, measured: float, predicted: float) -> str:
     return f"predicted {text} ({deviation(measured, predicted)})" if predicted else ""
 
 
 def results(run: RunRecord) -> list[Result]:
-    """Return the numbers of a run at a glance: settings, quality, speed and memory."""
+    """Return the main numbers of a run: settings, quality, speed and memory."""
     return [*_settings_of(run), *_quality(run), *_speed(run)]
 
 
@@ -77,7 +77,7 @@ def _settings_of(run: RunRecord) -> Iterator[Result]:
 
 
 def format_duration(seconds: float) -> str:
-    """Print a duration for people: `12.3 s`, `4 min 5 s`, `3 h 20 min`."""
+    """Print a duration in readable units: `12.3 s`, `4 min 5 s`, `3 h 20 min`."""
     if seconds < 100:
         return format_seconds(seconds)
     minutes, rest = divmod(round(seconds), 60)
@@ -86,7 +86,7 @@ def format_duration(seconds: float) -> str:
 
 
 def _quality(run: RunRecord) -> Iterator[Result]:
-    """Yield losses, rewards and scores at the end of the run, beside those at its beginning."""
+    """Yield losses, rewards and scores at the end of the run, with those at its start as notes."""
     if not run.metrics:
         return
     first, last, loss = run.metrics[0], run.metrics[-1], run.terms.loss
@@ -115,7 +115,7 @@ def _quality(run: RunRecord) -> Iterator[Result]:
 def _preference(
     prefix: str, first: Mapping[str, float] | None, last: Mapping[str, float] | None
 ) -> Iterator[Result]:
-    """Yield accuracy and margin of answers that are compared."""
+    """Yield accuracy and margin of the preference stages."""
     first, last = first or {}, last or {}
     if (accuracy := last.get("accuracy")) is not None:
         note = f"from {first['accuracy'] * 100:.1f} %" if first.get("accuracy") is not None else ""
@@ -128,10 +128,10 @@ def _preference(
 
 
 def _speed(run: RunRecord) -> Iterator[Result]:
-    """Yield times, throughput and memory beside their predictions."""
+    """Yield times, throughput and memory, with predictions as notes."""
     plan, part = run.plan, run.last
     if (step_s := part.steady("step_s")) is not None:
-        note = _beside(format_seconds(plan.whole_step_s), step_s, plan.whole_step_s)
+        note = _predicted_note(format_seconds(plan.whole_step_s), step_s, plan.whole_step_s)
         if run.rewards and plan.roles is None:
             note = f"of them {format_seconds(plan.step_s)} predicted for learning"
         yield Result("step time (median)", format_seconds(step_s), step_s, note)
@@ -144,7 +144,7 @@ def _speed(run: RunRecord) -> Iterator[Result]:
         note = f"predicted {plan.predicted_mfu * 100:.1f} %"
         yield Result("MFU", f"{mfu * 100:.1f} %", mfu, note)
     if (peak := part.peak_memory_bytes) is not None:
-        note = _beside(format_bytes(plan.memory_bytes), peak, plan.memory_bytes)
+        note = _predicted_note(format_bytes(plan.memory_bytes), peak, plan.memory_bytes)
         yield Result("peak memory per rank", format_bytes(peak), float(peak), note)
     if skipped := sum(int(m.get("skipped", 0)) for m in run.metrics):
         note = "gradients were not finite, the loss scale was lowered"
@@ -152,7 +152,7 @@ def _speed(run: RunRecord) -> Iterator[Result]:
 
 
 def medians_text(run: RunRecord) -> str:
-    """Return of which steps the figures beside predictions are."""
+    """Return a sentence about the steps over which medians are taken."""
     part, several = run.last, len(run.parts) > 1
     first, left_out = part.step + 1, part.warm_up
     steps = f"steps {first} to {part.step + len(part.rows)}" if several else "all steps"
@@ -166,7 +166,7 @@ def medians_text(run: RunRecord) -> str:
 
 
 def part_rows(run: RunRecord) -> list[dict[str, str]]:
-    """Return the parts of a run for a table; none of a run in one part."""
+    """Return the rows of the table of parts; empty for a run of one part."""
     rows = []
     for part in run.parts if len(run.parts) > 1 else ():
         plan, step_s, peak = part.plan, part.steady("step_s"), part.peak_memory_bytes
@@ -185,7 +185,7 @@ def part_rows(run: RunRecord) -> list[dict[str, str]]:
 
 
 def conditions(run: RunRecord) -> list[tuple[str, str]]:
-    """Under what the numbers of a run were measured and predicted."""
+    """Return the conditions under which a run was measured and predicted."""
     plan, work, info = run.plan, run.plan.workload, run.run_info
     batch = f"{work.microbatch} x {work.accumulation_steps} sequences of {work.seq_len} tokens per data rank"
     versions = ("python", "torch", "transformers")
@@ -206,7 +206,7 @@ def conditions(run: RunRecord) -> list[tuple[str, str]]:
 
 
 def differences(runs: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:
-    """Settings that are not the same in all runs, with the value in each; `-` where a run has none."""
+    """Return settings that differ between runs, with the value of each run; `-` for a missing one."""
     keys = dict.fromkeys(key for run in runs for key in run.settings)
     rows = [(key, [f"{run.settings.get(key, '-')}" for run in runs]) for key in keys]
     strategies = ("mesh and strategy", [f"{run.plan.strategy}" for run in runs])

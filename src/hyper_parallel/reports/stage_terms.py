@@ -1,4 +1,4 @@
-"""Names of losses, counts and scores by stage, as the reports show them."""
+"""Names of losses, counts and scores by stage, for reports."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any, Final, NamedTuple
 
 
 class StageTerms(NamedTuple):
-    """Words of a stage: its loss, the meaning of that, and the records that a step compares.
+    """Terms of a stage: its loss, the meaning of the loss, and the unit of its records.
 
     Attributes:
         loss: Name of the loss.
-        meaning: One sentence on it.
-        records: Plural of what a step is counted in; empty: tokens.
-        rows: Sequences of one of these.
+        meaning: One sentence about the loss.
+        records: Plural of the unit that a step counts; empty: tokens.
+        rows: Number of sequences per record.
     """
 
     loss: str
@@ -42,7 +42,7 @@ _DPO_LOSSES: Final = {
 
 
 def stage_terms(settings: Mapping[str, Any]) -> StageTerms:
-    """Return the words of the stage that a recipe names, given by its dotted keys."""
+    """Return the terms of the stage of a recipe, given by dotted keys."""
     stage = settings.get("stage")
     terms = _STAGES.get(f"{stage}", _STAGES["pt"])
     if stage == "dpo":

@@ -1,4 +1,4 @@
-"""The words of the field for what a span or a term stands for, and the one colour of each: none has two meanings."""
+"""Readable labels of spans and cost terms, and one distinct colour per kind."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from typing import Final
 
 _ACTION: Final = re.compile(r"(\d+)\s?([A-Za-z_]+?)(\d+)?")
-"""A pipeline action such as `2F0`, `1RECV_B3`, `0REDUCE_GRAD` or `0 update`: stage, what, microbatch."""
+"""Pipeline action such as `2F0`, `1RECV_B3`, `0REDUCE_GRAD` or `0 update`: stage, operation, microbatch."""
 _ACTIONS: Final = {
     "F": ("forward", "forward"),
     "B": ("backward", "backward"),
@@ -20,7 +20,7 @@ _ACTIONS: Final = {
     "UNSHARD": ("communication", "gather parameters"),
     "update": ("optimizer", "gradient norm and optimizer"),
 }
-"""Kind and words of what an action does."""
+"""Kind and label of each operation of an action."""
 _KINDS: Final = {
     "wait": "waiting",
     "pipeline bubble": "waiting",
@@ -63,9 +63,9 @@ COLORS: Final = {
     "offloaded": "#6c757d",
     WHOLE: "#495057",
 }
-"""Colour of every kind of time and of memory."""
+"""Colour of each kind of time and memory."""
 RESUMED: Final = "#66a80f"
-"""Colour of the lines that mark resumes."""
+"""Colour of lines that mark resumes."""
 RUNS: Final = (
     "#d6336c",
     "#1c7ed6",
@@ -76,11 +76,11 @@ RUNS: Final = (
     "#a0522d",
     "#868e96",
 )
-"""Colours of the runs in a page, in turn; the first belongs to no kind either."""
+"""Colours of the runs on a page, used cyclically and distinct from the colours of kinds."""
 
 
 def kind_of(name: str, category: str = "") -> str:
-    """The kind of a span or of a term of the step time; of `COLORS`."""
+    """Return the kind, a key of `COLORS`, of a span or of a term of the step time."""
     action = _ACTION.fullmatch(name)
     if action and action[2] in _ACTIONS:
         return _ACTIONS[action[2]][0]
@@ -95,7 +95,7 @@ def kind_of(name: str, category: str = "") -> str:
 
 
 def words(name: str) -> str:
-    """What a span does, in words: `forward, stage 2, microbatch 0` for `2F0`."""
+    """Return a readable label of a span: `forward, stage 2, microbatch 0` for `2F0`."""
     action = _ACTION.fullmatch(name)
     if not action or action[2] not in _ACTIONS:
         return _KINDS.get(name, name) if name in ("weight", "expert", "wait", "update") else name
@@ -104,12 +104,12 @@ def words(name: str) -> str:
 
 
 def time_kind(name: str) -> str:
-    """`kind_of` a part of a step's time, where forward and backward are one: terms of a plan do not part them."""
+    """Return the kind of a term of the step time, with forward and backward merged, as in the terms of a plan."""
     kind = kind_of(name)
     return BOTH if kind.startswith(("forward", "backward", "recompute")) else kind
 
 
 def memory_kind(name: str) -> str:
-    """The kind of a term of a plan's memory: what stays through a step by itself, what moves together."""
+    """Return the kind of a term of a plan's memory: a persistent state, offloaded, or transient memory."""
     kind = _KINDS.get(name, "optimizer states" if name == "optimizer" else name)
     return kind if kind in STATES else "offloaded" if name.startswith("offloaded") else MOVING

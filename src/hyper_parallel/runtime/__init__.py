@@ -1,4 +1,4 @@
-"""Runtime: join a world of ranks, start local ranks, apply a Plan to a model."""
+"""Runtime: join a world of ranks, start local ranks, and apply a plan to a model."""
 
 from hyper_parallel.backends.torch import (
     CommCounter,
@@ -17,12 +17,12 @@ from hyper_parallel.backends.torch import (
     materialize,
     token_logprobs,
 )
-from hyper_parallel.runtime._agreed import agreed, of_all, of_ranks
+from hyper_parallel.runtime._agreed import agree_on_plan, gather_objects, merge_errors
 from hyper_parallel.runtime._host_machine import host_machine
 from hyper_parallel.runtime._parallelize import parallelize
 from hyper_parallel.runtime._plan_of import plan_of
 from hyper_parallel.runtime._world import World, launched_rank
-from hyper_parallel.runtime.heartbeat import Pulse
+from hyper_parallel.runtime.heartbeat import HeartbeatWriter
 from hyper_parallel.runtime.launchers import (
     join_srun,
     ranks_per_node,
@@ -45,13 +45,13 @@ __all__ = [
     "CommCounter",
     "Deadlines",
     "Handle",
+    "HeartbeatWriter",
     "OffloadedStep",
-    "Pulse",
     "Routing",
     "RoutingStatistics",
     "World",
     "accumulate",
-    "agreed",
+    "agree_on_plan",
     "audit",
     "check_local_start",
     "check_rank_count",
@@ -60,6 +60,7 @@ __all__ = [
     "end_step",
     "forward_backward",
     "forward_loss",
+    "gather_objects",
     "handle",
     "host_machine",
     "join_srun",
@@ -70,8 +71,7 @@ __all__ = [
     "load_pretrained",
     "local_capacity",
     "materialize",
-    "of_all",
-    "of_ranks",
+    "merge_errors",
     "offload",
     "parallelize",
     "plan_of",

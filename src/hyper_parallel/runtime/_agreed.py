@@ -1,4 +1,4 @@
-"""What ranks with memory plans tell each other: a plan for those that run the same, one error for all."""
+"""Agreement between ranks with memory plans: one plan for ranks with equal programs, one error for all ranks."""
 
 from __future__ import annotations
 
@@ -15,54 +15,54 @@ from hyper_parallel.memory import with_capacity_hint
 T = TypeVar("T")
 
 
-def of_ranks(mine: T) -> list[T]:
-    """A value of every rank."""
+def gather_objects(value: T) -> list[T]:
+    """Gather a value from every rank, in rank order."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
-        return [mine]
-    every = [mine] * dist.get_world_size()
-    dist.all_gather_object(every, mine)
-    return every
+        return [value]
+    values = [value] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
-def agreed(make: Callable[[], MemoryPlan], *given: object) -> MemoryPlan:
-    """This rank's plan, made by the first of the ranks that are given the same: planning repeats itself to the byte.
+def agree_on_plan(compute: Callable[[], MemoryPlan], *inputs: object) -> MemoryPlan:
+    """Return this rank's plan, computed by the lowest rank with equal inputs; planning is deterministic to the byte.
 
-    When any rank has none, every rank raises the error that asks for most.
+    If planning fails on any rank, every rank raises the error that requires the largest budget.
     """
-    digests = of_ranks(hashlib.sha256(repr(given).encode()).hexdigest())
+    digests = gather_objects(hashlib.sha256(repr(inputs).encode()).hexdigest())
     planners = [digests.index(digest) for digest in digests]
     rank = dist.get_rank() if dist.is_initialized() else 0
-    made: MemoryPlan | HyperParallelError | None = None
+    plan: MemoryPlan | HyperParallelError | None = None
     if planners[rank] == rank:
         try:
-            made = make()
+            plan = compute()
         except HyperParallelError as error:
-            made = error
-    errors = of_ranks(made if isinstance(made, HyperParallelError) else None)
-    if error := of_all([e for e in errors if e is not None]):
+            plan = error
+    errors = gather_objects(plan if isinstance(plan, HyperParallelError) else None)
+    if error := merge_errors([e for e in errors if e is not None]):
         raise error
     for planner in sorted({p for r, p in enumerate(planners) if p != r}):
-        plans = [made if rank == planner else None]
+        plans = [plan if rank == planner else None]
         dist.broadcast_object_list(plans, src=planner)
         if planners[rank] == planner:
-            made = plans[0]
-    assert isinstance(made, MemoryPlan)
-    return made
+            plan = plans[0]
+    assert isinstance(plan, MemoryPlan)
+    return plan
 
 
-def of_all(errors: list[HyperParallelError]) -> HyperParallelError | None:
-    """The error of every rank in one: what it asks for is enough for all of them."""
+def merge_errors(errors: list[HyperParallelError]) -> HyperParallelError | None:
+    """Merge the errors of all ranks into one whose required capacities suffice for every rank; None without errors."""
     full = [error for error in errors if isinstance(error, TierFull)]
-    others = [error for error in errors if error not in full]
-    if others or not full:  # no DRAM helps all of them
+    other_errors = [error for error in errors if error not in full]
+    if other_errors or not full:  # more DRAM does not help every rank
         budgets = [with_capacity_hint(e, {"device": e.enough_bytes["device"]}) for e in full]
-        return max((*others, *budgets), key=_device_bytes, default=None)
+        return max((*other_errors, *budgets), key=_device_bytes, default=None)
     shared = [t for t in full[0].enough_bytes if all(t in e.enough_bytes for e in full)]
     return with_capacity_hint(full[0], {t: max(e.enough_bytes[t] for e in full) for t in shared})
 
 
 def _device_bytes(error: HyperParallelError) -> int:
-    """The device budget that an error asks for; 0 for one that no budget mends."""
+    """Return the device budget that an error asks for; 0 for an error that no budget resolves."""
     if isinstance(error, TierFull):
         return error.enough_bytes["device"]
     return error.least_bytes if isinstance(error, BudgetImpossible) else 0

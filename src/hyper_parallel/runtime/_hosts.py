@@ -1,4 +1,4 @@
-"""Machines of a world: which of them is gone, when a collective fails because its connections end."""
+"""Machines of a world, and detection of the lost one when a collective fails because connections are closed."""
 
 from __future__ import annotations
 
@@ -12,56 +12,58 @@ from typing import Any, Final
 from hyper_parallel.errors import HostLost
 
 _ANSWER_S: Final = 5.0
-"""Seconds in which a machine that is there says so: connections of all ranks fail within one or two. Not measured on a
-large cluster."""
-_LOOK_S: Final = 0.1  # short beside that
+"""Seconds within which a live machine reports; connections of all ranks fail within one or two seconds. Not measured on
+a large cluster."""
+_POLL_S: Final = 0.1  # short compared with `_ANSWER_S`
 
 
 class Hosts:
-    """What the machines say to each other in the store where their ranks have met.
+    """Liveness records of the machines, in the store of the process group.
 
     Args:
         store: The store.
-        rank: This process.
-        local_rank: This process among those of its machine.
+        rank: Rank of this process.
+        local_rank: Local rank of this process.
         world_size: Ranks of all machines.
-        each: Ranks of one machine.
+        ranks_each: Ranks of one machine.
     """
 
-    def __init__(self, store: Any, rank: int, local_rank: int, world_size: int, each: int) -> None:
-        self._store, self._rank, self._each = store, rank, each
-        self._alive = [f"hyper_parallel/alive/{r}" for r in range(0, world_size, each)]
-        self._names = [f"hyper_parallel/name/{r}" for r in range(0, world_size, each)]
+    def __init__(
+        self, store: Any, rank: int, local_rank: int, world_size: int, ranks_each: int
+    ) -> None:
+        self._store, self._rank, self._ranks_each = store, rank, ranks_each
+        self._alive = [f"hyper_parallel/alive/{r}" for r in range(0, world_size, ranks_each)]
+        self._names = [f"hyper_parallel/name/{r}" for r in range(0, world_size, ranks_each)]
         if local_rank == 0:
-            store.set(self._names[rank // each], socket.gethostname())
+            store.set(self._names[rank // ranks_each], socket.gethostname())
 
     def alive(self) -> None:
-        """Say that this machine is there, whatever has failed."""
-        self._store.set(self._alive[self._rank // self._each], "")
+        """Report that this machine is alive, after any failure."""
+        self._store.set(self._alive[self._rank // self._ranks_each], "")
 
     def lost(self) -> HostLost | None:
-        """What to raise when machines do not say within some seconds that they are there; None: all do."""
+        """Return an error that names the machines that do not report in time; None when all do."""
         missing, names = list(range(len(self._alive))), list[str]()
         answered = threading.Event()
 
-        def look() -> None:
-            with suppress(Exception):  # a store that is gone raises what its library likes
+        def poll() -> None:
+            with suppress(Exception):  # the exception type for a lost store depends on its library
                 self.alive()
                 deadline = time.monotonic() + _ANSWER_S
                 while missing and time.monotonic() < deadline:
                     missing[:] = [m for m in missing if not self._store.check([self._alive[m]])]
-                    time.sleep(_LOOK_S)
+                    time.sleep(_POLL_S)
                 names.extend(self._store.get(self._names[m]).decode() for m in missing)
                 answered.set()
 
-        thread = threading.Thread(target=look, daemon=True)
+        thread = threading.Thread(target=poll, daemon=True)
         thread.start()
         thread.join(2 * _ANSWER_S)
         if answered.is_set() and not names:
             return None
-        each = self._each
+        ranks_each = self._ranks_each
         lost = [
-            f"{n} (ranks {m * each} to {m * each + each - 1})"
+            f"{n} (ranks {m * ranks_each} to {m * ranks_each + ranks_each - 1})"
             for n, m in zip(names, missing, strict=False)
         ]
         where = f"{os.environ.get('MASTER_ADDR')}, where the ranks have met,"

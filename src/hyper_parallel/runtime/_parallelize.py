@@ -1,4 +1,4 @@
-"""parallelize: a plan onto a model, in one call."""
+"""parallelize: apply a plan to a model in one call."""
 
 from __future__ import annotations
 
@@ -27,27 +27,27 @@ def parallelize(
     """Apply a plan to an unmodified model, in place.
 
     Args:
-        model: Any `nn.Module`; Hugging Face models bring their own sharding rules. Parameters are real and equal on
-            every rank, or on the meta device.
+        model: Any `nn.Module`; Hugging Face models provide sharding rules. Parameters have equal values on every rank,
+            or are on the meta device.
         plan: The plan.
-        world: Ranks to use; None: joins the one the environment describes, until the process ends.
-        ranks: Ranks of the world this model lives on; None: all.
-        routing: Choices about the routing of experts; None: what the model does by itself.
-        average: Gradients of a plain `loss.backward()` are averaged over the shares of the data (`data_share`), as
-            `DistributedDataParallel` does, for loops whose loss is a mean over a rank's own data. False: they are added
-            up. `forward_backward` gives the same either way.
-        one_order: Ranks may leave out submodules in a step, but run them in the order and as often as in the first
-            steps. False: order and number of calls may differ between ranks in any step, which costs an exchange
-            between hosts for every module that FSDP gathers.
+        world: Ranks to use; None: join the world of the environment until the process ends.
+        ranks: Ranks of the world that share this model; None: all.
+        routing: Options of expert routing; None: the model's own behavior.
+        average: Average the gradients of a plain `loss.backward()` over the data shares (`data_share`), as
+            `DistributedDataParallel` does, for loops whose loss is a mean over a rank's own data. False: sum them.
+            `forward_backward` gives the same result either way.
+        one_order: Ranks may skip submodules in a step, but run them in the order and as often as in the first steps.
+            False: order and number of calls may differ between ranks in any step, at the cost of one exchange between
+            hosts per module that FSDP gathers.
 
     Returns:
-        The same model, same class and parameter names, with its parameters laid out. Its `save_pretrained` writes what
-        `hp.save_pretrained` writes.
+        The same model, with the same class and parameter names, its parameters sharded. Its `save_pretrained` writes
+        the output of `hp.save_pretrained`.
 
     Raises:
         DegreesMismatch: HP301 when the plan is for another number of ranks.
         PlanMismatch: HP307 when the plan is for another model.
-        NotDivisible: HP203, RuleError: HP204, UnsupportedSharding: HP205 for what cannot be split exactly.
+        NotDivisible: HP203, RuleError: HP204, UnsupportedSharding: HP205 for parameters that cannot be split exactly.
     """
     if world is None:
         world = World.join()
@@ -66,10 +66,11 @@ def parallelize(
 
 
 def _end(world: World) -> None:
-    """Leave the world while Python still runs, and let go of models that nobody holds any more, with their groups.
+    """Leave the world before the interpreter exits, and collect unreachable models with their process groups.
 
-    A process group ends with the last reference to it, whoever has destroyed it. One that outlives Python may have a
-    thread that drops a tensor of its last collective too late: that is the end of the process by SIGABRT.
+    A process group is freed with the last reference to it, even after it is destroyed. A group that survives the
+    interpreter may have a thread that frees a tensor of its last collective too late, which ends the process by
+    SIGABRT.
     """
     world.leave()
     gc.collect()

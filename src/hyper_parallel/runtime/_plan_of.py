@@ -1,4 +1,4 @@
-"""plan_of: the Plan of a module in hand under a strategy in words, without a search."""
+"""plan_of: plan of an existing module under a given strategy, without a search."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ def plan_of(
     workload: Workload | None = None,
     topology: str | Supernode = "local",
 ) -> Plan:
-    """The Plan of a module under one strategy.
+    """Return the plan of a module under one strategy.
 
     Args:
         model: Any module, with values or on the meta device, Hugging Face or not; only its shapes are read.
         strategy: Keys of a recipe's `parallel` section as `key=value` words, `"dp_shard=4 tp=2"`, or a `Strategy`;
             "" is one rank.
-        workload: Sequence length, batch numbers and number formats of a step. None: the formats that the module has,
-            and lengths assumed as `plan` does, which the plan's notes say.
+        workload: Sequence length, batch sizes and dtypes of a step. None: the dtypes of the module, and lengths that
+            `plan` assumes and lists in the notes of the plan.
         topology: Preset name, YAML file, `local` for this machine, or a Supernode.
 
     Raises:
         UnknownKey: HP101 with the nearest key. BadValue: HP102 for a value that is not allowed.
-        NotDivisible: HP203, RuleError: HP204, UnsupportedSharding: HP205 for what cannot be split exactly.
-        BatchMismatch: HP308 when the batch does not divide over the data-parallel ranks.
+        NotDivisible: HP203, RuleError: HP204, UnsupportedSharding: HP205 for parameters that cannot be split exactly.
+        BatchMismatch: HP308 when the batch is not divisible by the number of data-parallel ranks.
     """
     words = strategy if isinstance(strategy, str) else None
     if isinstance(strategy, str):
@@ -56,7 +56,7 @@ def plan_of(
 
 
 def _say_in_words(error: HyperParallelError, words: str) -> None:
-    """Let an error name the words of a strategy where it names keys of a recipe."""
+    """Rewrite an error that names keys of a recipe in the words of a strategy text."""
     if error.where is not None and error.where.startswith("parallel."):
         error.where = f"strategy: {error.where.removeprefix('parallel.')}"
     changes = error.changes
@@ -67,18 +67,18 @@ def _say_in_words(error: HyperParallelError, words: str) -> None:
         key in (f"parallel.{k}", "training.recompute") for k, key in keys.items()
     ):
         return
-    given: dict[str, Any] = {}
+    words_by_name: dict[str, Any] = {}
     for word in shlex.split(words):
         if "parallel.rules" in changes and "rules." in word:
             continue
         name, _, value = word.removeprefix("parallel.").removeprefix("training.").partition("=")
-        given["tp" if name == "tp_x" else name] = value
+        words_by_name["tp" if name == "tp_x" else name] = value
     for name, key in keys.items():
-        given["tp" if name == "tp_x" else name] = changes[key]
-    rules = given.pop("rules", None)
-    shown = [f"{name}={_word(value)}" for name, value in given.items()]
-    shown += [f"rules.{glob}={style}" for glob, style in (rules or {}).items()]
-    text = " ".join(shown)
+        words_by_name["tp" if name == "tp_x" else name] = changes[key]
+    rules = words_by_name.pop("rules", None)
+    words_text = [f"{name}={_word(value)}" for name, value in words_by_name.items()]
+    words_text += [f"rules.{glob}={style}" for glob, style in (rules or {}).items()]
+    text = " ".join(words_text)
     error.hint = f'hp.plan_of(model, "{text}")'
 
 

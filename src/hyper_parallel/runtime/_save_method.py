@@ -1,4 +1,4 @@
-"""`model.save_pretrained` of a model that passed through `parallelize`: it writes what `hp.save_pretrained` writes."""
+"""`model.save_pretrained` of a parallelized model, which writes the output of `hp.save_pretrained`."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _DEFAULTS: Final = {
     "distributed_checkpoint": False,
     "safe_serialization": True,
 }
-"""Arguments of transformers that have one allowed value here."""
+"""Arguments of transformers for which only the default value is supported."""
 
 
 def attach_save_pretrained(model: nn.Module) -> None:
-    """Replace the method of a Hugging Face model, which cannot write parameters that are cut over ranks."""
+    """Replace the `save_pretrained` of a Hugging Face model, which cannot write sharded parameters."""
     if callable(getattr(model, "save_pretrained", None)):
         object.__setattr__(model, "save_pretrained", MethodType(_save_pretrained, model))
 
@@ -33,7 +33,7 @@ def _save_pretrained(
     save_directory: str | os.PathLike[str],
     is_main_process: bool = True,
     max_shard_size: int | str | None = None,
-    **others: Any,
+    **kwargs: Any,
 ) -> None:
     """Write the model as a directory that `from_pretrained` reads; every rank calls this.
 
@@ -42,21 +42,21 @@ def _save_pretrained(
         save_directory: The directory.
         is_main_process: Has no effect: rank 0 writes.
         max_shard_size: Size at which a file is closed, in bytes or as a text such as `5GB`; None: 5 GiB.
-        others: Other arguments of transformers, each with its default.
+        kwargs: Other arguments of transformers, which must have their default values.
 
     Raises:
-        BadValue: HP102 for an argument that cannot be honoured.
+        BadValue: HP102 for an unsupported argument.
         HyperParallelError: As `hp.save_pretrained`.
     """
     from huggingface_hub.serialization._base import parse_size_to_int
 
     for name, allowed in _DEFAULTS.items():
-        if others.get(name, allowed) != allowed:
+        if kwargs.get(name, allowed) != allowed:
             raise BadValue(
                 f"`save_pretrained` of a parallelized model does not take `{name}`",
-                got=f"{name}={type(others[name]).__name__}"
+                got=f"{name}={type(kwargs[name]).__name__}"
                 if name == "state_dict"
-                else f"{name}={others[name]!r}",
+                else f"{name}={kwargs[name]!r}",
                 allowed=f"{name}={allowed!r}",
                 hint=f"model.save_pretrained({os.fspath(save_directory)!r})",
             )

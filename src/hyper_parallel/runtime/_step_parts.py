@@ -1,4 +1,4 @@
-"""Which models and optimizers a user's step works on: what its function, and functions that it calls, refer to."""
+"""Models, optimizers and schedulers that a user's step refers to, directly or through functions that it calls."""
 
 from __future__ import annotations
 
@@ -11,35 +11,35 @@ import torch
 
 
 def models_of(step: Callable[..., Any]) -> list[torch.nn.Module]:
-    """The modules that a step refers to, without those that are parts of others."""
-    found = _found(step, torch.nn.Module)
-    inside = {id(part) for value in found for part in [*value.modules()][1:]}
-    return [value for value in found if id(value) not in inside]
+    """Return the modules that a step refers to, except submodules of others."""
+    modules = _referenced_objects(step, torch.nn.Module)
+    inside = {id(part) for value in modules for part in [*value.modules()][1:]}
+    return [value for value in modules if id(value) not in inside]
 
 
 def optimizers_of(step: Callable[..., Any]) -> list[torch.optim.Optimizer]:
-    """The optimizers that a step refers to."""
-    return _found(step, torch.optim.Optimizer)
+    """Return the optimizers that a step refers to."""
+    return _referenced_objects(step, torch.optim.Optimizer)
 
 
 def schedulers_of(step: Callable[..., Any]) -> list[Any]:
-    """The schedulers of learning rates that a step refers to."""
-    return _found(step, torch.optim.lr_scheduler.LRScheduler)
+    """Return the learning-rate schedulers that a step refers to."""
+    return _referenced_objects(step, torch.optim.lr_scheduler.LRScheduler)
 
 
-def _found(step: Callable[..., Any], kind: type) -> list[Any]:
+def _referenced_objects(step: Callable[..., Any], kind: type) -> list[Any]:
     return list({id(v): v for v in _values(step, set()) if isinstance(v, kind)}.values())
 
 
 def _values(step: Callable[..., Any], seen: set[int]) -> Iterator[Any]:
-    """What a function refers to, what lists, dicts and objects among it hold, and the same of functions beside it."""
+    """Yield the values that a function and its callees refer to, and members of these lists, dicts and objects."""
     seen.add(id(step))
     values: list[Any] = []
     if isinstance(step, partial):
         values += [*step.args, *step.keywords.values()]
         step = step.func
-    # Where the user's own code is, and plain namespaces.
-    here = getattr(step, "__module__", None), "types"
+    # Attributes are read of objects defined in the step's own module, and of plain namespaces.
+    user_modules = getattr(step, "__module__", None), "types"
     if inspect.ismethod(step):
         values += [step.__self__, *vars(step.__self__).values()]
     try:
@@ -53,9 +53,9 @@ def _values(step: Callable[..., Any], seen: set[int]) -> Iterator[Any]:
         elif isinstance(value, dict):
             yield from value.values()
         elif inspect.isroutine(value) and id(value) not in seen:
-            if getattr(value, "__module__", None) in here:
+            if getattr(value, "__module__", None) in user_modules:
                 yield from _values(value, seen)
         else:
             yield value
-            if type(value).__module__ in here and hasattr(value, "__dict__"):
+            if type(value).__module__ in user_modules and hasattr(value, "__dict__"):
                 yield from vars(value).values()

@@ -1,4 +1,4 @@
-"""What `offload` refuses of a user's step: before anything runs, and right after it was recorded."""
+"""Steps that `offload` refuses: before they run, and right after they are recorded."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hyper_parallel.runtime._step_parts import schedulers_of
 
 
 def refuse_compiled(step: Callable[..., Any], model: torch.nn.Module) -> None:
-    """Compiled code is no sequence of operators; under the recorder torch would run it uncompiled, with other bits."""
+    """Refuse compiled code, which has no operator stream: under the recorder, torch runs it eagerly with other bits."""
     if hasattr(step, "_torchdynamo_orig_callable") or any(
         hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
         for module in model.modules()
@@ -25,7 +25,7 @@ def refuse_compiled(step: Callable[..., Any], model: torch.nn.Module) -> None:
 
 
 def refuse_odd_arguments(leaves: list[Any]) -> None:
-    """Refuse arguments that are neither tensors nor plain values: nobody could tell whether they are others."""
+    """Refuse arguments that are neither tensors nor plain values, because a change in them cannot be detected."""
     kinds = (
         torch.Tensor,
         bool,
@@ -48,10 +48,10 @@ def refuse_odd_arguments(leaves: list[Any]) -> None:
 
 
 def refuse_reads(captured: Captured, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Refuse a step whose Python code reads a number that is another one every time: the loss, a count of steps.
+    """Refuse a step whose Python code reads a number that differs in every step, such as the loss or a step counter.
 
-    The guard of what was read would stop the next step in its middle, where the state is lost. Whole numbers and truth
-    values that the batch decides may well be the same again.
+    The guard on such a value would stop the next step in its middle, where the state is lost. Integers and booleans
+    that depend on the batch are accepted, because they may repeat.
     """
     program = captured.program
     varies = {*captured.given, *captured.changed}
@@ -62,8 +62,8 @@ def refuse_reads(captured: Captured, optimizers: Sequence[torch.optim.Optimizer]
             continue
         name = program.storages[read[0]].name
         if any(program.storages[s].kind == "optimizer" for s in read):
-            kinds = [type(one).__name__ for one in optimizers]
-            fused = any("fused" in one.defaults for one in optimizers)
+            kinds = [type(optimizer).__name__ for optimizer in optimizers]
+            fused = any("fused" in optimizer.defaults for optimizer in optimizers)
             raise CaptureUnsupported(
                 "the optimizer counts its steps in Python",
                 where=f"`{call.func}` reads `{name}`",
@@ -85,11 +85,11 @@ def refuse_reads(captured: Captured, optimizers: Sequence[torch.optim.Optimizer]
 def refuse_schedule(
     step: Callable[..., Any], captured: Captured, optimizers: Sequence[torch.optim.Optimizer]
 ) -> None:
-    """Refuse a scheduler inside of the step: what it gives is a number of Python, the same in every planned step."""
+    """Refuse a scheduler inside the step: its Python number would be constant in every planned step."""
     rates = {
         group["lr"].untyped_storage()._cdata
-        for one in optimizers
-        for group in one.param_groups
+        for optimizer in optimizers
+        for group in optimizer.param_groups
         if isinstance(group["lr"], torch.Tensor)
     }
     changed = {captured.state[s].untyped_storage()._cdata for s in captured.changed}

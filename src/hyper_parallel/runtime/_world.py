@@ -1,4 +1,4 @@
-"""The world of ranks one process belongs to: a value that owns process groups and can be closed."""
+"""World: the ranks that one process belongs to, as a value that owns process groups and can be closed."""
 
 from __future__ import annotations
 
@@ -27,24 +27,29 @@ from hyper_parallel.errors import (
 from hyper_parallel.ir import AXES, Strategy
 from hyper_parallel.runtime._hosts import Hosts
 from hyper_parallel.runtime.fork_server import device_of_rank
-from hyper_parallel.runtime.heartbeat import BOARD, Board, Pulse
+from hyper_parallel.runtime.heartbeat import BOARD_VARIABLE, HeartbeatBoard, HeartbeatWriter
 from hyper_parallel.runtime.local_launch import INIT_METHOD, stamp
-from hyper_parallel.runtime.supervision import Deadlines, QuietRanks, Sentry, board_of_machine
+from hyper_parallel.runtime.supervision import (
+    Deadlines,
+    HangMonitor,
+    WaitReporter,
+    board_of_machine,
+)
 
 _MISMATCH: Final = "Detected mismatch between collectives"
-"""What torch says in its debug level DETAIL (ProcessGroupWrapper.cpp)."""
+"""Message of torch at debug level DETAIL (ProcessGroupWrapper.cpp)."""
 
 
 class World:
-    """Ranks that train one or more models together.
+    """Ranks that jointly train one or more models.
 
     Attributes:
-        rank: This process.
+        rank: Rank of this process.
         world_size: Number of processes.
-        local_rank: This process among those of its machine.
-        device: Device this process computes on.
-        backend: Collective libraries by device kind; empty in a world of one without process group.
-        pulse: Where this rank says what it does; None: nobody watches.
+        local_rank: Rank of this process on its machine.
+        device: Device on which this process computes.
+        backend: Collective libraries by device type; empty in a world of one without process group.
+        heartbeat: Heartbeat slot of this rank; None: the rank is not monitored.
     """
 
     def __init__(
@@ -55,7 +60,7 @@ class World:
         self.local_rank = local_rank
         self.device = device
         self.backend = backend
-        self.pulse: Pulse | None = None
+        self.heartbeat: HeartbeatWriter | None = None
         self._board: Path | None = None
         self._owns_group = False
         self._hosts: Hosts | None = None
@@ -75,28 +80,29 @@ class World:
         worlds: Sequence[int] = (),
         ending: Callable[[], bool] = lambda: False,
     ) -> World:
-        """Join the world the environment describes: our launcher's, torchrun's, or a world of one.
+        """Join the world that the environment describes: of this package's launcher, of torchrun, or a world of one.
 
         Args:
-            device: cpu, cuda, npu, ... None: the accelerator of this machine when there is one, else cpu.
-            deadlines: How long a rank may stay in one phase before the ranks of this machine are ended; None: for ever.
-                Ranks of our launcher are watched by it.
-            debug: Have torch compare every collective of all ranks before it runs, which is slow.
-            worlds: Ranks of each of several worlds that another launcher's ranks are cut into, in rank order; they have
-                all been started when this returns. Our launcher cuts them itself. (): one world of all.
-            ending: With deadlines, whether a signal has asked ranks to end after their step; one that waits is ended.
+            device: cpu, cuda, npu, ... None: the accelerator of this machine if it has one, else cpu.
+            deadlines: Maximum time of a rank in one phase before the ranks of this machine are killed; None: no limit.
+                Ranks of this package's launcher are monitored by the launcher.
+            debug: Let torch compare each collective across ranks before it runs, which is slow.
+            worlds: Sizes of the worlds into which the ranks of another launcher are split, in rank order. All ranks are
+                connected when this returns. This package's launcher splits them itself. (): one world of all ranks.
+            ending: With deadlines, returns whether a signal has asked ranks to end after their step; a waiting rank is
+                then killed.
 
         Raises:
-            DeviceUnavailable: HP502 when this process finds no accelerator of its own.
-            LauncherIncomplete: HP315 when the environment is that of no launcher.
+            DeviceUnavailable: HP502 when this process has no accelerator of its own.
+            LauncherIncomplete: HP315 when the environment does not match any launcher.
         """
         rank, world_size, local_rank = launched_rank()
         part = None
         if len(worlds) > 1 and INIT_METHOD not in os.environ:
             part = _WorldPart.of(rank, worlds)
             rank, world_size = part.rank, part.world_size
-        found = torch.accelerator.current_accelerator(check_available=True)
-        kind = device or ("cpu" if found is None else found.type)
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        kind = device or ("cpu" if accelerator is None else accelerator.type)
         world = cls(rank, world_size, local_rank, device_of_rank(kind, local_rank), "")
         world._part = part
         if debug:
@@ -116,10 +122,10 @@ class World:
 
     @classmethod
     def fake(cls, rank: int, world_size: int) -> World:
-        """One rank of a world that is not there: collectives return at once and move nothing.
+        """Create one rank of a simulated world, in which collectives return at once and transfer nothing.
 
-        For tracing what a rank would do, of any number of ranks, in one process. The default process group of the
-        process must be free; `close` frees it again.
+        Traces the operations of a rank, for any number of ranks, in one process. The default process group must not be
+        initialized; `close` destroys it.
         """
         # Importing the module registers the backend.
         from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -130,8 +136,8 @@ class World:
         return world
 
     def _open(self, init_method: str | None) -> None:
-        """Create the default process group; without a method a group of one."""
-        # What torch or the device's plug-in has registered, and gloo on the host.
+        """Create the default process group; a group of one when `init_method` is None."""
+        # gloo on the host, and on the device the backend that torch or the device plug-in has registered.
         kind = self.device.type
         self.backend = "gloo"
         if kind != "cpu":
@@ -141,7 +147,8 @@ class World:
             options = {"init_method": init_method, "timeout": self._timeout}
         restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         if init_method == "env://" and (restart != "0" or self._part is not None):
-            # torchrun keeps its store: a rank would look for the others where they were before the restart.
+            # torchrun keeps its store over a restart: without a prefix, a rank would read addresses from before the
+            # restart.
             store = dist.PrefixStore(f"restart_{restart}", next(rendezvous(init_method))[0])
             if self._timeout is not None:
                 store.set_timeout(self._timeout)
@@ -150,42 +157,44 @@ class World:
             options = {"store": store, "timeout": self._timeout}
         dist.init_process_group(self.backend, rank=self.rank, world_size=self.world_size, **options)
         self._owns_group = True
-        each = int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
-        if init_method == "env://" and each < self.world_size:
+        local_size = int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
+        if init_method == "env://" and local_size < self.world_size:
             store = dist.distributed_c10d._get_default_store()
-            self._hosts = Hosts(store, self.rank, self.local_rank, self.world_size, each)
+            self._hosts = Hosts(store, self.rank, self.local_rank, self.world_size, local_size)
 
     def _watch(self, deadlines: Deadlines | None, ending: Callable[[], bool]) -> None:
-        """Say from now on what this rank does, and without our launcher look after the ranks of this machine."""
-        if BOARD in os.environ:
-            ranks, path = os.environ[BOARD].split(" ", 1)
-            board, look = Board(Path(path), int(ranks)), _ignore
+        """Publish the heartbeats of this rank; under another launcher, also monitor the ranks of this machine."""
+        if BOARD_VARIABLE in os.environ:
+            ranks, path = os.environ[BOARD_VARIABLE].split(" ", 1)
+            board, poll = HeartbeatBoard(Path(path), int(ranks)), _ignore
         elif deadlines is not None or "LOCAL_WORLD_SIZE" in os.environ:
-            board = Board(board_of_machine(), int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+            board = HeartbeatBoard(board_of_machine(), int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
             self._board = board.path
             if self.local_rank == 0:
                 self._watched.callback(board.path.unlink, missing_ok=True)
             first = launched_rank()[0] - self.local_rank
             if deadlines is not None:
-                look = Sentry(board, deadlines, self.local_rank, first, ending).look
+                poll = HangMonitor(board, deadlines, self.local_rank, first, ending).poll
             else:
-                look = QuietRanks(board, first).look if self.local_rank == 0 else _ignore
+                poll = WaitReporter(board, first).poll if self.local_rank == 0 else _ignore
         else:
             return
-        if deadlines is not None:  # torch's own limit says less, and is not to come first
+        if (
+            deadlines is not None
+        ):  # torch's own timeout has a less specific error, so it must come later
             self._timeout = timedelta(seconds=max(deadlines.step_s, deadlines.first_step_s) + 60)
-        self.pulse = Pulse(board, self.local_rank)
-        self._watched.enter_context(self.pulse.watched(look))
+        self.heartbeat = HeartbeatWriter(board, self.local_rank)
+        self._watched.enter_context(self.heartbeat.watched(poll))
 
     def mesh(self, strategy: Strategy, ranks: Sequence[int] | None = None) -> DeviceMesh:
-        """Device mesh of a strategy with every axis, outer to inner, degree 1 included.
+        """Return the device mesh of a strategy with all axes, outer to inner, including those of degree 1.
 
-        Making a mesh makes process groups, so every rank of the world must call this, also ranks outside `ranks`, in
-        the same order. A mesh is made once and kept.
+        Creating a mesh creates process groups, so every rank of the world must call this in the same order, including
+        ranks outside `ranks`. Meshes are cached.
 
         Args:
-            strategy: Its degrees must multiply to the number of ranks.
-            ranks: Ranks of this world that take part; None: all. Several models may live on disjoint sets.
+            strategy: Strategy whose degrees multiply to the number of ranks.
+            ranks: Ranks of this world in the mesh; None: all. Several models may use disjoint sets of ranks.
 
         Raises:
             DegreesMismatch: HP301 when the degrees do not multiply to the number of ranks.
@@ -202,7 +211,7 @@ class World:
             self._open(None)
         mesh = self._mesh(AXES, [getattr(strategy, axis) for axis in AXES], members)
         if strategy.cp > 1:
-            # FSDP's axis is made here, where every rank of the world takes part.
+            # The FSDP axis is created here because every rank of the world calls this function.
             mesh["dp_shard", "cp"]._flatten(FLAT)
         if 1 < len(members) < self.world_size and members not in self._groups:
             self._groups[members] = dist.new_group(list(members))
@@ -211,14 +220,14 @@ class World:
     def expert_mesh(
         self, strategy: Strategy, ranks: Sequence[int] | None = None
     ) -> DeviceMesh | None:
-        """The same ranks as experts see them, axes pp, dp_replicate, edp, ep; None when ep is 1.
+        """Return the mesh of the same ranks for experts, axes pp, dp_replicate, edp, ep; None when ep is 1.
 
-        As for `mesh`, which comes first, every rank of the world must call this in the same order.
+        Must be called after `mesh`; every rank of the world must call this in the same order.
         """
         if strategy.ep == 1:
             return None
-        wanted = strategy.expert_mesh()
-        return self._mesh(wanted.names, wanted.shape, self._members(ranks))
+        expert_axes = strategy.expert_mesh()
+        return self._mesh(expert_axes.names, expert_axes.shape, self._members(ranks))
 
     def _members(self, ranks: Sequence[int] | None) -> tuple[int, ...]:
         return tuple(range(self.world_size) if ranks is None else ranks)
@@ -233,7 +242,7 @@ class World:
         return self._meshes[key]
 
     def group(self, mesh: DeviceMesh) -> dist.ProcessGroup | None:
-        """All ranks of a mesh that `mesh` made as one group; None for a mesh of one rank."""
+        """Return the process group of all ranks of a mesh created by `mesh`; None for a mesh of one rank."""
         if mesh.size() == 1:
             return None
         if mesh.size() == self.world_size:
@@ -241,9 +250,9 @@ class World:
         return self._groups[tuple(mesh.mesh.flatten().tolist())]
 
     def close(self) -> None:
-        """Wait for the other ranks and leave the world; groups this value opened are destroyed.
+        """Wait for the other ranks, leave the world, and destroy the groups that this value has created.
 
-        A rank that left earlier would close connections that a slower one is still opening.
+        A rank that leaves earlier would close connections that slower ranks are still opening.
         """
         if self._owns_group and dist.is_initialized():
             dist.barrier()
@@ -252,12 +261,12 @@ class World:
     def leave(self) -> None:
         """Leave the world without waiting for the other ranks."""
         self._watched.close()
-        made = bool(self._meshes)
+        had_meshes = bool(self._meshes)
         self._meshes.clear()
         self._groups.clear()
         if self._owns_group and dist.is_initialized():
             dist.destroy_process_group()
-        if made and not dist.is_initialized():  # ended here, or by the one who had begun it
+        if had_meshes and not dist.is_initialized():  # destroyed above, or by its owner
             forget_meshes()
         self._owns_group = False
 
@@ -269,11 +278,11 @@ class World:
     ) -> None:
         if error is None:
             self.close()
-        else:  # the others may be waiting elsewhere, and fail as soon as this rank has left
+        else:  # other ranks may wait in a collective, which fails once this rank has left
             stamp(error)
             lost = None
             if self._hosts is not None:
-                # An error of its own is none of the connections.
+                # An error raised by this rank is not a connection failure.
                 coded = isinstance(error, HyperParallelError) or not isinstance(error, RuntimeError)
                 lost = self._hosts.alive() if coded else self._hosts.lost()
             self.leave()
@@ -290,13 +299,13 @@ class World:
 
 @dataclass(frozen=True)
 class _WorldPart:
-    """One of several worlds that a launcher's ranks are cut into.
+    """Part of the ranks of a launcher that forms one of several worlds.
 
     Attributes:
-        number: Of this world.
-        rank: Of this process in it.
-        world_size: Its ranks.
-        launched: Ranks of all worlds.
+        number: Index of this world.
+        rank: Rank of this process in it.
+        world_size: Number of its ranks.
+        launched: Number of ranks of all worlds.
     """
 
     number: int
@@ -306,14 +315,14 @@ class _WorldPart:
 
     @classmethod
     def of(cls, rank: int, worlds: Sequence[int]) -> _WorldPart:
-        """The part that a rank of the launcher belongs to."""
+        """Return the part to which a rank of the launcher belongs."""
         ends = list(accumulate(worlds))
         number = bisect_right(ends, rank)
         size = worlds[number]
         return cls(number, rank - ends[number] + size, size, ends[-1])
 
     def store(self, store: dist.Store) -> dist.Store:
-        """This world's part of the launcher's store, once the ranks of all worlds have come to it."""
+        """Return the prefix store of this world, once the ranks of all worlds have joined the launcher's store."""
         if store.add("joined", 1) == self.launched:
             store.set("all_joined", "")
         store.wait(["all_joined"])
@@ -321,14 +330,14 @@ class _WorldPart:
 
 
 def _ignore() -> None:
-    """Our launcher watches the ranks."""
+    """Do nothing: the launcher monitors the ranks."""
 
 
 def forget_meshes() -> None:
-    """Drop what torch remembers of device meshes, and with it the process groups of worlds that are closed.
+    """Clear torch's caches that are keyed by device mesh, and thereby free the process groups of closed worlds.
 
-    It finds shardings and redistributions by mesh, and the mesh of a later world may be equal while its groups are
-    others. A rank forked later would inherit the remembered groups without their threads, and hang when it drops one.
+    torch caches shardings and redistributions by mesh; the mesh of a later world may be equal but have other groups. A
+    rank forked later would inherit cached groups without their threads, and hang when it frees one.
     """
     from torch.distributed.tensor import _collective_utils, _redistribute
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
@@ -341,35 +350,35 @@ def forget_meshes() -> None:
 
 
 def launched_rank() -> tuple[int, int, int]:
-    """Rank, world size and local rank by the environment; 0, 1 and 0 where no launcher has set it.
+    """Return rank, world size and local rank from the environment; 0, 1 and 0 without a launcher.
 
     Raises:
-        LauncherIncomplete: HP315 when a variable is missing or no number that can be.
+        LauncherIncomplete: HP315 when a variable is missing or has an impossible value.
     """
     if "RANK" not in os.environ:
         return 0, 1, 0
-    given = _variables("RANK", "WORLD_SIZE")
-    given["LOCAL_RANK"] = os.environ.get("LOCAL_RANK", "0")
-    for name, text in given.items():
+    variables = _variables("RANK", "WORLD_SIZE")
+    variables["LOCAL_RANK"] = os.environ.get("LOCAL_RANK", "0")
+    for name, text in variables.items():
         if not text.isdecimal():
             raise _incomplete(f"`{name}` is no number", f"{name}={text}")
-    rank, world_size, local_rank = (int(text) for text in given.values())
+    rank, world_size, local_rank = (int(text) for text in variables.values())
     if rank >= world_size:
         raise _incomplete("there is no such rank", f"RANK={rank}, WORLD_SIZE={world_size}")
     return rank, world_size, local_rank
 
 
 def _variables(*names: str) -> dict[str, str]:
-    """Variables that a launcher sets."""
+    """Return variables that every launcher sets; raise if one is missing."""
     missing = [name for name in names if name not in os.environ]
     if missing:
         raise _incomplete(f"`{missing[0]}` is missing", f"RANK={os.environ['RANK']}")
     return {name: os.environ[name] for name in names}
 
 
-def _incomplete(what: str, got: str) -> LauncherIncomplete:
+def _incomplete(problem: str, got: str) -> LauncherIncomplete:
     return LauncherIncomplete(
-        f"{what}, so this rank cannot meet the others",
+        f"{problem}, so this rank cannot meet the others",
         where="environment of this process",
         got=got,
         allowed="RANK below WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as torchrun sets them",

@@ -1,4 +1,4 @@
-"""What a process does before it forks ranks, and a rank first of all; `launch` says why ranks are forked."""
+"""Preparation of a process before it forks ranks, and first steps of a forked rank; see `launch` for the reasons."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
 _OMP_PAUSE_SOFT: Final = 1  # settings stay
 _TOKENIZERS: Final = "TOKENIZERS_PARALLELISM"
-_LONGEST_WAIT_S: Final = 2.0  # idle workers of BLAS spin for some 30 ms before they sleep
+_LONGEST_WAIT_S: Final = 2.0  # idle BLAS workers spin for about 30 ms before they sleep
 _BETWEEN_LOOKS_S: Final = 0.002
-_QUIET_LOOKS: Final = 5  # a thread that computes again and again is caught in one of them
+_QUIET_LOOKS: Final = 5  # catches a thread that computes with short pauses
 
 
 def start_rank(process: ForkProcess, rank: int, world_size: int) -> None:
-    """Start a process.
+    """Start a forked process.
 
     Raises:
         RankFailed: HP601 when the system has no process or memory left.
@@ -45,12 +45,12 @@ def start_rank(process: ForkProcess, rank: int, world_size: int) -> None:
 
 
 def prepare_fork() -> None:
-    """Import what ranks need, write out what is printed, and end or refuse threads that a rank could not do without.
+    """Import the modules of ranks, flush the output streams, and end or refuse threads that would break a fork.
 
     Raises:
         ForkUnsafe: HP605 when this process is a member of a process group, or another thread of it computes.
     """
-    # What every rank would otherwise import on its own.
+    # Otherwise every rank would import these modules itself.
     import torch._dynamo
     import torch.distributed.fsdp
     import torch.distributed.tensor
@@ -64,22 +64,22 @@ def prepare_fork() -> None:
 
 
 def begin_forked() -> None:
-    """First of all in a rank: leave alone what the parent holds, and end when it ends."""
+    """Initialize a forked rank: keep the parent's objects alive, and end when the parent ends."""
     parent = multiprocessing.parent_process()
-    gc.freeze()  # what the parent left behind is not ours to destroy
-    gc.enable()  # the command has it off while it starts
+    gc.freeze()  # objects of the parent must not be finalized here
+    gc.enable()  # disabled while the command starts
     if sys.platform == "linux":
-        # The kernel kills this rank when the parent ends, however it ends: prctl(2), PR_SET_PDEATHSIG.
+        # The kernel kills this rank when the parent ends for any reason: prctl(2), PR_SET_PDEATHSIG.
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-        if parent is not None and os.getppid() != parent.pid:  # it had ended before
+        if parent is not None and os.getppid() != parent.pid:  # the parent ended before prctl
             os._exit(1)
 
 
 def _check_fork() -> None:
-    """Refuse a process group of this process, and end the threads of those that were closed.
+    """Refuse an open process group, and collect closed groups with their threads.
 
-    A rank inherits the groups but not their threads: it would hang as soon as it used or dropped one. Meshes are in
-    reference cycles, so a closed group lives on until the next collection.
+    A rank inherits the groups without their threads, and would hang when it uses or frees one. Meshes are part of
+    reference cycles, so a closed group survives until the next collection.
     """
     import torch.distributed as dist
 
@@ -95,39 +95,39 @@ def _check_fork() -> None:
 
 
 def _check_threads() -> None:
-    """Refuse a thread of this process that computes: it may hold locks of its library, for which the fork waits.
+    """Refuse running threads: a thread in a library may hold a lock that the forked rank would wait for.
 
-    Threads that sleep are left alone: those of a notebook or of a progress bar, and idle workers of BLAS.
+    Sleeping threads are accepted: those of a notebook or of a progress bar, and idle BLAS workers.
     """
     deadline, quiet = time.monotonic() + _LONGEST_WAIT_S, 0
-    found: set[tuple[int, str]] = set()
+    running: set[tuple[int, str]] = set()
     while quiet < _QUIET_LOOKS and time.monotonic() < deadline:
         now = set(_running())
-        quiet, found = (0, now) if now else (quiet + 1, found)
+        quiet, running = (0, now) if now else (quiet + 1, running)
         time.sleep(_BETWEEN_LOOKS_S)
     if quiet < _QUIET_LOOKS:
         python = {thread.native_id: thread.name for thread in threading.enumerate()}
         raise ForkUnsafe(
             "local ranks cannot be forked while another thread computes",
-            got=sorted(f"thread {python.get(number, name)}" for number, name in found),
+            got=sorted(f"thread {python.get(number, name)}" for number, name in running),
             hint="let it end before, thread.join(), or start the ranks with torchrun",
         )
 
 
 def _running() -> Iterator[tuple[int, str]]:
-    """Number and name of the other threads of this process that run, or are ready to."""
+    """Yield id and name of the other threads of this process that are running or runnable."""
     for task in Path("/proc/self/task").glob("[0-9]*"):
-        with suppress(OSError):  # it has ended
+        with suppress(OSError):  # the thread has ended
             name, _, state = (task / "stat").read_text().partition(" (")[2].rpartition(") ")
             if state[0] == "R" and int(task.name) != threading.get_native_id():
                 yield int(task.name), name
 
 
 def _end_openmp_threads() -> None:
-    """End the threads that torch's OpenMP keeps for this one; its next parallel loop starts them again.
+    """End the worker threads of torch's OpenMP runtime; its next parallel loop starts them again.
 
-    GNU's OpenMP remembers them in a forked child, where they are not; LLVM's and Intel's do not.
-    Source: OpenMP 5.0, `omp_pause_resource_all`; torch/_C depends on the library that torch computes with.
+    GNU's OpenMP runtime expects them in a forked child, where they do not exist; LLVM's and Intel's do not.
+    Source: OpenMP 5.0, `omp_pause_resource_all`. The symbol is found through torch._C, which links torch's runtime.
     """
     import torch
 
@@ -139,11 +139,11 @@ def _end_openmp_threads() -> None:
 
 
 def device_of_rank(kind: str, local_rank: int) -> torch.device:
-    """Start the device of a rank and return it.
+    """Select the device of a rank and return it.
 
     Raises:
         DeviceUnavailable: HP603 when there are fewer devices than local ranks.
-        ForkUnsafe: HP605 when the process that forked this rank has started the device's driver.
+        ForkUnsafe: HP605 when the process that forked this rank has initialized the device's driver.
     """
     import torch
 
@@ -173,10 +173,10 @@ def device_of_rank(kind: str, local_rank: int) -> torch.device:
 
 @contextmanager
 def serial_tokenizers() -> Iterator[None]:
-    """Keep processes forked inside from the threads of `tokenizers`.
+    """Disable the threads of `tokenizers` in processes forked inside the context.
 
-    Without it the library prints a warning in each, and hangs when parallelism was asked for by name. It decides speed
-    only, never a token.
+    Otherwise the library prints a warning in each process, and hangs when its parallelism is requested by the
+    environment. The setting affects speed only, not tokens.
     """
     before = os.environ.get(_TOKENIZERS)
     os.environ[_TOKENIZERS] = "false"

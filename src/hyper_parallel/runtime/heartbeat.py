@@ -1,10 +1,11 @@
-"""What every rank of a machine does right now, in a file that its ranks and their parent map into memory.
+"""Heartbeats of the ranks of a machine, in a file that the ranks and their parent map into memory.
 
-    one slot per rank:  pid | beats | steps begun | step | microbatch | phase | what it waits for
+    one slot per rank:  pid | phases begun | steps begun | step | microbatch | phase | note
 
-A rank writes its slot at the begin of every phase of a step, which costs a few microseconds and no system call. What
-it waits for costs nothing until it waits: a thread of the rank looks at the stack of a phase that lasts. Reading and
-writing are not ordered: a reader may see half of a text, and looks again. No torch.
+A rank writes its slot at the begin of every phase of a step, which takes a few microseconds and no system call. The
+note describes a wait: a thread of the rank inspects the stack of a phase that lasts, so short phases cost nothing.
+Reads and writes are not synchronized: a reader may see a partial text, and reads again later. This module does not
+import torch.
 """
 
 from __future__ import annotations
@@ -22,16 +23,16 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Final
 
-BOARD: Final = "HYPER_PARALLEL_BOARD"
-"""Environment variable that tells a forked rank where the board of its launcher is."""
+BOARD_VARIABLE: Final = "HYPER_PARALLEL_BOARD"
+"""Environment variable with the path of the launcher's board, for a forked rank."""
 
 _MOVE: Final = struct.Struct("<qqqqq48s")
-_PID: Final = struct.Struct("<q")  # what a move begins with
+_PID: Final = struct.Struct("<q")  # first field of `_MOVE`
 _NOTE: Final = struct.Struct("<200s")
 _SLOT_BYTES: Final = _MOVE.size + _NOTE.size
 _IDLE_S: Final = 0.01
-"""Seconds of computing between two looks below which a thread waits."""
-_LOOK_S: Final = 0.5  # a thread that sleeps this long costs no measurable time
+"""CPU seconds between two looks below which a thread counts as waiting."""
+_POLL_S: Final = 0.5  # this polling interval has no measurable cost
 _COMMUNICATION: Final = ("torch/distributed/", "backends/torch/collectives.py")
 _BETWEEN: Final = (
     "torch/overrides.py",
@@ -39,24 +40,23 @@ _BETWEEN: Final = (
     "torch/_dynamo/",
     "backends/torch/forward_variants.py",
 )
-"""What calls pass on their way through functions that communicate."""
+"""Files of stack frames between two functions that communicate."""
 _DELEGATES: Final = ("torch/autograd/", "concurrent/futures/", "threading.py")
-"""Where the main thread waits for another one: backward on a device, a checkpoint in the background."""
+"""Files in which the main thread waits for another thread: backward on a device, an asynchronous checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
-class Beat:
-    """What a rank has said of itself.
+class Heartbeat:
+    """State of a rank, as last published by it.
 
     Attributes:
-        pid: Its process; 0 before it has said anything, and when it has ended well.
-        beats: Phases begun so far; a rank of which this does not change does not move.
-        begun: Steps begun so far by this process.
-        step: Step it is in; 0 outside of steps.
-        microbatch: Microbatch of the step, from 1; 0 where there is none.
-        phase: What it is doing.
-        note: What it waits for (`waits for ...`), or where else it is (`is in ...`); empty in a phase that has just
-            begun.
+        pid: Process id; 0 before the first heartbeat and after a successful end.
+        beats: Number of phases begun; constant while the rank makes no progress.
+        begun: Number of steps begun by this process.
+        step: Current step; 0 outside steps.
+        microbatch: Microbatch of the step, from 1; 0 if there is none.
+        phase: Current phase.
+        note: Current wait (`waits for ...`) or position (`is in ...`); empty in a phase that has just begun.
     """
 
     pid: int
@@ -72,8 +72,8 @@ class Beat:
         return f"{where} of microbatch {self.microbatch}" if self.microbatch else where
 
 
-class Board:
-    """The slots of the ranks of one machine.
+class HeartbeatBoard:
+    """Heartbeat slots of the ranks of one machine.
 
     Args:
         path: The file; created when it is missing.
@@ -89,81 +89,81 @@ class Board:
         finally:
             os.close(file)
 
-    def read(self) -> list[Beat]:
-        """What the ranks do, in their order."""
+    def read(self) -> list[Heartbeat]:
+        """Return the state of every rank, in rank order."""
         return [self._read(rank * _SLOT_BYTES) for rank in range(self.ranks)]
 
     def started(self, rank: int, pid: int) -> None:
-        """The process of a rank, which may be stopped before it says anything itself."""
+        """Record the process of a rank, which may be stopped before its first heartbeat."""
         _PID.pack_into(self.memory, rank * _SLOT_BYTES, pid)
 
-    def _read(self, at: int) -> Beat:
-        *numbers, phase = _MOVE.unpack_from(self.memory, at)
-        (note,) = _NOTE.unpack_from(self.memory, at + _MOVE.size)
-        return Beat(*numbers, phase=_text(phase), note=_text(note))
+    def _read(self, offset: int) -> Heartbeat:
+        *numbers, phase = _MOVE.unpack_from(self.memory, offset)
+        (note,) = _NOTE.unpack_from(self.memory, offset + _MOVE.size)
+        return Heartbeat(*numbers, phase=_text(phase), note=_text(note))
 
 
 def _text(field: bytes) -> str:
     return field.partition(b"\0")[0].decode(errors="replace")
 
 
-class Pulse:
-    """The slot of this rank, which it alone writes.
+class HeartbeatWriter:
+    """Heartbeat slot of this rank, its only writer.
 
     Args:
-        board: The slots of this machine.
-        slot: Number of this rank on it.
+        board: Slots of this machine.
+        slot: Index of this rank's slot.
     """
 
-    def __init__(self, board: Board, slot: int) -> None:
-        self._memory, self._at = board.memory, slot * _SLOT_BYTES
+    def __init__(self, board: HeartbeatBoard, slot: int) -> None:
+        self._memory, self._offset = board.memory, slot * _SLOT_BYTES
         self._numbers = [os.getpid(), 0, 0, 0, 0]
         self._noted = False
-        self.beat("start")
+        self.begin_phase("start")
 
     @property
     def beats(self) -> int:
-        """Phases begun so far."""
+        """Number of phases begun."""
         return self._numbers[1]
 
     def begin_step(self, step: int | None) -> None:
-        """A step begins, or with None what is no step: an evaluation, a checkpoint."""
+        """Begin a step; None begins work outside steps, such as an evaluation or a checkpoint."""
         self._numbers[2] += step is not None
         self._numbers[3:] = [step or 0, 0]
-        self.beat("begin")
+        self.begin_phase("begin")
 
-    def beat(self, phase: str) -> None:
-        """A phase begins."""
+    def begin_phase(self, phase: str) -> None:
+        """Begin a phase."""
         numbers = self._numbers
         numbers[1] += 1
         numbers[4] += phase == "forward"
-        _MOVE.pack_into(self._memory, self._at, *numbers, phase.encode()[:47])
+        _MOVE.pack_into(self._memory, self._offset, *numbers, phase.encode()[:47])
         if self._noted:
             self.note("")
 
     def note(self, text: str) -> None:
-        """What this rank waits for, or where it is."""
+        """Publish a wait or position of this rank."""
         self._noted = bool(text)
-        _NOTE.pack_into(self._memory, self._at + _MOVE.size, text.encode()[:199])
+        _NOTE.pack_into(self._memory, self._offset + _MOVE.size, text.encode()[:199])
 
     @contextmanager
-    def watched(self, look: Callable[[], None]) -> Iterator[None]:
-        """Inside, a thread notes what a phase that lasts waits for, and then calls `look`, twice a second."""
+    def watched(self, poll: Callable[[], None]) -> Iterator[None]:
+        """Run a thread that publishes the wait of a long phase twice a second, and then calls `poll`."""
         ended = threading.Event()
 
         main = threading.main_thread().ident or 0
 
         def watch() -> None:
             before, computed_s = -1, 0.0
-            while not ended.wait(_LOOK_S):
+            while not ended.wait(_POLL_S):
                 now_s = _computed_s(main)
-                # A loop without phases begins none, and has moved where it has computed.
+                # A loop without phases counts as waiting unless it has used CPU time.
                 if self.beats == before and (self._numbers[2] or now_s - computed_s < _IDLE_S):
-                    self.note(where_it_stands())
+                    self.note(describe_position())
                 elif self._noted:
                     self.note("")
                 before, computed_s = self.beats, now_s
-                look()
+                poll()
 
         thread = threading.Thread(target=watch, name="heartbeat", daemon=True)
         thread.start()
@@ -172,22 +172,22 @@ class Pulse:
         finally:
             ended.set()
             thread.join()
-            self._numbers[0] = 0  # its end is no longer a loss
-            self.beat("end")
+            self._numbers[0] = 0  # an ended rank is no longer monitored
+            self.begin_phase("end")
 
 
 def _computed_s(thread: int) -> float:
-    """Return the seconds that a thread has computed; 0 where the system does not say."""
+    """Return the CPU seconds of a thread; 0 on systems without thread clocks."""
     if not hasattr(time, "pthread_getcpuclockid"):
         return 0.0
     return time.clock_gettime(time.pthread_getcpuclockid(thread))
 
 
-def where_it_stands() -> str:
-    """Return `waits for all_reduce (gradient norm) over dp_shard`, or `is in f (file.py:3)`, of this process.
+def describe_position() -> str:
+    """Describe the main thread: `waits for all_reduce (gradient norm) over dp_shard`, or `is in f (file.py:3)`.
 
-    Frames are released on return. In a reference cycle they would keep their variables, the tensors and buffers of the
-    functions that have returned meanwhile, until the next garbage collection.
+    Frames are released on return. A reference cycle would keep the variables of functions that have returned, their
+    tensors and buffers included, until the next garbage collection.
     """
     frames = sys._current_frames()
     frames.pop(threading.get_ident())  # this function's own, whose variables refer to it
@@ -203,10 +203,10 @@ def where_it_stands() -> str:
 
 
 def _communication(frame: FrameType | None) -> str:
-    """What a thread communicates, by the innermost frames of it; empty when it does not.
+    """Return the collective in the innermost frames of a thread; empty if there is none.
 
-    Only these are asked for their variables: Python keeps what it is asked for until the function returns, and
-    they return as soon as the collective is done.
+    Only these frames are asked for `f_locals`: Python keeps that snapshot until the function returns, and these
+    functions return as soon as the collective is done.
     """
     calls: list[str] = []
     facts: dict[str, str] = {}
@@ -245,7 +245,7 @@ _PLAIN: Final = {
 
 
 def _facts(variables: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """What the variables of a function that communicates say: its group, purpose and layer."""
+    """Yield group, purpose and layer of a collective from the local variables of a function."""
     for value in variables.values():
         if description := getattr(value, "group_desc", None):
             axis = str(description).removeprefix("mesh_")

@@ -1,6 +1,6 @@
 """Manifest of a run on Kubernetes: a JobSet with torchrun in one pod per machine, and the recipe as a ConfigMap.
 
-JobSet (`jobset.x-k8s.io`) gives every pod a stable host name, so the agents of torchrun meet at the first pod.
+JobSet (`jobset.x-k8s.io`) gives every pod a stable host name, so the torchrun agents rendezvous at the first pod.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from hyper_parallel.config import Recipe, recipe_to_yaml, time_limit_s, with_abs
 from hyper_parallel.runtime.launchers import ranks_per_node, torchrun_words
 
 _PORT: Final = 29500
-"""Port of torchrun's rendezvous in the first pod, its own default."""
+"""Port of torchrun's rendezvous in the first pod, torchrun's default."""
 _RECIPE_FOLDER: Final = "/etc/hyper-parallel"
 _JOB: Final = "ranks"
 _QUEUE: Final = "kueue.x-k8s.io/queue-name"
-"""Label by which Kueue queues a JobSet."""
+"""Label that assigns a JobSet to a Kueue queue."""
 _MOST_NAME: Final = 40
-"""Characters of a name: those of pods add some twenty, and a host name has at most 63."""
+"""Maximum length of a name: pod names add about twenty characters, and a host name has at most 63."""
 
 
 def manifest(recipe: Recipe, ranks: int, output_dir: Path) -> str:
-    """Return the manifest of a run, as `kubectl apply -f` takes it.
+    """Return the manifest of a run for `kubectl apply -f`.
 
     Args:
         recipe: The run.
         ranks: Ranks of all machines.
-        output_dir: Directory of the run, whose name is that of the job.
+        output_dir: Directory of the run; its name becomes the name of the job.
 
     Raises:
         DegreesMismatch: HP301 when the machines that the recipe names do not hold exactly these ranks.
@@ -44,7 +44,7 @@ def manifest(recipe: Recipe, ranks: int, output_dir: Path) -> str:
 
 
 def _name(text: str) -> str:
-    """Return a text as a DNS label: small letters, digits and hyphens."""
+    """Convert a text to a DNS label: lower-case letters, digits and hyphens."""
     label = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:_MOST_NAME].strip("-")
     return label if re.match(r"[a-z]", label) else f"run-{label}".rstrip("-")
 
@@ -71,7 +71,7 @@ def _job_set(name: str, recipe: Recipe, ranks: int) -> dict[str, Any]:
     failures: dict[str, Any] = {"maxRestarts": recipe.training.max_restarts}
     if recipe.launch.time is not None:
         pods["activeDeadlineSeconds"] = time_limit_s(recipe.launch.time)
-        # A run that restarts after its limit would have no limit.
+        # With a restart after the time limit, a run would have no limit.
         late = {"name": "limitOfTime", "action": "FailJobSet"}
         failures["rules"] = [{**late, "onJobFailureReasons": ["DeadlineExceeded"]}]
     metadata: dict[str, Any] = {"name": name}
@@ -90,7 +90,7 @@ def _job_set(name: str, recipe: Recipe, ranks: int) -> dict[str, Any]:
 
 
 def _pod(name: str, recipe: Recipe, ranks: int) -> dict[str, Any]:
-    launch, each = recipe.launch, ranks_per_node(recipe, ranks)
+    launch, ranks_each = recipe.launch, ranks_per_node(recipe, ranks)
     meet = f"{name}-{_JOB}-0-0.{name}:{_PORT}"
     update = {"rdzv_endpoint": launch.rdzv_endpoint or meet}
     placed = recipe.model_copy(update={"launch": launch.model_copy(update=update)})
@@ -106,11 +106,11 @@ def _pod(name: str, recipe: Recipe, ranks: int) -> dict[str, Any]:
     }
     volumes: list[dict[str, Any]] = [
         {"name": "recipe", "configMap": {"name": name}},
-        # Collectives and snapshots of ranks of one machine use shared memory; 64 MiB is the default.
+        # Collectives and snapshots of ranks on one machine use shared memory, 64 MiB by default.
         {"name": "shm", "emptyDir": {"medium": "Memory"}},
     ]
     if launch.resource is not None:
-        container["resources"] = {"limits": {launch.resource: each}}
+        container["resources"] = {"limits": {launch.resource: ranks_each}}
     if launch.volume is not None:
         volumes.append({"name": "files", "persistentVolumeClaim": {"claimName": launch.volume}})
         container["volumeMounts"].append({"name": "files", "mountPath": launch.mount_path})

@@ -1,7 +1,7 @@
-"""Launchers of ranks on several machines: the command of torchrun, the script of Slurm, and the ranks of `srun`.
+"""Launchers of ranks on several machines: torchrun command, Slurm script, and ranks started by `srun`.
 
-All of them start the same command, `hyper-parallel train`, which finds RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE,
-MASTER_ADDR and MASTER_PORT in its environment and then is a rank.
+All of them start `hyper-parallel train`. The process is a rank if RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE,
+MASTER_ADDR and MASTER_PORT are in its environment.
 """
 
 from __future__ import annotations
@@ -17,72 +17,78 @@ from typing import Final
 from hyper_parallel.config import Recipe
 from hyper_parallel.errors import BadValue, DegreesMismatch, LauncherIncomplete, abbreviated
 
-_STORE_PORTS: Final = 20000  # below the ports that Linux gives to clients, ip_local_port_range
+_STORE_PORTS: Final = 20000  # below Linux's range of client ports, ip_local_port_range
 
 
 def ranks_per_node(recipe: Recipe, ranks: int) -> int:
-    """Ranks on each machine.
+    """Return the number of ranks per machine.
 
     Raises:
         DegreesMismatch: HP301 when the machines that the recipe names do not hold exactly these ranks.
     """
-    given = recipe.launch
-    each = given.nproc_per_node or max(1, ranks // given.nnodes)
-    if each * given.nnodes != ranks:
-        nodes = max(n for n in range(1, given.nnodes + 1) if ranks % n == 0)
+    launch = recipe.launch
+    ranks_each = launch.nproc_per_node or max(1, ranks // launch.nnodes)
+    if ranks_each * launch.nnodes != ranks:
+        nodes = max(n for n in range(1, launch.nnodes + 1) if ranks % n == 0)
         raise DegreesMismatch(
-            f"the plan has {ranks} ranks, and {given.nnodes} machines of {each} do not hold as many",
+            f"the plan has {ranks} ranks, and {launch.nnodes} machines of {ranks_each} do not hold as many",
             where="launch.nnodes, launch.nproc_per_node",
             changes={"launch.nnodes": nodes, "launch.nproc_per_node": ranks // nodes},
         )
-    return each
+    return ranks_each
 
 
 def torchrun_words(recipe: Recipe, ranks: int, words: Sequence[str]) -> list[str]:
-    """Words behind `torchrun` that start this machine's ranks.
+    """Return the arguments of `torchrun` that start this machine's ranks.
 
     Args:
         recipe: The run.
         ranks: Ranks on all machines.
-        words: Arguments of `hyper-parallel` in every rank.
+        words: Arguments of `hyper-parallel` on every rank.
     """
-    given, each = recipe.launch, ranks_per_node(recipe, ranks)
+    launch, ranks_each = recipe.launch, ranks_per_node(recipe, ranks)
     options = ["--standalone"]
-    if (endpoint := given.rdzv_endpoint) is not None:
-        options = [f"--nnodes={given.nnodes}", "--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}"]
-    options.append(f"--nproc-per-node={each}")
+    if (endpoint := launch.rdzv_endpoint) is not None:
+        options = [
+            f"--nnodes={launch.nnodes}",
+            "--rdzv-backend=c10d",
+            f"--rdzv-endpoint={endpoint}",
+        ]
+    options.append(f"--nproc-per-node={ranks_each}")
     if restarts := recipe.training.max_restarts:
         options.append(f"--max-restarts={restarts}")
     return [*options, "-m", "hyper_parallel", *words]
 
 
 def sbatch_script(recipe: Recipe, ranks: int, words: Sequence[str], output_dir: Path) -> str:
-    """A job of Slurm: torchrun on every machine, which meet on the first one; arguments as of `torchrun_words`."""
-    given = recipe.launch
-    if not all(map(str.isprintable, (str(output_dir), *given.sbatch))):
+    """Return a Slurm script: torchrun on every machine, rendezvous on the first; arguments as of `torchrun_words`."""
+    launch_section = recipe.launch
+    if not all(map(str.isprintable, (str(output_dir), *launch_section.sbatch))):
         raise BadValue(
             "a line of the job script would end early: its option has a control character",
             where="output_dir, launch.sbatch",
-            got=abbreviated([str(output_dir), *given.sbatch]),
+            got=abbreviated([str(output_dir), *launch_section.sbatch]),
             allowed="printable characters",
         )
     options = {
         "--job-name": output_dir.name,
-        "--nodes": given.nnodes,
+        "--nodes": launch_section.nnodes,
         "--ntasks-per-node": 1,
-        "--partition": given.partition,
-        "--time": given.time,
+        "--partition": launch_section.partition,
+        "--time": launch_section.time,
         "--output": output_dir.absolute() / "logs" / "slurm-%j.log",
     }
     meet = f"$first:$(({_STORE_PORTS} + SLURM_JOB_ID % 10000))"
-    launch = given.model_copy(update={"rdzv_endpoint": given.rdzv_endpoint or "ENDPOINT"})
-    torchrun = torchrun_words(recipe.model_copy(update={"launch": launch}), ranks, words)
+    with_endpoint = launch_section.model_copy(
+        update={"rdzv_endpoint": launch_section.rdzv_endpoint or "ENDPOINT"}
+    )
+    torchrun = torchrun_words(recipe.model_copy(update={"launch": with_endpoint}), ranks, words)
     command = shlex.join([sys.executable, "-m", "torch.distributed.run", *torchrun])
     return "\n".join(
         [
             "#!/bin/bash",
             *(f"#SBATCH {k}={shlex.quote(str(v))}" for k, v in options.items() if v is not None),
-            *(f"#SBATCH {option}" for option in given.sbatch),
+            *(f"#SBATCH {option}" for option in launch_section.sbatch),
             "set -euo pipefail",
             'first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
             "srun " + command.replace("=ENDPOINT", f'="{meet}" --rdzv-id="$SLURM_JOB_ID"', 1),
@@ -92,7 +98,7 @@ def sbatch_script(recipe: Recipe, ranks: int, words: Sequence[str], output_dir: 
 
 
 def join_srun() -> None:
-    """Where `srun` has started this process as one of several, give it the variables of a rank.
+    """Set the variables of a rank if `srun` has started this process as one of several.
 
     Raises:
         LauncherIncomplete: HP315 when a variable of Slurm is missing or cannot be read.
@@ -103,7 +109,7 @@ def join_srun() -> None:
     try:
         per_node = env.get("SLURM_STEP_TASKS_PER_NODE") or env["SLURM_TASKS_PER_NODE"]
         port = _STORE_PORTS + 10000 + (int(env["SLURM_JOB_ID"]) + int(env["SLURM_STEP_ID"])) % 2000
-        found = {
+        variables = {
             "RANK": env["SLURM_PROCID"],
             "WORLD_SIZE": env["SLURM_NTASKS"],
             "LOCAL_RANK": env["SLURM_LOCALID"],
@@ -120,17 +126,17 @@ def join_srun() -> None:
             "SLURM_TASKS_PER_NODE, as srun sets them",
             hint="unset SLURM_STEP_ID",
         ) from error
-    env.update({name: value for name, value in found.items() if name not in env})
+    env.update({name: value for name, value in variables.items() if name not in env})
 
 
 def first_host(nodes: str) -> str:
-    """The first host of a list in Slurm's short form: `gpu[03-05,9],login` is gpu03."""
+    """Return the first host of a Slurm node list: for `gpu[03-05,9],login` gpu03."""
     first = re.split(r",(?![^\[]*\])", nodes)[0]
     return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first)
 
 
 def _tasks(text: str) -> list[int]:
-    """Processes on every machine, in Slurm's short form: `4(x2),3` is 4, 4, 3."""
+    """Return the number of processes per machine from Slurm's notation: for `4(x2),3` 4, 4, 3."""
     counts: list[int] = []
     for part in text.split(","):
         count, _, times = part.rstrip(")").partition("(x")

@@ -1,14 +1,14 @@
 """Start local ranks by forking a parent that has already imported torch.
 
 Imports dominate the start of a rank (12 s for 8 torchrun workers on two cores, 0.4 s forked), and forked ranks share
-the parent's code pages. The parent must not hold a process group or have touched an accelerator when it forks. It may
-have used threads: a rank inherits the pools of OpenMP and of `tokenizers` without their threads, and would wait for
-them for ever, so the one is ended before the fork, and ranks are told not to use the other.
+the parent's code pages. The parent must not own a process group or have initialized an accelerator when it forks. It
+may have used threads. A rank inherits the thread pools of OpenMP and `tokenizers` without their threads, and would wait
+for them without end. The OpenMP pool is therefore ended before the fork, and `tokenizers` runs serially in ranks.
 
-Each rank runs `fn(rank)`, writes its standard output and error to its own log file, and leaves through `os._exit`, so
-nothing of the parent (test runner, exit handlers) runs twice. When one rank fails the others get a short grace time
-and are then killed by process id; the first failure is raised in full. With deadlines the parent also watches what
-the ranks say of themselves, and ends a run that is held up.
+Each rank runs `fn(rank)`, redirects standard output and error to its log file, and ends with `os._exit`, so code of
+the parent (test runner, exit handlers) does not run in it. When a rank fails, the others get a short grace time and are
+then killed by process id; the first failure is raised in full. With deadlines, the parent also monitors the heartbeats
+of the ranks, and kills a run that hangs.
 """
 
 from __future__ import annotations
@@ -40,29 +40,29 @@ from hyper_parallel.runtime.fork_server import (
     serial_tokenizers,
     start_rank,
 )
-from hyper_parallel.runtime.heartbeat import BOARD, Board, Pulse
+from hyper_parallel.runtime.heartbeat import BOARD_VARIABLE, HeartbeatBoard, HeartbeatWriter
 from hyper_parallel.runtime.scratch_folders import scratch_folder
-from hyper_parallel.runtime.supervision import Deadlines, Hang, QuietRanks, Watch
+from hyper_parallel.runtime.supervision import Deadlines, Hang, HangDetector, WaitReporter
 from hyper_parallel.serde import create_file
 
 INIT_METHOD: Final = "HYPER_PARALLEL_INIT_METHOD"
-"""Environment variable that tells a forked rank how to meet the others."""
+"""Environment variable with the rendezvous method of a forked rank."""
 
 _GRACE_S: Final = 2.0
-_GRACE_OF_KILLED_S: Final = 0.5  # a rank that was killed writes nothing that has to be waited for
-_QUIET_LOOK_S: Final = 2.0  # without deadlines; a rank that ends is noticed at once
-_LOOK_S: Final = 0.25  # a frozen rank is to be noticed well within a second after its deadline
-_LINES_OF_STACK: Final = 16  # the log has all
+_GRACE_OF_KILLED_S: Final = 0.5  # a killed rank writes no record to wait for
+_QUIET_POLL_S: Final = 2.0  # without deadlines; the end of a rank is noticed at once
+_POLL_S: Final = 0.25  # detects a frozen rank well within a second after its deadline
+_LINES_OF_STACK: Final = 16  # number of lines in an error; the log contains the full stack
 _STACKS_S: Final = 0.5
 _LENGTH: Final = struct.Struct("<Q")
-_CHUNK_BYTES: Final = 1 << 30  # Linux writes less than 2 GiB at once
+_CHUNK_BYTES: Final = 1 << 30  # Linux writes less than 2 GiB per call
 _STACK: Final = re.compile(r"^(?:Current t|T)hread 0x.*\n(?:  File .*\n)*", re.MULTILINE)
-"""One thread of what faulthandler writes; the main thread is the last."""
+"""One thread in the output of faulthandler; the main thread is the last."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Record:
-    """What a rank leaves in a file: its result, or when and with what it failed."""
+    """Result of a rank, or time and description of its failure."""
 
     result: Any = None
     failed_at: float = math.inf
@@ -85,52 +85,44 @@ def launch(
     """Run `fn(rank)` on `world_size` forked ranks and return their results in rank order.
 
     Args:
-        fn: Called in each rank; may be a closure. Its result must pickle.
+        fn: Function of each rank; may be a closure. Its result must be picklable.
         world_size: Number of ranks.
         log_dir: Directory of `rank_<n>.log`; None: a temporary one.
         timeout_s: Seconds after which unfinished ranks are killed; None: no limit.
-        threads: CPU threads of each rank.
-        echo_rank: Rank that keeps the parent's standard output and error instead of a log file.
-        deadlines: How long a rank may stay in one phase; None: for ever, and a wait of all ranks is printed only.
-        worlds: Ranks of each of several worlds, in rank order; (): one world of all.
-        ending: With deadlines, whether a signal has asked ranks to end after their step; one that waits is then ended,
-            and all are ended at once while none has begun a step.
+        threads: CPU threads per rank.
+        echo_rank: Rank whose standard output and error are the parent's instead of a log file.
+        deadlines: Maximum time of a rank in one phase; None: no limit, and a wait of all ranks is only printed.
+        worlds: Sizes of several worlds, in rank order; (): one world of all ranks.
+        ending: With deadlines, returns whether a signal has asked ranks to end after their step. A waiting rank is then
+            killed, and all ranks are killed at once if none has begun a step.
 
     Raises:
-        KeyboardInterrupt: All ranks were ended because `ending` came before the first step.
+        KeyboardInterrupt: All ranks were killed because `ending` returned True before the first step.
         ForkUnsafe: HP605 when this process is a member of a process group, or another thread of it computes.
-        RankHung: HP620 when a rank is over its deadline; the culprit is named.
-        RankFailed: HP601 when a rank cannot be started, or with the first failure in full and a line for each other.
-            A coded error raised in a rank is raised again as it is.
+        RankHung: HP620 when a rank exceeds its deadline; names the culprit.
+        RankFailed: HP601 when a rank cannot be started, or with the first failure in full and one line per other rank.
+            A coded error of a rank is raised unchanged.
     """
     with scratch_folder() as scratch, _Records(world_size) as records:
         logs = Path(log_dir or scratch)
         with written(logs):
             logs.mkdir(parents=True, exist_ok=True)
-        board = Board(scratch / "board", world_size)
-        watch: Watch | QuietRanks = QuietRanks(board)
+        board = HeartbeatBoard(scratch / "board", world_size)
+        watch: HangDetector | WaitReporter = WaitReporter(board)
         if deadlines is not None:
-            watch = Watch(board, deadlines, ending=ending)
+            watch = HangDetector(board, deadlines, ending=ending)
         prepare_fork()
-        starts = list(accumulate(worlds or (world_size,), initial=0))
+        bounds = pairwise(accumulate(worlds or (world_size,), initial=0))
+        world_of = [range(first, stop) for first, stop in bounds for _ in range(first, stop)]
         ranks: list[ForkProcess] = []
         try:
             with serial_tokenizers():
                 for rank in range(world_size):
                     if ending():
                         raise KeyboardInterrupt
-                    world = next(range(a, b) for a, b in pairwise(starts) if rank < b)
-                    given = (
-                        fn,
-                        rank,
-                        world,
-                        scratch,
-                        None if rank == echo_rank else logs,
-                        threads,
-                        board,
-                        records,
-                    )
-                    process = ForkProcess(target=_child, args=given)
+                    log_folder = None if rank == echo_rank else logs
+                    where = (world_of[rank], scratch, log_folder, threads, board, records)
+                    process = ForkProcess(target=_child, args=(fn, rank, *where))
                     start_rank(process, rank, world_size)
                     if deadlines is not None:
                         board.started(rank, process.pid or 0)
@@ -143,16 +135,21 @@ def launch(
             for process in ranks:
                 process.join()
         if hang is not None:
-            first = logs / f"rank_{hang.culprits[0] if hang.culprits else 0}.log"
-            stack = _stack(_text(first)).splitlines()[:_LINES_OF_STACK]
-            raise hang.error(str(first), "\n".join(stack))
+            raise _hang_error(hang, logs)
         if failures:
             _raise_first(failures, records, logs, echo_rank)
         return [records.read(rank).result for rank in range(world_size)]
 
 
+def _hang_error(hang: Hang, logs: Path) -> HyperParallelError:
+    """Return the error of a hang with the log file and the stack of its first culprit."""
+    first = logs / f"rank_{hang.culprits[0] if hang.culprits else 0}.log"
+    stack = _stack(_text(first)).splitlines()[:_LINES_OF_STACK]
+    return hang.error(str(first), "\n".join(stack))
+
+
 class _Records:
-    """What ranks leave behind, each in a file without a name: in memory, so that no full disk loses the result."""
+    """Records of ranks in anonymous in-memory files, so that a full disk cannot lose a result."""
 
     def __init__(self, ranks: int) -> None:
         self._files = [os.memfd_create(f"hyper_parallel record {rank}") for rank in range(ranks)]
@@ -165,7 +162,7 @@ class _Records:
             os.close(file)
 
     def write(self, rank: int, record: _Record) -> None:
-        """Leave a record, whole or not at all: a reader sees it when its length is there."""
+        """Write a record atomically: its length is written last, and a reader ignores a record without length."""
         content = pickle.dumps(record)
         with os.fdopen(self._files[rank], "r+b", buffering=0, closefd=False) as file:
             file.seek(_LENGTH.size)
@@ -175,7 +172,7 @@ class _Records:
             file.write(_LENGTH.pack(len(content)))
 
     def read(self, rank: int) -> _Record:
-        """Return the record of a rank; an empty one where it has left none."""
+        """Return the record of a rank; an empty one if it has written none."""
         with os.fdopen(self._files[rank], "rb", closefd=False) as file:
             file.seek(0)
             (length,) = _LENGTH.unpack(file.read(_LENGTH.size) or bytes(_LENGTH.size))
@@ -190,16 +187,16 @@ def _child(
     scratch: Path,
     logs: Path | None,
     threads: int,
-    board: Board,
+    board: HeartbeatBoard,
     records: _Records,
 ) -> None:
-    """Body of a rank of a world of ranks, which writes to `logs`, or to the output of its parent; never returns."""
+    """Run a forked rank with its output in `logs`, or in the parent's output if `logs` is None; never returns."""
     status = 1
     try:
         begin_forked()
         if logs is not None:
             _redirect(logs / f"rank_{rank}.log")
-        faulthandler.register(signal.SIGUSR1, file=2)  # the parent asks when this rank hangs
+        faulthandler.register(signal.SIGUSR1, file=2)  # sent by the parent when this rank hangs
         import torch
 
         torch.set_num_threads(threads)
@@ -210,16 +207,16 @@ def _child(
             "LOCAL_WORLD_SIZE": str(len(world)),
             INIT_METHOD: f"file://{scratch / f'store_{world.start}'}",
         }
-        os.environ[BOARD] = f"{board.ranks} {board.path}"
-        Pulse(board, rank)
+        os.environ[BOARD_VARIABLE] = f"{board.ranks} {board.path}"
+        HeartbeatWriter(board, rank)
         torch.manual_seed(rank)
         result = fn(rank)
         if torch.distributed.is_initialized():
-            torch.distributed.barrier()  # others may still be opening connections to this rank
+            torch.distributed.barrier()  # other ranks may still be opening connections to this rank
         records.write(rank, _Record(result))
         status = 0
     except BaseException as error:
-        if logs is not None:  # what the parent raises reaches the same terminal
+        if logs is not None:  # otherwise the error of the parent reaches the same terminal
             with suppress(OSError):
                 traceback.print_exc()
         coded = error if isinstance(error, HyperParallelError) else None
@@ -232,7 +229,7 @@ def _child(
 
 
 def _redirect(log: Path) -> None:
-    """Send standard output and error to a log; to nowhere where it cannot be created, for a run goes on without."""
+    """Redirect standard output and error to a log file; discard them if the file cannot be created."""
     try:
         file = create_file(log)
     except OSError:
@@ -243,29 +240,29 @@ def _redirect(log: Path) -> None:
 
 
 def stamp(error: BaseException) -> float:
-    """When an error was raised: the time of the first call, which the error keeps."""
+    """Return the time at which an error was raised: that of the first call, stored in the error."""
     when: float = error.__dict__.setdefault("failed_at", time.time())
     return when
 
 
 def _wait(
-    ranks: list[ForkProcess], timeout_s: float | None, watch: Watch | QuietRanks
+    ranks: list[ForkProcess], timeout_s: float | None, watch: HangDetector | WaitReporter
 ) -> tuple[dict[int, str], Hang | None]:
-    """Wait for all ranks, after the first failure for a grace time only.
+    """Wait for all ranks; after the first failure, only for a grace time.
 
-    A rank that hangs beyond the deadline is asked where it stands.
+    Ranks that exceed a deadline are asked for their stacks.
 
     Returns:
-        How each failed rank did, first failure first, or what holds the ranks up.
+        A description per failed rank, first failure first, and the hang if there is one.
     """
     running: dict[Any, int] = {process.sentinel: rank for rank, process in enumerate(ranks)}
     failures: dict[int, str] = {}
     deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
     try:
         while running:
-            look_s = _LOOK_S if isinstance(watch, Watch) else _QUIET_LOOK_S
-            left = min(max(deadline - time.monotonic(), 0.0), look_s)
-            ended = wait(list(running), left)
+            poll_s = _POLL_S if isinstance(watch, HangDetector) else _QUIET_POLL_S
+            wait_s = min(max(deadline - time.monotonic(), 0.0), poll_s)
+            ended = wait(list(running), wait_s)
             for rank in map(running.pop, ended):
                 ranks[rank].join()
                 if code := ranks[rank].exitcode:
@@ -273,37 +270,37 @@ def _wait(
                     failures[rank] = killed or f"exit code {code}"
                     grace_s = _GRACE_OF_KILLED_S if killed else _GRACE_S
                     deadline = min(deadline, time.monotonic() + grace_s)
-            if isinstance(watch, QuietRanks):
-                watch.look()
+            if isinstance(watch, WaitReporter):
+                watch.poll()
             elif not failures and watch.ends_start():
                 raise KeyboardInterrupt
-            elif not failures and (hang := watch.look(running.values())):
+            elif not failures and (hang := watch.poll(running.values())):
                 _ask_for_stacks({rank: ranks[rank] for rank in running.values()}, hang.stopped)
                 return {}, hang
             if not ended and time.monotonic() >= deadline:
-                how = "stopped because another rank failed"
+                outcome = "stopped because another rank failed"
                 if not failures:
-                    how = f"not finished after {timeout_s} s"
+                    outcome = f"not finished after {timeout_s} s"
                     _ask_for_stacks({rank: ranks[rank] for rank in running.values()})
-                return failures | dict.fromkeys(running.values(), how), None
+                return failures | dict.fromkeys(running.values(), outcome), None
     except (KeyboardInterrupt, SystemExit):
         raise
-    except BaseException:  # a time limit of the caller
+    except BaseException:  # a time limit of the caller, such as a test timeout
         _ask_for_stacks({rank: ranks[rank] for rank in running.values()})
         raise
     return failures, None
 
 
 @contextmanager
-def _places_on_sigterm(board: Board) -> Iterator[None]:
-    """Say where every rank is when SIGTERM ends this process, which it does unless the caller handles it."""
+def _places_on_sigterm(board: HeartbeatBoard) -> Iterator[None]:
+    """Print the position of every rank when SIGTERM ends this process, unless the caller has a handler."""
     main = threading.current_thread() is threading.main_thread()
     if not main or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
         yield
         return
 
     def end(signum: int, _: Any) -> None:
-        lines = QuietRanks(board).places()
+        lines = WaitReporter(board).places()
         sys.stderr.write("".join(f"SIGTERM: {line}\n" for line in lines))
         sys.stderr.flush()
         signal.signal(signum, signal.SIG_DFL)
@@ -317,7 +314,7 @@ def _places_on_sigterm(board: Board) -> Iterator[None]:
 
 
 def _ask_for_stacks(ranks: dict[int, ForkProcess], stopped: Collection[int] = ()) -> None:
-    """Have ranks that hang write where they are into their logs; stopped ones once the others are ended."""
+    """Signal ranks to write their stacks to their logs; stopped ranks continue only after the others are killed."""
     for process in ranks.values():
         os.kill(process.pid, signal.SIGUSR1)
     time.sleep(_STACKS_S)
@@ -332,21 +329,21 @@ def _ask_for_stacks(ranks: dict[int, ForkProcess], stopped: Collection[int] = ()
 
 
 def _raise_first(
-    failures: dict[int, str], left: _Records, logs: Path, echo_rank: int | None
+    failures: dict[int, str], record_files: _Records, logs: Path, echo_rank: int | None
 ) -> None:
-    """Raise the failure that came first by the ranks' own clocks, the others one line each."""
-    records = {rank: left.read(rank) for rank in failures}
-    # A killed rank leaves no record and makes the others fail in their next collective: it came first.
+    """Raise the earliest failure by the ranks' clocks, with one line per other failed rank."""
+    records = {rank: record_files.read(rank) for rank in failures}
+    # A killed rank leaves no record, and makes the others fail in their next collective: its failure is the first.
     killed = [rank for rank, how in failures.items() if how.startswith("killed by")]
     first = killed[0] if killed else min(failures, key=lambda rank: records[rank].failed_at)
     if (coded := records[first].coded) is not None:
         raise coded
     log = {rank: _text(logs / f"rank_{rank}.log") for rank in failures}
     lasts = {rank: _last_line(records[rank], how, log[rank]) for rank, how in failures.items()}
-    others = [f"rank {rank}: {last}" for rank, last in lasts.items() if rank != first]
+    other_lines = [f"rank {rank}: {last}" for rank, last in lasts.items() if rank != first]
     text = (records[first].trace or _end(log[first])).rstrip()
     raise RankFailed(
-        f"rank {first} failed ({failures[first]})\n" + "\n".join([text, *others]).strip(),
+        f"rank {first} failed ({failures[first]})\n" + "\n".join([text, *other_lines]).strip(),
         where="the lines above" if first == echo_rank else f"{logs}/rank_{first}.log",
     )
 
@@ -356,18 +353,18 @@ def _text(log: Path) -> str:
 
 
 def _end(log: str) -> str:
-    """The last 4000 characters of a log, or of a rank that hangs where its main thread stands."""
+    """Return the last stack of the main thread in a log, else the last 4000 characters of the log."""
     return _stack(log)[:4000] or log[-4000:]
 
 
 def _stack(log: str) -> str:
-    """Where the main thread stood when it was asked last; empty when it never was."""
+    """Return the last stack of the main thread in a log; empty if there is none."""
     stacks: list[str] = _STACK.findall(log)
     return stacks[-1] if stacks else ""
 
 
 def _last_line(record: _Record, how: str, log: str) -> str:
-    """What a rank failed with; of one that hangs, how and where its main thread stands."""
+    """Return the last line of a rank's error; for a hanging rank, the description and the innermost frame."""
     if lines := record.trace.strip().splitlines():
         return lines[-1][:200]
     return ", in ".join([how, *(line.strip() for line in _stack(log).splitlines()[1:2])])

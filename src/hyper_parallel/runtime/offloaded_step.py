@@ -1,8 +1,8 @@
-"""Offload in one call: a training step that a user wrote, run by a memory plan.
+"""hp.offload: run a user's training step by a memory plan.
 
-The first call is the step as it is (it makes the optimizer's state), the second is recorded and planned, and from the
-third on the plan runs. The first planned step is compared with the plain one, bit for bit on a CPU. With several ranks
-every one plans its own step; they begin what they do together in the order in which it was recorded.
+The first call runs the step eagerly, which creates the optimizer state. The second is recorded and planned. From the
+third call on, the plan runs. The first planned step is compared with the eager one, bitwise on a CPU. With several
+ranks, each plans its own step; collectives start in recorded order.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from hyper_parallel.backends.torch.weights.shard_ranges import local
 from hyper_parallel.errors import BadValue, BudgetImpossible, CaptureUnsupported, StepChanged
 from hyper_parallel.ir import MemoryPlan, MemoryProgram
 from hyper_parallel.memory import Channel, MemoryMachine, Roofline, plan_memory, with_seconds
-from hyper_parallel.runtime._agreed import agreed
+from hyper_parallel.runtime._agreed import agree_on_plan
 from hyper_parallel.runtime._host_machine import host_machine
 from hyper_parallel.runtime._step_parts import models_of, optimizers_of
 from hyper_parallel.runtime._step_refusals import (
@@ -50,9 +50,9 @@ from hyper_parallel.topology import detect_local, load_topology
 from hyper_parallel.units import parse_bytes
 
 MOST_SHAPES: Final = 8
-"""Most shapes of inputs that are planned: a plan of a large model takes seconds and megabytes."""
+"""Maximum number of planned input shapes: the plan of a large model takes seconds and megabytes."""
 _Key = tuple[TreeSpec, tuple[Any, ...]]
-"""How the arguments are nested; shape and type of every tensor, and every other value."""
+"""Nesting of the arguments; shape, dtype and device of every tensor, and the value of every other leaf."""
 
 
 def offload(
@@ -67,25 +67,24 @@ def offload(
     """Run a training step in less device memory.
 
     Args:
-        step: Forward, backward, `optimizer.step()` and `optimizer.zero_grad()` of one batch, with anything between
-            them. Where `zero_grad` comes first, gradients go at the end of a step all the same. Its arguments are nests
-            of tensors; what differs from call to call has to be one. It returns tensors (`loss.detach()`, not
-            `loss.item()`).
-        budget: Device bytes (`"24GiB"`); the plan is the fastest that keeps them.
-        max_slowdown: Instead: the least bytes at so much more time (0.02 is 2 %).
-        model: The modules that the step works on, one or several; None: those that the function, and what it calls
-            beside itself, refer to.
-        optimizer: Their optimizers; None: the same. Their state has to be in tensors (`AdamW(..., fused=True)`).
+        step: Forward, backward, `optimizer.step()` and `optimizer.zero_grad()` of one batch, in this order, with any
+            code between them. If `zero_grad` comes first, gradients are still freed at the end of a step. Arguments are
+            nests of tensors; any value that varies between calls must be a tensor. It returns tensors
+            (`loss.detach()`, not `loss.item()`).
+        budget: Device bytes (`"24GiB"`); the result is the fastest plan within them.
+        max_slowdown: Instead of a budget: minimize bytes at this relative slowdown (0.02 is 2 %).
+        model: One or several modules of the step; None: those that the function and its callees refer to.
+        optimizer: Their optimizers; None: likewise. Their state must be in tensors (`AdamW(..., fused=True)`).
             Learning rates become tensors, which torch's schedulers change in place.
-        topology: Name or file; `local`: this machine, on a CPU the device is simulated.
+        topology: Name or file; `local`: this machine; on a CPU, the device is simulated.
 
     Returns:
-        What is called as `step` was.
+        A callable with the signature of `step`.
 
     Raises:
         BadValue: HP102 when not exactly one goal is given, or no optimizer is found.
-        CaptureUnsupported: HP511 for compiled code, and in the calls for a step that cannot be repeated faithfully.
-        BudgetImpossible: HP402 in the second call, on all ranks, with the least budget that can be kept.
+        CaptureUnsupported: HP511 for compiled code, and in a call for a step that cannot be repeated faithfully.
+        BudgetImpossible: HP402 in the second call, on all ranks, with the smallest feasible budget.
     """
     if (budget is None) == (max_slowdown is None):
         raise BadValue(
@@ -99,25 +98,25 @@ def offload(
             "the step refers to no optimizer",
             hint="hp.offload(step, budget=..., optimizer=optimizer)",
         )
-    whole = models[0] if len(models) == 1 else torch.nn.ModuleList(models)
-    refuse_compiled(step, whole)
+    joint_model = models[0] if len(models) == 1 else torch.nn.ModuleList(models)
+    refuse_compiled(step, joint_model)
     ranks = dist.get_world_size() if dist.is_initialized() else 1
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))  # as torchrun says
-    if topology == "local" and ranks > here:
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))  # set by torchrun
+    if topology == "local" and ranks > local_size:
         raise BadValue(
             "`local` is one machine, and the ranks are on several",
-            got=f"{ranks} ranks, {here} of them here",
+            got=f"{ranks} ranks, {local_size} of them here",
             hint='hp.offload(step, ..., topology="dgx-h100")',
         )
-    node = detect_local(here) if topology == "local" else load_topology(topology)
+    node = detect_local(local_size) if topology == "local" else load_topology(topology)
     tier = node.tier_of(ranks) if ranks > 1 else node.tiers[0]
-    trained = [p for one in optimizers for group in one.param_groups for p in group["params"]]
+    trained = [p for opt in optimizers for group in opt.param_groups for p in group["params"]]
     dtype = next((p.dtype for p in trained if p.is_floating_point()), torch.float32)
     flops = node.peak_flops(str(dtype).removeprefix("torch."))
     return OffloadedStep(
         step,
-        whole,
-        list({id(one): one for one in map(_unwrapped, optimizers)}.values()),
+        joint_model,
+        list({id(opt): opt for opt in map(_unwrapped, optimizers)}.values()),
         host_machine(node, None if node.host_bytes is None else int(node.host_bytes), flash=False),
         Roofline(flops, node.device.memory_bytes_s.value),
         Channel(tier.bytes_s.value, tier.latency_s.value),
@@ -128,21 +127,21 @@ def offload(
 
 @dataclass(slots=True)
 class _Planned:
-    """The step for one shape of inputs: as it was recorded, and its plan."""
+    """Recording of the step for one input shape, and its plan."""
 
     captured: Captured
     plan: MemoryPlan
 
 
 class OffloadedStep:
-    """A training step under a memory plan, see `offload`; call it as the step.
+    """Training step under a memory plan, created by `offload`; called like the step.
 
-    Between steps model and optimizer are empty: what reads or changes them (evaluation, a checkpoint) does so inside
-    `with step.lent():`. Inputs of another shape are recorded and planned anew, at most `MOST_SHAPES` of them.
+    Between steps, model and optimizer hold no values. Code that reads or changes them (an evaluation, a checkpoint)
+    must run inside `with step.lent():`. Each new input shape is recorded and planned, at most `MOST_SHAPES` of them.
 
     Attributes:
-        plan: The memory plan that runs now; None before the third call.
-        measured: What the newest planned step took; None before.
+        plan: The running memory plan; None before the third call.
+        measured: Measurements of the newest planned step; None before.
     """
 
     def __init__(
@@ -157,35 +156,37 @@ class OffloadedStep:
         max_slowdown: float | None,
     ) -> None:
         self._step, self._model, self._optimizers = step, model, list(optimizers)
-        groups = [group for one in self._optimizers for group in one.param_groups]
-        every = [*model.parameters(), *(p for group in groups for p in group["params"])]
-        self._parameters = list({id(p): p for p in every}.values())
+        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
+        candidates = [*model.parameters(), *(p for group in groups for p in group["params"])]
+        self._parameters = list({id(p): p for p in candidates}.values())
         self._machine, self._roofline, self._link = machine, roofline, link
         self._budget_bytes, self._max_slowdown = budget_bytes, max_slowdown
         self._planned: dict[_Key, _Planned] = {}
         self._device: tuple[_Key, PlannedDevice] | None = None
         replicas = any(isinstance(module, DistributedDataParallel) for module in model.modules())
-        self._plain = 2 if replicas else 1  # steps to come; in the second buckets are ordered anew
+        self._plain = (
+            2 if replicas else 1
+        )  # remaining eager steps; DDP reorders its buckets in the second
         self._zeroes_first = False
         self.plan: MemoryPlan | None = None
         self.measured: Measured | None = None
         sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self._owned, self._empty = partial(gathered_parameters, sharded), list[weakref.ref[Any]]()
-        where = self._where = self._parameters[0].device
-        # Kernels of an accelerator take a single-precision rate, those of a CPU the number that Python has.
-        dtype = torch.float64 if where.type == "cpu" else torch.float32
+        device = self._compute_device = self._parameters[0].device
+        # Kernels of an accelerator use a float32 rate; kernels of a CPU use Python's double.
+        dtype = torch.float64 if device.type == "cpu" else torch.float32
         for group in groups:
-            # Adam takes no tensor there; its count in Python is then what is refused.
+            # Adam rejects a tensor rate in this case; its step counter in Python is refused later.
             number = "betas" in group and group.get("foreach") and not group.get("capturable")
             if not number and not isinstance(group["lr"], torch.Tensor):
-                group["lr"] = torch.tensor(float(group["lr"]), dtype=dtype, device=where)
+                group["lr"] = torch.tensor(float(group["lr"]), dtype=dtype, device=device)
         update_wrapper(self, step)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """One step; what `step` returns, its tensors on bytes of their own.
+        """Run one step and return the outputs of `step`, whose tensors own their storage.
 
         Raises:
-            StepChanged: HP512 when model, optimizer or a value that Python saw are not what they were.
+            StepChanged: HP512 when the model, the optimizer or a value read by Python differs from the recording.
             CaptureUnsupported: HP511, BudgetImpossible: HP402, see `offload`.
         """
         leaves, nest = tree_flatten((args, kwargs))
@@ -195,9 +196,10 @@ class OffloadedStep:
         refuse_odd_arguments(leaves)
         if self._plain:  # SGD has no state after it either
             self._plain -= 1
-            with spill_mode(self._where, owned=self._owned) as mode:  # on a CPU nothing is moved
+            # On a CPU the mode moves nothing.
+            with spill_mode(self._compute_device, owned=self._owned) as mode:
                 result = self._step(*args, **kwargs)
-                self._empty = mode.emptied  # by FSDP, which fills it again
+                self._empty = mode.emptied  # storages freed by FSDP, which allocates them again
             return result
         if key not in self._planned:
             return self._recorded(key, leaves, tensors)
@@ -210,7 +212,7 @@ class OffloadedStep:
         return outputs
 
     def _recorded(self, key: _Key, leaves: list[Any], tensors: dict[str, torch.Tensor]) -> Any:
-        """A real step, recorded and planned for the next of its shape."""
+        """Run an eager step, record it, and plan the next steps of its shape."""
         if len(self._planned) == MOST_SHAPES:
             raise StepChanged(
                 f"the step was called with more than {MOST_SHAPES} shapes of inputs, or values that are no tensors",
@@ -220,7 +222,7 @@ class OffloadedStep:
         self.close()
         returned: list[Any] = []
         parameters = self._parameters
-        # Gradients of the step before, which a step that begins with `zero_grad` neither reads nor keeps.
+        # Gradients of the previous step, which a step that begins with `zero_grad` neither reads nor keeps.
         for p in parameters if self._zeroes_first else ():
             if p.grad is None and p.requires_grad:
                 p.grad = _no_gradient(p)
@@ -241,12 +243,12 @@ class OffloadedStep:
 
         named = model_state(self._model)
         known = {id(p) for p in self._model.parameters()}
-        others = [p for p in parameters if id(p) not in known]
-        named |= {f"parameter {i}": (local(p), "weight") for i, p in enumerate(others)}
-        for number, one in enumerate(self._optimizers):
-            state = optimizer_state(self._model, one, others)
+        other_params = [p for p in parameters if id(p) not in known]
+        named |= {f"parameter {i}": (local(p), "weight") for i, p in enumerate(other_params)}
+        for number, optimizer in enumerate(self._optimizers):
+            state = optimizer_state(self._model, optimizer, other_params)
             named |= {f"{name} ({number})" if number else name: v for name, v in state.items()}
-        on_cpu = self._where.type == "cpu"
+        on_cpu = self._compute_device.type == "cpu"
         captured = record(
             run,
             tensors,
@@ -254,7 +256,7 @@ class OffloadedStep:
             name=getattr(self._step, "__name__", type(self._step).__name__),
             training=True,
             empty=self._empty,
-            spill=None if on_cpu else spill_mode(self._where, owned=self._owned),
+            spill=None if on_cpu else spill_mode(self._compute_device, owned=self._owned),
         )
         if any(t.untyped_storage()._cdata in unread for t in captured.state.values()):
             raise CaptureUnsupported(
@@ -267,7 +269,7 @@ class OffloadedStep:
         program = self._roofline.annotate(captured.program, self._link)
         try:
             timed = with_seconds(program, captured.seconds)
-            plan = agreed(partial(self._plan_of, timed), program, self._machine)
+            plan = agree_on_plan(partial(self._plan_of, timed), program, self._machine)
         except BudgetImpossible as error:
             error.hint = f"hp.offload(step, budget={error.least_bytes})"
             raise
@@ -284,7 +286,7 @@ class OffloadedStep:
 
     @contextmanager
     def lent(self) -> Iterator[None]:
-        """Between steps: model and optimizer hold their values for the time of this context."""
+        """Restore the values of model and optimizer for the duration of this context, between steps."""
         if self._device is None:
             yield
         else:
@@ -292,7 +294,7 @@ class OffloadedStep:
                 yield
 
     def close(self) -> None:
-        """Give model and optimizer their values back; a further call takes them again."""
+        """Restore the values of model and optimizer; a later call empties them again."""
         if self._device is not None:
             self._device[1].close()
             self._device = None
@@ -304,19 +306,19 @@ class OffloadedStep:
         self.close()
 
 
-def _as_list(given: Any) -> list[Any]:
-    return list(given) if isinstance(given, Sequence) else [given]
+def _as_list(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, Sequence) else [value]
 
 
 def _unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """An optimizer without what wraps it, as Accelerate's does."""
+    """Return an optimizer without its wrappers, such as Accelerate's."""
     while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
         optimizer = inner
     return optimizer
 
 
 def _no_gradient(p: torch.nn.Parameter) -> torch.Tensor:
-    """Zeros for a gradient, of a parameter that is cut over ranks this one's part, in the bytes of a single number."""
+    """Return a zero gradient with the storage of a single element; for a sharded parameter, of the local shard."""
     part = local(p)
     zeros = torch.zeros((), dtype=p.dtype, device=p.device).expand_as(part)
     if not isinstance(p, DTensor):

@@ -1,8 +1,8 @@
-"""Scratch folders of processes on this machine: in memory where there is space, and none is left behind.
+"""Scratch folders of processes on this machine, in memory if there is space, removed even after a crash.
 
-A folder holds a lock file, on which its process and the ranks forked from it hold a lock (`flock`) that the kernel
-gives back when the last of them ends, however it ends. The next folder removes those of the same user whose lock is
-free.
+A folder contains a lock file. Its process and the ranks forked from it share a lock on the file (`flock`), which the
+kernel releases when the last of them ends for any reason. Creating a folder removes those of the same user whose lock
+is free.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ _LOCK: Final = ".lock"
 _BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
 _MEMORY: Final = Path("/dev/shm")  # tmpfs on every Linux
 _RESERVED_BYTES: Final = 1 << 20
-"""Space that must be free: what ranks of one machine write to find and watch each other."""
+"""Minimum free space: ranks of one machine write their rendezvous and heartbeats here."""
 
 
 @contextmanager
 def scratch_folder(*, in_memory: bool = True) -> Iterator[Path]:
-    """Return a folder that is removed at the end of the context.
+    """Create a folder and remove it at the end of the context.
 
     Args:
-        in_memory: Prefer /dev/shm to the directory of TMPDIR, which is for larger files.
+        in_memory: Prefer /dev/shm to the directory of TMPDIR; pass False for larger files.
 
     Raises:
         OutputNotWritable: HP105 when neither has space.
@@ -65,9 +65,9 @@ def _first_folder(parents: list[Path], stack: ExitStack) -> Path:
 
 
 def _locked(folder: Path) -> int:
-    """Create the lock file of a folder, and return its descriptor, which holds the lock."""
+    """Create the lock file of a folder, and return the descriptor that holds the lock."""
     lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    # Without locks in the file system nobody can tell whether the process is dead, and the folder stays.
+    # On a file system without locks, the end of the process cannot be detected, and the folder is never removed.
     with suppress(OSError):
         fcntl.flock(lock, fcntl.LOCK_EX)
         os.write(lock, _mark(folder))
@@ -75,7 +75,7 @@ def _locked(folder: Path) -> int:
 
 
 def _reserve(path: Path) -> None:
-    """Raise OSError when there is no space; a mapped file on a full disk would end the process instead."""
+    """Raise OSError when there is no space; writing to a memory-mapped file on a full disk kills the process."""
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         os.posix_fallocate(file, 0, _RESERVED_BYTES)
@@ -85,7 +85,7 @@ def _reserve(path: Path) -> None:
 
 
 def _remove_dead(parent: Path) -> None:
-    """Remove folders of this user whose processes have ended without doing so."""
+    """Remove folders of this user whose processes have ended without removing them."""
     for folder in parent.glob(f"{_PREFIX}*"):
         with suppress(OSError):
             status = folder.lstat()
@@ -95,16 +95,15 @@ def _remove_dead(parent: Path) -> None:
             try:
                 mark = _mark(folder)
                 if mark and os.read(lock, len(mark) + 1) == mark:
-                    fcntl.flock(
-                        lock, fcntl.LOCK_EX | fcntl.LOCK_NB
-                    )  # an error while somebody holds it
+                    # Raises while a process holds the lock.
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     shutil.rmtree(folder, ignore_errors=True)
             finally:
                 os.close(lock)
 
 
 def _mark(folder: Path) -> bytes:
-    """Return the content of a lock file: the boot of the kernel that knows the lock, and the folder."""
+    """Return the content of a lock file: boot id of the kernel that knows the lock, and name of the folder."""
     try:
         return _BOOT.read_bytes() + os.fsencode(folder.name)
     except OSError:  # not Linux

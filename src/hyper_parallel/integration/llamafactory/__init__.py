@@ -1,7 +1,7 @@
-"""LlamaFactory with `use_hyper_parallel: true`: the names it imports, each loaded when it is first used.
+"""LlamaFactory with `use_hyper_parallel: true`: the names that it imports, each loaded at its first use.
 
-Unmodified LlamaFactory 0.9.5 asks for `HyperParallelArguments` and `HyperParallelTrainer` (stage sft); its main branch
-from June to September 2026 has a trainer of its own, and asks for the rest. Without LlamaFactory `load_llamafactory`
+Unmodified LlamaFactory 0.9.5 imports `HyperParallelArguments` and `HyperParallelTrainer` (stage sft). Its main branch
+from June to September 2026 has a separate trainer and imports the others. Without LlamaFactory, `load_llamafactory`
 reads its YAML files as recipes.
 """
 
@@ -38,7 +38,7 @@ _EXPORTS = {
 }
 
 _LATER = ("parallelize_model",)
-"""What LlamaFactory's main branch asks for since autumn 2026."""
+"""Names that LlamaFactory's main branch imports since autumn 2026."""
 
 __all__ = list(_EXPORTS)
 

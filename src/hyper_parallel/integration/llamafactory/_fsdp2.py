@@ -1,7 +1,7 @@
-"""The calls of LlamaFactory's own trainer (its main branch since June 2026) in place of Accelerate's FSDP2.
+"""Functions called by the trainer of LlamaFactory's main branch (since June 2026) in place of Accelerate's FSDP2.
 
-That trainer averages gradients over data-parallel ranks, hence `average`. Gradients are whole when backward returns,
-and optimizers work on DTensors as they are, so that the two calls around them have nothing left to do.
+That trainer averages gradients over data-parallel ranks, hence `average`. When backward returns, gradients are reduced,
+and optimizers accept DTensors, so the stream and optimizer functions do nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hyper_parallel.integration.llamafactory.arguments import HyperParallelArgum
 from hyper_parallel.integration.llamafactory.parallel_model import (
     FORMATS,
     adopt_checkpointing,
-    lay_out,
+    shard_model,
 )
 
 __all__ = [
@@ -34,18 +34,18 @@ __all__ = [
 ]
 
 _MODEL: Final = "_hyper_parallel_model"
-"""Attribute of a parameter: callers hand over parameters where the whole model is needed."""
+"""Attribute of a parameter with a reference to its model, for callers that pass only parameters."""
 
 
 def fsdp2_prepare_model(
     accelerator: Any, model: nn.Module, hp_args: HyperParallelArguments
 ) -> nn.Module:
-    """Lay a model out, in place; one that is laid out already stays.
+    """Parallelize a model in place, unless it is parallelized already.
 
     Args:
         accelerator: Accelerate's `Accelerator` with an FSDP plugin of version 2.
-        model: Model of transformers, the same on every rank, or on rank 0 with `cpu_ram_efficient_loading`.
-        hp_args: Layout and formats; what they leave open is the plugin's.
+        model: Model of transformers with equal values on every rank, or on rank 0 with `cpu_ram_efficient_loading`.
+        hp_args: Layout and dtypes; the plugin provides unset values.
 
     Raises:
         Contradiction: HP104 without FSDP2, with its offload to the CPU, or with `tp_size`.
@@ -60,8 +60,8 @@ def fsdp2_prepare_model(
         "cpu_offload": isinstance(getattr(plugin, "cpu_offload", None), CPUOffloadPolicy),
     }
     hints = {"Accelerate without FSDP2": "fsdp_version: 2", "tp_size": '{"cp_size": 2}'}
-    for name, on in wrong.items():
-        if on:
+    for name, is_set in wrong.items():
+        if is_set:
             raise Contradiction(
                 f"`{name}` does not go with LlamaFactory's trainer for use_hyper_parallel",
                 where="the settings of Accelerate and hyper_parallel_args",
@@ -70,25 +70,25 @@ def fsdp2_prepare_model(
             )
     plugin.set_auto_wrap_policy(model)
     if plugin.cpu_ram_efficient_loading:
-        _take_from_first(model, accelerator.device)
+        _broadcast_from_first(model, accelerator.device)
     if accelerator.mixed_precision != "no":
         for param in model.parameters():
             if param.requires_grad:
                 param.data = param.data.float()
-    given = adopt_checkpointing(model, hp_args)
+    arguments = adopt_checkpointing(model, hp_args)
     if hp_args.reshard_after_forward is None:
-        given = given.model_copy(
+        arguments = arguments.model_copy(
             update={"reshard_after_forward": bool(plugin.reshard_after_forward)}
         )
-    strategy = given.strategy(accelerator.num_processes)
-    lay_out(model, strategy, given, FORMATS.get(accelerator.mixed_precision), average=True)
+    strategy = arguments.strategy(accelerator.num_processes)
+    shard_model(model, strategy, arguments, FORMATS.get(accelerator.mixed_precision), average=True)
     for param in model.parameters():
         setattr(param, _MODEL, weakref.ref(model))
     return model
 
 
-def _take_from_first(model: nn.Module, device: torch.device) -> None:
-    """Values of rank 0 everywhere: the other ranks have read none."""
+def _broadcast_from_first(model: nn.Module, device: torch.device) -> None:
+    """Broadcast the values of rank 0, the only rank that has loaded them."""
     if any(p.is_meta for p in model.parameters()):
         raise Contradiction(
             "a rank has its parameters on the meta device",
@@ -102,25 +102,25 @@ def _take_from_first(model: nn.Module, device: torch.device) -> None:
 
 
 def model_of(parameters: Iterable[Tensor]) -> nn.Module:
-    """The model that parameters belong to."""
-    found = {getattr(p, _MODEL, lambda: None)() for p in parameters}
-    model = found.pop() if len(found) == 1 else None
+    """Return the model that owns the parameters."""
+    models = {getattr(p, _MODEL, lambda: None)() for p in parameters}
+    model = models.pop() if len(models) == 1 else None
     if not isinstance(model, nn.Module):
         raise BadValue(
             "these parameters are not those of one model that passed through fsdp2_prepare_model",
-            got=f"parameters of {len(found) + 1} models",
+            got=f"parameters of {len(models) + 1} models",
             hint="model = fsdp2_prepare_model(accelerator, model, hp_args)",
         )
     return model
 
 
 def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2) -> Tensor:
-    """Scale the gradients of a model so that their global L2 norm is at most `max_norm`; returns the norm before.
+    """Scale the gradients of a model so that their global L2 norm is at most `max_norm`; return the norm before.
 
-    Every element of a gradient counts once, on any mesh.
+    Each element of a gradient counts once, on any mesh.
 
     Raises:
-        BadValue: HP102 for another norm, or parameters of no prepared model.
+        BadValue: HP102 for another norm, or parameters that do not belong to a prepared model.
     """
     if float(norm_type) != 2.0:
         raise BadValue(
@@ -130,11 +130,11 @@ def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float, norm_type: fl
 
 
 def hsdp_sync_stream() -> None:
-    """Nothing is left to wait for: FSDP has waited for its reductions when backward returned."""
+    """Return at once: FSDP has waited for its reductions when backward returned."""
 
 
 def wrap_optimizer_with_skip_dtensor_dispatch(
     optimizer: torch.optim.Optimizer,
 ) -> torch.optim.Optimizer:
-    """The optimizer as it is: those of torch work on DTensors."""
+    """Return the optimizer unchanged: torch's optimizers accept DTensors."""
     return optimizer

@@ -1,6 +1,6 @@
-"""Checkpoints and exports as LlamaFactory's own trainer asks for them, as `hyper_parallel.save` writes them.
+"""Checkpoint and export functions called by LlamaFactory's trainer, implemented by `hyper_parallel.save`.
 
-A checkpoint is read on any layout and number of ranks.
+A checkpoint can be read on any layout and number of ranks.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def save_hsdp_checkpoint(
     output_dir: str | Path,
     should_save_scheduler: bool = True,
 ) -> None:
-    """Save weights and moments in `hsdp_model_0`, and the scheduler in `scheduler.pt`; every rank calls this.
+    """Save weights and moments in `hsdp_model_0`, and the scheduler in `scheduler.pt`; must be called on every rank.
 
     Raises:
         OutputNotWritable: HP105 when the folder cannot be written.
@@ -41,10 +41,10 @@ def save_hsdp_checkpoint(
 
 
 def load_hsdp_model(model: nn.Module, checkpoint_dir: str | Path) -> bool:
-    """Load the weights of a checkpoint; False where there is none.
+    """Load the weights of a checkpoint; return False when there is none.
 
     Raises:
-        CheckpointCorrupt: HP701 for damaged files. CheckpointMismatch: HP702 with the first tensor that differs.
+        CheckpointCorrupt: HP701 for damaged files. CheckpointMismatch: HP702 with the first different tensor.
     """
     folder = Path(checkpoint_dir, _FOLDER)
     if not folder.is_dir():
@@ -56,10 +56,10 @@ def load_hsdp_model(model: nn.Module, checkpoint_dir: str | Path) -> bool:
 def load_hsdp_optimizer_and_scheduler(
     optimizer: Any, lr_scheduler: Any, checkpoint_dir: str | Path
 ) -> None:
-    """Load moments, by name, into a fresh optimizer, and the scheduler; nothing where there is no checkpoint.
+    """Load moments by name into a new optimizer, and the scheduler; do nothing when there is no checkpoint.
 
     Raises:
-        As `load_hsdp_model`, and BadValue (HP102) for an optimizer of no prepared model.
+        As `load_hsdp_model`, and BadValue (HP102) for an optimizer that does not belong to a prepared model.
     """
     folder = Path(checkpoint_dir, _FOLDER)
     if not folder.is_dir():
@@ -72,11 +72,11 @@ def load_hsdp_optimizer_and_scheduler(
 
 
 def export_to_hf_format(model: nn.Module, tokenizer: Any, save_dir: str | Path) -> None:
-    """Write a folder that `from_pretrained` reads, or an adapter for peft; every rank calls this."""
+    """Write a folder for `from_pretrained`, or an adapter for peft; must be called on every rank."""
     Path(save_dir).mkdir(parents=True, exist_ok=True)
     export(_plain(model), Path(save_dir), tokenizer)
 
 
 def _plain(model: nn.Module) -> nn.Module:
-    """The module inside of a compiled one."""
+    """Return the original module of a compiled one."""
     return getattr(model, "_orig_mod", model)

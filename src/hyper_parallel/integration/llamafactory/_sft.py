@@ -1,8 +1,8 @@
-"""LlamaFactory's supervised trainer on our layouts.
+"""LlamaFactory's supervised trainer on the layouts of this package.
 
-The loop, the data, the callbacks and the files stay LlamaFactory's and transformers'. Ours are: the layout of the model
-(`parallelize`, before the optimizer is made), the loss of a microbatch, the gradient norm, and what is saved. Nothing
-outside this object is patched; Accelerate is given the optimizer and the data, never the model.
+The loop, the data, the callbacks and the files remain those of LlamaFactory and transformers. This package provides the
+layout of the model (`parallelize`, before the optimizer is created), the loss of a microbatch, the gradient norm, and
+saving. Nothing outside this object is patched. Accelerate prepares the optimizer and the data, never the model.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from hyper_parallel.integration.llamafactory.parallel_model import (
     FORMATS,
     adopt_checkpointing,
     export,
-    lay_out,
+    shard_model,
     wait,
     without_padding_mask,
 )
@@ -36,14 +36,14 @@ _SCHEDULER: Final = "scheduler"
 
 
 class HyperParallelTrainer(CustomSeq2SeqTrainer):
-    """LlamaFactory's trainer with the model laid out by `hp_args`.
+    """LlamaFactory's trainer with a model parallelized by `hp_args`.
 
     Args:
-        hp_args: Layout and formats.
-        kwargs: As LlamaFactory's own trainer.
+        hp_args: Layout and dtypes.
+        kwargs: Arguments of LlamaFactory's trainer.
 
     Raises:
-        Contradiction: HP104 for another back end that lays out the model, and for what changes the loss.
+        Contradiction: HP104 for another back end that parallelizes the model, and for options that change the loss.
         DegreesMismatch: HP301 when the degrees do not divide the ranks.
     """
 
@@ -54,20 +54,20 @@ class HyperParallelTrainer(CustomSeq2SeqTrainer):
             absorb_adapters(kwargs["model"], adapted["default"])
         super().__init__(**kwargs)
         hp_args = adopt_checkpointing(self.model, hp_args, self.args.gradient_checkpointing)
-        self.args.gradient_checkpointing = False  # transformers would switch it on again
+        self.args.gradient_checkpointing = False  # otherwise transformers enables it again
         self._hp_args = hp_args
         self._strategy = hp_args.strategy(self.args.world_size)
         self._same_data = self._strategy.cp * self._strategy.tp
         self._parallel = False
         self._refuse()
-        # On this object only: the model is ours to lay out, and ranks that share sequences read the same ones.
+        # Patched on this object only: the model is not prepared, and ranks that share sequences read the same ones.
         self._prepare = self.accelerator.prepare
         self.accelerator.prepare = self._prepare_but_the_model
 
     def _refuse(self) -> None:
-        """Name what cannot be honoured, before the model is touched."""
+        """Refuse unsupported options before the model is modified."""
         arguments = self.finetuning_args
-        taken = {
+        unsupported = {
             "deepspeed": self.is_deepspeed_enabled,
             "fsdp": self.is_fsdp_enabled,
             f"finetuning_type: {arguments.finetuning_type}": arguments.finetuning_type
@@ -80,8 +80,8 @@ class HyperParallelTrainer(CustomSeq2SeqTrainer):
             "use_dft_loss or use_eaft_loss with tp_size or cp_size": self.compute_loss_func is not None
             and self._same_data > 1,
         }  # fmt: skip
-        for name, on in taken.items():
-            if on:
+        for name, is_set in unsupported.items():
+            if is_set:
                 raise Contradiction(
                     f"`{name}` does not go with use_hyper_parallel",
                     where="the arguments of LlamaFactory",
@@ -89,16 +89,16 @@ class HyperParallelTrainer(CustomSeq2SeqTrainer):
                     hint="leave one of them out",
                 )
 
-    def _lay_out(self) -> None:
-        """Parallelize the model, once, before anything holds its parameters."""
+    def _parallelize_once(self) -> None:
+        """Parallelize the model once, before its parameters are referenced."""
         if self._parallel:
             return
         mixed = "bf16" if self.args.bf16 else "fp16" if self.args.fp16 else ""
-        lay_out(self.model, self._strategy, self._hp_args, FORMATS.get(mixed))
+        shard_model(self.model, self._strategy, self._hp_args, FORMATS.get(mixed))
         self._parallel = True
 
     def _prepare_but_the_model(self, *objects: Any, **kwargs: Any) -> Any:
-        """What `Accelerator.prepare` does with everything that is no model."""
+        """Run `Accelerator.prepare` on all objects except models."""
         prepared = [self._prepare_one(item, kwargs) for item in objects]
         return prepared[0] if len(prepared) == 1 else tuple(prepared)
 
@@ -122,16 +122,16 @@ class HyperParallelTrainer(CustomSeq2SeqTrainer):
         return loader
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
-        """The optimizer that LlamaFactory asks for, on the parameters as they are laid out."""
-        self._lay_out()
+        """Create LlamaFactory's optimizer on the parallelized parameters."""
+        self._parallelize_once()
         return super().create_optimizer(*args, **kwargs)
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> Any:
-        self._lay_out()  # `do_eval` alone makes no optimizer
+        self._parallelize_once()  # `do_eval` alone creates no optimizer
         return model
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
-        """Tokens of the step; ranks of one group have counted the same ones."""
+        """Return the number of tokens of the step; ranks of one group have counted the same tokens."""
         count = super()._get_num_items_in_batch(batch_samples, device)
         averaged = self.args.average_tokens_across_devices and self.args.world_size > 1
         return count // self._same_data if count is not None and averaged else count
@@ -139,10 +139,10 @@ class HyperParallelTrainer(CustomSeq2SeqTrainer):
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None
     ) -> Tensor:
-        """Gradients of one microbatch; they add up over ranks and microbatches to those of the step's loss.
+        """Compute the gradients of one microbatch, which sum over ranks and microbatches to those of the step's loss.
 
         Returns:
-            This rank's part of the loss times the number of ranks: transformers logs the mean over ranks.
+            This rank's part of the loss times the number of ranks, because transformers logs the mean over ranks.
         """
         model.train()
         inputs = self._ready(self._prepare_inputs(inputs))
@@ -159,7 +159,7 @@ class HyperParallelTrainer(CustomSeq2SeqTrainer):
         return_outputs: bool = False,
         num_items_in_batch: Any = None,
     ) -> Any:
-        """As transformers; without a number of tokens the mean over the tokens of this rank's own data."""
+        """Compute the loss as transformers; without a token count, the mean over the tokens of this rank's data."""
         if (
             num_items_in_batch is not None
             or "labels" not in inputs
@@ -171,22 +171,22 @@ class HyperParallelTrainer(CustomSeq2SeqTrainer):
         return (outputs.loss, outputs) if return_outputs else outputs.loss
 
     def _share_of_loss(self, model: nn.Module, inputs: dict[str, Any], num_items: Any) -> Tensor:
-        """This rank's summand of the step's loss."""
-        if num_items is None:  # a mean over ranks and microbatches of their means
+        """Return this rank's summand of the loss of the step."""
+        if num_items is None:  # mean over ranks and microbatches of their means
             ranks = self.args.world_size // self._same_data
             loss = self.compute_loss(model, inputs)
             return loss / (self.current_gradient_accumulation_steps * ranks)
         loss = self.compute_loss(model, inputs, num_items_in_batch=num_items)
-        # transformers has multiplied it, for reducers that average over ranks; ours add up.
+        # transformers has multiplied the loss, for reductions that average over ranks; here they sum.
         averaged = self.args.average_tokens_across_devices
         return loss / self.accelerator.num_processes if averaged else loss
 
     def _reported(self, loss: Tensor) -> Tensor:
-        """The loss on one of the ranks that compute the same one, else 0."""
+        """Return the loss on one of the ranks that compute an equal one, 0 on the others."""
         return loss if self.args.process_index % self._strategy.tp == 0 else torch.zeros_like(loss)
 
     def _ready(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Inputs of the model."""
+        """Return the inputs of the model, without the padding mask under context parallelism."""
         return inputs if self._strategy.cp == 1 else without_padding_mask(inputs)
 
     def prediction_step(
@@ -197,7 +197,7 @@ class HyperParallelTrainer(CustomSeq2SeqTrainer):
         *args: Any,
         **kw: Any,
     ) -> tuple[Any, Any, Any]:
-        """The loss of a batch; with logits as LlamaFactory has it, where every rank has whole ones."""
+        """Return the loss of a batch; with logits as in LlamaFactory, if every rank has full logits."""
         if self._same_data == 1:
             return super().prediction_step(model, inputs, prediction_loss_only, *args, **kw)
         if not prediction_loss_only or self.args.predict_with_generate:
@@ -210,21 +210,21 @@ class HyperParallelTrainer(CustomSeq2SeqTrainer):
         tokens = self._get_num_items_in_batch([batch], self.args.device)
         with torch.no_grad():
             loss = self._reported(model(**batch, num_items_in_batch=tokens, use_cache=False).loss)
-        dist.all_reduce(loss)  # as without us: the mean over the tokens of all ranks
+        dist.all_reduce(loss)  # as without this package: the mean over the tokens of all ranks
         return loss, None, None
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
         return hp.clip_grad_norm_(model, self.args.max_grad_norm)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """A directory of transformers, or of peft, with tokenizer and arguments; every rank calls this."""
+        """Write a transformers or peft directory with tokenizer and arguments; must be called on every rank."""
         target = Path(output_dir or self.args.output_dir)
         export(self.model, target, self.processing_class)
-        if self.args.should_save:  # transformers writes it beside every model
+        if self.args.should_save:  # transformers writes this file next to every model
             torch.save(self.args, target / "training_args.bin")
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """Weights and moments as they are laid out; any layout and number of ranks goes on from them."""
+        """Save sharded weights and moments, which any layout and number of ranks can load."""
         optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
         scheduler = json.loads(json.dumps(self.lr_scheduler.state_dict()))
         hp.save(

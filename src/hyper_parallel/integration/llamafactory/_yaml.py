@@ -1,4 +1,4 @@
-"""A YAML file of LlamaFactory as a recipe: the same keys with the same meaning, one layer for each."""
+"""Conversion of a LlamaFactory YAML file to a recipe: equal meaning, one configuration layer per key."""
 
 from __future__ import annotations
 
@@ -35,48 +35,49 @@ from hyper_parallel.topology import find_accelerators
 
 _OFF: Final = (None, False, 0, "", "none", "null")
 _ALL: Final = 10**6
-"""More checkpoints than a run saves."""
+"""Number of checkpoints to keep that no run exceeds."""
 
 _DEGREES: Final = ("dp_replicate", "dp_shard", "cp", "tp_x", "ep")
 _SERVED: Final = {
     "activation_mode": ("none", "recompute"),
     "reduce_dtype": (None, "float32"),
 }
-"""Keys of `hyper_parallel_args` that a recipe has not, and the values that are as good as none; the last is a hint."""
+"""Supported values of `hyper_parallel_args` keys without a recipe key; the hint shows the last one."""
 
 Layer = tuple[str, dict[str, Any]]
-"""Origin and values by dotted key."""
+"""Origin of the values, and values by dotted key."""
 
 
 def load_llamafactory(path: Path, overrides: Sequence[str] = ()) -> LoadedRecipe:
-    """Read a file of LlamaFactory.
+    """Read a LlamaFactory file as a recipe.
 
     Args:
         path: The file.
-        overrides: Values as `key=value`: of LlamaFactory's keys, or of a recipe's (`parallel.tp=2`), which come last.
+        overrides: Values as `key=value`, for keys of LlamaFactory or of a recipe (`parallel.tp=2`); the latter apply
+            last.
 
     Raises:
-        UnknownKey: HP101 with the nearest key. BadValue: HP102 for a value that is not taken.
-        Contradiction: HP104 for what is not done here. As `load_recipe`.
+        UnknownKey: HP101 with the nearest key. BadValue: HP102 for an unsupported value.
+        Contradiction: HP104 for an unsupported option. As `load_recipe`.
     """
-    given, own = read_mapping(path, RecipeUnreadable, "file of LlamaFactory"), []
+    values, recipe_overrides = read_mapping(path, RecipeUnreadable, "file of LlamaFactory"), []
     for override in overrides:
         key, equals, value = override.partition("=")
         if equals and key in KNOWN:
-            given[key] = parse_yaml(value)
+            values[key] = parse_yaml(value)
         else:
-            own.append(override)
-    for key, value in given.items():
+            recipe_overrides.append(override)
+    for key, value in values.items():
         _check(key, value, f"{path}: {key}")
     defaults = {key: default for key, (_, default) in {**SAME, **TOGETHER}.items()}
-    if missing := [k for k, d in defaults.items() if d == NEEDED and k not in given]:
+    if missing := [k for k, d in defaults.items() if d == NEEDED and k not in values]:
         raise BadValue(f"`{missing[0]}` is missing", where=str(path), allowed=f"{missing[0]}: ...")
-    layers = list(_layers({**defaults, **given}, path, own))
-    return load_recipe(path, own, layers)
+    layers = list(_layers({**defaults, **values}, path, recipe_overrides))
+    return load_recipe(path, recipe_overrides, layers)
 
 
 def _check(key: str, value: Any, where: str) -> None:
-    """Raise for a key that is unknown or refused, or a word that it does not take."""
+    """Raise for an unknown or refused key, or a word that the key does not accept."""
     if key not in KNOWN:
         near = difflib.get_close_matches(key, KNOWN, n=1)
         raise UnknownKey(
@@ -99,7 +100,7 @@ def _check(key: str, value: Any, where: str) -> None:
 
 
 def _layers(v: dict[str, Any], path: Path, overrides: Sequence[str]) -> Iterator[Layer]:
-    """What the values of all keys are in a recipe."""
+    """Yield the recipe values of all keys."""
     stage, kind = v["stage"], v["finetuning_type"]
     for key, (target, _) in SAME.items():
         section, value = target.partition(".")[0], WORDS.get(key, {}).get(v[key], v[key])
@@ -151,6 +152,13 @@ def _layers(v: dict[str, Any], path: Path, overrides: Sequence[str]) -> Iterator
         "packing",
         {"data.packing": packs, "data.mask_documents": bool(v["neat_packing"]) if packs else None},
     )
+    yield from _trained_layers(v, kind)
+    yield from _data_layers(v, path)
+    yield from _layout_layers(v, path, overrides)
+
+
+def _trained_layers(v: dict[str, Any], kind: str) -> Iterator[Layer]:
+    """Yield the trained parameters: the adapter of `lora`, or the layers of `freeze`."""
     if kind == "lora":
         targets = [t.strip() for t in str(v["lora_target"]).split(",")]
         extra = [t.strip() for t in str(v["additional_target"] or "").split(",") if t]
@@ -163,15 +171,13 @@ def _layers(v: dict[str, Any], path: Path, overrides: Sequence[str]) -> Iterator
     elif kind == "freeze":
         frozen = _frozen(str(v["model_name_or_path"]), v["freeze_trainable_layers"])
         yield "freeze_trainable_layers", {"training.freeze": frozen}
-    yield from _data_layers(v, path)
-    yield from _layout_layers(v, path, overrides)
 
 
 def _schedule_layers(v: dict[str, Any], path: Path) -> Iterator[Layer]:
-    """Yield the arguments of the learning-rate schedule, with LlamaFactory's own defaults.
+    """Yield the arguments of the learning-rate schedule, with LlamaFactory's defaults.
 
     Raises:
-        BadValue: HP102 where the schedule has no default, as in transformers.
+        BadValue: HP102 when a required argument has no default, as in transformers.
     """
     name, args = v["lr_scheduler_type"], v["lr_scheduler_kwargs"] or {}
     args = parse_yaml(args) if isinstance(args, str) else args
@@ -208,31 +214,31 @@ def _schedule_layers(v: dict[str, Any], path: Path) -> Iterator[Layer]:
 
 
 def _layout_layers(v: dict[str, Any], path: Path, overrides: Sequence[str]) -> Iterator[Layer]:
-    """Yield the layout that `hyper_parallel_args` and the keys `hyper_parallel_*` describe, on the ranks of the run."""
+    """Yield the layout described by `hyper_parallel_args` and the keys `hyper_parallel_*`, on the ranks of the run."""
     keys = {key: v[f"hyper_parallel_{key}"] for key in YAML_KEYS}
-    given = HyperParallelArguments.from_yaml(v["hyper_parallel_args"], keys)
+    arguments = HyperParallelArguments.from_yaml(v["hyper_parallel_args"], keys)
     for name, served in _SERVED.items():
-        if (value := getattr(given, name)) not in served:
+        if (value := getattr(arguments, name)) not in served:
             raise Contradiction(
                 f"`{name}` of hyper_parallel_args is not done here",
                 where=f"{path}: hyper_parallel_args",
                 got=value,
-                allowed=[one for one in served if one is not None],
+                allowed=[value_of_key for value_of_key in served if value_of_key is not None],
                 hint=json.dumps({name: served[-1]}),
             )
-    if given.activation_mode == "recompute":
+    if arguments.activation_mode == "recompute":
         yield "hyper_parallel_args", {"training.recompute": "full"}
-    if given.param_dtype is not None:
-        yield "hyper_parallel_args", {"training.dtype": given.param_dtype}
+    if arguments.param_dtype is not None:
+        yield "hyper_parallel_args", {"training.dtype": arguments.param_dtype}
     if any(o.startswith("parallel") for o in overrides):
         return
-    ranks = _ranks(overrides) or given.smallest_world
-    layout = given.strategy(ranks)
+    ranks = _ranks(overrides) or arguments.smallest_world
+    layout = arguments.strategy(ranks)
     degrees = {f"parallel.{d}": getattr(layout, d) for d in _DEGREES}
     if not layout.reshard_after_forward:
         degrees["parallel.reshard_after_forward"] = False
-    own = given.smallest_world > 1
-    yield f"LlamaFactory: {'hyper_parallel_*' if own else 'data-parallel ranks'}", degrees
+    has_degrees = arguments.smallest_world > 1
+    yield f"LlamaFactory: {'hyper_parallel_*' if has_degrees else 'data-parallel ranks'}", degrees
 
 
 def _data_layers(v: dict[str, Any], path: Path) -> Iterator[Layer]:
@@ -243,8 +249,11 @@ def _data_layers(v: dict[str, Any], path: Path) -> Iterator[Layer]:
         yield "dataset", {f"data.{key}": value for key, value in parts[0][0].items()}
     else:
         yield "dataset", {"data.source": [{**one, "weight": min(n, limit)} for one, n in parts]}
-    records, held = sum(min(n, limit) for _, n in parts), v["val_size"] or 0.0
-    yield "val_size", {"data.holdout": held / records if held >= 1 else held}
+    records, num_held_out = sum(min(n, limit) for _, n in parts), v["val_size"] or 0.0
+    yield (
+        "val_size",
+        {"data.holdout": num_held_out / records if num_held_out >= 1 else num_held_out},
+    )
     if v["eval_dataset"] is not None:
         held_out, _ = source_of(v["eval_dataset"], directory, stage)
         _check_same_names(parts[0][0], held_out, f"{path}: eval_dataset")
@@ -255,39 +264,39 @@ def _data_layers(v: dict[str, Any], path: Path) -> Iterator[Layer]:
         check_template(v["template"], str(v["model_name_or_path"]), f"{path}: template")
 
 
-def _check_same_names(one: dict[str, Any], other: dict[str, Any], where: str) -> None:
-    """Refuse a held-out dataset whose keys have other names than those of the dataset.
+def _check_same_names(training: dict[str, Any], held_out: dict[str, Any], where: str) -> None:
+    """Refuse a held-out dataset whose keys differ from those of the training dataset.
 
     Raises:
         Contradiction: HP104.
     """
     for key in ("format", "text_key", "columns", "roles", "ignore_keys"):
-        if one.get(key) != other.get(key):
+        if training.get(key) != held_out.get(key):
             raise Contradiction(
                 "the datasets have different keys or tags, and a recipe names them once",
                 where=where,
-                got=f"{key}: {one.get(key)} and {other.get(key)}",
+                got=f"{key}: {training.get(key)} and {held_out.get(key)}",
                 allowed="the same keys and tags in both datasets",
                 hint="val_size=0.02 eval_dataset=null",
             )
 
 
 def _frozen(model: str, layers: int) -> list[str]:
-    """Globs over all parameters but those of the last (negative: the first) decoder layers."""
+    """Return globs for all parameters except those of the last (negative: the first) decoder layers."""
     spec = load_model(model)
     names = {p.name for block in spec.blocks for p in block.params if not p.tied_to}
     (prefix,) = {name.partition("*")[0] for name in names if "*" in name}
-    every = range(spec.num_layers)
-    trained = every[-layers:] if layers > 0 else every[:-layers]
-    rest = [f"{prefix}{layer}.*" for layer in every if layer not in trained]
-    return sorted([*rest, *(name for name in names if "*" not in name)])
+    all_layers = range(spec.num_layers)
+    trained = all_layers[-layers:] if layers > 0 else all_layers[:-layers]
+    frozen = [f"{prefix}{layer}.*" for layer in all_layers if layer not in trained]
+    return sorted([*frozen, *(name for name in names if "*" not in name)])
 
 
 def _ranks(overrides: Sequence[str]) -> int | None:
-    """Return the ranks that LlamaFactory would start: those of the launcher, or every accelerator; None: not said."""
-    given = dict(o.split("=", 1) for o in overrides if o.startswith("launch.n"))
-    if "launch.nproc_per_node" in given:
-        return int(given["launch.nproc_per_node"]) * int(given.get("launch.nnodes", 1))
+    """Return the number of ranks LlamaFactory would start: the launcher's or one per accelerator; None if unknown."""
+    values = dict(o.split("=", 1) for o in overrides if o.startswith("launch.n"))
+    if "launch.nproc_per_node" in values:
+        return int(values["launch.nproc_per_node"]) * int(values.get("launch.nnodes", 1))
     if "RANK" in os.environ:
         return int(os.environ.get("WORLD_SIZE", 1))
     tasks = int(os.environ.get("SLURM_NTASKS", 1)) if "SLURM_STEP_ID" in os.environ else 1

@@ -1,4 +1,4 @@
-"""LlamaFactory's `hyper_parallel_args` and `hyper_parallel_*`: degrees of the layout, number formats, recompute."""
+"""LlamaFactory's `hyper_parallel_args` and `hyper_parallel_*`: degrees of the layout, dtypes, recompute."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from hyper_parallel.ir import Strategy
 
 _SHORT: Final = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 YAML_KEYS: Final = ("cp_size", "ep_size", "efsdp_size", "token_dispatcher")
-"""Keys that LlamaFactory also has in its own YAML file, as `hyper_parallel_cp_size`."""
+"""Keys that LlamaFactory also accepts in its YAML file, as `hyper_parallel_cp_size`."""
 _Dtype = Literal["float32", "float16", "bfloat16"]
 
 
 class HyperParallelArguments(BaseModel):
-    """What LlamaFactory's users may say about the layout; every key has a default.
+    """Layout options of LlamaFactory users; every key has a default.
 
     Attributes:
         tp_size: Ranks of tensor parallelism.
         cp_size: Ranks that share a sequence.
         ep_size: Ranks that share the experts.
-        efsdp_size: Ranks that share the parameters of the same experts; the rest are replicas. None: all that are left.
+        efsdp_size: Ranks that share the parameters of the same experts; the others are replicas. None: all remaining.
         token_dispatcher: `all_to_all`.
-        fsdp_size: Ranks that share the parameters; the rest of the data-parallel ranks are replicas. None: all.
-        param_dtype: Format of activations and of the parameters in a pass; None: as `bf16`, `fp16` of LlamaFactory say.
-        reduce_dtype: Format of gradient reductions; None: float32.
-        reshard_after_forward: Parameters are gathered again for backward; None: yes.
-        activation_mode: `recompute`: activations of a layer are computed again; `swap`: but for its matrix products and
-            attention, which wait on the host.
-        activation_swap_inputs: `swap` moves the inputs of a layer too.
-        device_type: `auto`: the accelerator when there is one, else the CPU.
+        fsdp_size: Ranks that share the parameters; the other data-parallel ranks are replicas. None: all.
+        param_dtype: Dtype of activations and of gathered parameters; None: by LlamaFactory's `bf16` and `fp16`.
+        reduce_dtype: Dtype of gradient reductions; None: float32.
+        reshard_after_forward: Free parameters after forward and gather them again for backward; None: yes.
+        activation_mode: `recompute`: recompute the activations of a layer; `swap`: recompute them except matrix
+            products and attention, which are offloaded to the host.
+        activation_swap_inputs: With `swap`, also offload the inputs of a layer.
+        device_type: `auto`: the accelerator if there is one, else the CPU.
     """
 
     model_config = ConfigDict(extra="forbid", validate_assignment=True, strict=True)
@@ -77,54 +77,54 @@ class HyperParallelArguments(BaseModel):
 
     @classmethod
     def from_finetuning_args(cls, finetuning_args: Any) -> HyperParallelArguments:
-        """Read LlamaFactory's arguments: `hyper_parallel_args`, and its keys `hyper_parallel_ep_size` and others.
+        """Read LlamaFactory's arguments: `hyper_parallel_args`, and keys such as `hyper_parallel_ep_size`.
 
-        A key of LlamaFactory replaces that of `hyper_parallel_args`, unless it has its default.
+        A key of LlamaFactory overrides that of `hyper_parallel_args`, unless it has its default value.
 
         Raises:
             RecipeUnreadable: HP103 when the file of `hyper_parallel_args` cannot be read. As `from_dict`.
         """
-        given = getattr(finetuning_args, "hyper_parallel_args", None)
+        values = getattr(finetuning_args, "hyper_parallel_args", None)
         keys = {key: getattr(finetuning_args, f"hyper_parallel_{key}", None) for key in YAML_KEYS}
         unset = {"cp_size": 1, "ep_size": 1, "efsdp_size": 1, "token_dispatcher": "all_to_all"}
-        return cls.from_yaml(given, {k: v for k, v in keys.items() if v != unset[k]})
+        return cls.from_yaml(values, {k: v for k, v in keys.items() if v != unset[k]})
 
     @classmethod
-    def from_yaml(cls, given: Any, keys: Mapping[str, Any]) -> HyperParallelArguments:
-        """Read the value of `hyper_parallel_args`, and replace what LlamaFactory's own keys set.
+    def from_yaml(cls, value: Any, keys: Mapping[str, Any]) -> HyperParallelArguments:
+        """Read the value of `hyper_parallel_args`, overridden by LlamaFactory's keys.
 
         Args:
-            given: Nothing, a dict, or the path of a JSON file.
-            keys: Values of `hyper_parallel_*` by their name behind that; None: not set.
+            value: None, a dict, or the path of a JSON file.
+            keys: Values of the keys `hyper_parallel_*`, by name without this prefix; None: not set.
 
         Raises:
             RecipeUnreadable: HP103 when the file cannot be read. As `from_dict`.
         """
         where = "hyper_parallel_args"
-        if isinstance(given, str):
-            where = given
+        if isinstance(value, str):
+            where = value
             try:
-                given = json.loads(Path(given).read_text(encoding="utf-8"))
+                value = json.loads(Path(value).read_text(encoding="utf-8"))
             except (OSError, ValueError, RecursionError) as error:
                 raise RecipeUnreadable(
                     "the file of hyper_parallel_args cannot be read", where=where, got=str(error)
                 ) from error
-        if not isinstance(given or {}, dict):
+        if not isinstance(value or {}, dict):
             raise BadValue(
                 "hyper_parallel_args is one JSON object",
                 where=where,
-                got=type(given).__name__,
+                got=type(value).__name__,
                 hint='{"tp_size": 2}',
             )
-        own = {key: value for key, value in keys.items() if value is not None}
-        return cls.from_dict({**(given or {}), **own}, where)
+        set_keys = {key: key_value for key, key_value in keys.items() if key_value is not None}
+        return cls.from_dict({**(value or {}), **set_keys}, where)
 
     def validate(self) -> None:
-        """Nothing is left to check: what was read is valid. Part of the interface that LlamaFactory calls."""
+        """Do nothing: values are validated when they are read. LlamaFactory calls this method."""
 
     @property
     def smallest_world(self) -> int:
-        """Least number of ranks that holds these degrees."""
+        """Smallest number of ranks compatible with these degrees."""
         dense = self.tp_size * self.cp_size * (self.fsdp_size or 1)
         return math.lcm(dense, self.ep_size * (self.efsdp_size or 1))
 
@@ -161,9 +161,9 @@ class HyperParallelArguments(BaseModel):
         )
 
     def _shard_ranks(self, world_size: int, model_ranks: int) -> int:
-        """Return the ranks that share the parameters of one tensor- and context-parallel rank.
+        """Return the number of ranks that share the parameters of one tensor- and context-parallel rank.
 
-        Where only `efsdp_size` is given, they are as many as share the experts: the rest of the ranks are replicas.
+        If only `efsdp_size` is set, it is the number of ranks that share the experts; the other ranks are replicas.
         """
         rest = max(world_size // model_ranks, 1)
         expert_ranks = self.ep_size * (self.efsdp_size or 1)

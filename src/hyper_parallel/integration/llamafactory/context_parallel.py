@@ -1,6 +1,6 @@
-"""Context parallelism as LlamaFactory's own trainer asks for it: ranks of one group get the same whole sequences.
+"""Functions for context parallelism called by LlamaFactory's trainer: ranks of one group get equal full sequences.
 
-The model itself pads and cuts what it is given, in balanced pieces; so the caller's inputs stay whole.
+The model itself pads and splits its inputs into balanced parts, so the inputs of the caller remain full.
 """
 
 from __future__ import annotations
@@ -12,42 +12,42 @@ from hyper_parallel.platform import get_platform
 
 
 def get_cp_rank(hp_args: Any) -> int:
-    """Which part of its sequences this rank has."""
+    """Return the context-parallel rank of this process."""
     return get_platform().get_rank() % int(hp_args.cp_size)
 
 
 def get_dp_rank(hp_args: Any) -> int:
-    """Which share of the data this rank reads; those with the same one share sequences."""
+    """Return the index of this rank's data share; ranks with the same index share sequences."""
     return get_platform().get_rank() // int(hp_args.cp_size)
 
 
 def get_cp_group_ranks(hp_args: Any) -> tuple[int, ...]:
-    """Ranks that share sequences with this one."""
+    """Return the ranks that share sequences with this one, itself included."""
     first = get_dp_rank(hp_args) * int(hp_args.cp_size)
     return tuple(range(first, first + int(hp_args.cp_size)))
 
 
 def get_cp_group(hp_args: Any) -> Any:
-    """A process group of `get_cp_group_ranks`; every rank calls this."""
+    """Create the process group of `get_cp_group_ranks`; must be called on every rank."""
     import torch.distributed as dist
 
     return dist.new_subgroups(int(hp_args.cp_size))[0]
 
 
 def cp_prepare_model(model: Any, accelerator: Any, hp_args: Any) -> Any:
-    """Let a model show the loss of its group's sequences; `fsdp2_prepare_model` then splits them.
+    """Scale the reported loss of a model for a mean over ranks; `fsdp2_prepare_model` later splits the sequences.
 
-    Ranks compute the losses of their own tokens, which add up; what is shown is `cp_size` times that, so that the mean
-    over all ranks, which is logged, is the loss. Gradients are not touched.
+    Each rank computes the loss of its tokens, and these losses add up. The reported value is `cp_size` times larger,
+    so that the logged mean over all ranks is the loss. Gradients are unchanged.
     """
     del accelerator
     if hp_args.cp_size <= 1:
         return model
-    others = hp_args.cp_size - 1
+    num_others = hp_args.cp_size - 1
 
     def show(_: Any, __: Any, output: Any) -> Any:
         if getattr(output, "loss", None) is not None:
-            output.loss = output.loss + others * output.loss.detach()
+            output.loss = output.loss + num_others * output.loss.detach()
         return output
 
     model.register_forward_hook(show)
@@ -55,12 +55,13 @@ def cp_prepare_model(model: Any, accelerator: Any, hp_args: Any) -> Any:
 
 
 def shard_inputs_for_cp(inputs: dict[str, Any], cp_rank: int, cp_size: int) -> dict[str, Any]:
-    """Inputs for a model that splits sequences itself, of any length: whole, without the mask of padding at their end.
+    """Return inputs for a model that splits sequences itself: full, of any length, without a trailing padding mask.
 
-    Where the caller does not say how many tokens the step has, the loss is the mean over those of these sequences.
+    Unless the caller provides the number of tokens of the step, the loss is the mean over the tokens of these
+    sequences.
 
     Raises:
-        BadValue: HP102 without `input_ids` and `inputs_embeds`.
+        BadValue: HP102 without `input_ids` or `inputs_embeds`.
         UnsupportedSharding: HP205 for any other mask.
     """
     del cp_rank
@@ -74,8 +75,8 @@ def shard_inputs_for_cp(inputs: dict[str, Any], cp_rank: int, cp_size: int) -> d
         )
     from hyper_parallel.integration.llamafactory.parallel_model import without_padding_mask
 
-    given = without_padding_mask(inputs)
-    labels = given.get("labels")
+    full_inputs = without_padding_mask(inputs)
+    labels = full_inputs.get("labels")
     if labels is None:
-        return given
-    return {"num_items_in_batch": (labels[:, 1:] != -100).sum().clamp(min=1), **given}
+        return full_inputs
+    return {"num_items_in_batch": (labels[:, 1:] != -100).sum().clamp(min=1), **full_inputs}

@@ -1,4 +1,4 @@
-"""Datasets of LlamaFactory (`dataset_info.json`) as sources of a recipe, and its templates as texts."""
+"""LlamaFactory's datasets (`dataset_info.json`) as sources of a recipe, and checks of its chat templates."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _COLUMNS: Final = {
     "alpaca": {"prompt": "instruction", "query": "input", "response": "output"},
     "sharegpt": {"messages": "messages"},
 }
-"""Keys that LlamaFactory reads without a word in `columns`, by their names in `data.columns`."""
+"""Columns that LlamaFactory reads without an entry in `columns`, by their names in `data.columns`."""
 _DEFAULTS: Final = {"messages": "conversations"}
 _NAMED: Final = {
     "prompt": "instruction", "query": "input", "response": "output", "history": "history", "messages": "messages",
     "system": "system", "tools": "tools", "chosen": "chosen", "rejected": "rejected", "kto_tag": "label",
 }  # fmt: skip
-"""Names of `columns`, and what they are called in `data.columns`."""
+"""Names in `columns`, and their names in `data.columns`."""
 _OPTIONAL: Final = ("query", "history", "system", "tools", "kto_tag")
 _TAGS: Final = {"role_tag": "role", "content_tag": "content"}
 _ROLES: Final = {
@@ -30,22 +30,22 @@ _ROLES: Final = {
     "function_tag": "function_call",
 }  # fmt: skip
 _SAID: Final = ("system", "history", "tools", "images", "videos", "audios")
-"""Keys of words that LlamaFactory would not read without a column; a record with one is refused."""
+"""Keys that LlamaFactory ignores without a column; records with such a key are refused."""
 _CHATML: Final = (False, "<|im_start|>{role}\n{content}<|im_end|>\n")
 _TEMPLATES: Final = {
     "chatml": _CHATML,
     "qwen3_nothink": _CHATML,
     "llama3": (True, "<|start_header_id|>{role}<|end_header_id|>\n\n{content}<|eot_id|>"),
 }
-"""Whether the text begins with the token for that, and a turn, in LlamaFactory's templates of 0.9.5."""
+"""Per template of LlamaFactory 0.9.5: whether the text starts with the BOS token, and the format of a turn."""
 
 
 def source_of(name: str, directory: str, stage: str) -> tuple[dict[str, Any], int]:
-    """A dataset as keys of `data`, and how many records its file has.
+    """Return a dataset as keys of `data`, and the number of records of its file.
 
     Raises:
-        RecipeUnreadable: HP103 without `dataset_info.json`. UnknownKey: HP101 for a name that it has not.
-        Contradiction: HP104 for a dataset whose columns, tags or place are not read here.
+        RecipeUnreadable: HP103 without `dataset_info.json`. UnknownKey: HP101 for an unlisted name.
+        Contradiction: HP104 for unsupported columns, tags or file locations.
     """
     listed = Path(directory) / "dataset_info.json"
     known = read_mapping(listed, RecipeUnreadable, "list of datasets")
@@ -95,47 +95,47 @@ def source_of(name: str, directory: str, stage: str) -> tuple[dict[str, Any], in
     if stage == "pt":
         text_key = columns.get("prompt", "instruction")
         return {"source": str(path), "format": "jsonl", "text_key": text_key}, number
-    found = {"source": str(path), "format": "preference" if info.get("ranking") else shape}
-    return found | _names(columns, tags, shape, keys), number
+    source = {"source": str(path), "format": "preference" if info.get("ranking") else shape}
+    return source | _names(columns, tags, shape, keys), number
 
 
 def _names(
     columns: dict[str, str], tags: dict[str, str], shape: str, keys: set[str]
 ) -> dict[str, Any]:
-    """Return the keys of `data` for the names of a dataset; keys of records that it does not name are passed over."""
-    read = {own: _DEFAULTS.get(own, own) for own in _COLUMNS[shape].values()}
+    """Return the keys of `data` for the names of a dataset; unnamed keys of records are ignored."""
+    read = {standard: _DEFAULTS.get(standard, standard) for standard in _COLUMNS[shape].values()}
     read |= {_NAMED[name]: value for name, value in columns.items()}
-    own_names = {name: {name, _DEFAULTS.get(name, name)} for name in read}
-    renamed = {name: value for name, value in read.items() if value not in own_names[name]}
+    standard_names = {name: {name, _DEFAULTS.get(name, name)} for name in read}
+    renamed = {name: value for name, value in read.items() if value not in standard_names[name]}
     renamed |= {_TAGS[tag]: value for tag, value in tags.items() if tag in _TAGS}
     roles = {_ROLES[tag]: value for tag, value in tags.items() if tag in _ROLES}
-    found: dict[str, Any] = {"columns": renamed, "roles": roles}
-    found["ignore_keys"] = sorted(keys - set(read.values()))
-    return {key: value for key, value in found.items() if value}
+    keys_of_data: dict[str, Any] = {"columns": renamed, "roles": roles}
+    keys_of_data["ignore_keys"] = sorted(keys - set(read.values()))
+    return {key: value for key, value in keys_of_data.items() if value}
 
 
 def check_template(name: str, model: str, where: str) -> None:
-    """Raise Contradiction (HP104) unless the model's own chat template writes what LlamaFactory's of this name does."""
+    """Raise Contradiction (HP104) unless the model's chat template and LlamaFactory's of this name give equal texts."""
     turns = [("system", "A"), ("user", "B"), ("assistant", "C"), ("user", "D"), ("assistant", "E")]
     tokenizer, known = load_tokenizer(model), _TEMPLATES.get(name)
-    # With a system text and without: templates may write one of their own.
+    # With and without a system text, because templates may insert a default one.
     for part in (turns, turns[1:]):
         messages = [{"role": role, "content": content} for role, content in part]
-        own, wanted = "", None
+        own_text, expected = "", None
         if tokenizer.chat_template:
-            own = render(tokenizer, messages, where=model).rstrip()
+            own_text = render(tokenizer, messages, where=model).rstrip()
         if known is not None:
             begin, turn = known
             text = "".join(turn.format(role=r, content=c) for r, c in part)
-            wanted = ((tokenizer.bos_token or "") * begin + text).rstrip()
-        if own == wanted:
+            expected = ((tokenizer.bos_token or "") * begin + text).rstrip()
+        if own_text == expected:
             continue
         raise Contradiction(
             f"conversations are written by the model's own chat template, and `{name}` is not known to be the same",
             where=where,
-            got=repr(own) if own else "a model without one",
-            allowed=repr(wanted)
-            if wanted
+            got=repr(own_text) if own_text else "a model without one",
+            allowed=repr(expected)
+            if expected
             else f"null, or one of {', '.join(_TEMPLATES)} where they are the same",
             hint="template=null",
         )

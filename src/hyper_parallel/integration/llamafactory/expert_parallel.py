@@ -1,4 +1,4 @@
-"""Expert parallelism as LlamaFactory's own trainer asks for it."""
+"""Function for expert parallelism called by LlamaFactory's trainer."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from typing import Any
 
 
 def ep_prepare_model(model: Any, accelerator: Any, hp_args: Any) -> Any:
-    """Refuse experts that `ep_size` cannot divide before anything is laid out; `fsdp2_prepare_model` then divides them.
+    """Refuse experts that `ep_size` does not divide, before `fsdp2_prepare_model` splits them.
 
     Raises:
-        UnsupportedSharding: HP205 and others of `plan_of` for a model without experts, or whose number does not divide.
+        UnsupportedSharding: HP205 and other errors of `plan_of` for a model without experts, or an indivisible number.
     """
     import hyper_parallel as hp
 

@@ -1,4 +1,4 @@
-"""Keys of LlamaFactory's YAML files: which key of a recipe each is, which have no effect here, which are refused."""
+"""Keys of LlamaFactory's YAML files: recipe keys, keys without effect here, and refused keys."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Final
 from hyper_parallel.config import SCHEDULE_ARGS
 
 NEEDED: Final = "needed"
-"""Default of a key that has none."""
+"""Default of a required key."""
 
 SAME: Final[dict[str, tuple[str, Any]]] = {
     "model_name_or_path": ("model.path", NEEDED),
@@ -42,7 +42,7 @@ SAME: Final[dict[str, tuple[str, Any]]] = {
     "kto_rejected_weight": ("kto.undesirable_weight", 1.0),
     "moe_aux_loss_coef": ("moe.aux_loss_coef", None),
 }
-"""Key: the key of a recipe, and LlamaFactory's default."""
+"""Per key, the recipe key and LlamaFactory's default."""
 
 WORDS: Final[dict[str, Mapping[Any, Any]]] = {
     "flash_attn": {"auto": None, "disabled": "eager", "sdpa": "sdpa", "fa2": "flash_attention_2"},
@@ -63,7 +63,7 @@ WORDS: Final[dict[str, Mapping[Any, Any]]] = {
     "eval_strategy": {"steps": True, "no": False, True: True, False: False},
     "hyper_parallel_token_dispatcher": {"all_to_all": "all_to_all"},
 }  # fmt: skip
-"""Values that a key may have, and what they are in a recipe."""
+"""Per key, the accepted values and their recipe values."""
 
 TOGETHER: Final[dict[str, tuple[str, Any]]] = {
     "do_train": ("", NEEDED),
@@ -109,7 +109,7 @@ TOGETHER: Final[dict[str, tuple[str, Any]]] = {
     "hyper_parallel_efsdp_size": ("parallel.dp_shard, parallel.dp_replicate", None),
     "hyper_parallel_token_dispatcher": ("", "all_to_all"),
 }
-"""Keys that are read together with others; as `SAME`."""
+"""Keys that are read in combination with others; values as in `SAME`."""
 
 WITHOUT_EFFECT: Final = (
     "overwrite_cache", "preprocessing_num_workers", "preprocessing_batch_size", "dataloader_num_workers",
@@ -121,7 +121,7 @@ WITHOUT_EFFECT: Final = (
     "dataloader_prefetch_factor", "dataloader_persistent_workers", "data_shared_file_system", "print_param_status",
     "hf_hub_token", "infer_dtype",
 )  # fmt: skip
-"""Keys that change neither what is learned nor what is written here; the layout of the ranks is `parallel`."""
+"""Keys that change neither the trained model nor the output here; `parallel` determines the layout of ranks."""
 
 REFUSED: Final = (
     "quantization_bit", "use_unsloth", "use_galore", "use_badam", "use_apollo", "use_muon", "use_dora", "pissa_init",
@@ -132,6 +132,6 @@ REFUSED: Final = (
     "freeze_extra_modules", "resize_vocab", "use_llama_pro", "use_dft_loss", "use_asft_loss", "push_to_hub",
     "resume_from_checkpoint", "load_best_model_at_end", "tool_format", "media_dir",
 )  # fmt: skip
-"""Keys that would change what is learned and are not done here; nothing, false, 0 and none are fine."""
+"""Keys that would change the trained model and are not supported; null, false, 0 and none are accepted."""
 
 KNOWN: Final = (*SAME, *TOGETHER, *WITHOUT_EFFECT, *REFUSED)

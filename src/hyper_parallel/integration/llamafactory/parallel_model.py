@@ -1,4 +1,4 @@
-"""What every generation of LlamaFactory's callers does with a model: lay it out, and write it for `from_pretrained`."""
+"""Operations on a model shared by the trainers of LlamaFactory: parallelize it, and export it for `from_pretrained`."""
 
 from __future__ import annotations
 
@@ -18,20 +18,22 @@ from hyper_parallel.ir import Strategy
 from hyper_parallel.owned_folder import MARKER, remove_files
 
 FORMATS: Final = {"bf16": "bfloat16", "fp16": "float16"}
-"""Words of Accelerate's `mixed_precision`."""
+"""Dtypes by names of Accelerate's `mixed_precision`."""
 
 
-def lay_out(
+def shard_model(
     model: nn.Module,
     strategy: Strategy,
     hp_args: HyperParallelArguments,
     mixed: str | None,
     average: bool = False,
 ) -> None:
-    """Parallelize a model in place; `mixed`: format of a pass where `hp_args` names none."""
+    """Parallelize a model in place; `mixed` is the compute dtype unless `hp_args` sets one."""
     trained = (p for p in model.parameters() if p.requires_grad)
-    given = next(trained, None)  # of a reference model none is
-    plain = str((next(model.parameters()) if given is None else given).dtype).removeprefix("torch.")
+    trained_param = next(trained, None)  # None for a reference model
+    plain = str(
+        (next(model.parameters()) if trained_param is None else trained_param).dtype
+    ).removeprefix("torch.")
     plan = hp.plan_of(model, strategy)
     workload = replace(
         plan.workload,
@@ -45,31 +47,31 @@ def lay_out(
 
 
 def adopt_checkpointing(
-    model: nn.Module, hp_args: HyperParallelArguments, wanted: bool = False
+    model: nn.Module, hp_args: HyperParallelArguments, requested: bool = False
 ) -> HyperParallelArguments:
-    """Switch the checkpointing of transformers off, and return arguments that recompute in its place.
+    """Disable transformers' gradient checkpointing, and return arguments that recompute instead.
 
-    Both keep the inputs of a layer and compute its activations again. `swap` stays: it keeps other things.
+    Both keep the inputs of a layer and recompute its activations. `swap` is unchanged, because it keeps other tensors.
 
     Args:
-        model: Model of transformers, before it is laid out.
-        hp_args: Layout and formats.
-        wanted: Checkpointing was asked for, and the model has not been told yet.
+        model: Model of transformers, before it is parallelized.
+        hp_args: Layout and dtypes.
+        requested: Checkpointing is requested but not yet enabled on the model.
     """
-    on = bool(getattr(model, "is_gradient_checkpointing", False))
-    if on:
+    is_enabled = bool(getattr(model, "is_gradient_checkpointing", False))
+    if is_enabled:
         model.gradient_checkpointing_disable()
-        # Reentrant checkpointing needs inputs that require gradients; ours does not.
+        # Reentrant checkpointing needs inputs that require gradients; recompute here does not.
         model.disable_input_require_grads()
-    if (on or wanted) and hp_args.activation_mode == "none":
+    if (is_enabled or requested) and hp_args.activation_mode == "none":
         return hp_args.model_copy(update={"activation_mode": "recompute"})
     return hp_args
 
 
 def without_padding_mask(inputs: dict[str, Any]) -> dict[str, Any]:
-    """Inputs for ranks that share sequences: padding at the end needs no mask, and others are refused.
+    """Remove the mask of trailing padding from inputs, for ranks that share sequences; refuse other masks.
 
-    A token sees none behind it, and padding has no label.
+    Trailing padding needs no mask: attention is causal, and padding has no labels.
     """
     mask: Tensor | None = inputs.get("attention_mask")
     if mask is None:
@@ -84,7 +86,7 @@ def without_padding_mask(inputs: dict[str, Any]) -> dict[str, Any]:
 
 
 def export(model: nn.Module, target: Path, processing_class: Any) -> None:
-    """Write model or adapter and tokenizer among what is in a folder already; every rank calls this."""
+    """Write model or adapter and tokenizer into an existing folder, keeping its files; must be called on every rank."""
     scratch = target / ".export"
     hp.save_pretrained(model, scratch)
     if not dist.is_initialized() or dist.get_rank() == 0:
@@ -98,6 +100,6 @@ def export(model: nn.Module, target: Path, processing_class: Any) -> None:
 
 
 def wait() -> None:
-    """A barrier, when there are other ranks."""
+    """Wait for all ranks; do nothing without a process group."""
     if dist.is_initialized():
         dist.barrier()

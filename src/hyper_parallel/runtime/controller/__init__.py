@@ -1,4 +1,4 @@
-"""A single controller of many roles: calls, answers, lost ranks and a journal, on one of three engines."""
+"""Single controller of many roles: calls, answers, replacement of lost ranks and a journal, on one of three engines."""
 
 from hyper_parallel.runtime.controller._ahead import ahead
 from hyper_parallel.runtime.controller._controller import Controller

@@ -1,4 +1,4 @@
-"""The controller of a program of many models: starts roles, waits for their answers, and records them."""
+"""Controller of a program of several models: starts roles, waits for their answers and records them in a journal."""
 
 from __future__ import annotations
 
@@ -18,27 +18,26 @@ _ENGINES: Final = {
     "processes": ("_processes", "ProcessEngine"),
     "ray": ("_actors", "RayEngine"),
 }
-_LOOK_S: Final = 0.25  # a frozen rank is to be noticed well within a second after its deadline
+_POLL_S: Final = 0.25  # detects a frozen rank well within a second after its deadline
 
 
 class Controller:
-    """One program over several roles, each a class of its own on ranks of its own.
+    """Controller of several roles; each role is one class with its own ranks.
 
-    Between roles pass JSON values only; weights pass through folders of checkpoints (`hp.save`, `hp.load`), which any
-    layout writes and any other reads. An object of a role is made again when its ranks are lost, after a resize, and
-    when the program is started again: it has to find what it needs in files.
+    Roles exchange JSON values only. Weights are exchanged through checkpoint folders (`hp.save`, `hp.load`), written
+    and read on any layout. The object of a role is constructed anew after a rank loss, a resize and a restart of the
+    program, so its constructor must load its state from files.
 
     Args:
-        engine: `inline`: objects of this process, a call runs when it is made. `processes`: ranks on this machine,
-            which end when this process ends. `ray`: an actor for each rank, in the cluster of RAY_ADDRESS or one
-            that is started here.
-        journal: File of what the calls were answered; a program that is started again with it gets these answers
-            and runs the other calls only. None: none.
-        max_restarts: How often the ranks of a role may be lost and started again.
-        timeout_s: How long a call may take before its ranks are lost; `Role.call` may say otherwise.
+        engine: `inline`: objects of this process, and a call runs synchronously. `processes`: ranks on this machine,
+            which end when this process ends. `ray`: one actor per rank, in the cluster of RAY_ADDRESS or a local one.
+        journal: File of answered calls. A program restarted with it reads these answers from the file and runs the
+            remaining calls only. None: no journal.
+        max_restarts: Maximum number of restarts of the ranks of each role.
+        timeout_s: Seconds after which the ranks of an unanswered call are restarted; `Role.call` overrides it per call.
 
     Attributes:
-        roles: The roles that were started, by name.
+        roles: Started roles by name.
 
     Raises:
         BadValue: HP102 for an engine that does not exist.
@@ -74,20 +73,20 @@ class Controller:
         name: str | None = None,
         first_device: int | None = None,
     ) -> Role:
-        """Start the ranks of a role, each with an object `cls(*arguments)`; returns before they are there.
+        """Start the ranks of a role, each with an object `cls(*arguments)`; returns before the ranks are ready.
 
-        With several ranks `hp.World.join()`, and `hp.parallelize` without a world, find the group of the role.
+        In a role of several ranks, `hp.World.join()` and `hp.parallelize` without a world use the group of the role.
 
         Args:
-            cls: Any class. With `ray` a worker must be able to import it, unless the program's own file defines it.
+            cls: Any class. With `ray`, workers must be able to import it, unless the program's main file defines it.
             arguments: JSON values.
             ranks: Number of processes.
-            name: Of the role in errors and in the journal; None: that of the class.
-            first_device: With `processes` the accelerator of rank 0, those of the others follow. None: the first ones
-                that no other role has. Roles may share devices.
+            name: Name of the role in errors and in the journal; None: the name of the class.
+            first_device: With `processes`, the accelerator of rank 0; the other ranks use the following ones. None: the
+                lowest ones unused by other roles. Roles may share devices.
 
         Raises:
-            BadValue: HP102 for a name that is taken, no ranks, or an argument that is none of JSON.
+            BadValue: HP102 for a name in use, no ranks, or an argument that is not a JSON value.
             Contradiction: HP104 for several ranks with `inline`.
             ForkUnsafe: HP605 with `processes`, when this process is a member of a process group.
             JournalMismatch: HP641 when the journal was written by a program with other roles.
@@ -105,11 +104,11 @@ class Controller:
         return self.roles[name]
 
     def first(self, calls: Sequence[RoleCall]) -> RoleCall:
-        """The call that was answered first, once one is; recorded, so that a program started again chooses alike.
+        """Wait for an answer to any of the calls, and return the first answered call; the journal records this choice.
 
         Raises:
             BadValue: HP102 without calls.
-            JournalMismatch: HP641 when the journal has another choice in this place.
+            JournalMismatch: HP641 when the journal records another choice at this position.
         """
         if not calls:
             raise BadValue("there is no first of no calls", got="[]")
@@ -119,19 +118,19 @@ class Controller:
             return calls[record["value"]]
         while not any(call.answered for call in calls):
             self.wait()
-        chosen = min((call.answered, at) for at, call in enumerate(calls) if call.answered)[1]
+        chosen = min((call.answered, index) for index, call in enumerate(calls) if call.answered)[1]
         self.journal.write(None, number, "first", among, {"value": chosen})
         return calls[chosen]
 
     def wait(self) -> None:
-        """Until there may be news, for a quarter of a second at most; then all roles go on as far as they can."""
+        """Wait for an answer, a quarter of a second at most, and then advance all roles."""
         busy = [role.busy for role in self.roles.values() if role.busy is not None]
-        self.engine.wait(busy, _LOOK_S)
+        self.engine.wait(busy, _POLL_S)
         for role in self.roles.values():
             role.advance()
 
     def close(self) -> None:
-        """End all ranks; calls that are not answered are dropped."""
+        """End all ranks; unanswered calls are dropped."""
         for role in self.roles.values():
             role.end()
         self.engine.close()

@@ -1,4 +1,4 @@
-"""What the engines of a controller have in common, and the one that runs every call in this process."""
+"""Interfaces shared by the engines of a controller, and the engine that runs every call in this process."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 BIRTH: Final = 0
-"""Number of the call that makes the object of a role; the calls of the program count from 1."""
+"""Number of the call that constructs the object of a role; calls of the program count from 1."""
 
 _LINES_OF_TRACE: Final = 12
 
 
 @dataclass(frozen=True, slots=True)
 class RoleSpec:
-    """What every rank of a role makes its object from.
+    """Class and constructor arguments of a role, equal on every rank.
 
     Attributes:
-        name: The role, in errors and in the journal.
-        cls: Its class.
-        arguments: Of the constructor, a JSON list.
-        first_device: Local number of its rank 0 with `processes`; None: after the ranks of the other roles.
+        name: Name of the role in errors and in the journal.
+        cls: Class of the role.
+        arguments: Constructor arguments, a JSON list.
+        first_device: Local rank of rank 0 with `processes`; None: after the ranks of the other roles.
     """
 
     name: str
@@ -32,41 +32,41 @@ class RoleSpec:
 
 
 class RoleRanks(Protocol):
-    """The ranks of one role, from their start to their end. They run one call at a time, all the same."""
+    """Ranks of one role, from start to end. All ranks run the same call, one call at a time."""
 
     def give(self, number: int, method: str, arguments: str) -> None:
-        """Have every rank run a call; it returns at once."""
+        """Start a call on every rank without waiting for it."""
 
     def answers(self) -> dict[int, dict[str, Any]]:
-        """New answers to the last call by rank, as `RoleHost` gives them; it does not wait."""
+        """Return the new answers to the last call by rank, in the form of `RoleHost.answer`, without waiting."""
 
     def lost(self) -> str | None:
-        """Which rank has ended, and how."""
+        """Return the first rank that has ended, with the reason; None when all are alive."""
 
     def silent(
         self, silent_s: float, unanswered: Sequence[int]
     ) -> tuple[str, tuple[str, ...], bool]:
-        """Which of these ranks holds the call up, what the others do, and whether it is frozen."""
+        """Return a line about the culprit of a hang, lines about the other ranks, and whether the culprit is frozen."""
 
     def end(self) -> None:
-        """End all ranks, whatever they do, and return when they have ended."""
+        """Kill all ranks and return when they have ended."""
 
 
 class RoleHost:
-    """The object of a role on one rank."""
+    """Holder of the object of a role on one rank."""
 
     def __init__(self, spec: RoleSpec, rank: int) -> None:
         self._spec, self._rank = spec, rank
         self._object: Any = None
 
     def answer(self, number: int, method: str, arguments: str) -> str:
-        """Run a call. JSON: `{"value": ...}` (of rank 0), `{"raised": ..., "trace": ...}` or `{"no_json": ...}`."""
+        """Run a call; JSON: `{"value": ...}` (of rank 0), `{"raised": ..., "trace": ...}` or `{"no_json": ...}`."""
         try:
-            given = json.loads(arguments)
+            values = json.loads(arguments)
             if number == BIRTH:
-                self._object, value = self._spec.cls(*given), None
+                self._object, value = self._spec.cls(*values), None
             else:
-                value = getattr(self._object, method)(*given)
+                value = getattr(self._object, method)(*values)
         except Exception as error:
             lines = traceback.format_exc().splitlines()[-_LINES_OF_TRACE:]
             return json.dumps({"raised": type(error).__name__, "trace": "\n".join(lines)})
@@ -77,38 +77,38 @@ class RoleHost:
 
 
 class InlineRanks:
-    """The one rank of a role in this process: it is never lost or waited for."""
+    """Only rank of an inline role, in this process: never lost, never waited for."""
 
     def __init__(self, spec: RoleSpec) -> None:
         self._host = RoleHost(spec, 0)
         self._answer: dict[int, dict[str, Any]] = {}
 
     def give(self, number: int, method: str, arguments: str) -> None:
-        """Run a call."""
+        """Run a call to its end."""
         self._answer = {0: json.loads(self._host.answer(number, method, arguments))}
 
     def answers(self) -> dict[int, dict[str, Any]]:
-        """The answer, which is there."""
+        """Return the answer of the last call."""
         return self._answer
 
     def lost(self) -> None:
-        """This process is here."""
+        """Return None: the rank is this process."""
 
     def end(self) -> None:
-        """The object goes with this one."""
+        """Do nothing: the object is freed with this one."""
 
 
 class InlineEngine:
-    """Objects of this process; a call runs when it is made."""
+    """Engine whose objects belong to this process; a call runs synchronously."""
 
     most_ranks = 1
 
     def start(self, spec: RoleSpec, size: int) -> InlineRanks:
-        """One object."""
+        """Create the only rank."""
         return InlineRanks(spec)
 
     def wait(self, busy: Sequence[InlineRanks], most_s: float) -> None:
-        """Nothing is ever waited for."""
+        """Return at once: calls are synchronous."""
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: the engine owns no resources."""

@@ -1,7 +1,7 @@
-"""Ranks of roles as processes of this machine, forked from the controller's, which all end when it ends.
+"""Engine `processes`: ranks of roles forked from the controller on this machine; they end when the controller ends.
 
-A call and its answers are small files in a folder of the ranks, written whole; through the pipe of a rank passes only
-that there is one, so that neither side ever waits for the other to read.
+A call and its answers are small files in a folder of the ranks, replaced atomically. The pipe of a rank carries only
+short notifications, so neither side blocks on a full pipe.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from hyper_parallel.runtime.fork_server import (
     serial_tokenizers,
     start_rank,
 )
-from hyper_parallel.runtime.heartbeat import BOARD, Board, Pulse
+from hyper_parallel.runtime.heartbeat import BOARD_VARIABLE, HeartbeatBoard, HeartbeatWriter
 from hyper_parallel.runtime.local_launch import INIT_METHOD
 from hyper_parallel.runtime.scratch_folders import scratch_folder
 from hyper_parallel.runtime.supervision import hang, process_state
@@ -39,7 +39,7 @@ from hyper_parallel.serde import write_text
 
 
 class ProcessEngine:
-    """Forks ranks; every role is a world of its own, on devices of its own."""
+    """Engine that forks ranks; every role is a separate world on separate devices."""
 
     most_ranks = None
 
@@ -59,15 +59,15 @@ class ProcessEngine:
         prepare_fork()
         self._started = [started for started in self._started if started.processes]
         first = spec.first_device
-        if first is None:  # the lowest that no other role has
-            taken = {place for started in self._started for place in started.places}
-            first = next(n for n in count() if taken.isdisjoint(range(n, n + size)))
+        if first is None:  # lowest range that no other role uses
+            used = {place for started in self._started for place in started.places}
+            first = next(n for n in count() if used.isdisjoint(range(n, n + size)))
         folder = Path(tempfile.mkdtemp(dir=self._scratch))
         self._started.append(ProcessRanks(spec, range(first, first + size), folder))
         return self._started[-1]
 
     def wait(self, busy: Sequence[ProcessRanks], most_s: float) -> None:
-        """Until a rank answers or ends."""
+        """Wait at most `most_s` seconds until a rank answers or ends."""
         wait([news for ranks in busy for news in ranks.news()], most_s)
 
     def close(self) -> None:
@@ -76,59 +76,59 @@ class ProcessEngine:
 
 
 class ProcessRanks:
-    """The processes of one role.
+    """Processes of one role.
 
     Args:
         spec: The role.
-        places: Local number of each rank, by which it finds its device.
-        folder: Of calls and answers.
+        places: Local rank of each process, which selects its device.
+        folder: Folder of calls and answers.
     """
 
     def __init__(self, spec: RoleSpec, places: range, folder: Path) -> None:
         self.places, self._folder = places, folder
-        self._board = Board(folder / "board", places.stop)
+        self._board = HeartbeatBoard(folder / "board", places.stop)
         self.processes: list[ForkProcess] = []
         self._pipes: list[Connection] = []
         try:
             with serial_tokenizers():
                 for rank, place in enumerate(places):
-                    mine, theirs = Pipe()
-                    given = (spec, rank, places, folder, theirs, self._board)
-                    process = ForkProcess(target=_rank, args=given, name=f"{spec.name}-{rank}")
+                    controller_end, rank_end = Pipe()
+                    arguments = (spec, rank, places, folder, rank_end, self._board)
+                    process = ForkProcess(target=_rank, args=arguments, name=f"{spec.name}-{rank}")
                     start_rank(process, rank, len(places))
-                    theirs.close()
+                    rank_end.close()
                     self._board.started(place, process.pid or 0)
                     self.processes.append(process)
-                    self._pipes.append(mine)
+                    self._pipes.append(controller_end)
         except BaseException:
             self.end()
             raise
 
     def news(self) -> list[Any]:
-        """What `multiprocessing.connection.wait` takes."""
+        """Return the objects to wait for with `multiprocessing.connection.wait`."""
         return [*self._pipes, *(process.sentinel for process in self.processes)]
 
     def give(self, number: int, method: str, arguments: str) -> None:
-        """Have every rank run a call."""
+        """Start a call on every rank."""
         call = {"number": number, "method": method, "arguments": arguments}
         with written(self._folder):
             write_text(self._folder / "call.json", json.dumps(call))
         for pipe in self._pipes:
-            with suppress(OSError):  # the rank has ended, which `lost` says
+            with suppress(OSError):  # the rank has ended, as `lost` reports
                 pipe.send_bytes(b"call")
 
     def answers(self) -> dict[int, dict[str, Any]]:
-        """New answers by rank."""
-        found = {}
+        """Return the new answers by rank."""
+        answers = {}
         for rank, pipe in enumerate(self._pipes):
             with suppress(OSError, EOFError):
                 if pipe.poll():
                     pipe.recv_bytes()
-                    found[rank] = json.loads(_answer_file(self._folder, rank).read_text("utf-8"))
-        return found
+                    answers[rank] = json.loads(_answer_file(self._folder, rank).read_text("utf-8"))
+        return answers
 
     def lost(self) -> str | None:
-        """The first rank that has ended; one that was killed comes first, for it may have made others fail."""
+        """Return the first rank that has ended, a killed one first because its end may have made others fail."""
         codes = {rank: process.exitcode for rank, process in enumerate(self.processes)}
         for rank, code in codes.items():
             if code is not None and code < 0:
@@ -139,14 +139,14 @@ class ProcessRanks:
     def silent(
         self, silent_s: float, unanswered: Sequence[int]
     ) -> tuple[str, tuple[str, ...], bool]:
-        """By what the ranks say of themselves on their board, and what the system says of their processes."""
+        """Classify silent ranks by their heartbeats and the states of their processes."""
         first = self.places.start
         states = {first + rank: process_state(self.processes[rank].pid or 0) for rank in unanswered}
-        found = hang(self._board.read(), [silent_s] * self.places.stop, states, -first)
-        return found.what, found.others, bool(found.stopped)
+        state = hang(self._board.read(), [silent_s] * self.places.stop, states, -first)
+        return state.description, state.others, bool(state.stopped)
 
     def end(self) -> None:
-        """Kill all ranks, also those that a signal has stopped."""
+        """Kill all ranks, including ranks stopped by a signal."""
         for process in self.processes:
             process.kill()
         for process in self.processes:
@@ -163,9 +163,9 @@ def _answer_file(folder: Path, rank: int) -> Path:
 
 
 def _rank(
-    spec: RoleSpec, rank: int, places: range, folder: Path, pipe: Connection, board: Board
+    spec: RoleSpec, rank: int, places: range, folder: Path, pipe: Connection, board: HeartbeatBoard
 ) -> None:
-    """Body of a rank: runs calls until it is killed; never returns."""
+    """Run calls in a forked rank until it is killed; never returns."""
     status = 1
     try:
         begin_forked()
@@ -179,16 +179,16 @@ def _rank(
             "WORLD_SIZE": str(len(places)),
             "LOCAL_WORLD_SIZE": str(len(places)),
             INIT_METHOD: f"file://{folder / 'store'}",
-            BOARD: f"{board.ranks} {board.path}",
+            BOARD_VARIABLE: f"{board.ranks} {board.path}",
         }
-        Pulse(board, places[rank])
+        HeartbeatWriter(board, places[rank])
         host = RoleHost(spec, rank)
         while pipe.recv_bytes():
             call = json.loads((folder / "call.json").read_text("utf-8"))
             write_text(_answer_file(folder, rank), host.answer(**call))
             sys.stdout.flush()
             pipe.send_bytes(b"answer")
-    except EOFError:  # the controller has gone
+    except EOFError:  # the controller has ended
         status = 0
     except BaseException:
         traceback.print_exc()

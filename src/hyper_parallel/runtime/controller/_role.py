@@ -1,4 +1,4 @@
-"""A role: its calls in order, its ranks, and what follows when they are lost."""
+"""Role: an ordered queue of calls, the ranks that run them, and the replacement of lost ranks."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ if TYPE_CHECKING:
     from hyper_parallel.runtime.controller._controller import Controller
 
 _log = logging.getLogger(__name__)
-_LONGEST_LOOK_S: Final = 2.0
-"""Of the time in which the controller does not look, or the machine sleeps, so much counts as silence of a rank."""
+_LONGEST_POLL_S: Final = 2.0
+"""Longest interval between two polls that counts as silence of a rank, if the controller or the machine pauses."""
 _GRACE_S: Final = 2.0
-"""Seconds in which the other ranks may answer after one has raised: they may wait for it in a collective, for ever."""
+"""Seconds for the other ranks to answer after one has raised: they may wait for it in a collective without end."""
 
 
 @dataclass(eq=False)
 class RoleCall:
-    """A call of a role that was made, and is answered or not.
+    """Call of a role, answered or pending.
 
     Attributes:
         role: The role.
-        number: Of the call in its role, from 1.
-        method: What was called.
-        arguments: With what, as JSON.
-        timeout_s: How long its ranks may take.
-        answered: Place of its answer among all answers of the controller, from 1; 0: not yet.
+        number: Number of the call in its role, from 1.
+        method: Name of the method.
+        arguments: Arguments as a JSON list.
+        timeout_s: Seconds within which its ranks must answer.
+        answered: Position of its answer among all answers of the controller, from 1; 0: pending.
     """
 
     role: Role
@@ -56,13 +56,13 @@ class RoleCall:
         return f"call {self.number} of `{self.method}` of role `{self.role.name}`"
 
     def result(self) -> Any:
-        """The value that rank 0 has returned; waits for it.
+        """Wait for the call and return the value of rank 0.
 
         Raises:
-            CallFailed: HP640 when the method has raised, on any rank; with the last lines of the traceback.
-            BadValue: HP102 when the value is none of JSON.
-            RestartsUsedUp: HP621 when the ranks were lost more often than they may be started again; where they may
-                not, RankFailed: HP601 or RankHung: HP620.
+            CallFailed: HP640 when the method has raised on any rank; contains the last lines of the traceback.
+            BadValue: HP102 when the value is not a JSON value.
+            RestartsUsedUp: HP621 when the ranks were lost more often than `max_restarts`; with 0 restarts, RankFailed:
+                HP601 or RankHung: HP620.
         """
         while not self.answered:
             self.role.controller.wait()
@@ -71,49 +71,49 @@ class RoleCall:
         return self._value
 
     def settle(self, value: Any = None, error: HyperParallelError | None = None) -> None:
-        """Have an answer."""
+        """Store the answer."""
         self._value, self._error = value, error
         self.answered = next(self.role.controller.places)
 
 
 class Role:
-    """The ranks that run one class: one call after another, each on all ranks. Made by `Controller.start`.
+    """Ranks that run one class, one call at a time on all ranks. Created by `Controller.start`.
 
     Attributes:
-        controller: Whose role it is.
-        name: In errors and in the journal.
+        controller: Controller of the role.
+        name: Name in errors and in the journal.
         size: Number of ranks.
-        restarts: How often the ranks were lost and started again.
+        restarts: Number of restarts after lost ranks.
     """
 
     def __init__(self, controller: Controller, spec: RoleSpec, size: int) -> None:
         self.controller, self._spec, self.name, self.size = controller, spec, spec.name, size
-        self.restarts = self._made = 0
+        self.restarts = self._num_calls = 0
         self._open: deque[RoleCall] = deque()
         self._ranks: RoleRanks | None = None
         self._running: RoleCall | None = None
         self._answers: dict[int, dict[str, Any]] = {}
-        self._looked = self._silent_s = 0.0
-        self._raised_s: float | None = None  # how long they were silent when one of them had raised
+        self._polled_at = self._silent_s = 0.0
+        self._raised_s: float | None = None  # silence in seconds when the first rank had raised
         self._failure: HyperParallelError | None = None
         self._begin_unless_recorded(size)
 
     @property
     def busy(self) -> RoleRanks | None:
-        """The ranks, while they run something."""
+        """Ranks of the role while they run a call; None otherwise."""
         return None if self._running is None else self._ranks
 
     def call(self, method: str, *arguments: Any, timeout_s: float | None = None) -> RoleCall:
-        """Have every rank call a method of its object, once the calls before are answered; returns at once.
+        """Queue a method call on the object of every rank, after all earlier calls; returns at once.
 
         Args:
-            method: Its name.
-            arguments: JSON values; what arrives is what JSON makes of them: a tuple is a list.
-            timeout_s: How long the ranks may take before they are lost; None: as the controller says.
+            method: Name of the method.
+            arguments: JSON values; a tuple arrives as a list.
+            timeout_s: Seconds within which the ranks must answer before they are restarted; None: as the controller.
 
         Raises:
-            BadValue: HP102 for a method that the class does not have, or an argument that is none of JSON.
-            JournalMismatch: HP641 when the journal has another call in this place.
+            BadValue: HP102 for a method that the class does not have, or an argument that is not a JSON value.
+            JournalMismatch: HP641 when the journal records another call at this position.
         """
         cls, controller = self._spec.cls, self.controller
         if method.startswith("_") or not callable(getattr(cls, method, None)):
@@ -124,8 +124,8 @@ class Role:
                 allowed=[n for n in dir(cls) if n[0] != "_" and callable(getattr(cls, n))],
             )
         text = as_json(arguments, f"`{self.name}.{method}`")
-        self._made += 1
-        call = RoleCall(self, self._made, method, text, timeout_s or controller.timeout_s)
+        self._num_calls += 1
+        call = RoleCall(self, self._num_calls, method, text, timeout_s or controller.timeout_s)
         record = controller.journal.recall(self.name, call.number, method, text)
         if record is not None:
             error = CallFailed(record["error"], where=str(call)) if "error" in record else None
@@ -138,9 +138,9 @@ class Role:
         return call
 
     def resize(self, ranks: int) -> None:
-        """Have another number of ranks: calls that were made are answered first, then all ranks are started anew.
+        """Change the number of ranks: wait for pending calls, then restart all ranks.
 
-        Their objects are made again, and find what they need in files.
+        Objects are constructed anew and must load their state from files.
 
         Raises:
             BadValue: HP102 for no ranks, Contradiction: HP104 for several with `inline`.
@@ -152,28 +152,29 @@ class Role:
         self._begin_unless_recorded(ranks)
 
     def advance(self) -> None:
-        """Look at the ranks once: take answers, give the next calls, and replace ranks that are lost."""
+        """Poll the ranks once: collect answers, start the next calls, and replace lost ranks."""
         while self._open or self._running is not None:
             if self._ranks is None:
                 self._begin()
             if self._running is None:
                 self._run(self._open[0])
-            lost = self._ranks.lost()  # first, so that what such a rank has still answered counts
+            # Before `answers`: the last answer of an ended rank counts.
+            lost = self._ranks.lost()
             self._answers |= self._ranks.answers()
             if len(self._answers) == self.size:
                 self._take(self._running)
             else:
-                self._look(self._running, lost)
+                self._poll(self._running, lost)
                 return
 
     def end(self) -> None:
-        """End the ranks, whatever they do."""
+        """Kill the ranks."""
         ranks, self._ranks, self._running = self._ranks, None, None
         if ranks is not None:
             ranks.end()
 
     def _begin_unless_recorded(self, ranks: int) -> None:
-        """Start so many ranks now, or with the first call that the journal has no answer for."""
+        """Start the ranks now, or with the first call that the journal does not answer."""
         if ranks < 1:
             raise BadValue("a role has one rank or more", where=f"role `{self.name}`", got=ranks)
         if ranks > (self.controller.engine.most_ranks or ranks):
@@ -196,11 +197,11 @@ class Role:
 
     def _run(self, call: RoleCall) -> None:
         self._running, self._answers, self._raised_s = call, {}, None
-        self._silent_s, self._looked = 0.0, time.monotonic()
+        self._silent_s, self._polled_at = 0.0, time.monotonic()
         self._ranks.give(call.number, call.method, call.arguments)
 
     def _take(self, call: RoleCall) -> None:
-        """The running call is answered."""
+        """Store the answer of the running call, which all ranks have answered."""
         self._running, error = None, self._error(call)
         if call.number == BIRTH:
             if error is not None:
@@ -212,20 +213,20 @@ class Role:
         self._open.popleft().settle(value, error)
 
     def _error(self, call: RoleCall) -> HyperParallelError | None:
-        """What the first rank that has no value says."""
+        """Return the error of the lowest rank that has no value; None when all have one."""
         for rank, answer in sorted(self._answers.items()):
             if "raised" in answer:
-                what = f"`{call.method}` of role `{self.name}` has raised {answer['raised']} on rank {rank}"
-                return CallFailed(f"{what}\n{answer['trace']}", where=str(call))
+                description = f"`{call.method}` of role `{self.name}` has raised {answer['raised']} on rank {rank}"
+                return CallFailed(f"{description}\n{answer['trace']}", where=str(call))
             if "no_json" in answer:
                 return _no_json(f"what `{self.name}.{call.method}` returns", answer["no_json"])
         return None
 
-    def _look(self, call: RoleCall, lost: str | None) -> None:
-        """At ranks that have not all answered."""
+    def _poll(self, call: RoleCall, lost: str | None) -> None:
+        """Check ranks that have not all answered: replace lost ones, and ones that exceed the time limit."""
         now = time.monotonic()
-        self._silent_s += min(now - self._looked, _LONGEST_LOOK_S)
-        self._looked = now
+        self._silent_s += min(now - self._polled_at, _LONGEST_POLL_S)
+        self._polled_at = now
         if self._raised_s is None and self._error(call) is not None:
             self._raised_s = self._silent_s
         if lost is not None:
@@ -233,59 +234,63 @@ class Role:
             return
         limit_s = call.timeout_s if self._raised_s is None else self._raised_s + _GRACE_S
         if self._silent_s > limit_s:
-            left = [rank for rank in range(self.size) if rank not in self._answers]
-            what, others, frozen = self._ranks.silent(self._silent_s, left)
+            unanswered = [rank for rank in range(self.size) if rank not in self._answers]
+            description, other_lines, frozen = self._ranks.silent(self._silent_s, unanswered)
             if self._raised_s is None or frozen:
                 hint = (
                     f"Controller(timeout_s={2 * call.timeout_s:g}), where a call may take so long"
                 )
-                what = f"role `{self.name}`: {what}, in {call}"
-                self._replace(RankHung(what, hint=hint, others=others))
-            else:  # they wait for the rank that has raised
+                description = f"role `{self.name}`: {description}, in {call}"
+                self._replace(RankHung(description, hint=hint, others=other_lines))
+            else:  # the others wait for the rank that has raised
                 self.end()
                 self._take(call)
 
     def _replace(self, error: RankFailed | RankHung) -> None:
-        """Start the ranks again; the running call and those after it are still open."""
+        """Restart the ranks; the running call and its successors remain queued."""
         self.end()
-        most = self.controller.max_restarts
-        if self.restarts < most:
+        max_restarts = self.controller.max_restarts
+        if self.restarts < max_restarts:
             self.restarts += 1
-            _log.warning("[%s] %s; restart %d of %d", error.code, error.what, self.restarts, most)
+            _log.warning(
+                "[%s] %s; restart %d of %d", error.code, error.what, self.restarts, max_restarts
+            )
             try:
                 self._begin()
-            except HyperParallelError as why:  # nor can they be started
+            except HyperParallelError as why:  # the restart failed as well
                 self._fail(why)
-        elif most == 0:
+        elif max_restarts == 0:
             self._fail(error)
         else:
-            what = f"{error.what}; the ranks were started {most + 1} times"
+            description = f"{error.what}; the ranks were started {max_restarts + 1} times"
             hint = error.hint or "Controller(journal=...) goes on from the calls that are answered"
-            self._fail(RestartsUsedUp(what, allowed=f"max_restarts={most}", hint=hint))
+            self._fail(
+                RestartsUsedUp(description, allowed=f"max_restarts={max_restarts}", hint=hint)
+            )
 
     def _fail(self, error: HyperParallelError) -> None:
-        """The role has come to its end: every call that is open, or will be made, raises this."""
+        """End the role: every queued or future call raises this error."""
         self.end()
         self._failure = error
         while self._open:
             self._open.popleft().settle(error=error)
 
 
-def as_json(values: tuple[Any, ...], what: str) -> str:
-    """Arguments as a JSON list.
+def as_json(values: tuple[Any, ...], label: str) -> str:
+    """Return arguments as a JSON list.
 
     Raises:
-        BadValue: HP102 when one is no JSON value.
+        BadValue: HP102 when one is not a JSON value.
     """
     try:
         return json.dumps(json.loads(json.dumps(values)))
     except (TypeError, ValueError, RecursionError) as error:
-        raise _no_json(f"an argument of {what}", str(error)) from error
+        raise _no_json(f"an argument of {label}", str(error)) from error
 
 
-def _no_json(what: str, got: str) -> BadValue:
+def _no_json(label: str, got: str) -> BadValue:
     return BadValue(
-        f"{what} is no JSON value: only metadata passes between roles",
+        f"{label} is no JSON value: only metadata passes between roles",
         got=got,
         allowed="numbers, texts, true, false, None, and lists and dicts of them",
         hint="write tensors to files, hp.save(model, optimizer, folder, step=version), and pass the version",

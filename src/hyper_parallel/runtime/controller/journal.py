@@ -1,12 +1,12 @@
-"""What the calls of a program were answered, line by line in a file: a program started again need not ask again.
+"""Journal of the answered calls of a program, one JSON line each: a restarted program replays their answers.
 
     {"role": "Learner", "number": 0, "method": "Learner", "arguments": ["run/weights"], "value": null}   a role
     {"role": "Learner", "number": 3, "method": "learn", "arguments": [3, []], "value": {"loss": 0.5}}     a call
     {"role": "Learner", "number": 4, "method": "learn", "arguments": [4, []], "error": "ValueError ..."}  its exception
     {"role": null, "number": 1, "method": "first", "arguments": [["Sampler", 1], ["Sampler", 2]], "value": 1}
 
-A line is on the disk before the program sees the answer. An exception that was the last answer of a role is not kept:
-the program is started again because of it, and its call runs again.
+A line is on the disk before the program sees the answer. An exception that was the last answer of a role is discarded
+on restart, because it ended the program: its call runs again.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ from hyper_parallel.errors import HyperParallelError, JournalMismatch, OutputNot
 
 _log = logging.getLogger(__name__)
 _LONGEST_WAIT_S: Final = 10.0
-"""The system kills the ranks of a controller that was killed, and they hold its journal until they are gone."""
-_LOOK_S: Final = 0.02
+"""Seconds to wait for the lock: the ranks of a killed controller inherit it and hold it until the kernel ends them."""
+_POLL_S: Final = 0.02
 _FIRST: Final = b'{"role": '
 """First bytes of a record."""
 _KEYS: Final = {"role", "number", "method", "arguments"}
 
 
 class Journal:
-    """The record of a program.
+    """Record of a program.
 
     Args:
         path: The file; created when it is missing. None: nothing is recorded.
 
     Raises:
-        JournalMismatch: HP641 for a file that is no journal.
-        RunInUse: HP720 while another controller, or a rank of it, holds the file.
+        JournalMismatch: HP641 for a file that is not a journal.
+        RunInUse: HP720 while another controller, or one of its ranks, holds the lock.
         OutputNotWritable: HP105 when it cannot be written.
     """
 
     def __init__(self, path: str | Path | None) -> None:
         self._path, self._file = path, None
-        self._left: dict[tuple[str | None, int], dict[str, Any]] = {}
+        self._unreplayed: dict[tuple[str | None, int], dict[str, Any]] = {}
         if path is None:
             return
         path = Path(path)
@@ -66,36 +66,36 @@ class Journal:
             raise
 
     def left(self, role: str) -> bool:
-        """Whether calls of a role are recorded that the program has not made yet."""
-        return any(name == role and number for name, number in self._left)
+        """Return whether the journal contains calls of a role that the program has not made yet."""
+        return any(name == role and number for name, number in self._unreplayed)
 
     def recall(
         self, role: str | None, number: int, method: str, arguments: str
     ) -> dict[str, Any] | None:
-        """The record of a call, once; None when it was not answered.
+        """Remove and return the record of a call; None when it has no record.
 
         Args:
-            role: Its name; None: a choice of `first`.
-            number: Of the call in the role, of the choice.
-            method: What is called; of call 0 the class.
-            arguments: JSON.
+            role: Name of the role; None: a choice of `first`.
+            number: Number of the call in the role, or of the choice.
+            method: Name of the method; for call 0 the class.
+            arguments: Arguments as JSON.
 
         Raises:
-            JournalMismatch: HP641 when something else is recorded in this place.
+            JournalMismatch: HP641 when another call is recorded at this position.
         """
-        at = role, number
+        key = role, number
         if number == 0:  # roles start in the order of the program
-            at = next((one for one in self._left if one[1] == 0), at)
-        if (record := self._left.pop(at, None)) is None:
+            key = next((entry for entry in self._unreplayed if entry[1] == 0), key)
+        if (record := self._unreplayed.pop(key, None)) is None:
             return None
-        asked = _words(role, number, method, arguments)
-        found = _words(*at, record["method"], json.dumps(record["arguments"]))
-        if found != asked:
+        requested = _words(role, number, method, arguments)
+        recorded = _words(*key, record["method"], json.dumps(record["arguments"]))
+        if recorded != requested:
             raise JournalMismatch(
                 "the journal was written by another program, or by this one with other arguments",
                 where=str(self._path),
-                got=asked,
-                allowed=found,
+                got=requested,
+                allowed=recorded,
                 hint=f"mv {self._path} {self._path}.old",
             )
         return record
@@ -103,7 +103,7 @@ class Journal:
     def write(
         self, role: str | None, number: int, method: str, arguments: str, answer: dict[str, Any]
     ) -> None:
-        """Record a `value` or an `error`; it is on the disk when this returns."""
+        """Record a `value` or an `error`; flushed to the disk before this returns."""
         if self._file is None:
             return
         key = {"role": role, "number": number, "method": method, "arguments": json.loads(arguments)}
@@ -115,7 +115,7 @@ class Journal:
             raise self._not_writable(error) from error
 
     def close(self) -> None:
-        """Let the file go."""
+        """Close the file and release its lock."""
         if self._file is not None:
             try:
                 self._file.close()
@@ -123,14 +123,14 @@ class Journal:
                 raise self._not_writable(error) from error
 
     def _lock(self) -> None:
-        """Until nobody else has the file; forked ranks inherit the lock, and give it back when they end."""
+        """Lock the file, waiting for other holders; forked ranks inherit the lock and release it when they end."""
         deadline = time.monotonic() + _LONGEST_WAIT_S
         while True:
             try:
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
                 if time.monotonic() < deadline:
-                    time.sleep(_LOOK_S)
+                    time.sleep(_POLL_S)
                     continue
                 raise RunInUse(
                     "another controller writes this journal, or a rank of it has not ended",
@@ -142,29 +142,29 @@ class Journal:
             return
 
     def _read(self) -> None:
-        """Take the records in; what follows the last whole one was being written when the program was killed."""
+        """Load the records, and truncate an incomplete last line, left by a killed program."""
         self._file.seek(0)
-        lines, whole = self._file.readlines(), 0
+        lines, complete_bytes = self._file.readlines(), 0
         last: dict[str | None, dict[str, Any]] = {}
-        for at, line in enumerate(lines):
+        for index, line in enumerate(lines):
             record = _record(line)
             if record is None:
-                if at < len(lines) - 1:
-                    raise self._no_record(at, line)
-                if not whole and not _is_torn(line):
-                    raise self._no_record(at, line)
-                self._file.truncate(whole)
+                if index < len(lines) - 1:
+                    raise self._no_record(index, line)
+                if not complete_bytes and not _is_torn(line):
+                    raise self._no_record(index, line)
+                self._file.truncate(complete_bytes)
                 break
-            whole += len(line)
-            self._left[record["role"], record["number"]] = last[record["role"]] = record
+            complete_bytes += len(line)
+            self._unreplayed[record["role"], record["number"]] = last[record["role"]] = record
         for role, record in last.items():
             if "error" in record:
-                del self._left[role, record["number"]]
+                del self._unreplayed[role, record["number"]]
 
-    def _no_record(self, at: int, line: bytes) -> JournalMismatch:
+    def _no_record(self, index: int, line: bytes) -> JournalMismatch:
         return JournalMismatch(
             "a line of the journal is no record",
-            where=f"{self._path}:{at + 1}",
+            where=f"{self._path}:{index + 1}",
             got=repr(line[:80]),
             hint=f"mv {self._path} {self._path}.old",
         )
@@ -179,7 +179,7 @@ class Journal:
 
 
 def _record(line: bytes) -> dict[str, Any] | None:
-    """The record of a line; None for anything else, a line without its end included."""
+    """Return the record of a line; None for any other line, including one without a newline."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):
@@ -190,7 +190,7 @@ def _record(line: bytes) -> dict[str, Any] | None:
 
 
 def _is_torn(line: bytes) -> bool:
-    """Return whether a line may be the beginning of a record; without one before, nothing else tells a journal."""
+    """Return whether a line is a prefix of a record: only then is a file without complete records a journal."""
     try:
         json.loads(line)
     except (ValueError, RecursionError):
@@ -199,6 +199,6 @@ def _is_torn(line: bytes) -> bool:
 
 
 def _words(role: str | None, number: int, method: str, arguments: str) -> str:
-    """A call as errors show it, by which calls are compared."""
+    """Return a call in the text form in which calls are compared and shown in errors."""
     call = f"{method}({arguments[1:-1]})"
     return f"choice {number}: {call}" if role is None else f"role `{role}`, call {number}: {call}"

@@ -11,7 +11,7 @@ from hyper_parallel.backends.torch import local
 from hyper_parallel.errors import BudgetImpossible
 from hyper_parallel.ir import MemoryPlan, MemoryProgram
 from hyper_parallel.memory import MemoryMachine
-from hyper_parallel.runtime import agreed, of_ranks
+from hyper_parallel.runtime import agree_on_plan, gather_objects
 from hyper_parallel.units import format_bytes
 
 
@@ -42,10 +42,10 @@ def plan_or_refuse(
         BudgetImpossible: HP402. When the steps before the plan have shown that the budget of a rank does not suffice,
             their least bytes are planned for, so that the budget in the hint has a plan.
     """
-    least_bytes = max(of_ranks(least_bytes))
+    least_bytes = max(gather_objects(least_bytes))
     tried = budget_bytes if budget_bytes is None else max(budget_bytes, least_bytes)
     try:
-        plan = agreed(lambda: make_plan(tried), program, machine, tried)
+        plan = agree_on_plan(lambda: make_plan(tried), program, machine, tried)
     except BudgetImpossible as error:
         if tried == budget_bytes:
             raise
@@ -61,7 +61,7 @@ def refuse_above(budget_bytes: int | None, peak_bytes: int, what: str) -> None:
     Raises:
         BudgetImpossible: HP402 with the bytes of the fullest rank.
     """
-    most = max(of_ranks(peak_bytes))
+    most = max(gather_objects(peak_bytes))
     if budget_bytes is not None and most > budget_bytes:
         raise _too_small(budget_bytes, most, what)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from hyper_parallel.backends.torch.memory import ULPS
 from hyper_parallel.ir import MemoryPlan, MemoryTerm, Plan, Timeline
 from hyper_parallel.memory import order_peak, order_seconds, peak_by_kind
-from hyper_parallel.runtime import of_ranks
+from hyper_parallel.runtime import gather_objects
 from hyper_parallel.trainer.files import write_timeline
 from hyper_parallel.units import format_bytes, format_seconds
 
@@ -48,7 +48,7 @@ class OffloadRecord:
 
     def over_ranks(self) -> OffloadRecord:
         """The largest of every number over all ranks."""
-        return OffloadRecord(*map(max, zip(*map(astuple, of_ranks(self)), strict=True)))
+        return OffloadRecord(*map(max, zip(*map(astuple, gather_objects(self)), strict=True)))
 
 
 def with_memory(plan: Plan, memory: MemoryPlan, notes: tuple[str, ...]) -> Plan:
@@ -60,7 +60,7 @@ def with_memory(plan: Plan, memory: MemoryPlan, notes: tuple[str, ...]) -> Plan:
         notes: Sentences about it, beside those that it says itself.
     """
     fullest = max(
-        of_ranks(_memory_terms(memory)),
+        gather_objects(_memory_terms(memory)),
         key=lambda terms: sum(t.bytes for t in terms if t.tier == "hbm"),
     )
     lines = tuple(f"offload: {line}" for line in memory.statement)

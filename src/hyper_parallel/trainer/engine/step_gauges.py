@@ -20,7 +20,7 @@ from torch import Tensor
 from hyper_parallel.backends.torch import local
 from hyper_parallel.backends.torch.memory import StorageWatch
 from hyper_parallel.ir import Counter, Span, Timeline, joined
-from hyper_parallel.runtime import Pulse
+from hyper_parallel.runtime import HeartbeatWriter
 
 WINDOW: Final = range(2, 13)
 """Steps that are recorded, few enough to stay small: the second, whose bytes are counted, and ten past the warm-up."""
@@ -51,7 +51,7 @@ class SpanRecorder:
         rank: int,
         device: torch.device,
         first_step: int = 1,
-        pulse: Pulse | None = None,
+        pulse: HeartbeatWriter | None = None,
         role: str = "rank",
     ) -> None:
         self._rank, self._device, self._pulse = rank, device, pulse
@@ -74,7 +74,7 @@ class SpanRecorder:
     def span(self, name: str, category: str, lane: str = "compute") -> Iterator[None]:
         """Record the enclosed work when the step is in the window; evaluations and checkpoints always."""
         if self._pulse is not None:
-            self._pulse.beat(name)
+            self._pulse.begin_phase(name)
         if self._step is not None and self._step not in self._window:
             yield
             return

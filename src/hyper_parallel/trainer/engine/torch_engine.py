@@ -188,7 +188,9 @@ class TorchEngine:
         self._saver = self._checkpointer(job.checkpoint_dir)
         if self.world_size > 1:
             dist.barrier()
-        self._recorder = SpanRecorder(self.rank, self._world.device, done + 1, self._world.pulse)
+        self._recorder = SpanRecorder(
+            self.rank, self._world.device, done + 1, self._world.heartbeat
+        )
         self._loop = Loop(
             self._model,
             self._optimizer,

@@ -155,7 +155,7 @@ class Publisher:
     def __init__(
         self, job: Job, world: World, model: nn.Module, done: int, origin_s: float
     ) -> None:
-        beat = (lambda phase: None) if world.pulse is None else world.pulse.beat
+        beat = (lambda phase: None) if world.heartbeat is None else world.heartbeat.begin_phase
         self._folder = RolloutFolder(job.output_dir / "rollouts", beat)
         self._job, self._world, self._model, self._done = job, world, model, done
         self._origin_s = origin_s
@@ -244,7 +244,7 @@ def sample_rank(job: Job, copy: int) -> None:
         )  # its values come with a version
         part = copy * grpo.rollout_dp_shard + data_share(model)[0]
         writes = world.rank % grpo.copy_tp == 0
-        beat = (lambda phase: None) if world.pulse is None else world.pulse.beat
+        beat = (lambda phase: None) if world.heartbeat is None else world.heartbeat.begin_phase
         folder = RolloutFolder(job.output_dir / "rollouts", beat)
         sampler = Sampler.of_job(job, model)
         published = Checkpointer(folder.policy, keep=1, asynchronous=False, fingerprint=None)
@@ -252,7 +252,7 @@ def sample_rank(job: Job, copy: int) -> None:
             return
         batches, first = job.train_batches(), begin["done"] * grpo.num_iterations
         batches.load_state_dict(begin["data"])
-        recorder = SpanRecorder(part, world.device, first + 1, world.pulse, "sampler")
+        recorder = SpanRecorder(part, world.device, first + 1, world.heartbeat, "sampler")
         timeline = folder.path / f"timeline.{part}.json"
         weights, reference = Weights(-1), None
         if grpo.samplers_refer:  # whoever began the run has kept it
