@@ -4,7 +4,7 @@ import gc
 import time
 import weakref
 
-from hyper_parallel.runtime.heartbeat import Board, Pulse
+from hyper_parallel.runtime.heartbeat import HeartbeatBoard, HeartbeatWriter
 
 
 class Buffer:
@@ -13,8 +13,8 @@ class Buffer:
 
 def test_a_look_at_a_rank_keeps_nothing_that_its_functions_used(tmp_path):
     """Or activations and DRAM buffers of a slow phase would exist until the next garbage collection."""
-    board = Board(tmp_path / "board", 1)
-    pulse = Pulse(board, 0)
+    board = HeartbeatBoard(tmp_path / "board", 1)
+    pulse = HeartbeatWriter(board, 0)
 
     def slow_phase():
         buffer, deadline = Buffer(), time.monotonic() + 30
