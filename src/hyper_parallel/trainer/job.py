@@ -117,7 +117,7 @@ class Job:
         return _resume_dir(self.recipe)
 
     @property
-    def starts_over(self) -> bool:
+    def ignore_checkpoints(self) -> bool:
         """Whether an earlier run in the output directory is removed, not continued."""
         return self.recipe.checkpoint.resume == "never" and not self.restarted
 

@@ -162,7 +162,7 @@ class TorchEngine:
 
     def load(self) -> tuple[int, dict[str, Any]]:
         """Continue from the newest intact checkpoint: its step and the `extra` of its save; step 0 for a new run."""
-        if self._job.starts_over:
+        if self._job.ignore_checkpoints:
             return 0, {}
         source, memory = self._checkpointer(self._job.resume_dir), self._snapshots
         saved = [s for s in (source, memory) if s is not None and s.latest() is not None]
