@@ -188,7 +188,7 @@ def _step(loop: Loop, recorder: Recorder, plan: Plan, training: Training) -> Non
         inputs.append(batch)
     loss, _ = loop.gradients(StepInputs(inputs, work.tokens_per_step or 1))
     recorder.enter("loss")
-    loop.share(loss, 0)
+    loop.reduce_step_log(loss, 0)
     loop.update(training.lr)
 
 

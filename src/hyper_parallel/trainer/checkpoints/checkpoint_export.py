@@ -19,7 +19,7 @@ from hyper_parallel.trainer.checkpoints.adapter_files import allocate_trained, e
 from hyper_parallel.trainer.checkpoints.checkpointer import Checkpointer
 from hyper_parallel.trainer.checkpoints.model_export import export_hf, exported_folder
 from hyper_parallel.trainer.engine.base_weights import load_base
-from hyper_parallel.trainer.engine.recipe_model import GENERATION, build_model, take_padding
+from hyper_parallel.trainer.engine.recipe_model import GENERATION, build_model, set_pad_token_id
 from hyper_parallel.trainer.input_checksums import BASE, RunInputs
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -96,7 +96,7 @@ def export_checkpoint(
         return found
     merge_adapters(model)
     if scores and tokenizer_dir is not None:
-        take_padding(model, tokenizer_dir)
+        set_pad_token_id(model, tokenizer_dir)
     generation = model_dir / GENERATION
     carried = CarriedWeights.read(model_dir)
     if carried is None and not merge and model_dir.is_dir() and list_weight_files(model_dir).files:

@@ -20,9 +20,8 @@ from hyper_parallel.trainer.files import tensors_written
 from hyper_parallel.trainer.stages.sampling import Completions
 from hyper_parallel.units import MiB
 
-_POLL_S: Final = (
-    0.005  # short compared to steps of the smallest models; listing a folder takes microseconds
-)
+_POLL_S: Final = 0.005
+"""Short compared to steps of the smallest models; listing a folder takes microseconds."""
 _SHARE: Final = re.compile(r"step_\d{8,}\.\d+\.safetensors")
 _T = TypeVar("_T")
 
