@@ -44,7 +44,7 @@ from hyper_parallel.errors import (
 from hyper_parallel.hub import fetch, parse_name
 from hyper_parallel.model import ConfigFile
 from hyper_parallel.trainer._pick_device import pick_device
-from hyper_parallel.trainer.checkpoints.adapter_files import ADAPTER_WEIGHTS, take_adapter
+from hyper_parallel.trainer.checkpoints.adapter_files import ADAPTER_WEIGHTS, load_adapter
 from hyper_parallel.trainer.data import has_tokenizer, load_tokenizer
 from hyper_parallel.trainer.decoding import (
     SLOTS,
@@ -136,7 +136,7 @@ def load(
         if adapter.is_file():
             if Path(base).is_dir():
                 check_base(export / ADAPTER_WEIGHTS, Path(base))
-            take_adapter(model, export)
+            load_adapter(model, export)
             merge_adapters(model)
         rotate_by_document(model)
         reset_before_calls(model)

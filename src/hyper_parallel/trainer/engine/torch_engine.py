@@ -134,9 +134,8 @@ class TorchEngine:
         alpha = training.neftune_noise_alpha
         self._noise = None if alpha is None else EmbeddingNoise.attach(self._model, alpha)
         self._optimizer = build_optimizer(self._model, training)
-        self._parameters = list(
-            self._model.parameters()
-        )  # during a step FSDP replaces them by full parameters
+        # During a step FSDP replaces the parameters of the model by full ones.
+        self._parameters = list(self._model.parameters())
         # Offload counts its own bytes, and compiled code is invisible to the counter.
         if not (self._recipe.offload.on or training.compile):
             self._gauge.state = lambda: [t for kind in self._state().values() for t in kind]
@@ -261,7 +260,7 @@ class TorchEngine:
         if self._scale is not None:
             extra = extra | {"loss_scale": asdict(self._scale)}
         with self._recorder.span("checkpoint", "checkpoint"):
-            saver.save(step, self._model, self._optimizer, extra, self._at_home)
+            saver.save(step, self._model, self._optimizer, extra, self._resident)
 
     def any(self, flag: bool) -> bool:
         """Return whether the flag is set on any rank."""
@@ -300,7 +299,7 @@ class TorchEngine:
                     if planned.timelines is not None:
                         write_timelines(planned.timelines, self._job.output_dir)
 
-    def _at_home(self, tensor: Tensor) -> Tensor:
+    def _resident(self, tensor: Tensor) -> Tensor:
         """Return a tensor of model or optimizer, between steps, with its bytes on its home tier."""
         owner = self._planned or self._spill
         return tensor.detach() if owner is None else owner.at_home(tensor)
@@ -317,7 +316,7 @@ class TorchEngine:
                 self._model,
                 job.packed.tokenizer_dir,
                 job.export_dir,
-                at_home=self._at_home,
+                resident=self._resident,
                 metadata=self._base.to_metadata() if self._base else {},
             )
             return
@@ -332,7 +331,7 @@ class TorchEngine:
             job.packed.tokenizer_dir,
             job.export_dir,
             generation=generation,
-            at_home=self._at_home,
+            resident=self._resident,
         )
 
     def facts(self) -> dict[str, Any]:

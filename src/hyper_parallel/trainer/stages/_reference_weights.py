@@ -77,9 +77,8 @@ class ReferenceWeights:
         for module in handle(self._model).fsdp:
             module.reshard()  # gathered parameters have the previous values
         for param, value in zip(self._trained, self._values, strict=True):
-            shard = local(
-                param
-            )  # looked up at each call: the first pass replaces the tensors of uneven shards
+            # Looked up at each call: the first pass replaces the tensors of uneven shards.
+            shard = local(param)
             current = shard.clone()
             shard.copy_(value)
             value.copy_(current)

@@ -23,10 +23,8 @@ from hyper_parallel.trainer.data.span_tokens import ids_behind
 from hyper_parallel.trainer.decoding import Running
 
 WHERE = "grpo.environment"
-_WORDS, _REPLY = (
-    "XYZ",
-    "UVW",
-)  # placeholders in a conversation that shows the template's text between turns
+_WORDS, _REPLY = "XYZ", "UVW"
+"""Placeholders in a conversation that shows the template's text between turns."""
 
 
 class Environments:
@@ -53,9 +51,8 @@ class Environments:
             for prompt, answer, seed in zip(prompts, answers, seeds, strict=True)
         ]
         self._tokenizer, self._between = tokenizer, _between_turns(tokenizer)
-        self._turn_starts = [0] * len(
-            self._environments
-        )  # length of the completion before its last turn, in tokens
+        # Length of the completion before its last turn, in tokens.
+        self._turn_starts = [0] * len(self._environments)
         self.rewards = [0.0] * len(self._environments)
 
     def answer(self, sequence: Running) -> list[int]:
