@@ -22,7 +22,7 @@ from hyper_parallel.errors import CheckpointCorrupt, Contradiction, TokenizerMis
 from hyper_parallel.ir import Plan
 from hyper_parallel.owned_folder import Replacement
 from hyper_parallel.topology import is_this_machine
-from hyper_parallel.trainer._compared_rows import check_rewards, check_rows
+from hyper_parallel.trainer._preference_rows import check_rewards, check_rows
 from hyper_parallel.trainer._elastic import on_started, with_roles
 from hyper_parallel.trainer._resumed_checkpoint import check_newest
 from hyper_parallel.trainer.checkpoints.manifest import steps
