@@ -119,9 +119,15 @@ def test_a_configuration_is_refused_by_its_value(adapter, changes, error, says):
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (lambda s: {k: v for k, v in s.items() if ".0." not in k}, "do not match its configuration"),
+        (
+            lambda s: {k: v for k, v in s.items() if ".0." not in k},
+            "do not match its configuration",
+        ),
         (lambda s: s | {"more": torch.zeros(1)}, "do not match its configuration"),
-        (lambda s: {k: v[:, :1].contiguous() for k, v in s.items()}, "do not match its configuration"),
+        (
+            lambda s: {k: v[:, :1].contiguous() for k, v in s.items()},
+            "do not match its configuration",
+        ),
         (lambda s: {k: v.int() for k, v in s.items()}, "torch.int32"),
         (lambda s: {k: v / 0 for k, v in s.items()}, "NaN or infinity"),
         (lambda s: {k: v.unsqueeze(0) for k, v in s.items()}, "rank 4"),

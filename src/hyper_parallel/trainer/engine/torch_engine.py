@@ -60,7 +60,7 @@ from hyper_parallel.trainer.loop import (
     Trainer,
 )
 from hyper_parallel.trainer.signals import StopRequest
-from hyper_parallel.trainer.snapshots import KEPT
+from hyper_parallel.trainer.snapshots import SNAPSHOTS_KEPT
 from hyper_parallel.trainer.stages.build_stage import build_stage
 
 if TYPE_CHECKING:
@@ -392,7 +392,7 @@ class TorchEngine:
         choice, plan = self._recipe.checkpoint, self._job.plan
         return Checkpointer(
             directory,
-            keep=KEPT if snapshot else choice.keep,
+            keep=SNAPSHOTS_KEPT if snapshot else choice.keep,
             asynchronous=choice.asynchronous and not snapshot,
             fingerprint={
                 "model": plan.model.fingerprint,

@@ -28,7 +28,7 @@ from hyper_parallel.ir import Plan, Timeline
 from hyper_parallel.received import Limits, read_json
 from hyper_parallel.trainer.data.summary import records_word
 from hyper_parallel.trainer.data_record import write_data_record
-from hyper_parallel.trainer.directory_watch import DirectoryWatch, continuing_words
+from hyper_parallel.trainer.directory_watch import DirectoryWatch, resume_hint
 from hyper_parallel.trainer.files import write_text, write_timeline
 from hyper_parallel.trainer.loop._display import Display
 from hyper_parallel.trainer.loop._schedule import LrSchedule
@@ -208,7 +208,7 @@ class Trainer:
             with closing(DirectoryWatch(self._job.output_dir)) as self._watch:
                 return self._train()
         except LossNotFinite as error:
-            error.hint = error.hint or continuing_words(self._job)
+            error.hint = error.hint or resume_hint(self._job)
             raise
 
     def _train(self) -> Summary | None:
@@ -234,7 +234,7 @@ class Trainer:
                 engine.finish()
             self._watch.check()
         if run.stopped:
-            self._stop.obeyed(run.done)
+            self._stop.record_stop(run.done)
         timeline = engine.timeline() if run.done >= run.first_step else None
         if timeline is not None:
             with self._unwritten.spare(job.output_dir):

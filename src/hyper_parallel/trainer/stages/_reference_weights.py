@@ -61,7 +61,7 @@ class ReferenceWeights:
                 saved = Checkpointer(directory / FOLDER, keep=1, asynchronous=False, fingerprint={})
                 saved.save(0, model, None, {})
                 saved.close()
-        inputs.found[REFERENCE_MODEL] = _checksum(directory)
+        inputs.checksums[REFERENCE_MODEL] = _checksum(directory)
 
     @contextmanager
     def weights(self) -> Iterator[None]:

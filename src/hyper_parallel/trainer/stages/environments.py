@@ -20,7 +20,7 @@ from hyper_parallel.errors import BadValue
 from hyper_parallel.trainer.data.chat import render
 from hyper_parallel.trainer.data.conversation import Message
 from hyper_parallel.trainer.data.span_tokens import ids_behind
-from hyper_parallel.trainer.decoding import Running
+from hyper_parallel.trainer.decoding import DecodingSequence
 
 WHERE = "grpo.environment"
 _WORDS, _REPLY = "XYZ", "UVW"
@@ -33,8 +33,8 @@ class Environments:
     Args:
         kind: Class of the user.
         tokenizer: Tokenizer of the run.
-        prompts: Texts of the prompts, as passed to rewards.
-        answers: Texts of the answers.
+        prompts: TextCodec of the prompts, as passed to rewards.
+        answers: TextCodec of the answers.
         seeds: Seed of each completion; independent of time and rank of sampling.
     """
 
@@ -55,7 +55,7 @@ class Environments:
         self._turn_starts = [0] * len(self._environments)
         self.rewards = [0.0] * len(self._environments)
 
-    def answer(self, sequence: Running) -> list[int]:
+    def answer(self, sequence: DecodingSequence) -> list[int]:
         """Return the tokens between a finished turn and the model's next turn; [] at the end.
 
         Raises:

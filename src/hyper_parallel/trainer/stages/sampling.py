@@ -19,7 +19,13 @@ from torch import Tensor, nn
 from hyper_parallel.backends.torch.decode_slots import WholePasses
 from hyper_parallel.backends.torch.user_objective import token_logprobs
 from hyper_parallel.trainer.data.batches import IGNORE_INDEX
-from hyper_parallel.trainer.decoding import Decoder, Running, Sampling, decoder_of, numbers
+from hyper_parallel.trainer.decoding import (
+    Decoder,
+    DecodingSequence,
+    Sampling,
+    make_decoder,
+    numbers,
+)
 from hyper_parallel.trainer.stages.environments import Environments
 
 NOT_SAMPLED: Final = -1
@@ -116,7 +122,7 @@ def sample(
     limits = (tokens.shape[1] - starts).clamp_(max=max_completion_length).tolist()
     drawn = draws.double().cpu().numpy()
     sequences = [
-        Running(row, tokens[row, :start].tolist(), start, limit, drawn[row])
+        DecodingSequence(row, tokens[row, :start].tolist(), start, limit, drawn[row])
         for row, (start, limit) in enumerate(zip(starts.tolist(), limits, strict=True))
         if limit
     ]
@@ -132,18 +138,18 @@ def sample(
         for sequence in decoder.run():
             versions[sequence.number, len(sequence.text) - 1] = weights.version
     active = [] if exact else sequences
-    decoder = decoder_of(model, active, settings, stops, microbatch, interrupt=weights.due)
+    decoder = make_decoder(model, active, settings, stops, microbatch, interrupt=weights.due)
     while not exact:
         for sequence in decoder.run():
             versions[sequence.number, len(sequence.text) - 1] = weights.version
             if sequence.finish is not None and environments is not None:
                 reply = environments.answer(sequence)
                 if len(sequence.tokens) + len(reply) < sequence.limit and reply:
-                    decoder.go_on(sequence, reply)
+                    decoder.continue_after(sequence, reply)
         if weights.renew is None or not decoder.busy:
             break
         weights.version = weights.renew()
-        decoder.read_again()
+        decoder.invalidate_cache()
     for sequence in sequences:
         row, end = sequence.number, len(sequence.text)
         tokens[row, :end] = torch.tensor(sequence.text)
