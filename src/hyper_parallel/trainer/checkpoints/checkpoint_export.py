@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from hyper_parallel.backends.torch.dropout import original_config
 from hyper_parallel.backends.torch.token_scores import SCORE
@@ -17,6 +18,7 @@ from hyper_parallel.model import list_weight_files
 from hyper_parallel.trainer.checkpoints._restore import stored_dtypes
 from hyper_parallel.trainer.checkpoints.adapter_files import allocate_trained, export_adapter
 from hyper_parallel.trainer.checkpoints.checkpointer import Checkpointer
+from hyper_parallel.trainer.checkpoints.index import Index
 from hyper_parallel.trainer.checkpoints.model_export import export_hf, exported_folder
 from hyper_parallel.trainer.engine.base_weights import load_base
 from hyper_parallel.trainer.engine.recipe_model import GENERATION, build_model, set_pad_token_id
@@ -65,18 +67,9 @@ def export_checkpoint(
     exported_folder(out_dir, "adapter" if lora is not None and not merge else "export").check()
     loader = Checkpointer(directory, keep=1, asynchronous=False, fingerprint=None)
     exported_step, _, index = loader.newest_intact(step)
-    dtypes = stored_dtypes(index)
-    scores = f"{SCORE}.weight" in dtypes  # language models have no such parameter
+    scores = f"{SCORE}.weight" in stored_dtypes(index)  # language models have no such parameter
     model_dir = model_dir.expanduser()
-    try:
-        # Every model has eager attention, and exports do not record the attention implementation.
-        source = Model(path=str(model_dir), attn_implementation="eager", trust_remote_code=trusted)
-        model = build_model(Recipe(model=source, lora=lora, stage="rm" if scores else "pt"))
-    except UnknownModel as error:
-        raise ModelUnreadable(error.what, where=str(model_dir), hint=error.hint) from error
-    for name, parameter in model.named_parameters():
-        default = next(iter(dtypes.values())) if lora is not None else parameter.dtype
-        parameter.data = parameter.data.to(dtypes.get(name, default))
+    model = _build_model(model_dir, index, lora, scores=scores, trusted=trusted)
     base = None
     if merge:
         base = load_base(model, model_dir, frozen=True)
@@ -105,3 +98,20 @@ def export_checkpoint(
     config = original_config(model)
     export_hf(model, config, tokenizer_dir, out_dir, stored, generation=generation, carried=carried)
     return exported_step
+
+
+def _build_model(
+    model_dir: Path, index: Index, lora: Lora | None, *, scores: bool, trusted: bool
+) -> nn.Module:
+    """Return the model of a checkpoint on the meta device, in the dtypes of the checkpoint."""
+    dtypes = stored_dtypes(index)
+    try:
+        # Every model has eager attention, and exports do not record the attention implementation.
+        source = Model(path=str(model_dir), attn_implementation="eager", trust_remote_code=trusted)
+        model = build_model(Recipe(model=source, lora=lora, stage="rm" if scores else "pt"))
+    except UnknownModel as error:
+        raise ModelUnreadable(error.what, where=str(model_dir), hint=error.hint) from error
+    for name, parameter in model.named_parameters():
+        default = next(iter(dtypes.values())) if lora is not None else parameter.dtype
+        parameter.data = parameter.data.to(dtypes.get(name, default))
+    return model

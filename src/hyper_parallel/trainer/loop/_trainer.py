@@ -312,7 +312,7 @@ class Trainer:
             snaps = snapshot_every and step % snapshot_every == 0 and not final
             saves = final or result.save or (checkpoint.every and step % checkpoint.every == 0)
             if snaps or saves:
-                extra = {"data": self._batches.state_dict(step), "metrics": metrics}
+                extra: dict[str, Any] = {"data": self._batches.state_dict(step), "metrics": metrics}
                 extra |= {"run": run.facts, "resumes": run.history}
                 extra["early_stopping"] = run.stopping.state_dict()
                 if snaps:

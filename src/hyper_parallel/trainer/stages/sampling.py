@@ -7,7 +7,7 @@ time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -129,27 +129,13 @@ def sample(
     settings = Sampling(max_completion_length, temperature=1.0, top_p=1.0)
     training = model.training
     model.eval()
-    for first in range(0, len(tokens), microbatch) if exact else ():
-        batch = [s for s in sequences if first <= s.number < first + microbatch]
-        ids = tokens[first : first + microbatch, :-1]
-        passes = WholePasses(model, ids, [s.number - first for s in batch])
-        decoder = Decoder(passes, settings, stops)
-        decoder.add(batch)
-        for sequence in decoder.run():
-            versions[sequence.number, len(sequence.text) - 1] = weights.version
-    active = [] if exact else sequences
-    decoder = make_decoder(model, active, settings, stops, microbatch, interrupt=weights.due)
-    while not exact:
-        for sequence in decoder.run():
-            versions[sequence.number, len(sequence.text) - 1] = weights.version
-            if sequence.finish is not None and environments is not None:
-                reply = environments.answer(sequence)
-                if len(sequence.tokens) + len(reply) < sequence.limit and reply:
-                    decoder.continue_after(sequence, reply)
-        if weights.renew is None or not decoder.busy:
-            break
-        weights.version = weights.renew()
-        decoder.invalidate_cache()
+    if exact:
+        steps = _decode_exact(model, tokens, sequences, settings, stops, microbatch)
+    else:
+        decoder = make_decoder(model, sequences, settings, stops, microbatch, interrupt=weights.due)
+        steps = _decode_in_slots(decoder, weights, environments)
+    for sequence in steps:
+        versions[sequence.number, len(sequence.text) - 1] = weights.version
     for sequence in sequences:
         row, end = sequence.number, len(sequence.text)
         tokens[row, :end] = torch.tensor(sequence.text)
@@ -163,6 +149,41 @@ def sample(
     if exact:
         logprobs[:, 1:] = logprobs_of(model, tokens[:, :-1], completions.labels, microbatch)
     return completions
+
+
+def _decode_exact(
+    model: nn.Module,
+    tokens: Tensor,
+    sequences: Sequence[DecodingSequence],
+    settings: Sampling,
+    stops: Collection[int],
+    microbatch: int,
+) -> Iterator[DecodingSequence]:
+    """Yield every sequence after each token, decoded by full forward passes over whole microbatches."""
+    for first in range(0, len(tokens), microbatch):
+        batch = [s for s in sequences if first <= s.number < first + microbatch]
+        ids = tokens[first : first + microbatch, :-1]
+        passes = WholePasses(model, ids, [s.number - first for s in batch])
+        decoder = Decoder(passes, settings, stops)
+        decoder.add(batch)
+        yield from decoder.run()
+
+
+def _decode_in_slots(
+    decoder: Decoder, weights: Weights, environments: Environments | None
+) -> Iterator[DecodingSequence]:
+    """Yield every sequence after each token; load newer weights at interrupts, and insert environment replies."""
+    while True:
+        for sequence in decoder.run():
+            yield sequence
+            if sequence.finish is not None and environments is not None:
+                reply = environments.answer(sequence)
+                if len(sequence.tokens) + len(reply) < sequence.limit and reply:
+                    decoder.continue_after(sequence, reply)
+        if weights.renew is None or not decoder.busy:
+            return
+        weights.version = weights.renew()
+        decoder.invalidate_cache()
 
 
 @torch.no_grad()
