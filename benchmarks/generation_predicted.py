@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from hyper_parallel.backends.torch import read_model
 from hyper_parallel.ir import GenerateWorkload
 from hyper_parallel.planner.generation import plan_generation
-from hyper_parallel.trainer.decoding import Running, Sampling, decoder_of
+from hyper_parallel.trainer.decoding import DecodingSequence, Sampling, make_decoder
 
 # Family, hidden, query and key heads; prompts, tokens of each, new ones.
 CASES = (
@@ -85,9 +85,9 @@ def _case(
 def _measured(model: Any, work: GenerateWorkload) -> tuple[float, float]:
     """Seconds until all sequences have a token, and of each further pass."""
     texts = torch.randint(3, 4096, (work.prompts, work.prompt_len)).tolist()
-    sequences = [Running(i, ids, len(ids), work.new_tokens) for i, ids in enumerate(texts)]
+    sequences = [DecodingSequence(i, ids, len(ids), work.new_tokens) for i, ids in enumerate(texts)]
     start, ends = time.process_time(), []
-    decoder = decoder_of(
+    decoder = make_decoder(
         model, sequences, Sampling(work.new_tokens, temperature=0), (), work.prompts
     )
     while decoder.busy:

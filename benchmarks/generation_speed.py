@@ -24,7 +24,7 @@ import torch
 from _machine import machine
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from hyper_parallel.trainer.decoding import Running, Sampling, decoder_of
+from hyper_parallel.trainer.decoding import DecodingSequence, Sampling, make_decoder
 from hyper_parallel.trainer.generation import decode_tokens
 
 Texts = list[list[int]]
@@ -107,8 +107,8 @@ def _model(hidden: int, layers: int) -> Any:
 
 def _in_slots(model: Any, prompts: Texts, count: int) -> Texts:
     sampling = Sampling(count, temperature=0)
-    sequences = [Running(i, [*ids], len(ids), count) for i, ids in enumerate(prompts)]
-    for _ in decoder_of(model, sequences, sampling, (), len(prompts)).run():
+    sequences = [DecodingSequence(i, [*ids], len(ids), count) for i, ids in enumerate(prompts)]
+    for _ in make_decoder(model, sequences, sampling, (), len(prompts)).run():
         pass
     return [s.tokens for s in sequences]
 

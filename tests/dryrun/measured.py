@@ -159,7 +159,7 @@ def _prepare(
     def step() -> None:
         inputs = [batch() for _ in range(plan.workload.accumulation_steps)]
         loss, _ = loop.gradients(StepInputs(inputs, plan.workload.tokens_per_step))
-        loop.share(loss, 0)
+        loop.reduce_step_log(loss, 0)
         loop.update(training.lr)
 
     def state_bytes() -> int:

@@ -342,7 +342,7 @@ def test_a_function_gets_the_columns_that_it_names():
         (Called(), ("answer",), "ground_truth"),
     ):
         with pytest.raises(
-            Contradiction, match="wants a column that the data does not have"
+            Contradiction, match="needs a column that the data does not have"
         ) as caught:
             check_columns("named", function, columns, "here")
         assert caught.value.got == match
@@ -399,7 +399,7 @@ def test_rewards_by_name():
         (["grpo.reward_funcs=[own_rewards.none]"], NotImportable, "no such function"),
         (["grpo.reward_weights=[1.0]"], Contradiction, "one weight for every reward"),
         (["grpo.reward_funcs=[own_rewards.wrong]"], BadValue, "one finite number"),
-        (["grpo.reward_funcs=[own_rewards.without]"], Contradiction, "wants a column"),
+        (["grpo.reward_funcs=[own_rewards.without]"], Contradiction, "needs a column"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else None,
 )

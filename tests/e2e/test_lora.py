@@ -21,7 +21,7 @@ from hyper_parallel.errors import (
     WeightsUnreadable,
 )
 from hyper_parallel.ir import Plan
-from hyper_parallel.trainer.checkpoints.adapter_files import take_adapter
+from hyper_parallel.trainer.checkpoints.adapter_files import load_adapter
 from tests.e2e.runs import CURVE, assert_same_curve, command, curve, make_place, train
 
 peft = pytest.importorskip("peft")
@@ -143,7 +143,7 @@ def test_an_imported_adapter_keeps_its_scale(place, tmp_path):
             p.data = torch.randn(p.shape, dtype=torch.float64) * 0.1
     model.save_pretrained(tmp_path / "adapter")
     plain = AutoModelForCausalLM.from_pretrained(place / "base" / "export", dtype="auto")
-    take_adapter(plain, tmp_path / "adapter")
+    load_adapter(plain, tmp_path / "adapter")
     torch.testing.assert_close(_logits(plain), _logits(model), rtol=1e-10, atol=1e-12)
     where = tmp_path / "at"
     command("checkpoint", "import", str(tmp_path / "adapter"), str(where), "--dtype=float64")

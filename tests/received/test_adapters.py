@@ -20,7 +20,7 @@ from hyper_parallel.errors import (
     UnsupportedSharding,
     WeightsUnreadable,
 )
-from hyper_parallel.trainer.checkpoints.adapter_files import take_adapter
+from hyper_parallel.trainer.checkpoints.adapter_files import load_adapter
 from hyper_parallel.trainer.engine.recipe_model import build_model
 from tests.e2e.runs import CONFIG
 
@@ -70,7 +70,7 @@ def adapter(written, tmp_path):
 def refused(directory):
     start, before = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(HyperParallelError) as raised:
-        take_adapter(model(), directory)
+        load_adapter(model(), directory)
     assert time.process_time() - start < 5
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 20  # KiB
     assert len(raised.value.render()) < 2000
@@ -119,9 +119,15 @@ def test_a_configuration_is_refused_by_its_value(adapter, changes, error, says):
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (lambda s: {k: v for k, v in s.items() if ".0." not in k}, "not those"),
-        (lambda s: s | {"more": torch.zeros(1)}, "not those"),
-        (lambda s: {k: v[:, :1].contiguous() for k, v in s.items()}, "not those"),
+        (
+            lambda s: {k: v for k, v in s.items() if ".0." not in k},
+            "do not match its configuration",
+        ),
+        (lambda s: s | {"more": torch.zeros(1)}, "do not match its configuration"),
+        (
+            lambda s: {k: v[:, :1].contiguous() for k, v in s.items()},
+            "do not match its configuration",
+        ),
         (lambda s: {k: v.int() for k, v in s.items()}, "torch.int32"),
         (lambda s: {k: v / 0 for k, v in s.items()}, "NaN or infinity"),
         (lambda s: {k: v.unsqueeze(0) for k, v in s.items()}, "rank 4"),
@@ -157,7 +163,7 @@ def test_a_configuration_that_is_no_object_is_refused(adapter, text):
 def test_patterns_choose_the_modules_that_peft_chooses(adapter, written, changes, chosen):
     directory = adapter(lambda s: {k: v for k, v in s.items() if (chosen or "") in k}, **changes)
     mine, plain = model(), model()
-    take_adapter(mine, directory)
+    load_adapter(mine, directory)
     loaded = peft.PeftModel.from_pretrained(plain, directory)
     theirs = {
         n.rpartition(".lora_A")[0].removeprefix("base_model.model.")

@@ -16,7 +16,7 @@ from hyper_parallel.backends.torch.memory.plan_transition import Way
 from hyper_parallel.backends.torch.static_cache import GrowingSteps, StaticSteps
 from hyper_parallel.errors import BudgetImpossible, CaptureUnsupported, TierFull
 from hyper_parallel.memory import Channel, MemoryMachine, Roofline
-from hyper_parallel.trainer.decoding import Decoder, Running
+from hyper_parallel.trainer.decoding import Decoder, DecodingSequence
 from hyper_parallel.trainer.generation import Sampling, decode_tokens
 from tests.torch_memory.models import tiny_model
 
@@ -334,7 +334,7 @@ def test_texts_of_other_lengths_at_once_on_a_smaller_device(family, dtype, budge
 
     def run(passes, limits_of):
         going = [
-            Running(i, [*text], len(text), limit)
+            DecodingSequence(i, [*text], len(text), limit)
             for i, (text, limit) in enumerate(zip(TEXTS, limits_of, strict=True))
         ]
         decoder = Decoder(passes, Sampling(9, temperature=0))

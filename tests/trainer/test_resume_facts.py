@@ -91,7 +91,7 @@ def test_keys_of_a_config_come_and_go_with_versions_of_its_library_only():
 def test_files_and_code_are_named_in_words():
     mine = FACTS | {"content.tokenizer": "def", "code.mine.Own": "def"}
     line = changes_line(compare(FACTS, mine))
-    assert line == "the files of the tokenizer are others, the source file of mine.Own is another"
+    assert line == "the tokenizer files have changed, the source file of mine.Own has changed"
 
 
 def test_facts_of_an_imported_adapter_are_its_own_alone():

@@ -16,7 +16,7 @@ from hyper_parallel.errors import BadValue
 from hyper_parallel.trainer.data import CHATML, load_tokenizer, render, stop_ids
 from hyper_parallel.trainer.data.chat import RAW, encode_conversation, encode_pair, encode_prompt
 from hyper_parallel.trainer.data.conversation import Conversation
-from hyper_parallel.trainer.text_codec import Texts
+from hyper_parallel.trainer.text_codec import TextCodec
 
 pytestmark = pytest.mark.torch
 
@@ -204,7 +204,7 @@ def test_the_tokens_before_an_answer_are_those_of_generation(tokenizer, kind, wo
     except BadValue:
         assert words in ("</think>", "<|end|>")  # which some templates read, and drop
         return
-    prompt = Texts(tokenizer, _Config(), None).encode("query one", chat=True)
+    prompt = TextCodec(tokenizer, _Config(), None).encode("query one", chat=True)
     if kind != "header of a next turn at the end":
         assert mask.index(True) == len(prompt)
         assert ids[: len(prompt)] == prompt

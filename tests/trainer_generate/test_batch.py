@@ -7,7 +7,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from hyper_parallel.backends.torch.decode_slots import SlotPasses, passes_of, why_no_slots
 from hyper_parallel.backends.torch.forward_variants import keep_float64, loop_over_experts
 from hyper_parallel.errors import BadValue
-from hyper_parallel.trainer.decoding import Decoder, Running, Sampling, numbers
+from hyper_parallel.trainer.decoding import Decoder, DecodingSequence, Sampling, numbers
 
 pytestmark = pytest.mark.torch
 
@@ -97,7 +97,7 @@ def model_of(family, dtype=torch.float64):
 def running(sampling, prompts=PROMPTS, first=0):
     limit = sampling.max_new_tokens
     return [
-        Running(i, [*ids], len(ids), limit, numbers(sampling.seed, i, length=limit))
+        DecodingSequence(i, [*ids], len(ids), limit, numbers(sampling.seed, i, length=limit))
         for i, ids in enumerate(prompts, first)
     ]
 

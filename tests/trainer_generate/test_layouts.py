@@ -12,7 +12,7 @@ from hyper_parallel.cli import application
 from hyper_parallel.errors import HyperParallelError, UnsupportedSharding
 from hyper_parallel.ir import Workload
 from hyper_parallel.runtime import World, launch, parallelize, plan_of
-from hyper_parallel.trainer.decoding import Sampling, decoder_of
+from hyper_parallel.trainer.decoding import Sampling, make_decoder
 from tests.trainer_generate.test_batch import FAMILIES, decoded, model_of, running
 
 pytestmark = [pytest.mark.torch, pytest.mark.e2e]
@@ -41,7 +41,7 @@ def tokens_on(world, family, layout):
     sequences = sequences[:4] if shares == 2 and not share else sequences
     for sequence in sequences[:4] if share == 0 and shares == 2 else ():
         sequence.limit = 2
-    decoder = decoder_of(model, sequences, GREEDY, (), 3)
+    decoder = make_decoder(model, sequences, GREEDY, (), 3)
     for _ in decoder.run():
         pass
     cached = decoder.passes.cache_bytes if isinstance(decoder.passes, SlotPasses) else 0
@@ -56,7 +56,7 @@ def test_layouts_choose_the_tokens_of_one_rank_and_divide_the_cache(cases):
     for family in {family for family, _ in cases}:
         model = model_of(family)
         expected[family] = [s.text for s in decoded(model, running(GREEDY), GREEDY)]
-        decoder = decoder_of(model, running(GREEDY), GREEDY, (), 3)
+        decoder = make_decoder(model, running(GREEDY), GREEDY, (), 3)
         decoder.step()
         whole[family] = getattr(decoder.passes, "cache_bytes", 0)
 

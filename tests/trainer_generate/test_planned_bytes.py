@@ -12,7 +12,7 @@ from hyper_parallel.ir import GenerateWorkload, Workload
 from hyper_parallel.model import FAMILIES_READ
 from hyper_parallel.planner.generation import plan_generation
 from hyper_parallel.runtime import World, launch, parallelize, plan_of
-from hyper_parallel.trainer.decoding import Sampling, decoder_of
+from hyper_parallel.trainer.decoding import Sampling, make_decoder
 from tests.cost.machines import machine
 from tests.trainer_generate.test_batch import FAMILIES, model_of, running
 
@@ -32,7 +32,7 @@ def measured(model, share=0, shares=1):
     """Bytes of the parameters of this rank, and of the cache of its slots after a pass."""
     prompts = [[5] * WORK.prompt_len] * WORK.prompts
     mine = running(GREEDY, prompts)[share::shares]
-    decoder = decoder_of(model, mine, GREEDY, (), slots=len(mine))
+    decoder = make_decoder(model, mine, GREEDY, (), slots=len(mine))
     decoder.step()
     assert isinstance(decoder.passes, SlotPasses)
     local = (p.to_local() if isinstance(p, DTensor) else p for p in model.parameters())

@@ -87,11 +87,11 @@ def _print(sample: DataSample, max_records: int) -> None:
 
 def _what_was_read(sample: DataSample, max_records: int) -> str:
     """Return why only the first records were counted."""
-    from hyper_parallel.trainer.data_sample import MOST_BYTES
+    from hyper_parallel.trainer.data_sample import MAX_BYTES
     from hyper_parallel.units import format_bytes
 
     if sum(one.read for one in sample.counts) + len(sample.sources) <= max_records:
-        return f"counts are those of the first {format_bytes(MOST_BYTES)} of text"
+        return f"counts are those of the first {format_bytes(MAX_BYTES)} of text"
     return f"counts are those of the first records; --max-records={max_records * 10} reads more"
 
 

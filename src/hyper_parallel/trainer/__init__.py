@@ -1,6 +1,6 @@
-"""Trainer: data, the loop that drives an engine, checkpoints, generation.
+"""Trainer: data, training loop, checkpoints and generation.
 
-Names are loaded when they are first used: recipes, data order, records and manifests need no framework.
+Names are imported on first use: recipes, data order, records and manifests need no framework.
 """
 
 from __future__ import annotations

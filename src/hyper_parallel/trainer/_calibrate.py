@@ -1,4 +1,4 @@
-"""Calibrate this machine: measure its ranks, write its cards, and check a recipe's prediction before and after."""
+"""Calibration of this machine: measure its ranks, write its cards, and compare predictions before and after."""
 
 from __future__ import annotations
 
@@ -60,26 +60,26 @@ logger = logging.getLogger(__name__)
 def calibrate_local(
     output: Path | None, ranks: int | None, check: Path | None, steps: int
 ) -> Iterator[str]:
-    """Measure, write the cards, and yield lines for people.
+    """Measure this machine, write its cards, and yield lines of output.
 
     Args:
-        output: Where to write the cards; None: where `plan` and `train` look for them.
-        ranks: Ranks; None: every accelerator, or 4 on a machine without one.
-        check: Recipe whose prediction is compared with some measured steps, before and after.
-        steps: How many steps.
+        output: Path of the cards; None: the path that `plan` and `train` read.
+        ranks: Number of ranks; None: every accelerator, or 4 on a machine without one.
+        check: Recipe whose predictions before and after are compared with measured steps.
+        steps: Number of measured steps.
     """
     path = output or own_path()
     check_card_file(path)
     supernode = detect_local(ranks)
-    by_ranks = {k: _measure(detect_local(k)) for k in _at_work(supernode)}
+    by_ranks = {k: _measure(detect_local(k)) for k in _rank_counts(supernode)}
     write_own(path, by_ranks)
     yield f"measured {supernode.description}"
     kind = supernode.device.kind
     if len(by_ranks) > 1:
         yield f"  the numbers are for {', '.join(map(str, by_ranks))} ranks at work"
-    measured = [_printed(*cards) for cards in by_ranks.values()]
-    for name, before in _printed(*_shipped(supernode)).items():
-        yield f"  {name}: {before:.4g} -> {'  '.join(f'{m[name]:.4g}' for m in measured)}"
+    measured = [_printed_numbers(*cards) for cards in by_ranks.values()]
+    for name, shipped in _printed_numbers(*_shipped(supernode)).items():
+        yield f"  {name}: {shipped:.4g} -> {'  '.join(f'{m[name]:.4g}' for m in measured)}"
     used = "" if output else f"; `plan` and `train` on this {kind} use it from now on"
     yield f"card written to {path}{used}"
     if check is not None:
@@ -87,13 +87,12 @@ def calibrate_local(
 
 
 def calibrate_first_run(job: Job) -> str | None:
-    """Measure this machine for some seconds before its first run, and keep the cards where `calibrate` keeps them.
+    """Measure this machine for some seconds before its first run, and save the cards where `calibrate` saves them.
 
-    Nothing is done for ranks of another launcher, for a topology that is not this machine, and for a number of ranks
-    whose cards are known.
+    Skipped for ranks of another launcher, for a topology that is not this machine, and for a known number of ranks.
 
     Returns:
-        A line for people, None when nothing was measured; the run must then be planned again.
+        A line of output, or None when nothing was measured; after a measurement the run must be planned again.
     """
     ranks = job.ranks
     if job.recipe.topology != "local" or under_torchrun():
@@ -115,8 +114,8 @@ def calibrate_first_run(job: Job) -> str | None:
     )
 
 
-def _printed(device: DeviceCard, stack: StackCard) -> dict[str, float]:
-    """The numbers that are printed."""
+def _printed_numbers(device: DeviceCard, stack: StackCard) -> dict[str, float]:
+    """Return the printed numbers of the cards."""
     numbers = ("saturation", "elementwise", "stream", "link", "latency", "kernel_s")
     tables = ("matmul", "attention")
     return {
@@ -126,8 +125,8 @@ def _printed(device: DeviceCard, stack: StackCard) -> dict[str, float]:
     }
 
 
-def _at_work(supernode: Supernode) -> list[int]:
-    """Numbers of ranks to measure: an accelerator has its own cores; of a CPU 1, 2, 4, ... ranks and all."""
+def _rank_counts(supernode: Supernode) -> list[int]:
+    """Return the rank counts to measure: all devices of an accelerator; 1, 2, 4, ... and all ranks of a CPU."""
     most = supernode.num_devices
     if supernode.device.kind != "cpu":
         return [most]
@@ -141,11 +140,11 @@ def _shipped(supernode: Supernode) -> tuple[DeviceCard, StackCard]:
 
 
 def _measure(supernode: Supernode, *, short: bool = False) -> tuple[DeviceCard, StackCard]:
-    """Cards of a number of ranks; a short measurement leaves what it has no probe for as shipped."""
+    """Return the cards of a number of ranks; a short measurement keeps shipped values that no probe measures."""
     ranks, kind = supernode.num_devices, supernode.device.kind
-    # Another name than `local`: what was measured before, or is damaged, must not matter.
+    # A name other than `local`, so that earlier or damaged cards of this machine are not read.
     supernode = replace(supernode, name=LOCAL_CARD + " machine")
-    wanted = tuple(d for d in _DTYPES if d in supernode.device.peak_flops)
+    dtypes = tuple(d for d in _DTYPES if d in supernode.device.peak_flops)
     probes = make_probes(supernode, short=short)
     window_s = _SHORT_WINDOW_S if short else _WINDOW_S
     import transformers.models.llama.modeling_llama
@@ -153,13 +152,13 @@ def _measure(supernode: Supernode, *, short: bool = False) -> tuple[DeviceCard, 
 
     threads = rank_threads(ranks)
     by_rank: list[LocalRates] = launch(
-        lambda rank: _rates_of(wanted, window_s), ranks, threads=threads
+        lambda rank: _rates_of(dtypes, window_s), ranks, threads=threads
     )
     rates = mean_rates(by_rank)
     seconds: list[float] = []
     for first in range(0, len(probes), AT_ONCE):
-        some = probes[first : first + AT_ONCE]
-        each = launch(lambda rank, some=some: _seconds_of(some, short), ranks, threads=threads)
+        group = probes[first : first + AT_ONCE]
+        each = launch(lambda rank, group=group: _seconds_of(group, short), ranks, threads=threads)
         seconds += [max(per_rank) for per_rank in zip(*each, strict=True)]
     source = f"micro-benchmarks of this machine, {ranks} ranks at once, torch {torch.__version__}"
     card = fit_device(rates, supernode, source)
@@ -175,16 +174,16 @@ def _measure(supernode: Supernode, *, short: bool = False) -> tuple[DeviceCard, 
 
 
 def _with_shipped(stack: StackCard, base: StackCard, probes: Sequence[Probe]) -> StackCard:
-    """A stack card of dense probes with the shipped numbers for experts and for axes that no probe has."""
+    """Return a stack card of dense probes, with shipped numbers for experts and for axes without a probe."""
     strategies = [probe.plan.strategy for probe in probes]
     unused = [a for a in stack.host_s if all(getattr(s, a, 1) == 1 for s in strategies)]
-    kept = ("moe", "moe_host_s", *(f"host_s.{axis}" for axis in unused))
+    names = ("moe", "moe_host_s", *(f"host_s.{axis}" for axis in unused))
     return replace(
         stack,
         moe=base.moe,
         moe_host_s=base.moe_host_s,
         host_s={**stack.host_s, **{a: base.host_s.get(a, 0.0) for a in unused}},
-        sources={**stack.sources, **{name: base.sources.get(name, "assumed") for name in kept}},
+        sources={**stack.sources, **{name: base.sources.get(name, "assumed") for name in names}},
     )
 
 

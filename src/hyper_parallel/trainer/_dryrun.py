@@ -1,4 +1,4 @@
-"""Dry run: what a recipe would do on any machine, traced rank by rank in this process."""
+"""Dry run: trace of a recipe's ranks for any machine, rank by rank in this process."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from hyper_parallel.trainer.engine.recipe_model import build_model, read_spec
 from hyper_parallel.trainer.engine.trained_parameters import trained_of
 
 _ALLOCATOR_BLOCK = 512
-"""Bytes to which the caching allocators of accelerators round every allocation."""
+"""Granularity in bytes of allocations in the caching allocators of accelerators."""
 
 
 @dataclass(frozen=True, slots=True)
 class DryRun:
-    """What the traced ranks of a plan did.
+    """Traced ranks of a plan.
 
     Attributes:
-        plan: The plan, with its predictions.
+        plan: Plan with its predictions.
         device: Name of the device.
-        capacity_bytes: Its memory.
+        capacity_bytes: Memory of the device.
         ranks: One traced rank of every distinct program.
-        notes: Sentences a reader should know.
-        seconds: Time the dry run took.
+        notes: Remarks for the reader.
+        seconds: Duration of the dry run.
     """
 
     plan: Plan
@@ -53,17 +53,17 @@ class DryRun:
 
     @property
     def reserved_bytes(self) -> int:
-        """Bytes that the plan sets aside beside tensors: device context, fragmentation."""
+        """Bytes that the plan reserves in addition to tensors: device context, fragmentation."""
         return self.plan.reserved_bytes
 
     @property
     def planned_to_traced(self) -> float:
-        """Share by which the planned peak of tensors exceeds the traced one; negative where the plan is too low."""
+        """Relative excess of the planned tensor peak over the traced one; negative if the plan is too low."""
         return self.planned_bytes / self.peak_bytes - 1.0
 
     @property
     def fits(self) -> bool:
-        """Whether the fullest traced rank and what is set aside fit the device."""
+        """True if the fullest traced rank and the reserve fit the device."""
         return self.peak_bytes + self.reserved_bytes <= self.capacity_bytes
 
 
@@ -73,13 +73,13 @@ def dry_run(
     """Plan a recipe and trace the program of its ranks.
 
     Args:
-        loaded: The recipe, with the topology to run on.
-        num_ranks: Ranks of the whole run; None: as the recipe says.
-        rank: The one rank to trace; None: one of every distinct program.
+        loaded: Recipe with the topology to run on.
+        num_ranks: Ranks of the whole run; None: as in the recipe.
+        rank: The rank to trace; None: one rank of every distinct program.
 
     Raises:
         BadValue: HP102 when there is no such rank.
-        HyperParallelError: What planning and `parallelize` raise.
+        HyperParallelError: Errors of planning and `parallelize`.
     """
     from hyper_parallel.planner import plan_recipe
 
@@ -131,9 +131,9 @@ def dry_run(
 
 
 def distinct_ranks(plan: Plan) -> tuple[int, ...]:
-    """One rank of every distinct program: each pipeline stage, at coordinate 0 of the other axes.
+    """Return one rank of every distinct program: each pipeline stage, at coordinate 0 of the other axes.
 
-    Coordinate 0 holds the largest piece of whatever does not divide evenly.
+    Coordinate 0 has the largest shards of tensors with uneven shards.
     """
     stages = plan.strategy.pp
     return tuple(range(0, plan.strategy.world_size, plan.strategy.world_size // stages))

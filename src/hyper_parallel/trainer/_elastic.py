@@ -1,4 +1,4 @@
-"""A recipe on other ranks: planned anew with the same tokens of a step, or as the planner splits them in roles."""
+"""Replanning of a recipe for other rank counts with the same tokens per step, or with the planner's roles."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from hyper_parallel.model import ModelSpec
 from hyper_parallel.planner import plan_recipe
 
 
-def on_ranks(loaded: LoadedRecipe, ranks: int) -> LoadedRecipe:
-    """The recipe with `parallel: auto` for so many ranks; of its choices of layout only the rules are left.
+def replan_for_ranks(loaded: LoadedRecipe, ranks: int) -> LoadedRecipe:
+    """Return the recipe with `parallel: auto` for a number of ranks; of its layout only the rules are kept.
 
     Args:
-        loaded: A recipe with `training.tokens_per_step`, which stays; microbatches are derived.
-        ranks: Their number.
+        loaded: Recipe with `training.tokens_per_step`, which is kept; microbatches are derived.
+        ranks: Number of ranks.
     """
     recipe, derived = loaded.recipe, f"derived: planned anew for {ranks} ranks"
-    given = {"rules": recipe.parallel.rules} if recipe.parallel.rules else {}
+    rules = {"rules": recipe.parallel.rules} if recipe.parallel.rules else {}
     numbers = {"microbatch": None, "accumulation_steps": None, "recompute_layers": None}
     update = {
-        "parallel": Parallel(auto=True, world_size=ranks, **given),
+        "parallel": Parallel(auto=True, world_size=ranks, **rules),
         "training": recipe.training.model_copy(update=numbers),
     }
     origins = {
@@ -35,21 +35,21 @@ def on_ranks(loaded: LoadedRecipe, ranks: int) -> LoadedRecipe:
     return replace(loaded, recipe=recipe.model_copy(update=update), origins=origins)
 
 
-def on_started(loaded: LoadedRecipe, started: int | None) -> LoadedRecipe:
-    """The recipe for the ranks that another launcher has started, where it is elastic and for another number."""
+def replan_for_launched(loaded: LoadedRecipe, launched: int | None) -> LoadedRecipe:
+    """Return the recipe for the ranks started by another launcher, if it is elastic and planned for another number."""
     parallel = loaded.recipe.parallel
-    wanted = parallel.world_size
+    planned = parallel.world_size
     if not parallel.auto:
-        wanted = math.prod(getattr(parallel, axis) for axis in DEGREES if axis != "ep")
-    if not loaded.recipe.training.elastic or None in (started, wanted) or started == wanted:
+        planned = math.prod(getattr(parallel, axis) for axis in DEGREES if axis != "ep")
+    if not loaded.recipe.training.elastic or None in (launched, planned) or launched == planned:
         return loaded
-    return on_ranks(loaded, started or 1)
+    return replan_for_ranks(loaded, launched or 1)
 
 
-def with_roles(loaded: LoadedRecipe, plan: Plan) -> LoadedRecipe:
-    """The recipe with the numbers that a plan has for `grpo.rollout_ranks: auto` and `grpo.rollout_tp: auto`.
+def with_planned_roles(loaded: LoadedRecipe, plan: Plan) -> LoadedRecipe:
+    """Return the recipe with the plan's numbers for `grpo.rollout_ranks: auto` and `grpo.rollout_tp: auto`.
 
-    Its ranks are then those that train; where none only samples, nothing runs ahead.
+    The recipe's ranks are then the training ranks; without sampling ranks, no rollout is stale.
     """
     grpo, roles = loaded.recipe.grpo, plan.roles
     if "auto" not in (grpo.rollout_ranks, grpo.rollout_tp):
@@ -69,24 +69,24 @@ def with_roles(loaded: LoadedRecipe, plan: Plan) -> LoadedRecipe:
     return replace(loaded, recipe=loaded.recipe.model_copy(update=sections), origins=origins)
 
 
-def on_at_most(loaded: LoadedRecipe, most: int, spec: ModelSpec | None = None) -> LoadedRecipe:
-    """The recipe on the largest number of ranks, `most` or fewer, that it can be planned for.
+def replan_up_to(loaded: LoadedRecipe, most: int, spec: ModelSpec | None = None) -> LoadedRecipe:
+    """Return the recipe for the largest number of ranks, up to `most`, that can be planned.
 
     Args:
         loaded: The recipe.
-        most: Ranks that there are.
-        spec: Its model, where it has been read already.
+        most: Maximum number of ranks.
+        spec: Model of the recipe, if already read.
 
     Raises:
-        HyperParallelError: What planning for one rank raises.
+        HyperParallelError: Errors of planning for one rank.
     """
     for ranks in range(most, 0, -1):
-        found = on_ranks(loaded, ranks)
+        replanned = replan_for_ranks(loaded, ranks)
         try:
-            plan_recipe(found.recipe, ranks, found.where, spec)
+            plan_recipe(replanned.recipe, ranks, replanned.where, spec)
         except HyperParallelError:
             if ranks == 1:
                 raise
             continue
         break
-    return found
+    return replanned

@@ -1,4 +1,4 @@
-"""A recipe's layout against one rank: the same steps of a small copy of its model, on local processes of this CPU."""
+"""Parity check: a recipe's layout against one rank, with the same steps of a small model on local CPU processes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from hyper_parallel.model import read_config
 from hyper_parallel.planner import plan_recipe
 from hyper_parallel.runtime import World, launch, scratch_folder
 from hyper_parallel.topology import rank_threads
-from hyper_parallel.trainer._shrink import SIZES, shrunk
+from hyper_parallel.trainer._shrink import SIZES, shrink_config
 from hyper_parallel.trainer.data import has_tokenizer
 from hyper_parallel.trainer.engine.recipe_model import read_spec
 from hyper_parallel.trainer.engine.torch_engine import TorchEngine
@@ -38,16 +38,16 @@ from hyper_parallel.trainer.job import Job, prepare_job, under_torchrun
 from hyper_parallel.trainer.loop import Display, LrSchedule
 
 LIMIT: Final = 1e-10
-"""Relative difference up to which two numbers of a run in float64 are the same."""
+"""Maximum relative difference of equal numbers in float64 runs."""
 
 _FLOOR: Final = 1e-6
-"""Share of the whole gradient below which the gradient of one parameter is compared with this share instead."""
-_MOST_RANKS: Final = 8  # three axes of two: every pair of axes meets, and a laptop bears it
+"""Minimum reference for a parameter's gradient norm, as a share of the total gradient norm."""
+_MAX_RANKS: Final = 8  # three axes of degree 2: covers every pair of axes and fits a laptop
 _AXES: Final = ("pp", "dp_replicate", "dp_shard", "cp", "tp_x", "tp_y")
-_LEFT_OUT: Final = ("dp_replicate", "dp_shard", "tp_y", "cp")
-"""Axes that are left out where there are too many, the ones that most layouts have in common first."""
-_MOST_WHOLE: Final = 50_000_000
-"""Parameters of a model that is made shorter only, where the narrow one does not work."""
+_DROPPABLE_AXES: Final = ("dp_replicate", "dp_shard", "tp_y", "cp")
+"""Axes to drop when there are too many ranks, the most common axes first."""
+_MAX_FULL_WIDTH_PARAMETERS: Final = 50_000_000
+"""Maximum parameters of a model with fewer layers of full width, used if the narrow model fails."""
 _SEQ_LEN: Final = {
     "pt": 64,
     "sft": 512,
@@ -57,7 +57,7 @@ _SEQ_LEN: Final = {
     "rm": 512,
     "grpo": 512,
 }
-_MICROBATCHES: Final = 4  # as many as stages of two virtual ones on two ranks need
+_MICROBATCHES: Final = 4  # sufficient for two virtual stages on each of two ranks
 
 Steps = list[dict[str, float]]
 """Loss, gradient norm, and the norm of every parameter's gradient, of each step."""
@@ -65,14 +65,14 @@ Steps = list[dict[str, float]]
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One number of a step, by both runs.
+    """Number of a step in both runs.
 
     Attributes:
-        name: `loss`, `grad_norm`, or the parameter whose gradient has this norm.
-        step: From 1.
-        one_rank: The number of one rank.
-        layout: That of the layout; NaN where it has none.
-        relative: Their difference over the number, and for a very small gradient over its share of the whole one.
+        name: `loss`, `grad_norm`, or the parameter whose gradient norm it is.
+        step: Step, from 1.
+        one_rank: Value on one rank.
+        layout: Value on the layout; NaN if it is missing.
+        relative: Difference relative to the value, or for a very small gradient relative to a share of the total norm.
     """
 
     name: str
@@ -84,13 +84,13 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Parity:
-    """What the two runs did.
+    """Result of the two runs.
 
     Attributes:
-        model: What was trained, in words.
-        strategy: The layout that was tried.
-        notes: How it differs from the recipe's.
-        differences: Every number of every step; by step, loss and norm first, then parameters in the model's order.
+        model: Description of the trained model.
+        strategy: Tested layout.
+        notes: Differences between the tested and the recipe's layout.
+        differences: All numbers of all steps; per step loss and norm first, then parameters in the model's order.
     """
 
     model: str
@@ -100,29 +100,29 @@ class Parity:
 
     @property
     def first(self) -> Difference | None:
-        """The first parameter, in the model's order, whose gradient differs in the first step in which one does.
+        """First parameter, in the model's order, whose gradient differs in the first differing step.
 
-        Where only loss or norm differ, this one.
+        If only loss or norm differ, that entry.
         """
         wrong = [d for d in self.differences if not d.relative <= LIMIT]
-        of_parameters = [d for d in wrong if d.name not in ("loss", "grad_norm")]
-        return next(iter(of_parameters or wrong), None)
+        parameters = [d for d in wrong if d.name not in ("loss", "grad_norm")]
+        return next(iter(parameters or wrong), None)
 
     def worst(self, count: int) -> list[Difference]:
-        """The largest differences of all, each number once."""
-        found: dict[str, Difference] = {}
+        """Return the `count` largest differences, at most one per name."""
+        worst: dict[str, Difference] = {}
         for d in sorted(
             self.differences, key=lambda d: -d.relative if d.relative >= 0 else -math.inf
         ):
-            found.setdefault(d.name, d)
-        return list(found.values())[:count]
+            worst.setdefault(d.name, d)
+        return list(worst.values())[:count]
 
 
 def parity(loaded: LoadedRecipe, steps: int = 3) -> Parity:
     """Train a small copy of a recipe's model on one rank and on the recipe's layout, and compare.
 
-    Both runs have the same seed and data, float64, no dropout and no clipping; ranks are local processes that meet by
-    gloo. Degrees above 2 are 2, and axes are left out until 8 ranks are enough.
+    Both runs have the same seed and data, float64, no dropout and no clipping; ranks are local processes with gloo.
+    Degrees above 2 become 2, and axes are dropped until 8 ranks suffice.
 
     Args:
         loaded: The recipe.
@@ -130,7 +130,7 @@ def parity(loaded: LoadedRecipe, steps: int = 3) -> Parity:
 
     Raises:
         Contradiction: HP104 in a process of torchrun.
-        HyperParallelError: What preparing or running either run raises.
+        HyperParallelError: Errors of preparing or running either run.
     """
     if under_torchrun():
         raise Contradiction(
@@ -143,28 +143,28 @@ def parity(loaded: LoadedRecipe, steps: int = 3) -> Parity:
     with scratch_folder(in_memory=False) as scratch:
         for narrow in (True, False):
             try:
-                recipe = _small(loaded.recipe, scratch, steps, layout.dp, narrow=narrow)
+                recipe = _small_recipe(loaded.recipe, scratch, steps, layout.dp, narrow=narrow)
                 jobs = [_job(loaded, recipe, p) for p in (Parallel(), _parallel(recipe, layout))]
                 expected, order = _run(jobs[0])
                 break
             except HyperParallelError as error:
-                if not narrow or _size(loaded) > _MOST_WHOLE:
+                if not narrow or _size(loaded) > _MAX_FULL_WIDTH_PARAMETERS:
                     raise
                 notes = (
                     *notes,
-                    f"only made shorter, because narrow it does not train: {error.what}",
+                    f"reduced in depth only, because the narrow model does not train: {error.what}",
                 )
-        found, _ = _run(jobs[1])
+        actual, _ = _run(jobs[1])
         spec, size = jobs[0].plan.model, jobs[0].recipe.training.tokens_per_step
         model = (
             f"{spec.family} of {loaded.recipe.model.path} made small, {spec.num_params:,} "
             f"parameters, {steps} steps of {size} tokens"
         )
-    return Parity(model, layout, notes, tuple(_differences(expected, found, order)))
+    return Parity(model, layout, notes, tuple(_differences(expected, actual, order)))
 
 
 def _layout(loaded: LoadedRecipe) -> tuple[Strategy, tuple[str, ...]]:
-    """The recipe's layout on at most `_MOST_RANKS` ranks, and how it was changed."""
+    """Return the recipe's layout reduced to at most `_MAX_RANKS` ranks, and the changes in words."""
     recipe = loaded.recipe
     spec = read_spec(
         recipe.model.path,
@@ -173,48 +173,50 @@ def _layout(loaded: LoadedRecipe) -> tuple[Strategy, tuple[str, ...]]:
         tried=recipe.parallel.auto,
         scores=recipe.stage == "rm",
     )
-    whole = plan_recipe(recipe, None, loaded.where, spec).strategy
-    hybrid = whole.cp_kind == "hybrid" and whole.cp > 2
-    degrees = {a: min(getattr(whole, a), 4 if hybrid and a == "cp" else 2) for a in _AXES}
+    strategy = plan_recipe(recipe, None, loaded.where, spec).strategy
+    hybrid = strategy.cp_kind == "hybrid" and strategy.cp > 2
+    degrees = {a: min(getattr(strategy, a), 4 if hybrid and a == "cp" else 2) for a in _AXES}
     notes = [
-        f"{a}={getattr(whole, a)} is {d} here" for a, d in degrees.items() if d != getattr(whole, a)
+        f"{a}={getattr(strategy, a)} is {d} here"
+        for a, d in degrees.items()
+        if d != getattr(strategy, a)
     ]
-    for axis in _LEFT_OUT:
-        if math.prod(degrees.values()) > _MOST_RANKS and degrees[axis] > 1:
+    for axis in _DROPPABLE_AXES:
+        if math.prod(degrees.values()) > _MAX_RANKS and degrees[axis] > 1:
             degrees[axis] = 1
-            notes.append(f"{axis} is left out: more than {_MOST_RANKS} ranks")
-    room = math.prod(degrees[a] for a in ("dp_shard", "cp", "tp_x", "tp_y"))
-    more: dict[str, Any] = {
-        "ep": min(whole.ep, 2, room),
-        "cp_ulysses": 2 if hybrid else min(whole.cp_ulysses, degrees["cp"]),
-        "virtual_stages": min(whole.virtual_stages, 2),
+            notes.append(f"{axis} is dropped: more than {_MAX_RANKS} ranks")
+    available = math.prod(degrees[a] for a in ("dp_shard", "cp", "tp_x", "tp_y"))
+    changes: dict[str, Any] = {
+        "ep": min(strategy.ep, 2, available),
+        "cp_ulysses": 2 if hybrid else min(strategy.cp_ulysses, degrees["cp"]),
+        "virtual_stages": min(strategy.virtual_stages, 2),
         "stage_layers": (),
         "schedule_file": "",
     }
-    if more["ep"] != whole.ep:
-        notes.append(f"ep={whole.ep} is {more['ep']} here")
-    if whole.schedule_file:
-        notes.append(f"the schedule is {whole.schedule}, not that of {whole.schedule_file}")
-    if whole.recompute_layers is not None:
-        more["recompute_layers"] = 1
-    kept = {f.name: getattr(whole, f.name) for f in fields(Strategy)}
-    return Strategy(**{**kept, **degrees, **more}), tuple(notes)
+    if changes["ep"] != strategy.ep:
+        notes.append(f"ep={strategy.ep} is {changes['ep']} here")
+    if strategy.schedule_file:
+        notes.append(f"the schedule is {strategy.schedule}, not that of {strategy.schedule_file}")
+    if strategy.recompute_layers is not None:
+        changes["recompute_layers"] = 1
+    values = {f.name: getattr(strategy, f.name) for f in fields(Strategy)}
+    return Strategy(**{**values, **degrees, **changes}), tuple(notes)
 
 
 def _parallel(recipe: Recipe, layout: Strategy) -> Parallel:
     shared = {f.name for f in fields(Strategy)} & set(Parallel.model_fields) - {"rules"}
-    given = {name: getattr(layout, name) for name in shared}
-    return recipe.parallel.model_copy(update={**given, "auto": False, "world_size": None})
+    values = {name: getattr(layout, name) for name in shared}
+    return recipe.parallel.model_copy(update={**values, "auto": False, "world_size": None})
 
 
-def _small(recipe: Recipe, scratch: Path, steps: int, dp: int, *, narrow: bool) -> Recipe:
-    """The recipe with a small model from scratch, in float64, a few short steps, and no file of its own."""
+def _small_recipe(recipe: Recipe, scratch: Path, steps: int, dp: int, *, narrow: bool) -> Recipe:
+    """Return the recipe with a small model from scratch, in float64, with a few short steps and without input files."""
     from transformers import AutoConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     file = read_config(recipe.model.path)
     values = dict(file.values)
-    if values.get("model_type") in CONFIG_MAPPING:  # with the values that it leaves to transformers
+    if values.get("model_type") in CONFIG_MAPPING:  # add the defaults of transformers
         values = {**values, **AutoConfig.for_model(**values).to_dict()}
     directory = file.directory
     tokenizer = recipe.data.tokenizer
@@ -225,9 +227,9 @@ def _small(recipe: Recipe, scratch: Path, steps: int, dp: int, *, narrow: bool) 
     model.mkdir()
     for code in directory.glob("*.py") if directory is not None else ():
         shutil.copy(code, model)
-    small = shrunk(values, narrow=narrow, keep_vocabulary=tokenizer is not None)
+    small = shrink_config(values, narrow=narrow, keep_vocabulary=tokenizer is not None)
     (model / "config.json").write_text(json.dumps(small), encoding="utf-8")
-    microbatch = 2 if recipe.stage in PAIRED else 1  # a pair of answers
+    microbatch = 2 if recipe.stage in PAIRED else 1  # pairs of answers
     seq_len = min(recipe.data.seq_len, _SEQ_LEN[recipe.stage])
     update: dict[str, dict[str, Any]] = {
         "model": {"path": str(model), "init": "random", "attn_implementation": _attention(recipe)},
@@ -245,7 +247,7 @@ def _small(recipe: Recipe, scratch: Path, steps: int, dp: int, *, narrow: bool) 
             "profile": None,
             "recompute_layers": None if recipe.training.recompute_layers is None else 1,
         },
-        # What an expert may take depends on the tokens of a rank.
+        # The capacity of an expert depends on the tokens of a rank.
         "moe": {"capacity_factor": None},
         "checkpoint": {"every": 0, "every_minutes": 0.0, "keep_best": False, "resume": "never", "from_dir": None,
                        "export": False},
@@ -253,21 +255,20 @@ def _small(recipe: Recipe, scratch: Path, steps: int, dp: int, *, narrow: bool) 
     sections: dict[str, Any] = {
         k: getattr(recipe, k).model_copy(update=v) for k, v in update.items()
     }
-    if (
-        recipe.stage == "grpo"
-    ):  # the answers of its data are learned from, as any layout would those of a rollout
+    # GRPO: train on the answers of the data instead of rollouts.
+    if recipe.stage == "grpo":
         sections |= {"stage": "sft", "grpo": Grpo()}
     plain = {"offload": Offload(), "output_dir": str(scratch / "run"), "topology": "local-cpu"}
     return recipe.model_copy(update={**sections, **plain, "sample_prompt": None})
 
 
 def _attention(recipe: Recipe) -> str | None:
-    """The recipe's attention where a CPU has it."""
+    """Return the recipe's attention implementation if a CPU supports it."""
     return recipe.model.attn_implementation if recipe.model.attn_implementation == "eager" else None
 
 
 def _size(loaded: LoadedRecipe) -> int:
-    """Parameters of the recipe's model with few layers of their full width."""
+    """Return the number of parameters of the recipe's model with few layers of full width."""
     model = loaded.recipe.model
     spec = read_spec(model.path, trusted=model.trust_remote_code)
     return int(spec.num_params * min(1.0, SIZES["num_hidden_layers"] / spec.num_layers))
@@ -279,22 +280,22 @@ def _job(loaded: LoadedRecipe, recipe: Recipe, parallel: Parallel) -> Job:
 
 
 def _run(job: Job) -> tuple[Steps, list[str]]:
-    """Every number of every step of a run, and the names of parameters in the order of the model."""
+    """Return all numbers of all steps of a run, and the names of parameters in the order of the model."""
     ranks = job.plan.strategy.world_size
-    found = launch(lambda _: _rank(job), ranks, threads=rank_threads(ranks))
+    results = launch(lambda _: _rank(job), ranks, threads=rank_threads(ranks))
     steps: Steps = []
     for step in range(job.recipe.training.steps):
         squares: dict[str, float] = {}
-        for rank in found:
+        for rank in results:
             for name, value in rank[step][1].items():
                 squares[name] = squares.get(name, 0.0) + value
-        steps.append({**found[0][step][0], **{n: math.sqrt(v) for n, v in squares.items()}})
+        steps.append({**results[0][step][0], **{n: math.sqrt(v) for n, v in squares.items()}})
     return steps, list(steps[0])
 
 
 def _rank(job: Job) -> list[tuple[dict[str, float], dict[str, float]]]:
-    """Loss and norm of every step, and this rank's part of each gradient's square."""
-    training, found = job.recipe.training, []
+    """Return loss and norm of every step, and this rank's share of each gradient's squared norm."""
+    training, steps = job.recipe.training, []
     squares: dict[str, float] = {}
     with World.join("cpu") as world, TorchEngine(job, world, Display(0, False)) as engine:
         model: nn.Module = engine._model
@@ -303,9 +304,9 @@ def _rank(job: Job) -> list[tuple[dict[str, float], dict[str, float]]]:
         engine.begin(0, batches)
         for step in range(1, training.steps + 1):
             result = engine.step(step, batches, schedule.lr(step))
-            found.append(({"loss": result.loss, "grad_norm": result.grad_norm}, dict(squares)))
+            steps.append(({"loss": result.loss, "grad_norm": result.grad_norm}, dict(squares)))
             squares.clear()
-    return found
+    return steps
 
 
 def _squares(model: nn.Module) -> dict[str, float]:
@@ -317,9 +318,11 @@ def _squares(model: nn.Module) -> dict[str, float]:
     }
 
 
-def _differences(expected: Steps, found: Steps, order: list[str]) -> Iterator[Difference]:
-    for step, (mine, theirs) in enumerate(zip(expected, found, strict=True), start=1):
-        for name in [*order, *(n for n in theirs if n not in order)]:
-            a, b = mine.get(name, math.nan), theirs.get(name, math.nan)
-            least = 1e-300 if name == "loss" else _FLOOR * mine["grad_norm"]
+def _differences(expected: Steps, actual: Steps, order: list[str]) -> Iterator[Difference]:
+    for step, (expected_step, actual_step) in enumerate(
+        zip(expected, actual, strict=True), start=1
+    ):
+        for name in [*order, *(n for n in actual_step if n not in order)]:
+            a, b = expected_step.get(name, math.nan), actual_step.get(name, math.nan)
+            least = 1e-300 if name == "loss" else _FLOOR * expected_step["grad_norm"]
             yield Difference(name, step, a, b, abs(a - b) / max(abs(a), least))

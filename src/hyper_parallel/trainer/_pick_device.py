@@ -1,4 +1,4 @@
-"""The device that a command computes on, by name."""
+"""Selection of a command's device by name."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from hyper_parallel.errors import BadValue, DeviceUnavailable
 
 
 def pick_device(device: str) -> torch.device:
-    """The device by name; `auto` is the accelerator when there is one, else the CPU.
+    """Return the device of a name; `auto` is the accelerator if there is one, else the CPU.
 
     Raises:
-        DeviceUnavailable: HP502 when the machine lacks it.
+        BadValue: HP102 for a name that is not a device.
+        DeviceUnavailable: HP502 when the machine does not have the device.
     """
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if device == "auto":

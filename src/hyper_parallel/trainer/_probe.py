@@ -1,7 +1,7 @@
-"""Short training steps of small models with several layouts on the ranks of this machine, timed.
+"""Timing of short training steps of small models, with several layouts on the ranks of this machine.
 
-The models of one start are there at once and take their steps in turn, round after round, and the fastest round counts:
-what else the machine does meets all layouts alike.
+All models of one start are resident at once and run their steps in turn, round after round; the fastest round counts.
+Other load on the machine therefore affects all layouts alike.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from hyper_parallel.topology import Supernode
 
 _NARROW: Final = 64
 _WIDE: Final = 256
-_CROWDED: Final = 4
-"""Ranks beyond which the steps of a probe are kept shorter still."""
+_MANY_RANKS: Final = 4
+"""Number of ranks above which probes have fewer layers."""
 AT_ONCE: Final = 5
-"""Probes of one start: a rank that holds dozens of models and their process groups is up to three times slower."""
-_LEAST_ROUNDS: Final = 3
-_MOST_ROUNDS: Final = 15
+"""Probes of one start: dozens of resident models and process groups slow a rank by a factor of up to three."""
+_MIN_ROUNDS: Final = 3
+_MAX_ROUNDS: Final = 15
 _BUDGET_S: Final = 2.0
-"""Seconds after which there is no further round but the least."""
+"""Seconds after which only the minimum number of rounds runs."""
 
 _Row = tuple[int, int, Mapping[str, Any], int, int, bool]
 
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """One layout of one small model.
+    """Layout of a small model.
 
     Attributes:
-        config: Its config, as in a `config.json`.
-        plan_model: The same as the planner sees it.
-        plan: What runs.
+        config: Config of the model, as in a `config.json`.
+        plan_model: Model as read by the planner.
+        plan: Plan to run.
     """
 
     config: dict[str, Any]
@@ -54,45 +54,45 @@ class Probe:
 
 
 def make_probes(supernode: Supernode, *, short: bool = False) -> list[Probe]:
-    """Layouts that tell the constants of a machine apart; the first two differ in their layers only.
+    """Return layouts that separate the constants of a machine; the first two differ only in their layers.
 
-    Width tells work from operators, layers and microbatches tell what comes per layer and per step, and every axis
-    that the ranks allow has its turn.
+    Width separates the time of FLOPs from that of operators. Layers and microbatches separate costs per layer from
+    costs per step. Every axis that fits the ranks has a probe.
 
     Args:
         supernode: The machine.
-        short: On a CPU only dense models, and of the axes replicas, shards, tp_x, cp and pp.
+        short: On a CPU only dense models, and only the axes dp_replicate, dp_shard, tp_x, cp and pp.
     """
     ranks, kind = supernode.num_devices, supernode.device.kind
     if kind != "cpu":
         return [_probe(supernode, 512, layers, {}, 1) for layers in (2, 6)]
-    # Width, layers, degrees beside the replicas, microbatches, sequences of one, whether it has experts.
-    few = 2 if ranks <= _CROWDED else 1
+    # Width, layers, degrees except dp_replicate, microbatches, sequences per microbatch, experts.
+    repeats = 2 if ranks <= _MANY_RANKS else 1
     rows: list[_Row] = [
         (_NARROW, 1, {}, 1, 1, False), (_NARROW, 3, {}, 1, 1, False), (_NARROW, 2, {}, 3, 1, False),
         (_WIDE, 2, {}, 1, 1, False), (_WIDE, 2, {}, 1, 2, False), (_NARROW, 2, {}, 1, 1, True),
         (_WIDE, 2, {}, 1, 1, True),
     ]  # fmt: skip
-    both = (_NARROW, _WIDE)
+    widths = (_NARROW, _WIDE)
     if short:
         rows = [rows[0], rows[1], rows[3]]
         if ranks > 1:
-            rows += [(w, few, {"dp_shard": ranks}, 2, 1, False) for w in both]
+            rows += [(w, repeats, {"dp_shard": ranks}, 2, 1, False) for w in widths]
         if ranks % 2 == 0:
-            rows += [(w, 2, {"pp": 2}, 2, 1, False) for w in both]
-            rows += [(w, few, {"tp_x": 2}, 2, 1, False) for w in both]
-            rows += [(_WIDE, few, {"cp": 2}, 2, 1, False)]
+            rows += [(w, 2, {"pp": 2}, 2, 1, False) for w in widths]
+            rows += [(w, repeats, {"tp_x": 2}, 2, 1, False) for w in widths]
+            rows += [(_WIDE, repeats, {"cp": 2}, 2, 1, False)]
         return [_probe(supernode, *row) for row in rows]
     if ranks > 1:
-        rows += [(w, few, {"dp_shard": ranks}, 2, 1, False) for w in both]
+        rows += [(w, repeats, {"dp_shard": ranks}, 2, 1, False) for w in widths]
     if ranks % 2 == 0:
         halves = ({"tp_x": 2}, {"cp": 2}, {"cp": 2, "cp_kind": "ulysses"})
-        rows += [(w, few, half, 2, 1, False) for half in halves for w in both]
+        rows += [(w, repeats, half, 2, 1, False) for half in halves for w in widths]
         rows += [(w, 2, {"pp": 2}, m, 1, False) for w, m in ((_NARROW, 2), (_WIDE, 2), (_WIDE, 4))]
-        rows += [(w, few, {"dp_shard": ranks, "ep": 2}, 1, 1, True) for w in both]
+        rows += [(w, repeats, {"dp_shard": ranks, "ep": 2}, 1, 1, True) for w in widths]
     if ranks % 4 == 0:
         quarters = ({"tp_x": 4}, {"tp_x": 2, "tp_y": 2}, {"cp": 4})
-        rows += [(w, few, quarter, few, 1, False) for quarter in quarters for w in both]
+        rows += [(w, repeats, quarter, repeats, 1, False) for quarter in quarters for w in widths]
     return [_probe(supernode, *row) for row in rows]
 
 
@@ -106,8 +106,8 @@ def _probe(
     experts: bool = False,
 ) -> Probe:
     cpu, ranks = supernode.device.kind == "cpu", supernode.num_devices
-    taken = math.prod(v for k, v in degrees.items() if isinstance(v, int) and k != "ep")
-    strategy = Strategy(dp_replicate=ranks // taken, **degrees)
+    product = math.prod(v for k, v in degrees.items() if isinstance(v, int) and k != "ep")
+    strategy = Strategy(dp_replicate=ranks // product, **degrees)
     config: dict[str, Any] = {
         "model_type": "llama", "hidden_size": width, "intermediate_size": 3 * width, "num_hidden_layers": layers,
         "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 1024, "max_position_embeddings": 256,
@@ -128,21 +128,21 @@ def _probe(
 def time_probes(
     probes: Sequence[Probe], world: World, pick: Callable[[Sequence[float]], float] = min
 ) -> list[float]:
-    """Seconds per step of every probe on this rank; the first round, which warms up, does not count.
+    """Return the seconds per step of every probe on this rank; the first round warms up and does not count.
 
     Args:
-        probes: What to time.
+        probes: Probes to time.
         world: The ranks.
-        pick: One number of all rounds: the fastest compares layouts, the median is what a run sees.
+        pick: Reduction over rounds: the minimum compares layouts, the median resembles a run.
     """
     runs = [_TimedProbe(probe, world) for probe in probes]
-    # A real run has one model: collections must not go through the objects of all.
+    # A real run has one model: garbage collection must not traverse the objects of all models.
     gc.collect()
     gc.freeze()
     start = time.perf_counter()
     rounds: list[list[float]] = []
     spent = torch.zeros(1, device=world.device)
-    while len(rounds) < _LEAST_ROUNDS or (len(rounds) < _MOST_ROUNDS and float(spent) < _BUDGET_S):
+    while len(rounds) < _MIN_ROUNDS or (len(rounds) < _MAX_ROUNDS and float(spent) < _BUDGET_S):
         rounds.append([run.turn() for run in runs])
         spent.fill_(time.perf_counter() - start)
         if world.world_size > 1:
@@ -157,10 +157,10 @@ def short_step(
     valid_tokens: int,
     world: World,
 ) -> Tensor:
-    """A step as the trainer takes it: forward and backward of all microbatches, clipping, the loss, the optimizer.
+    """Run a step as in the trainer: forward and backward of all microbatches, clipping, loss, optimizer.
 
     Returns:
-        The loss over all ranks; nothing waits for it.
+        The loss over all ranks, without synchronization.
     """
     loss = forward_backward(model, microbatches, valid_tokens)
     clip_grad_norm_(model, 1.0)
@@ -172,7 +172,7 @@ def short_step(
 
 
 class _TimedProbe:
-    """One probe on this rank."""
+    """Model of one probe on this rank."""
 
     def __init__(self, probe: Probe, world: World) -> None:
         from transformers import AutoConfig, AutoModelForCausalLM
@@ -196,10 +196,10 @@ class _TimedProbe:
         self._tokens = work.tokens_per_step or 1
 
     def turn(self) -> float:
-        """Seconds of a step after a barrier."""
+        """Return the seconds of a step after a barrier."""
         if self._world.world_size > 1:
             dist.barrier()
         start = time.perf_counter()
         loss = short_step(self._model, self._optimizer, self._batches, self._tokens, self._world)
-        float(loss)  # waits for the device
+        float(loss)  # synchronizes with the device
         return time.perf_counter() - start

@@ -1,4 +1,4 @@
-"""Checks of the newest checkpoint against the run that continues from it, before any rank starts."""
+"""Checks of the newest checkpoint against the resumed run, before any rank starts."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ _OPTIMIZER_ARGS: Final = "training.optimizer_args"
 
 
 def check_newest(job: Job, loaded: LoadedRecipe) -> None:
-    """Refuse a newest checkpoint that is beyond the last step, or of a run that this one does not continue.
+    """Raise for a newest checkpoint that is beyond the last step, or that this run cannot continue.
 
     Raises:
         Contradiction: HP104 for the step.
-        CheckpointMismatch: HP702 for a fact that must not change, or arguments that the optimizer's state does not fit.
+        CheckpointMismatch: HP702 for a fact that must not change, or optimizer arguments that do not fit its state.
     """
-    directory, wanted = job.resume_dir, job.recipe.training.steps
-    found = [] if job.recipe.checkpoint.resume == "never" else steps(directory)
-    if not found:
+    directory, last_step = job.resume_dir, job.recipe.training.steps
+    saved_steps = [] if job.recipe.checkpoint.resume == "never" else steps(directory)
+    if not saved_steps:
         return
-    if found[-1] > wanted:
+    if saved_steps[-1] > last_step:
         raise Contradiction(
             "the checkpoint to continue from is beyond the last step of the run",
             where=loaded.where("training.steps"),
-            got=f"steps={wanted}, the newest checkpoint of {directory} is of step {found[-1]}",
-            hint=f"training.steps={2 * found[-1]}",
+            got=f"steps={last_step}, the newest checkpoint of {directory} is of step {saved_steps[-1]}",
+            hint=f"training.steps={2 * saved_steps[-1]}",
         )
-    # Ranks check what they load, which may be an older one; a recipe that does not fit is refused before they start.
+    # Ranks check the checkpoint they load, possibly an older one; this check precedes the start of ranks.
     saved = None
     with suppress(Damaged):
-        extra = read_extra(directory / step_name(found[-1]))
-        if not check_trainer_extra(found[-1], extra):
+        extra = read_extra(directory / step_name(saved_steps[-1]))
+        if not check_trainer_extra(saved_steps[-1], extra):
             saved = extra.get("run")
     changed = check_resume(saved, run_facts(job), directory.parent)
     if _OPTIMIZER_ARGS in changed:

@@ -1,8 +1,8 @@
-"""Trace what one rank of a plan does in a training step, on one process, with fake tensors.
+"""Trace of one rank's training step of a plan, in one process with fake tensors.
 
-Everything is the program that trains: the model's own code, `parallelize`, the loop's forward, backward, clipping, loss
-exchange and optimizer step. Only the ranks and the values are not there: collectives return at once, tensors have
-sizes but no bytes. A `Recorder` writes the step down; its peak and its collectives are views of what was recorded.
+The traced program is the training program: the model's code, `parallelize`, the loop's forward, backward, clipping,
+loss reduction and optimizer step. Only other ranks and values are missing: collectives return at once, and tensors have
+sizes but no bytes. A `Recorder` records the step; peak and collectives are computed from the recording.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ from hyper_parallel.trainer.engine.step_loop import Loop, StepInputs
 
 @dataclass(frozen=True, slots=True)
 class TracedRank:
-    """One step of one rank.
+    """Traced step of one rank.
 
     Attributes:
         rank: The rank.
-        coordinate: Its place on the mesh.
-        peaks: Memory tier to the peak of a step in the steady state.
-        collectives: Communication of one step.
-        operators: Operators of one step.
-        seconds: Time the trace took.
+        coordinate: Coordinate on the mesh.
+        peaks: Peak of a step in the steady state, by memory tier.
+        collectives: Collectives of one step.
+        operators: Number of operators of one step.
+        seconds: Duration of the trace.
     """
 
     rank: int
@@ -57,7 +57,7 @@ class TracedRank:
 
 
 def differences(rank: TracedRank, plan: Plan) -> tuple[str, ...]:
-    """Where a traced rank's collectives are not those of the plan's formulas, one sentence each.
+    """Return the differences between a traced rank's collectives and the plan's formulas, one sentence each.
 
     The formulas are for the rank at coordinate 0 of every axis.
     """
@@ -77,7 +77,7 @@ def differences(rank: TracedRank, plan: Plan) -> tuple[str, ...]:
 
 
 class _NoGauge:
-    """Stands where the loop expects its memory gauge."""
+    """Substitute for the loop's memory gauge."""
 
     def peak_bytes(self) -> int:
         return 0
@@ -85,23 +85,23 @@ class _NoGauge:
 
 @contextmanager
 def _fused_attention() -> Iterator[None]:
-    """Run attention whose values are narrower than its keys as accelerators do; the CPU's kernel wants equal widths.
+    """Run attention with values narrower than keys as accelerators do; the CPU kernel requires equal widths.
 
-    The function itself is replaced: torch leaves a `TorchFunctionMode` for the time of a backward pass, so attention
-    that is computed again there would run another kernel than in forward.
+    The function itself is replaced. A `TorchFunctionMode` is inactive during a backward pass, so attention recomputed
+    there would use another kernel than in forward.
     """
-    plain = F.scaled_dot_product_attention
+    original = F.scaled_dot_product_attention
 
     def attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if query.shape[-1] == value.shape[-1]:
-            return plain(query, key, value, *args, **kwargs)
+            return original(query, key, value, *args, **kwargs)
         return FusedAttention.apply(query, key, value)
 
     F.scaled_dot_product_attention = attention
     try:
         yield
     finally:
-        F.scaled_dot_product_attention = plain
+        F.scaled_dot_product_attention = original
 
 
 def trace_rank(
@@ -117,30 +117,30 @@ def trace_rank(
     """Trace one rank of a plan.
 
     Args:
-        build: Makes the model on the meta device.
-        plan: The plan, for any number of ranks.
+        build: Returns the model on the meta device.
+        plan: Plan, for any number of ranks.
         training: Optimizer and clipping.
-        rank: Which rank.
-        alignment_bytes: Rounding of every allocation.
-        workspace: Bytes that operators take inside themselves; None: not counted.
-        accelerator: Attention is fused for every width of keys and values.
+        rank: Rank to trace.
+        alignment_bytes: Alignment of every allocation.
+        workspace: Workspace bytes of operators; None: not counted.
+        accelerator: Use fused attention for all widths of keys and values.
     """
     start = time.perf_counter()
     strategy = plan.strategy
     recorder = Recorder(alignment_bytes, FakeKernels(workspace))
     with World.fake(rank, strategy.world_size) as world:
-        # Meshes and FSDP's groups are made before fake tensors: they read values of index tensors.
+        # Meshes and FSDP's groups read values of index tensors, so they are created before fake tensors.
         model = parallelize(build(), plan, world)
         attention = _fused_attention() if accelerator else nullcontext()
         with FakeTensorMode(allow_non_fake_inputs=True), recorder, attention:
             allocate(model, device=world.device)
             optimizer = build_optimizer(model, training)
-            _make_state(optimizer)
+            _create_state(optimizer)
             _name_state(recorder, model, optimizer)
 
             def begin(piece: str) -> None:
                 recorder.enter(piece)
-                if piece == "gradient norm":  # backward is over: what it left are the gradients
+                if piece == "gradient norm":  # backward has finished, so all gradients exist
                     for name, parameter in model.named_parameters():
                         if parameter.grad is not None:
                             recorder.name(local(parameter.grad), name, "gradient")
@@ -150,7 +150,7 @@ def trace_rank(
             recorder.restart("setup")
             _step(loop, recorder, plan, training)
             recorder.enter("after the step")
-            # FSDP pads what does not divide when it first runs: those are the parameters' bytes now.
+            # FSDP pads uneven parameters in its first run, which changes their bytes.
             _name_state(recorder, model, optimizer)
             recording = recorder.recording(f"{plan.model.name} rank {rank}")
     meshes = plan.mesh, strategy.expert_mesh()
@@ -164,8 +164,8 @@ def trace_rank(
     )
 
 
-def _make_state(optimizer: torch.optim.Optimizer) -> None:
-    """Let the optimizer make its states, so that the traced step is like every step but the first."""
+def _create_state(optimizer: torch.optim.Optimizer) -> None:
+    """Create the optimizer's states, so that the traced step equals every step but the first."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = torch.zeros_like(parameter)
@@ -174,12 +174,12 @@ def _make_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _step(loop: Loop, recorder: Recorder, plan: Plan, training: Training) -> None:
-    """One step of the loop without reading a value."""
+    """Run one step of the loop without reading a value."""
     work = plan.workload
     shape = (work.microbatch or 1, work.seq_len)
     inputs = []
     for _ in range(work.accumulation_steps or 1):
-        with unset_fake_temporarily():  # token ids are known: model code may look at them
+        with unset_fake_temporarily():  # token ids are real tensors, as model code may read them
             batch = {
                 n: torch.zeros(shape, dtype=torch.int64) for n in ("input_ids", "shift_labels")
             }
@@ -188,7 +188,7 @@ def _step(loop: Loop, recorder: Recorder, plan: Plan, training: Training) -> Non
         inputs.append(batch)
     loss, _ = loop.gradients(StepInputs(inputs, work.tokens_per_step or 1))
     recorder.enter("loss")
-    loop.share(loss, 0)
+    loop.reduce_step_log(loss, 0)
     loop.update(training.lr)
 
 

@@ -1,4 +1,4 @@
-"""Rows of the start panel on the data: the summary, its notes, and one example with its targets."""
+"""Start panel rows about the data: the summary, its notes, and one example with its targets."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from hyper_parallel.trainer.data.summary import notes
 from hyper_parallel.trainer.data_record import data_rows
 from hyper_parallel.trainer.job import Job
 
-_MOST_CHARACTERS: Final = 110
-"""Of a segment in the panel."""
-_MOST_SEGMENTS: Final = 5
+_MAX_CHARACTERS: Final = 110
+"""Maximum characters of a segment in the panel."""
+_MAX_SEGMENTS: Final = 5
 _NEW_LINE: Final = "\u21b5"
 
 
 def panel_rows(job: Job) -> dict[str, Any]:
-    """Return the rows on the data of a run by name; texts, or texts of rich with the targets in colour."""
+    """Return the rows about the data of a run by name, as texts or rich texts with coloured targets."""
     rows: dict[str, Any] = {**data_rows(job)}
     lines = [*notes(job.recipe.stage, job.packed.counts), *job.packed.tokenizer_notes]
     if lines:
@@ -41,24 +41,26 @@ def _example(example: Example) -> Any:
     if any(s.trained for text in example.texts for s in text.segments):
         lines.append(Text("(targets in green)" if coloured else "([[...]]: targets)"))
     shown = Text("\n").join(lines)
-    shown.overflow = "fold"  # a word longer than a line is not cut
+    shown.overflow = "fold"  # long words are folded, not truncated
     return shown
 
 
 def _compact(segments: Iterable[Segment]) -> list[Segment]:
-    """Return the first segments, each shortened and on one line."""
-    given = list(segments)
-    found = [
-        Segment(without_middle(s.text, _MOST_CHARACTERS).replace("\n", _NEW_LINE), s.trained)
-        for s in given[:_MOST_SEGMENTS]
+    """Return the first segments, each shortened to one line."""
+    all_segments = list(segments)
+    shortened = [
+        Segment(without_middle(s.text, _MAX_CHARACTERS).replace("\n", _NEW_LINE), s.trained)
+        for s in all_segments[:_MAX_SEGMENTS]
     ]
-    if len(given) > _MOST_SEGMENTS:
-        found.append(Segment(f" ... {len(given) - _MOST_SEGMENTS} more parts", trained=False))
-    return found
+    if len(all_segments) > _MAX_SEGMENTS:
+        shortened.append(
+            Segment(f" ... {len(all_segments) - _MAX_SEGMENTS} more parts", trained=False)
+        )
+    return shortened
 
 
 def highlighted(segments: Iterable[Segment], *, coloured: bool) -> Any:
-    """Return segments as a text of rich: targets in green, or between `[[` and `]]` without colour."""
+    """Return segments as a rich text: targets in green, or between `[[` and `]]` without colour."""
     from rich.text import Text
 
     from hyper_parallel.errors import printable

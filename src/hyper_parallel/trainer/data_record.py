@@ -1,4 +1,4 @@
-"""`data.json` of a run: what it reads, in counts, lengths and examples. Start panels and reports are drawn from it."""
+"""`data.json` of a run: counts, lengths and examples of its data, the source of start panels and reports."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DATA_RECORD: Final = "data.json"
 
 
 def data_facts(job: Job) -> dict[str, Any]:
-    """Return the facts about the data of a run as values of JSON; of a stream those of the records read so far."""
+    """Return the facts about the data of a run as JSON values; for a stream about the records read so far."""
     packed, stage = job.packed, job.recipe.stage
     weights = packed.weights or (1.0,) * len(packed.counts)
     sources = []
@@ -51,13 +51,13 @@ def data_rows(job: Job) -> dict[str, str]:
 
 
 def _counts(job: Job) -> tuple[DataCounts, ...]:
-    """Return the counts of the sources; of a stream those of its first epoch, as far as it was read."""
+    """Return the counts of the sources; for a stream those of its first epoch, as far as it was read."""
     stream = job.packed.train
     return (stream.counts,) if isinstance(stream, Stream) else job.packed.counts
 
 
 def _epochs(job: Job) -> tuple[float | None, str]:
-    """Return how often the data is read, None for a stream, and the same in words."""
+    """Return the number of passes over the data, None for a stream, and a description."""
     batches, steps, stage = job.train_batches(), job.recipe.training.steps, job.recipe.stage
     per_step = batches.sequences_per_step
     amount = f"{steps:,} step{'' if steps == 1 else 's'}"

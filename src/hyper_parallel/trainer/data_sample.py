@@ -1,4 +1,4 @@
-"""Counts and examples of the data of a recipe, from its first records; no model is built and no weights are read."""
+"""Counts and examples of a recipe's data, from its first records, without a model or weights."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from hyper_parallel.trainer.data.summary import notes, summary_rows
 from hyper_parallel.trainer.hub_models import with_hub_models
 from hyper_parallel.units import MiB
 
-MOST_BYTES: Final = 16 * MiB
-"""Text of all sources together that is tokenized."""
+MAX_BYTES: Final = 16 * MiB
+"""Maximum bytes of tokenized text over all sources."""
 _BATCH: Final = 256
-"""Records that are tokenized together."""
+"""Records of a tokenization batch."""
 _OWN_RECORDS: Final = 2 * _BATCH
-"""Records that are encoded before further processes are started."""
-_MOST_PROCESSES: Final = 4
+"""Records encoded before additional processes start."""
+_MAX_PROCESSES: Final = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class SourceSample:
         counts: The counts.
         lengths: Histogram of the lengths of all documents, in tokens.
         examples: First records that are trained on.
-        complete: All records of the source were read.
+        complete: Whether all records of the source were read.
         weight: Share of the source in a mixture.
     """
 
@@ -76,7 +76,7 @@ class DataSample:
 
     @property
     def complete(self) -> bool:
-        """Whether all records were read."""
+        """True if all records were read."""
         return all(one.complete for one in self.sources)
 
     @property
@@ -86,7 +86,7 @@ class DataSample:
 
     @property
     def rows(self) -> dict[str, str]:
-        """The summary by the names of its rows."""
+        """Summary by the names of its rows."""
         rows = summary_rows(self.stage, self.counts, sampled=not self.complete)
         total = sum(one.weight for one in self.sources)
         if len(self.sources) > 1:
@@ -96,11 +96,11 @@ class DataSample:
 
     @property
     def notes(self) -> list[str]:
-        """Further sentences."""
+        """Further remarks."""
         return [*notes(self.stage, self.counts), *self.tokenizer_notes]
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the sample as values of JSON."""
+        """Return the sample as JSON values."""
         from hyper_parallel.serde import encode as plain
 
         return {
@@ -124,16 +124,16 @@ class DataSample:
 def sample_data(
     loaded: LoadedRecipe, max_records: int, num_examples: int, *, progress: bool = False
 ) -> DataSample:
-    """Encode the first records of a recipe as training does, and count them.
+    """Encode the first records of a recipe as in training, and count them.
 
     Args:
         loaded: The recipe.
-        max_records: Most records of all sources together, shared evenly.
+        max_records: Maximum records of all sources, divided evenly.
         num_examples: Examples of each source.
-        progress: Show a bar where a tokenizer is trained first.
+        progress: Show a progress bar if a tokenizer is trained.
 
     Raises:
-        NoData, BadValue, Contradiction: As `prepare`.
+        NoData, BadValue, Contradiction: See `prepare`.
     """
     recipe = (loaded := with_hub_models(loaded, weights=False)).recipe
     stage, parts = recipe.stage, recipe.data.parts()
@@ -146,7 +146,7 @@ def sample_data(
         vocab_limit=_vocabulary(values),
         model_config=values,
     )
-    limits = _Limits(max(1, max_records // len(sources)), MOST_BYTES // len(sources), num_examples)
+    limits = _Limits(max(1, max_records // len(sources)), MAX_BYTES // len(sources), num_examples)
     samples = [
         replace(_sample(source, tokenizer.hf, limits), weight=weight)
         for (_, source), (_, weight) in zip(sources, parts, strict=True)
@@ -155,7 +155,7 @@ def sample_data(
 
 
 def _vocabulary(values: Mapping[str, Any]) -> int | None:
-    """Return the entries of the model's vocabulary by its config; None where the config names none."""
+    """Return the vocabulary size in the model's config; None if the config has none."""
     inner = values.get("text_config")
     size = values.get("vocab_size", inner.get("vocab_size") if isinstance(inner, dict) else None)
     return size if isinstance(size, int) else None
@@ -163,7 +163,7 @@ def _vocabulary(values: Mapping[str, Any]) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class _Limits:
-    """Most records, bytes of text and examples of one source."""
+    """Maximum records, bytes of text and examples of one source."""
 
     records: int
     num_bytes: int
@@ -183,7 +183,7 @@ def _sample(source: Source, hf: Any, limits: _Limits) -> SourceSample:
     number, unknown = _num_helpers(stage), counts.unknown_id
     with EncodingHelpers(hf, stage, counts.seq_len, number, unknown) as helpers:
         while batch := list(_batch(records, min(_BATCH, limits.records - seen))):
-            # The first records are encoded here: examples are taken from them.
+            # The first records are encoded in this process, which selects examples from them.
             if seen < _OWN_RECORDS or len(examples) < limits.examples or not helpers.take(batch):
                 for unit, encoded in encoded_units(batch, hf, stage):
                     count_unit(unit, encoded, stage, counts, lengths)
@@ -194,24 +194,24 @@ def _sample(source: Source, hf: Any, limits: _Limits) -> SourceSample:
             if seen >= limits.records or num_bytes >= limits.num_bytes:
                 break
         helpers.add_to(counts, lengths)
-    counts = copy.deepcopy(counts)  # the next record is not among them
+    counts = copy.deepcopy(counts)  # before the next record is read
     complete = next(records, None) is None and not (is_text and num_bytes >= limits.num_bytes)
     return SourceSample(counts, lengths, tuple(examples), complete)
 
 
 def _batch(records: Iterator[list[Document]], size: int) -> Iterator[list[Document]]:
-    """Yield the next records, fewer where they are long."""
-    left = MOST_BYTES // 8
+    """Yield the next records, fewer if they are long."""
+    remaining = MAX_BYTES // 8
     for _ in range(size):
         unit = next(records, None)
         if unit is None:
             return
         yield unit
-        left -= sum(document.num_bytes for document in unit)
-        if left <= 0:
+        remaining -= sum(document.num_bytes for document in unit)
+        if remaining <= 0:
             return
 
 
 def _num_helpers(stage: str) -> int:
-    """Return how many further processes encode records; texts are encoded by threads of the tokenizer."""
-    return 0 if stage == "pt" else min(len(os.sched_getaffinity(0)), _MOST_PROCESSES) - 1
+    """Return the number of additional encoding processes; texts are encoded by threads of the tokenizer."""
+    return 0 if stage == "pt" else min(len(os.sched_getaffinity(0)), _MAX_PROCESSES) - 1

@@ -1,12 +1,12 @@
-"""Decoding: many sequences at once, each token chosen from logits, slots filled again as sequences end.
+"""Continuous batching: many sequences at once, with slots that are refilled as sequences end.
 
-    add        sequences wait until a slot is free
-    step       one pass of the model: prompts are read first, in chunks; else every sequence in a slot reads its last
-               token. Sequences that have read all of their text choose a token.
-    ended      by a stop token, a text that stops, or the limit; the slot is free for the next
+  add        queue sequences until a slot is free
+  step       run one pass of the model: prompts are prefilled first, in chunks; else every sequence in a slot reads its
+             last token. Sequences that have read all of their text choose a token.
+  ended      by a stop token, a stop text, or the limit; the slot is free for the next sequence
 
-What a sequence draws is a function of its own key and the number of its token, so that it depends on no other one; one
-that is taken out may go on later, from its tokens so far.
+The draws of a sequence depend only on its own key and the index of the token, so sequences are independent. A cancelled
+sequence can continue later from its tokens so far.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from hyper_parallel.backends.torch.decode_slots import Passes, passes_of
 from hyper_parallel.errors import BadValue
 
 SLOTS: Final = 32
-"""Sequences at a time, where nobody says how many."""
+"""Default number of concurrent sequences."""
 
 _REFILL: Final = 4
-"""Prompts are read when at least one slot in so many is free: a pass costs as much for one row as for a few."""
+"""Prefill when at least one of this many slots is free, as a pass of a few rows costs as much as one row."""
 
 
 _KINDS: Final[Mapping[str, type | tuple[type, ...]]] = {
@@ -41,21 +41,21 @@ _KINDS: Final[Mapping[str, type | tuple[type, ...]]] = {
     "top_k": int,
     "stop": tuple,
 }
-"""Types of the choices of `Sampling`."""
+"""Types of the fields of `Sampling`."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are chosen.
+    """Rule for choosing tokens.
 
     Attributes:
         max_new_tokens: Limit of the continuation.
-        temperature: 0: the most likely token; else logits are divided by it and a token is drawn.
-        top_p: Draw from the smallest set of tokens whose probability, among those that `top_k` leaves, reaches this
-            (Holtzman et al. 2020).
-        seed: Of the draws; the same seed gives the same text.
-        top_k: Draw from so many tokens, the most likely ones; 0: from all.
-        stop: Texts that end the continuation, which ends before them.
+        temperature: Divisor of the logits; 0: the most likely token.
+        top_p: Draw from the smallest set of tokens whose probability, after `top_k`, reaches this value (Holtzman et
+            al. 2020).
+        seed: Seed of the draws; the same seed gives the same text.
+        top_k: Draw from this many most likely tokens; 0: all tokens.
+        stop: Texts that end the continuation; the result excludes them.
     """
 
     max_new_tokens: int = 128
@@ -85,20 +85,20 @@ class Sampling:
 
 
 @dataclass(slots=True, eq=False)
-class Running:
-    """One sequence.
+class DecodingSequence:
+    """Sequence in progress.
 
     Attributes:
-        number: Its own, in the batch.
-        text: Tokens of the prompt, then those that were chosen, with the one that stopped it.
-        start: Tokens of the prompt.
-        limit: Most tokens that are chosen.
-        draws: [limit] numbers in [0, 1), one for every token; None: the most likely token is taken.
-        logprobs: Of the chosen tokens, under the model's own distribution: temperature 1, all tokens; 0 for words that
-            it did not choose.
-        finish: What ended it; None: nothing has.
-        read: Tokens of the text that the model has read.
-        seconds: From the decoder's start to its end.
+        number: Index of the sequence in the batch.
+        text: Tokens of the prompt, then the chosen tokens, including the stop token.
+        start: Number of tokens of the prompt.
+        limit: Maximum number of chosen tokens.
+        draws: [limit] numbers in [0, 1), one per token; None: greedy decoding.
+        logprobs: Log-probabilities of the chosen tokens under the model's distribution (temperature 1, all tokens); 0
+            for inserted tokens.
+        finish: Reason for the end; None: in progress.
+        read: Number of tokens of the text that the model has read.
+        seconds: Time from the decoder's start to the end of the sequence.
     """
 
     number: int
@@ -113,19 +113,19 @@ class Running:
 
     @property
     def tokens(self) -> list[int]:
-        """Those that were chosen."""
+        """Chosen tokens."""
         return self.text[self.start :]
 
 
 class Decoder:
-    """Continues sequences by the passes of a model.
+    """Continuation of sequences by passes of a model.
 
     Args:
-        passes: Of the model.
-        sampling: How tokens are chosen; the limit is each sequence's own.
+        passes: Passes of the model.
+        sampling: Rule for choosing tokens; each sequence has its own limit.
         stops: Tokens that end a sequence.
-        ended: Whether a sequence that has just got a token ends with it.
-        interrupt: Asked before each pass whether to leave the sequences as they are.
+        ended: Returns whether a sequence ends with its newest token.
+        interrupt: Called before each pass: returns whether to stop decoding.
     """
 
     def __init__(
@@ -134,47 +134,47 @@ class Decoder:
         sampling: Sampling,
         stops: Collection[int] = (),
         *,
-        ended: Callable[[Running], bool] | None = None,
+        ended: Callable[[DecodingSequence], bool] | None = None,
         interrupt: Callable[[], bool] | None = None,
     ) -> None:
         self.passes, self.sampling, self.stops = passes, sampling, frozenset(stops)
         self._ended, self._interrupt = ended, interrupt
         self._start_s = time.perf_counter()
-        self._waiting: deque[Running] = deque()
-        self._slots: dict[int, Running] = {}
+        self._waiting: deque[DecodingSequence] = deque()
+        self._slots: dict[int, DecodingSequence] = {}
 
     @property
     def busy(self) -> bool:
-        """Whether a sequence is not finished."""
+        """True if a sequence is unfinished."""
         return bool(self._waiting or self._slots)
 
-    def add(self, sequences: Iterable[Running]) -> None:
-        """Continue these, in this order, as slots become free."""
+    def add(self, sequences: Iterable[DecodingSequence]) -> None:
+        """Queue sequences, in this order, for free slots."""
         self._waiting.extend(sequences)
 
-    def cancel(self, number: int) -> Running | None:
-        """Take a sequence out as it is; `add` lets it go on, here or elsewhere. None: it has ended."""
-        for kept in (self._slots.values(), self._waiting):
-            for sequence in kept:
+    def cancel(self, number: int) -> DecodingSequence | None:
+        """Remove a sequence and return it, so that `add` can continue it in any decoder; None if it has ended."""
+        for queue in (self._slots.values(), self._waiting):
+            for sequence in queue:
                 if sequence.number == number:
                     self._drop(sequence)
                     return sequence
         return None
 
-    def go_on(self, sequence: Running, words: Sequence[int]) -> None:
-        """Let a sequence that has ended go on behind words that it did not choose; they count to its limit."""
-        sequence.text.extend(words)
-        sequence.logprobs.extend([0.0] * len(words))
+    def continue_after(self, sequence: DecodingSequence, tokens: Sequence[int]) -> None:
+        """Continue an ended sequence after inserted tokens, which count towards its limit."""
+        sequence.text.extend(tokens)
+        sequence.logprobs.extend([0.0] * len(tokens))
         sequence.finish = None
         self.add([sequence])
 
-    def read_again(self) -> None:
-        """The model has other weights: what it has read of sequences in slots is read once more."""
+    def invalidate_cache(self) -> None:
+        """Invalidate the cache of all sequences in slots after a change of weights."""
         for sequence in self._slots.values():
             sequence.read = 0
 
-    def run(self) -> Iterator[Running]:
-        """Decode until no rank has work or any is interrupted; gives every sequence when it has got a token."""
+    def run(self) -> Iterator[DecodingSequence]:
+        """Decode until no rank has work or any rank is interrupted; yield every sequence when it gets a token."""
         while True:
             halted = self._interrupt is not None and self._interrupt()
             busy, halted = self.passes.anywhere(self.busy, halted)
@@ -182,16 +182,20 @@ class Decoder:
                 return
             yield from self.step()
 
-    def step(self) -> list[Running]:
-        """One pass; the sequences that got a token by it."""
+    def step(self) -> list[DecodingSequence]:
+        """Run one pass and return the sequences that got a token."""
         self._admit()
         if not self._slots:
             self.passes.idle()
             return []
         unread = {row: len(s.text) - s.read for row, s in self._slots.items()}
-        prompts = {row: min(left, self.passes.chunk) for row, left in unread.items() if left > 1}
+        prompts = {
+            row: min(remaining, self.passes.chunk)
+            for row, remaining in unread.items()
+            if remaining > 1
+        }
         longest = max(prompts.values(), default=0)
-        # Much shorter ones, which would be mostly padding, follow by themselves.
+        # Much shorter prompts, which would be mostly padding, run in a later pass.
         rows = sorted([row for row, size in prompts.items() if 2 * size > longest] or unread)
         fed = [self._slots[row] for row in rows]
         parts = [s.text[s.read : s.read + self.passes.chunk] for s in fed]
@@ -201,21 +205,21 @@ class Decoder:
         done = [i for i, s in enumerate(fed) if s.read == len(s.text)]
         if not done:
             return []
-        going = [fed[i] for i in done]
+        finished_reading = [fed[i] for i in done]
         if logits is not None and len(done) < len(rows):
             logits = logits[done]
-        chosen = None if logits is None else self._choose(logits, going)
+        chosen = None if logits is None else self._choose(logits, finished_reading)
         tokens, logprobs = self.passes.share(chosen, len(done)).tolist()
-        for sequence, token, logprob in zip(going, tokens, logprobs, strict=True):
+        for sequence, token, logprob in zip(finished_reading, tokens, logprobs, strict=True):
             self._take(sequence, int(token), logprob)
-        return going
+        return finished_reading
 
-    def _choose(self, logits: Tensor, sequences: Sequence[Running]) -> Tensor:
+    def _choose(self, logits: Tensor, sequences: Sequence[DecodingSequence]) -> Tensor:
         draws = [0.0 if s.draws is None else s.draws[len(s.text) - s.start] for s in sequences]
         drawn = torch.tensor(draws, dtype=torch.float64, device=logits.device)
         return torch.stack(choose(logits, drawn, self.sampling))
 
-    def _take(self, sequence: Running, token: int, logprob: float) -> None:
+    def _take(self, sequence: DecodingSequence, token: int, logprob: float) -> None:
         sequence.text.append(token)
         sequence.logprobs.append(logprob)
         if token in self.stops or (self._ended is not None and self._ended(sequence)):
@@ -226,9 +230,9 @@ class Decoder:
             sequence.seconds = time.perf_counter() - self._start_s
             self._drop(sequence)
 
-    def _drop(self, sequence: Running) -> None:
-        """Free the slot of a sequence; without one that waits, the last of the others goes there."""
-        sequence.read = 0  # what it left behind may be overwritten
+    def _drop(self, sequence: DecodingSequence) -> None:
+        """Free the slot of a sequence; without queued sequences, the last slot moves there."""
+        sequence.read = 0  # its cache entries may be overwritten
         row = next((row for row, s in self._slots.items() if s is sequence), None)
         if row is None:
             self._waiting.remove(sequence)
@@ -236,7 +240,7 @@ class Decoder:
         del self._slots[row]
         last = max(self._slots, default=0)
         if last > row and not self._waiting:
-            # Rows that follow each other are read where they are.
+            # Adjacent rows are read in place.
             self.passes.move(last, row)
             self._slots[row] = self._slots.pop(last)
 
@@ -248,28 +252,28 @@ class Decoder:
             self._slots[row] = self._waiting.popleft()
 
 
-def decoder_of(
+def make_decoder(
     model: Any,
-    sequences: Sequence[Running],
+    sequences: Sequence[DecodingSequence],
     sampling: Sampling,
     stops: Collection[int],
     slots: int,
     *,
-    ended: Callable[[Running], bool] | None = None,
+    ended: Callable[[DecodingSequence], bool] | None = None,
     interrupt: Callable[[], bool] | None = None,
 ) -> Decoder:
-    """A decoder of a model with a cache that is as large as these sequences need, which are added.
+    """Return a decoder of a model, with a cache sized for the sequences, which are added.
 
     Args:
-        model: A causal language model, plain or laid out by `parallelize`; in evaluation mode.
-        sequences: What is continued.
-        sampling: As in `Decoder`.
-        stops: As in `Decoder`.
-        slots: Most sequences at a time.
-        ended: As in `Decoder`.
-        interrupt: As in `Decoder`.
+        model: Causal language model, plain or passed through `parallelize`, in evaluation mode.
+        sequences: Sequences to continue.
+        sampling: See `Decoder`.
+        stops: See `Decoder`.
+        slots: Maximum number of concurrent sequences.
+        ended: See `Decoder`.
+        interrupt: See `Decoder`.
     """
-    # The last token is not fed back, so the cache needs no slot for it.
+    # The last token is not fed back, so the cache needs no entry for it.
     length = max((s.start + s.limit - 1 for s in sequences), default=1)
     passes = passes_of(model, max(1, min(slots, len(sequences))), length)
     decoder = Decoder(passes, sampling, stops, ended=ended, interrupt=interrupt)
@@ -278,42 +282,42 @@ def decoder_of(
 
 
 def choose(logits: Tensor, drawn: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
-    """Tokens [B], as float64, for logits [B, V] and numbers [B] in [0, 1), and their log-probabilities [B].
+    """Return tokens [B], as float64, for logits [B, V] and numbers [B] in [0, 1), and their log-probabilities [B].
 
-    In float64, so that a number means the same on every device: the inverse of the distribution function.
+    The inverse of the distribution function in float64, so that a number selects the same token on every device.
     """
     logp = logits.double().log_softmax(-1)
     if sampling.temperature == 0:
         token = logits.argmax(-1, keepdim=True)
     else:
-        kept = _cut(logp / sampling.temperature, sampling)
-        total = kept.cumsum(-1)
-        # Rounding may leave a number at the last value, which the search passes by.
+        probabilities = _filtered_probabilities(logp / sampling.temperature, sampling)
+        total = probabilities.cumsum(-1)
+        # Rounding may make a number equal to the total, beyond which the search points.
         token = torch.searchsorted(total, drawn[:, None] * total[:, -1:], right=True)
         token = token.clamp_(max=logits.shape[-1] - 1)
     return token[:, 0].double(), logp.gather(-1, token)[:, 0]
 
 
-def _cut(scores: Tensor, sampling: Sampling) -> Tensor:
-    """Return the probabilities [B, V] that tokens are drawn by, up to a factor: top_k first, and top_p of what is left.
+def _filtered_probabilities(scores: Tensor, sampling: Sampling) -> Tensor:
+    """Return unnormalised probabilities [B, V] after `top_k` and then `top_p`.
 
-    Tokens that are as likely as the last of the `top_k` stay, as in transformers.
+    Tokens as likely as the last of the `top_k` are included, as in transformers.
     """
     top_k, top_p = min(sampling.top_k, scores.shape[-1]), sampling.top_p
     if top_k:
         least = scores.topk(top_k, dim=-1).values[:, -1:]
         scores = scores.masked_fill(scores < least, -math.inf)
-    kept = scores.softmax(-1)
+    probabilities = scores.softmax(-1)
     if top_p < 1:
-        ranked, order = kept.sort(dim=-1, descending=True, stable=True)
-        # A token stays when the more likely ones have not reached top_p yet; the first always stays.
+        ranked, order = probabilities.sort(dim=-1, descending=True, stable=True)
+        # Keep a token if more likely tokens have not reached top_p; the first token is always kept.
         ranked = ranked.masked_fill(ranked.cumsum(-1) - ranked >= top_p, 0)
-        kept = torch.zeros_like(kept).scatter_(-1, order, ranked)
-    return kept
+        probabilities = torch.zeros_like(probabilities).scatter_(-1, order, ranked)
+    return probabilities
 
 
 def numbers(*key: int, length: int) -> NDArray[np.float64]:
-    """[length] numbers in [0, 1) that are a function of a key; a longer list begins as a shorter one."""
+    """Return [length] numbers in [0, 1) as a function of a key; a shorter list is a prefix of a longer one."""
     raw = np.random.PCG64([part % 2**64 for part in key]).random_raw(length)
     drawn: NDArray[np.float64] = (raw >> 11) / 2.0**53
     return drawn

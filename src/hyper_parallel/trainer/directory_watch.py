@@ -1,4 +1,4 @@
-"""What becomes of a run whose directory disappears, and how a run that cannot go on is continued."""
+"""Detection of lost run directories, and commands that continue a run."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 _SAFE_LR: Final = 3e-4  # the default of `training.lr`
 _REMOVAL_S: Final = 2.0
-"""Wait for a removal to reach the directory itself: files are removed first, one by one."""
-_LOOK_S: Final = 0.02  # short beside that
+"""Maximum wait for a removal to reach the directory: its files are removed first, one by one."""
+_POLL_S: Final = 0.02  # short compared to that
 
 
-def continuing_words(job: Job) -> str:
-    """Return how to go on after numbers that are not finite: the newest checkpoint with a smaller learning rate."""
+def resume_hint(job: Job) -> str:
+    """Return a hint after non-finite numbers: the newest checkpoint with a smaller learning rate."""
     lr = min(job.recipe.training.lr / 10, _SAFE_LR)
     change = f"training.lr={lr:g}"
     if not checkpoints.steps(job.checkpoint_dir):
@@ -33,14 +33,14 @@ def continuing_words(job: Job) -> str:
 
 
 class DirectoryWatch:
-    """The identity of a run directory, and of a file in it, as they were when this was made.
+    """Identity of a run directory, and of a file in it, at the time of creation.
 
     Args:
         place: The directory.
-        name: A file in it that is written to its end; empty: none.
+        name: File in it that the run keeps open for writing; empty: no file.
 
     Raises:
-        RunDirectoryLost: HP721 when it is gone already.
+        RunDirectoryLost: HP721 when the directory does not exist.
     """
 
     def __init__(self, place: Path, name: str = "") -> None:
@@ -48,46 +48,45 @@ class DirectoryWatch:
         try:
             self._handle = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except OSError as error:
-            raise _lost(place, None, "directory of the run") from error
+            raise _lost_error(place, None, "directory of the run") from error
         self._file = _identity(place / name)
 
     def check(self) -> None:
         """Raise when the directory was removed, moved or replaced, or the file removed or replaced.
 
         Raises:
-            RunDirectoryLost: HP721 with the step that is saved, and where.
+            RunDirectoryLost: HP721 with the newest saved step and its path.
         """
-        if self._is_there() and _identity(self._place / self._name) == self._file:
+        if self._is_unchanged() and _identity(self._place / self._name) == self._file:
             return
-        begin = (
-            time.monotonic()
-        )  # who removes files one by one may not have come to the directory yet
-        while self._is_there() and time.monotonic() - begin < _REMOVAL_S:
-            time.sleep(_LOOK_S)
-        if self._is_there():
-            raise _lost(self._place, self._place, f"file {self._name} of the run")
-        raise _lost(self._place, _folder_of(self._handle), "directory of the run")
+        # A removal of files one by one may not have reached the directory yet.
+        begin = time.monotonic()
+        while self._is_unchanged() and time.monotonic() - begin < _REMOVAL_S:
+            time.sleep(_POLL_S)
+        if self._is_unchanged():
+            raise _lost_error(self._place, self._place, f"file {self._name} of the run")
+        raise _lost_error(self._place, _folder_of(self._handle), "directory of the run")
 
-    def _is_there(self) -> bool:
-        mine = os.fstat(self._handle)
-        return _identity(self._place) == (mine.st_dev, mine.st_ino)
+    def _is_unchanged(self) -> bool:
+        opened = os.fstat(self._handle)
+        return _identity(self._place) == (opened.st_dev, opened.st_ino)
 
     def close(self) -> None:
         """Close the directory."""
         os.close(self._handle)
 
 
-def _lost(place: Path, now: Path | None, what: str) -> RunDirectoryLost:
-    """Return the error of a run whose files are gone; `now`: where its directory is, None: nowhere."""
+def _lost_error(place: Path, now: Path | None, what: str) -> RunDirectoryLost:
+    """Return the error of a run whose files are lost; `now`: the directory's current path, None: it was removed."""
     moved = now is not None and now != place
     saved = max(checkpoints.steps(now / "checkpoints"), default=0) if now is not None else 0
     hint = f"start the run again; it begins at step 1 (ls -la {shlex.quote(str(place))})"
     if saved and now is not None:
         words = [str(now / "config.yaml"), *([f"output_dir={now}"] if moved else [])]
         hint = f"hyper-parallel train {shlex.join([*words, 'checkpoint.resume=must'])}"
-    how = f"moved to {now}" if moved else "removed or replaced"
+    change = f"moved to {now}" if moved else "removed or replaced"
     return RunDirectoryLost(
-        f"the {what} was {how} while the run wrote to it",
+        f"the {what} was {change} while the run wrote to it",
         where=str(place),
         got=f"saved up to step {saved}" if saved else "no checkpoint is left",
         hint=hint,
@@ -95,7 +94,7 @@ def _lost(place: Path, now: Path | None, what: str) -> RunDirectoryLost:
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
-    """Return what tells a file or folder from every other; None: it is not there."""
+    """Return the identity of a file or folder; None if it does not exist."""
     try:
         status = path.lstat() if path.name.endswith(".jsonl") else path.stat()
     except OSError:
@@ -104,7 +103,7 @@ def _identity(path: Path) -> tuple[int, int] | None:
 
 
 def _folder_of(handle: int) -> Path | None:
-    """Return the place in which an open folder is now; None when it was removed."""
+    """Return the current path of an open folder; None if it was removed."""
     try:
         path = Path(os.readlink(f"/proc/self/fd/{handle}"))  # noqa: PTH115
     except OSError:  # not Linux

@@ -1,4 +1,4 @@
-"""The model of an exported directory, loaded by transformers."""
+"""Loading of an exported model by transformers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hyper_parallel.trainer.engine.recipe_model import GENERATION
 def from_pretrained(base: str, dtype: torch.dtype | str, trusted: bool) -> tuple[Any, Any]:
     """Return the model that transformers loads from a directory or hub id, and its report.
 
-    Shards without an index are opened here: transformers does not look for them.
+    Shards without an index are read here, as transformers does not find them.
     """
     from transformers import GenerationConfig
 
@@ -30,21 +30,21 @@ def from_pretrained(base: str, dtype: torch.dtype | str, trusted: bool) -> tuple
             base, local_files_only=True, trust_remote_code=trusted, **report
         )
         return loaded
-    made: Any = model_from_config(read_config(base), torch.float32, trusted=trusted)
+    empty: Any = model_from_config(read_config(base), torch.float32, trusted=trusted)
     state = {name: t.slices for name, t in WeightFiles(directory).tensors.items()}
-    model, info = type(made).from_pretrained(None, config=made.config, state_dict=state, **report)
+    model, info = type(empty).from_pretrained(None, config=empty.config, state_dict=state, **report)
     if (directory / GENERATION).is_file():
         model.generation_config = GenerationConfig.from_pretrained(directory)
     return model, info
 
 
 def _auto_class(base: str) -> Any:
-    """Return the class of transformers that loads a directory, or a name of the Hub."""
+    """Return the transformers class for a directory, or a name on the Hub."""
     from transformers import AutoModelForCausalLM
 
     if not (Path(base) / "config.json").is_file():  # a name of the Hub
         return AutoModelForCausalLM
     file = read_config(base)
-    with suppress(HyperParallelError):  # a type that transformers or its code must judge
+    with suppress(HyperParallelError):  # a type left to transformers or custom code
         return class_of_config(file)
     return AutoModelForCausalLM

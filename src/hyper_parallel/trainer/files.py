@@ -1,4 +1,4 @@
-"""Where a run writes: files and directories that a reader never sees half of, and the checksums that tell damage."""
+"""File output of a run: atomic publication of files and directories, and checksums that detect damage."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _PARTIAL: Final = re.compile(
     r"\.(config\.yaml|(plan|predicted_timeline|timeline|offload_predicted|offload_measured|run|trace|trackers)\.json"
     r"|(metrics|eval)\.jsonl|(report|comparison)\.html|sample\.txt|\.run\.owner)\.\d+\.part"
 )
-"""Names under which `write_text` writes files of a run directory."""
+"""Names of partial files that `write_text` creates in a run directory."""
 
 
 def write_timeline(timeline: Timeline, path: Path) -> None:
@@ -40,13 +40,13 @@ class FileEntry:
 
     @classmethod
     def of(cls, path: Path) -> FileEntry:
-        """Read back from disk."""
+        """Read size and checksum from disk."""
         with path.open("rb") as file:
             return cls(path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest())
 
 
 class Damaged(Exception):
-    """A file is missing, truncated or altered; the message begins with its path."""
+    """Missing, truncated or altered file; the message begins with its path."""
 
     def __init__(self, path: Path, why: str) -> None:
         super().__init__(f"{path}: {why}")
@@ -55,7 +55,7 @@ class Damaged(Exception):
 def check_files(
     directory: Path, entries: Mapping[str, FileEntry], contents: Iterable[str] = ()
 ) -> None:
-    """Compare the sizes of all files of a directory with its `entries`, then the checksums of the files `contents`.
+    """Compare the sizes of all files of a directory with its `entries`, and the checksums of the files in `contents`.
 
     Raises:
         Damaged: With the first file that is missing or differs.
@@ -78,7 +78,7 @@ def check_files(
 
 
 def copy_files(source: Path, target: Path, names: Iterable[str]) -> None:
-    """Copy those files of a directory that are there."""
+    """Copy the existing files of a list from a directory."""
     for name in names:
         if (source / name).is_file():
             (target / name).parent.mkdir(exist_ok=True)
@@ -87,10 +87,10 @@ def copy_files(source: Path, target: Path, names: Iterable[str]) -> None:
 
 @contextmanager
 def tensors_written(path: Path) -> Iterator[None]:
-    """Give what the system refuses to write of a file of tensors its code, and remove the part that is written.
+    """Convert write errors of a tensor file to HP105 inside the context, and remove the partial file.
 
     Args:
-        path: The file, under the name that it is written by.
+        path: Path of the partial file.
 
     Raises:
         OutputNotWritable: HP105.
@@ -101,7 +101,7 @@ def tensors_written(path: Path) -> Iterator[None]:
         with written(path):
             try:
                 yield
-            except SafetensorError as error:  # a disk that is full, in words
+            except SafetensorError as error:  # for example a full disk
                 raise OSError(f"{error!s:.200}") from error
     except OutputNotWritable:
         with suppress(OSError):
@@ -111,10 +111,11 @@ def tensors_written(path: Path) -> Iterator[None]:
 
 @contextmanager
 def run_lock(directory: Path) -> Iterator[None]:
-    """Hold a run directory for this process and the ranks that it starts; the system frees it when they have ended.
+    """Lock a run directory for this process and its ranks; the system releases the lock when they have ended.
 
     Raises:
-        RunInUse: HP720 with the owner. OutputNotWritable: HP105.
+        RunInUse: HP720 with the owner.
+        OutputNotWritable: HP105.
     """
     from filelock import FileLock, Timeout
 
@@ -124,11 +125,11 @@ def run_lock(directory: Path) -> Iterator[None]:
         try:
             lock.acquire(timeout=0)
         except Timeout:
-            found = owner.read_text(encoding="utf-8") if owner.is_file() else "another process"
+            owner_text = owner.read_text(encoding="utf-8") if owner.is_file() else "another process"
             raise RunInUse(
                 "another run writes to this directory",
                 where=str(directory),
-                got=found,
+                got=owner_text,
                 hint="wait for it, stop it (kill PROCESS), or set `output_dir=ANOTHER`",
             ) from None
         write_text(owner, f"process {os.getpid()} on {platform.node()}")
@@ -142,7 +143,7 @@ def run_lock(directory: Path) -> Iterator[None]:
 
 
 def _remove_partials(directory: Path) -> None:
-    """Remove the beginnings of files that a run that was killed in this directory was writing."""
+    """Remove partial files of a killed run in this directory."""
     for path in directory.glob(".*.part"):
         if _PARTIAL.fullmatch(path.name) and path.is_file() and not path.is_symlink():
             with suppress(OSError):
@@ -150,17 +151,17 @@ def _remove_partials(directory: Path) -> None:
 
 
 def check_writable(directory: Path, key: str) -> None:
-    """Raise when a directory cannot be created or written; leaves nothing behind.
+    """Raise when a directory cannot be created or written; no file or directory is left behind.
 
     Args:
-        directory: It, or what it will be.
-        key: What the user has named it with, such as `output_dir`.
+        directory: The directory, which may not exist yet.
+        key: Option that names it, such as `output_dir`.
 
     Raises:
         OutputNotWritable: HP105.
     """
     target = existing = directory.absolute()
-    # os.path takes a path that is too long for one that is not there.
+    # os.path treats an overlong path as missing.
     while not os.path.exists(existing) and existing != existing.parent:  # noqa: PTH110
         existing = existing.parent
     if not existing.is_dir():
@@ -181,9 +182,9 @@ def check_writable(directory: Path, key: str) -> None:
 
 
 def _try_to_create(path: Path, parent: Path) -> str:
-    """Create `path` under a directory of its own in `parent`, and remove it again; what went wrong, or "".
+    """Create `path` below a temporary directory in `parent`, remove it, and return the problem or "".
 
-    Ranks that another launcher started all check at the same time: none may see what another one creates.
+    Ranks of another launcher all run this check at the same time, so none may see files of another.
     """
     if path == Path():
         return ""

@@ -1,7 +1,7 @@
-"""Generation: a prompt continued by an exported model, one token a step, with a KV cache.
+"""Generation: continuation of a prompt by an exported model, one token per step, with a key-value cache.
 
-The prompt passes through the model once (prefill) and leaves keys and values in the cache; each further step feeds one
-token. Greedy decoding gives the tokens of full recomputation. One device; with a `DeviceMemory`, in less memory.
+One pass over the prompt (prefill) fills the cache; each further step feeds one token. Greedy decoding gives the tokens
+of full recomputation. Runs on one device; with a `DeviceMemory` within a memory budget.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ from hyper_parallel.errors import (
 from hyper_parallel.hub import fetch, parse_name
 from hyper_parallel.model import ConfigFile
 from hyper_parallel.trainer._pick_device import pick_device
-from hyper_parallel.trainer.checkpoints.adapter_files import ADAPTER_WEIGHTS, take_adapter
+from hyper_parallel.trainer.checkpoints.adapter_files import ADAPTER_WEIGHTS, load_adapter
 from hyper_parallel.trainer.data import has_tokenizer, load_tokenizer
 from hyper_parallel.trainer.decoding import (
     SLOTS,
     Decoder,
-    Running,
+    DecodingSequence,
     Sampling,
-    decoder_of,
+    make_decoder,
 )
 from hyper_parallel.trainer.engine.base_weights import check_base
 from hyper_parallel.trainer.exported_model import from_pretrained
@@ -61,20 +61,20 @@ from hyper_parallel.trainer.text_codec import (
     Generation,
     Prompt,
     PromptBatch,
-    Texts,
+    TextCodec,
     draws_of,
     stream_text,
-    until,
+    text_before_stop,
 )
 
 logger = logging.getLogger(__name__)
 
 
 def find_export(directory: str | Path) -> Path:
-    """The Hugging Face directory to generate from: `RUN_DIR/export`, or the directory itself; it may hold an adapter.
+    """Return the directory to generate from: `RUN_DIR/export`, or the directory itself, which may be an adapter.
 
     Raises:
-        RunUnreadable: HP603 when there is no exported model or no tokenizer beside it.
+        RunUnreadable: HP603 when there is no exported model, or no tokenizer with it.
     """
     root = Path(directory).expanduser()
     if not root.exists() and (name := parse_name(str(directory))) is not None:
@@ -106,55 +106,55 @@ def load(
     dtype: str | None = None,
     trusted: bool = False,
 ) -> tuple[Any, Any]:
-    """Model in evaluation mode and tokenizer of a run or a Hugging Face directory.
+    """Return the model, in evaluation mode, and the tokenizer of a run or a Hugging Face directory.
 
     Args:
         directory: RUN_DIR or Hugging Face directory.
         device: `auto`, `cpu`, `cuda`, `cuda:1`, ...
-        dtype: Format of the weights; None: the one they are stored in.
-        trusted: Run code that lies in the directory, for a model that transformers has not.
+        dtype: Dtype of the weights; None: as stored.
+        trusted: Whether code in the directory may run, for a model unknown to transformers.
 
     Raises:
-        RunUnreadable: HP603 when nothing was exported there.
+        RunUnreadable: HP603 when the directory has no export.
         WeightsUnreadable: HP703 when the weight files cannot be read.
-        CheckpointMismatch: HP702 when the weights beside an adapter are not those it was trained on.
+        CheckpointMismatch: HP702 when an adapter was trained on other weights.
         BadValue: HP102 when the dtype does not exist.
-        DeviceUnavailable: HP502 when the machine lacks the device.
+        DeviceUnavailable: HP502 when the machine does not have the device.
     """
     from transformers.utils import logging
 
     export = find_export(directory)
     check_dtype(dtype)
-    where = pick_device(device)
+    target_device = pick_device(device)
     tokenizer = load_tokenizer(export, trusted=trusted)
-    logging.disable_progress_bar()  # it would run through the generated text
+    logging.disable_progress_bar()  # it would overwrite the generated text
     adapter, base = export / ADAPTER_CONFIG, str(export)
     if adapter.is_file():
         base = base_of(export)
     try:
-        model, info = from_pretrained(base, getattr(torch, dtype) if dtype else "auto", trusted)
+        model, report = from_pretrained(base, getattr(torch, dtype) if dtype else "auto", trusted)
         if adapter.is_file():
             if Path(base).is_dir():
                 check_base(export / ADAPTER_WEIGHTS, Path(base))
-            take_adapter(model, export)
+            load_adapter(model, export)
             merge_adapters(model)
         rotate_by_document(model)
         reset_before_calls(model)
     except HyperParallelError:
         raise
     except Exception as error:
-        # transformers and safetensors raise many classes here, plain Exception among them.
+        # transformers and safetensors raise many classes here, including plain Exception.
         raise WeightsUnreadable(
             "the exported model cannot be loaded",
             where=str(export),
             got=(str(error).splitlines() or [type(error).__name__])[0][:200],
             hint="--trust-remote-code" if "trust_remote_code" in str(error) else None,
         ) from error
-    if info["missing_keys"]:
+    if report["missing_keys"]:
         raise WeightsUnreadable(
             "the exported weights lack parameters of the model",
             where=str(export),
-            got=sorted(info["missing_keys"])[:3],
+            got=sorted(report["missing_keys"])[:3],
         )
     loop_over_experts(model, model.dtype)
     source = Path(base) if Path(base).is_dir() else None
@@ -163,13 +163,13 @@ def load(
     )
     try:
         attach_properties(model, properties_of(file, trusted=trusted))
-    except ModelUnreadable as error:  # only transformers can make its class
+    except ModelUnreadable as error:  # only transformers can build its class
         logger.warning("not measured, so decoding trusts the model's own cache: %s", error.what)
-    return model.to(where).eval(), tokenizer
+    return model.to(target_device).eval(), tokenizer
 
 
 def check_dtype(dtype: str | None) -> None:
-    """Raise when a name is not a format of weights; None is as they are stored."""
+    """Raise for a name that is not a dtype of weights; None means as stored."""
     kinds = ("float64", "float32", "bfloat16", "float16")
     if dtype is not None and dtype not in kinds:
         raise BadValue("not a format of weights", got=dtype, allowed=kinds)
@@ -184,21 +184,21 @@ def decode_tokens(
 ) -> Iterator[int]:
     """Yield new tokens one by one, up to the limit or to one of `stops`, which is not yielded."""
     draws = draws_of(sampling, 0)
-    sequence = Running(0, [*prompt_ids], len(prompt_ids), sampling.max_new_tokens, draws)
-    return _decoded(model, sequence, sampling, stops, steps=steps)
+    sequence = DecodingSequence(0, [*prompt_ids], len(prompt_ids), sampling.max_new_tokens, draws)
+    return _decode_sequence(model, sequence, sampling, stops, steps=steps)
 
 
-def _decoded(
+def _decode_sequence(
     model: Any,
-    sequence: Running,
+    sequence: DecodingSequence,
     sampling: Sampling,
     stops: Collection[int],
-    ended: Callable[[Running], bool] | None = None,
+    ended: Callable[[DecodingSequence], bool] | None = None,
     steps: Any = None,
 ) -> Iterator[int]:
-    """Continue one sequence by steps of fixed shape, the same as under a device budget, where the model allows them."""
+    """Continue one sequence by steps of fixed shape, as under a device budget, if the model supports them."""
     if steps is None:
-        # The last token is not fed back, so the cache needs no slot for it.
+        # The last token is not fed back, so the cache needs no entry for it.
         length = sequence.start + sequence.limit - 1
         grows = why_no_static_cache(model) is not None
         steps = GrowingSteps(model) if grows else StaticSteps(model, length)
@@ -211,30 +211,32 @@ def _decoded(
 
 def decode(
     model: Any,
-    sequences: Sequence[Running],
+    sequences: Sequence[DecodingSequence],
     batch: PromptBatch,
     slots: int,
     interrupt: Callable[[], bool] | None,
 ) -> None:
     """Continue sequences of a batch in place, to their ends or to an interrupt."""
-    if why := why_no_slots(model):
-        logger.warning("every token reads its whole text again: no cache in slots, %s", why)
-    chosen = (batch.sampling, batch.stops, slots)
-    decoder = decoder_of(model, sequences, *chosen, ended=batch.ended, interrupt=interrupt)
+    if reason := why_no_slots(model):
+        logger.warning(
+            "decoding has no key-value cache, so every token recomputes its prefix: %s", reason
+        )
+    options = (batch.sampling, batch.stops, slots)
+    decoder = make_decoder(model, sequences, *options, ended=batch.ended, interrupt=interrupt)
     for _ in decoder.run():
         pass
 
 
 class Generator:
-    """A loaded model that continues prompts.
+    """Loaded model that continues prompts.
 
     Args:
         directory: RUN_DIR or Hugging Face directory.
         device: `auto`, `cpu`, `cuda`, ...
-        dtype: Format of the weights; None: as stored.
-        memory: A budget of device memory; weights and cache then live where its plans put them. The model itself is
-            loaded into host memory; on a CPU the device with the budget is simulated.
-        trusted: As in `load`.
+        dtype: Dtype of the weights; None: as stored.
+        memory: Budget of device memory; its plans place weights and cache. The model is loaded into host memory; on a
+            CPU the device with the budget is simulated.
+        trusted: See `load`.
     """
 
     def __init__(
@@ -253,27 +255,27 @@ class Generator:
         self.memory_use: MemoryUse | None = None
 
     def encode(self, prompt: str, *, chat: bool = False) -> list[int]:
-        """As `Texts.encode`."""
-        return self._texts.encode(prompt, chat=chat)
+        """Return the tokens of a prompt; see `TextCodec.encode`."""
+        return self._codec.encode(prompt, chat=chat)
 
     @property
-    def _texts(self) -> Texts:
+    def _codec(self) -> TextCodec:
         stops = self.model.generation_config.eos_token_id
-        return Texts(self.tokenizer, self.model.config, stops)
+        return TextCodec(self.tokenizer, self.model.config, stops)
 
     def stream(
         self, prompt: Prompt, sampling: Sampling | None = None, *, chat: bool = False
     ) -> Iterator[str]:
-        """The continuation of a prompt, piece by piece; wrong input is refused before the first piece.
+        """Yield the continuation of a prompt, piece by piece; invalid input raises before the first piece.
 
-        With `chat` a prompt is a user's turn, or a list of turns that the answer follows.
+        With `chat` a prompt is a user's turn, or a list of turns to be answered.
 
         Raises:
             BadValue: HP102 when prompt and continuation exceed the context of the model.
         """
         sampling = sampling or Sampling()
         _, tokens = self._start(prompt, sampling, chat)
-        return until(stream_text(self.tokenizer, tokens), sampling.stop)
+        return text_before_stop(stream_text(self.tokenizer, tokens), sampling.stop)
 
     def generate(
         self, prompt: str, sampling: Sampling | None = None, *, chat: bool = False
@@ -283,14 +285,14 @@ class Generator:
         Raises:
             BadValue: HP102 when prompt and continuation exceed the context of the model.
         """
-        sampling, texts = sampling or Sampling(), self._texts
+        sampling, texts = sampling or Sampling(), self._codec
         start = time.perf_counter()
         sequence, stream = self._start(prompt, sampling, chat)
         for _ in stream:
             pass
         sequence.seconds = time.perf_counter() - start
-        made = texts.made(sequence, prompt, sampling, texts.stops(chat=chat))
-        return replace(made, memory=self.memory_use)
+        generation = texts.to_generation(sequence, prompt, sampling, texts.stops(chat=chat))
+        return replace(generation, memory=self.memory_use)
 
     def generate_batch(
         self,
@@ -301,24 +303,24 @@ class Generator:
         slots: int = SLOTS,
         interrupt: Callable[[], bool] | None = None,
     ) -> list[Generation]:
-        """Continue many prompts at once, in a cache of keys and values for `slots` sequences.
+        """Continue many prompts at once, with a key-value cache for `slots` sequences.
 
-        What a sequence draws is a function of the seed and its number alone. A `Generation` among the prompts goes on
-        from its tokens, under its own number, as it would have; a finished one is returned as it is.
+        The draws of a sequence depend only on the seed and its number. A `Generation` among the prompts continues from
+        its tokens, under its own number, as without interruption; a finished one is returned unchanged.
 
         Args:
-            prompts: Texts, numbered from 0, or generations that were interrupted.
-            sampling: How tokens are chosen.
-            chat: Prompts are users' turns.
-            slots: Sequences at a time.
-            interrupt: Asked before each pass whether to return what there is.
+            prompts: TextCodec, numbered from 0, or interrupted generations.
+            sampling: Rule for choosing tokens.
+            chat: Whether prompts are users' turns.
+            slots: Maximum number of concurrent sequences.
+            interrupt: Called before each pass: returns whether to return the results so far.
 
         Raises:
             BadValue: HP102 when a prompt and its continuation exceed the context of the model.
-            HyperParallelError: As of `PlannedSlots`, with a budget of device memory. Then `slots` prompts are continued
-                to their ends before the next ones begin.
+            HyperParallelError: See `PlannedSlots`, with a budget of device memory. In this case, `slots` prompts are
+                continued to their ends before the next ones begin.
         """
-        batch = PromptBatch(self._texts, prompts, sampling or Sampling(), chat=chat)
+        batch = PromptBatch(self._codec, prompts, sampling or Sampling(), chat=chat)
         sequences = [*batch.sequences.values()]
         if self.memory is None:
             decode(self.model, sequences, batch, slots, interrupt)
@@ -328,12 +330,15 @@ class Generator:
             if interrupt is not None and interrupt():
                 break
             self._continue(sequences[first : first + slots], batch, interrupt)
-        return [replace(made, memory=self.memory_use) for made in batch.generations()]
+        return [replace(generation, memory=self.memory_use) for generation in batch.generations()]
 
     def _continue(
-        self, sequences: list[Running], batch: PromptBatch, interrupt: Callable[[], bool] | None
+        self,
+        sequences: list[DecodingSequence],
+        batch: PromptBatch,
+        interrupt: Callable[[], bool] | None,
     ) -> None:
-        """Continue some sequences in place within the budget."""
+        """Continue sequences in place within the budget."""
         assert self.memory is not None
         assert self.memory_use is not None
         limits = self.memory.limits(str(self.model.dtype).removeprefix("torch."))
@@ -353,12 +358,12 @@ class Generator:
 
     def _start(
         self, prompt: Prompt, sampling: Sampling, chat: bool
-    ) -> tuple[Running, Iterator[int]]:
-        texts, model = self._texts, self.model
+    ) -> tuple[DecodingSequence, Iterator[int]]:
+        texts, model = self._codec, self.model
         sequence = texts.begin(prompt, 0, sampling, chat=chat)
         stops, ended = texts.stops(chat=chat), texts.ended(sampling)
         if self.memory is None:
-            return sequence, _decoded(model, sequence, sampling, stops, ended)
+            return sequence, _decode_sequence(model, sequence, sampling, stops, ended)
         length = sequence.start + sequence.limit - 1
         limits = self.memory.limits(str(model.dtype).removeprefix("torch."))
         steps = PlannedGeneration(model, sequence.start, length, limits, self.device)
@@ -366,7 +371,7 @@ class Generator:
 
         def planned() -> Iterator[int]:
             try:
-                yield from _decoded(model, sequence, sampling, stops, ended, steps)
+                yield from _decode_sequence(model, sequence, sampling, stops, ended, steps)
             finally:
                 steps.close()
 

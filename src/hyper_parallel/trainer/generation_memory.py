@@ -1,4 +1,4 @@
-"""The budget of a generation: device, DRAM and flash bytes, and the machine that is planned for."""
+"""Memory budget of a generation: device, DRAM and flash bytes, and the machine to plan for."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from hyper_parallel.units import format_bytes, format_seconds, parse_bytes
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """What a generation may take.
+    """Memory budget of a generation.
 
     Attributes:
         device_bytes: Bytes of device memory.
         dram_bytes: Bytes in DRAM; None: unlimited.
-        flash: Folder for what DRAM does not hold; None: no flash tier.
-        topology: Preset or file that gives rates for planning, and on a CPU the clock; `local`: this machine.
+        flash: Folder of the flash tier; None: no flash tier.
+        topology: Preset or file with rates for planning, and on a CPU for the clock; `local`: this machine.
     """
 
     device_bytes: int
@@ -34,11 +34,11 @@ class DeviceMemory:
     def parse(
         cls, device: str, dram: str | None, flash: Path | None, topology: str
     ) -> DeviceMemory:
-        """Read sizes such as `4GiB`.
+        """Return the budget from sizes such as `4GiB`.
 
         Raises:
-            BadValue: HP102 for what is no size.
-            OutputNotWritable: HP105 for a folder that cannot be written.
+            BadValue: HP102 for text that is not a size.
+            OutputNotWritable: HP105 for a folder that is not writable.
         """
         if flash is not None:
             check_writable(flash, "--flash-dir")
@@ -50,10 +50,10 @@ class DeviceMemory:
         )
 
     def limits(self, dtype: str) -> MemoryLimits:
-        """Budget and machine for a model of a format.
+        """Return budget and machine for a model of a dtype.
 
         Raises:
-            UnknownPeak: HP310 when the topology has no rate for the format.
+            UnknownPeak: HP310 when the topology has no rate for the dtype.
         """
         node = detect_local(1) if self.topology == "local" else load_topology(self.topology)
         machine = host_machine(node, self.dram_bytes, self.flash is not None)
@@ -77,7 +77,7 @@ def _size(name: str, text: str) -> int:
 
 
 def describe_use(use: MemoryUse, topology: str) -> list[str]:
-    """Lines for people: predicted beside measured, and the time that copies cost."""
+    """Return lines of output with predicted and measured peaks, and the time of copies."""
     lines = [f"weights and cache {format_bytes(use.state_bytes)}"]
     for tier, predicted in use.predicted_bytes.items():
         measured = use.measured_bytes[tier]

@@ -1,8 +1,8 @@
-"""Generation on several ranks: the model is laid out and loaded as for training, and each data share has its prompts.
+"""Generation on several ranks: the model is parallelized and loaded as for training, and prompts are divided.
 
-dp   every share decodes its own prompts; sharded parameters are gathered by all ranks in the same passes
-tp   every rank has its heads of the cache, and logits are joined, so all choose the same token
-pp   every rank has the cache of its stages' layers; the last stage chooses, and tells the others
+dp   every data-parallel rank decodes its own prompts; all ranks gather sharded parameters in the same passes
+tp   every rank has its heads of the cache; logits are gathered, so all ranks choose the same token
+pp   every rank has the cache of its stages' layers; the last stage chooses and broadcasts the token
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ from hyper_parallel.runtime import (
 )
 from hyper_parallel.topology import rank_threads
 from hyper_parallel.trainer.data import load_tokenizer
-from hyper_parallel.trainer.decoding import SLOTS, Running, Sampling
+from hyper_parallel.trainer.decoding import SLOTS, DecodingSequence, Sampling
 from hyper_parallel.trainer.engine.auto_model import model_from_config
 from hyper_parallel.trainer.engine.recipe_model import GENERATION, check_parameters
 from hyper_parallel.trainer.generation import check_dtype, decode, find_export
 from hyper_parallel.trainer.job import under_torchrun
 from hyper_parallel.trainer.model_properties import properties_of
 from hyper_parallel.trainer.signals import StopRequest
-from hyper_parallel.trainer.text_codec import Generation, PromptBatch, Texts
+from hyper_parallel.trainer.text_codec import Generation, PromptBatch, TextCodec
 
 _WHERE = "--parallel"
-_Made = dict[int, Running]
-"""Sequences by the place of their prompt."""
+_Sequences = dict[int, DecodingSequence]
+"""Sequences by the index of their prompt."""
 
 
 def generate_on_ranks(
@@ -64,24 +64,24 @@ def generate_on_ranks(
     trusted: bool = False,
     stop: StopRequest | None = None,
 ) -> list[Generation]:
-    """`Generator.generate_batch` by ranks that are started here, or are torchrun's.
+    """Run `Generator.generate_batch` on ranks started here, or by torchrun.
 
     Args:
         directory: RUN_DIR or Hugging Face directory.
-        prompts: Texts, numbered from 0, or generations that were interrupted.
-        sampling: How tokens are chosen.
-        parallel: The layout, keys of a recipe's `parallel` section as words: `tp=2`, `dp_replicate=2 pp=2`.
-        chat: Prompts are users' turns.
-        slots: Sequences at a time, of each data share.
+        prompts: TextCodec, numbered from 0, or interrupted generations.
+        sampling: Rule for choosing tokens.
+        parallel: Layout, as keys of a recipe's `parallel` section: `tp=2`, `dp_replicate=2 pp=2`.
+        chat: Whether prompts are users' turns.
+        slots: Maximum number of concurrent sequences per data-parallel rank.
         device: `auto`, `cpu`, `cuda`, ...
-        dtype: Format of the weights; None: as stored.
-        trusted: Run code that lies in the directory.
-        stop: A wish to return what there is; None: never.
+        dtype: Dtype of the weights; None: as stored.
+        trusted: Whether code in the directory may run.
+        stop: Request to return the results so far; None: no such request.
 
     Raises:
-        UnsupportedSharding: HP205 for the axis that decoding does not have: cp; and as `parallelize`.
-        BadValue: HP102 for a word, or a prompt that exceeds the context of the model.
-        DeviceUnavailable: HP502 for more ranks than this machine runs.
+        UnsupportedSharding: HP205 for the unsupported axis cp; see also `parallelize`.
+        BadValue: HP102 for an invalid layout, or a prompt that exceeds the context of the model.
+        DeviceUnavailable: HP502 for more ranks than this machine can run.
         RankFailed: HP601 when a rank died.
     """
     strategy = parse_strategy(parallel)
@@ -92,29 +92,29 @@ def generate_on_ranks(
         check_rank_count(strategy.world_size, capacity, _WHERE, hint)
     export = find_export(directory)
     check_dtype(dtype)
-    model, plan = _planned(export, strategy, dtype, trusted=trusted)
+    model, plan = _model_and_plan(export, strategy, dtype, trusted=trusted)
     tokenizer = load_tokenizer(export, trusted=trusted)
-    texts = Texts(tokenizer, model.config, model.generation_config.eos_token_id)
+    texts = TextCodec(tokenizer, model.config, model.generation_config.eos_token_id)
     batch = PromptBatch(texts, prompts, sampling, chat=chat)
 
-    def rank(_: int = 0) -> list[_Made]:
+    def rank(_: int = 0) -> list[_Sequences]:
         kind = None if device == "auto" else device.partition(":")[0]
         with World.join(kind) as world:
-            laid_out = parallelize(model, plan, world)
-            load_pretrained(laid_out, export, device=world.device)
-            made = _decode_share(laid_out, batch, slots, stop)
+            parallelized = parallelize(model, plan, world)
+            load_pretrained(parallelized, export, device=world.device)
+            sequences = _decode_share(parallelized, batch, slots, stop)
             if not under_torchrun():
-                return [made]
-            every: list[_Made] = [{}] * world.world_size
-            dist.all_gather_object(every, made)
-            return every
+                return [sequences]
+            gathered: list[_Sequences] = [{}] * world.world_size
+            dist.all_gather_object(gathered, sequences)
+            return gathered
 
     if under_torchrun():
         parts = rank()
     else:
         ranks = strategy.world_size
-        found = launch(rank, ranks, threads=rank_threads(ranks), echo_rank=0)
-        parts = [part for one in found for part in one]
+        results = launch(rank, ranks, threads=rank_threads(ranks), echo_rank=0)
+        parts = [part for one in results for part in one]
     for part in parts:
         batch.sequences.update(part)
     return batch.generations()
@@ -122,18 +122,18 @@ def generate_on_ranks(
 
 def _decode_share(
     model: nn.Module, batch: PromptBatch, slots: int, stop: StopRequest | None
-) -> _Made:
-    """Sequences of this rank's share of the prompts, continued."""
+) -> _Sequences:
+    """Continue and return the sequences of this rank's share of the prompts."""
     share, shares = data_share(model)
-    mine = dict([*batch.sequences.items()][share::shares])
+    own = dict([*batch.sequences.items()][share::shares])
     decode(
-        model.eval(), [*mine.values()], batch, slots, None if stop is None else lambda: stop.asked
+        model.eval(), [*own.values()], batch, slots, None if stop is None else lambda: stop.asked
     )
-    return mine
+    return own
 
 
 def _check_axes(strategy: Strategy) -> None:
-    """Refuse, before a rank starts, what decoding does not do."""
+    """Raise, before any rank starts, for axes that decoding does not support."""
     if strategy.cp > 1:
         raise UnsupportedSharding(
             "generation has no cp: a step reads one token of a sequence, and there is nothing to cut",
@@ -144,10 +144,10 @@ def _check_axes(strategy: Strategy) -> None:
         )
 
 
-def _planned(
+def _model_and_plan(
     export: Path, strategy: Strategy, dtype: str | None, *, trusted: bool
 ) -> tuple[Any, Plan]:
-    """The model without values, and its plan; what cannot be laid out is refused here."""
+    """Return the model without values, and its plan; unsupported layouts raise here."""
     from transformers import GenerationConfig
 
     if not (export / "config.json").is_file():
@@ -166,7 +166,7 @@ def _planned(
     check_pretrained(model, export)
     loop_over_experts(model, getattr(torch, dtype))
     formats = dict.fromkeys(("compute_dtype", "param_dtype", "reduce_dtype"), dtype)
-    # A schedule is not run; so many microbatches suit every one.
+    # No schedule runs; this number of microbatches is valid for every schedule.
     steps = 2 * strategy.stages
     work = Workload(128, microbatch=1, accumulation_steps=steps, **formats)
     plan = plan_of(model, strategy, work)

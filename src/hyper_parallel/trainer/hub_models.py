@@ -1,4 +1,4 @@
-"""Replace names on the hub in a recipe by the folders that their files were downloaded to."""
+"""Replacement of hub names in a recipe by the folders of their downloaded files."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from hyper_parallel.trainer.data.sources import refuse_missing
 def with_hub_models(loaded: LoadedRecipe, *, weights: bool = True) -> LoadedRecipe:
     """Return the recipe with folders for `model.path`, `data.tokenizer` and reward models that name repositories.
 
-    A run that continues reads the commits that its own config.yaml records, unless the recipe names a revision.
+    A resumed run uses the commits recorded in its config.yaml, unless the recipe names a revision.
 
     Args:
         loaded: The recipe.
-        weights: Fetch the weights of the model too, where the recipe starts from them.
+        weights: Whether to fetch the model's weights too, if the recipe starts from them.
 
     Raises:
         UnknownModel: HP304 when files cannot be downloaded, or a path does not exist.
@@ -43,8 +43,8 @@ def with_hub_models(loaded: LoadedRecipe, *, weights: bool = True) -> LoadedReci
     recipe = loaded.recipe
     model, data, grpo = recipe.model, recipe.data, recipe.grpo
     recorded = _recorded(recipe)
-    wanted: Part = "model" if weights and model.init != "random" else "tokenizer"
-    path = _folder(loaded, model.path, wanted, "model.path", recorded)
+    part: Part = "model" if weights and model.init != "random" else "tokenizer"
+    path = _folder(loaded, model.path, part, "model.path", recorded)
     _fetch_data(loaded)
     if path != model.path and model.trust_remote_code:
         name = str(parse_name(model.path)).partition("@")[0]
@@ -73,7 +73,7 @@ def with_hub_models(loaded: LoadedRecipe, *, weights: bool = True) -> LoadedReci
 
 
 def _fetch_data(loaded: LoadedRecipe) -> None:
-    """Download the data sets that a recipe names; a stream is read from the hub while the run trains."""
+    """Download the data sets of a recipe; a stream is read from the hub during training."""
     data = loaded.recipe.data
     if data.streaming:
         return
@@ -94,7 +94,7 @@ def _fetch_data(loaded: LoadedRecipe) -> None:
 def _folder(
     loaded: LoadedRecipe, text: str, part: Part, key: str, recorded: dict[str, HubName]
 ) -> str:
-    """Return the folder of a repository; any other text as it is."""
+    """Return the folder of a repository; other text unchanged."""
     name = parse_name(text)
     if name is None:
         if key != "model.path" or not _is_missing(text):
@@ -110,12 +110,12 @@ def _folder(
     if name.revision is None:
         name = recorded.get(name.repository, name)
     if key == "model.path" and find_preset(text) is not None:
-        # Random weights need the config of the preset only.
+        # Random weights need only the config of the preset.
         absent = not downloads_allowed() and cached_snapshot(name, part) is None
         if part == "tokenizer" or absent:
             return text
     if part == "tokenizer" and key == "model.path" and not downloads_allowed():
-        # A tokenizer is trained where the model has none.
+        # A tokenizer is trained if the model has none.
         part = part if cached_snapshot(name, part) is not None else "config"
     return str(fetch(name, part, where=loaded.where(key), key=key))
 
@@ -129,14 +129,14 @@ def _path_hint(text: str, key: str, near: str | None) -> str:
 
 
 def _is_missing(text: str) -> bool:
-    """Whether a text is a path, by its separators, and does not exist."""
-    # os.path, because pathlib raises where a text cannot be a path.
+    """Return whether a text is a path, by its separators, and does not exist."""
+    # os.path, because pathlib raises for text that cannot be a path.
     path = os.path.expanduser(text)  # noqa: PTH111
     return "/" in text and not os.path.lexists(path) and find_preset(text) is None
 
 
 def _recorded(recipe: Recipe) -> dict[str, HubName]:
-    """Return the names with commits that the run in the output directory has begun with, by repository."""
+    """Return the names with commits recorded by the run in the output directory, by repository."""
     place = Path(recipe.checkpoint.from_dir or recipe.output_dir)
     if recipe.checkpoint.resume == "never" or not steps(place / "checkpoints"):
         return {}

@@ -1,4 +1,4 @@
-"""Checksums of what a run reads beside its recipe and its data: base weights, references, reward models."""
+"""Checksums of a run's inputs other than recipe and data: base weights, references, reward models."""
 
 from __future__ import annotations
 
@@ -9,37 +9,37 @@ from typing import Any, Final
 from hyper_parallel.errors import CheckpointMismatch
 
 INPUTS: Final = "inputs"
-"""Key of the checksums in what a checkpoint stores beside tensors."""
+"""Key of the checksums in the extra values of a checkpoint."""
 BASE: Final = "base weights"
 
 
 @dataclass
 class RunInputs:
-    """The inputs of a run by name, and those that its checkpoint was saved with.
+    """Inputs of a run by name, and the inputs recorded in its checkpoint.
 
     Attributes:
         saved: Checksums in the checkpoint; empty for a new run.
-        found: Checksums of what this run has read.
+        checksums: Checksums of the inputs read by this run.
     """
 
     saved: dict[str, str] = field(default_factory=dict)
-    found: dict[str, str] = field(default_factory=dict)
+    checksums: dict[str, str] = field(default_factory=dict)
 
     def load(self, extra: dict[str, Any]) -> None:
-        """Take the checksums of a checkpoint."""
+        """Load the checksums of a checkpoint."""
         stored = extra.get(INPUTS)
         if isinstance(stored, dict):
             self.saved = {str(name): str(checksum) for name, checksum in stored.items()}
 
     def state(self) -> dict[str, str]:
-        """Return the checksums for the next checkpoint; inputs that were not read again stay as they were."""
-        return {**self.saved, **self.found}
+        """Return the checksums for the next checkpoint; inputs not read by this run keep their saved checksum."""
+        return {**self.saved, **self.checksums}
 
     def check(self, name: str, checksum: str, place: str | Path) -> None:
-        """Compare an input with the one that the checkpoint was saved with, and remember it.
+        """Record an input and compare it with the one recorded in the checkpoint.
 
         Raises:
-            CheckpointMismatch: HP702 when it is another one.
+            CheckpointMismatch: HP702 when it differs.
         """
         saved = self.saved.get(name, checksum)
         if saved != checksum:
@@ -50,4 +50,4 @@ class RunInputs:
                 allowed=f"checksum {saved}",
                 hint="restore these files, or train from the start with `checkpoint.resume=never`",
             )
-        self.found[name] = checksum
+        self.checksums[name] = checksum

@@ -1,4 +1,4 @@
-"""A run before any rank: everything that can be refused is refused here, in one process."""
+"""Preparation of a run before any rank starts: all checks run here, in one process."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from hyper_parallel.config import (
     COMPARED,
@@ -22,8 +22,8 @@ from hyper_parallel.errors import CheckpointCorrupt, Contradiction, TokenizerMis
 from hyper_parallel.ir import Plan
 from hyper_parallel.owned_folder import Replacement
 from hyper_parallel.topology import is_this_machine
-from hyper_parallel.trainer._compared_rows import check_rewards, check_rows
-from hyper_parallel.trainer._elastic import on_started, with_roles
+from hyper_parallel.trainer._elastic import replan_for_launched, with_planned_roles
+from hyper_parallel.trainer._preference_rows import check_rewards, check_rows
 from hyper_parallel.trainer._resumed_checkpoint import check_newest
 from hyper_parallel.trainer.checkpoints.manifest import steps
 from hyper_parallel.trainer.data import (
@@ -47,29 +47,29 @@ from hyper_parallel.trainer.run_directory import (
     check_run_directory,
     keeps_model,
     mark_run_directory,
-    write_kept,
+    write_editable,
 )
 from hyper_parallel.trainer.user_code import load_class
 
-MOST_SIMULATED: Final = 4096
-"""Microbatches of a step, over all stages, whose simulated timeline is still written."""
+MAX_SIMULATED: Final = 4096
+"""Maximum microbatches of a step, over all stages, for a simulated timeline."""
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One run, ready to start; every rank gets the same one.
+    """Prepared run; equal on every rank.
 
     Attributes:
-        recipe: The resolved recipe.
-        plan: The plan, for exactly `plan.strategy.world_size` ranks.
-        packed: The prepared data.
-        output_dir: Where everything is written.
-        weights: Directory of the pretrained weights; None: the model starts from random ones.
-        model_files: Name to text of the model's config files, as the run and its exports keep them.
-        on_topology: Whether this machine is the plan's topology; else their times are not compared.
-        trained: Adapters and trained parameters in words; empty when all parameters are trained.
-        restarted: Whether its ranks were lost and are started again: they go on from its own checkpoints.
-        router_loss: The loss that is added for the routers of experts, in words; None: there is none.
+        recipe: Resolved recipe.
+        plan: Plan for exactly `plan.strategy.world_size` ranks.
+        packed: Prepared data.
+        output_dir: Directory of all outputs.
+        weights: Directory of the pretrained weights; None: random weights.
+        model_files: Name to text of the model's config files, for the run and its exports.
+        on_topology: Whether this machine is the plan's topology; else times are not compared.
+        trained: Description of adapters and trained parameters; empty when all parameters are trained.
+        restarted: Whether this is a restart after lost ranks, which continues from the run's own checkpoints.
+        router_loss: Description of the auxiliary loss of expert routers; None: no such loss.
     """
 
     recipe: Recipe
@@ -85,7 +85,7 @@ class Job:
 
     @property
     def worlds(self) -> tuple[int, ...]:
-        """Ranks of the world that trains, and of each copy that only samples."""
+        """World sizes of the training ranks and of each sampling replica."""
         grpo = self.recipe.grpo
         return (self.plan.strategy.world_size, *[grpo.copy_ranks] * grpo.copies)
 
@@ -96,38 +96,38 @@ class Job:
 
     @property
     def checkpoint_dir(self) -> Path:
-        """Where checkpoints are written."""
+        """Directory of the checkpoints."""
         return self.output_dir / "checkpoints"
 
     @property
     def export_dir(self) -> Path:
-        """Where the Hugging Face directory is written."""
+        """Directory of the Hugging Face export."""
         return self.output_dir / "export"
 
     @property
     def model_dir(self) -> Path:
-        """Where the model's config and tokenizer are kept: what an export needs beside a checkpoint."""
+        """Directory of the model's config and tokenizer, which exports of checkpoints need."""
         return self.output_dir / "model"
 
     @property
     def resume_dir(self) -> Path:
-        """Where checkpoints are looked for."""
+        """Directory from which checkpoints are loaded."""
         if self.restarted and steps(self.checkpoint_dir):
             return self.checkpoint_dir
         return _resume_dir(self.recipe)
 
     @property
-    def starts_over(self) -> bool:
-        """Whether an earlier run in the output directory is removed, not continued."""
+    def ignore_checkpoints(self) -> bool:
+        """True if an earlier run in the output directory is removed instead of continued."""
         return self.recipe.checkpoint.resume == "never" and not self.restarted
 
-    def begun_since(self, time_s: float) -> bool:
-        """Whether its ranks have begun to train since a time: then they have written what the run says of itself."""
+    def has_started_since(self, time_s: float) -> bool:
+        """Return whether its ranks have started training since a time, and therefore written the run's description."""
         written = self.output_dir / "config.yaml"
         return written.exists() and written.stat().st_mtime >= time_s
 
     def train_batches(self) -> Batches | StreamBatches:
-        """The order of the training sequences."""
+        """Return the order of the training sequences."""
         work, train, grpo = self.plan.workload, self.packed.train, self.recipe.grpo
         sequences_per_step = (work.tokens_per_step or 0) // work.seq_len
         if isinstance(train, Stream):
@@ -145,13 +145,13 @@ class Job:
         )
 
     def epochs_at(self, step: int, batches: Batches | StreamBatches) -> float | None:
-        """Return how often the data has been read after a step; None for a stream."""
+        """Return the number of passes over the data after a step; None for a stream."""
         if isinstance(batches, StreamBatches):
             return None
         return batches.sequences_seen(step) / batches.unit / batches.num_sequences
 
     def holdout_batches(self) -> Batches | None:
-        """At most `eval_tokens` held-out tokens as one step; None when nothing is held out."""
+        """Return at most `eval_tokens` held-out tokens as one step; None without held-out data."""
         held_out = self.packed.holdout
         tokens = self.recipe.training.eval_tokens
         if held_out is None:
@@ -172,14 +172,14 @@ class Job:
         )
 
     def write(self, plan: Plan) -> None:
-        """Write what the run says of itself: recipe, plan, simulated step, the model's config and tokenizer.
+        """Write the run's description: recipe, plan, simulated step, the model's config and tokenizer.
 
         Args:
-            plan: The plan as the ranks carry it out.
+            plan: Plan as executed by the ranks.
         """
         out = self.output_dir
         mark_run_directory(out)
-        write_kept(out / "config.yaml", recipe_to_yaml(with_absolute_paths(self.recipe)))
+        write_editable(out / "config.yaml", recipe_to_yaml(with_absolute_paths(self.recipe)))
         write_text(out / "plan.json", plan.to_json() + "\n")
         write_data_record(self)
         _write_prediction(self.plan, out / "predicted_timeline.json")
@@ -195,12 +195,12 @@ class Job:
 
 
 def under_torchrun() -> bool:
-    """Whether another launcher has started this process as one of several ranks."""
+    """Return whether another launcher has started this process as one of several ranks."""
     return "RANK" in os.environ
 
 
 def _training_ranks(recipe: Recipe) -> int | None:
-    """Ranks that another launcher has started and that do not only sample; None when this process starts them."""
+    """Return the number of training ranks started by another launcher; None when this process starts them."""
     if "RANK" not in os.environ:
         return None
     from hyper_parallel.runtime import launched_rank
@@ -223,40 +223,65 @@ def prepare_job(
     check_ranks: Callable[[Recipe, int], None] = lambda *_: None,
     check_plan: Callable[[Plan], None] = lambda _: None,
 ) -> Job:
-    """Check the recipe, prepare its data and plan it; writes nothing but the data's cache.
+    """Check the recipe, prepare its data and plan it; writes only the data's cache.
 
     Args:
-        loaded: The recipe with the origins of its values.
+        loaded: Recipe with the origins of its values.
         progress: Show progress bars of the data preparation on standard error.
-        check_ranks: Called with the recipe and the number of ranks of all its worlds as soon as the plan has set it.
-
+        check_ranks: Called with the recipe and the number of ranks of all worlds as soon as the plan determines it.
         check_plan: Called with the plan before data is prepared.
 
     Raises:
-        HyperParallelError: Anything a user can have got wrong; see docs/reference/errors.md.
+        HyperParallelError: Any invalid input; see docs/reference/errors.md.
     """
-    from hyper_parallel.backends.torch import check_flow, check_pretrained, check_routing
-    from hyper_parallel.backends.torch.dropout import original_config
+    from hyper_parallel.backends.torch import check_pretrained
     from hyper_parallel.planner import plan_recipe
-    from hyper_parallel.trainer.data import prepare
-    from hyper_parallel.trainer.engine.offload_machine import check_offload
-    from hyper_parallel.trainer.engine.optimizer import check_optimizer
-    from hyper_parallel.trainer.engine.recipe_model import (
-        build_model,
-        check_parameters,
-        check_positions,
-        model_files,
-        read_spec,
-        routing_of,
-        weights_directory,
-    )
+    from hyper_parallel.trainer.engine.recipe_model import build_model, model_files, read_spec
     from hyper_parallel.trainer.engine.trained_parameters import trained_of
-    from hyper_parallel.trainer.model_properties import check_properties
 
     training_ranks = _training_ranks(loaded.recipe)
-    recipe = (loaded := on_started(loaded, training_ranks)).recipe
-    output_dir = Path(recipe.output_dir)
-    check_writable(output_dir, "output_dir")
+    recipe = (loaded := _check_outputs(replan_for_launched(loaded, training_ranks))).recipe
+    spec = read_spec(
+        recipe.model.path,
+        loaded.where("model.path"),
+        trusted=recipe.model.trust_remote_code,
+        tried=recipe.parallel.auto,
+        scores=recipe.stage == "rm",
+    )
+    weights = _check_weights(loaded)
+    share, trained = trained_of(model := build_model(recipe))
+    if weights is not None:
+        check_pretrained(model, weights)
+    plan = plan_recipe(recipe, training_ranks, loaded.where, spec, share)
+    check_plan(plan)
+    recipe = (loaded := with_planned_roles(loaded, plan)).recipe
+    check_ranks(recipe, plan.strategy.world_size + recipe.grpo.sampling_ranks)
+    plan, router_loss = _check_model(loaded, plan, model)
+    packed = _prepare_data(loaded, model, progress=progress)
+    job = Job(
+        recipe,
+        plan,
+        packed,
+        Path(recipe.output_dir),
+        weights,
+        model_files(model, packed.tokenizer_dir, weights),
+        is_this_machine(recipe.topology),
+        trained,
+        router_loss=router_loss,
+    )
+    batches, _ = job.train_batches(), job.holdout_batches()
+    if (epochs := recipe.training.epochs) is not None and isinstance(batches, Batches):
+        rows = epochs * batches.num_sequences * batches.unit
+        steps = math.ceil(rows / batches.sequences_per_step) * recipe.grpo.num_iterations
+        loaded = with_steps(loaded, steps)
+        job = replace(job, recipe=loaded.recipe)
+    check_newest(job, loaded)
+    return job
+
+
+def _check_outputs(loaded: LoadedRecipe) -> LoadedRecipe:
+    """Check the paths of a recipe, and return it with downloaded hub models."""
+    check_writable(Path(loaded.recipe.output_dir), "output_dir")
     recipe = (loaded := with_hub_models(loaded)).recipe
     check_run_directory(loaded)
     if recipe.offload.flash_dir is not None:
@@ -269,45 +294,67 @@ def prepare_job(
             hint="checkpoint.export=true",
         )
     _check_checkpoint(loaded)
-    trusted = recipe.model.trust_remote_code
-    where, searched = loaded.where("model.path"), recipe.parallel.auto
-    scores = recipe.stage == "rm"
-    spec = read_spec(recipe.model.path, where, trusted=trusted, tried=searched, scores=scores)
+    return loaded
+
+
+def _check_weights(loaded: LoadedRecipe) -> Path | None:
+    """Return the directory of the pretrained weights after checks with tokenizer and adapters; None: random weights."""
+    from hyper_parallel.trainer.engine.recipe_model import weights_directory
+
+    recipe, where = loaded.recipe, loaded.where("model.path")
     weights = weights_directory(recipe, where)
     if weights is not None and not (recipe.data.tokenizer or has_tokenizer(weights)):
         raise TokenizerMissing(
             "the pretrained weights come without their tokenizer",
-            where=loaded.where("model.path"),
+            where=where,
             got=str(weights),
             hint="data.tokenizer=<the directory of the model's tokenizer>",
         )
     if weights is None and recipe.lora is not None and recipe.checkpoint.export:
         raise Contradiction(
-            "an adapter is read beside the weights it was trained on, and the model starts from random ones",
-            where=loaded.where("model.path"),
+            "an adapter is loaded with the weights it was trained on, and the model starts from random ones",
+            where=where,
             got=f"lora, model.init={recipe.model.init}, checkpoint.export=true",
             allowed="a directory with config.json, weights and tokenizer, such as RUN_DIR/export",
             hint="set `lora=null` or `checkpoint.export=false`, or `model.path=RUN_DIR/export`",
         )
-    share, trained = trained_of(model := build_model(recipe))
-    if weights is not None:
-        check_pretrained(model, weights)
-    plan = plan_recipe(recipe, training_ranks, loaded.where, spec, share)
-    check_plan(plan)
-    recipe = (loaded := with_roles(loaded, plan)).recipe
-    check_ranks(recipe, plan.strategy.world_size + recipe.grpo.sampling_ranks)
+    return weights
+
+
+def _check_model(loaded: LoadedRecipe, plan: Plan, model: Any) -> tuple[Plan, str | None]:
+    """Check the model with recipe and plan; return the plan with measured properties, and the router loss in words."""
+    from hyper_parallel.backends.torch import check_flow, check_routing
+    from hyper_parallel.trainer.engine.offload_machine import check_offload
+    from hyper_parallel.trainer.engine.optimizer import check_optimizer
+    from hyper_parallel.trainer.engine.recipe_model import (
+        check_parameters,
+        check_positions,
+        routing_of,
+    )
+    from hyper_parallel.trainer.model_properties import check_properties
+
+    recipe = loaded.recipe
     check_offload(recipe, plan, model, loaded.where)
     check_optimizer(recipe, plan, loaded.where, model)
     check_trackers(recipe.training.report_to, loaded.where("training.report_to"))
     for path in recipe.training.callbacks:
         load_class(path, Callback, loaded.where("training.callbacks"))
     check_parameters(model, plan, loaded.where("model.path"))
-    routed = check_routing(model, routing_of(recipe), loaded.where("moe"))
+    router_loss = check_routing(model, routing_of(recipe), loaded.where("moe"))
     check_positions(model, recipe.data.seq_len, loaded.where("data.seq_len"))
     plan = replace(plan, properties=check_properties(loaded, plan))
     check_flow(model, plan)
     if recipe.stage in COMPARED:
         check_rows(loaded, plan)
+    return plan, router_loss
+
+
+def _prepare_data(loaded: LoadedRecipe, model: Any, *, progress: bool) -> PackedData:
+    """Return the prepared data of a recipe after checks with its rewards."""
+    from hyper_parallel.backends.torch.dropout import original_config
+    from hyper_parallel.trainer.data import prepare
+
+    recipe = loaded.recipe
     packed = prepare(
         recipe.data,
         stage=recipe.stage,
@@ -319,30 +366,20 @@ def prepare_job(
     )
     if recipe.stage == "grpo":
         check_rewards(loaded, packed)
-    kept = model_files(model, packed.tokenizer_dir, weights)
-    here = is_this_machine(recipe.topology)
-    job = Job(recipe, plan, packed, output_dir, weights, kept, here, trained, router_loss=routed)
-    batches, _ = job.train_batches(), job.holdout_batches()
-    if (epochs := recipe.training.epochs) is not None and isinstance(batches, Batches):
-        rows = epochs * batches.num_sequences * batches.unit
-        steps = math.ceil(rows / batches.sequences_per_step) * recipe.grpo.num_iterations
-        loaded = with_steps(loaded, steps)
-        job = replace(job, recipe=loaded.recipe)
-    check_newest(job, loaded)
-    return job
+    return packed
 
 
 def _write_prediction(plan: Plan, path: Path) -> None:
-    """The simulated step of the plan, which a report shows beside the measured one; not of very long steps."""
+    """Write the simulated step of the plan, for comparison in reports; very long steps are skipped."""
     from hyper_parallel.planner import simulate_plan
 
     path.unlink(missing_ok=True)
-    if len(plan.stages) * (plan.workload.accumulation_steps or 1) <= MOST_SIMULATED:
+    if len(plan.stages) * (plan.workload.accumulation_steps or 1) <= MAX_SIMULATED:
         write_timeline(simulate_plan(plan), path)
 
 
 def _resume_dir(recipe: Recipe) -> Path:
-    """The checkpoints of `checkpoint.from_dir`, or the run's own where these are newer: it has begun, and goes on."""
+    """Return the checkpoints of `checkpoint.from_dir`, or the run's own if these are newer."""
     own = Path(recipe.output_dir) / "checkpoints"
     if recipe.checkpoint.from_dir is None:
         return own
@@ -351,7 +388,7 @@ def _resume_dir(recipe: Recipe) -> Path:
 
 
 def _check_checkpoint(loaded: LoadedRecipe) -> None:
-    """Raise when the recipe insists on a checkpoint and none was ever published."""
+    """Raise when the recipe requires a checkpoint and none was published."""
     choice, directory = loaded.recipe.checkpoint, _resume_dir(loaded.recipe)
     if not steps(directory) and (choice.resume == "must" or choice.from_dir):
         key, value = ("from_dir", "null") if choice.from_dir else ("resume", "auto")

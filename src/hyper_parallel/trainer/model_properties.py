@@ -1,4 +1,4 @@
-"""Measured properties of the model of a config, from a child process once per class and config, then from a cache."""
+"""Measured properties of the model of a config, measured in a child process once per class and config, then cached."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from hyper_parallel.errors import Contradiction, ForkUnsafe, HyperParallelError,
 from hyper_parallel.ir import Plan
 from hyper_parallel.model import ConfigFile, ModelProperties, read_config
 from hyper_parallel.runtime import launch
-from hyper_parallel.trainer._shrink import MOST_POSITIONS, small_configs
+from hyper_parallel.trainer._shrink import MAX_POSITIONS, small_configs
 from hyper_parallel.trainer.engine.auto_model import model_from_config
 from hyper_parallel.trainer.engine.measured_cache import cache_file, load_cached, save_cached
 
 logger = logging.getLogger(__name__)
 
-_MOST_LAYERS: Final = 40
+_MAX_LAYERS: Final = 40
 _TIMEOUT_S: Final = 60.0
 _NOTHING: Final = "nothing"
-"""`measured_on` where no copy of the model was measured."""
+"""`measured_on` if no copy of the model was measured."""
 
 
 def properties_of(
@@ -44,15 +44,15 @@ def properties_of(
 
     Args:
         file: The config.
-        attention: Attention implementation of the run; what a CPU does not have is measured with `sdpa`.
-        trusted: Code that lies beside the config may run.
+        attention: Attention implementation of the run; `sdpa` is measured if a CPU does not support it.
+        trusted: Whether code in the config's directory may run.
         scores: Measure the model as a sequence classifier that scores every token.
 
     Returns:
-        The properties. Those of a model that has no small copy are not measured, and say why.
+        The properties. If no small copy of the model works, they are unmeasured and state the reason.
 
     Raises:
-        ModelUnreadable: HP305 when transformers makes no language model of the config.
+        ModelUnreadable: HP305 when transformers cannot build a language model of the config.
     """
     attention = "eager" if attention == "eager" else None
     path = cache_file("properties", file, (measuring,), attention, scores)
@@ -60,7 +60,7 @@ def properties_of(
         return cached
     try:
         measured = _measure_in_child(file, attention, trusted, scores)
-    except RankFailed as error:  # code that crashes, or a busy machine: the next run tries again
+    except RankFailed as error:  # crashing code or a busy machine: the next run measures again
         logger.warning("the properties of the model could not be measured: %s", error.what)
         return _unmeasured(str(file.values.get("model_type")), error.what)
     save_cached(path, measured)
@@ -68,14 +68,14 @@ def properties_of(
 
 
 def check_properties(loaded: LoadedRecipe, plan: Plan) -> ModelProperties:
-    """Return the properties of a recipe's model, and refuse a run whose loss would be of something else.
+    """Return the properties of a recipe's model, and raise for a run with an invalid loss.
 
     Args:
         loaded: The recipe.
-        plan: The plan of the run.
+        plan: Plan of the run.
 
     Raises:
-        Contradiction: HP104 when packed documents would see each other, or when a token sees its label.
+        Contradiction: HP104 when packed documents would attend to each other, or when a token sees its label.
     """
     recipe = loaded.recipe
     trusted, scores = recipe.model.trust_remote_code, recipe.stage == "rm"
@@ -105,7 +105,7 @@ def check_properties(loaded: LoadedRecipe, plan: Plan) -> ModelProperties:
     attention, rows = recipe.model.attn_implementation, plan.workload.microbatch or 1
     flash = attention is not None and "flash" in attention and plan.strategy.cp == 1
     if recipe.data.masks(recipe.stage) and flash and rows > 1:
-        # transformers 5.24, modeling_flash_attention_utils.py: positions are read in batches of one row.
+        # transformers 5.24, modeling_flash_attention_utils.py: positions are used only in batches of one row.
         raise Contradiction(
             "flash attention keeps packed documents apart only in microbatches of one row",
             where=loaded.where("model.attn_implementation"),
@@ -122,11 +122,11 @@ _CAUSAL_SETTINGS: Final = (
     ("is_causal", True),
     ("use_bidirectional_attention", False),
 )
-"""Keys of configs that make a model causal, with the value that does."""
+"""Keys and values of configs that make a model causal."""
 
 
 def _causal_setting(file: ConfigFile, trusted: bool) -> str | None:
-    """Return the key and value, as JSON, that make the model of a config causal; None: none of those known does."""
+    """Return the key and value, as JSON, that make the model of a config causal; None if no known setting does."""
     for key, value in _CAUSAL_SETTINGS:
         if file.values.get(key) in (None, value) and key != "is_decoder":
             continue
@@ -140,7 +140,7 @@ def _causal_setting(file: ConfigFile, trusted: bool) -> str | None:
 def _measure_in_child(
     file: ConfigFile, attention: str | None, trusted: bool, scores: bool
 ) -> ModelProperties:
-    """Measure in a forked process: code of any model may crash, hang, or print.
+    """Measure in a forked process, as code of a model may crash, hang or print.
 
     Raises:
         RankFailed: HP601 when the process crashed or did not end.
@@ -157,7 +157,7 @@ def _measure_in_child(
 
 
 def _unmeasured(model_class: str, why: str) -> ModelProperties:
-    """Return properties of which none is measured."""
+    """Return properties without measurements."""
     empty = ModelProperties(model_class, measured_on=_NOTHING)
     return replace(empty, **{n: replace(p, reason=why) for n, p in empty.questions().items()})
 
@@ -173,60 +173,58 @@ def measure_config(
     """Measure the first small copy of a config's model that runs, in this process.
 
     Raises:
-        ModelUnreadable: HP305 when transformers makes no language model of the config itself.
+        ModelUnreadable: HP305 when transformers cannot build a language model of the config itself.
     """
     from transformers import AutoConfig
 
     warnings.simplefilter("ignore")
     choices: dict[str, Any] = {"attention": attention, "trusted": trusted, "scores": scores}
-    whole: Any = model_from_config(file, torch.float32, **choices)
-    # A config may leave out any size; the class fills it in.
-    config = whole.config
-    if config.model_type != file.values.get("model_type"):  # that of the text part
+    full: Any = model_from_config(file, torch.float32, **choices)
+    # A config may omit any size; the class fills it in.
+    config = full.config
+    if config.model_type != file.values.get("model_type"):  # the config of the text part
         config = AutoConfig.for_model(**file.values)
     complete = json.loads(config.to_json_string(use_diff=False))
-    why = "no small copy of the model was found"
-    for how, most, values in small_configs({**complete, **file.values}):
+    reason = "no small copy of the model was found"
+    for reduction, max_parameters, values in small_configs({**complete, **file.values}):
         try:
-            small = replace(file, values=_chosen(values, complete, file.values))
+            small = replace(file, values=_without_defaults(values, complete, file.values))
             meta = model_from_config(small, torch.float64, **choices)
             size, layers = sum(p.numel() for p in meta.parameters()), _num_layers(meta)
-            if size > most or layers > _MOST_LAYERS:
+            if size > max_parameters or layers > _MAX_LAYERS:
                 continue
             model = _random_model(small, choices)
             measuring.prepare_model(model)
             ids = torch.arange(3, 3 + measuring.SHORTEST)[None]
             with torch.no_grad():
                 model(input_ids=ids, use_cache=False)
-        except (HyperParallelError, Exception) as error:  # code of any model may raise anything
+        except (HyperParallelError, Exception) as error:  # model code may raise any exception
             line = (str(error).strip().splitlines() or [""])[0][:160]
-            why = error.got if isinstance(error, HyperParallelError) else line
+            reason = error.got if isinstance(error, HyperParallelError) else line
             continue
-        measured = measuring.measure_properties(model, MOST_POSITIONS)
-        note = (
-            f"{how}, {size:,} parameters, {layers} layers, transformers {version('transformers')}"
-        )
+        measured = measuring.measure_properties(model, MAX_POSITIONS)
+        note = f"{reduction}, {size:,} parameters, {layers} layers, transformers {version('transformers')}"
         return replace(measured, measured_on=note)
-    return _unmeasured(type(whole).__name__, str(why))
+    return _unmeasured(type(full).__name__, str(reason))
 
 
-def _chosen(
-    small: Mapping[str, Any], complete: Mapping[str, Any], given: Mapping[str, Any]
+def _without_defaults(
+    small: Mapping[str, Any], complete: Mapping[str, Any], original: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the values of a small config without defaults of the class: not all survive the way through JSON.
+    """Return the values of a small config without class defaults, as not all defaults survive a JSON round trip.
 
-    A class takes any other mapping than the config of a part, its rotary embedding say, as a whole.
+    Mappings other than configs of parts, such as rotary embedding parameters, are kept as a whole.
     """
-    chosen: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for key, value in small.items():
-        default, own = complete.get(key), given.get(key)
+        default, own = complete.get(key), original.get(key)
         if key.endswith("_config") and isinstance(value, Mapping) and isinstance(default, Mapping):
-            inner = _chosen(value, default, own if isinstance(own, Mapping) else {})
-            if inner or key in given:
-                chosen[key] = inner
-        elif key in given or value != default or key == "model_type":
-            chosen[key] = value
-    return chosen
+            inner = _without_defaults(value, default, own if isinstance(own, Mapping) else {})
+            if inner or key in original:
+                result[key] = inner
+        elif key in original or value != default or key == "model_type":
+            result[key] = value
+    return result
 
 
 def _num_layers(model: nn.Module) -> int:
@@ -236,12 +234,12 @@ def _num_layers(model: nn.Module) -> int:
 
 
 def _random_model(file: ConfigFile, choices: Mapping[str, Any]) -> nn.Module:
-    """Return the model of a config on the CPU in float64, with the random weights that transformers gives it."""
+    """Return the model of a config on the CPU in float64, with random weights by transformers."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = model_from_config(file, torch.float64, device="cpu", **choices)
-    for parameter in model.parameters():  # some types keep parameters in float32
+    for parameter in model.parameters():  # some types have float32 parameters
         parameter.data = parameter.data.double()
     if hasattr(model, "set_experts_implementation"):
-        model.set_experts_implementation("eager")  # grouped matrix products have no float64
+        model.set_experts_implementation("eager")  # grouped matrix products do not support float64
     return model

@@ -1,4 +1,4 @@
-"""Files of prompts and of their continuations: one JSON object in a line."""
+"""Files of prompts and of their continuations: one JSON object per line."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from hyper_parallel.owned_folder import check_output_file
 from hyper_parallel.trainer.files import check_writable, write_text
 from hyper_parallel.trainer.text_codec import Generation
 
-_MADE: Final = ("number", "text", "token_ids", "logprobs", "finish", "seconds")
-"""Keys that a continuation adds to the record of its prompt."""
+_CONTINUATION_KEYS: Final = ("number", "text", "token_ids", "logprobs", "finish", "seconds")
+"""Keys added by a continuation to the record of its prompt."""
 
 
 class _Line(BaseModel, extra="allow", allow_inf_nan=False):
-    """A prompt with what an earlier run made of it; other keys are kept."""
+    """Prompt with its earlier continuation, if any; other keys are preserved."""
 
     prompt: str
     number: int = 0
@@ -30,36 +30,36 @@ class _Line(BaseModel, extra="allow", allow_inf_nan=False):
     finish: Literal["stop", "length"] | None = None
     seconds: float = 0.0
 
-    def given(self) -> str | Generation:
-        """The prompt, or what is continued."""
+    def to_prompt(self) -> str | Generation:
+        """Return the prompt, or the continuation to resume."""
         if self.token_ids is None:
             return self.prompt
         if len(self.logprobs) != len(self.token_ids):
             raise ValueError("as many log-probabilities as tokens")
-        made = self.model_dump(include=set(_MADE))
-        return Generation(self.prompt, num_prompt_tokens=0, stopped=self.finish == "stop", **made)
+        values = self.model_dump(include=set(_CONTINUATION_KEYS))
+        return Generation(self.prompt, num_prompt_tokens=0, stopped=self.finish == "stop", **values)
 
 
 def read_prompts(
     path: Path, output: Path | None = None
 ) -> tuple[list[dict[str, Any]], list[str | Generation]]:
-    """Records of a file, and what is continued of each: a prompt, or what an earlier run wrote of it.
+    """Return the records of a file, and for each the prompt or the earlier continuation to resume.
 
     Args:
         path: The file.
-        output: What will be written.
+        output: Path of the output file.
 
     Raises:
-        BadValue: HP102 naming the line that has no `prompt`, or no whole continuation.
+        BadValue: HP102 naming a line without `prompt`, or with an incomplete continuation.
         OutputNotWritable: HP105.
     """
     if output is not None:
         check_writable(output.parent, "--output")
         check_output_file(output, _is_continued, "a file of continuations", "--output")
     records: list[dict[str, Any]] = []
-    given: list[str | Generation] = []
+    prompts: list[str | Generation] = []
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")  # texts may hold other ends of lines
+        lines = path.read_text(encoding="utf-8").split("\n")  # texts may contain other line ends
     except (OSError, UnicodeDecodeError) as error:
         raise BadValue("the prompts cannot be read", where=str(path), got=str(error)) from error
     for number, line in enumerate(lines, 1):
@@ -67,10 +67,10 @@ def read_prompts(
             continue
         try:
             record = _Line.model_validate_json(line)
-            given.append(record.given())
+            prompts.append(record.to_prompt())
         except ValueError as error:
             raise BadValue(
-                "a line of the prompts is no JSON object with a text `prompt`, or no whole continuation",
+                "a line of the prompts is not a JSON object with a text `prompt`, or its continuation is incomplete",
                 where=f"{path}:{number}",
                 got=line[:100],
                 hint='{"prompt": "Once upon a time"}',
@@ -78,22 +78,24 @@ def read_prompts(
         records.append({"prompt": record.prompt, **(record.model_extra or {})})
     if not records:
         raise BadValue("there are no prompts", where=str(path), hint='{"prompt": "Once"}')
-    return records, given
+    return records, prompts
 
 
 def _is_continued(text: str) -> bool:
     """Return whether the first line of a file is a prompt with its continuation."""
     first = json.loads(text.partition("\n")[0]) if "\n" in text else {}
-    return "prompt" in first and all(key in first for key in _MADE)
+    return "prompt" in first and all(key in first for key in _CONTINUATION_KEYS)
 
 
 def write_generations(
-    records: Sequence[dict[str, Any]], made: Sequence[Generation], path: Path | None
+    records: Sequence[dict[str, Any]], generations: Sequence[Generation], path: Path | None
 ) -> None:
-    """Write every record with its continuation; to standard output without a path."""
+    """Write every record with its continuation, to standard output without a path."""
     lines = [
-        json.dumps({**record, **{key: getattr(g, key) for key in _MADE}}, ensure_ascii=False)
-        for record, g in zip(records, made, strict=True)
+        json.dumps(
+            {**record, **{key: getattr(g, key) for key in _CONTINUATION_KEYS}}, ensure_ascii=False
+        )
+        for record, g in zip(records, generations, strict=True)
     ]
     text = "".join(f"{line}\n" for line in lines)
     if path is None:

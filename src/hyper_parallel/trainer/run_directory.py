@@ -1,8 +1,8 @@
-"""The directory of a run: which names in it are the run's, and when it may be used, cleared and written to.
+"""Directory of a run: ownership of names in it, and checks before it is used, cleared or written.
 
-A directory that is missing or empty is created and marked. One that holds anything else and has no marker is refused
-before data is prepared or a rank starts; only log files, as launchers and shells put them there, may be in it. In a
-marked directory the names below belong to the run. Everything else in it stays.
+A missing or empty directory is created and marked. A directory with other files and without a marker is rejected before
+data is prepared or a rank starts; only log files of launchers and shells may be in it. In a marked directory the names
+below belong to the run; all other files are kept.
 """
 
 from __future__ import annotations
@@ -41,24 +41,24 @@ _KEPT_FILES: Final = (
     "config.yaml", "plan.json", "data.json", "predicted_timeline.json", "reference.npy", "reference_holdout.npy",
     "job.sbatch", "job.yaml", "comparison.html", ".run.lock", ".run.owner",
 )  # fmt: skip
-"""Files of a run that are replaced, and stay when it starts over."""
+"""Files of a run that are replaced, and kept when it starts over."""
 _CLEARED_FILES: Final = (
     "metrics.jsonl", "eval.jsonl", "timeline.json", "offload_predicted.json", "offload_measured.json", "sample.txt",
     "run.json", "report.html", "trace.json", "trackers.json",
 )  # fmt: skip
-"""Files of a run that one which starts over removes."""
+"""Files of a run that are removed when it starts over."""
 _CLEARED_FOLDERS: Final = {
     "tensorboard": r"events\.out\.tfevents\..*",
     "profile": r"rank\d+\.json",
     "parts": r"\.?step_\d+(\.tmp|\.old)?/(config\.yaml|(plan|part|\.hyper_parallel)\.json)",
     "rollouts": r"begin\.json|end|step_\d+\.\d+\.(safetensors|part)|timeline\.\d+\.json",
 }
-"""Folders of a run that one which starts over clears, with the files in them that are the run's."""
+"""Folders of a run that are cleared when it starts over, with patterns of the run's files in them."""
 _OTHER_FOLDERS: Final = (
     "checkpoints", "reference", "export", "model", "merged", "logs", "wandb", "mlruns",
 )  # fmt: skip
 _FILLED: Final = ("data.cache_dir", "offload.flash_dir")
-"""Keys of folders that a run fills, and that it may have in its directory."""
+"""Keys of folders that a run fills, which may be inside its directory."""
 _LOGS: Final = re.compile(r".*\.(log|out|err)|error\.json|nohup\.out")
 _HARMLESS: Final = re.compile(
     r"lost\+found|\.gitkeep|\.keep|\.gitignore|\.DS_Store|\.nfs\w+|"
@@ -68,12 +68,12 @@ _RANK_LOG: Final = re.compile(r"logs/(rank_\d+\.log|restart_\d+(/.*)?)")
 
 
 def check_run_directory(loaded: LoadedRecipe) -> None:
-    """Raise unless a run may write to its output directory without loss of anybody's files; changes nothing.
+    """Raise unless a run can write to its output directory without loss of other files; changes nothing on disk.
 
     Raises:
-        OutputNotWritable: HP105 for a directory with other files and no marker, for links in it to other places, and
-            for files of somebody else in a folder that would be replaced.
-        Contradiction: HP104 when the recipe reads what the run would replace.
+        OutputNotWritable: HP105 for a directory with other files and no marker, for links in it to other locations, and
+            for other files in a folder that would be replaced.
+        Contradiction: HP104 when the recipe reads files that the run would replace.
     """
     recipe = loaded.recipe
     place = Path(recipe.output_dir)
@@ -95,19 +95,19 @@ def check_run_directory(loaded: LoadedRecipe) -> None:
 
 
 def check_claimable(place: Path) -> None:
-    """Raise HP105 for a directory that is no run's and holds other files."""
+    """Raise HP105 for an unmarked directory with other files."""
     if place.is_dir() and not _is_marked(place):
         _check_unused(place, None)
 
 
 def mark_run_directory(place: Path) -> None:
-    """Mark the directory of a run that `check_run_directory` has let pass."""
+    """Mark the directory of a run that has passed `check_run_directory`."""
     if not _is_marked(place):
         write_marker(place, Marker(RUN))
 
 
 def claim_run_directory(place: Path, recipe: Recipe | None = None) -> None:
-    """Create a run directory and mark it; one that is marked stays as it is.
+    """Create and mark a run directory; a marked one is unchanged.
 
     Raises:
         OutputNotWritable: HP105 for a directory with other files and no marker.
@@ -118,15 +118,15 @@ def claim_run_directory(place: Path, recipe: Recipe | None = None) -> None:
     mark_run_directory(place)
 
 
-def write_kept(path: Path, text: str) -> None:
-    """Write a text file of a run that people edit; one that differs from what the run wrote is kept beside it."""
+def write_editable(path: Path, text: str) -> None:
+    """Write a text file of a run that users may edit; an edited file is kept under another name."""
     place = path.parent
     known = _known(place)
     if path.is_file() and file_facts(path) != known.get(path.name) and not _holds(path, text):
         names = (place / f"{path.stem}.edited-{n}{path.suffix}" for n in itertools.count(1))
-        kept = next(name for name in names if not os.path.lexists(name))
-        path.rename(kept)
-        _log.warning("%s is not as the run wrote it; it is kept as %s", path, kept.name)
+        edited = next(name for name in names if not os.path.lexists(name))
+        path.rename(edited)
+        _log.warning("%s is not as the run wrote it; it is kept as %s", path, edited.name)
     write_text(path, text)
     write_marker(place, Marker(RUN, {**known, path.name: file_facts(path)}))
 
@@ -136,15 +136,15 @@ def _holds(path: Path, text: str) -> bool:
 
 
 def _known(place: Path) -> Mapping[str, tuple[int, str]]:
-    """Return the facts of the files that a run writes by `write_kept`."""
+    """Return the facts of the files that a run writes by `write_editable`."""
     marker = read_marker(place)
     return {} if marker is None or marker.files is None else marker.files
 
 
 def keeps_model(recipe: Recipe) -> bool:
-    """Return whether a run goes on with the model directory that it has, because its recipe reads it."""
-    kept = Path(recipe.output_dir, "model")
-    return kept.is_dir() and _relative(Path(recipe.model.path), kept) is not None
+    """Return whether a run keeps its existing model directory, because its recipe reads it."""
+    model_dir = Path(recipe.output_dir, "model")
+    return model_dir.is_dir() and _relative(Path(recipe.model.path), model_dir) is not None
 
 
 def check_plain(path: Path) -> None:
@@ -154,7 +154,7 @@ def check_plain(path: Path) -> None:
 
 
 def clear_run_directory(place: Path) -> list[str]:
-    """Remove what an earlier run wrote to a marked directory and a new one would mix with; return the names removed."""
+    """Remove the files of an earlier run that would mix with those of a new one; return the removed names."""
     removed = []
     known = _known(place)
     is_own = lambda path: path.name != _SAMPLE or known.get(_SAMPLE) == file_facts(path)  # noqa: E731
@@ -184,29 +184,29 @@ def _is_marked(place: Path) -> bool:
 
 
 def _check_unused(place: Path, recipe: Recipe | None) -> None:
-    """Raise when an unmarked directory holds more than log files and folders that the recipe itself fills."""
+    """Raise when an unmarked directory has files other than logs and folders that the recipe itself fills."""
     own = set()
     for path in (recipe.data.cache_dir, recipe.offload.flash_dir) if recipe is not None else ():
         inside = None if path is None else _relative(Path(path), place)
         own.update(inside.parts[:1] if inside is not None else ())
-    found = list(itertools.islice(_foreign(place, own), 3))
-    if not found or _is_marked(place):  # rank 0 may have marked it meanwhile
+    entries = list(itertools.islice(_foreign(place, own), 3))
+    if not entries or _is_marked(place):  # rank 0 may have marked it in the meantime
         return
     if MARKER in os.listdir(place) and os.environ.get("RANK", "0") != "0":  # noqa: PTH208
-        return  # on a shared file system the file may be seen later than its name
+        return  # on a shared file system the content may appear later than the name
     marker = read_marker(place)
     kind = "" if marker is None else f" but that of a directory of kind `{marker.kind}`"
     raise OutputNotWritable(
         f"the output directory holds files and has no marker of a run{kind}, so nothing in it is replaced",
         where=f"output_dir={place}",
-        got=found,
+        got=entries,
         allowed="a directory that is missing, empty, or was made by a run",
-        hint=_other_place(place, recipe),
+        hint=_alternative_hint(place, recipe),
     )
 
 
 def _foreign(place: Path, own: Collection[str]) -> Iterator[str]:
-    """Yield what lies in a directory, but for names of `own`, log files and what mounts and version control leave."""
+    """Yield the entries of a directory except names in `own`, log files and files of mounts and version control."""
     for path in sorted(place.iterdir()):
         name = path.name
         if name in own or (_HARMLESS.fullmatch(name) and not path.is_symlink()):
@@ -222,8 +222,8 @@ def _foreign(place: Path, own: Collection[str]) -> Iterator[str]:
             yield name
 
 
-def _unused(place: Path) -> Path:
-    """Return the name of a directory that does not exist: beside a directory, or in the present one."""
+def _unused_name(place: Path) -> Path:
+    """Return an unused directory name next to a directory, or inside it if it is the current directory."""
     inside = Path.cwd().is_relative_to(os.path.realpath(place))
     base = place / "run" if inside else place
     names = (Path(f"{base}-{n}") for n in itertools.count(2))
@@ -232,17 +232,17 @@ def _unused(place: Path) -> Path:
     )
 
 
-def _other_place(place: Path, recipe: Recipe | None) -> str:
-    """Return words of a command line that name an unused directory, and the checkpoints of a run without marker."""
-    words = [f"output_dir={_unused(place)}"]
-    goes_on = recipe is not None and recipe.checkpoint.resume != "never"
-    if goes_on and checkpoints.steps(place / "checkpoints") and (place / "config.yaml").is_file():
+def _alternative_hint(place: Path, recipe: Recipe | None) -> str:
+    """Return overrides that name an unused directory, and the checkpoints of a run without marker."""
+    words = [f"output_dir={_unused_name(place)}"]
+    resumes = recipe is not None and recipe.checkpoint.resume != "never"
+    if resumes and checkpoints.steps(place / "checkpoints") and (place / "config.yaml").is_file():
         words.append(f"checkpoint.from_dir={place}")
     return shlex.join(words)
 
 
 def _check_links(place: Path) -> None:
-    """Raise for a symbolic link among what a run writes: through it files elsewhere would be changed."""
+    """Raise for a symbolic link among the outputs of a run, which would redirect writes."""
     names = (*_KEPT_FILES, *_CLEARED_FILES, *_CLEARED_FOLDERS, *_OTHER_FOLDERS)
     links = [name for name in names if (place / name).is_symlink()]
     for name in ("logs", *_CLEARED_FOLDERS, "checkpoints"):
@@ -263,19 +263,19 @@ def _linked_elsewhere(place: Path, links: list[str]) -> OutputNotWritable:
 
 
 def _links_below(folder: Path, depth: int) -> list[str]:
-    """Return relative paths, with the folder's name, of links at most so deep in a folder."""
-    found = []
+    """Return relative paths, with the folder's name, of links up to a depth in a folder."""
+    links = []
     with os.scandir(folder) as entries:
         for entry in entries:
             if entry.is_symlink():
-                found.append(f"{folder.name}/{entry.name}")
+                links.append(f"{folder.name}/{entry.name}")
             elif depth > 1 and entry.is_dir():
-                found += [f"{folder.name}/{n}" for n in _links_below(Path(entry.path), depth - 1)]
-    return found
+                links += [f"{folder.name}/{n}" for n in _links_below(Path(entry.path), depth - 1)]
+    return links
 
 
 def _check_sources(loaded: LoadedRecipe, place: Path) -> None:
-    """Raise when something that the recipe reads lies in what the run replaces or clears."""
+    """Raise when an input of the recipe is among the files that the run replaces or clears."""
     recipe = loaded.recipe
     read = [*paths_read(recipe), ("recipe", str(loaded.path))]
     parents = {o.partition(" ")[2] for o in loaded.origins.values() if o.startswith("extends ")}
@@ -289,44 +289,44 @@ def _check_sources(loaded: LoadedRecipe, place: Path) -> None:
         path = None if name is None else Path(name).expanduser()
         if path is None or not (key in filled or path.exists()):
             continue
-        found = [_relative(p, place) for p in (path, *_linked(path))]
-        if any(_is_written(p, key, over=over) for p in found) or _identity(path) in hard:
+        targets = [_relative(p, place) for p in (path, *_linked(path))]
+        if any(_is_written(p, key, over=over) for p in targets) or _identity(path) in hard:
             raise Contradiction(
                 f"the run would replace what it reads: `{key}` lies in its output directory",
                 where=loaded.where(key) if key in loaded.origins else str(loaded.path),
                 got=f"{key}={path}, output_dir={place}"
                 + (", checkpoint.resume=never" if over else ""),
-                hint=shlex.quote(f"output_dir={_unused(place)}"),
+                hint=shlex.quote(f"output_dir={_unused_name(place)}"),
             )
 
 
 def _is_written(path: Path | None, key: str, *, over: bool) -> bool:
-    """Return whether a path, relative to the run directory, is replaced or cleared although a key names it.
+    """Return whether a path, relative to the run directory, is an input that the run replaces or clears.
 
     Args:
-        path: None: it lies elsewhere.
+        path: Relative path; None: outside of the run directory.
         key: Key of the recipe.
         over: Whether the run starts over.
     """
     if path is None or (key == "recipe" and path == Path(_RECIPE)):
-        return False  # the recipe is written again with the same values
+        return False  # the recipe is rewritten with the same values
     if not over and key == "checkpoint.from_dir" and path == Path():
         return False
     names = (*_CLEARED_FILES, *_KEPT_FILES, *_CLEARED_FOLDERS, *_OTHER_FOLDERS)
     if not path.parts:
         return key not in _FILLED
     if not over and path.parts[0] == "model" and key in ("model.path", "data.tokenizer"):
-        return False  # kept, or copied before it is replaced
+        return False  # kept, or copied before replacement
     return path.parts[0] in names
 
 
 def _check_checkpoints(folder: Path) -> None:
-    """Raise when a folder of a step holds files that are none of a checkpoint: starting over would leave it there."""
+    """Raise when a folder of a step has files that are not part of a checkpoint, as starting over would keep them."""
     for step in checkpoints.steps(folder):
         name = checkpoints.step_name(step)
         if foreign := checkpoints.foreign(folder / name):
             raise OutputNotWritable(
-                "a checkpoint holds files of somebody else, and the run is to start over",
+                "the run starts over, and a checkpoint folder has files that are not part of a checkpoint",
                 where=str(folder / name),
                 got=foreign[:3],
                 hint=shlex.join(["mv", str(folder / name), str(folder.parent / f"{name}.moved")]),
@@ -334,20 +334,20 @@ def _check_checkpoints(folder: Path) -> None:
 
 
 def _linked(path: Path) -> Iterator[Path]:
-    """Yield the links directly in a folder, as a folder of weights may hold them."""
+    """Yield the links directly in a folder, such as a folder of weights."""
     if path.is_dir():
         with os.scandir(path) as entries:
             yield from (Path(e.path) for e in itertools.islice(entries, 1000) if e.is_symlink())
 
 
 def _relative(path: Path, folder: Path) -> Path | None:
-    """Return a path relative to a folder that it lies in, after all links; None: it lies elsewhere."""
+    """Return a path relative to a folder, after resolving links; None if it is outside."""
     real, base = Path(os.path.realpath(path.expanduser())), Path(os.path.realpath(folder))
     return real.relative_to(base) if real.is_relative_to(base) else None
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
-    """Return what tells a file from every other, whatever its names; None: it is not there, or is a folder."""
+    """Return the identity of a file, independent of its name; None if it does not exist or is a folder."""
     if not path.is_file():
         return None
     status = path.stat()

@@ -1,9 +1,9 @@
-"""Parts of a run: what one process, or several on one checkpoint, trained by one recipe and one plan.
+"""Parts of a run: steps trained by one process with one recipe and one plan.
 
-    RUN_DIR/parts/step_00000000/    config.yaml, plan.json, part.json of the steps after step 0
-    RUN_DIR/parts/step_00000120/    the same of a process that continued from the checkpoint of step 120
+  RUN_DIR/parts/step_00000000/    config.yaml, plan.json, part.json of the steps after step 0
+  RUN_DIR/parts/step_00000120/    the same files of a process that resumed from the checkpoint of step 120
 
-The files of the same name in RUN_DIR are those of the last part.
+The files of the same name in RUN_DIR belong to the last part.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ _FOLDER: Final = re.compile(r"step_(\d{8,15})")
 
 
 class RunPart:
-    """The part of a run that begins after a step.
+    """Part of a run that begins after a step.
 
     Args:
         directory: Run directory.
-        step: Steps before it.
-        changed: Changes since the checkpoint that it continues from.
+        step: Number of steps before the part.
+        changed: Changes since the checkpoint from which it resumes.
 
     Attributes:
-        is_late: Whether the files of the run state an earlier part, and stay until a step of this one is trained.
+        is_late: Whether the run's files describe an earlier part and must stay until this part has trained a step.
     """
 
     def __init__(self, directory: Path, step: int, changed: dict[str, Any]) -> None:
@@ -43,8 +43,8 @@ class RunPart:
         parts = self._directory / PARTS
         parts.mkdir(exist_ok=True)
         for path in parts.iterdir():
-            found = _FOLDER.fullmatch(path.name)
-            if found and int(found[1]) > self._step:
+            match = _FOLDER.fullmatch(path.name)
+            if match and int(match[1]) > self._step:
                 remove_finished(path)
         folder = Replacement(parts / f"step_{self._step:08d}", "part", "the record of this part")
         partial = folder.open()

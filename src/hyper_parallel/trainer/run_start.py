@@ -1,4 +1,4 @@
-"""Start a prepared run: fork local ranks, or be one rank of torchrun's; afterwards, what the trained model writes."""
+"""Start of a prepared run: fork local ranks, or run as one rank of torchrun; afterwards, write the model's sample."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from hyper_parallel.runtime import (
     with_restarts,
 )
 from hyper_parallel.topology import rank_threads
-from hyper_parallel.trainer._elastic import on_at_most
+from hyper_parallel.trainer._elastic import replan_up_to
 from hyper_parallel.trainer.data import PLAIN
 from hyper_parallel.trainer.engine.torch_engine import train_rank
 from hyper_parallel.trainer.files import run_lock
 from hyper_parallel.trainer.generation import Generator, Sampling
 from hyper_parallel.trainer.job import Job, prepare_job, under_torchrun
 from hyper_parallel.trainer.loop import Summary
-from hyper_parallel.trainer.run_directory import claim_run_directory, write_kept
+from hyper_parallel.trainer.run_directory import claim_run_directory, write_editable
 from hyper_parallel.trainer.signals import Interrupted, StopRequest
 from hyper_parallel.trainer.snapshots import newest_saved, snapshot_folder
 from hyper_parallel.trainer.stages.rollout_folder import RolloutFolder
@@ -41,27 +41,28 @@ _log = logging.getLogger(__name__)
 _NEW_TOKENS: Final = 160
 _PAIRS_OF_TEXTS: Final = ("prompt_completion", "preference")
 _TEMPERATURE: Final = 0.5
-"""Below 1: a model of a few million parameters is surest of itself where it has learnt something."""
+"""Below 1, because the most likely tokens of a model with a few million parameters are the best learned."""
 
 
 def run_job(job: Job) -> Summary | None:
-    """Train; returns rank 0's summary, None on the other ranks of torchrun.
+    """Train and return rank 0's summary; None on other ranks of torchrun.
 
-    Lost ranks are started again as often as the recipe says, and go on from the newest intact checkpoint or snapshot;
-    on fewer ranks where the recipe is elastic and a restart saved nothing before ranks were lost again.
-    SIGINT, SIGTERM and SIGHUP end the run after its present step with a checkpoint; a second one, or one before the
-    first step of local ranks, at once.
+    Lost ranks are restarted up to the recipe's limit, and resume from the newest intact checkpoint or snapshot. An
+    elastic recipe is replanned for fewer ranks if a restart lost ranks again before it saved a checkpoint.
+
+    SIGINT, SIGTERM and SIGHUP end the run after its current step with a checkpoint. A second signal, or one before the
+    first step of local ranks, ends it at once.
 
     Raises:
-        DeviceUnavailable: HP502 when this machine does not run as many ranks.
+        DeviceUnavailable: HP502 when this machine cannot run all ranks.
         SnapshotsTooLarge: HP626 when /dev/shm has no space for `checkpoint.snapshot_every`.
         RunInUse: HP720 when another run writes to the run directory.
-        Interrupted: A signal has ended the run; its `step` is that of the checkpoint.
+        Interrupted: A signal has ended the run; its `step` is the step of the checkpoint.
         RankFailed: HP601 when a rank died.
-        RankHung: HP620 when a rank held the others up.
+        RankHung: HP620 when a rank blocked the others.
         RestartsUsedUp: HP621 when ranks were lost after the last restart.
-        TransferFailed: HP513 when there can be no folder in `offload.flash_dir`.
-        HyperParallelError: A coded error of a rank, as it is.
+        TransferFailed: HP513 when no folder can be created in `offload.flash_dir`.
+        HyperParallelError: A coded error of a rank, unchanged.
     """
     check_local_start(job.recipe, job.ranks, ["train", str(job.output_dir / "config.yaml")])
     stop = StopRequest()
@@ -75,22 +76,22 @@ def run_job(job: Job) -> Summary | None:
         snapshots = stack.enter_context(snapshot_folder(job))
         stack.enter_context(stop.watched())
         if under_torchrun():
-            again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-            again = again and job.begun_since(_started_s(os.getppid()))
-            return _finished(_train(replace(job, restarted=again), stop), stop)
-        start_s, now, before = time.time(), job, 0
+            restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+            restarted = restarted and job.has_started_since(_start_time_s(os.getppid()))
+            return _finished(_train(replace(job, restarted=restarted), stop), stop)
+        start_s, current_job, newest_before = time.time(), job, 0
 
         def attempt(number: int) -> Summary | None:
-            nonlocal now, before
+            nonlocal current_job, newest_before
             newest = newest_saved(job.checkpoint_dir, snapshots)
-            if number > 1 and newest == before:  # the restart before this one saved nothing
-                now = _on_fewer(now)
-            if number:  # the directory may be gone since
+            if number > 1 and newest == newest_before:  # the previous restart saved no checkpoint
+                current_job = _replan_for_fewer(current_job)
+            if number:  # the directory may have been removed
                 claim_run_directory(job.output_dir, job.recipe)
-            before, again = newest, number > 0 and job.begun_since(start_s)
+            newest_before, restarted = newest, number > 0 and job.has_started_since(start_s)
             logs = job.output_dir / "logs" / (f"restart_{number}" if number else "")
             try:
-                return _train(replace(now, restarted=again), stop, logs, snapshots)
+                return _train(replace(current_job, restarted=restarted), stop, logs, snapshots)
             except (RankHung, KeyboardInterrupt) as error:
                 if isinstance(error, Interrupted) or not stop.asked:
                     raise
@@ -100,42 +101,43 @@ def run_job(job: Job) -> Summary | None:
 
 
 def run_on_ray(job: Job, loaded: LoadedRecipe) -> Summary | None:
-    """Train with actors of Ray as ranks; returns rank 0's summary.
+    """Train with Ray actors as ranks and return rank 0's summary.
 
-    Lost actors are started again as often as the recipe says. Model and data are read on every machine, from the same
-    paths. An interrupt ends the actors at once.
+    Lost actors are restarted up to the recipe's limit. Every machine reads model and data from the same paths. An
+    interrupt ends the actors at once.
 
     Args:
         job: The run.
-        loaded: Its recipe, from which every rank prepares it.
+        loaded: Recipe from which every rank prepares the run.
 
     Raises:
-        RankFailed: HP601 with the machine of the actor that died first. As `run_job` and `launch_on_ray`.
+        RankFailed: HP601 with the machine of the actor that died first.
+        HyperParallelError: See `run_job` and `launch_on_ray`.
     """
-    given = replace(loaded, recipe=with_absolute_paths(loaded.recipe))
+    portable = replace(loaded, recipe=with_absolute_paths(loaded.recipe))
     launch, ranks = job.recipe.launch, job.ranks
     ranks_per_node(job.recipe, ranks)
 
     def rank() -> Summary | None:
-        return run_job(prepare_job(given, progress=False))
+        return run_job(prepare_job(portable, progress=False))
 
     def attempt(number: int) -> Summary | None:
-        found = launch_on_ray(
+        results = launch_on_ray(
             rank, ranks, launch.nnodes, address=launch.ray_address, restart=number
         )
-        summary: Summary | None = found[0]
+        summary: Summary | None = results[0]
         return summary
 
     return with_restarts(attempt, job.recipe.training.max_restarts)
 
 
-def _on_fewer(job: Job) -> Job:
-    """The run planned anew on fewer ranks; as it is where it is not elastic or has one."""
+def _replan_for_fewer(job: Job) -> Job:
+    """Return the run replanned for fewer ranks; unchanged if it is not elastic or has one rank."""
     ranks = job.plan.strategy.world_size
     if not job.recipe.training.elastic or ranks == 1:
         return job
     loaded = LoadedRecipe(job.recipe, {}, job.output_dir / "config.yaml")
-    fewer = prepare_job(on_at_most(loaded, ranks - 1), progress=False)
+    fewer = prepare_job(replan_up_to(loaded, ranks - 1), progress=False)
     strategy = fewer.plan.strategy
     _log.warning("planned anew on %d of %d ranks: %s", strategy.world_size, ranks, strategy)
     return fewer
@@ -144,15 +146,15 @@ def _on_fewer(job: Job) -> Job:
 def _train(
     job: Job, stop: StopRequest, logs: Path | None = None, snapshots: Path | None = None
 ) -> Summary | None:
-    """Fork local ranks that write to `logs`, or be one of torchrun's."""
+    """Fork local ranks that write to `logs`, or run as one rank of torchrun."""
     with ExitStack() as stack:
         flash, parent = None, job.recipe.offload.flash_dir
         if parent is not None:
-            # This process removes it: a rank that is killed cannot.
+            # Removed by this process, as a killed rank cannot remove it.
             flash = stack.enter_context(run_folder(Path(parent), job.output_dir.name))
         if logs is None:
             return _launched_rank(job, flash, stop)
-        # The model's library is imported once, before the fork, and shared by all ranks.
+        # Import transformers once before the fork; all ranks share it.
         import transformers.models.auto.modeling_auto  # noqa: F401
 
         training = job.recipe.training
@@ -172,9 +174,9 @@ def _train(
 
 
 def _launched_rank(job: Job, flash: Path | None, stop: StopRequest) -> Summary | None:
-    """Be a rank that another launcher has started."""
+    """Run as a rank started by another launcher."""
     rank = launched_rank()[0]
-    if rank == 0:  # before any rank has joined its world
+    if rank == 0:  # before any rank joins its world
         RolloutFolder(job.output_dir / "rollouts").reset()
     return _rank(job, rank, flash, stop)
 
@@ -182,7 +184,7 @@ def _launched_rank(job: Job, flash: Path | None, stop: StopRequest) -> Summary |
 def _rank(
     job: Job, rank: int, flash: Path | None, stop: StopRequest, snapshots: Path | None = None
 ) -> Summary | None:
-    """Train, or sample only; arguments as of `train_rank`."""
+    """Train, or only sample; arguments as in `train_rank`."""
     train = job.worlds[0]
     if rank < train:
         return train_rank(job, flash, stop, snapshots)
@@ -193,16 +195,16 @@ def _rank(
 def _finished(summary: Summary | None, stop: StopRequest) -> Summary | None:
     if stop.step is None:
         return summary
-    # A signal to another rank only is one to the run.
+    # A signal to any rank counts as a signal to the run.
     raise Interrupted(stop.signum or signal.SIGTERM, stop.step)
 
 
-def _started_s(pid: int) -> float:
-    """When a process was started, as seconds of `time.time`: field 22 of /proc/PID/stat, in ticks since the boot."""
+def _start_time_s(pid: int) -> float:
+    """Return the start time of a process in seconds of `time.time`: field 22 of /proc/PID/stat, in ticks since boot."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
         running_s = float(Path("/proc/uptime").read_text().split()[0])
-    except OSError:  # no Linux: as if just now
+    except OSError:  # not Linux: treated as just started
         return time.time()
     return time.time() - running_s + int(fields[19]) / os.sysconf("SC_CLK_TCK")
 
@@ -210,9 +212,8 @@ def _started_s(pid: int) -> float:
 def make_sample(job: Job) -> str:
     """Return the continuation of the recipe's `sample_prompt` by the exported model.
 
-    A model that was trained on conversations is given the prompt as a user's turn through its chat template, and the
-    text is the conversation as the template writes it. Called once, after the ranks have ended: one device reads the
-    export as anybody would.
+    A model trained on conversations gets the prompt as a user's turn through its chat template, and the text is the
+    rendered conversation. Called once, after the ranks have ended: one device loads the export.
     """
     prompt = job.recipe.sample_prompt or ""
     generator = Generator(job.output_dir, trusted=job.recipe.model.trust_remote_code)
@@ -225,20 +226,20 @@ def make_sample(job: Job) -> str:
         seed=job.recipe.training.seed,
     )
     generation = generator.generate(prompt, sampling, chat=chat)
-    asked = generator.tokenizer.decode(ids) if chat else generation.prompt
-    return f"{asked}{generation.text}"
+    prefix = generator.tokenizer.decode(ids) if chat else generation.prompt
+    return f"{prefix}{generation.text}"
 
 
 def _reads_turns(job: Job, template: str | None) -> bool:
-    """Return whether the model was trained on turns that its chat template has written."""
+    """Return whether the model was trained on turns rendered by its chat template."""
     recipe = job.recipe
     if recipe.stage == "pt" or recipe.data.chat_template == "none" or not template:
         return False
-    # Pairs of texts are joined as plain text where the tokenizer brought no template of its own.
+    # Pairs of texts are joined as plain text if the tokenizer has no template of its own.
     return template != PLAIN or any(c.format not in _PAIRS_OF_TEXTS for c in job.packed.counts)
 
 
 def write_sample(job: Job, text: str) -> None:
     """Write sample.txt into the run directory."""
     with written(job.output_dir):
-        write_kept(job.output_dir / "sample.txt", text + "\n")
+        write_editable(job.output_dir / "sample.txt", text + "\n")

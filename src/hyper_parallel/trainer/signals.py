@@ -1,4 +1,4 @@
-"""Signals that end a run: the present step is finished and saved; a second signal stops at once."""
+"""Signals that end a run: the current step is finished and saved; a second signal stops at once."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, Final
 
 ENDING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Ctrl-C, what schedulers and `kill` send, and a terminal that is closed."""
+"""Ctrl-C, the signal of schedulers and `kill`, and a closed terminal."""
 
 _ONE_S: Final = 1.0
-"""Seconds within which signals are one: a launcher passes on what the terminal has sent to everybody."""
+"""Seconds within which signals count as one: a launcher forwards a signal that the terminal sent to all."""
 _PROMISE: Final = "ends after this step, with a checkpoint; before the first step at once"
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal has ended the run.
+    """End of a run by a signal.
 
     Attributes:
         signum: The signal.
-        step: Step whose checkpoint was saved for it; None: the run was stopped at once.
+        step: Step of the checkpoint saved on request; None: the run was stopped at once.
     """
 
     def __init__(self, signum: int, step: int | None = None) -> None:
@@ -34,44 +34,45 @@ class Interrupted(KeyboardInterrupt):
 
     @property
     def status(self) -> int:
-        """Exit status, as shells have it."""
+        """Exit status by the convention of shells."""
         return 128 + self.signum
 
 
 class StopRequest:
-    """A wish to end the run after the present step, and what became of it; seen by the ranks forked later."""
+    """Request to end the run after the current step, and its outcome; shared with ranks forked later."""
 
     def __init__(self, promise: str = _PROMISE) -> None:
         self._promise = promise
-        self._shared = mmap.mmap(-1, 16)  # anonymous memory outlives a fork: wish, step of the end
+        # Anonymous memory shared across forks: request flag, final step.
+        self._shared = mmap.mmap(-1, 16)
         self._owner, self._asked, self._first_s = os.getpid(), False, 0.0
         self.signum: int | None = None
         self._received: int | None = None
 
     def received(self) -> bool:
-        """Return whether a signal came, also while the main thread waits in a library and handles none."""
+        """Return whether a signal arrived, even if the main thread is blocked in a library."""
         if self.asked or self._received is None:
             return self.asked
         return bool(select.select([self._received], [], [], 0)[0])
 
     @property
     def asked(self) -> bool:
-        """Whether this process, or the one that started it, was sent a signal."""
+        """True if this process, or its parent, received a signal."""
         return self._asked or self._shared[0] == 1
 
     @property
     def step(self) -> int | None:
-        """The step after which the run has ended on request; None: it has not."""
+        """Step after which the run ended on request; None if it did not."""
         return int.from_bytes(self._shared[8:], "little") or None
 
-    def obeyed(self, step: int) -> None:
-        """Note that the run ends after this step, because it was asked to."""
+    def record_stop(self, step: int) -> None:
+        """Record that the run ends after this step on request."""
         self._shared[8:] = step.to_bytes(8, "little")
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Take signals as wishes inside; what was ignored stays ignored (nohup). Only a main thread gets signals."""
-        with handled(self._on_signal), _noted_signals() as self._received:
+        """Treat signals as requests inside the context; ignored signals stay ignored (nohup). Main thread only."""
+        with handled(self._on_signal), _signal_pipe() as self._received:
             try:
                 yield
             finally:
@@ -79,7 +80,7 @@ class StopRequest:
 
     def _on_signal(self, signum: int, _: Any) -> None:
         self._asked = True
-        if os.getpid() != self._owner:  # a forked rank: the process that started it counts
+        if os.getpid() != self._owner:  # in a forked rank: its parent counts signals
             return
         if self.signum is None:
             self.signum, self._first_s, self._shared[0] = signum, time.monotonic(), 1
@@ -92,8 +93,8 @@ class StopRequest:
 
 
 @contextmanager
-def _noted_signals() -> Iterator[int | None]:
-    """Yield a file that has the number of every handled signal as soon as it comes; None on another thread."""
+def _signal_pipe() -> Iterator[int | None]:
+    """Yield a file descriptor that receives the number of every handled signal; None on other threads."""
     if threading.current_thread() is not threading.main_thread():
         yield None
         return
@@ -109,19 +110,19 @@ def _noted_signals() -> Iterator[int | None]:
 
 
 def interrupt(signum: int, _: Any) -> None:
-    """Handler that ends what runs as an interrupt does, so that everything is cleaned up on the way out."""
+    """Raise `Interrupted`, as a signal handler, so that cleanup runs as for an interrupt."""
     raise Interrupted(signum)
 
 
 @contextmanager
 def handled(handler: Callable[[int, Any], None]) -> Iterator[None]:
-    """Handle the signals that end a run; the handlers from before come back."""
+    """Install a handler for the signals that end a run; the previous handlers are restored."""
     with ExitStack() as stack:
         if threading.current_thread() is threading.main_thread():
-            for one in ENDING:
-                if signal.getsignal(one) != signal.SIG_IGN:
-                    # None: a handler that was not set from Python, and cannot be set from it.
-                    before = signal.signal(one, handler) or signal.SIG_DFL
-                    stack.callback(signal.signal, one, before)
-                    signal.siginterrupt(one, False)  # system calls of libraries go on
+            for signum in ENDING:
+                if signal.getsignal(signum) != signal.SIG_IGN:
+                    # None: a handler that was not installed by Python and cannot be restored by it.
+                    before = signal.signal(signum, handler) or signal.SIG_DFL
+                    stack.callback(signal.signal, signum, before)
+                    signal.siginterrupt(signum, False)  # system calls of libraries are restarted
         yield

@@ -1,4 +1,4 @@
-"""Sizes of small models: one table for all model types, and one of what some types need besides."""
+"""Sizes of small models: one table for all model types, and one of additional sizes for some types."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ SIZES: Final[dict[str, Any]] = {
     )
     for key in keys.split()
 }
-"""Sizes of a small model, for the keys that a config has, in its parts too."""
+"""Sizes of a small model, for keys of a config and of its parts."""
 
 SPANS: Final[dict[str, int]] = {
     key: tokens
@@ -60,7 +60,7 @@ SPANS: Final[dict[str, int]] = {
     )
     for key in keys.split()
 }
-"""Numbers of tokens at which a layer begins to treat tokens differently, small enough to matter in a short text."""
+"""Token spans at which the behaviour of a layer changes, small enough to matter in a short text."""
 
 _PAIRS = ["linear_attention", "hybrid"] * 2
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8}
@@ -121,7 +121,7 @@ FAMILY_SIZES: Final[dict[str, dict[str, Any]]] = {
         },
     },
     "bailing_hybrid": {"layer_group_size": 2},
-    # It changes to this by itself in its first step on short sequences.
+    # The model switches to this type in its first step on short sequences.
     "big_bird": {"attention_type": "original_full"},
     "bamba": {**_MAMBA, "attn_layer_indices": [1, 3]},
     "chameleon": {
@@ -240,4 +240,4 @@ FAMILY_SIZES: Final[dict[str, dict[str, Any]]] = {
     },
     "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 16},
 }
-"""Sizes that a model type needs besides `SIZES`: sizes that depend on each other, patterns as long as the layers."""
+"""Additional sizes of model types: sizes that depend on each other, and patterns with one entry per layer."""

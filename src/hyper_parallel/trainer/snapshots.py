@@ -1,4 +1,4 @@
-"""Snapshots in memory: a folder in /dev/shm that outlives the ranks and ends with the process that starts them."""
+"""Snapshots in memory: a folder in /dev/shm that outlives the ranks and is removed with their parent process."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ if TYPE_CHECKING:
     from hyper_parallel.trainer.job import Job
 
 MEMORY: Final = Path("/dev/shm")  # tmpfs on every Linux
-KEPT: Final = 2  # a rank may be killed while it writes the newest
+SNAPSHOTS_KEPT: Final = 2  # a rank may be killed while writing the newest
 
 
 @contextmanager
 def snapshot_folder(job: Job) -> Iterator[Path | None]:
-    """Where ranks that this process starts keep snapshots, removed at the end; None where the recipe has none.
+    """Yield the folder for snapshots of ranks started by this process; None if the recipe has no snapshots.
 
-    A folder of a run that was killed with its launcher is removed by the next run on this machine.
+    It is removed at the end. The next run on this machine removes the folder of a killed launcher.
 
     Raises:
         SnapshotsTooLarge: HP626 when they would not fit.
-        Contradiction: HP104 in a process of torchrun, whose ranks this process does not outlive.
+        Contradiction: HP104 in a process of torchrun, whose ranks may outlive this process.
     """
     from hyper_parallel.trainer.job import under_torchrun
 
@@ -42,11 +42,11 @@ def snapshot_folder(job: Job) -> Iterator[Path | None]:
             got=f"snapshot_every={job.recipe.checkpoint.snapshot_every}",
             hint="checkpoint.snapshot_every=0",
         )
-    needed = (KEPT + 1) * _state_bytes(job)
+    needed = (SNAPSHOTS_KEPT + 1) * _state_bytes(job)
     free = shutil.disk_usage(MEMORY).free if MEMORY.is_dir() else 0
     if needed > free:
         raise SnapshotsTooLarge(
-            f"{KEPT + 1} snapshots of the training state do not fit in {MEMORY}",
+            f"{SNAPSHOTS_KEPT + 1} snapshots of the training state do not fit in {MEMORY}",
             where="checkpoint.snapshot_every",
             got=f"{format_bytes(needed)} needed, {format_bytes(free)} free",
             hint="checkpoint.snapshot_every=0",
@@ -56,12 +56,12 @@ def snapshot_folder(job: Job) -> Iterator[Path | None]:
 
 
 def _state_bytes(job: Job) -> int:
-    """Parameters that a checkpoint holds, and two optimizer states of each that is trained."""
+    """Return the bytes of the parameters in a checkpoint and of two optimizer states per trained parameter."""
     plan, trained = job.plan, job.plan.workload.trained
     share = 3 * trained if job.recipe.lora is not None else 1 + 2 * trained
     return int(plan.model.num_params * share * DTYPE_BYTES[plan.workload.param_dtype])
 
 
 def newest_saved(*folders: Path | None) -> int:
-    """The newest step that was published in any of these folders; 0: none."""
+    """Return the newest step published in any of these folders; 0 if there is none."""
     return max((step for folder in folders if folder for step in steps(folder)), default=0)

@@ -1,4 +1,4 @@
-"""Between texts and tokens: prompts with their template, what ends a text, and text of tokens as it gets certain."""
+"""Conversion between texts and tokens: prompts with their template, stop conditions, and incremental detokenization."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from numpy.typing import NDArray
 from hyper_parallel.backends.torch.memory.generation import MemoryUse
 from hyper_parallel.errors import BadValue
 from hyper_parallel.trainer.data import render, stop_ids, tokenizing
-from hyper_parallel.trainer.decoding import Running, Sampling, numbers
+from hyper_parallel.trainer.decoding import DecodingSequence, Sampling, numbers
 
 _REPLACEMENT = "\ufffd"
 Prompt = str | list[dict[str, str]]
-"""A text, or the turns of a conversation as `role` and `content`, which end with a user's."""
+"""Text, or turns of a conversation as `role` and `content`, ending with a user's turn."""
 _STREAM = 6
-"""Of random numbers: that of generation, beside those of training."""
+"""Stream of random numbers for generation, distinct from those of training."""
 
 
 @dataclass(frozen=True)
 class Generation:
-    """A continuation, finished or as far as it came.
+    """Continuation, finished or interrupted.
 
     Attributes:
-        prompt: The prompt as given.
+        prompt: The prompt.
         text: The continuation.
-        token_ids: Its tokens, without the one that stopped it.
+        token_ids: Tokens of the continuation, without the stop token.
         num_prompt_tokens: Tokens of the prompt.
-        stopped: Whether a stop token or a stop text ended it, not the limit.
+        stopped: Whether a stop token or a stop text, not the limit, ended it.
         seconds: Wall time from the start to its end.
-        memory: What was predicted and measured under a device budget; None without one.
-        logprobs: Of the tokens, under the model's own distribution: temperature 1, all tokens.
-        number: Of the sequence: with the seed it decides what is drawn.
-        finish: `stop` or `length`; None: it was interrupted, and may be continued.
+        memory: Predictions and measurements under a device budget; None without one.
+        logprobs: Log-probabilities of the tokens under the model's distribution (temperature 1, all tokens).
+        number: Index of the sequence; with the seed it determines the draws.
+        finish: `stop` or `length`; None: interrupted, and resumable.
     """
 
     prompt: str
@@ -51,13 +51,13 @@ class Generation:
     finish: str | None = None
 
 
-class Texts:
-    """Texts of one model.
+class TextCodec:
+    """Text codec of one model.
 
     Args:
-        tokenizer: Of the model.
-        config: Of the model.
-        stops: Tokens that end a text by the model's generation config.
+        tokenizer: Tokenizer of the model.
+        config: Config of the model.
+        stops: Stop tokens of the model's generation config.
     """
 
     def __init__(self, tokenizer: Any, config: Any, stops: int | list[int] | None) -> None:
@@ -68,7 +68,7 @@ class Texts:
         self._eos = stops
 
     def encode(self, prompt: Prompt, *, chat: bool = False) -> list[int]:
-        """Tokens of a prompt; with `chat`, wrapped as a user's turn. An empty prompt is a document's beginning.
+        """Return the tokens of a prompt; with `chat`, of a user's turn. An empty prompt begins a document.
 
         Turns of a conversation are rendered by the chat template, up to the header of the answer.
 
@@ -92,61 +92,63 @@ class Texts:
         return ids or [self.tokenizer.eos_token_id]
 
     def begin(
-        self, given: Prompt | Generation, number: int, sampling: Sampling, *, chat: bool = False
-    ) -> Running:
-        """The sequence of a prompt, or of a continuation as far as it came.
+        self, source: Prompt | Generation, number: int, sampling: Sampling, *, chat: bool = False
+    ) -> DecodingSequence:
+        """Return the sequence of a prompt, or of an interrupted continuation.
 
         Raises:
             BadValue: HP102 when prompt and continuation exceed the context of the model.
         """
-        before = given if isinstance(given, Generation) else None
-        prompt: Any = given if before is None else before.prompt
+        previous = source if isinstance(source, Generation) else None
+        prompt: Any = source if previous is None else previous.prompt
         ids, limit = self.encode(prompt, chat=chat), sampling.max_new_tokens
-        room = math.inf if self._context is None else self._context - len(ids)
-        if limit > room:
+        available = math.inf if self._context is None else self._context - len(ids)
+        if limit > available:
             raise BadValue(
                 "prompt and continuation are longer than the context of the model",
                 where=f"prompt {number}" if number else None,
                 got=f"{len(ids)} + {limit} tokens",
                 allowed=f"{self._context} tokens in all",
-                hint=f"--max-new-tokens {room}" if room > 0 else "a shorter prompt",
+                hint=f"--max-new-tokens {available}" if available > 0 else "a shorter prompt",
             )
-        number = number if before is None else before.number
-        running = Running(number, ids, len(ids), limit, draws_of(sampling, number))
-        if before is not None and (top := max(before.token_ids, default=0)) >= self._vocabulary:
-            raise BadValue("a continuation has a token that the model has not", got=top)
-        if before is not None:
-            running.text += before.token_ids
-            running.logprobs += before.logprobs
-        return running
+        number = number if previous is None else previous.number
+        sequence = DecodingSequence(number, ids, len(ids), limit, draws_of(sampling, number))
+        if previous is not None and (top := max(previous.token_ids, default=0)) >= self._vocabulary:
+            raise BadValue(
+                "a continuation has a token outside the vocabulary of the model", got=top
+            )
+        if previous is not None:
+            sequence.text += previous.token_ids
+            sequence.logprobs += previous.logprobs
+        return sequence
 
     def stops(self, *, chat: bool) -> set[int]:
-        """Tokens that end a text: the tokenizer's, the model's own list, in a chat the template's."""
+        """Return the stop tokens: the tokenizer's, the model's own list, and in a chat the template's."""
         return stop_ids(self.tokenizer, self._eos, chat=chat)
 
-    def ended(self, sampling: Sampling) -> Callable[[Running], bool] | None:
-        """Whether a stop text has just appeared; None where there are none."""
+    def ended(self, sampling: Sampling) -> Callable[[DecodingSequence], bool] | None:
+        """Return a function that tells whether a stop text has just appeared; None without stop texts."""
         if not sampling.stop:
             return None
-        # A token has at least one byte, and a few have none.
+        # Tokens have at least one byte, except for a few.
         tail = 4 * max(len(text) for text in sampling.stop) + 8
 
-        def found(sequence: Running) -> bool:
+        def has_stop_text(sequence: DecodingSequence) -> bool:
             text = self.tokenizer.decode(sequence.tokens[-tail:])
             return any(stop in text for stop in sampling.stop)
 
-        return found
+        return has_stop_text
 
-    def made(
-        self, sequence: Running, prompt: str, sampling: Sampling, stops: set[int]
+    def to_generation(
+        self, sequence: DecodingSequence, prompt: str, sampling: Sampling, stops: set[int]
     ) -> Generation:
-        """A sequence as text, as far as it is."""
+        """Return a sequence, finished or not, as a generation."""
         tokens, logprobs = sequence.tokens, sequence.logprobs
         if sequence.finish == "stop" and tokens[-1] in stops:
             tokens, logprobs = tokens[:-1], logprobs[:-1]
         return Generation(
             prompt=prompt,
-            text="".join(until(stream_text(self.tokenizer, tokens), sampling.stop)),
+            text="".join(text_before_stop(stream_text(self.tokenizer, tokens), sampling.stop)),
             token_ids=tuple(tokens),
             num_prompt_tokens=sequence.start,
             stopped=sequence.finish == "stop",
@@ -158,13 +160,13 @@ class Texts:
 
 
 class PromptBatch:
-    """The sequences of many prompts.
+    """Sequences of many prompts.
 
     Args:
-        texts: Of the model.
-        prompts: Texts, numbered from 0, or generations that were interrupted.
-        sampling: How tokens are chosen.
-        chat: Prompts are users' turns.
+        texts: Text codec of the model.
+        prompts: TextCodec, numbered from 0, or interrupted generations.
+        sampling: Rule for choosing tokens.
+        chat: Whether prompts are users' turns.
 
     Raises:
         BadValue: HP102 when a prompt and its continuation exceed the context of the model.
@@ -172,7 +174,7 @@ class PromptBatch:
 
     def __init__(
         self,
-        texts: Texts,
+        texts: TextCodec,
         prompts: Sequence[str | Generation],
         sampling: Sampling,
         *,
@@ -182,42 +184,42 @@ class PromptBatch:
         self.ended = texts.ended(sampling)
         self._texts, self._prompts = texts, prompts
         self.sequences = {
-            place: texts.begin(given, place, sampling, chat=chat)
-            for place, given in enumerate(prompts)
-            if not (isinstance(given, Generation) and _has_ended(given, sampling))
+            place: texts.begin(source, place, sampling, chat=chat)
+            for place, source in enumerate(prompts)
+            if not (isinstance(source, Generation) and _has_ended(source, sampling))
         }
-        """By place among the prompts, those that go on."""
+        """Unfinished sequences by index of their prompt."""
 
     def generations(self) -> list[Generation]:
-        """What there is of every prompt, in their order."""
-        return [self._made(place, given) for place, given in enumerate(self._prompts)]
+        """Return the generations of all prompts, in order, finished or not."""
+        return [self._to_generation(place, source) for place, source in enumerate(self._prompts)]
 
-    def _made(self, place: int, given: str | Generation) -> Generation:
+    def _to_generation(self, place: int, source: str | Generation) -> Generation:
         sequence = self.sequences.get(place)
         if sequence is None:
-            assert isinstance(given, Generation)
-            return given
-        prompt = given.prompt if isinstance(given, Generation) else given
-        return self._texts.made(sequence, prompt, self.sampling, self.stops)
+            assert isinstance(source, Generation)
+            return source
+        prompt = source.prompt if isinstance(source, Generation) else source
+        return self._texts.to_generation(sequence, prompt, self.sampling, self.stops)
 
 
 def draws_of(sampling: Sampling, number: int) -> NDArray[np.float64]:
-    """What a sequence draws, one number in [0, 1) for every token."""
+    """Return the draws of a sequence, one number in [0, 1) per token."""
     return numbers(sampling.seed, _STREAM, number, length=sampling.max_new_tokens)
 
 
-def _has_ended(given: Generation, sampling: Sampling) -> bool:
-    """Whether a continuation would not go on."""
-    return given.finish == "stop" or len(given.token_ids) >= sampling.max_new_tokens
+def _has_ended(generation: Generation, sampling: Sampling) -> bool:
+    """Return whether a continuation is finished."""
+    return generation.finish == "stop" or len(generation.token_ids) >= sampling.max_new_tokens
 
 
 def stream_text(tokenizer: Any, tokens: Iterable[int]) -> Iterator[str]:
-    """Text of tokens as it becomes certain: the bytes of one character may span several tokens."""
+    """Yield the text of tokens as it becomes certain: the bytes of one character may span several tokens."""
     pending: list[int] = []
     context: list[int] = []
     for token in tokens:
         pending.append(token)
-        # Decoding with the tokens before keeps the spaces that a tokenizer drops at the beginning of a text.
+        # Decoding with preceding tokens preserves spaces that a tokenizer drops at the start of a text.
         before = tokenizer.decode(context)
         text = tokenizer.decode(context + pending)[len(before) :]
         if text and not text.endswith(_REPLACEMENT):
@@ -227,17 +229,17 @@ def stream_text(tokenizer: Any, tokens: Iterable[int]) -> Iterator[str]:
         yield tokenizer.decode(context + pending)[len(tokenizer.decode(context)) :]
 
 
-def until(pieces: Iterable[str], stops: tuple[str, ...]) -> Iterator[str]:
-    """Pieces of a text up to the first of the stop texts, which may begin in one piece and end in another."""
-    held, longest = "", max(map(len, stops), default=1) - 1
+def text_before_stop(pieces: Iterable[str], stops: tuple[str, ...]) -> Iterator[str]:
+    """Yield pieces of a text up to the first stop text, which may span several pieces."""
+    pending, longest = "", max(map(len, stops), default=1) - 1
     for piece in pieces:
-        held += piece
-        found = [at for stop in stops if (at := held.find(stop)) >= 0]
-        if found:
-            yield held[: min(found)]
+        pending += piece
+        positions = [at for stop in stops if (at := pending.find(stop)) >= 0]
+        if positions:
+            yield pending[: min(positions)]
             return
-        ready = len(held) - longest
+        ready = len(pending) - longest
         if ready > 0:
-            yield held[:ready]
-            held = held[ready:]
-    yield held
+            yield pending[:ready]
+            pending = pending[ready:]
+    yield pending

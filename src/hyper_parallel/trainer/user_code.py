@@ -1,4 +1,4 @@
-"""Classes and functions that a recipe names by a dotted path."""
+"""Classes and functions named by dotted paths in a recipe."""
 
 from __future__ import annotations
 
@@ -12,51 +12,53 @@ from hyper_parallel.errors import NotImportable
 
 
 def load_class(path: str, base: type, where: str) -> type:
-    """Import `module.Class`, from the current directory too, where a command does not look by itself.
+    """Import `module.Class`; the current directory is added to the import path.
 
     Args:
-        path: The dotted path.
-        base: What the class must derive from.
+        path: Dotted path.
+        base: Required base class.
         where: Origin of the path, for errors.
 
     Raises:
-        NotImportable: HP109 when there is no such class, or it derives from something else.
+        NotImportable: HP109 when there is no such class, or it is not a subclass of `base`.
     """
-    wanted = (
+    allowed = (
         f"a subclass of {base.__module__}.{base.__qualname__} by its path, as `my_module.MyClass`"
     )
-    found = _imported(path, where, "class", wanted)
-    if not (isinstance(found, type) and issubclass(found, base)):
-        raise NotImportable("this is no class of the kind", where=where, got=path, allowed=wanted)
-    return found
+    cls = _imported(path, where, "class", allowed)
+    if not (isinstance(cls, type) and issubclass(cls, base)):
+        raise NotImportable(
+            "this is not a subclass of the required class", where=where, got=path, allowed=allowed
+        )
+    return cls
 
 
 def load_function(path: str, where: str, known: Sequence[str] = ()) -> Callable[..., Any]:
     """Import `module.function`.
 
     Args:
-        path: The dotted path.
+        path: Dotted path.
         where: Origin of the path, for errors.
         known: Names that need no path.
 
     Raises:
-        NotImportable: HP109 when there is nothing of that name that can be called.
+        NotImportable: HP109 when there is no callable of that name.
     """
-    wanted = ", ".join([*known, "or a function by its path, as `my_module.my_function`"])
-    found = _imported(path, where, "function", wanted)
-    if not callable(found):
-        raise NotImportable("this cannot be called", where=where, got=path, allowed=wanted)
-    return found  # type: ignore[no-any-return]
+    allowed = ", ".join([*known, "or a function by its path, as `my_module.my_function`"])
+    function = _imported(path, where, "function", allowed)
+    if not callable(function):
+        raise NotImportable("this cannot be called", where=where, got=path, allowed=allowed)
+    return function  # type: ignore[no-any-return]
 
 
-def _imported(path: str, where: str, kind: str, wanted: str) -> Any:
+def _imported(path: str, where: str, kind: str, allowed: str) -> Any:
     module, _, name = path.rpartition(".")
     if os.getcwd() not in sys.path:  # noqa: PTH109
         sys.path.append(os.getcwd())  # noqa: PTH109
     try:
         return getattr(importlib.import_module(module), name)
-    except Exception as error:  # an import runs any code
+    except Exception as error:  # imports run user code
         got = f"{path}: {type(error).__name__}: {error}"
         raise NotImportable(
-            f"there is no such {kind}", where=where, got=got, allowed=wanted
+            f"there is no such {kind}", where=where, got=got, allowed=allowed
         ) from error

@@ -1,1 +1,1 @@
-"""Checkpoints: manifests and retention (no framework), saving and loading on any layout, export to Hugging Face."""
+"""Checkpoints: manifests and retention (no framework), saving and loading on any layout, Hugging Face conversion."""

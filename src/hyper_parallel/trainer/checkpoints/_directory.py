@@ -1,4 +1,4 @@
-"""The folder that a process saves checkpoints to, which must stay the same one."""
+"""Folder of a process's checkpoints, with detection of removal and replacement."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _log = logging.getLogger(__name__)
 
 
 class CheckpointDirectory:
-    """Creates the folder, and notices when it was removed or replaced since.
+    """Folder of checkpoints, created on demand; detects that it was removed or replaced.
 
     Args:
-        path: The folder. One above it is created only if it is missing from the start: of a run directory that is
-            removed later, no new one is made.
+        path: The folder. A missing parent is created only if it is missing from the start, so that a run directory that
+            was removed later is not recreated.
     """
 
     def __init__(self, path: Path) -> None:
@@ -24,24 +24,22 @@ class CheckpointDirectory:
         self._identity: tuple[int, int] | None = None
 
     def prepare(self, step: int) -> Path:
-        """Create the hidden folder in which a checkpoint is written, and return it.
-
-        What killed processes have left is removed first.
+        """Create and return the hidden folder for writing a checkpoint, after removing leftovers of killed processes.
 
         Raises:
             OutputNotWritable: HP105 when the folder was replaced by another one, whose checkpoints would be pruned, or
-                when the checkpoint would replace files of somebody else.
+                when the checkpoint would replace files that are not part of a checkpoint.
         """
         if self._identity is not None and not self._path.exists():
             _log.warning("%s was removed with its checkpoints; it is created again", self._path)
-        elif self._identity is not None and self._now() != self._identity:
+        elif self._identity is not None and self._current_identity() != self._identity:
             raise OutputNotWritable(
                 "the directory of the checkpoints was replaced by another one",
                 where=str(self._path),
                 hint=f"ls -ld {self._path}",
             )
         self._path.mkdir(parents=self._parents, exist_ok=True)
-        self._identity = self._now()
+        self._identity = self._current_identity()
         files.clean(self._path)
         files.check_own(self._path / files.step_name(step))
         hidden = files.temporary(self._path, step)
@@ -53,6 +51,6 @@ class CheckpointDirectory:
         newest = max(files.steps(self._path), default=None)
         return "no checkpoint was saved" if newest is None else f"newest checkpoint: step {newest}"
 
-    def _now(self) -> tuple[int, int]:
+    def _current_identity(self) -> tuple[int, int]:
         status = self._path.stat()
         return status.st_dev, status.st_ino

@@ -1,4 +1,4 @@
-"""Weights and optimizer states that are NaN or infinite are neither saved nor exported."""
+"""Checks that saved and exported weights and optimizer states are finite."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from hyper_parallel.errors import LossNotFinite
 
 
 def is_finite(tensor: Tensor) -> Tensor:
-    """Return, as a scalar on the device, whether all elements are finite; one pass without a temporary."""
+    """Return a scalar on the device that is true if all elements are finite; one pass without a temporary tensor."""
     if tensor.numel() == 0 or not (tensor.is_floating_point() or tensor.is_complex()):
         return torch.ones((), dtype=torch.bool, device=tensor.device)
-    if tensor.dtype.itemsize == 1:  # formats without a norm
+    if tensor.dtype.itemsize == 1:  # dtypes without a norm
         tensor = tensor.float()
     return torch.isfinite(torch.linalg.vector_norm(tensor.detach(), torch.inf))
 
 
 def first_not_finite(parts: Iterable[tuple[str, Callable[[], Tensor]]]) -> str | None:
-    """Return the name of the first tensor with NaN or infinity; a device is waited for once.
+    """Return the name of the first tensor with NaN or infinity, with one synchronization per device.
 
     Args:
-        parts: Names, and functions that give the local tensors.
+        parts: Names, and functions that return the local tensors.
     """
     names, flags = list[str](), dict[torch.device, list[tuple[int, Tensor]]]()
     for number, (name, read) in enumerate(parts):
@@ -42,12 +42,12 @@ def first_not_finite(parts: Iterable[tuple[str, Callable[[], Tensor]]]) -> str |
 
 
 def check_finite(name: str, tensor: Tensor, where: str) -> None:
-    """Raise LossNotFinite (HP604) when a whole parameter that is exported has NaN or infinity.
+    """Raise LossNotFinite (HP604) for an exported full parameter with NaN or infinity.
 
     Args:
-        name: Its name.
-        tensor: In the dtype in which it is stored.
-        where: What is written.
+        name: Name of the parameter.
+        tensor: Parameter in its stored dtype.
+        where: Path of the export.
     """
     if not bool(is_finite(tensor)):
         dtype = str(tensor.dtype).removeprefix("torch.")

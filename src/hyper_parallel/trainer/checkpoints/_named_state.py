@@ -1,7 +1,8 @@
-"""Model and optimizer as named tensors and numbers, and back.
+"""Model and optimizer as named tensors and numbers.
 
-Tensors are `model.NAME` and `optimizer.state.NAME.KEY`, by the name of the parameter, so that they mean the same on
-every layout. Numbers of the optimizer's state go by the same names; those of its groups by the parameters in a group.
+Tensors are `model.NAME` and `optimizer.state.NAME.KEY`, with the name of the parameter, so that they are independent of
+the layout. Numbers of the optimizer's state have the same names; numbers of its groups belong to the parameters of a
+group.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from hyper_parallel.trainer.checkpoints.pieces import dtype_name
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """What one rank holds."""
+    """State of one rank."""
 
     tensors: dict[str, Tensor]
     values: dict[str, Any] = field(default_factory=dict)
@@ -31,12 +32,12 @@ class State:
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers by name; of a model with adapters what is trained alone.
+    """Return parameters and persistent buffers by name; for a model with adapters only the trained parameters.
 
     Raises:
-        BadValue: HP102 for extra state of a module that is no tensor.
+        BadValue: HP102 for extra state of a module that is not a tensor.
     """
-    found = {}
+    tensors = {}
     trained = None
     if has_adapters(model):
         trained = {n for n, p in model.named_parameters() if p.requires_grad or is_adapter(n)}
@@ -44,21 +45,21 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
         if trained is not None and name not in trained:
             continue
         if isinstance(value, Tensor):
-            found[MODEL + canonical_name(name)] = value
+            tensors[MODEL + canonical_name(name)] = value
         elif value is not None:
             raise BadValue(
-                f"`{name}` cannot be saved: it is no tensor",
+                f"`{name}` cannot be saved: it is not a tensor",
                 got=type(value).__name__,
                 allowed="tensors, as parameters and buffers",
             )
-    return found
+    return tensors
 
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> State:
-    """Everything that is saved of a model and its optimizer.
+    """Return the saved state of a model and its optimizer.
 
     Raises:
-        BadValue: HP102 for what is neither a tensor nor a JSON value.
+        BadValue: HP102 for state that is neither a tensor nor a JSON value.
     """
     state = State(model_tensors(model))
     if optimizer is None:
@@ -71,19 +72,19 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> State
                 if isinstance(value, Tensor):
                     state.tensors[full] = value
                 else:
-                    state.values[full] = _plain(full, value)
+                    state.values[full] = _json_value(full, value)
         groups.append(StoredGroup(tuple(members), _values(group)))
     return State(state.tensors, state.values, tuple(groups))
 
 
 def trained_tensors(model: nn.Module, state: State) -> set[str]:
-    """Return the names of tensors that updates change: trained parameters and the optimizer's states."""
+    """Return the names of tensors that updates change: trained parameters and optimizer states."""
     trained = {canonical_name(n) for n, p in model.named_parameters() if p.requires_grad}
     return {n for n in state.tensors if n.startswith(SLOTS) or n.removeprefix(MODEL) in trained}
 
 
 def group_keys(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, list[str]]:
-    """Names of the numbers that the optimizer has for each parameter."""
+    """Return the names of the optimizer's numbers for each parameter."""
     return {
         name: list(_values(group))
         for group, members in groups_of(model, optimizer)
@@ -94,9 +95,9 @@ def group_keys(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
 def groups_of(
     model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> list[tuple[dict[str, Any], dict[str, Tensor]]]:
-    """Each group of an optimizer, with its parameters by name; empty groups are left out."""
+    """Return each group of an optimizer, with its parameters by name; empty groups are omitted."""
     names = {id(p): canonical_name(n) for n, p in model.named_parameters()}
-    found = []
+    groups = []
     for group in optimizer.param_groups:
         if any(id(p) not in names for p in group["params"]):
             raise BadValue(
@@ -104,20 +105,20 @@ def groups_of(
                 allowed="parameters of the model that is saved or loaded",
             )
         if group["params"]:
-            found.append((group, {names[id(p)]: p for p in group["params"]}))
-    return found
+            groups.append((group, {names[id(p)]: p for p in group["params"]}))
+    return groups
 
 
 def _values(group: dict[str, Any]) -> dict[str, Any]:
     return {
-        key: _plain(f"optimizer.{key}", value.item() if isinstance(value, Tensor) else value)
+        key: _json_value(f"optimizer.{key}", value.item() if isinstance(value, Tensor) else value)
         for key, value in group.items()
         if key not in ("params", "param_names")
     }
 
 
-def _plain(name: str, value: Any) -> Any:
-    """A value as JSON gives it back."""
+def _json_value(name: str, value: Any) -> Any:
+    """Return a value after a JSON round trip."""
     try:
         return json.loads(json.dumps(value))
     except (TypeError, ValueError) as error:
@@ -128,14 +129,14 @@ def _plain(name: str, value: Any) -> Any:
 
 
 def tensor_facts(tensors: Mapping[str, Tensor]) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Shape and dtype of each tensor."""
+    """Return shape and dtype of each tensor."""
     return {name: (tuple(t.shape), dtype_name(t)) for name, t in tensors.items()}
 
 
 def joined_groups(groups: list[StoredGroup]) -> tuple[StoredGroup, ...]:
-    """Return the groups of all ranks; those of equal numbers are one."""
-    found: dict[str, tuple[dict[str, None], dict[str, Any]]] = {}
+    """Return the groups of all ranks, merged if their numbers are equal."""
+    merged: dict[str, tuple[dict[str, None], dict[str, Any]]] = {}
     for group in groups:
-        names, _ = found.setdefault(json.dumps(group.values, sort_keys=True), ({}, group.values))
+        names, _ = merged.setdefault(json.dumps(group.values, sort_keys=True), ({}, group.values))
         names.update(dict.fromkeys(group.parameters))
-    return tuple(StoredGroup(tuple(names), values) for names, values in found.values())
+    return tuple(StoredGroup(tuple(names), values) for names, values in merged.values())

@@ -1,4 +1,4 @@
-"""save and load for a training loop of the user's own: the checkpoints of the trainer, in one call each."""
+"""Checkpoints and exports for user training loops: `save`, `load` and `save_pretrained`."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ def save(
     keep: int | None = None,
     **extra: Any,
 ) -> None:
-    """Save model and optimizer, to be loaded on any layout; every rank calls this.
+    """Save model and optimizer for loading on any layout; every rank calls this.
 
-    The checkpoint appears whole or not at all, with a checksum of every file.
+    The checkpoint is published atomically, with a checksum of every file.
 
     Args:
-        model: A model that passed through `parallelize`.
-        optimizer: Its optimizer; None: weights only.
-        path: Folder of checkpoints, visible to all ranks; this one is its `step_00000010`, say. One of the same step is
-            replaced.
+        model: Model passed through `parallelize`.
+        optimizer: Optimizer of the model; None: weights only.
+        path: Folder of checkpoints, visible to all ranks; this checkpoint is for example `step_00000010`. A checkpoint
+            of the same step is replaced.
         step: Completed optimizer steps.
-        keep: Newest checkpoints kept in the folder; None: all.
-        extra: JSON values that `load` gives back, such as an epoch or `scheduler.state_dict()`; those of rank 0 count.
+        keep: Number of newest checkpoints to keep in the folder; None: all.
+        extra: JSON values returned by `load`, such as an epoch or `scheduler.state_dict()`; rank 0's are stored.
 
     Raises:
-        OutputNotWritable: HP105 when the folder cannot be written.
-        BadValue: HP102 for an extra value that is none of JSON.
-        LossNotFinite: HP604 when a trained parameter or a state of the optimizer is NaN or infinite; nothing is saved.
+        OutputNotWritable: HP105 when the folder is not writable.
+        BadValue: HP102 for an extra value that is not JSON.
+        LossNotFinite: HP604 when a trained parameter or an optimizer state is NaN or infinite; no file is written.
     """
     plan = handle(model).plan
     fingerprint = {
@@ -74,27 +74,27 @@ def load(
     *,
     step: int | None = None,
 ) -> dict[str, Any]:
-    """Load what `save` has written into a model and an optimizer, in place; every rank calls this.
+    """Load a checkpoint written by `save` into a model and an optimizer, in place; every rank calls this.
 
     Args:
-        model: A model that passed through `parallelize` and holds storage, on any layout.
-        optimizer: Its optimizer, of the same kind as the one saved; None: weights only.
-        path: The folder given to `save`, or the `checkpoints` folder of a run.
-        step: This checkpoint; None: the newest one whose files are intact.
+        model: Model passed through `parallelize`, with allocated storage, on any layout.
+        optimizer: Optimizer of the same kind as the saved one; None: weights only.
+        path: Folder passed to `save`, or the `checkpoints` folder of a run.
+        step: Step to load; None: the newest intact checkpoint.
 
     Returns:
         The extra values of the save, and `step`.
 
     Raises:
-        CheckpointCorrupt: HP701 when no intact checkpoint is there.
+        CheckpointCorrupt: HP701 when there is no intact checkpoint.
         CheckpointMismatch: HP702 with the first tensor that differs between the checkpoint and this model.
     """
     checkpoints = Checkpointer(path, keep=1, asynchronous=False, fingerprint=None)
     try:
-        found, extra = checkpoints.load(model, optimizer, step)
+        loaded_step, extra = checkpoints.load(model, optimizer, step)
     finally:
         checkpoints.close()
-    return {**extra, "step": found}
+    return {**extra, "step": loaded_step}
 
 
 def save_pretrained(
@@ -104,21 +104,21 @@ def save_pretrained(
     tokenizer: str | Path | None = None,
     max_file_bytes: int | None = None,
 ) -> None:
-    """Write a model of transformers as a directory that `from_pretrained` reads; every rank calls this.
+    """Write a transformers model as a directory that `from_pretrained` loads; every rank calls this.
 
     Tensors of the pretrained files that the model does not use, such as prediction layers, are written unchanged. A
-    model with adapters is written as an adapter of peft.
+    model with adapters is written as a peft adapter.
 
     Args:
-        model: A model of transformers that passed through `parallelize`, on any layout.
-        path: The directory. An earlier one of this kind is replaced if nothing in it has changed since; any other that
-            is not empty is refused.
-        tokenizer: Directory whose tokenizer files are copied; None: none.
-        max_file_bytes: Size at which a file of weights is closed; None: 5 GiB.
+        model: Transformers model passed through `parallelize`, on any layout.
+        path: The directory. An earlier export is replaced if its files are unchanged; any other directory that is not
+            empty is rejected.
+        tokenizer: Directory whose tokenizer files are copied; None: no tokenizer.
+        max_file_bytes: Maximum size of a weight file; None: 5 GiB.
 
     Raises:
-        ModelUnreadable: HP305 for a model that is not one of transformers.
-        OutputNotWritable: HP105 when the directory cannot be written.
+        ModelUnreadable: HP305 for a model that is not a transformers model.
+        OutputNotWritable: HP105 when the directory is not writable.
         LossNotFinite: HP604 when a trained parameter is NaN or infinite.
     """
     if has_adapters(model):
@@ -133,7 +133,7 @@ def _check_json(name: str, value: Any) -> None:
         json.dumps(value)
     except (TypeError, ValueError) as cause:
         raise BadValue(
-            f"`{name}` cannot be saved beside a checkpoint: it is no JSON value",
+            f"`{name}` cannot be saved with a checkpoint: it is not a JSON value",
             got=type(value).__name__,
             allowed="numbers, texts, true, false, None, and lists and dicts of them",
         ) from cause

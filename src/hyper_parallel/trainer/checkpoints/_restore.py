@@ -1,4 +1,4 @@
-"""From a checkpoint to a model and an optimizer: what must agree, storage for it, and the bytes."""
+"""Restoring a model and an optimizer from a checkpoint: comparison, allocation and reading."""
 
 from __future__ import annotations
 
@@ -25,53 +25,53 @@ from hyper_parallel.trainer.checkpoints.index import (
     piece_key,
 )
 
-_OF_SCHEDULERS: Final = ("initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum")
-"""Numbers that torch's learning rate schedulers add to the groups of an optimizer."""
+_SCHEDULER_KEYS: Final = ("initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum")
+"""Numbers that torch's learning-rate schedulers add to the groups of an optimizer."""
 
 WITHOUT_OPTIMIZER: Final = type(None).__name__.lower()
-"""Optimizer in the fingerprint of a checkpoint that holds weights only."""
+"""Optimizer in the fingerprint of a checkpoint that contains only weights."""
 
 _DECAY: Final = "weight_decay"
 
 
 def compare_fingerprints(
-    saved: dict[str, Any], ours: dict[str, Any], path: Path, index: Index
+    saved: dict[str, Any], expected: dict[str, Any], path: Path, index: Index
 ) -> None:
-    """Refuse a checkpoint of another run by its first difference; weights alone fit any optimizer."""
-    for key in [*ours, *(k for k in saved if k not in ours)]:
+    """Raise for the first difference between fingerprints; weights without optimizer fit any optimizer."""
+    for key in [*expected, *(k for k in saved if k not in expected)]:
         if key == "optimizer" and not index.groups:
-            continue  # weights only: any optimizer can begin with them
-        if saved.get(key) != ours.get(key):
+            continue  # weights only: any optimizer can start from them
+        if saved.get(key) != expected.get(key):
             raise CheckpointMismatch(
                 f"the checkpoint was saved by a run with another `{key}`",
                 where=str(path / files.MANIFEST),
-                got=ours.get(key),
+                got=expected.get(key),
                 allowed=saved.get(key),
             )
 
 
-def compare_tensors(ours: dict[str, Any], index: Index, path: Path) -> None:
-    """Refuse the first tensor of the model whose name, shape or dtype differs from the checkpoint's."""
-    theirs = {k: (t.shape, t.dtype) for k, t in index.tensors.items() if k.startswith(MODEL)}
-    for key in ours:
-        if key not in theirs:
+def compare_tensors(expected: dict[str, Any], index: Index, path: Path) -> None:
+    """Raise for the first tensor of the model whose name, shape or dtype differs from the checkpoint's."""
+    saved = {k: (t.shape, t.dtype) for k, t in index.tensors.items() if k.startswith(MODEL)}
+    for key in expected:
+        if key not in saved:
             raise CheckpointMismatch(f"the checkpoint has no `{key}`", where=str(path))
-    for key, stored in theirs.items():
-        if key not in ours:
+    for key, stored in saved.items():
+        if key not in expected:
             raise CheckpointMismatch(
-                f"the checkpoint holds `{key}`, this run has no such tensor", where=str(path)
+                f"the checkpoint holds `{key}`, which this run does not have", where=str(path)
             )
-        if ours[key] != stored:
+        if expected[key] != stored:
             raise CheckpointMismatch(
                 f"`{key}` has another shape or dtype in the checkpoint",
                 where=str(path),
-                got=f"{ours[key][0]} {ours[key][1]}",
+                got=f"{expected[key][0]} {expected[key][1]}",
                 allowed=f"{stored[0]} {stored[1]}",
             )
 
 
 def check_groups(saved: Mapping[str, Any], index: Index, path: Path) -> None:
-    """Refuse a checkpoint whose fingerprint names an optimizer that it does not hold."""
+    """Raise for a checkpoint whose fingerprint names an optimizer but which has no optimizer state."""
     name = saved.get("optimizer")
     if not index.groups and name not in (None, WITHOUT_OPTIMIZER):
         raise CheckpointMismatch(
@@ -79,39 +79,40 @@ def check_groups(saved: Mapping[str, Any], index: Index, path: Path) -> None:
         )
 
 
-def check_optimizer(mine: Mapping[str, list[str]], index: Index, path: Path) -> None:
-    """Refuse an optimizer of other parameters, or of another kind, than the one saved.
+def check_optimizer(group_keys: Mapping[str, list[str]], index: Index, path: Path) -> None:
+    """Raise for an optimizer with other parameters, or of another kind, than the saved one.
 
     Args:
-        mine: Keys of the group of each parameter, over all ranks.
-        index: Of the checkpoint.
-        path: Of the checkpoint.
+        group_keys: Keys of the group of each parameter, over all ranks.
+        index: Index of the checkpoint.
+        path: Path of the checkpoint.
 
     Raises:
         CheckpointMismatch: HP702 with the first difference.
     """
     saved = {name: group.values for group in index.groups for name in group.parameters}
-    for name in mine:
+    for name in group_keys:
         if name not in saved:
             raise CheckpointMismatch(
                 f"the checkpoint has no `optimizer.{name}`: the parameter was not trained",
                 where=str(path),
             )
     for name, values in saved.items():
-        for key in [""] if name not in mine else [k for k in values if k not in mine[name]]:
-            what = f"`optimizer.{name}`" if name not in mine else f"`optimizer.{key}` of `{name}`"
-            if key not in _OF_SCHEDULERS:
+        keys = group_keys.get(name)
+        for key in [""] if keys is None else [k for k in values if k not in keys]:
+            what = f"`optimizer.{name}`" if keys is None else f"`optimizer.{key}` of `{name}`"
+            if key not in _SCHEDULER_KEYS:
                 raise CheckpointMismatch(
-                    f"the checkpoint holds {what}, this run has no such", where=str(path)
+                    f"the checkpoint holds {what}, which this run does not have", where=str(path)
                 )
 
 
 def restore_optimizer(
     model: nn.Module, optimizer: torch.optim.Optimizer, index: Index, path: Path
 ) -> dict[str, Tensor]:
-    """Give an optimizer the numbers of a checkpoint, and storage for its tensors: these by name, to be filled.
+    """Set an optimizer's numbers from a checkpoint, allocate its state tensors, and return them by name to be filled.
 
-    Parameters without state in the checkpoint (they never got a gradient) have none afterwards either.
+    Parameters without state in the checkpoint (they never had a gradient) have no state afterwards.
     """
     saved = {name: group.values for group in index.groups for name in group.parameters}
     stored: dict[str, dict[str, StoredTensor | Any]] = {}
@@ -123,12 +124,12 @@ def restore_optimizer(
     for group, members in groups_of(model, optimizer):
         values = dict(saved[next(iter(members))])
         if any(saved[n].get(_DECAY) != values.get(_DECAY) for n in members):
-            # Saved with other groups of decayed parameters: this group keeps its own decay.
+            # Saved with other weight-decay groups: this group keeps its own decay.
             values.pop(_DECAY, None)
         numbers = {n: {k: v for k, v in saved[n].items() if k in values} for n in members}
-        if other := next((n for n in members if numbers[n] != values), None):
+        if mismatched := next((n for n in members if numbers[n] != values), None):
             raise CheckpointMismatch(
-                f"`optimizer.{other}` has other numbers in the checkpoint than the rest of its group",
+                f"`optimizer.{mismatched}` has other numbers in the checkpoint than the rest of its group",
                 where=str(path),
             )
         for key, value in values.items():
@@ -146,20 +147,22 @@ def restore_optimizer(
                 group[key] = tuple(value) if isinstance(old, tuple) else value
         for name, parameter in members.items():
             slots = stored.get(name, {})
-            before = optimizer.state.pop(parameter, {})
+            previous = optimizer.state.pop(parameter, {})
             if slots:
                 optimizer.state[parameter] = {}
             for key, entry in slots.items():
                 value = entry
                 if isinstance(entry, StoredTensor):
-                    value = _slot(f"{SLOTS}{name}.{key}", entry, before.get(key), parameter, group)
+                    value = _slot(
+                        f"{SLOTS}{name}.{key}", entry, previous.get(key), parameter, group
+                    )
                     targets[f"{SLOTS}{name}.{key}"] = value
                 optimizer.state[parameter][key] = value
     return targets
 
 
 def _fits(old: object, value: object) -> bool:
-    """Return whether a number of a checkpoint can take the place of an optimizer's own."""
+    """Return whether a number of a checkpoint is a valid replacement for an optimizer's own."""
     if old is None or value is None:
         return True
     if isinstance(old, (list, tuple)):
@@ -173,7 +176,7 @@ def _fits(old: object, value: object) -> bool:
 def _slot(
     name: str, stored: StoredTensor, old: object, parameter: Tensor, group: dict[str, Any]
 ) -> Tensor:
-    """Storage for a tensor of the optimizer's state, laid out as the parameter where it has its shape."""
+    """Return storage for a tensor of the optimizer's state, with the parameter's layout if it has the same shape."""
     dtype = getattr(torch, stored.dtype)
     if isinstance(old, Tensor) and tuple(old.shape) == stored.shape and old.dtype == dtype:
         return old
@@ -194,7 +197,7 @@ def _slot(
 
 @torch.no_grad()
 def read_tensors(targets: dict[str, Tensor], index: Index, path: Path) -> None:
-    """Fill this rank's part of each tensor from the pieces that it meets."""
+    """Fill this rank's shard of each tensor from the overlapping pieces."""
     opened: dict[str, dict[str, Stored]] = {}
     for name, target in targets.items():
         ranges, own = local_ranges(target, name), local(target).detach()
@@ -211,7 +214,7 @@ def read_tensors(targets: dict[str, Tensor], index: Index, path: Path) -> None:
 
 
 def stored_dtypes(index: Index) -> dict[str, torch.dtype]:
-    """Dtype of each parameter in a checkpoint, by name."""
+    """Return the dtype of each parameter in a checkpoint, by name."""
     return {
         name.removeprefix(MODEL): getattr(torch, tensor.dtype)
         for name, tensor in index.tensors.items()

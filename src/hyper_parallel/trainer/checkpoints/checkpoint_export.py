@@ -1,10 +1,11 @@
-"""Write a checkpoint as a Hugging Face directory, or its adapters as one of peft."""
+"""Export of a checkpoint as a Hugging Face directory, or of its adapters as a peft directory."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from hyper_parallel.backends.torch.dropout import original_config
 from hyper_parallel.backends.torch.token_scores import SCORE
@@ -17,9 +18,10 @@ from hyper_parallel.model import list_weight_files
 from hyper_parallel.trainer.checkpoints._restore import stored_dtypes
 from hyper_parallel.trainer.checkpoints.adapter_files import allocate_trained, export_adapter
 from hyper_parallel.trainer.checkpoints.checkpointer import Checkpointer
+from hyper_parallel.trainer.checkpoints.index import Index
 from hyper_parallel.trainer.checkpoints.model_export import export_hf, exported_folder
 from hyper_parallel.trainer.engine.base_weights import load_base
-from hyper_parallel.trainer.engine.recipe_model import GENERATION, build_model, take_padding
+from hyper_parallel.trainer.engine.recipe_model import GENERATION, build_model, set_pad_token_id
 from hyper_parallel.trainer.input_checksums import BASE, RunInputs
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -37,45 +39,37 @@ def export_checkpoint(
     merge: bool = False,
     trusted: bool = False,
 ) -> int:
-    """Load the weights of a checkpoint, or its adapters, and export them; holds what it writes in host memory.
+    """Export the weights of a checkpoint, or its adapters; host memory holds all exported weights.
 
     Args:
         directory: Directory of the checkpoints.
-        model_dir: Directory of `config.json`, a file like it, or the name of a preset; with `merge` of weights.
+        model_dir: Directory of `config.json`, such a file, or the name of a preset; with `merge` a directory of
+            weights.
         out_dir: Directory to write.
-        step: Step; None: the newest intact one.
-        tokenizer_dir: Directory of the tokenizer; None: that of the model.
+        step: Step; None: the newest intact checkpoint.
+        tokenizer_dir: Directory of the tokenizer; None: directory of the model.
         dtype: Name of the stored dtype; None: as in the checkpoint.
-        lora: The adapters of the run.
-        merge: Write the whole model with the adapters added to its weights, in place of the adapters.
-        trusted: Run code that lies in `model_dir`, for a model that transformers has not.
+        lora: Section `lora` of the run.
+        merge: Whether to write the full model with merged adapters instead of the adapters.
+        trusted: Whether code in `model_dir` may run, for a model unknown to transformers.
 
     Returns:
-        The step exported.
+        The exported step.
 
     Raises:
         BadValue: HP102 for an unknown dtype.
-        ModelUnreadable: HP305 when the config is missing or no causal language model of transformers.
+        ModelUnreadable: HP305 when the config is missing or is not a causal language model of transformers.
         CheckpointMismatch: HP702 when the weights to merge into are not those that the adapters were trained on.
-        CheckpointCorrupt, CheckpointMismatch, OutputNotWritable: As in `Checkpointer.load` and `export_hf`.
+        CheckpointCorrupt, CheckpointMismatch, OutputNotWritable: See `Checkpointer.load` and `export_hf`.
     """
     if dtype is not None and dtype not in _DTYPES:
         raise BadValue("unknown dtype", where="--dtype", got=dtype, allowed=list(_DTYPES))
     exported_folder(out_dir, "adapter" if lora is not None and not merge else "export").check()
     loader = Checkpointer(directory, keep=1, asynchronous=False, fingerprint=None)
-    found, _, index = loader.newest_intact(step)
-    dtypes = stored_dtypes(index)
-    scores = f"{SCORE}.weight" in dtypes  # which no language model has
+    exported_step, _, index = loader.newest_intact(step)
+    scores = f"{SCORE}.weight" in stored_dtypes(index)  # language models have no such parameter
     model_dir = model_dir.expanduser()
-    try:
-        # Every model has eager attention, and an export does not say which one was trained with.
-        chosen = Model(path=str(model_dir), attn_implementation="eager", trust_remote_code=trusted)
-        model = build_model(Recipe(model=chosen, lora=lora, stage="rm" if scores else "pt"))
-    except UnknownModel as error:
-        raise ModelUnreadable(error.what, where=str(model_dir), hint=error.hint) from error
-    for name, parameter in model.named_parameters():
-        kept = next(iter(dtypes.values())) if lora is not None else parameter.dtype
-        parameter.data = parameter.data.to(dtypes.get(name, kept))
+    model = _build_model(model_dir, index, lora, scores=scores, trusted=trusted)
     base = None
     if merge:
         base = load_base(model, model_dir, frozen=True)
@@ -83,7 +77,7 @@ def export_checkpoint(
         allocate_trained(model)
     else:
         allocate_and_fill_buffers(model)
-    _, extra = loader.load(model, None, found)
+    _, extra = loader.load(model, None, exported_step)
     if base is not None:
         inputs = RunInputs()
         inputs.load(extra)
@@ -93,14 +87,31 @@ def export_checkpoint(
     stored = _DTYPES[dtype] if dtype else None
     if lora is not None and not merge:
         export_adapter(model.to(dtype=stored), tokenizer_dir, out_dir)
-        return found
+        return exported_step
     merge_adapters(model)
     if scores and tokenizer_dir is not None:
-        take_padding(model, tokenizer_dir)
+        set_pad_token_id(model, tokenizer_dir)
     generation = model_dir / GENERATION
     carried = CarriedWeights.read(model_dir)
     if carried is None and not merge and model_dir.is_dir() and list_weight_files(model_dir).files:
         carried = carried_of(model, model_dir)
     config = original_config(model)
     export_hf(model, config, tokenizer_dir, out_dir, stored, generation=generation, carried=carried)
-    return found
+    return exported_step
+
+
+def _build_model(
+    model_dir: Path, index: Index, lora: Lora | None, *, scores: bool, trusted: bool
+) -> nn.Module:
+    """Return the model of a checkpoint on the meta device, in the dtypes of the checkpoint."""
+    dtypes = stored_dtypes(index)
+    try:
+        # Every model has eager attention, and exports do not record the attention implementation.
+        source = Model(path=str(model_dir), attn_implementation="eager", trust_remote_code=trusted)
+        model = build_model(Recipe(model=source, lora=lora, stage="rm" if scores else "pt"))
+    except UnknownModel as error:
+        raise ModelUnreadable(error.what, where=str(model_dir), hint=error.hint) from error
+    for name, parameter in model.named_parameters():
+        default = next(iter(dtypes.values())) if lora is not None else parameter.dtype
+        parameter.data = parameter.data.to(dtypes.get(name, default))
+    return model

@@ -1,9 +1,8 @@
-"""Save and load training state so that it resumes on any layout and world size.
+"""Saving and loading of training state, resumable on any layout and world size.
 
-Every rank writes the boxes it stores into one safetensors file, what several ranks hold only once; a load reads
-whatever part of them the new layout needs. Around it this file has what a long run needs: writing in the background on
-a copy of the state, checksums of all bytes, publication by one rename, retention of the newest intact checkpoints and
-the best, and on load the newest one that is intact.
+Every rank writes its boxes into one safetensors file; replicated boxes are written once. A load reads the parts that
+the new layout needs. In addition: background writing from a copy of the state, checksums of all bytes, publication by
+one rename, retention of the newest intact checkpoints and the best one, and loading of the newest intact one.
 
 The directory must be visible to all ranks.
 """
@@ -57,8 +56,8 @@ from hyper_parallel.trainer.checkpoints.index import (
 )
 from hyper_parallel.trainer.checkpoints.manifest import Manifest
 from hyper_parallel.trainer.checkpoints.pieces import (
-    AtHome,
-    HeldBox,
+    LocalBox,
+    Resident,
     owners,
     parts_of,
     write_pieces,
@@ -76,16 +75,16 @@ class Checkpointer:
     a process group it works in a single process.
 
     Args:
-        directory: Directory of the checkpoints, usually `RUN_DIR/checkpoints`. The first save creates it; every
-            save removes what a killed or failed one left behind.
-        keep: Newest intact checkpoints kept, at least 1; a save removes none that is newer than itself.
-        asynchronous: Write in a background thread while training goes on.
-        fingerprint: JSON values that must agree between the run that saves and the run that loads (model, optimizer;
-            not the layout). None: load from any run whose tensors fit; such a checkpointer cannot save.
-        on_error: Whether a save that the disk refuses ends the run, or is logged; `finish` raises it in any case when
-            it was the last one.
-        keep_best: Name of a number in `extra["metrics"]`; the checkpoint with its least value is kept too. None: none.
-        check_extra: What the values beside the tensors have to be, else a checkpoint counts as damaged; None: any.
+        directory: Directory of the checkpoints, usually `RUN_DIR/checkpoints`. The first save creates it; every save
+            removes leftovers of killed or failed saves.
+        keep: Number of newest intact checkpoints to keep, at least 1; a save never removes newer checkpoints.
+        asynchronous: Write in a background thread during training.
+        fingerprint: JSON values that must agree between the saving and the loading run (model, optimizer; not the
+            layout). None: load from any run with matching tensors; such a checkpointer cannot save.
+        on_error: Whether a failed write ends the run or is logged; `finish` always raises the error of the last save.
+        keep_best: Name of a number in `extra["metrics"]`; the checkpoint with its lowest value is also kept. None:
+            none.
+        check_extra: Validator of the extra values; checkpoints that fail count as damaged. None: any values.
     """
 
     def __init__(
@@ -109,7 +108,7 @@ class Checkpointer:
         self._background: tuple[ThreadPoolExecutor, Future[None]] | None = None
         self._failure: OutputNotWritable | None = None
         self._checked: dict[int, bool] = {}
-        """Whether a step is intact, of those that this process has written or read to the last byte."""
+        """Whether a step is intact, for steps that this process has written or fully read."""
 
     def save(
         self,
@@ -117,34 +116,34 @@ class Checkpointer:
         model: nn.Module,
         optimizer: torch.optim.Optimizer | None,
         extra: dict[str, Any],
-        at_home: AtHome = torch.Tensor.detach,
+        resident: Resident = torch.Tensor.detach,
     ) -> None:
         """Save the state after `step` optimizer steps.
 
-        With `asynchronous` it returns when the state is copied; the copy takes the host memory of what this rank
-        writes until it is written. The previous save is waited for, and its error raised here.
+        With `asynchronous` it returns after copying the state; until the write ends, the copy occupies host memory for
+        all data written by this rank. It first waits for the previous save and raises its error.
 
         Args:
             step: Completed optimizer steps; names the checkpoint. An existing one of this step is replaced.
             model: Module of plain tensors or DTensors.
-            optimizer: None: weights only.
-            extra: JSON values of the trainer, given back by `load`; rank 0's are stored.
-            at_home: Gives a local tensor on its bytes, where a memory plan has them elsewhere.
+            optimizer: Optimizer of the model; None: weights only.
+            extra: JSON values of the trainer, returned by `load`; rank 0's are stored.
+            resident: Returns a local tensor with its current bytes, which a memory plan may have moved to another tier.
 
         Raises:
-            OutputNotWritable: HP105 when the directory cannot be written; in the background, raised by the next
+            OutputNotWritable: HP105 when the directory is not writable; errors in the background are raised by the next
                 `save` or `finish`. Older checkpoints stay.
             UnsupportedSharding: HP205 for a split that boxes cannot express.
             BadValue: HP102 for state that is neither a tensor nor a JSON value, and for values that are too large.
-            LossNotFinite: HP604 naming a trained parameter, or a state of the optimizer, that is not finite; nothing is
+            LossNotFinite: HP604 naming a trained parameter, or an optimizer state, that is not finite; no file is
                 written or removed.
         """
         if self._fingerprint is None:
             raise ValueError("a checkpointer without a fingerprint only loads")
-        self._settle()
+        self._wait_for_background()
         extra = json.loads(json.dumps(extra))
         check_size(extra)
-        index, parts = self._divide(step, model, optimizer, at_home)
+        index, parts = self._divide(step, model, optimizer, resident)
         if self._asynchronous:
             parts = [part.copied() for part in parts]
             thread = ThreadPoolExecutor(1, thread_name_prefix=f"checkpoint-{step}")
@@ -153,22 +152,22 @@ class Checkpointer:
         try:
             self._write(step, index, parts, extra)
         except OutputNotWritable as error:
-            self._failed(error)
+            self._handle_failure(error)
 
     def finish(self) -> None:
-        """Wait for the save in the background, if there is one, and raise the error of the last save."""
-        self._settle()
+        """Wait for the background save, if any, and raise the error of the last save."""
+        self._wait_for_background()
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
 
     def close(self) -> None:
-        """Wait for the save in the background, and give the process group back."""
+        """Wait for the background save, and release the process group."""
         self.finish()
         self._ranks.close()
 
     def latest(self) -> int | None:
-        """Step of the newest published checkpoint; its files are checked by `load`, not here."""
+        """Return the step of the newest published checkpoint; its files are verified by `load`, not here."""
         return max(files.steps(self.directory), default=None)
 
     def load(
@@ -177,24 +176,24 @@ class Checkpointer:
         optimizer: torch.optim.Optimizer | None,
         step: int | None = None,
     ) -> tuple[int, dict[str, Any]]:
-        """Load a checkpoint into a model and an optimizer that hold storage; a rank reads what it stores.
+        """Load a checkpoint into a model and an optimizer with allocated storage; each rank reads its shards.
 
         Args:
-            model: Changed in place; may have another layout and world size than the one saved.
-            optimizer: Changed in place; None, or a checkpoint without one: weights only.
-            step: Load exactly this one; None: the newest intact one.
+            model: Model to fill; may have another layout and world size than the saved one.
+            optimizer: Optimizer to fill. With None, or a checkpoint without optimizer, only weights are loaded.
+            step: Step to load; None: the newest intact checkpoint.
 
         Returns:
             The step, and the `extra` of its save.
 
         Raises:
-            CheckpointCorrupt: HP701 when no intact checkpoint is left; names the damaged files.
+            CheckpointCorrupt: HP701 when there is no intact checkpoint; names the damaged files.
             CheckpointFormat: HP740 when an earlier version wrote it.
             CheckpointMismatch: HP702 with the first difference between the checkpoint and this run.
         """
-        self._settle()
-        found, manifest, index = self.newest_intact(step)
-        path = self.directory / files.step_name(found)
+        self._wait_for_background()
+        loaded_step, manifest, index = self.newest_intact(step)
+        path = self.directory / files.step_name(loaded_step)
         if self._fingerprint is not None:
             compare_fingerprints(manifest.fingerprint, self._fingerprint, path, index)
         targets = model_tensors(model)
@@ -202,14 +201,14 @@ class Checkpointer:
         if optimizer is not None:
             check_groups(manifest.fingerprint, index, path)
 
-        def mine() -> tuple[dict[str, Any], dict[str, list[str]]]:
+        def describe() -> tuple[dict[str, Any], dict[str, list[str]]]:
             keys = group_keys(model, trained) if trained is not None else {}
             return tensor_facts(targets), keys
 
-        everyone = self._ranks.everywhere(mine)
-        compare_tensors({k: v for held, _ in everyone for k, v in held.items()}, index, path)
+        gathered = self._ranks.everywhere(describe)
+        compare_tensors({k: v for facts, _ in gathered for k, v in facts.items()}, index, path)
         if trained is not None:
-            check_optimizer({k: v for _, held in everyone for k, v in held.items()}, index, path)
+            check_optimizer({k: v for _, facts in gathered for k, v in facts.items()}, index, path)
 
         def fill() -> None:
             if trained is not None:
@@ -217,10 +216,10 @@ class Checkpointer:
             read_tensors(targets, index, path)
 
         self._ranks.everywhere(fill)
-        return found, read_extra(path)
+        return loaded_step, read_extra(path)
 
     def newest_intact(self, step: int | None) -> tuple[int, Manifest, Index]:
-        """The newest checkpoint whose bytes agree with their checksums, or exactly `step`; ranks share the reading.
+        """Return the newest checkpoint whose bytes match their checksums, or exactly `step`; ranks share the reading.
 
         Raises:
             CheckpointCorrupt: HP701 when there is none; names the damaged files.
@@ -242,7 +241,7 @@ class Checkpointer:
         )
 
     def _check(self, step: int) -> tuple[Manifest, Index] | str:
-        """Read all of a checkpoint; what is wrong with it, in words. All ranks get the same."""
+        """Verify all bytes of a checkpoint; return its manifest and index, or the problem. Equal on all ranks."""
         path, share = self.directory / files.step_name(step), (self._ranks.rank, self._ranks.size)
 
         def check() -> tuple[Manifest, Index] | str:
@@ -251,74 +250,77 @@ class Checkpointer:
             except Damaged as error:
                 return str(error)
 
-        mine: list[tuple[Manifest, Index] | str] = []
+        results: list[tuple[Manifest, Index] | str] = []
 
         def problem() -> str | None:
-            mine.append(check())
-            return mine[0] if isinstance(mine[0], str) else None
+            results.append(check())
+            return results[0] if isinstance(results[0], str) else None
 
         problems = [p for p in self._ranks.everywhere(problem) if p is not None]
         self._checked[step] = not problems
         if problems and self._ranks.rank == 0:
             _log.warning("checkpoint of step %d is damaged: %s", step, problems[0])
-        return problems[0] if problems else mine[0]
+        return problems[0] if problems else results[0]
 
-    def _settle(self) -> None:
-        """Wait for the save in the background; its error is raised or logged, as `on_error` says."""
+    def _wait_for_background(self) -> None:
+        """Wait for the background save; raise or log its error as `on_error` says."""
         background, self._background = self._background, None
         if background is None:
             return
-        thread, saved = background
+        thread, write = background
         thread.shutdown()
         try:
-            saved.result()
+            write.result()
         except OutputNotWritable as error:
-            self._failed(error)
+            self._handle_failure(error)
 
-    def _failed(self, error: OutputNotWritable) -> None:
+    def _handle_failure(self, error: OutputNotWritable) -> None:
         if self._on_error == "stop":
             raise error
         self._failure = error
         if self._ranks.rank == 0:
-            _log.warning("the run goes on without this checkpoint:\n%s", error)
+            _log.warning("the run continues without this checkpoint:\n%s", error)
 
     def _divide(
         self,
         step: int,
         model: nn.Module,
         optimizer: torch.optim.Optimizer | None,
-        at_home: AtHome,
-    ) -> tuple[Index, list[HeldBox]]:
-        """The index, its pieces yet to come, and the parts of the state that this rank writes."""
-        parts: list[HeldBox] = []
+        resident: Resident,
+    ) -> tuple[Index, list[LocalBox]]:
+        """Return the index, without pieces, and the parts of the state that this rank writes."""
+        parts: list[LocalBox] = []
 
         def describe() -> tuple[dict[str, Any], dict[Any, int], State, str | None]:
             state = state_of(model, optimizer)
-            parts.extend(parts_of(state.tensors, at_home))
+            parts.extend(parts_of(state.tensors, resident))
             boxes = {part.box: part.num_bytes for part in parts}
             trained = trained_tensors(model, state)
             bad = first_not_finite((p.name, p.read) for p in parts if p.name in trained)
             return tensor_facts(state.tensors), boxes, State({}, state.values, state.groups), bad
 
-        everyone = self._ranks.everywhere(describe)
-        for rank, (_, _, _, bad) in enumerate(everyone):
+        gathered = self._ranks.everywhere(describe)
+        for rank, (_, _, _, bad) in enumerate(gathered):
             if bad is not None:
                 raise LossNotFinite(
                     f"`{bad}` has NaN or infinity after the update, so nothing is saved",
                     where=f"step {step}",
                     got=f"on rank {rank}; {self._place.newest_words()}",
                 )
-        writer = owners([boxes for _, boxes, _, _ in everyone])
-        facts = {k: v for held, _, _, _ in everyone for k, v in held.items()}
+        writer = owners([boxes for _, boxes, _, _ in gathered])
+        facts = {k: v for tensors, _, _, _ in gathered for k, v in tensors.items()}
         index = Index(
             {name: StoredTensor(shape, dtype, ()) for name, (shape, dtype) in facts.items()},
-            {k: v for _, _, state, _ in everyone for k, v in state.values.items()},
-            joined_groups([group for _, _, state, _ in everyone for group in state.groups]),
+            {k: v for _, _, state, _ in gathered for k, v in state.values.items()},
+            joined_groups([group for _, _, state, _ in gathered for group in state.groups]),
         )
         return index, [part for part in parts if writer[part.box] == self._ranks.rank]
 
-    def _write(self, step: int, index: Index, parts: list[HeldBox], extra: dict[str, Any]) -> None:
-        """Write, publish and remove old ones; every failure is raised on all ranks, and leaves no half checkpoint."""
+    def _write(self, step: int, index: Index, parts: list[LocalBox], extra: dict[str, Any]) -> None:
+        """Write and publish a checkpoint and prune old ones.
+
+        A failure is raised on all ranks and leaves no partial checkpoint.
+        """
         path = files.temporary(self.directory, step)
         own = path / f"rank_{self._ranks.rank:05d}.safetensors"
 
@@ -327,7 +329,8 @@ class Checkpointer:
             written = self._ranks.everywhere(lambda: write_pieces(own, parts) if parts else [])
             self._ranks.on_rank_0(lambda: self._publish(step, index, written, extra))
         except Exception:
-            if self._ranks.rank == 0:  # the others have ended writing: a failure is known to all
+            # The other ranks have finished writing, as failures are shared.
+            if self._ranks.rank == 0:
                 files.remove_parts(path)
             raise
         self._checked[step] = True
@@ -346,7 +349,7 @@ class Checkpointer:
         }
         files.write_synced(path / INDEX, encode_index(Index(tensors, index.values, index.groups)))
         files.write_synced(path / EXTRA, encode_extra(extra))
-        read_index(path)  # what could not be loaded is not published
+        read_index(path)  # an index that cannot be loaded is not published
         size = sum(p.stat().st_size for p in path.iterdir())
         entries = {name: FileEntry.of(path / name) for name in (INDEX, EXTRA)}
         metrics = extra.get("metrics") if self._keep_best else None
@@ -357,17 +360,17 @@ class Checkpointer:
         files.publish(self.directory, step)
 
     def _retain(self, written: int) -> None:
-        """Remove what is older than the save just written, but for the newest intact ones and the best."""
+        """Remove checkpoints older than the save just written, except the newest intact ones and the best."""
         published = self._ranks.on_rank_0(lambda: files.steps(self.directory))
-        kept: list[int] = []
+        retained: list[int] = []
         for step in published[::-1]:
-            if len(kept) < self._keep and self._is_intact(step):
-                kept.append(step)
-        kept += [written, *self._best(published)]
+            if len(retained) < self._keep and self._is_intact(step):
+                retained.append(step)
+        retained += [written, *self._best(published)]
 
         def remove() -> None:
             for step in published:
-                if step < written and step not in kept:
+                if step < written and step not in retained:
                     files.remove(self.directory, step)
 
         self._ranks.on_rank_0(remove)
@@ -378,8 +381,8 @@ class Checkpointer:
         return self._checked[step]
 
     def _best(self, published: list[int]) -> list[int]:
-        """The intact step with the least value of the metric; of equal ones the newest."""
-        metric, found = self._keep_best, {}
+        """Return the intact step with the lowest value of the metric, the newest one of equal values, as a list."""
+        metric, values = self._keep_best, {}
         if metric is None:
             return []
         for step in published:
@@ -388,6 +391,6 @@ class Checkpointer:
             except Damaged:
                 continue
             if metric in manifest.metrics:
-                found[step] = manifest.metrics[metric]
-        order = sorted(found, key=lambda step: (found[step], -step))
+                values[step] = manifest.metrics[metric]
+        order = sorted(values, key=lambda step: (values[step], -step))
         return [step for step in order if self._is_intact(step)][:1]

@@ -1,7 +1,7 @@
-"""`extra.json`: what is saved beside the tensors. No framework.
+"""`extra.json`: values saved with the tensors of a checkpoint. No framework.
 
-A loop of the user's own stores any JSON object. The trainer stores what `TrainerExtra` describes, and a checkpoint
-whose values have other types or ranges is damaged.
+A user loop stores any JSON object. The trainer stores `TrainerExtra`, and a checkpoint whose values have other types or
+ranges counts as damaged.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ EXTRA: Final = "extra.json"
 EXTRA_LIMITS: Final = Limits(16 * MiB)
 
 CheckExtra = Callable[[int, dict[str, Any]], str]
-"""What is wrong with the extra values of a step, or nothing."""
+"""Function that returns the problem with the extra values of a step, or ""."""
 
 _OPEN: Final = ConfigDict(strict=True, extra="allow")
 _Count = Annotated[int, Field(ge=0, lt=1 << 53)]
@@ -48,7 +48,7 @@ class _Position(TypedDict):
 
 @with_config(_OPEN)
 class _Resume(TypedDict):
-    """An earlier resume of the run."""
+    """Earlier resume of the run."""
 
     step: _Count
     changed: dict[str, Any]
@@ -72,7 +72,7 @@ class _Scale(TypedDict):
 
 @with_config(_OPEN)
 class TrainerExtra(TypedDict):
-    """Values that the trainer saves; earlier versions have saved fewer."""
+    """Values saved by the trainer; earlier versions saved fewer."""
 
     data: _Position
     run: NotRequired[dict[str, Any]]
@@ -85,13 +85,13 @@ class TrainerExtra(TypedDict):
 
 @with_config(_OPEN)
 class ImportedExtra(TypedDict):
-    """Values beside an imported model, which is a checkpoint of step 0."""
+    """Values of an imported model, which is a checkpoint of step 0."""
 
     run: NotRequired[dict[str, Any]]
 
 
 def check_trainer_extra(step: int, extra: dict[str, Any]) -> str:
-    """Return what is wrong with the values that the trainer has saved at a step, or nothing."""
+    """Return the problem with the trainer's values of a step, or ""."""
     try:
         decode(TrainerExtra if step else ImportedExtra, extra, extra="allow")
     except DecodeError as error:
@@ -105,7 +105,7 @@ def encode_extra(extra: dict[str, Any]) -> str:
     """Return the text of `extra.json`.
 
     Raises:
-        LimitExceeded: It could not be read back.
+        LimitExceeded: The text exceeds the limits for reading.
     """
     text = json.dumps(extra, indent=1, sort_keys=True) + "\n"
     if len(text) > EXTRA_LIMITS.num_bytes:
@@ -115,7 +115,7 @@ def encode_extra(extra: dict[str, Any]) -> str:
 
 
 def check_size(extra: dict[str, Any]) -> None:
-    """Refuse values that could not be read back, before anything is written.
+    """Raise for values that exceed the limits for reading, before any file is written.
 
     Raises:
         BadValue: HP102.
@@ -124,17 +124,17 @@ def check_size(extra: dict[str, Any]) -> None:
         encode_extra(extra)
     except LimitExceeded as error:
         raise BadValue(
-            "the values beside the tensors are too large for a checkpoint",
+            "the values saved with the tensors are too large for a checkpoint",
             got=str(error),
             hint="save large states as tensors of the model, or in a file of your own",
         ) from None
 
 
 def read_extra(checkpoint: Path) -> dict[str, Any]:
-    """Return what is saved beside the tensors of a checkpoint.
+    """Return the extra values of a checkpoint.
 
     Raises:
-        Damaged: It is missing, beyond its limits, or no JSON object.
+        Damaged: The file is missing, beyond its limits, or not a JSON object.
     """
     path = checkpoint / EXTRA
     try:

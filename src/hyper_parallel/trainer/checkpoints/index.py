@@ -1,8 +1,8 @@
-"""The index of a checkpoint: which bytes of which file hold which box of which tensor. No framework.
+"""Index of a checkpoint: file, bytes and position of every stored piece of a tensor. No framework.
 
-Every rank writes one safetensors file. A tensor of it is a *piece*: a box of the whole tensor. The index is JSON and
-says of every piece its place in the tensor, its bytes in the file and their checksum, so a load needs nothing else and
-reads no more than it uses. Nothing is pickled: reading a checkpoint runs no code of it.
+Every rank writes one safetensors file. A tensor of such a file is a *piece*: a box of the full tensor. The JSON index
+has, for every piece, its position in the tensor, its bytes in the file and their checksum. A load therefore needs no
+other metadata and reads only the bytes it uses. Checkpoints contain no executable code (no pickle).
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from hyper_parallel.units import MiB
 INDEX = "index.json"
 MODEL: Final = "model."
 SLOTS: Final = "optimizer.state."
-"""Prefixes of names of tensors: of the model, and of the optimizer's state."""
+"""Prefixes of tensor names: model, and optimizer state."""
 
 _FILE: Final = re.compile(r"rank_\d{5,}\.safetensors")
 _SMALL_BYTES: Final = 16 * MiB
 _BYTES_PER_HEADER_BYTE: Final = 8
-"""An index describes each piece in at most so many times the bytes of its entry in the header of its file."""
-_MOST_DIMS: Final = 64
-"""Dims of a tensor that torch and numpy hold."""
-_MOST_CUT: Final = len(AXES)
-"""Dims along which a tensor is divided: a mesh has no more axes."""
+"""Maximum ratio of a piece's bytes in the index to the bytes of its entry in the header of its file."""
+_MAX_DIMS: Final = 64
+"""Maximum number of dims in torch and numpy."""
+_MAX_SHARDED_DIMS: Final = len(AXES)
+"""Maximum number of sharded dims: the number of mesh axes."""
 
 DTYPES: Final = {
     "float64": ("F64", 8), "float32": ("F32", 4), "float16": ("F16", 2), "bfloat16": ("BF16", 2),
@@ -46,12 +46,12 @@ DTYPES: Final = {
     "int64": ("I64", 8), "int32": ("I32", 4), "int16": ("I16", 2), "int8": ("I8", 1),
     "uint64": ("U64", 8), "uint32": ("U32", 4), "uint16": ("U16", 2), "uint8": ("U8", 1), "bool": ("BOOL", 1),
 }  # fmt: skip
-"""Name in the safetensors format and bytes of an element, by torch's name."""
+"""Safetensors name and bytes of an element, by torch's name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A box of a tensor, and where its bytes are."""
+    """Box of a tensor, and the position of its bytes."""
 
     file: str
     offset: tuple[int, ...]
@@ -63,7 +63,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A whole tensor and the pieces that fill it."""
+    """Full tensor, and the pieces that cover it."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -72,7 +72,7 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class StoredGroup:
-    """Numbers of an optimizer, such as its learning rate, and the parameters they are for."""
+    """Numbers of an optimizer, such as its learning rate, and the parameters they apply to."""
 
     parameters: tuple[str, ...]
     values: dict[str, Any]
@@ -80,69 +80,69 @@ class StoredGroup:
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """Everything that a checkpoint holds beside the trainer's own values."""
+    """Contents of a checkpoint except the extra values."""
 
     tensors: dict[str, StoredTensor]
     values: dict[str, Any] = field(default_factory=dict)
     groups: tuple[StoredGroup, ...] = ()
 
     def by_file(self) -> dict[str, list[tuple[str, str, Piece]]]:
-        """Pieces of each file in the order of their bytes: key in the file, dtype, piece."""
-        found: dict[str, list[tuple[str, str, Piece]]] = {}
+        """Return the pieces of each file in the order of their bytes: key in the file, dtype, piece."""
+        files: dict[str, list[tuple[str, str, Piece]]] = {}
         for name, tensor in self.tensors.items():
             for piece in tensor.pieces:
                 entry = piece_key(name, piece.offset), tensor.dtype, piece
-                found.setdefault(piece.file, []).append(entry)
-        for entries in found.values():
+                files.setdefault(piece.file, []).append(entry)
+        for entries in files.values():
             entries.sort(key=lambda entry: (entry[2].begin, entry[2].end, entry[0]))
-        return found
+        return files
 
 
 def piece_key(name: str, offset: tuple[int, ...]) -> str:
-    """Name of a piece in its file: `model.norm.weight[0]`."""
+    """Return the name of a piece in its file, for example `model.norm.weight[0]`."""
     return f"{name}[{','.join(map(str, offset))}]"
 
 
 def piece_bytes(dtype: str, shape: tuple[int, ...]) -> int:
-    """Bytes of a box."""
+    """Return the bytes of a box."""
     return DTYPES[dtype][1] * math.prod(shape)
 
 
 def header(pieces: Sequence[tuple[str, str, tuple[int, ...]]]) -> bytes:
-    """First bytes of a safetensors file whose tensors (key, dtype, shape) follow in this order.
+    """Return the header of a safetensors file whose tensors (key, dtype, shape) follow in this order.
 
-    Source: the format as safetensors documents it; eight bytes of length, then JSON, filled up with blanks.
+    Source: documentation of the safetensors format; eight bytes of length, then JSON, padded with blanks.
     """
-    entries, at = {}, 0
+    entries, begin = {}, 0
     for key, dtype, shape in pieces:
-        end = at + piece_bytes(dtype, shape)
-        entries[key] = {"dtype": DTYPES[dtype][0], "shape": shape, "data_offsets": (at, end)}
-        at = end
+        end = begin + piece_bytes(dtype, shape)
+        entries[key] = {"dtype": DTYPES[dtype][0], "shape": shape, "data_offsets": (begin, end)}
+        begin = end
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 
 
 def checksum(data: Any) -> str:
-    """XXH3 of bytes: it finds damage, and is as fast as reading."""
+    """Return the XXH3 checksum of bytes, which detects damage at the speed of reading."""
     return str(xxhash.xxh3_128_hexdigest(data))
 
 
 def encode_index(index: Index) -> str:
-    """The index as text; tensors in the order of the model."""
+    """Return the index as text; tensors in the order of the model."""
     return json.dumps(serde.encode(index), separators=(",", ":"))
 
 
 def read_index(checkpoint: Path) -> Index:
-    """The index of a checkpoint, consistent in itself and with the sizes of the files.
+    """Return the index of a checkpoint, consistent in itself and with the sizes of the files.
 
     Raises:
-        Damaged: It is not readable, names bytes or boxes that cannot be, or a file has another size.
+        Damaged: The index is not readable, names impossible bytes or boxes, or a file has another size.
     """
     path = checkpoint / INDEX
     try:
         num_bytes = most_index_bytes(checkpoint)
-        # Most characters of an entry are names and a checksum.
+        # An entry consists mostly of names and a checksum.
         limits = Limits(num_bytes, num_elements=num_bytes // 8)
         index = serde.read(Index, path, limits)
     except (OSError, ValueError) as error:
@@ -154,21 +154,21 @@ def read_index(checkpoint: Path) -> Index:
         raise Damaged(path, problem)
     for file, entries in index.by_file().items():
         if not _FILE.fullmatch(file):
-            raise Damaged(path, f"{file[:80]!r} is no name of a file of pieces")
-        at = len(_header_of(entries))
+            raise Damaged(path, f"{file[:80]!r} is not the name of a file of pieces")
+        begin = len(_header_of(entries))
         for key, dtype, piece in entries:
-            if piece.begin != at or piece.end != at + piece_bytes(dtype, piece.shape):
+            if piece.begin != begin or piece.end != begin + piece_bytes(dtype, piece.shape):
                 raise Damaged(path, f"bytes {piece.begin} to {piece.end} of {file} are not `{key}`")
-            at = piece.end
-        _check_size(checkpoint / file, at)
+            begin = piece.end
+        _check_size(checkpoint / file, begin)
     return index
 
 
 def most_index_bytes(checkpoint: Path) -> int:
-    """Return the size that an index may have, from the headers of the files that it describes.
+    """Return the maximum size of an index, from the headers of the files that it describes.
 
     Raises:
-        Damaged: One of these files cannot be read.
+        Damaged: One of these files is not readable.
     """
     header_bytes, path = 0, checkpoint / INDEX
     try:
@@ -184,23 +184,23 @@ def most_index_bytes(checkpoint: Path) -> int:
 
 
 def check_pieces(checkpoint: Path, index: Index, share: tuple[int, int] = (0, 1)) -> None:
-    """Compare headers and checksums of a share (number, of how many) of the pieces with the files.
+    """Compare headers and checksums of a share (index, count) of the pieces with the files.
 
     Raises:
         Damaged: With the first file that differs.
     """
     for number, (file, entries) in enumerate(sorted(index.by_file().items())):
         path, first = checkpoint / file, _header_of(entries)
-        mine = entries[(share[0] - number) % share[1] :: share[1]]
+        own = entries[(share[0] - number) % share[1] :: share[1]]
         try:
             with (
-                path.open("rb") as opened,
-                mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data,
+                path.open("rb") as stream,
+                mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data,
                 memoryview(data) as view,
             ):
                 if view[: len(first)] != first:
                     raise Damaged(path, "the header differs from the index")
-                for key, _, piece in mine:
+                for key, _, piece in own:
                     with view[piece.begin : piece.end] as part:
                         if checksum(part) != piece.xxh3:
                             raise Damaged(path, f"`{key}` differs from its checksum")
@@ -220,12 +220,12 @@ def _check_size(path: Path, expected: int) -> None:
 
 
 def _problem(tensor: StoredTensor) -> str:
-    """Return what is wrong with the pieces of a tensor, or nothing: they fill it once, and leave nothing out."""
+    """Return the problem with the pieces of a tensor, or ""; they must cover it exactly once."""
     if tensor.dtype not in DTYPES:
         return f"unknown dtype {tensor.dtype[:80]!r}"
     dims = len(tensor.shape)
-    if dims > _MOST_DIMS:
-        return f"{dims} dims, more than {_MOST_DIMS}"
+    if dims > _MAX_DIMS:
+        return f"{dims} dims, more than {_MAX_DIMS}"
     for piece in tensor.pieces:
         boxes = zip(piece.offset, piece.shape, tensor.shape, strict=False)
         if len(piece.offset) != dims or len(piece.shape) != dims:
@@ -238,19 +238,19 @@ def _problem(tensor: StoredTensor) -> str:
     if sum(math.prod(p.shape) for p in tensor.pieces) != math.prod(tensor.shape):
         return f"the pieces do not fill {tensor.shape}"
     cut = [d for d in range(dims) if any(p.shape[d] != tensor.shape[d] for p in tensor.pieces)]
-    if len(cut) > _MOST_CUT:
-        return f"pieces divide {len(cut)} dims, more than {_MOST_CUT}"
+    if len(cut) > _MAX_SHARDED_DIMS:
+        return f"pieces divide {len(cut)} dims, more than {_MAX_SHARDED_DIMS}"
     return "" if _tile(tensor, cut) else f"pieces overlap in {tensor.shape}"
 
 
 def _tile(tensor: StoredTensor, cut: Sequence[int]) -> bool:
-    """Return whether the pieces fill the tensor exactly once, in time linear in their number.
+    """Return whether the pieces cover the tensor exactly once, in time linear in their number.
 
-    The mixed derivative of the indicator function of a box is a sum of signed points at its corners, and a function
-    that vanishes far away is determined by it. So boxes add up to a box exactly if their signed corners do.
+    The mixed derivative of the indicator function of a box is a sum of signed points at its corners. It determines a
+    function of bounded support. So boxes add up to a box exactly if their signed corners do.
 
     Args:
-        tensor: Its pieces lie inside of it.
+        tensor: Tensor whose pieces are inside its bounds.
         cut: Dims along which some piece is shorter than the tensor.
     """
     signs = [(-1) ** sum(bits) for bits in itertools.product((0, 1), repeat=len(cut))]
@@ -267,7 +267,7 @@ def _tile(tensor: StoredTensor, cut: Sequence[int]) -> bool:
 
 
 def _group_problem(index: Index) -> str:
-    """Return what is wrong with the groups of the optimizer, or nothing."""
+    """Return the problem with the groups of the optimizer, or ""."""
     grouped: set[str] = set()
     for group in index.groups:
         for name in group.parameters:

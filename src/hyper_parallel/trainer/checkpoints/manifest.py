@@ -3,10 +3,10 @@
 checkpoints/
     step_00000010/               published: complete, or damaged after it was written
         manifest.json            format, step, fingerprint, checksums of the other JSON files and of itself
-        index.json               which bytes of which file hold which part of which tensor, and their checksums
+        index.json               file and bytes of every part of every tensor, and their checksums
         extra.json               trainer state: position in the data, random state
         rank_00000.safetensors   pieces of tensors, one file per rank
-    .step_00000020.tmp/          being written, or left over from a run that was killed
+    .step_00000020.tmp/          in progress, or left over from a killed run
 """
 
 from __future__ import annotations
@@ -51,17 +51,17 @@ _Count = Annotated[int, Field(ge=0)]
 _STEP = re.compile(r"step_(\d{8,})")
 _HIDDEN = re.compile(r"\.(step_\d{8,})\.(tmp|old)")
 _FILES = re.compile(r"(manifest|index|extra)\.json|rank_\d{5,}\.safetensors")
-"""Files of a checkpoint."""
+"""Names of files of a checkpoint."""
 _KEYS = {"manifest.json": "fingerprint", "index.json": "tensors"}
-"""A key by which a JSON file of a checkpoint is told from a file of the same name of somebody else."""
-_TOLD: Final = Limits(num_bytes=1 << 26, num_elements=5_000_000)
+"""Keys that distinguish JSON files of a checkpoint from other files of the same names."""
+_READ_LIMITS: Final = Limits(num_bytes=1 << 26, num_elements=5_000_000)
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a complete checkpoint consists of, and which run it belongs to."""
+    """Contents of a complete checkpoint, and identity of its run."""
 
     format: int
     step: _Count
@@ -73,17 +73,17 @@ class Manifest:
 
 
 def step_name(step: int) -> str:
-    """Directory name of a step: `step_00000010`."""
+    """Return the directory name of a step, for example `step_00000010`."""
     return f"step_{step:08d}"
 
 
 def temporary(directory: Path, step: int) -> Path:
-    """Where the checkpoint of a step is written before it is published."""
+    """Return the path at which the checkpoint of a step is written before publication."""
     return directory / f".{step_name(step)}.tmp"
 
 
 def steps(directory: Path) -> list[int]:
-    """Published steps, ascending; empty when the directory does not exist."""
+    """Return the published steps, ascending; empty when the directory does not exist."""
     if not directory.is_dir():
         return []
     matches = (_STEP.fullmatch(p.name) for p in directory.iterdir() if p.is_dir())
@@ -99,19 +99,19 @@ def write_synced(path: Path, text: str) -> None:
 
 
 def json_text(value: Any) -> str:
-    """Readable JSON of a value, the same text for equal values."""
+    """Return readable JSON of a value; equal values have equal text."""
     return json.dumps(value, indent=1, sort_keys=True) + "\n"
 
 
 def encode_manifest(manifest: Manifest) -> str:
-    """The manifest as text, with the checksum of itself."""
+    """Return the manifest as text, with its own checksum."""
     values = serde.encode(manifest)
     own = hashlib.sha256(json_text(values).encode()).hexdigest()
     return json_text(values | {"sha256": own})
 
 
 def read_manifest(checkpoint: Path) -> Manifest:
-    """The manifest of a published checkpoint.
+    """Return the manifest of a published checkpoint.
 
     Raises:
         Damaged: It is missing, altered, or of another step.
@@ -121,8 +121,8 @@ def read_manifest(checkpoint: Path) -> Manifest:
     try:
         text = read_text(path, _LIMITS)
         values = parse_json(text, _LIMITS)
-        found = values.pop("sha256", None)
-        if found is None and values.get("format") == 1:
+        own_checksum = values.pop("sha256", None)
+        if own_checksum is None and values.get("format") == 1:
             raise CheckpointFormat(
                 "the checkpoint was written in an earlier format, whose index is a pickle",
                 where=str(checkpoint),
@@ -150,31 +150,31 @@ def check(
     share: tuple[int, int] = (0, 1),
     check_extra: CheckExtra | None = None,
 ) -> tuple[Manifest, Index]:
-    """Manifest and index of a checkpoint that agree with each other and with all files.
+    """Return manifest and index of a checkpoint after verifying that they match each other and all files.
 
     Args:
-        checkpoint: Its directory.
-        contents: Compare the bytes of tensors with their checksums.
-        share: Which part of these bytes, where several ranks share the reading: number, of how many.
-        check_extra: What the values beside the tensors have to be, in a checkpoint of the trainer; None: any object.
+        checkpoint: Directory of the checkpoint.
+        contents: Whether to compare the bytes of tensors with their checksums.
+        share: Share of these bytes to compare, if several ranks divide the reading: index, count.
+        check_extra: Validator of the extra values of the trainer; None: any object.
 
     Raises:
         Damaged: With the first file that is missing or differs.
         CheckpointFormat: HP740 when another version wrote it.
     """
     manifest = read_manifest(checkpoint)
-    needed = {INDEX, EXTRA}
-    if set(manifest.files) != needed:
+    expected = {INDEX, EXTRA}
+    if set(manifest.files) != expected:
         raise Damaged(
-            checkpoint / MANIFEST, f"lists {sorted(manifest.files)}, not {sorted(needed)}"
+            checkpoint / MANIFEST, f"lists {sorted(manifest.files)}, not {sorted(expected)}"
         )
-    most = {INDEX: most_index_bytes(checkpoint), EXTRA: EXTRA_LIMITS.num_bytes}
+    limits = {INDEX: most_index_bytes(checkpoint), EXTRA: EXTRA_LIMITS.num_bytes}
     for name, entry in manifest.files.items():
-        if entry.size_bytes > most[name]:
+        if entry.size_bytes > limits[name]:
             raise Damaged(
-                checkpoint / name, f"{entry.size_bytes:,} bytes, more than {most[name]:,}"
+                checkpoint / name, f"{entry.size_bytes:,} bytes, more than {limits[name]:,}"
             )
-    check_files(checkpoint, manifest.files, sorted(needed))
+    check_files(checkpoint, manifest.files, sorted(expected))
     extra = read_extra(checkpoint)
     if check_extra is not None and (problem := check_extra(manifest.step, extra)):
         raise Damaged(checkpoint / EXTRA, problem)
@@ -187,15 +187,15 @@ def check(
 
 
 def unexpected(checkpoint: Path, index: Index) -> list[str]:
-    """Names of files that do not belong to a checkpoint."""
+    """Return the names of files that do not belong to a checkpoint."""
     known = {MANIFEST, INDEX, EXTRA, *index.by_file()}
     return sorted(p.name for p in checkpoint.iterdir() if p.name not in known)
 
 
 def foreign(checkpoint: Path) -> list[str]:
-    """Return the entries of a step's folder that were not written as parts of a checkpoint; empty: all were.
+    """Return the entries of a step's folder that are not files of a checkpoint.
 
-    Files are told by their names, and the folder by the keys of one of its JSON files, as others may be damaged.
+    Files are recognised by name, and the folder by a key of one of its JSON files, as the rest may be damaged.
     """
     if checkpoint.is_symlink():
         return ["a symbolic link"]
@@ -209,21 +209,21 @@ def foreign(checkpoint: Path) -> list[str]:
 
 
 def check_own(checkpoint: Path) -> None:
-    """Raise OutputNotWritable (HP105) when a folder that a checkpoint would replace holds files of somebody else."""
-    if found := foreign(checkpoint):
+    """Raise OutputNotWritable (HP105) when a folder to be replaced has files that are not part of a checkpoint."""
+    if entries := foreign(checkpoint):
         raise OutputNotWritable(
-            "the folder of the checkpoint holds files of somebody else, and would be replaced",
+            "the folder of the checkpoint has files that are not part of a checkpoint, and would be replaced",
             where=str(checkpoint),
-            got=found[:3],
+            got=entries[:3],
             hint=f"mv {checkpoint} {checkpoint}.moved",
         )
 
 
 def publish(directory: Path, step: int) -> None:
-    """Rename the written checkpoint to its final name, in place of an earlier one of its step.
+    """Rename the written checkpoint to its final name, replacing an earlier one of its step.
 
     Raises:
-        OutputNotWritable: HP105 when a folder of that name is no checkpoint.
+        OutputNotWritable: HP105 when a folder of that name is not a checkpoint.
     """
     written, target = temporary(directory, step), directory / step_name(step)
     replaced = directory / f".{step_name(step)}.old"
@@ -239,20 +239,20 @@ def publish(directory: Path, step: int) -> None:
 
 
 def remove(directory: Path, step: int) -> None:
-    """Remove a published checkpoint; hidden first, so that a killed run leaves no visible broken one.
+    """Remove a published checkpoint; it is hidden first, so that a killed run leaves no visible partial checkpoint.
 
-    A folder with files of somebody else stays, and a warning names them.
+    A folder with other files stays, and a warning names them.
     """
     target, hidden = directory / step_name(step), temporary(directory, step)
-    if found := foreign(target):
-        _log.warning("%s is not removed: it holds %s", target, ", ".join(found[:3]))
+    if entries := foreign(target):
+        _log.warning("%s is not removed: it holds %s", target, ", ".join(entries[:3]))
         return
     target.rename(hidden)
     remove_parts(hidden)
 
 
 def remove_all(directory: Path) -> None:
-    """Remove all checkpoints of a folder, what killed runs left of some, and the folder when it is empty."""
+    """Remove all checkpoints of a folder, leftovers of killed runs, and the folder if it is empty."""
     if not directory.is_dir():
         return
     for step in steps(directory):
@@ -263,7 +263,7 @@ def remove_all(directory: Path) -> None:
 
 
 def clean(directory: Path) -> None:
-    """Remove what a killed run left behind; a checkpoint that was just being replaced is put back."""
+    """Remove leftovers of a killed run; restore a checkpoint whose replacement was interrupted."""
     for path in _hidden(directory):
         target = directory / path.name[1:].partition(".")[0]
         if path.suffix == ".old" and not target.exists() and not foreign(path):
@@ -273,13 +273,13 @@ def clean(directory: Path) -> None:
 
 
 def _hidden(directory: Path) -> list[Path]:
-    """Return the folders that a killed run has left of steps, which hold nothing but files of a checkpoint."""
-    found = [p for p in directory.iterdir() if _HIDDEN.fullmatch(p.name) and not p.is_symlink()]
-    return [p for p in found if p.is_dir()]
+    """Return the hidden folders of steps left by a killed run."""
+    matches = [p for p in directory.iterdir() if _HIDDEN.fullmatch(p.name) and not p.is_symlink()]
+    return [p for p in matches if p.is_dir()]
 
 
 def remove_parts(checkpoint: Path) -> None:
-    """Unlink the files of a checkpoint, and remove its folder when nothing else is in it."""
+    """Unlink the files of a checkpoint, and remove its folder if it is empty."""
     remove_files(checkpoint, lambda name: bool(_FILES.fullmatch(name)))
 
 
@@ -288,18 +288,18 @@ def _is_plain(path: Path) -> bool:
 
 
 def _has_key(path: Path, key: str) -> bool:
-    """Return whether a JSON file is an object with a key; of a larger one than `_TOLD` only the beginning is read."""
+    """Return whether a JSON file is an object with a key; files beyond `_READ_LIMITS` only need to start with `{`."""
     try:
-        if path.stat().st_size > _TOLD.num_bytes:
+        if path.stat().st_size > _READ_LIMITS.num_bytes:
             with path.open("rb") as file:
                 return file.read(1) == b"{"
-        return key in read_json(path, _TOLD)
+        return key in read_json(path, _READ_LIMITS)
     except (OSError, ValueError, TypeError):
         return False
 
 
 def _sync(directory: Path) -> None:
-    """Flush the names in a folder to the disk."""
+    """Flush the entries of a folder to the disk."""
     handle = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(handle)

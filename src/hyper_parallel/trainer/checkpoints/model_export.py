@@ -1,7 +1,7 @@
-"""Write a model or a checkpoint as a Hugging Face directory that `from_pretrained` loads with no remote code.
+"""Export of a model as a Hugging Face directory that `from_pretrained` loads without remote code.
 
-Parameters are gathered one at a time; rank 0 turns each into the names and shapes of the published format (experts one
-by one) and writes a file whenever `max_file_bytes` are collected. The directory appears by one rename.
+Parameters are gathered one at a time. Rank 0 converts each to the names and shapes of the published format (single
+experts) and writes a file whenever `max_file_bytes` are collected. The directory is published by one rename.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from hyper_parallel.backends.torch.weights.unused_tensors import (
 from hyper_parallel.errors import ModelUnreadable
 from hyper_parallel.owned_folder import Replacement
 from hyper_parallel.trainer.checkpoints._finite import check_finite
-from hyper_parallel.trainer.checkpoints.pieces import AtHome
+from hyper_parallel.trainer.checkpoints.pieces import Resident
 from hyper_parallel.trainer.checkpoints.rank_group import RankGroup
 from hyper_parallel.trainer.data import copy_tokenizer
 from hyper_parallel.trainer.engine.recipe_model import GENERATION
@@ -49,7 +49,7 @@ EXPORTS = ("export", "adapter")
 _LAYER: Final = re.compile(r".*?\.\d+\.")
 """Path of the outermost layer in the name of a parameter."""
 MAX_FILE_BYTES = 5 * 1024**3
-"""Size at which a file is closed. 5 GiB: loads on small hosts, and few files for large models."""
+"""Maximum size of a file. 5 GiB: loads on small hosts, and few files for large models."""
 
 
 def export_hf(
@@ -61,49 +61,49 @@ def export_hf(
     *,
     generation: Path | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
-    at_home: AtHome = Tensor.detach,
+    resident: Resident = Tensor.detach,
     carried: CarriedWeights | None = None,
 ) -> Path:
     """Write the model, its configuration and its tokenizer; collective over all ranks.
 
-    Rank 0 holds at most one file's tensors and one whole parameter in memory, the others one whole parameter. Where
-    conversions need parameters together, rank 0 holds these, at most those of a layer.
+    Rank 0 holds at most one file's tensors and one full parameter in memory, other ranks one full parameter. If
+    conversions combine parameters, rank 0 also holds these, at most those of one layer.
 
     Args:
-        model: A Hugging Face causal language model of plain tensors or DTensors.
-        config: Its configuration.
+        model: Hugging Face causal language model of plain tensors or DTensors.
+        config: Configuration of the model.
         tokenizer_dir: Directory whose tokenizer files are copied; None: no tokenizer.
-        out_dir: Created. An earlier export there is replaced if nothing in it has changed since; any other directory
-            that is not empty is refused.
-        dtype: Stored dtype, except of parameters that transformers keeps in float32 when it loads a model of this
-            dtype; None: that of each parameter.
-        generation: A `generation_config.json` that is taken along where it exists; else the model's own is written.
-        max_file_bytes: Size at which a file is closed.
-        at_home: Gives a local tensor on its bytes, where a memory plan has them elsewhere.
+        out_dir: Directory to create. An earlier export is replaced if its files are unchanged; any other directory that
+            is not empty is rejected.
+        dtype: Stored dtype, except for parameters that transformers keeps in float32 when it loads a model of this
+            dtype; None: dtype of each parameter.
+        generation: Path of a `generation_config.json` to copy if it exists; else the model's own is written.
+        max_file_bytes: Maximum size of a file.
+        resident: Returns a local tensor with its current bytes, which a memory plan may have moved to another tier.
         carried: Tensors of the pretrained files that the model does not use, written unchanged; None: those of the
-            files that the model was loaded from.
+            files from which the model was loaded.
 
     Returns:
         `out_dir`.
 
     Raises:
-        ModelUnreadable: HP305 for a model that is no Hugging Face model.
-        OutputNotWritable: HP105 when the directory cannot be written.
-        LossNotFinite: HP604 when a trained parameter is not finite in the dtype that is stored.
+        ModelUnreadable: HP305 for a model that is not a Hugging Face model.
+        OutputNotWritable: HP105 when the directory is not writable.
+        LossNotFinite: HP604 when a trained parameter is not finite in its stored dtype.
     """
     out = Path(out_dir)
     reference = twin(model)
     if reference is None:
         raise ModelUnreadable(
-            f"{original_class(model).__name__} is no Hugging Face model, so it has no export format"
+            f"{original_class(model).__name__} is not a Hugging Face model, so it has no export format"
         )
     ranks = RankGroup("export", out)
     state = {canonical_name(k): v for k, v in model.state_dict(keep_vars=True).items()}
-    held = Held.of(ranks, model, state, at_home)
-    shapes = {n: v.shape for n, v in reference.state_dict().items() if n in held.owners}
+    shards = ExportShards.of(ranks, model, state, resident)
+    shapes = {n: v.shape for n, v in reference.state_dict().items() if n in shards.owners}
     names = _stored_once(reference, shapes)
-    kept = {} if dtype is None else published_dtypes(model, dtype)
-    dtypes = {n: kept.get(n, held.owners[n][1]) for n in names}
+    forced = {} if dtype is None else published_dtypes(model, dtype)
+    dtypes = {n: forced.get(n, shards.owners[n][1]) for n in names}
     writer: _Writer | None = None
     failure: Exception | None = None
 
@@ -111,16 +111,16 @@ def export_hf(
         nonlocal writer
         meta = {n: torch.empty(shapes[n], dtype=dtypes[n], device="meta") for n in names}
         writer = _Writer(out, reference, meta, max_file_bytes, carried or carried_weights(model))
-        writer.trained = held.trained
+        writer.trained = shards.trained
         writer.open()
 
     ranks.on_rank_0(begin)
     for name in names:
-        full = held.whole(name)
+        full = shards.gather_full(name)
         if writer is not None and failure is None:
             try:
                 writer.add(name, full)
-            except Exception as error:  # the other ranks still send: it is raised when they have
+            except Exception as error:  # raised after the other ranks have sent their tensors
                 failure = error
 
     def close() -> None:
@@ -145,7 +145,7 @@ def exported_folder(out: Path, kind: Literal["export", "adapter"]) -> Replacemen
 
 
 class _Writer:
-    """Files of one export, written by rank 0 into a hidden directory that gets its name in `close`."""
+    """Files of one export, written by rank 0 into a hidden directory that `close` renames."""
 
     def __init__(
         self,
@@ -161,22 +161,22 @@ class _Writer:
         """Names of parameters that must be finite."""
         self._reference = reference
         self._dtypes = {name: tensor.dtype for name, tensor in meta.items()}
-        # The format of the whole model on the meta device: which file each tensor goes to, known before writing.
+        # Convert the model on the meta device to determine the file of each tensor before writing.
         self._groups, sizes = _published_sizes(reference, meta)
         self._waiting: dict[str, Tensor] = {}
         self._carried = open_carried(carried, sizes.keys())
         sizes |= {name: tensor.num_bytes for name, tensor in self._carried.items()}
-        self._file_of = _plan(sizes, max_file_bytes)
+        self._file_of = _assign_files(sizes, max_file_bytes)
         self._total_bytes = sum(sizes.values())
         self._left = Counter(self._file_of.values())
         self._open: dict[str, dict[str, Tensor]] = {}
 
     def open(self) -> None:
-        """Make the hidden directory; refuses to replace anything but an export."""
+        """Create the hidden directory; only an export may be replaced."""
         self._folder.open()
 
     def add(self, name: str, full: Tensor) -> None:
-        """Take one whole parameter; write the files it completes."""
+        """Add one full parameter and write the files that it completes."""
         if full.is_floating_point():
             full = full.to(self._dtypes[name])
         if name in self.trained:
@@ -185,13 +185,13 @@ class _Writer:
         group = self._groups[name]
         if not self._waiting.keys() >= {*group}:
             return
-        whole = {name: self._waiting.pop(name) for name in group}
-        for key, part in _published(self._reference, whole).items():
-            # A copy: parts of one parameter share storage, which safetensors refuses.
-            self._put(key, part.clone(memory_format=torch.contiguous_format))
+        tensors = {name: self._waiting.pop(name) for name in group}
+        for key, part in _published(self._reference, tensors).items():
+            # A copy, as safetensors rejects tensors that share storage.
+            self._add_tensor(key, part.clone(memory_format=torch.contiguous_format))
 
-    def _put(self, key: str, tensor: Tensor) -> None:
-        """Add a tensor to its file; write the file when it is complete."""
+    def _add_tensor(self, key: str, tensor: Tensor) -> None:
+        """Add a tensor to its file and write the file if it is complete."""
         file = self._file_of[key]
         self._open.setdefault(file, {})[key] = tensor
         self._left[file] -= 1
@@ -201,9 +201,9 @@ class _Writer:
     def close(
         self, config: Any, own: Any, generation: Path | None, tokenizer_dir: str | Path | None
     ) -> None:
-        """Write everything else and give the directory its name."""
+        """Write the remaining files and rename the directory."""
         for name, tensor in self._carried.items():
-            self._put(name, tensor.read(()).contiguous())
+            self._add_tensor(name, tensor.read(()).contiguous())
         assert not self._open, f"tensors never completed: {sorted(self._open)}"
         if len(self._left) > 1:
             index = {
@@ -222,14 +222,16 @@ class _Writer:
         self._folder.publish()
 
     def discarded_on_error(self) -> AbstractContextManager[None]:
-        """Remove the hidden directory when an export fails."""
+        """Return a context that removes the hidden directory when an export fails."""
         return self._folder.discarded_on_error()
 
 
 def _exported_config(config: Any, reference: nn.Module, dtype: torch.dtype) -> Any:
-    """Return the configuration of an export: class and format of the model, and whether its embeddings are tied."""
-    given, made = (getattr(c, "tie_word_embeddings", False) for c in (config, reference.config))
-    tied = made or not given
+    """Return the configuration of an export: class and dtype of the model, and whether its embeddings are tied."""
+    configured, actual = (
+        getattr(c, "tie_word_embeddings", False) for c in (config, reference.config)
+    )
+    tied = actual or not configured
     config = copy.deepcopy(config) if tied else untied_config(config)
     config.architectures = [type(reference).__name__]
     config.dtype = str(dtype).removeprefix("torch.")
@@ -237,7 +239,7 @@ def _exported_config(config: Any, reference: nn.Module, dtype: torch.dtype) -> A
 
 
 def _main_dtype(shapes: Mapping[str, torch.Size], dtypes: Mapping[str, torch.dtype]) -> torch.dtype:
-    """Return the floating-point format of most elements."""
+    """Return the floating-point dtype of most elements."""
     elements: Counter[torch.dtype] = Counter()
     for name, dtype in dtypes.items():
         if dtype.is_floating_point:
@@ -246,13 +248,13 @@ def _main_dtype(shapes: Mapping[str, torch.Size], dtypes: Mapping[str, torch.dty
 
 
 def _stored_once(reference: nn.Module, state: Iterable[str]) -> list[str]:
-    """Names to write: of tied parameters only the one the model takes the others from."""
+    """Return the names to write; of tied parameters only the source is written."""
     tied = reference.get_expanded_tied_weights_keys(all_submodels=True)
     return [name for name in state if name not in tied or tied[name] not in state]
 
 
 def _published(reference: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Parameters in the names and shapes of the published format."""
+    """Return parameters in the names and shapes of the published format."""
     from transformers.core_model_loading import revert_weight_conversion
 
     return revert_weight_conversion(reference, tensors)
@@ -261,14 +263,14 @@ def _published(reference: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Te
 def _published_sizes(
     reference: nn.Module, meta: dict[str, Tensor]
 ) -> tuple[dict[str, tuple[str, ...]], dict[str, int]]:
-    """Return for each parameter those that have to be published together, and the bytes of each stored tensor.
+    """Return the parameters that must be converted together, for each parameter, and the bytes of each stored tensor.
 
     Raises:
         ModelUnreadable: HP305 when parameters of several layers are published in one tensor.
     """
     expected = _published(reference, meta).keys()
-    for grouped in (_joined_names, _of_one_layer):
-        # A conversion may need parameters that are stored in other tensors: then it raises, or gives other names.
+    for grouped in (_joined_names, _names_in_layer):
+        # A conversion that needs parameters of other tensors raises, or returns other names.
         with suppress(RuntimeError, ValueError, KeyError):
             groups = grouped(reference, meta)
             sizes = {
@@ -285,9 +287,9 @@ def _published_sizes(
 
 
 def _joined_names(reference: nn.Module, meta: dict[str, Tensor]) -> dict[str, tuple[str, ...]]:
-    """Return for each parameter those that are published in the same tensors, itself among them.
+    """Return, for each parameter, the parameters published in the same tensors, including itself.
 
-    Projections of queries, keys and values, for example, that one stored tensor holds side by side.
+    An example are projections of queries, keys and values that are concatenated in one stored tensor.
     """
     groups: dict[str, tuple[str, ...]] = {}
     first: dict[str, str] = {}
@@ -300,17 +302,17 @@ def _joined_names(reference: nn.Module, meta: dict[str, Tensor]) -> dict[str, tu
     return groups
 
 
-def _of_one_layer(_: nn.Module, meta: dict[str, Tensor]) -> dict[str, tuple[str, ...]]:
-    """Return for each parameter those of the same layer, or those outside of all layers."""
+def _names_in_layer(_: nn.Module, meta: dict[str, Tensor]) -> dict[str, tuple[str, ...]]:
+    """Return, for each parameter, the parameters of the same layer, or those outside of all layers."""
     layers: dict[str, list[str]] = {}
     for name in meta:
-        found = _LAYER.match(name)
-        layers.setdefault(found[0] if found else "", []).append(name)
+        match = _LAYER.match(name)
+        layers.setdefault(match[0] if match else "", []).append(name)
     return {name: tuple(names) for names in layers.values() for name in names}
 
 
-def _plan(sizes: dict[str, int], max_file_bytes: int) -> dict[str, str]:
-    """File of each tensor: consecutive tensors share a file until it is full."""
+def _assign_files(sizes: dict[str, int], max_file_bytes: int) -> dict[str, str]:
+    """Return the file of each tensor; consecutive tensors share a file until it is full."""
     groups: list[list[str]] = [[]]
     filled = 0
     for key, size in sizes.items():
@@ -329,16 +331,16 @@ def _plan(sizes: dict[str, int], max_file_bytes: int) -> dict[str, str]:
 
 
 @dataclass(frozen=True)
-class Held:
-    """Tensors that ranks hold in parts or whole, different ones on pipeline ranks.
+class ExportShards:
+    """Tensors of all ranks, sharded or full, which differ between pipeline ranks.
 
     Attributes:
         rank: This rank.
-        state: What it holds.
-        device: Where this rank holds it.
-        owners: Of every tensor the lowest rank that holds it, its dtype and its logical shape.
-        trained: Names of the parameters that are trained.
-        at_home: Gives a local tensor on its bytes.
+        state: Tensors of this rank.
+        device: Device of this rank's tensors.
+        owners: For every tensor the lowest rank that has it, its dtype and its logical shape.
+        trained: Names of the trained parameters.
+        resident: Returns a local tensor with its current bytes.
     """
 
     rank: int
@@ -346,37 +348,37 @@ class Held:
     device: torch.device
     owners: Mapping[str, tuple[int, torch.dtype, torch.Size]]
     trained: frozenset[str]
-    at_home: AtHome
+    resident: Resident
 
     @classmethod
     def of(
-        cls, ranks: RankGroup, model: nn.Module, state: Mapping[str, Tensor], at_home: AtHome
-    ) -> Held:
-        """What all ranks hold together of a model; collective."""
+        cls, ranks: RankGroup, model: nn.Module, state: Mapping[str, Tensor], resident: Resident
+    ) -> ExportShards:
+        """Return the tensors of a model over all ranks; collective."""
         owners: dict[str, tuple[int, torch.dtype, torch.Size]] = {}
         trained: set[str] = set()
-        everywhere = ranks.everywhere(
+        gathered = ranks.everywhere(
             lambda: {n: (v.dtype, v.shape, v.requires_grad) for n, v in state.items()}
         )
-        for rank, held in enumerate(everywhere):
-            for name, (dtype, shape, is_trained) in held.items():
+        for rank, facts in enumerate(gathered):
+            for name, (dtype, shape, is_trained) in facts.items():
                 owners.setdefault(name, (rank, dtype, shape))
                 trained.update([name] if is_trained else ())
         device = next(model.parameters()).device
-        return cls(ranks.rank, state, device, owners, frozenset(trained), at_home)
+        return cls(ranks.rank, state, device, owners, frozenset(trained), resident)
 
     @torch.no_grad()
-    def whole(self, name: str) -> Tensor:
-        """The whole tensor on rank 0; elsewhere it may be anything. All ranks call this for every name."""
+    def gather_full(self, name: str) -> Tensor:
+        """Return the full tensor on rank 0; undefined on other ranks. All ranks call this for every name."""
         (rank, dtype, shape), tensor = self.owners[name], self.state.get(name)
         if tensor is None:
             shape = shape if self.rank == 0 else torch.Size()
             full = torch.empty(shape, dtype=dtype, device=self.device)
         else:
-            full = self.at_home(local(tensor))
+            full = self.resident(local(tensor))
             if isinstance(tensor, DTensor):
-                whole: Any = DTensor(full.to(self.device), tensor._spec, requires_grad=False)
-                full = whole.full_tensor()
+                sharded: Any = DTensor(full.to(self.device), tensor._spec, requires_grad=False)
+                full = sharded.full_tensor()
         if rank and self.rank == rank:
             dist.send(full.contiguous(), 0)
         elif rank and self.rank == 0:

@@ -1,4 +1,4 @@
-"""Write a Hugging Face directory as a checkpoint that a run on any layout can start from."""
+"""Import of a Hugging Face directory as a checkpoint from which a run on any layout can start."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hyper_parallel.backends.torch.weights.unused_tensors import carried_weights
 from hyper_parallel.config import Model, Recipe, Training
 from hyper_parallel.errors import BadValue, ModelUnreadable, UnknownModel
 from hyper_parallel.trainer.checkpoints import manifest as files
-from hyper_parallel.trainer.checkpoints.adapter_files import take_adapter
+from hyper_parallel.trainer.checkpoints.adapter_files import load_adapter
 from hyper_parallel.trainer.checkpoints.checkpointer import Checkpointer
 from hyper_parallel.trainer.engine.recipe_model import build_model, read_spec
 
@@ -24,28 +24,28 @@ _DTYPES = ("float32", "float64")
 def import_checkpoint(
     model_dir: Path, directory: Path, dtype: str = "float32", *, trusted: bool = False
 ) -> Path:
-    """Save the weights of a Hugging Face directory, or an adapter, as step 0; holds the whole model in host memory.
+    """Save the weights of a Hugging Face directory, or an adapter, as step 0; host memory holds the full model.
 
     Args:
-        model_dir: Directory of `config.json` and weight files, or of an adapter that peft wrote.
+        model_dir: Directory of `config.json` and weight files, or of a peft adapter.
         directory: Directory of checkpoints.
-        dtype: Of the parameters.
-        trusted: Run code that lies in `model_dir`, for a model that transformers has not.
+        dtype: Dtype of the parameters.
+        trusted: Whether code in `model_dir` may run, for a model unknown to transformers.
 
     Returns:
         Directory of the checkpoint.
 
     Raises:
-        BadValue: HP102 for a dtype that parameters never have, or when the directory holds checkpoints.
-        ModelUnreadable, WeightsUnreadable, OutputNotWritable: As in `build_model`, `load_pretrained`, `Checkpointer`.
+        BadValue: HP102 for an unsupported parameter dtype, or when the directory already has checkpoints.
+        ModelUnreadable, WeightsUnreadable, OutputNotWritable: See `build_model`, `load_pretrained`, `Checkpointer`.
     """
     if dtype not in _DTYPES:
         raise BadValue("unknown dtype", where="--dtype", got=dtype, allowed=list(_DTYPES))
-    if found := files.steps(directory):
+    if existing := files.steps(directory):
         raise BadValue(
             "the directory already holds checkpoints",
             where=str(directory),
-            got=f"steps {', '.join(map(str, found))}",
+            got=f"steps {', '.join(map(str, existing))}",
             hint="choose another RUN_DIR",
         )
     model_dir = model_dir.expanduser()
@@ -64,14 +64,14 @@ def import_checkpoint(
         raise ModelUnreadable(error.what, where=path, hint=error.hint) from error
     facts: dict[str, Any] = {}
     if is_adapter:
-        facts = {"run": take_adapter(model, model_dir)}
+        facts = {"run": load_adapter(model, model_dir)}
     else:
         load_pretrained(model, path)
         carried = carried_weights(model)
         if carried is not None and carried.names:
             logger.warning(
                 "%d tensors that the model does not use are not in the checkpoint, first `%s`: "
-                "`checkpoint export --model %s` writes them beside the model",
+                "`checkpoint export --model %s` writes them with the model",
                 len(carried.names), carried.names[0], path,
             )  # fmt: skip
     saver = Checkpointer(

@@ -1,4 +1,4 @@
-"""The newest checkpoint of several directories."""
+"""Newest checkpoint of several directories."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ def load_newest(
     saved: Sequence[Checkpointer], model: nn.Module, optimizer: torch.optim.Optimizer | None
 ) -> tuple[int, dict[str, Any]]:
     """Load the newest intact checkpoint of several directories; see `Checkpointer.load`."""
-    found = [(step, number) for number, s in enumerate(saved) for step in files.steps(s.directory)]
-    for step, number in sorted(found, reverse=True) if len(saved) > 1 else []:
-        with suppress(CheckpointCorrupt):  # a warning has named the file
+    candidates = [
+        (step, number) for number, s in enumerate(saved) for step in files.steps(s.directory)
+    ]
+    for step, number in sorted(candidates, reverse=True) if len(saved) > 1 else []:
+        with suppress(CheckpointCorrupt):  # a warning was logged with the file
             return saved[number].load(model, optimizer, step)
     return saved[0].load(model, optimizer)

@@ -1,4 +1,4 @@
-"""Writing the pieces of a state: each box of a tensor once, by one of the ranks that hold it."""
+"""Writing of the pieces of a state: each box of a tensor is written once, by one of the ranks that have it."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ Place = tuple[str, tuple[int, ...]]
 """Name of a tensor, and the first index of the box."""
 
 
-AtHome = Callable[[Tensor], Tensor]
-"""Gives a local tensor, detached, on its bytes, wherever they are."""
+Resident = Callable[[Tensor], Tensor]
+"""Function that returns a local tensor, detached, with its current bytes on any tier."""
 
 
 @dataclass(frozen=True, slots=True)
-class HeldBox:
-    """A box of a tensor that this rank holds.
+class LocalBox:
+    """Box of a tensor in this rank's memory.
 
     Attributes:
         name: Name of the tensor.
         offset: First index of the box.
-        shape: Its shape.
-        dtype: Number format.
-        read: Gives its elements.
+        shape: Shape of the box.
+        dtype: Dtype of the tensor.
+        read: Returns the elements.
     """
 
     name: str
@@ -52,22 +52,22 @@ class HeldBox:
 
     @property
     def box(self) -> Place:
-        """What is equal on all ranks that hold the same elements."""
+        """Key that is equal on all ranks with the same elements."""
         return self.name, self.offset
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its elements."""
+        """Bytes of the elements."""
         return math.prod(self.shape) * self.dtype.itemsize
 
-    def copied(self) -> HeldBox:
-        """The same in memory of the host that nobody else writes."""
+    def copied(self) -> LocalBox:
+        """Return the box with a private copy of its elements in host memory."""
         data = self.read().to("cpu", copy=True)
         return replace(self, read=lambda: data)
 
 
 def dtype_name(tensor: Tensor) -> str:
-    """`float32` of torch.float32."""
+    """Return the name of a tensor's dtype without the prefix `torch.`."""
     return _name(tensor.dtype)
 
 
@@ -75,14 +75,16 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def parts_of(tensors: Mapping[str, Tensor], at_home: AtHome = torch.Tensor.detach) -> list[HeldBox]:
-    """The boxes that this rank holds of each tensor, read where its bytes are when they are wanted.
+def parts_of(
+    tensors: Mapping[str, Tensor], resident: Resident = torch.Tensor.detach
+) -> list[LocalBox]:
+    """Return this rank's boxes of each tensor; elements are read on demand from their current tier.
 
     Raises:
         UnsupportedSharding: HP205 for a split that boxes cannot express.
-        BadValue: HP102 for a dtype that safetensors has not.
+        BadValue: HP102 for a dtype that safetensors does not support.
     """
-    found = []
+    boxes = []
     for name, tensor in tensors.items():
         if dtype_name(tensor) not in DTYPES:
             raise BadValue(
@@ -90,42 +92,46 @@ def parts_of(tensors: Mapping[str, Tensor], at_home: AtHome = torch.Tensor.detac
             )
         for box in itertools.product(*local_ranges(tensor, name)):
             shape = tuple(run.stop - run.start for run in box)
-            begin, at = tuple(run.start for run in box), tuple(run.at for run in box)
-            read = partial(_read, at_home, local(tensor), at, shape)
-            found.append(HeldBox(name, begin, shape, tensor.dtype, read))
-    return found
+            begin, offsets = tuple(run.start for run in box), tuple(run.at for run in box)
+            read = partial(_read, resident, local(tensor), offsets, shape)
+            boxes.append(LocalBox(name, begin, shape, tensor.dtype, read))
+    return boxes
 
 
-def _read(at_home: AtHome, held: Tensor, at: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
-    data = at_home(held)
-    for dim, (begin, length) in enumerate(zip(at, shape, strict=True)):
+def _read(
+    resident: Resident, tensor: Tensor, offsets: tuple[int, ...], shape: tuple[int, ...]
+) -> Tensor:
+    data = resident(tensor)
+    for dim, (begin, length) in enumerate(zip(offsets, shape, strict=True)):
         data = data.narrow(dim, begin, length)
     return data
 
 
-def owners(held: Sequence[Mapping[Place, int]]) -> dict[Place, int]:
-    """The rank that writes each box, such that ranks write about the same number of bytes.
+def owners(box_bytes: Sequence[Mapping[Place, int]]) -> dict[Place, int]:
+    """Return the writing rank of each box, balanced by bytes.
 
     Args:
-        held: Bytes of every box, per rank.
+        box_bytes: Bytes of every box, per rank.
     """
-    holders: dict[Place, list[int]] = {}
-    for rank, boxes in enumerate(held):
+    candidates: dict[Place, list[int]] = {}
+    for rank, boxes in enumerate(box_bytes):
         for box in boxes:
-            holders.setdefault(box, []).append(rank)
-    filled, result = [0] * len(held), {}
-    # What only one rank holds comes first; of the rest the largest.
-    order = sorted(holders, key=lambda b: (len(holders[b]) > 1, -held[holders[b][0]][b], b))
+            candidates.setdefault(box, []).append(rank)
+    filled, result = [0] * len(box_bytes), {}
+    # Boxes of a single rank first, then replicated boxes by decreasing size.
+    order = sorted(
+        candidates, key=lambda b: (len(candidates[b]) > 1, -box_bytes[candidates[b][0]][b], b)
+    )
     for box in order:
-        rank = min(holders[box], key=lambda r: filled[r])
+        rank = min(candidates[box], key=lambda r: filled[r])
         result[box] = rank
-        filled[rank] += held[rank][box]
+        filled[rank] += box_bytes[rank][box]
     return result
 
 
-def write_pieces(path: Path, parts: Sequence[HeldBox]) -> list[tuple[str, Piece]]:
-    """Write a safetensors file, flushed to the disk; name of the tensor and place of each piece."""
-    # Elements of more bytes first, so that each piece is aligned.
+def write_pieces(path: Path, parts: Sequence[LocalBox]) -> list[tuple[str, Piece]]:
+    """Write a safetensors file, flushed to the disk, and return tensor name and position of each piece."""
+    # Larger element sizes first, so that each piece is aligned.
     parts = sorted(parts, key=lambda p: (-p.dtype.itemsize, p.box))
     dtypes = [_name(p.dtype) for p in parts]
     first = header(
@@ -134,18 +140,18 @@ def write_pieces(path: Path, parts: Sequence[HeldBox]) -> list[tuple[str, Piece]
             for p, dtype in zip(parts, dtypes, strict=True)
         ]
     )
-    written, at = [], len(first)
+    written, begin = [], len(first)
     with path.open("wb") as file:
         file.write(first)
         for part, dtype in zip(parts, dtypes, strict=True):
             shape = part.shape
-            end = at + piece_bytes(dtype, shape)
+            end = begin + piece_bytes(dtype, shape)
             data = part.read().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
             file.write(data)
             written.append(
-                (part.name, Piece(path.name, part.offset, shape, at, end, checksum(data)))
+                (part.name, Piece(path.name, part.offset, shape, begin, end, checksum(data)))
             )
-            at = end
+            begin = end
         file.flush()
         os.fsync(file.fileno())
     return written

@@ -1,4 +1,4 @@
-"""Work that several ranks do together on files: a failure of one is raised on all, so that none waits for it."""
+"""File operations on several ranks: a failure of one rank is raised on all ranks, so that no rank hangs."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _log = logging.getLogger(__name__)
 
 
 class RankGroup:
-    """The ranks of a process group; a single one where there is none.
+    """Ranks of a process group, or a single process without one.
 
     Args:
-        work: What they write, for errors: `checkpoint`.
-        place: Where they write it.
-        own_group: With a process group of their own, so that a thread may call them beside training: collectives of
-            one group need one order.
+        work: Output of the ranks, for errors: `checkpoint`.
+        place: Path of the output.
+        own_group: Create a separate process group, so that a thread may use it during training: collectives of one
+            group need a single order.
     """
 
     def __init__(self, work: str, place: Path, *, own_group: bool = False) -> None:
@@ -35,39 +35,39 @@ class RankGroup:
         self.group = dist.new_group(backend="gloo") if self.several and own_group else None
 
     def close(self) -> None:
-        """Give back the group of its own; it does nothing afterwards."""
+        """Release the separate group, if any."""
         if self.group is not None:
             dist.destroy_process_group(self.group)
             self.group = None
 
     def everywhere(self, action: Callable[[], T]) -> list[T]:
-        """Call `action` on every rank; the results of all ranks, or the first failure on all ranks."""
+        """Call `action` on every rank and return the results of all ranks, or raise the first failure on all ranks."""
         try:
-            mine: tuple[Any, Exception | None] = action(), None
+            outcome: tuple[Any, Exception | None] = action(), None
         except Exception as error:
             _log.debug("failed on rank %d", self.rank, exc_info=True)
-            mine = None, self._coded(error)
-        everyone = [mine]
+            outcome = None, self._coded(error)
+        gathered = [outcome]
         if self.several:
-            everyone *= self.size
-            dist.all_gather_object(everyone, mine, group=self.group)
-        for _, failure in everyone:
+            gathered *= self.size
+            dist.all_gather_object(gathered, outcome, group=self.group)
+        for _, failure in gathered:
             if failure is not None:
                 raise failure
-        return [result for result, _ in everyone]
+        return [result for result, _ in gathered]
 
     def on_rank_0(self, action: Callable[[], T]) -> T:
-        """Call `action` on rank 0; its result, or its failure, on all ranks."""
+        """Call `action` on rank 0 and return its result, or raise its failure, on all ranks."""
         return self.everywhere(lambda: action() if self.rank == 0 else None)[0]  # type: ignore[return-value]
 
     def _coded(self, error: Exception) -> Exception:
-        """An error that all ranks can raise: it pickles, and disk trouble gets its code."""
+        """Return an error that all ranks can raise: it can be pickled, and I/O errors get their code."""
         if isinstance(error, HyperParallelError):
             return error
         if isinstance(error, (OSError, SafetensorError)):
-            why = getattr(error, "strerror", None) or f"{error!s:.200}"
+            reason = getattr(error, "strerror", None) or f"{error!s:.200}"
             return OutputNotWritable(
-                f"the {self._work} cannot be written: {why}",
+                f"the {self._work} cannot be written: {reason}",
                 where=str(getattr(error, "filename", None) or self._place),
                 hint=f"df -h {self._place}",
             )

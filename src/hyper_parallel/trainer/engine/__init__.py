@@ -1,1 +1,1 @@
-"""The torch engine: model, optimizer and step of one rank, their memory and time, and steps by a memory plan."""
+"""Torch engine: model, optimizer and step of one rank, their memory and time, and steps executed by a memory plan."""

@@ -1,7 +1,7 @@
-"""Whether ranks compute the same: all data-parallel ranks repeat one share of a step, and compare checksums.
+"""Check that ranks compute the same: all data-parallel ranks run one rank's microbatches and compare checksums.
 
-The bits of every decoder layer's output and of its gradient go into a checksum, before any sum over ranks mixes them.
-Gradients of weights, which FSDP adds up as they come, are not compared.
+The checksum covers the bits of every decoder layer's output and output gradient, before any reduction over ranks.
+Weight gradients are not compared, as FSDP reduces them during backward.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ def check_ranks(
     """Compare all data-parallel ranks; every rank calls this between steps, with the same microbatches and tokens.
 
     Raises:
-        RanksDisagree: HP625 on all ranks, naming those in the minority, or of two the one that does not repeat itself.
+        RanksDisagree: HP625 on all ranks. It names the ranks in the minority, or of two ranks the one that is not
+            deterministic.
     """
     first = _checksums(model, microbatches, tokens, step)
     groups: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for rank in range(len(first)):
-        at = plan.mesh.coordinate(rank)
-        groups[tuple(at[axis] for axis in ("pp", "cp", "tp_x", "tp_y"))].append(rank)
+        coordinate = plan.mesh.coordinate(rank)
+        groups[tuple(coordinate[axis] for axis in ("pp", "cp", "tp_x", "tp_y"))].append(rank)
     wrong, tied = [], []
     for ranks in groups.values():
         value, votes = Counter(first[rank] for rank in ranks).most_common(1)[0]
@@ -42,15 +43,15 @@ def check_ranks(
             wrong += [rank for rank in ranks if first[rank] != value]
         else:
             tied += ranks
-    how = "the other ranks agree with one another"
+    reason = "the other ranks agree with one another"
     if tied:
-        again = _checksums(model, microbatches, tokens, step)
-        wrong += [rank for rank in tied if again[rank] != first[rank]] or tied
-        how = "a repeat on the same rank differs" if set(wrong) < set(tied) else "no majority"
+        second = _checksums(model, microbatches, tokens, step)
+        wrong += [rank for rank in tied if second[rank] != first[rank]] or tied
+        reason = "a repeat on the same rank differs" if set(wrong) < set(tied) else "no majority"
     if wrong:
         names = ", ".join(map(str, sorted(wrong)))
         raise RanksDisagree(
-            f"rank {names} computed other bits than the other data-parallel ranks from the same microbatch; {how}",
+            f"rank {names} computed other bits than the other data-parallel ranks from the same microbatch; {reason}",
             where=f"step {step}",
             hint="leave out its device, and train again from a checkpoint before this step",
         )
@@ -59,13 +60,13 @@ def check_ranks(
 def _checksums(
     model: nn.Module, microbatches: Sequence[dict[str, Tensor]], tokens: int, step: int
 ) -> list[int]:
-    """Checksum of every rank."""
+    """Return the checksum of every rank."""
     total = torch.zeros((), dtype=torch.int64, device=handle(model).device)
 
     def add(value: object) -> None:
         if isinstance(value, Tensor) and value.is_floating_point():
             bits = local(value.detach()).contiguous().view(_WORDS[value.element_size()])
-            total.mul_(31).add_(bits.to(torch.int64).sum())  # wraps
+            total.mul_(31).add_(bits.to(torch.int64).sum())  # wraps around
 
     def watch(_: nn.Module, __: object, output: object) -> None:
         for value in tree_leaves(output):
@@ -76,7 +77,7 @@ def _checksums(
     names = set(getattr(model, "_no_split_modules", None) or ())
     layers = [m for m in model.modules() if type(m).__name__ in names or m is model]
     hooks = [layer.register_forward_hook(watch) for layer in layers]
-    torch.manual_seed(step)  # the same masks of dropout on all
+    torch.manual_seed(step)  # equal dropout masks on all ranks
     try:
         forward_backward(model, microbatches, tokens)
     finally:
@@ -84,7 +85,7 @@ def _checksums(
             hook.remove()
     model.zero_grad(set_to_none=True)
     attached = handle(model)
-    if attached.experts is not None:  # what they were given here is no part of a step
+    if attached.experts is not None:  # the counts of this check are not part of a step
         attached.experts.layers.update({name: LayerRouting() for name in attached.experts.layers})
     if attached.balance is not None:
         attached.balance.mean()
@@ -92,5 +93,5 @@ def _checksums(
     values[attached.ranks.rank] = total
     if len(values) > 1:
         dist.all_reduce(values)
-    found: list[int] = values.tolist()
-    return found
+    checksums: list[int] = values.tolist()
+    return checksums

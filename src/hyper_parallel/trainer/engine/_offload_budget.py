@@ -1,4 +1,4 @@
-"""Device budgets that are too small: found as early as possible, refused on all ranks with one that suffices."""
+"""Rejection of device budgets that are too small, as early as possible and on all ranks, with a sufficient budget."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hyper_parallel.units import format_bytes
 
 
 def largest_update_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Return a lower bound of what one optimizer operator works on: a parameter, its gradient and moments."""
+    """Return a lower bound of the working set of one optimizer operator: a parameter, its gradient and moments."""
     trained = [local(p).nbytes for p in model.parameters() if p.requires_grad]
     moments = 2 if isinstance(optimizer, torch.optim.Adam) else 0
     return max(trained, default=0) * (2 + moments)
@@ -32,31 +32,31 @@ def plan_or_refuse(
     """Plan the recorded step on all ranks; every rank must call.
 
     Args:
-        make_plan: Makes this rank's plan for a budget.
-        budget_bytes: The recipe's budget; None: the goal is another one.
-        least_bytes: What this rank is known to need at once while a step runs without a plan.
-        program: The recorded step.
-        machine: What it is planned for.
+        make_plan: Returns this rank's plan for a budget.
+        budget_bytes: Budget of the recipe; None: the goal is a slowdown.
+        least_bytes: Known minimum of this rank for a step without a plan.
+        program: Recorded step.
+        machine: Machine to plan for.
 
     Raises:
-        BudgetImpossible: HP402. When the steps before the plan have shown that the budget of a rank does not suffice,
-            their least bytes are planned for, so that the budget in the hint has a plan.
+        BudgetImpossible: HP402. If steps without a plan need more than the budget on some rank, their minimum is
+            planned for, so that the budget in the hint has a plan.
     """
     least_bytes = max(gather_objects(least_bytes))
-    tried = budget_bytes if budget_bytes is None else max(budget_bytes, least_bytes)
+    planned_bytes = budget_bytes if budget_bytes is None else max(budget_bytes, least_bytes)
     try:
-        plan = agree_on_plan(lambda: make_plan(tried), program, machine, tried)
+        plan = agree_on_plan(lambda: make_plan(planned_bytes), program, machine, planned_bytes)
     except BudgetImpossible as error:
-        if tried == budget_bytes:
+        if planned_bytes == budget_bytes:
             raise
         least_bytes = error.least_bytes
-    if budget_bytes is not None and tried != budget_bytes:
+    if budget_bytes is not None and planned_bytes != budget_bytes:
         raise _too_small(budget_bytes, least_bytes, "a step without a plan")
     return plan
 
 
 def refuse_above(budget_bytes: int | None, peak_bytes: int, what: str) -> None:
-    """Refuse on all ranks what takes more of the device of one than its budget; every rank must call.
+    """Raise on all ranks if the peak of any rank exceeds its budget; every rank must call.
 
     Raises:
         BudgetImpossible: HP402 with the bytes of the fullest rank.
@@ -67,7 +67,7 @@ def refuse_above(budget_bytes: int | None, peak_bytes: int, what: str) -> None:
 
 
 def _too_small(budget_bytes: int, least_bytes: int, what: str) -> BudgetImpossible:
-    """Return the error of a device budget that is too small, with one that is not."""
+    """Return the error for a device budget that is too small, with a sufficient budget."""
     error = BudgetImpossible(
         f"{what} does not fit {format_bytes(budget_bytes)}",
         where="offload.budget",

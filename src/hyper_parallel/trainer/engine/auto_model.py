@@ -1,4 +1,4 @@
-"""Which class of transformers makes the model of a config."""
+"""Construction of the transformers model of a config."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ def model_from_config(
     scores: bool = False,
     device: str = "meta",
 ) -> nn.Module:
-    """Return the model of a config, as transformers makes it.
+    """Return the model of a config, built by transformers.
 
     Args:
         file: The config.
-        dtype: Format of the parameters.
+        dtype: Dtype of the parameters.
         attention: Attention implementation; None: the default of transformers.
-        trusted: Code that lies beside the config may run, for a type that transformers does not have.
-        scores: Make a sequence classifier of one label that scores every token, in place of a language model.
+        trusted: Whether code in the config's directory may run, for a type unknown to transformers.
+        scores: Build a sequence classifier of one label that scores every token, instead of a language model.
         device: `meta`, or `cpu` for a model with random weights.
 
     Raises:
-        ModelUnreadable: HP305 when transformers makes no such model of the config.
+        ModelUnreadable: HP305 when transformers cannot build such a model of the config.
     """
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -57,27 +57,29 @@ def model_from_config(
     try:
         if trusted:
             stored = AutoConfig.from_pretrained(str(file.directory), trust_remote_code=True)
-            config = type(stored).from_dict(dict(file.values))  # a small copy has other sizes
+            config = type(stored).from_dict(dict(file.values))  # a reduced copy has smaller sizes
             config.name_or_path = stored.name_or_path
         else:
             config = AutoConfig.for_model(**file.values)
         if scores:
             config.num_labels = 1
         with torch.device(device):
-            given = {"dtype": dtype, "attn_implementation": attention}
+            options = {"dtype": dtype, "attn_implementation": attention}
             model: nn.Module = (
-                auto.from_config(config, trust_remote_code=trusted, **given)
+                auto.from_config(config, trust_remote_code=trusted, **options)
                 if hasattr(auto, "from_config")
-                else auto._from_config(config, **given)
+                else auto._from_config(config, **options)
             )
     except Exception as error:
-        # transformers raises many classes here: for keys, for attention it does not have, for no such model.
-        of_attention = attention not in (None, "eager") and "attn_implementation" in str(error)
+        # transformers raises many classes here: for keys, unknown attention or an unsupported model.
+        is_attention_error = attention not in (None, "eager") and "attn_implementation" in str(
+            error
+        )
         raise ModelUnreadable(
             f"transformers makes no {kind} of this `{family}` config",
             where=file.where,
             got=(str(error).splitlines() or [type(error).__name__])[0][:200],
-            hint="set `model.attn_implementation=eager`" if of_attention else None,
+            hint="set `model.attn_implementation=eager`" if is_attention_error else None,
         ) from error
     if scores:
         score_every_token(model)
@@ -85,9 +87,9 @@ def model_from_config(
 
 
 def class_of_config(file: ConfigFile) -> Any:
-    """Return the class of transformers that makes a language model of a config: of text, else of images and text.
+    """Return the transformers class for a language model of a config: of text, else of images and text.
 
-    Some types are parts of others: their class is the one that the config names, if another type's config makes it too.
+    Some types are parts of other types. Their class is the one named in the config, if it has the same type.
 
     Raises:
         ModelUnreadable: HP305 when transformers has no language model of this type.
@@ -98,16 +100,16 @@ def class_of_config(file: ConfigFile) -> Any:
     family: str = file.values["model_type"]
     if family in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         return transformers.AutoModelForCausalLM
-    paired = family in auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
-    if family in auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES and not paired:
+    is_encoder_decoder = family in auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
+    if family in auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES and not is_encoder_decoder:
         return transformers.AutoModelForImageTextToText
     name = (file.values.get("architectures") or [""])[0]
     if name in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
-        named = getattr(transformers, name)
-        if named.config_class.model_type == family:
-            return named
+        cls = getattr(transformers, name)
+        if cls.config_class.model_type == family:
+            return cls
     raise ModelUnreadable(
-        f"`{family}` is {'an encoder-decoder' if paired else 'no language'} model",
+        f"`{family}` is {'an encoder-decoder' if is_encoder_decoder else 'no language'} model",
         where=f"{file.where}: model_type",
         got=family,
         allowed="causal language models, and models of images and text",

@@ -1,4 +1,4 @@
-"""Load the pretrained weights of a run, and identify those that its checkpoints and adapters do not hold."""
+"""Loading of pretrained weights, and identity of base weights that are absent from checkpoints and adapters."""
 
 from __future__ import annotations
 
@@ -24,43 +24,45 @@ METADATA: Final = "base_weights"
 
 @dataclass(frozen=True, slots=True)
 class BaseWeights:
-    """Identity of weights that adapters were trained on.
+    """Identity of the weights that adapters were trained on.
 
     Attributes:
-        checksum: Joint checksum of the tensors, on any layout.
-        names: Of the stored tensors that the model reads.
+        checksum: Joint checksum of the tensors, independent of the layout.
+        names: Names of the stored tensors that the model reads.
     """
 
     checksum: str
     names: tuple[str, ...]
 
     def to_metadata(self) -> dict[str, str]:
-        """Return it as metadata of a safetensors file."""
+        """Return the identity as metadata of a safetensors file."""
         return {METADATA: json.dumps({"checksum": self.checksum, "names": self.names})}
 
 
 def load_base(
     model: nn.Module, directory: Path, *, frozen: bool, **options: Any
 ) -> BaseWeights | None:
-    """Fill a model; return the identity of what all ranks have read, None where the weights are trained.
+    """Load weights into a model and return their identity over all ranks; None if the weights are trained.
 
     Args:
-        model: Passed through `parallelize`, or plain.
-        directory: Of the weights.
-        frozen: Checkpoints hold adapters alone.
+        model: Model, passed through `parallelize` or not.
+        directory: Directory of the weights.
+        frozen: Whether checkpoints contain only adapters.
         options: Further arguments of `load_pretrained`.
     """
     report = load_pretrained(model, directory, checksums=frozen, **options)
     if not frozen:
         return None
-    everyone = RankGroup("base weights", directory).everywhere(lambda: report.checksums)
-    parts = list(itertools.chain.from_iterable(everyone))
+    gathered = RankGroup("base weights", directory).everywhere(lambda: report.checksums)
+    parts = list(itertools.chain.from_iterable(gathered))
     checksum = joint_checksum(parts, lambda name: WeightFiles(directory).read(name))
     return BaseWeights(checksum, tuple(sorted({part.name for part in parts})))
 
 
 def check_base(adapter: Path, base: Path) -> None:
-    """Refuse weights that are not those an exported adapter was trained on; one of another program does not say.
+    """Raise for weights other than those an exported adapter was trained on.
+
+    Adapters of other programs without this identity pass.
 
     Args:
         adapter: Weight file of the adapter.

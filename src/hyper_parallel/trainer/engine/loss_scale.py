@@ -1,4 +1,4 @@
-"""The loss scale of float16: small gradients survive the format because they are those of a multiple of the loss."""
+"""Dynamic loss scaling for float16: gradients of a multiple of the loss do not underflow."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ GROWTH_STEPS: Final = 2000
 
 @dataclass
 class LossScale:
-    """A scale that halves when gradients overflow, and doubles after many steps without; always a power of two.
+    """Scale that halves when gradients overflow, and doubles after many steps without overflow; always a power of two.
 
     Source: dynamic loss scaling, Micikevicius et al., arXiv:1710.03740; constants of torch.amp.GradScaler.
 
     Attributes:
-        value: The scale of the next step.
-        good_steps: Steps since it changed.
+        value: Scale of the next step.
+        good_steps: Steps since the last change.
     """
 
     value: float = 65536.0
     good_steps: int = 0
 
     def after(self, finite: bool) -> None:
-        """Take note of a step: whether its loss and its gradients were finite."""
+        """Update the scale after a step with finite or non-finite loss and gradients."""
         self.good_steps = self.good_steps + 1 if finite else 0
         if not finite:
             self.value /= 2

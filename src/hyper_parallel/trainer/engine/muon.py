@@ -1,4 +1,4 @@
-"""Muon for linear weights, alone or stacked in one parameter, and AdamW for everything else."""
+"""Muon for linear weights, single or stacked in one parameter, and AdamW for all other parameters."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from hyper_parallel.backends.torch.parameter_roles import ParameterKind, Paramet
 from hyper_parallel.backends.torch.weights.shard_ranges import local
 
 MATRICES: Final = "num_matrices"
-"""Key of a group: linear weights in each of its parameters, for Muon; 0: AdamW."""
+"""Key of a group: number of linear weights in each of its parameters, for Muon; 0: AdamW."""
 _MOMENTUM: Final = "momentum_buffer"
 
 
 def muon_groups(
     groups: list[dict[str, Any]], roles: dict[nn.Parameter, ParameterRole]
 ) -> list[dict[str, Any]]:
-    """Split every group by how many linear weights Muon sees in a parameter; 0 for those that AdamW updates."""
-    found = []
+    """Return the groups split by the number of linear weights per parameter; 0 for parameters of AdamW."""
+    result = []
     for group in groups:
         counts = {p: roles[p].num_matrices for p in group["params"]}
         for count in sorted({*counts.values()}, reverse=True):
             params = [p for p in group["params"] if counts[p] == count]
-            found.append({**group, "params": params, "muon": count > 0, MATRICES: count})
-    # A pipeline rank may hold nothing that is trained.
-    return found or [{**groups[0], "muon": False, MATRICES: 0}]
+            result.append({**group, "params": params, "muon": count > 0, MATRICES: count})
+    # A pipeline rank may have no trained parameters.
+    return result or [{**groups[0], "muon": False, MATRICES: 0}]
 
 
 def describe_muon(roles: dict[str, ParameterRole]) -> str:
-    """Say how many parameters Muon updates, and which roles are left to AdamW."""
+    """Return a line with the parameters of Muon and the roles of AdamW."""
     stacked = [r for r in roles.values() if r.kind is ParameterKind.STACKED]
     single = sum(r.kind is ParameterKind.LINEAR for r in roles.values())
     rest = {r.kind for r in roles.values()} - {ParameterKind.LINEAR, ParameterKind.STACKED}
@@ -46,13 +46,12 @@ def describe_muon(roles: dict[str, ParameterRole]) -> str:
 class Muon(torch.optim.Optimizer):
     """Muon for linear weights, AdamW for the other parameters, with one learning rate.
 
-    Of a parameter that stacks several linear weights, such as all experts of a layer, each is orthogonalised alone.
-
+    Linear weights stacked in one parameter, such as the experts of a layer, are orthogonalised separately.
     Source: Jordan et al. 2024, Muon; updates are scaled to the root mean square of AdamW's as in Liu et al.,
-    arXiv:2502.16982, so that a learning rate of AdamW fits.
+    arXiv:2502.16982, so that learning rates of AdamW apply.
 
     Args:
-        groups: Groups of parameters as of `muon_groups`.
+        groups: Groups of parameters, as returned by `muon_groups`.
         lr: Learning rate.
         betas: Moments of AdamW.
         eps: Epsilon of AdamW.
@@ -68,7 +67,7 @@ class Muon(torch.optim.Optimizer):
         **options: Any,
     ) -> None:
         options = {"adjust_lr_fn": "match_rms_adamw", **options}
-        # The options of both, checked by them: they update the parameters that `step` gives them.
+        # Both validate their options here; `step` sets the parameters that they update.
         unused = nn.Parameter(torch.empty(1, 1))
         self._muon = torch.optim.Muon([unused], lr=lr, **options)
         self._adamw = torch.optim.AdamW([unused], lr=lr, betas=betas, eps=eps)
@@ -76,7 +75,7 @@ class Muon(torch.optim.Optimizer):
         super().__init__([{**defaults[g["muon"]], **g} for g in groups], {"lr": lr})
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update all parameters, by the groups and the state that this optimizer has now."""
+        """Update all parameters with the current groups and state of this optimizer."""
         loss = None if closure is None else closure()
         self._adamw.param_groups = [g for g in self.param_groups if not g["muon"]]
         self._adamw.state = self.state
@@ -90,7 +89,7 @@ class Muon(torch.optim.Optimizer):
         return loss
 
     def _matrices(self, parameter: nn.Parameter, group: dict[str, Any]) -> Iterator[nn.Parameter]:
-        """Yield every linear weight of a parameter as one of its own, with views of gradient and momentum."""
+        """Yield every linear weight of a parameter as a separate parameter, with views of gradient and momentum."""
         if parameter.grad is None:
             return
         state = self.state[parameter]
@@ -106,5 +105,5 @@ class Muon(torch.optim.Optimizer):
 
 
 def _split_rows(tensor: Tensor, count: int) -> tuple[Tensor, ...]:
-    """[count, ...] or [count * rows, columns] as `count` matrices."""
+    """Return [count, ...] or [count * rows, columns] as `count` matrices."""
     return tensor.view(count, -1, tensor.shape[-1]).unbind(0)

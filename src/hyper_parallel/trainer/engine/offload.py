@@ -1,12 +1,12 @@
-"""Training steps by a memory plan: rehearse one step, capture it, plan it, then run the plan.
+"""Training steps by a memory plan: run warm-up steps, capture one, plan it, and execute the plan.
 
-Before the first step two steps are rehearsed on a copy of the state and undone: a plain one, whose results the first
-planned step must repeat bit for bit, and a recorded one on other data, with another learning rate and another number
-of tokens, so that a value that should have been a tensor cannot pass unnoticed. Nothing is lost when no plan fits.
+Before the first step, two warm-up steps run on a copy of the state and are rolled back. The eager one provides the
+results that the first planned step must repeat bit for bit. The recorded one uses other data, another learning rate and
+another token count, so that values that should be tensors are detected. The state is unchanged if no plan fits.
 
-From then on the device of the plan (an accelerator, on a CPU a simulated one) owns parameters and optimizer state.
-Checkpoints and the export read them where they have their home. What runs without a plan (the start, rehearsals,
-evaluations) has on the device what it uses, within the same budget: a `LruSpillMode` brings the rest from host memory.
+From then on, the device of the plan (an accelerator; on a CPU a simulated one) owns parameters and optimizer state.
+Checkpoints and exports read them on their home tier. Work without a plan (start, warm-up, evaluations) fetches its
+tensors from host memory within the same budget by a `LruSpillMode`.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ from hyper_parallel.trainer.engine._offload_record import (
     updates_line,
 )
 from hyper_parallel.trainer.engine.offload_machine import (
-    Assumed,
+    OffloadMachine,
     measured_machine,
 )
 from hyper_parallel.trainer.engine.optimizer import set_lr
@@ -70,11 +70,11 @@ if TYPE_CHECKING:
     from hyper_parallel.trainer.data import Batches, StreamBatches
 
 DRIFT: Final = 0.02
-"""Share of a step that waits may take beyond the plan before it is planned again."""
+"""Maximum excess of waits over the plan, as a share of the step, before planning again."""
 EXCESS: Final = 0.02
-"""Share by which a step may take more device memory than predicted before the log says so."""
+"""Maximum relative excess of device memory over the prediction before a log line."""
 REPLANS: Final = 3
-"""Most new plans of a run: measured bandwidths differ a little in every step, and planning takes seconds."""
+"""Maximum number of new plans in a run: measured bandwidths vary in every step, and planning takes seconds."""
 _PHASES: Final = {
     "forward": "forward",
     "backward": "backward",
@@ -82,29 +82,29 @@ _PHASES: Final = {
     "optimizer": "optimizer",
     "routing": "optimizer",
 }
-"""Phase of the program that a piece of the step begins; other pieces are part of the phase they are in."""
+"""Phase of the program started by a span of the step; other spans belong to the current phase."""
 
 
 class PlannedSteps:
-    """Runs the steps of one rank by a memory plan.
+    """Executor of one rank's steps by a memory plan.
 
     Args:
-        loop: What the steps do.
+        loop: Step implementation.
         assumed: Machine and goal.
-        flash: Directory of this rank's files, which is made here, or None.
+        flash: Directory for this rank's files, created here; None: no flash tier.
         say: Prints a line on rank 0.
-        spill: Has the bytes of model and optimizer until they are planned.
+        spill: Owner of the bytes of model and optimizer until there is a plan.
 
     Attributes:
-        plan: The memory plan that runs now.
-        notes: What the plan of the run should say about it.
-        timelines: Predicted and measured timeline of the first planned step, then of the first after a new plan.
+        plan: Current memory plan.
+        notes: Notes on the memory plan for the plan of the run.
+        timelines: Predicted and measured timeline of the first planned step, later of the first step of a new plan.
     """
 
     def __init__(
         self,
         loop: Loop,
-        assumed: Assumed,
+        assumed: OffloadMachine,
         flash: Path | None,
         say: Callable[[str], None],
         spill: LruSpillMode,
@@ -112,8 +112,8 @@ class PlannedSteps:
         self._loop, self._model, self._optimizer = loop, loop.model, loop.optimizer
         self._assumed, self._flash, self._say = assumed, flash, say
         self._machine = assumed.planned
-        self._where = handle(loop.model).device
-        self._on_cpu = self._where.type == "cpu"
+        self._torch_device = handle(loop.model).device
+        self._on_cpu = self._torch_device.type == "cpu"
         self._budget, self._spill = assumed.budget_bytes, spill
         spill.owned = partial(gathered_parameters, handle(loop.model).fsdp)
         self.notes: tuple[str, ...] = ()
@@ -125,15 +125,15 @@ class PlannedSteps:
     # -- before the first step -----------------------------------------------------------------
 
     def prepare(self, first: StepInputs, second: StepInputs) -> None:
-        """Rehearse the first step, capture one on the second's data, plan it, and hand the state to the device.
+        """Run the first step eagerly, capture one on the second's data, plan it, and transfer the state to the device.
 
         Args:
-            first: The step that comes next; its plain results are kept to be compared with.
-            second: Any other step of the same shape.
+            first: Inputs of the next step; its eager results are the reference of the first planned step.
+            second: Inputs of any other step of the same shape.
 
         Raises:
             CaptureUnsupported: HP511 for a step that cannot be repeated faithfully.
-            BudgetImpossible: HP402 with the least budget that every rank could keep.
+            BudgetImpossible: HP402 with the smallest budget that fits every rank.
             TierFull: HP403.
         """
         choice = self._assumed.choice
@@ -142,65 +142,69 @@ class PlannedSteps:
         for line in self._assumed.notes:
             self._note(line)
         self._spill.require(largest_update_bytes(self._model, self._optimizer))
-        plain, empty = self._rehearsed(first)
-        # Kernels of an accelerator may add in another order every time.
-        self._expected = PlainStep(plain, None if self._on_cpu else self._rehearsed(first)[0])
+        plain, empty = self._run_and_roll_back(first)
+        # Kernels of an accelerator may reduce in a different order every time.
+        self._expected = PlainStep(
+            plain, None if self._on_cpu else self._run_and_roll_back(first)[0]
+        )
         if spread := self._expected.spread:
             self._say(
-                f"offload: two plain steps differ by {spread['loss']:.1e} in the loss, because some kernels are not "
+                f"offload: two eager steps differ by {spread['loss']:.1e} in the loss, because some kernels are not "
                 "deterministic; every tensor of the first planned step is compared with ten times its difference, not "
                 "bit for bit (training.deterministic=true)"
             )
-        with self._undone():
+        with self._rollback():
             self._captured = self._capture(second, empty)
         self._program = self._assumed.annotate(self._captured.program)
-        # On an accelerator the allocator decides what suffices.
+        # On an accelerator the allocator determines the minimum.
         least = self._spill.least_bytes if self._on_cpu else 0
-        self.plan = plan_or_refuse(self._planned, self._budget, least, self._program, self._machine)
+        self.plan = plan_or_refuse(
+            self._make_plan, self._budget, least, self._program, self._machine
+        )
         if choice.update_on_host:
             self._say(updates_line(self.plan, bitwise=self._on_cpu))
-        self._count("the rehearsal of a step")
-        self._open()
+        self._record_outside_peak("a warm-up step")
+        self._open_device()
         self._say(offload_line(self.plan))
 
     def _note(self, line: str) -> None:
         self.notes += (line,)
         self._say(line)
 
-    def _rehearsed(self, inputs: StepInputs) -> tuple[StepOutcome, list[Any]]:
-        """What a plain step gives, and the storages that it leaves empty; everything is undone."""
-        with self._undone():
+    def _run_and_roll_back(self, inputs: StepInputs) -> tuple[StepOutcome, list[Any]]:
+        """Return the results of an eager step and the storages that it leaves empty; its changes are rolled back."""
+        with self._rollback():
             with self._spill:
                 outputs = self._loop.planned_step(inputs)
             outputs = tree_map_only(Tensor, self._spill.at_home, outputs)
             state = {name: self._spill.at_home(t) for name, t in self._state().items()}
             return StepOutcome.of(outputs, state), self._spill.emptied
 
-    def _count(self, what: str) -> None:
-        """Take note of what the device has given outside of planned steps; HP402 when `what` is above the budget."""
+    def _record_outside_peak(self, activity: str) -> None:
+        """Record the peak of device memory outside of planned steps; HP402 if `activity` exceeded the budget."""
         most = self._spill.peak_bytes
         if not self._on_cpu:
-            most = torch.accelerator.max_memory_allocated(self._where)
+            most = torch.accelerator.max_memory_allocated(self._torch_device)
         self._outside_bytes = max(self._outside_bytes, most)
-        refuse_above(self._budget, self._spill.peak_bytes, what)
+        refuse_above(self._budget, self._spill.peak_bytes, activity)
 
     @contextmanager
-    def _undone(self) -> Iterator[None]:
-        """Put everything that a step changes back where it was."""
+    def _rollback(self) -> Iterator[None]:
+        """Roll back all changes of a step at the end of the context."""
         self._reshard()
-        # In host memory: the device may have no room for a second copy.
+        # In host memory, as the device may lack memory for a second copy.
         home = self._spill.at_home
         before = {name: home(t).to("cpu", copy=True) for name, t in self._state().items()}
-        fresh = not self._optimizer.state
-        devices = [] if self._on_cpu else [self._where]
-        with torch.random.fork_rng(devices, device_type=self._where.type):
+        is_new = not self._optimizer.state
+        devices = [] if self._on_cpu else [self._torch_device]
+        with torch.random.fork_rng(devices, device_type=self._torch_device.type):
             yield
         with torch.no_grad():
-            # By name: the first forward pass gives uneven shards of FSDP new local tensors, with room for padding.
-            now = self._state()
+            # By name: the first forward pass replaces the local tensors of uneven FSDP shards by padded ones.
+            current = self._state()
             for name, value in before.items():
-                home(now[name], write=True).copy_(value)
-            if fresh:  # AdamW begins with zeros in every slot
+                home(current[name], write=True).copy_(value)
+            if is_new:  # AdamW starts with zeros in every slot
                 for tensor, _ in optimizer_state(self._model, self._optimizer).values():
                     home(tensor, write=True).zero_()
         self._reshard()
@@ -210,9 +214,11 @@ class PlannedSteps:
             module.reshard()
 
     def _capture(self, inputs: StepInputs, empty: list[Any]) -> Captured:
-        # Other values than any step will have: one that was taken for a constant shows in the first planned step.
-        other = StepInputs(inputs.microbatches, inputs.valid_tokens + 1, inputs.lr / 2).as_tensors()
-        tensors = other.named()
+        # Values unlike any step's: a value captured as a constant fails the comparison of the first planned step.
+        changed = StepInputs(
+            inputs.microbatches, inputs.valid_tokens + 1, inputs.lr / 2
+        ).as_tensors()
+        tensors = changed.named()
         named: dict[str, Any] = {
             **{name: (tensor, "input") for name, tensor in tensors.items()},
             **model_state(self._model),
@@ -224,13 +230,13 @@ class PlannedSteps:
 
         def begin(piece: str) -> None:
             recorder.part = _PHASES.get(piece, recorder.part)
-            if piece == "gradient norm":  # backward is over: what it left are the gradients
+            if piece == "gradient norm":  # backward has finished, so all gradients exist
                 for parameter in self._model.parameters():
                     if parameter.grad is not None:
                         recorder.mark(local(parameter.grad), "gradient")
 
         with recorder, self._spill:
-            result = replace(self._loop, recorder=PhaseSpans(begin)).planned_step(other)
+            result = replace(self._loop, recorder=PhaseSpans(begin)).planned_step(changed)
         captured: Captured = recorder.captured(
             result, tensors, f"{type(self._model).__name__} train"
         )
@@ -238,7 +244,7 @@ class PlannedSteps:
         _refuse_hidden_state(captured, set(named))
         return captured
 
-    def _planned(self, budget_bytes: int | None) -> MemoryPlan:
+    def _make_plan(self, budget_bytes: int | None) -> MemoryPlan:
         choice = self._assumed.choice
         return plan_memory_cached(
             self._program,
@@ -250,7 +256,7 @@ class PlannedSteps:
             reorder=choice.reorder,
         )
 
-    def _open(self) -> None:
+    def _open_device(self) -> None:
         self._device = PlannedDevice(
             self._captured,
             self.plan,
@@ -260,7 +266,7 @@ class PlannedSteps:
             expected=self._expected,
             spill=self._spill,
         )
-        self._spill.bring_back()  # what is no state
+        self._spill.bring_back()  # tensors that are not state
         self._expected = None
         self._traced = False
 
@@ -271,12 +277,13 @@ class PlannedSteps:
     # -- steps ---------------------------------------------------------------------------------
 
     def step(self, step: int, batches: Batches | StreamBatches, lr: float) -> StepResult:
-        """Run one planned step, as `Loop.step` runs a plain one; plan again when its waits are not as planned.
+        """Run one planned step, the counterpart of `Loop.step`; plan again when its waits exceed the plan.
 
         Raises:
             LossNotFinite: HP604; updates may have run before the norm was known.
-            StepChanged: HP512 when the plan does not repeat the plain step.
-            TransferFailed: HP513. TierFull: HP403.
+            StepChanged: HP512 when the plan does not repeat the eager step.
+            TransferFailed: HP513.
+            TierFull: HP403.
         """
         start = time.perf_counter()
         loop = self._loop
@@ -286,7 +293,7 @@ class PlannedSteps:
         with loop.recorder.span("planned step", "compute"):
             (loss_sum, grad_norm, routing), measured = self._run(inputs)
         with loop.recorder.span("loss", "communication"):
-            shared = loop.share(loss_sum, measured.device_bytes, grad_norm)
+            shared = loop.reduce_step_log(loss_sum, measured.device_bytes, grad_norm)
         read = loop.read(shared, step, "the run ends here")
         loop.recorder.memory([("memory", time.perf_counter(), measured.device_bytes)])
         record = self._record(measured).over_ranks()
@@ -300,7 +307,7 @@ class PlannedSteps:
         return read.result(int(inputs.valid_tokens), seconds, statistics(routing), asdict(record))
 
     def _run(self, inputs: StepInputs) -> tuple[Any, Measured]:
-        set_lr(self._optimizer, inputs.lr)  # not used by the program, but saved in checkpoints
+        set_lr(self._optimizer, inputs.lr)  # unused by the program, but saved in checkpoints
         outputs, measured = self._device.step(inputs.as_tensors().named(), trace=not self._traced)
         if measured.timeline is not None:
             both = (predicted_timeline(self.plan, self._machine), measured.timeline)
@@ -309,9 +316,9 @@ class PlannedSteps:
         return outputs, measured
 
     def _record(self, measured: Measured) -> OffloadRecord:
-        """What this rank predicted and measured; plans again when the step waited too long."""
+        """Return this rank's predictions and measurements; plan again when the step waited too long."""
         plan, clock = self.plan, clocked(self.plan.program, self._machine, self.plan.actions)
-        # Not what lives inside the arena: that is added up by the plan's own actions.
+        # Not the live bytes of the arena, which are computed from the plan's actions.
         peaks = [(measured.peak_bytes[tier], plan.peak_bytes[tier]) for tier in ("dram", "flash")]
         peaks += [
             (measured.device_bytes, plan.device_bytes),
@@ -329,13 +336,13 @@ class PlannedSteps:
             pred_wait_s=clock.wait_s,
             join_s=measured.join_s,
             pred_join_s=clock.join_s,
-            replanned=self._replanned(measured, clock.wait_s),
+            replanned=self._replan(measured, clock.wait_s),
         )
 
-    def _replanned(self, measured: Measured, planned_s: float) -> bool:
-        """Plan again with the measured bandwidth when the step waits longer than planned.
+    def _replan(self, measured: Measured, planned_s: float) -> bool:
+        """Plan again with the measured bandwidth when the step waits longer than planned; return whether it did.
 
-        Only waits count: how long operators take on a real device is not what a plan for copies can change.
+        Only waits count: a plan for copies cannot change the duration of operators on a real device.
         """
         if self._replans == REPLANS or measured.wait_s - planned_s <= DRIFT * measured.seconds:
             return False
@@ -345,34 +352,32 @@ class PlannedSteps:
         self._machine: MemoryMachine = machine
         self._replans += 1
         try:
-            plan = self._planned(self._budget)
+            plan = self._make_plan(self._budget)
         except HyperParallelError as error:
-            self._say(
-                f"offload: waits are longer than planned, and no other plan fits: {error.what}"
-            )
+            self._say(f"offload: waits are longer than planned, and no new plan fits: {error.what}")
             return False
-        before = self._device
-        before.state.lend(self._spill)
+        previous = self._device
+        previous.state.lend(self._spill)
         self.plan = plan
-        self._open()
-        before.state.end()
+        self._open_device()
+        previous.state.end()
         return True
 
     @contextmanager
     def streamed(self) -> Iterator[None]:
-        """Between steps: what operators use of model and optimizer is on the device, within the budget.
+        """Make tensors of model and optimizer resident on use inside the context, within the budget.
 
         Raises:
-            BudgetImpossible: HP402 when that does not suffice.
+            BudgetImpossible: HP402 when the budget does not suffice.
         """
         with self._device.lent(self._spill), self._spill:
             yield
-            self._reshard()  # what an evaluation has gathered
+            self._reshard()  # parameters gathered by an evaluation
         self._spill.bring_back()
-        self._count("an evaluation")
+        self._record_outside_peak("an evaluation")
 
     def at_home(self, tensor: Tensor) -> Tensor:
-        """A tensor of model or optimizer, between steps or after the last one, on its bytes where they are."""
+        """Return a tensor of model or optimizer on its home tier, between steps or after the last one."""
         if self._device.state.arena is None:
             return self._spill.at_home(tensor)
         live = self._device.hardware.gauge.live_bytes
@@ -380,16 +385,16 @@ class PlannedSteps:
         return self._device.state.at_home(tensor)
 
     def finish(self) -> None:
-        """After the last step: the device is free, and the state stays where it is."""
+        """Release the device after the last step; the state stays on its tiers."""
         self._device.state.lend(self._spill)
 
     def close(self) -> None:
-        """Give everything up for good."""
+        """Release all resources."""
         self._device.state.end()
 
 
 def _refuse_hidden_state(captured: Captured, named: set[str]) -> None:
-    """State that nobody named would not be undone after the rehearsal, nor saved in a checkpoint."""
+    """Raise for unregistered state, which the rollback would not restore and checkpoints would not save."""
     storages = captured.program.storages
     for call in captured.program.operators:
         for s in call.writes:

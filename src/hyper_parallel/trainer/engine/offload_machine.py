@@ -1,4 +1,4 @@
-"""The machine that a memory plan assumes and the one that the simulated device is, from recipe and topology."""
+"""Machine assumed by a memory plan and machine of the simulated device, from recipe and topology."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ from hyper_parallel.topology import detect_local, load_topology
 from hyper_parallel.units import format_bytes
 
 MARGIN: Final = 0.04
-"""Share of a device's memory that `budget: auto` leaves to kernels and to the allocator."""
+"""Share of a device's memory that `budget: auto` reserves for kernels and the allocator."""
 NOTICED: Final = 0.02
-"""Share by which a measured bandwidth must differ from the assumed one to be worth another plan."""
+"""Minimum relative difference between measured and assumed bandwidth that justifies a new plan."""
 
 
 @dataclass(frozen=True, slots=True)
-class Assumed:
-    """What offload plans with.
+class OffloadMachine:
+    """Machine and goal of memory planning.
 
     Attributes:
-        choice: The recipe's section.
-        budget_bytes: Device budget of a rank; None when the goal is another one.
-        planned: Machine as planning sees it.
-        actual: Machine whose time the virtual clock keeps.
-        roofline: Seconds of operators.
+        choice: Section `offload` of the recipe.
+        budget_bytes: Device budget of a rank; None when the goal is a slowdown.
+        planned: Machine for planning.
+        actual: Machine of the virtual clock.
+        roofline: Roofline for the seconds of operators.
         link: Latency and bytes/s between ranks, for collectives.
-        notes: How the budget came about.
+        notes: Origin of the budget.
     """
 
     choice: Offload
@@ -51,15 +51,15 @@ class Assumed:
     notes: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, recipe: Recipe, plan: Plan, device: torch.device) -> Assumed:
-        """Read recipe and topology, for a rank's device; `recipe.offload` must be on."""
+    def of(cls, recipe: Recipe, plan: Plan, device: torch.device) -> OffloadMachine:
+        """Return machine and goal from recipe and topology, for a rank's device; `recipe.offload` must be on."""
         ranks, choice = plan.strategy.world_size, recipe.offload
         node = detect_local(ranks) if recipe.topology == "local" else load_topology(recipe.topology)
         dram = choice.dram
         if dram is None and node.host_bytes is not None:
             dram = int(node.host_bytes)
         actual = host_machine(node, dram, choice.flash_dir is not None)
-        # The topology knows no arithmetic rate of the host; updates are bound by its memory.
+        # The topology has no arithmetic rate of the host; updates are bound by its memory bandwidth.
         host = Roofline(math.inf, node.update_bytes_s or actual.store.bytes_s)
         actual = replace(
             actual, flash_bytes=choice.flash, host=host if choice.update_on_host else None
@@ -79,49 +79,49 @@ class Assumed:
         return cls(choice, budget, planned, actual, roofline, link, notes)
 
     def annotate(self, program: MemoryProgram) -> MemoryProgram:
-        """The program with seconds: a roofline for what the device computes, the link for what ranks exchange."""
+        """Return the program with seconds: a roofline for device operators, the link for collectives."""
         return self.roofline.annotate(program, self.link)
 
 
 def resolved_budget(budget_bytes: int, device: torch.device) -> tuple[int, str]:
-    """What `budget: auto` comes to on a device, and a line that says why.
+    """Return the budget that `budget: auto` resolves to on a device, and a line with the reason.
 
     Args:
-        budget_bytes: Memory of a rank's device, as the topology says.
-        device: The rank's device.
+        budget_bytes: Memory of a rank's device in the topology.
+        device: Device of the rank.
 
     Returns:
-        On an accelerator what is free beside everything that no plan owns (contexts, buffers of the collective library,
-        other processes), less a margin for what kernels take for themselves and what the allocator cannot split
-        off. The simulated device of a CPU has nothing else on it.
+        On an accelerator the memory not used outside of the plan (contexts, buffers of the collective library, other
+        processes), minus a margin for kernel workspaces and fragmentation of the allocator. The simulated device of a
+        CPU has no other users.
     """
     if device.type == "cpu":
         text = f"offload: budget auto = {format_bytes(budget_bytes)}, the memory of a rank"
         return budget_bytes, text
     module = torch.get_device_module(device)
     free, total = module.mem_get_info(device)
-    others = int(total - free - module.memory_reserved(device))
-    budget = int((min(budget_bytes, total) - others) * (1 - MARGIN))
+    outside = int(total - free - module.memory_reserved(device))
+    budget = int((min(budget_bytes, total) - outside) * (1 - MARGIN))
     return budget, (
         f"offload: budget auto = {format_bytes(budget)}: {format_bytes(min(budget_bytes, total))} of the device, "
-        f"{format_bytes(others)} held beside the plan, {MARGIN:.0%} of the rest left free"
+        f"{format_bytes(outside)} used outside of the plan, {MARGIN:.0%} of the rest reserved"
     )
 
 
 def check_offload(
     recipe: Recipe, plan: Plan, model: nn.Module, where: Callable[[str], str]
 ) -> None:
-    """Refuse what offload cannot run, before any rank starts.
+    """Raise for models and layouts that offload does not support, before any rank starts.
 
     Args:
-        recipe: What the user asked for.
-        plan: The plan of the run.
-        model: As `build_model` gives it.
+        recipe: The recipe.
+        plan: Plan of the run.
+        model: Model as returned by `build_model`.
         where: Origin of a key of the recipe.
 
     Raises:
         CaptureUnsupported: HP511 for experts whose sizes depend on the data, and for dropout under tensor parallelism
-            between ranks that hold the stream whole.
+            with replicated activations.
     """
     strategy = plan.strategy
     if not recipe.offload.on:
@@ -156,7 +156,7 @@ def check_offload(
 
 
 def measured_machine(machine: MemoryMachine, measured: Measured) -> MemoryMachine:
-    """The machine with the bandwidths that a step has measured."""
+    """Return the machine with the bandwidths measured in a step."""
     changed = {}
     for kind in ("store", "prefetch", "copy_out", "copy_in"):
         channel: Channel | None = getattr(machine, kind)

@@ -1,4 +1,4 @@
-"""The optimizer of a recipe: one of torch's by name, or a class of the user by its dotted path."""
+"""Optimizer of a recipe: a named optimizer, or a user class by its dotted path."""
 
 from __future__ import annotations
 
@@ -31,59 +31,59 @@ from hyper_parallel.trainer.user_code import load_class
 
 logger = logging.getLogger(__name__)
 
-_MATRIX_WISE: Final = (torch.optim.Adafactor, torch.optim.Muon, Muon)
-"""Optimizers that need a whole matrix: what they compute of a shard is something else. Subclasses are as their base."""
+_NEED_FULL_MATRICES: Final = (torch.optim.Adafactor, torch.optim.Muon, Muon)
+"""Optimizers, with subclasses, that need full matrices: their update of a shard differs from the full update."""
 
-_ON_WHOLE_PARTS: Final[dict[type, type]] = {torch.optim.Adafactor: Adafactor}
-"""Class of torch: ours, which works where torch's has no rule for a replicated parameter."""
+_REPLACEMENTS: Final[dict[type, type]] = {torch.optim.Adafactor: Adafactor}
+"""Replacements of torch classes that lack a sharding rule for replicated parameters."""
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Return two groups by role: with weight decay, and without it (norms, biases, state-space parameters, vectors).
 
-    Roles follow module types and logical shapes, so the groups are the same on every layout.
+    Roles depend on module types and logical shapes, so the groups are the same on every layout.
     """
     decayed, undecayed = [], []
-    for name, found in trained_roles(model).items():
-        group = undecayed if found.kind in UNDECAYED else decayed
+    for name, role in trained_roles(model).items():
+        group = undecayed if role.kind in UNDECAYED else decayed
         group.append(model.get_parameter(name))
     groups = [
         {"params": decayed, "weight_decay": weight_decay},
         {"params": undecayed, "weight_decay": 0.0},
     ]
-    # A pipeline rank may hold nothing that is trained.
+    # A pipeline rank may have no trained parameters.
     return [group for group in groups if group["params"]] or groups[:1]
 
 
 def trained_roles(model: nn.Module) -> dict[str, ParameterRole]:
-    """Return the roles of the parameters that are trained, by name."""
+    """Return the roles of the trained parameters, by name."""
     roles = parameter_roles(model)
     return {name: roles[name] for name, p in model.named_parameters() if p.requires_grad}
 
 
 def build_optimizer(model: nn.Module, training: Training) -> torch.optim.Optimizer:
-    """The recipe's optimizer; AdamW with decoupled decay (Loshchilov and Hutter, arXiv:1711.05101) where it names none.
+    """Return the recipe's optimizer; by default AdamW (Loshchilov and Hutter, arXiv:1711.05101).
 
     Adam and AdamW are fused, so that the device decides whether a step is applied.
     """
     name, groups = training.optimizer, parameter_groups(model, training.weight_decay)
-    given: dict[str, Any] = {"lr": training.lr}
+    options: dict[str, Any] = {"lr": training.lr}
     named = NAMED_OPTIMIZERS.get(name)
     if name in ("adamw", "adam", "muon") or (named is not None and named.has_moments):
-        given |= {"betas": training.betas, "eps": training.eps}
+        options |= {"betas": training.betas, "eps": training.eps}
     if name in ("adamw", "adam"):  # torch has no sharding rule for the fused SGD
-        given["fused"] = True
+        options["fused"] = True
     if name == "muon":
         roles = trained_roles(model)
         groups = muon_groups(groups, {model.get_parameter(n): role for n, role in roles.items()})
-    return optimizer_class(name)(groups, **(given | training.optimizer_args))
+    return optimizer_class(name)(groups, **(options | training.optimizer_args))
 
 
 def optimizer_class(name: str, where: str = "training.optimizer") -> Any:
-    """The class of a name or of a dotted path.
+    """Return the class of a name or of a dotted path.
 
     Raises:
-        BadValue: HP102 for a name that is not known.
+        BadValue: HP102 for an unknown name.
         NotImportable: HP109 for a path without an optimizer.
     """
     known = {
@@ -113,29 +113,31 @@ def optimizer_class(name: str, where: str = "training.optimizer") -> Any:
             hint=f"set `training.optimizer={near[0] if near else 'adamw'}`",
         )
     loaded = load_class(name, torch.optim.Optimizer, where)
-    return _ON_WHOLE_PARTS.get(loaded, loaded)
+    return _REPLACEMENTS.get(loaded, loaded)
 
 
 def check_optimizer(
     recipe: Recipe, plan: Plan, where: Callable[[str], str], model: nn.Module
 ) -> None:
-    """Refuse an optimizer that does not exist, does not take its arguments, or cannot do with the layout.
+    """Raise for an optimizer that does not exist, rejects its arguments, or does not support the layout.
 
     For Muon, log which parameters it updates.
 
     Raises:
-        BadValue: HP102, NotImportable: HP109, Contradiction: HP104.
+        BadValue: HP102.
+        NotImportable: HP109.
+        Contradiction: HP104.
     """
     training, s = recipe.training, plan.strategy
     name, key = training.optimizer, where("training.optimizer")
     chosen = optimizer_class(name, key)
     sharding = {"dp_shard": s.dp_shard, "cp": s.cp, "tp": s.tp_x * s.tp_y, "ep": s.ep}
-    cut = [f"{axis}={degree}" for axis, degree in sharding.items() if degree > 1]
-    if issubclass(chosen, _MATRIX_WISE) and cut:
+    sharded_axes = [f"{axis}={degree}" for axis, degree in sharding.items() if degree > 1]
+    if issubclass(chosen, _NEED_FULL_MATRICES) and sharded_axes:
         raise Contradiction(
             f"{name} needs whole matrices, and the layout shards them",
             where=key,
-            got=f"optimizer={name}, {', '.join(cut)}",
+            got=f"optimizer={name}, {', '.join(sharded_axes)}",
             allowed="pp and dp_replicate; or an optimizer that works element by element: adamw, adam, sgd",
             hint="set `training.optimizer=adamw`",
         )
@@ -171,25 +173,26 @@ def check_optimizer(
             lambda layer: build_optimizer(layer, training),
             name,
             key,
-            sharded=bool(cut),
+            sharded=bool(sharded_axes),
             replicated=s.dp_replicate > 1,
         )
 
 
 def check_resumed_state(training: Training, saved_args: dict[str, Any], directory: Path) -> None:
-    """Refuse arguments for which the optimizer cannot continue from the state that it saved with other ones.
+    """Raise for arguments with which the optimizer cannot continue from its saved state.
 
     Args:
-        training: Section `training` of the run that continues.
-        saved_args: `training.optimizer_args` of the run that saved.
+        training: Section `training` of the resumed run.
+        saved_args: `training.optimizer_args` of the run that saved the checkpoint.
         directory: Directory of the checkpoints.
 
     Raises:
         CheckpointMismatch: HP702.
     """
-    before = training.model_copy(update={"optimizer_args": saved_args})
+    saved_training = training.model_copy(update={"optimizer_args": saved_args})
     failure = resumed_failure(
-        lambda layer: build_optimizer(layer, before), lambda layer: build_optimizer(layer, training)
+        lambda layer: build_optimizer(layer, saved_training),
+        lambda layer: build_optimizer(layer, training),
     )
     if failure is not None:
         raise CheckpointMismatch(
@@ -202,19 +205,19 @@ def check_resumed_state(training: Training, saved_args: dict[str, Any], director
 
 
 def recipe_values(optimizer: torch.optim.Optimizer, training: Training) -> tuple[str, ...]:
-    """Return the keys of groups that the recipe decides; others are numbers that the optimizer changes itself."""
+    """Return the keys of groups set by the recipe; other keys are state that the optimizer updates."""
     parameters = inspect.signature(type(optimizer).__init__).parameters
     return ("weight_decay", *parameters, *training.optimizer_args)
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float | Tensor) -> None:
-    """Give every group the learning rate of the coming step."""
+    """Set the learning rate of every group for the next step."""
     for group in optimizer.param_groups:
         group["lr"] = lr
 
 
 class _OnShards(TorchFunctionMode):
-    """Gives the fused kernels local parts: DTensor looks for a layout of every list first, for longer than they run."""
+    """Mode that passes local shards to the fused kernels, as DTensor's layout search for every list takes longer."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -225,10 +228,10 @@ class _OnShards(TorchFunctionMode):
 
 
 def step_unless(optimizer: torch.optim.Optimizer, skip: Tensor | None) -> None:
-    """Update the parameters; where `skip` is true nothing changes, decided on the device without a host read.
+    """Update the parameters unless `skip` is true, decided on the device without a host read.
 
-    Fused optimizers of torch read the attribute `found_inf` (as `torch.amp.GradScaler` sets it) in their kernels. For
-    any other the host reads `skip` before the update.
+    Fused optimizers of torch read the attribute `found_inf` (as set by `torch.amp.GradScaler`) in their kernels. For
+    other optimizers the host reads `skip` before the update.
 
     Args:
         optimizer: The optimizer.

@@ -1,4 +1,4 @@
-"""Optimizers of torch, torchao and bitsandbytes by the names that people use, mostly those of transformers."""
+"""Optimizers of torch, torchao and bitsandbytes by their common names, mostly those of transformers."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from hyper_parallel.errors import MissingDependency
 
 @dataclass(frozen=True, slots=True)
 class NamedOptimizer:
-    """A class of an optimizer.
+    """Class of an optimizer.
 
     Attributes:
-        path: Its dotted path.
-        has_moments: It takes `betas` and `eps` with the meaning of Adam.
+        path: Dotted path of the class.
+        has_moments: Whether it takes `betas` and `eps` as Adam does.
     """
 
     path: str
@@ -23,7 +23,7 @@ class NamedOptimizer:
 
     @property
     def package(self) -> str:
-        """Package that has the class."""
+        """Package of the class."""
         return self.path.partition(".")[0]
 
 
@@ -62,11 +62,11 @@ NAMED_OPTIMIZERS: Final = {
     "sgd_8bit": NamedOptimizer("bitsandbytes.optim.SGD8bit"),
     "lamb": _adam("bitsandbytes.optim.LAMB"),
 }
-"""By name; a package that is not installed is named when the optimizer is chosen."""
+"""Optimizers by name; missing packages are reported when the optimizer is chosen."""
 
 
 def check_package(name: str, where: str) -> None:
-    """Refuse an optimizer whose package is not installed.
+    """Raise for an optimizer whose package is not installed.
 
     Raises:
         MissingDependency: HP501 with the command that installs it.

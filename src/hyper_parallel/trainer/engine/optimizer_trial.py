@@ -1,4 +1,4 @@
-"""One step of a user's optimizer on a small layer, before any rank starts."""
+"""Trial step of a user's optimizer on a small layer, before any rank starts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _Result = TypeVar("_Result")
 _SIZE: Final = 4
 _RANKS: Final = 2
 _TIMEOUT_S: Final = 60.0
-"""Seconds of a trial, which takes milliseconds; code of any optimizer may hang."""
+"""Timeout of a trial, which takes milliseconds; a user optimizer may hang."""
 
 
 def check_trial_step(
@@ -30,16 +30,17 @@ def check_trial_step(
     sharded: bool,
     replicated: bool,
 ) -> None:
-    """Refuse an optimizer whose step fails on parameters as a layout leaves them.
+    """Raise for an optimizer whose step fails on parameters of the run's layout.
 
-    An optimizer whose step fails on a plain layer too may need the accelerator of this machine, and passes.
+    An optimizer that also fails on a plain layer passes on machines with an accelerator, as it may need the
+    accelerator.
 
     Args:
-        build: Makes the optimizer of a module.
-        name: Its name in the recipe.
+        build: Returns the optimizer of a module.
+        name: Name of the optimizer in the recipe.
         where: Origin of the name.
-        sharded: The layout shards parameters.
-        replicated: The layout replicates parameters.
+        sharded: Whether the layout shards parameters.
+        replicated: Whether the layout replicates parameters.
 
     Raises:
         Contradiction: HP104 with the first line of the error.
@@ -48,14 +49,14 @@ def check_trial_step(
     degrees = (_RANKS,) if not replicated else (_RANKS, _RANKS if sharded else 1)
 
     def trial(_: int) -> tuple[str | None, str | None]:
-        """Return the failures on a plain layer and on one that is laid out."""
+        """Return the failures on a plain layer and on a parallelized layer."""
         plain = _failure(build, nn.Linear(_SIZE, _SIZE))
         if plain is not None or not (sharded or replicated):
             return plain, None
         with World.fake(0, math.prod(degrees)):
-            return None, _failure(build, _laid_out(degrees))
+            return None, _failure(build, _parallelized_layer(degrees))
 
-    plain, failure = _in_own_process(trial)
+    plain, failure = _in_child_process(trial)
     if plain is not None:
         if local_capacity().is_cpu:
             raise _refusal(name, where, "a dense layer on a CPU", plain)
@@ -66,38 +67,38 @@ def check_trial_step(
 
 
 def resumed_failure(
-    before: Callable[[nn.Module], torch.optim.Optimizer],
-    now: Callable[[nn.Module], torch.optim.Optimizer],
+    build_saved: Callable[[nn.Module], torch.optim.Optimizer],
+    build_resumed: Callable[[nn.Module], torch.optim.Optimizer],
 ) -> str | None:
-    """Return why an optimizer cannot continue from the state of another one; None: it can.
+    """Return the reason why an optimizer cannot continue from the state of another one; None if it can.
 
     Args:
-        before: Makes the optimizer whose state was saved.
-        now: Makes the optimizer that continues.
+        build_saved: Returns the optimizer whose state was saved.
+        build_resumed: Returns the optimizer that continues.
     """
 
     def trial(_: int) -> str | None:
         layer = nn.Linear(_SIZE, _SIZE)
-        saved = before(layer)
+        saved = build_saved(layer)
         if _step_failure(saved, layer) is not None:
-            return None  # it needs the accelerator of this machine
-        continued = now(layer)
+            return None  # it may need the accelerator of this machine
+        continued = build_resumed(layer)
         continued.state.update(saved.state)
         return _step_failure(continued, layer)
 
-    return _in_own_process(trial)
+    return _in_child_process(trial)
 
 
-def _in_own_process(trial: Callable[[int], _Result]) -> _Result:
-    """Run a trial in a child: optimizers of torch start the driver of an accelerator, which no fork survives."""
+def _in_child_process(trial: Callable[[int], _Result]) -> _Result:
+    """Run a trial in a child process, as torch optimizers may initialise an accelerator driver, which breaks forks."""
     try:
         return launch(trial, 1, timeout_s=_TIMEOUT_S)[0]
-    except ForkUnsafe:  # a rank that has joined a process group: nothing is forked afterwards
+    except ForkUnsafe:  # in a rank with a process group, which does not fork later
         return trial(0)
 
 
 def _failure(build: Callable[[nn.Module], torch.optim.Optimizer], layer: nn.Module) -> str | None:
-    """Return the first line of the error of a step on the layer; None: it works."""
+    """Return the first line of the error of a step on the layer; None if the step succeeds."""
     return _step_failure(build(layer), layer)
 
 
@@ -106,14 +107,14 @@ def _step_failure(optimizer: torch.optim.Optimizer, layer: nn.Module) -> str | N
         parameter.grad = torch.ones_like(parameter)
     try:
         optimizer.step()
-    except Exception as error:  # code of any optimizer may raise anything
+    except Exception as error:  # a user optimizer may raise any exception
         text = (str(error).splitlines() or [type(error).__name__])[0][:200]
         return f"no state {text}" if isinstance(error, KeyError) else text
     return None
 
 
-def _laid_out(degrees: tuple[int, ...]) -> nn.Module:
-    """Return a layer on a mesh of data-parallel ranks: sharded by the last axis, replicated by the one before it."""
+def _parallelized_layer(degrees: tuple[int, ...]) -> nn.Module:
+    """Return a layer on data-parallel ranks, sharded by the last mesh axis and replicated by the first of two."""
     layer = nn.Linear(_SIZE, _SIZE)
     mesh = DeviceMesh("cpu", torch.arange(math.prod(degrees)).view(degrees))
     placements = [*[Replicate()] * (len(degrees) - 1), Shard(0)]

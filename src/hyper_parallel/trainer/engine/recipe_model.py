@@ -1,4 +1,4 @@
-"""Model of a recipe: any Hugging Face model, its code untouched, on the meta device."""
+"""Model of a recipe on the meta device: any Hugging Face model, with unmodified code."""
 
 from __future__ import annotations
 
@@ -49,34 +49,34 @@ from hyper_parallel.units import format_bytes
 
 logger = logging.getLogger(__name__)
 
-_TABLE: Final = re.compile(r"\bwpe\b|pos").search
+_is_position_table: Final = re.compile(r"\bwpe\b|pos").search
 _DTYPES = {
     "float64": torch.float64,
     "float32": torch.float32,
     "bfloat16": torch.float32,
     "float16": torch.float32,
 }
-"""Format of the parameters by compute format: 16-bit computation keeps float32 parameters."""
+"""Dtype of the parameters by compute dtype: 16-bit computation uses float32 parameters."""
 
 GENERATION = "generation_config.json"
-"""How a model generates, by transformers' name."""
+"""File name of the generation config in transformers."""
 
 _FAR_TOO_LARGE: Final = 16
-"""A plan that takes so many times the memory of a rank is not carried out: offload would not help either."""
+"""Multiple of a rank's memory above which a plan is rejected, as even offload could not help."""
 
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
-_LEFT = ("*.index.json", "*.gguf", "consolidated*.pth")
-"""Weight files that are read, and what says that a model was published with weights."""
+_WEIGHT_HINTS = ("*.index.json", "*.gguf", "consolidated*.pth")
+"""Patterns of readable weight files, and of files that indicate a model published with weights."""
 
 
 def build_model(recipe: Recipe) -> nn.Module:
-    """The recipe's language model, of text or of images and text, on the meta device, in training mode.
+    """Return the recipe's language model, of text or of images and text, on the meta device, in training mode.
 
-    Without dropout where the recipe disables it.
+    Dropout is disabled if the recipe says so.
 
     Raises:
-        ModelUnreadable: HP305 when transformers makes no such model of the config.
-        HyperParallelError: As `add_adapters` and `freeze`.
+        ModelUnreadable: HP305 when transformers cannot build such a model of the config.
+        HyperParallelError: See `add_adapters` and `freeze`.
     """
     model = model_from_config(
         read_config(recipe.model.path),
@@ -106,21 +106,21 @@ def read_spec(
     tried: bool = False,
     scores: bool = False,
 ) -> ModelSpec:
-    """A model for planning: read from its files where its family is known, else from the module transformers makes.
+    """Return a model for planning, read from its files if its family is known, else from the transformers module.
 
     Args:
-        path: As for `load_model`.
-        where: Where the value came from, for errors.
-        trusted: The recipe's `model.trust_remote_code`.
-        tried: Also try which axes the forward pass of a module fits, for a search to leave out the others.
-        scores: Of the model as a sequence classifier of one label.
+        path: See `load_model`.
+        where: Origin of the value, for errors.
+        trusted: `model.trust_remote_code` of the recipe.
+        tried: Whether to test which axes the forward pass of a module supports, so that a search can exclude the rest.
+        scores: Read the model as a sequence classifier of one label.
 
     Raises:
-        ModelUnreadable: HP305 when transformers makes no language model of the config either.
-        HyperParallelError: What `load_model` raises.
+        ModelUnreadable: HP305 when transformers cannot build a language model of the config either.
+        HyperParallelError: See `load_model`.
     """
     file = read_config(path, where=where)
-    # A reader takes the language part alone of a model with several; what trains is the whole.
+    # Readers take only the language part of a multimodal model, but the full model is trained.
     known = is_read(file.values) and "text_config" not in file.values
     if not scores and "model_type" not in file.values:
         return load_model(path, where=where)
@@ -163,17 +163,17 @@ def _with_kept(spec: ModelSpec, kept: _Kept) -> ModelSpec:
 
 
 def check_parameters(model: nn.Module, plan: Plan, where: str) -> None:
-    """Refuse a model that is another one than its config was read as; a family that is not known looks like Llama.
+    """Raise if the model differs from the reading of its config; unknown families are read like Llama.
 
     Args:
-        model: As `build_model` gives it.
-        plan: The plan of the run.
+        model: Model as returned by `build_model`.
+        plan: Plan of the run.
         where: Origin of the recipe's model.
 
     Raises:
         ModelUnreadable: HP305 naming family and parameter.
-        NotDivisible: HP203, RuleError: HP204, UnsupportedSharding: HP205 for what cannot be split.
-        DoesNotFit: HP401 for a model that is far too large for this machine, with whatever options.
+        NotDivisible: HP203, RuleError: HP204, UnsupportedSharding: HP205 for unsupported layouts.
+        DoesNotFit: HP401 for a model that is far too large for this machine with any options.
     """
     most = _FAR_TOO_LARGE * plan.memory_capacity_bytes
     if plan.topology == "local" and 0 < most < plan.memory_bytes:
@@ -199,7 +199,7 @@ def check_parameters(model: nn.Module, plan: Plan, where: str) -> None:
 
 
 def check_positions(model: nn.Module, seq_len: int, where: str) -> None:
-    """Refuse sequences that are longer than a model's table of positions; warn when rotary positions go further.
+    """Raise for sequences longer than a model's position table; warn for rotary positions beyond the trained range.
 
     Raises:
         BadValue: HP102.
@@ -208,8 +208,12 @@ def check_positions(model: nn.Module, seq_len: int, where: str) -> None:
     if not isinstance(most, int) or seq_len <= most:
         return
     parts = [*model.named_parameters(), *model.named_buffers()]
-    # Some tables begin with rows that no position has.
-    tables = [n for n, t in parts if t.dim() == 2 and t.shape[0] - most in range(3) and _TABLE(n)]
+    # Some tables begin with unused rows.
+    tables = [
+        n
+        for n, t in parts
+        if t.dim() == 2 and t.shape[0] - most in range(3) and _is_position_table(n)
+    ]
     if tables:
         raise BadValue(
             "sequences are longer than the model's table of positions",
@@ -226,23 +230,23 @@ def check_positions(model: nn.Module, seq_len: int, where: str) -> None:
 
 
 def routing_of(recipe: Recipe) -> Routing:
-    """The recipe's choices about the routing of experts."""
+    """Return the recipe's options for the routing of experts."""
     choice = recipe.moe
     return Routing(choice.aux_loss_coef, choice.bias_update_rate, choice.capacity_factor)
 
 
 def weights_directory(recipe: Recipe, where: str | None = None) -> Path | None:
-    """Directory to read pretrained weights from, or None for random ones.
+    """Return the directory of the pretrained weights, or None for random weights.
 
-    A preset's name and a config file are models from scratch. A hub id, and a directory with weights or a tokenizer,
-    are published models: under `init: auto` it is these weights or a refusal.
+    A preset's name and a config file mean a model from scratch. A hub id, and a directory with weights or a tokenizer,
+    mean a published model, for which `init: auto` requires its weights.
 
     Args:
         recipe: The recipe.
         where: Origin of `model.path`, for errors.
 
     Raises:
-        WeightsUnreadable: HP703 when the recipe wants weights that are not there.
+        WeightsUnreadable: HP703 when the required weights are missing.
     """
     path, init = recipe.model.path, recipe.model.init
     directory = read_config(path).directory
@@ -254,15 +258,15 @@ def weights_directory(recipe: Recipe, where: str | None = None) -> Path | None:
         is_hub_id = "/" in path and not Path(path).expanduser().exists()
         published = f"the hub id `{path}` is that of a published model" if is_hub_id else None
     else:
-        left = [f.name for glob in _LEFT for f in sorted(directory.glob(glob))]
-        left += ["a tokenizer"] * has_tokenizer(directory)
-        published = f"the model directory has {left[0]}" if left else None
+        indications = [f.name for glob in _WEIGHT_HINTS for f in sorted(directory.glob(glob))]
+        indications += ["a tokenizer"] * has_tokenizer(directory)
+        published = f"the model directory has {indications[0]}" if indications else None
     if init == "auto" and published is None:
         return None
-    why = "the recipe wants pretrained weights" if init == "pretrained" else published
+    reason = "the recipe wants pretrained weights" if init == "pretrained" else published
     fetch = f"HF_HUB_OFFLINE=0 hf download {path}"
     raise WeightsUnreadable(
-        f"{why}, but there are no weights that can be read",
+        f"{reason}, but there are no weights that can be read",
         where=where or f"model.path={path}",
         got=path,
         allowed="a directory with model.safetensors, pytorch_model.bin, or one's index and shards",
@@ -271,8 +275,8 @@ def weights_directory(recipe: Recipe, where: str | None = None) -> Path | None:
     )
 
 
-def take_tokens(model: nn.Module, tokenizer_dir: str | Path) -> None:
-    """Give a model from scratch its tokenizer's first and last token, which generation reads from the configs."""
+def set_special_token_ids(model: nn.Module, tokenizer_dir: str | Path) -> None:
+    """Set the first and last token of a model from scratch to the tokenizer's, for generation."""
     tokenizer = load_tokenizer(tokenizer_dir)
     for config in (model.config, getattr(model, "generation_config", None)):
         if config is not None:
@@ -280,8 +284,8 @@ def take_tokens(model: nn.Module, tokenizer_dir: str | Path) -> None:
             config.eos_token_id = tokenizer.eos_token_id
 
 
-def take_padding(model: nn.Module, tokenizer_dir: str | Path) -> None:
-    """Tell a classifier which token pads: it reads its score at the last other one."""
+def set_pad_token_id(model: nn.Module, tokenizer_dir: str | Path) -> None:
+    """Set the padding token of a classifier, which reads its score at the last token that is not padding."""
     tokenizer = load_tokenizer(tokenizer_dir)
     pad = tokenizer.pad_token_id
     for config in (model.config, model.config.get_text_config()):
@@ -291,19 +295,19 @@ def take_padding(model: nn.Module, tokenizer_dir: str | Path) -> None:
 def model_files(
     model: nn.Module, tokenizer_dir: str | Path, weights: Path | None
 ) -> dict[str, str]:
-    """Return name to text of the files that say what a model is: its config, and how it generates as published.
+    """Return file names and texts that describe a model: its config and its published generation config.
 
-    With the tensors of the pretrained files that it does not use, if there are any, for exports.
+    If pretrained files have tensors that the model does not use, a list of them is included for exports.
 
     Args:
-        model: As `build_model` gives it; one from scratch takes the tokenizer's first and last token.
+        model: Model as returned by `build_model`; one from scratch gets the tokenizer's first and last token.
         tokenizer_dir: Directory of the run's tokenizer.
         weights: Directory of the pretrained weights.
     """
     if weights is None:
-        take_tokens(model, tokenizer_dir)
+        set_special_token_ids(model, tokenizer_dir)
     if scores_tokens(model):
-        take_padding(model, tokenizer_dir)
+        set_pad_token_id(model, tokenizer_dir)
     model.config.architectures = [type(model).__name__]
     files = {"config.json": original_config(model).to_json_string()}
     carried = carried_weights(model)
@@ -317,7 +321,7 @@ def model_files(
 
 
 def compile_layers(model: nn.Module) -> None:
-    """Compile every decoder layer in place, so that names, classes and hooks stay as they are."""
+    """Compile every decoder layer in place; names, classes and hooks do not change."""
     names = set(getattr(model, "_no_split_modules", None) or ())
     for module in model.modules():
         if type(module).__name__ in names:

@@ -1,4 +1,4 @@
-"""What a step took on this rank: spans of a window of steps, and peak memory."""
+"""Measurements of a step on this rank: spans in a window of steps, and peak memory."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ from hyper_parallel.ir import Counter, Span, Timeline, joined
 from hyper_parallel.runtime import HeartbeatWriter
 
 WINDOW: Final = range(2, 13)
-"""Steps that are recorded, few enough to stay small: the second, whose bytes are counted, and ten past the warm-up."""
+"""Recorded steps, few enough for small files: the second, whose bytes are counted, and ten after the warm-up."""
 _MAX_RANKS: Final = 64
 _ACTION: Final = re.compile(r"\d+([FBIW])\d+")
-"""Name of a pipeline action: stage, what, microbatch."""
+"""Name of a pipeline action: stage, direction, microbatch."""
 
 
 class SpanRecorder:
-    """Records what this rank does and when.
+    """Recorder of this rank's spans.
 
-    On an accelerator a mark is an event in the stream, read after the run, so recording does not wait for kernels.
+    On an accelerator a mark is an event in the stream, read after the run, so recording does not synchronize.
 
     Args:
-        rank: Rank of this process, the lane's number.
+        rank: Rank of this process, the number of the lane.
         device: Device of this rank.
-        first_step: First step of this run; the window moves along when a run is resumed.
-        pulse: Told what begins; None: nobody watches.
-        role: The lane's name.
+        first_step: First step of this process; the window is relative to it.
+        pulse: Heartbeat that is told about every span; None: no heartbeat.
+        role: Name of the lane.
 
     Attributes:
-        origin_s: When it was created, in seconds of `time.time`: the start of its timeline.
-        over: Whether no coming step is recorded.
+        origin_s: Creation time in seconds of `time.time`, the start of the timeline.
+        over: Whether the window has passed.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class SpanRecorder:
         self._origin, self.origin_s = self._now(), time.time()
 
     def begin_step(self, step: int | None) -> None:
-        """Say which step the coming spans belong to; None outside the training steps."""
+        """Set the step of the next spans; None outside the training steps."""
         self._step = step
         self.over = self.over or (step is not None and step >= self._window.stop)
         if self._pulse is not None:
@@ -72,7 +72,7 @@ class SpanRecorder:
 
     @contextmanager
     def span(self, name: str, category: str, lane: str = "compute") -> Iterator[None]:
-        """Record the enclosed work when the step is in the window; evaluations and checkpoints always."""
+        """Record the enclosed work if the step is in the window; evaluations and checkpoints are always recorded."""
         if self._pulse is not None:
             self._pulse.begin_phase(name)
         if self._step is not None and self._step not in self._window:
@@ -87,38 +87,40 @@ class SpanRecorder:
             self._samples.append(("memory", end, torch.accelerator.memory_allocated(self._device)))
 
     def memory(self, samples: Iterable[tuple[str, float, int]]) -> None:
-        """Take over the gauge's samples of the step: what, when on the host's clock, and bytes."""
+        """Add the gauge's samples of the step: name, host time and bytes."""
         if self._step in self._window:
             self._samples += [(w, self._now() if self._events else t, n) for w, t, n in samples]
 
     def gather(self, num_ranks: int) -> Timeline | None:
         """Collect every rank's spans on rank 0 (the first 64 ranks' at most); None elsewhere.
 
-        Starts are relative to the first recorded mark of rank 0's machine clock; ranks of other machines are aligned
-        by their own `SpanRecorder` being created right after a barrier.
+        Starts are relative to the first mark of each rank. Clocks of machines are aligned because every rank creates
+        its `SpanRecorder` right after a barrier.
         """
-        mine = self.own() if self._rank < _MAX_RANKS else Timeline("measured", ())
-        gathered = [mine] * num_ranks
+        own = self.own() if self._rank < _MAX_RANKS else Timeline("measured", ())
+        gathered = [own] * num_ranks
         if num_ranks > 1:
-            dist.gather_object(mine, gathered if self._rank == 0 else None)
+            dist.gather_object(own, gathered if self._rank == 0 else None)
         return joined(gathered) if self._rank == 0 else None
 
     def own(self, origin_s: float | None = None) -> Timeline:
-        """What this rank has recorded, from its own start or a moment of `time.time` on."""
+        """Return this rank's timeline, relative to its own start or to a moment of `time.time`."""
         if self._events:
             torch.accelerator.synchronize(self._device)
-        later = 0.0 if origin_s is None else self.origin_s - origin_s
+        offset = 0.0 if origin_s is None else self.origin_s - origin_s
 
-        def at(mark: Any) -> float:
-            return self._seconds(mark) + later
+        def seconds(mark: Any) -> float:
+            return self._seconds(mark) + offset
 
         return Timeline(
             "measured",
             tuple(
-                Span(lane, name, at(start), at(end) - at(start), category, step=step)
+                Span(lane, name, seconds(start), seconds(end) - seconds(start), category, step=step)
                 for (lane, name, category, step), start, end in self._spans
             ),
-            tuple(Counter(f"{self._lane}/{what}", at(mark), n) for what, mark, n in self._samples),
+            tuple(
+                Counter(f"{self._lane}/{what}", seconds(mark), n) for what, mark, n in self._samples
+            ),
         )
 
     def _now(self) -> Any:
@@ -135,10 +137,10 @@ class SpanRecorder:
 
 
 class PhaseSpans:
-    """Stands where the loop expects its `SpanRecorder`: tells a listener which piece of the step begins.
+    """Substitute for `SpanRecorder` that reports the start of each part of a step to a listener.
 
     Args:
-        begin: Called with a span's name; of a pipeline action with its direction, `forward` or `backward`.
+        begin: Called with a span's name; for a pipeline action with its direction, `forward` or `backward`.
     """
 
     def __init__(self, begin: Callable[[str], None]) -> None:
@@ -146,7 +148,7 @@ class PhaseSpans:
 
     @contextmanager
     def span(self, name: str, category: str, lane: str = "compute") -> Iterator[None]:
-        """Tell of the enclosed work."""
+        """Report the start of the enclosed work."""
         if action := _ACTION.fullmatch(name):
             name = "forward" if action[1] == "F" else "backward"
         self._begin(name)
@@ -154,29 +156,29 @@ class PhaseSpans:
 
 
 _STATUS: Final = Path("/proc/self/status")
-_RESET: Final = Path("/proc/self/clear_refs")
+_CLEAR_REFS: Final = Path("/proc/self/clear_refs")
 _COUNTED_STEPS: Final = 2
-"""Steps whose tensors are counted, which slows them: the first makes the optimizer state, all others are equal."""
-_APART_S: Final = 1e-3
-"""Seconds between samples of the bytes in a counted step, peaks aside."""
+"""Steps with counted tensors, which are slower: the first creates the optimizer state, all others are equal."""
+_SAMPLE_INTERVAL_S: Final = 1e-3
+"""Minimum seconds between samples of the bytes in a counted step, except peaks."""
 
 
 class MemoryGauge:
     """Peak memory of this rank during one step; create it before the model.
 
-    Accelerators: the allocator's own peak. CPU: the bytes of all tensors, which is what a plan predicts, counted in the
-    first two steps of a run; later steps repeat the second. Without `state` nothing is counted, and a CPU rank has the
-    peak of its resident anonymous memory above what the process had before the model was built: the kernel keeps the
-    peak of the whole resident set (`VmHWM`), which writing 5 to `/proc/self/clear_refs` resets (proc(5)), and the
-    file part is subtracted. Freed memory that the C library holds for the next allocation is resident and counts.
+    Accelerators: the allocator's peak. CPU: the bytes of all tensors, as predicted by a plan, counted in the first two
+    steps of a run; later steps repeat the second. Without `state` no tensors are counted, and a CPU rank reports its
+    peak resident anonymous memory above that of the process before the model was built. The kernel keeps the peak of
+    the full resident set (`VmHWM`), which writing 5 to `/proc/self/clear_refs` resets (proc(5)); the file part is
+    subtracted. Freed memory cached by the C library is resident and counts.
 
     Args:
         device: Device of this rank.
 
     Attributes:
-        state: Gives the tensors that outlive a step; None: tensors are not counted.
-        kinds: Gives the bytes of parameters, optimizer states and gradients that there are now; none: not told apart.
-        samples: What (`memory`, or `peak` and a kind), when, and bytes, of the last step if it was counted.
+        state: Returns the tensors that outlive a step; None: tensors are not counted.
+        kinds: Returns the current bytes of parameters, optimizer states and gradients; empty: kinds are not separated.
+        samples: Name (`memory`, or `peak` and a kind), time and bytes of the last step if it was counted.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -189,20 +191,20 @@ class MemoryGauge:
         self._steps = self._counted = 0
         self._watch: StorageWatch | None = None
         if device.type == "cpu" and sys.platform == "linux":
-            # Free memory of the inherited heap would be used again unseen: give it back before counting.
+            # Free memory of the inherited heap would be reused uncounted; return it to the system first.
             with suppress(AttributeError):  # a C library other than glibc
                 ctypes.CDLL(None).malloc_trim(0)
         self._baseline = _resident()["RssAnon"] if device.type == "cpu" else 0
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Watch the enclosed step; what was watched before is forgotten."""
+        """Measure the enclosed step and drop the previous measurements."""
         self.samples = []
         if self._device.type != "cpu":
             torch.accelerator.reset_peak_memory_stats(self._device)
         elif self.state is None:
             if _STATUS.exists():
-                _RESET.write_text("5")
+                _CLEAR_REFS.write_text("5")
         elif self._steps < _COUNTED_STEPS:
             self._steps += 1
             watch = self._watch = StorageWatch(sample=self._sample)
@@ -217,16 +219,16 @@ class MemoryGauge:
         yield
 
     def _sample(self, live_bytes: int, peak_bytes: int) -> None:
-        """Note what lives after an operator of a counted step, and what a peak held once it is over."""
+        """Record the live bytes after an operator of a counted step, and the bytes by kind after a peak."""
         now, rising = time.perf_counter(), live_bytes == peak_bytes
         if self._rising and not rising:
             self._highest = self.kinds()
-        if rising or not self.samples or now - self.samples[-1][1] >= _APART_S:
+        if rising or not self.samples or now - self.samples[-1][1] >= _SAMPLE_INTERVAL_S:
             self.samples.append(("memory", now, live_bytes))
         self._rising = rising
 
     def peak_bytes(self) -> int:
-        """Peak of the running or the last step; 0 on a system that tells none."""
+        """Return the peak of the running or the last step; 0 on a system without this information."""
         if self._device.type != "cpu":
             return torch.accelerator.max_memory_allocated(self._device)
         if self.state is not None:
@@ -237,14 +239,14 @@ class MemoryGauge:
 
 
 def _resident() -> dict[str, int]:
-    """Resident memory of this process in bytes by kind, as the kernel counts it; 0 where it tells nothing."""
+    """Return the resident memory of this process in bytes by kind, as counted by the kernel; 0 if unavailable."""
     text = _STATUS.read_text() if _STATUS.exists() else ""
     sizes = re.findall(r"^(\w+):\s+(\d+) kB$", text, re.MULTILINE)
     return defaultdict(int, {kind: int(size) * 1024 for kind, size in sizes})
 
 
 def device_name(device: torch.device) -> str:
-    """Return type and name of a device; of a CPU the architecture."""
+    """Return type and name of a device; for a CPU the architecture."""
     module = torch.get_device_module(device)
     known = device.type != "cpu" and hasattr(module, "get_device_name")
     return f"{device.type} ({module.get_device_name(device) if known else platform.machine()})"

@@ -1,8 +1,8 @@
-"""One optimizer step and one evaluation, the same code on every layout.
+"""Optimizer step and evaluation, with the same code on every layout.
 
 The loss of a step is a sum over tokens divided once by the number of valid tokens of the whole step, over all
-data-parallel ranks and microbatches. Gradients are summed, never averaged, so neither the layout nor the number of
-microbatches nor a ragged tail changes what is learned.
+data-parallel ranks and microbatches. Gradients are summed, never averaged, so the result does not depend on the layout,
+the number of microbatches or uneven microbatches.
 """
 
 from __future__ import annotations
@@ -44,23 +44,23 @@ if TYPE_CHECKING:
     from hyper_parallel.trainer.data import Batches, StreamBatches
     from hyper_parallel.trainer.stages import LearningStage
 
-MOST_IN_A_ROW: Final = 20
-"""Steps left out in a row that end the run; fewer overflows take the loss scale of float16 from 65536 to 1."""
+MAX_CONSECUTIVE_SKIPS: Final = 20
+"""Consecutive skipped steps that end the run; fewer overflows lower the loss scale of float16 from 65536 to 1."""
 
 Routing = tuple[Tensor, Tensor | None] | None
-"""What the experts of a step were given, see `count_routing`; None for a model without experts."""
+"""Token counts of the experts in a step, see `count_routing`; None for a model without experts."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """What one step reads: this rank's microbatches, the valid tokens over all ranks, the learning rate."""
+    """Inputs of one step: this rank's microbatches, the valid tokens over all ranks, the learning rate."""
 
     microbatches: list[dict[str, Tensor]]
     valid_tokens: int | Tensor
     lr: float | Tensor = 0.0
 
     def as_tensors(self) -> StepInputs:
-        """Copies, the two numbers as tensors too: in a captured step whatever changes must be one."""
+        """Return copies with the two numbers as tensors: in a captured step every variable must be a tensor."""
         return StepInputs(
             [{name: t.clone() for name, t in part.items()} for part in self.microbatches],
             torch.as_tensor(self.valid_tokens),
@@ -68,7 +68,7 @@ class StepInputs:
         )
 
     def named(self) -> dict[str, Any]:
-        """All of it by name."""
+        """Return all inputs by name."""
         parts = enumerate(self.microbatches)
         named: dict[str, Any] = {f"{name}.{i}": t for i, part in parts for name, t in part.items()}
         return {**named, "valid_tokens": self.valid_tokens, "lr": self.lr}
@@ -76,7 +76,7 @@ class StepInputs:
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """What the ranks agree on after a step."""
+    """Values of a step shared by all ranks."""
 
     loss: float
     grad_norm: float
@@ -86,7 +86,7 @@ class StepOutput:
 
     @property
     def finite(self) -> bool:
-        """Whether loss and gradient norm are finite."""
+        """True if loss and gradient norm are finite."""
         return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
     def result(
@@ -96,7 +96,7 @@ class StepOutput:
         routing: dict[str, Any] | None,
         offload: dict[str, Any] | None = None,
     ) -> StepResult:
-        """With what else is known of the step."""
+        """Return the result of the step, with further measurements."""
         return StepResult(
             self.loss, self.grad_norm, valid_tokens, seconds, self.memory_bytes, routing, offload,
             stop=self.stop, save=self.save,
@@ -105,40 +105,40 @@ class StepOutput:
 
 @dataclass
 class SkipPolicy:
-    """Which steps are left out: parameters and optimizer states stay as they are.
+    """Rule for steps to skip; a skipped step changes neither parameters nor optimizer states.
 
     Attributes:
-        nonfinite: Steps whose loss or gradient is not finite; they end the run otherwise.
-        above_norm: Steps with a larger gradient norm; None: none.
-        in_a_row: Steps left out without one between them that was not.
+        nonfinite: Skip steps whose loss or gradient is not finite, which end the run otherwise.
+        max_norm: Skip steps with a larger gradient norm; None: no limit.
+        num_consecutive: Consecutive skipped steps so far.
     """
 
     nonfinite: bool = False
-    above_norm: float | None = None
-    in_a_row: int = 0
+    max_norm: float | None = None
+    num_consecutive: int = 0
 
     @property
     def on(self) -> bool:
-        """Whether a step can be left out."""
-        return self.nonfinite or self.above_norm is not None
+        """True if a step can be skipped."""
+        return self.nonfinite or self.max_norm is not None
 
     def skips(self, shared: Tensor) -> Tensor:
-        """Whether a step is left out, decided on the device from what `Loop.share` returned."""
+        """Return whether to skip a step, decided on the device from the result of `Loop.reduce_step_log`."""
         skip = ~torch.isfinite(shared[-2:]).all()
-        return skip if self.above_norm is None else skip | (shared[-1] > self.above_norm)
+        return skip if self.max_norm is None else skip | (shared[-1] > self.max_norm)
 
     def after(self, output: StepOutput, step: int, rejected: bool = False) -> bool:
-        """Take note of a step; whether it was left out, maybe because its stage has rejected it.
+        """Count a step and return whether it was skipped, also if its stage rejected it.
 
         Raises:
-            LossNotFinite: HP604 when too many in a row were; a loss scale counts for itself.
+            LossNotFinite: HP604 after too many consecutive skipped steps; overflows of a loss scale do not count.
         """
-        spike = self.above_norm is not None and output.grad_norm > self.above_norm
+        spike = self.max_norm is not None and output.grad_norm > self.max_norm
         skipped = spike or rejected or not output.finite
-        self.in_a_row = self.in_a_row + 1 if skipped and (self.on or rejected) else 0
-        if self.in_a_row == MOST_IN_A_ROW:
+        self.num_consecutive = self.num_consecutive + 1 if skipped and (self.on or rejected) else 0
+        if self.num_consecutive == MAX_CONSECUTIVE_SKIPS:
             raise LossNotFinite(
-                f"{MOST_IN_A_ROW} steps in a row were left out, so nothing is learned any more",
+                f"{MAX_CONSECUTIVE_SKIPS} steps in a row were skipped, so training makes no progress",
                 where=f"step {step}",
                 got=f"loss={output.loss}, grad_norm={output.grad_norm}",
                 hint="grpo.min_effective_samples=null"
@@ -150,21 +150,21 @@ class SkipPolicy:
 
 @dataclass
 class Loop:
-    """Runs steps and evaluations of one model on this rank.
+    """Steps and evaluations of one model on this rank.
 
     Attributes:
-        model: Model that passed through `parallelize` and holds its weights.
-        optimizer: Its optimizer.
-        plan: The plan that was applied.
+        model: Model passed through `parallelize`, with weights.
+        optimizer: Optimizer of the model.
+        plan: Applied plan.
         world: The ranks.
-        recorder: Where spans go.
-        gauge: Reads peak memory.
-        max_grad_norm: Gradients are clipped to it; None: their norm is only measured.
-        scale: Scale of the loss; None: 1, and gradients that are not finite end the run.
-        wishes: Whether this rank wants to stop, and to save, after the present step.
-        seed: Begins the random numbers of a step.
-        policy: Which steps are left out.
-        stage: Makes what is learned from in a step; None: the data.
+        recorder: Recorder of spans.
+        gauge: Gauge of peak memory.
+        max_grad_norm: Maximum norm for gradient clipping; None: the norm is only measured.
+        scale: Loss scale; None: 1, and gradients that are not finite end the run.
+        wishes: Returns whether this rank requests a stop, and a save, after the current step.
+        seed: Seeds the random numbers of a step.
+        policy: Rule for steps to skip.
+        stage: Learning stage; None: cross entropy on the data.
     """
 
     model: nn.Module
@@ -184,8 +184,8 @@ class Loop:
         """Run one optimizer step, counted from 1.
 
         Raises:
-            LossNotFinite: HP604 when the loss or the gradient norm is NaN or infinite, or too many steps in a row were
-                left out; no parameter was changed.
+            LossNotFinite: HP604 when the loss or the gradient norm is NaN or infinite, or too many consecutive steps
+                were skipped; no parameter was changed.
         """
         start = time.perf_counter()
         self.recorder.begin_step(step)
@@ -195,40 +195,40 @@ class Loop:
             if self.stage is not None:
                 rows = self._rows(batches, step - 1)
                 with self.recorder.span("rollout", "compute"):
-                    parts, count = self.stage.inputs(inputs.microbatches, rows, step)
+                    microbatches, count = self.stage.inputs(inputs.microbatches, rows, step)
                 count = inputs.valid_tokens if count is None else count
-                inputs = replace(inputs, microbatches=parts, valid_tokens=count)
+                inputs = replace(inputs, microbatches=microbatches, valid_tokens=count)
             loss_sum, grad_norm = self.gradients(inputs)
             with self.recorder.span("loss", "communication"):
-                shared = self.share(loss_sum, self.gauge.peak_bytes(), grad_norm)
-            # The device decides; the host reads once, while it is busy with the update.
+                shared = self.reduce_step_log(loss_sum, self.gauge.peak_bytes(), grad_norm)
+            # The device decides; the host reads once, during the update.
             rejected = None if self.stage is None else self.stage.rejects()
             self.update(lr, skip=self.policy.skips(shared) | bool(rejected))
-            read = self.read(
+            output = self.read(
                 shared, step, "the step was not applied", partial(self._locate, inputs, step)
             )
             routing = statistics(self.count_routing())
         self.recorder.memory(self.gauge.samples)
         seconds = time.perf_counter() - start
-        result = read.result(int(inputs.valid_tokens), seconds, routing)
+        result = output.result(int(inputs.valid_tokens), seconds, routing)
         if self.stage is not None:
             result = replace(result, **self.stage.record())
-        skipped = self.policy.after(read, step, bool(rejected))
+        skipped = self.policy.after(output, step, bool(rejected))
         if self.scale is not None:
             result = replace(result, loss_scale=self.scale.value)
-            self.scale.after(read.finite)
+            self.scale.after(output.finite)
         elif not self.policy.on and rejected is None:
             return result
         return replace(result, skipped=int(skipped))
 
     def _locate(self, inputs: StepInputs, step: int) -> str | None:
-        """Name the first value of a step that is not finite."""
+        """Return the name of the first value of a step that is not finite."""
         self.seed(step)
         stage = self.plan.mesh.coordinate(self.world.rank)["pp"]
         return first_not_finite(self.model, lambda: self.gradients(inputs), stage)
 
     def planned_step(self, inputs: StepInputs) -> tuple[Tensor, Tensor, Routing]:
-        """The whole step without reading a value, so that it can be captured and run by a memory plan.
+        """Run the whole step without reading a value on the host, so that it can be captured for a memory plan.
 
         Returns:
             This rank's share of the loss, the gradient norm, and the routing of the experts.
@@ -239,7 +239,7 @@ class Loop:
 
     @torch.no_grad()
     def evaluate(self, batches: Batches | StreamBatches) -> EvalResult:
-        """Mean loss over the first step of `batches` and how many tokens counted."""
+        """Return the mean loss over the first step of `batches` and the number of counted tokens."""
         self.recorder.begin_step(None)
         self.model.eval()
         with self.recorder.span("evaluation", "evaluation"):
@@ -248,24 +248,24 @@ class Loop:
             if self.stage is None:
                 loss_sum = forward_loss(self.model, parts, count)
             else:
-                parts, own = self.stage.held_out(parts, self._rows(batches, 0), batches)
-                count = count if own is None else own
-                whole = forward_loss(self.model, parts, objective=self.stage.objective)
-                loss_sum = whole / self.world.world_size
-            mean = self.share(loss_sum, 0)[-2].item()
-            found = {} if self.stage is None else self.stage.record()
+                parts, tokens = self.stage.held_out(parts, self._rows(batches, 0), batches)
+                count = count if tokens is None else tokens
+                step_loss = forward_loss(self.model, parts, objective=self.stage.objective)
+                loss_sum = step_loss / self.world.world_size
+            mean = self.reduce_step_log(loss_sum, 0)[-2].item()
+            record = {} if self.stage is None else self.stage.record()
         self.model.train()
-        return EvalResult(mean, count, found.get("preference"), found.get("rollout"))
+        return EvalResult(mean, count, record.get("preference"), record.get("rollout"))
 
     def inputs(
         self, batches: Batches | StreamBatches, step: int, lr: float, share: int | None = None
     ) -> StepInputs:
-        """What this rank, or the data-parallel rank `share`, reads in a step, counted from 1."""
+        """Return the inputs of this rank, or of data-parallel rank `share`, in a step counted from 1."""
         with self.recorder.span("data", "data"):
             return self._fetch(batches, step - 1, lr, share)
 
     def gradients(self, inputs: StepInputs) -> tuple[Tensor, Tensor]:
-        """Return this rank's share of the loss and the global gradient norm before clipping; reads no value."""
+        """Return this rank's share of the loss and the global gradient norm before clipping, without a host read."""
         span = self.recorder.span
         scale = 1.0 if self.scale is None else self.scale.value
         if self.stage is None:
@@ -273,30 +273,33 @@ class Loop:
                 self.model, inputs.microbatches, inputs.valid_tokens, span, scale=scale
             )
         else:
-            whole = forward_backward(
+            step_loss = forward_backward(
                 self.model,
                 inputs.microbatches,
                 span=span,
                 objective=self.stage.objective,
                 scale=scale,
             )
-            loss_sum = whole / self.world.world_size  # every rank has the loss of the step
+            # Every rank computes the full loss of the step.
+            loss_sum = step_loss / self.world.world_size
         with span("gradient norm", "communication"):
             if self.scale is not None:
                 grads = [p.grad for p in self.model.parameters() if p.grad is not None]
                 torch._foreach_mul_([local(grad) for grad in grads], 1 / scale)
             return loss_sum, clip_grad_norm_(self.model, self.max_grad_norm)
 
-    def share(self, loss_sum: Tensor, memory_bytes: int, grad_norm: float | Tensor = 0.0) -> Tensor:
-        """Every rank's memory peak and wishes, the sum of the ranks' losses (one all-reduce), and the gradient norm.
+    def reduce_step_log(
+        self, loss_sum: Tensor, memory_bytes: int, grad_norm: float | Tensor = 0.0
+    ) -> Tensor:
+        """Return every rank's memory peak, the requests and the loss summed by one all-reduce, and the gradient norm.
 
         Args:
             loss_sum: This rank's share of the loss.
             memory_bytes: Peak memory of this rank.
-            grad_norm: Already equal on every rank.
+            grad_norm: Gradient norm, already equal on every rank.
 
         Returns:
-            [ranks + 4] on the device: peaks, ranks that wish to stop, that wish to save, loss, norm.
+            [ranks + 4] on the device: peaks, ranks that request a stop, ranks that request a save, loss, norm.
         """
         size = self.world.world_size
         values = torch.zeros(size + 4, dtype=torch.float64, device=self.world.device)
@@ -312,11 +315,11 @@ class Loop:
         return values
 
     def update(self, lr: float | Tensor, skip: Tensor | None = None) -> None:
-        """The optimizer's step; gradients are gone afterwards.
+        """Run the optimizer step and clear the gradients.
 
         Args:
             lr: Learning rate.
-            skip: Scalar on the device; where it is true, parameters and optimizer state stay as they are. None: never.
+            skip: Scalar on the device; if true, parameters and optimizer state do not change. None: never skip.
         """
         with self.recorder.span("optimizer", "optimizer"):
             set_lr(self.optimizer, lr)
@@ -330,11 +333,11 @@ class Loop:
         outcome: str,
         locate: Callable[[], str | None] = lambda: None,
     ) -> StepOutput:
-        """What `share` returned, on the host.
+        """Read the result of `reduce_step_log` on the host.
 
         Raises:
-            LossNotFinite: HP604, with what became of the step and what `locate` names; not while a loss scale can still
-                be lowered, nor where the step is left out.
+            LossNotFinite: HP604, with the outcome of the step and the result of `locate`. Not raised while a loss scale
+                can be lowered, or if the step is skipped.
         """
         with self.recorder.span("loss", "communication"):
             *peaks, stop, save, loss, norm = shared.tolist()
@@ -350,22 +353,22 @@ class Loop:
         return output
 
     def count_routing(self) -> Routing:
-        """What the experts of the step were given."""
+        """Return the token counts of the experts in the step."""
         if not handle(self.model).routes:
             return None
         with self.recorder.span("routing", "communication"):
             return count_routing(self.model)
 
     def _rows(self, batches: Any, index: int) -> NDArray[np.int64]:
-        """Numbers of this rank's rows of a step, counted from 0, in the data; -1 is a dummy row."""
-        found: NDArray[np.int64] = batches.step_batch(index)
-        return found.reshape(self.plan.strategy.dp, -1)[self._share]
+        """Return the indices of this rank's rows of a step, counted from 0, in the data; -1 is a padding row."""
+        rows: NDArray[np.int64] = batches.step_batch(index)
+        return rows.reshape(self.plan.strategy.dp, -1)[self._data_rank]
 
     @property
-    def _share(self) -> int:
-        """This data-parallel rank."""
-        at = self.plan.mesh.coordinate(self.world.rank)
-        return at["dp_replicate"] * self.plan.strategy.dp_shard + at["dp_shard"]
+    def _data_rank(self) -> int:
+        """Index of this data-parallel rank."""
+        coordinate = self.plan.mesh.coordinate(self.world.rank)
+        return coordinate["dp_replicate"] * self.plan.strategy.dp_shard + coordinate["dp_shard"]
 
     def _fetch(
         self,
@@ -374,7 +377,7 @@ class Loop:
         lr: float = 0.0,
         share: int | None = None,
     ) -> StepInputs:
-        share = self._share if share is None else share
+        share = self._data_rank if share is None else share
         dp, microbatch = self.plan.strategy.dp, self.plan.workload.microbatch or 1
         rounds = batches.sequences_per_step // (dp * microbatch)
         parts = batches.microbatches(index, share, dp, microbatch, rounds)
@@ -393,6 +396,6 @@ class Loop:
 
 
 def statistics(routing: Routing) -> dict[str, Any] | None:
-    """The routing of a step as it is recorded."""
+    """Return the routing of a step in the form of its record."""
     counted = None if routing is None else routing_statistics(*routing)
     return None if counted is None else asdict(counted)

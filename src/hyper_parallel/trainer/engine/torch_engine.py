@@ -1,4 +1,4 @@
-"""The torch engine: one rank's model, optimizer and checkpoints, driven by the `Trainer`."""
+"""Torch engine: model, optimizer and checkpoints of one rank, driven by the `Trainer`."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ from hyper_parallel.trainer.engine._step_profile import write_profile
 from hyper_parallel.trainer.engine.base_weights import BaseWeights, load_base
 from hyper_parallel.trainer.engine.loss_scale import LossScale
 from hyper_parallel.trainer.engine.offload import PlannedSteps
-from hyper_parallel.trainer.engine.offload_machine import Assumed
+from hyper_parallel.trainer.engine.offload_machine import OffloadMachine
 from hyper_parallel.trainer.engine.optimizer import build_optimizer, recipe_values
 from hyper_parallel.trainer.engine.recipe_model import (
     GENERATION,
     build_model,
     compile_layers,
     routing_of,
-    take_padding,
-    take_tokens,
+    set_pad_token_id,
+    set_special_token_ids,
 )
 from hyper_parallel.trainer.engine.step_gauges import MemoryGauge, SpanRecorder, device_name
 from hyper_parallel.trainer.engine.step_loop import Loop, SkipPolicy
@@ -60,7 +60,7 @@ from hyper_parallel.trainer.loop import (
     Trainer,
 )
 from hyper_parallel.trainer.signals import StopRequest
-from hyper_parallel.trainer.snapshots import KEPT
+from hyper_parallel.trainer.snapshots import SNAPSHOTS_KEPT
 from hyper_parallel.trainer.stages.build_stage import build_stage
 
 if TYPE_CHECKING:
@@ -73,13 +73,13 @@ def train_rank(
     stop: StopRequest | None = None,
     snapshots: Path | None = None,
 ) -> Summary | None:
-    """Train on this rank; the summary on rank 0, None on the others.
+    """Train on this rank; return the summary on rank 0, None on other ranks.
 
     Args:
         job: The run.
-        flash: Folder for files of all ranks that this process starts; needed when the recipe has `offload.flash_dir`.
-        stop: Where the wish comes from to end before the last step; None: from nowhere.
-        snapshots: Folder for snapshots; needed when the recipe has `checkpoint.snapshot_every`.
+        flash: Folder for files of all ranks started by this process; required with `offload.flash_dir`.
+        stop: Source of requests to end before the last step; None: no such source.
+        snapshots: Folder for snapshots; required with `checkpoint.snapshot_every`.
     """
     training = job.recipe.training
     deadlines = Deadlines(training.timeout_s, training.first_step_timeout_s)
@@ -92,14 +92,14 @@ def train_rank(
 
 
 class TorchEngine:
-    """One rank of a run in torch; an `Engine`.
+    """Model, optimizer and checkpoints of one rank in torch, as an `Engine`.
 
     Args:
         job: The run.
         world: The ranks.
-        display: Where lines for people go.
+        display: Terminal output.
         flash: Folder for files of all ranks; None: no flash tier.
-        snapshots: Folder for snapshots; None: there are none.
+        snapshots: Folder for snapshots; None: no snapshots.
     """
 
     def __init__(
@@ -124,8 +124,8 @@ class TorchEngine:
         torch.manual_seed(mixed(training.seed, world.rank))
         self._assumed, self._spill = None, None
         if self._recipe.offload.on:
-            # Until there is a plan, model and optimizer share its budget; the rest of them is in host memory.
-            self._assumed = Assumed.of(self._recipe, job.plan, world.device)
+            # Until there is a plan, model and optimizer share its budget and spill to host memory.
+            self._assumed = OffloadMachine.of(self._recipe, job.plan, world.device)
             budget = self._assumed.budget_bytes
             self._spill = spill_mode(world.device, budget, stays_away=True)
         with self._spill or nullcontext():
@@ -134,10 +134,9 @@ class TorchEngine:
         alpha = training.neftune_noise_alpha
         self._noise = None if alpha is None else EmbeddingNoise.attach(self._model, alpha)
         self._optimizer = build_optimizer(self._model, training)
-        self._parameters = list(
-            self._model.parameters()
-        )  # inside of a step FSDP puts whole ones there
-        # What offload counts it counts itself, and what is compiled no counter sees.
+        # During a step FSDP replaces the parameters of the model by full ones.
+        self._parameters = list(self._model.parameters())
+        # Offload counts its own bytes, and compiled code is invisible to the counter.
         if not (self._recipe.offload.on or training.compile):
             self._gauge.state = lambda: [t for kind in self._state().values() for t in kind]
             self._gauge.kinds = lambda: {
@@ -161,20 +160,20 @@ class TorchEngine:
         self._stack.close()
 
     def load(self) -> tuple[int, dict[str, Any]]:
-        """Continue from the newest intact checkpoint: its step and the `extra` of its save; step 0 for a new run."""
-        if self._job.starts_over:
+        """Load the newest intact checkpoint and return its step and the `extra` of its save; step 0 for a new run."""
+        if self._job.ignore_checkpoints:
             return 0, {}
         source, memory = self._checkpointer(self._job.resume_dir), self._snapshots
         saved = [s for s in (source, memory) if s is not None and s.latest() is not None]
         if not saved:
             return 0, {}
-        before = [dict(group) for group in self._optimizer.param_groups]
+        recipe_groups = [dict(group) for group in self._optimizer.param_groups]
         with self._spill or nullcontext():
             done, extra = load_newest(saved, self._model, self._optimizer)
-        # The recipe decides; a checkpoint brings the numbers of the run that wrote it.
-        given = recipe_values(self._optimizer, self._recipe.training)
-        for group, own in zip(self._optimizer.param_groups, before, strict=True):
-            group.update({key: own[key] for key in given if key in own})
+        # The recipe takes precedence over the values of the checkpoint.
+        keys = recipe_values(self._optimizer, self._recipe.training)
+        for group, own in zip(self._optimizer.param_groups, recipe_groups, strict=True):
+            group.update({key: own[key] for key in keys if key in own})
         self._inputs.load(extra)
         if self._scale is not None and "loss_scale" in extra:
             self._scale = LossScale(**extra["loss_scale"])
@@ -216,7 +215,7 @@ class TorchEngine:
             return
         line, schedule = self._display.line, LrSchedule.of(training)
         planned = PlannedSteps(self._loop, self._assumed, self._flash, line, self._spill)
-        self._recorder.begin_step(0)  # no step of the run: nothing is recorded
+        self._recorder.begin_step(0)  # not a step of the run, so no span is recorded
         planned.prepare(
             *(
                 self._loop.inputs(batches, step, schedule.lr(min(step, training.steps)))
@@ -232,17 +231,17 @@ class TorchEngine:
 
         Raises:
             LossNotFinite: HP604 when the loss or the gradient norm is NaN or infinite.
-            RanksDisagree: HP625 when `check_ranks_every` finds a rank that computes something else.
+            RanksDisagree: HP625 when `check_ranks_every` detects a rank with different results.
         """
         every, plan = self._recipe.training.check_ranks_every, self._job.plan
         if every and step % every == 0:
-            shared = self._loop.inputs(batches, step, lr, share=0)
-            check_ranks(self._model, plan, shared.microbatches, int(shared.valid_tokens), step)
+            inputs = self._loop.inputs(batches, step, lr, share=0)
+            check_ranks(self._model, plan, inputs.microbatches, int(inputs.valid_tokens), step)
         with self._profiled(step):
             return (self._planned or self._loop).step(step, batches, lr)
 
     def evaluate(self, batches: Batches | StreamBatches) -> EvalResult:
-        """Mean loss over the first step of `batches`, and how many tokens counted."""
+        """Return the mean loss over the first step of `batches`, and the number of counted tokens."""
         streamed = self._spill if self._planned is None else self._planned.streamed()
         with streamed or nullcontext():
             return self._loop.evaluate(batches)
@@ -252,7 +251,7 @@ class TorchEngine:
         self._save(self._saver, step, extra)
 
     def snapshot(self, step: int, extra: dict[str, Any]) -> None:
-        """Save in memory what lost ranks go on from; it is there when this returns."""
+        """Save the in-memory snapshot from which lost ranks recover; complete on return."""
         if self._snapshots is not None:
             extra = extra | {"snapshot": str(self._snapshots.directory)}
             self._save(self._snapshots, step, extra)
@@ -263,10 +262,10 @@ class TorchEngine:
         if self._scale is not None:
             extra = extra | {"loss_scale": asdict(self._scale)}
         with self._recorder.span("checkpoint", "checkpoint"):
-            saver.save(step, self._model, self._optimizer, extra, self._at_home)
+            saver.save(step, self._model, self._optimizer, extra, self._resident)
 
     def any(self, flag: bool) -> bool:
-        """Whether the flag is set on any rank."""
+        """Return whether the flag is set on any rank."""
         raised = torch.tensor(float(flag), device=self._world.device)
         if self.world_size > 1:
             dist.all_reduce(raised, dist.ReduceOp.MAX)
@@ -274,7 +273,7 @@ class TorchEngine:
 
     @contextmanager
     def _profiled(self, step: int) -> Iterator[None]:
-        """Context of a step that torch.profiler watches when the recipe says so."""
+        """Profile a step with torch.profiler inside the context if the recipe says so."""
         window = self._recipe.training.profile
         if window is None or (self.rank and window.ranks == "first"):
             yield
@@ -289,12 +288,12 @@ class TorchEngine:
             self._profiles.close()
 
     def finish(self) -> None:
-        """Wait for the checkpoint that is being written, and end the memory plan."""
+        """Wait for the pending checkpoint and end the memory plan."""
         self._saver.finish()
-        self._profiles.close()  # a run may end inside of the window
+        self._profiles.close()  # a run may end inside the window
         if (planned := self._planned) is not None:
             planned.finish()
-            # A step may have been planned again.
+            # The plan may have changed after a step.
             self.plan = with_memory(self._job.plan, planned.plan, planned.notes)
             if self.rank == 0:
                 with self.unwritten.spare(self._job.output_dir):
@@ -302,31 +301,31 @@ class TorchEngine:
                     if planned.timelines is not None:
                         write_timelines(planned.timelines, self._job.output_dir)
 
-    def _at_home(self, tensor: Tensor) -> Tensor:
-        """A tensor of model or optimizer between steps, where its bytes are."""
+    def _resident(self, tensor: Tensor) -> Tensor:
+        """Return a tensor of model or optimizer, between steps, with its bytes on its home tier."""
         owner = self._planned or self._spill
         return tensor.detach() if owner is None else owner.at_home(tensor)
 
     def timeline(self) -> Timeline | None:
-        """The measured timeline of all ranks on rank 0; None elsewhere."""
+        """Return the measured timeline of all ranks on rank 0; None on other ranks."""
         return self._recorder.gather(self.world_size)
 
     def export(self) -> None:
-        """Write a Hugging Face directory; of a model with adapters these, in peft's format."""
+        """Write a Hugging Face directory, or the adapters in peft's format for a model with adapters."""
         job = self._job
         if job.recipe.lora is not None:
             export_adapter(
                 self._model,
                 job.packed.tokenizer_dir,
                 job.export_dir,
-                at_home=self._at_home,
+                resident=self._resident,
                 metadata=self._base.to_metadata() if self._base else {},
             )
             return
         if job.weights is None:
-            take_tokens(self._model, job.packed.tokenizer_dir)
+            set_special_token_ids(self._model, job.packed.tokenizer_dir)
         if scores_tokens(self._model):
-            take_padding(self._model, job.packed.tokenizer_dir)
+            set_pad_token_id(self._model, job.packed.tokenizer_dir)
         generation = job.model_dir / GENERATION
         export_hf(
             self._model,
@@ -334,11 +333,11 @@ class TorchEngine:
             job.packed.tokenizer_dir,
             job.export_dir,
             generation=generation,
-            at_home=self._at_home,
+            resident=self._resident,
         )
 
     def facts(self) -> dict[str, Any]:
-        """Facts about device and versions that belong to the numbers of the run."""
+        """Return facts about device and versions for the record of the run."""
         import transformers
 
         device = self._world.device
@@ -374,16 +373,16 @@ class TorchEngine:
         return model
 
     def _seed(self, step: int) -> None:
-        """Begin the random numbers of a step: a function of seed, rank and step."""
+        """Seed the random numbers of a step as a function of seed, rank and step."""
         number = mixed(self._stream, step)
         if self._noise is not None:
             self._noise.key = mixed(self._recipe.training.seed, step)  # the same on all ranks
-        torch.manual_seed(number)  # of the CPU and of every accelerator
+        torch.manual_seed(number)  # for the CPU and all accelerators
         random.seed(number)
-        np.random.seed(number % 2**32)  # noqa: NPY002  the generator that other people's code draws from
+        np.random.seed(number % 2**32)  # noqa: NPY002  the generator used by third-party code
 
     def _state(self) -> dict[str, list[Tensor]]:
-        """Parameters with buffers, gradients and optimizer states that there are now."""
+        """Return the current parameters with buffers, gradients and optimizer states."""
         slots = [value for state in self._optimizer.state.values() for value in state.values()]
         return {
             "parameters": [*self._parameters, *self._model.buffers()],
@@ -395,7 +394,7 @@ class TorchEngine:
         choice, plan = self._recipe.checkpoint, self._job.plan
         return Checkpointer(
             directory,
-            keep=KEPT if snapshot else choice.keep,
+            keep=SNAPSHOTS_KEPT if snapshot else choice.keep,
             asynchronous=choice.asynchronous and not snapshot,
             fingerprint={
                 "model": plan.model.fingerprint,

@@ -19,7 +19,7 @@ from hyper_parallel.errors import BadValue
 
 
 def lora_config(recipe: Recipe) -> Any:
-    """The recipe's `lora` section as a `peft.LoraConfig`."""
+    """Return the recipe's `lora` section as a `peft.LoraConfig`."""
     assert recipe.lora is not None
     values, path = recipe.lora.model_dump(mode="json"), Path(recipe.model.path).expanduser()
     scores = recipe.stage == "rm"
@@ -32,21 +32,21 @@ def lora_config(recipe: Recipe) -> Any:
 
 
 def trained_of(model: nn.Module) -> tuple[float, str]:
-    """Return the share of trained elements over the parameters without adapters, and adapters and elements in words."""
+    """Return the trained share of the parameters without adapters, and a description of adapters and elements."""
     sizes = {n: p.numel() for n, p in model.named_parameters() if p.requires_grad}
     base = sum(p.numel() for _, p in base_parameters(model))
     adapters, elements = sum(1 for _ in adapted(model)), sum(sizes.values())
     if elements == base and not adapters:
         return 1.0, ""
-    counted = f"{elements:,} of {base:,} parameters ({elements / base:.3%})"
-    return elements / base, f"{adapters} adapters, {counted}" if adapters else counted
+    text = f"{elements:,} of {base:,} parameters ({elements / base:.3%})"
+    return elements / base, f"{adapters} adapters, {text}" if adapters else text
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
-    """Let the parameters that globs over their names fit stay as they are.
+    """Freeze the parameters whose names match globs.
 
     Raises:
-        BadValue: HP102 for a pattern that fits no parameter, and when nothing is left to train.
+        BadValue: HP102 for a pattern without a match, and when no parameter is left to train.
     """
     where = "training.freeze"
     names = [name for name, _ in model.named_parameters()]

@@ -1,4 +1,4 @@
-"""The loop: what drives an engine through a run, its learning rate, its records and what people see. No framework."""
+"""Training loop of a run: learning-rate schedule, metric records, trackers and terminal output. No framework."""
 
 from hyper_parallel.trainer.loop._display import Display, startup_panel
 from hyper_parallel.trainer.loop._schedule import LrSchedule

@@ -1,4 +1,4 @@
-"""What rank 0 shows: the start-up panel, a progress bar on a terminal, one line per step. All on standard error."""
+"""Terminal output of rank 0 on standard error: start-up panel, progress bar and one line per step."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from hyper_parallel.units import format_bytes, format_count, format_seconds, plu
 
 
 class Display:
-    """Progress bar and log lines of a run; on other ranks than 0, and where only warnings are logged, nothing.
+    """Progress bar and log lines of a run; silent on ranks other than 0 and at log levels above INFO.
 
     Args:
         steps: Last step.
-        enabled: Whether this rank shows anything.
+        enabled: Whether this rank prints.
 
     Attributes:
-        bar: A context in which the bar is drawn.
+        bar: Context manager that draws the progress bar.
     """
 
     def __init__(self, steps: int, enabled: bool) -> None:
@@ -56,7 +56,7 @@ class Display:
         self._task = self.bar.add_task("step", total=steps, epochs="")
 
     def advance(self, step: int, epochs: float | None = None) -> None:
-        """Move the bar to a step, after which the data has been read so many times."""
+        """Move the bar to a step; `epochs` is the number of passes over the data so far."""
         shown = "" if epochs is None else f"epoch {epochs:.2f}"
         self.bar.update(self._task, completed=step, epochs=shown)
         if epochs is None:
@@ -66,7 +66,7 @@ class Display:
             self._begun = f"epoch {self._epoch + 1} began after step {step}"
 
     def line(self, text: str) -> None:
-        """Print one line above the bar, behind one that names the epoch where a new one has begun since the last."""
+        """Print one line above the bar, after a line that announces a new epoch if one has begun."""
         if self._enabled:
             if self._begun:
                 self._console.print(self._begun)
@@ -83,16 +83,16 @@ def startup_panel(
     trained: str = "",
     router_loss: str | None = None,
 ) -> Panel:
-    """Topology, model, mesh, plan, prediction and data of a run at a glance.
+    """Return a panel with topology, model, mesh, plan, prediction and data of a run.
 
     Args:
-        plan: The plan of the run.
-        data: Rows on the data, by name.
+        plan: Plan of the run.
+        data: Rows about the data, by name.
         output_dir: Directory of the run.
         weights: Origin of the weights.
-        on_topology: This machine is the topology of the plan.
+        on_topology: Whether this machine is the topology of the plan.
         trained: Adapters and trained parameters; empty when all parameters are trained.
-        router_loss: The loss that is added for the routers of experts; None: there is none.
+        router_loss: Auxiliary loss of the expert routers; None: no such loss.
     """
     work = plan.workload
     share = plan.memory_bytes / plan.memory_capacity_bytes if plan.memory_capacity_bytes else 0.0
@@ -110,8 +110,8 @@ def startup_panel(
         **({} if router_loss is None else {"router loss": router_loss}),
         "plan": plan.fingerprint,
         "predicted step": f"{format_seconds(plan.whole_step_s)}, MFU {plan.predicted_mfu:.1%}"
-        + _of_roles(plan)
-        + _unmeasured(plan),
+        + _role_seconds(plan)
+        + _calibration_advice(plan),
         "predicted memory": f"{format_bytes(plan.memory_bytes)} per rank ({share:.1%})",
         "output": output_dir,
     }
@@ -123,15 +123,15 @@ def startup_panel(
     return Panel(table, title="hyper-parallel train", title_align="left", expand=False)
 
 
-def _of_roles(plan: Plan) -> str:
+def _role_seconds(plan: Plan) -> str:
     roles = plan.roles
     if roles is None:
         return ""
     return f"; sampling {format_seconds(roles.sample_s)}, learning {format_seconds(roles.learn_s)}"
 
 
-def _unmeasured(plan: Plan) -> str:
-    """What would make the prediction on this machine better: its own card, where it has none yet."""
+def _calibration_advice(plan: Plan) -> str:
+    """Return the advice to calibrate this machine, or "" if it has a measured device card."""
     measured = any(f"device card {LOCAL_CARD}:" in term.source for term in plan.cost)
     if plan.topology != "local" or measured:
         return ""

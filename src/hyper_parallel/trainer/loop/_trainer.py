@@ -1,8 +1,8 @@
-"""The training loop of one rank: an `Engine` computes, this file drives it, records and shows. No framework.
+"""Training loop of one rank: drives an `Engine`, writes records and prints progress. No framework.
 
-    load -> begin -> evaluate -> [step, evaluate or save when due] * steps -> finish -> export
+  load -> begin -> evaluate -> [step, evaluate or save when due] * steps -> finish -> export
 
-A back end is trained with by implementing `Engine`; recipe, data order, learning rate, records and files are the same.
+A back end implements `Engine`. Recipe, data order, learning rate, records and files do not depend on it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from hyper_parallel.ir import Plan, Timeline
 from hyper_parallel.received import Limits, read_json
 from hyper_parallel.trainer.data.summary import records_word
 from hyper_parallel.trainer.data_record import write_data_record
-from hyper_parallel.trainer.directory_watch import DirectoryWatch, continuing_words
+from hyper_parallel.trainer.directory_watch import DirectoryWatch, resume_hint
 from hyper_parallel.trainer.files import write_text, write_timeline
 from hyper_parallel.trainer.loop._display import Display
 from hyper_parallel.trainer.loop._schedule import LrSchedule
@@ -55,30 +55,30 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What one step measured; equal on every rank."""
+    """Measurements of one step; equal on every rank."""
 
     loss: float  # mean over all valid tokens of the step
     grad_norm: float  # global gradient norm before clipping
-    valid_tokens: int  # tokens the loss counts
+    valid_tokens: int  # tokens counted by the loss
     step_s: float  # seconds of the step on this rank
     memory_bytes: int  # peak memory of the step on the fullest rank
     routing: dict[str, Any] | None = None  # routing of the experts; None for other models
-    offload: dict[str, Any] | None = None  # what it predicted and measured; None when off
-    loss_scale: float | None = None  # scale of the loss in this step; None without
+    offload: dict[str, Any] | None = None  # predictions and measurements; None when off
+    loss_scale: float | None = None  # scale of the loss in this step; None without scaling
     skipped: int | None = (
-        None  # 1 when the step was left out: gradients overflowed or spiked; None where none can be
+        None  # 1 when the step was skipped: gradients overflowed or spiked; None if steps are never skipped
     )
     rollout: dict[str, Any] | None = None  # rewards and lengths of completions
     preference: dict[str, Any] | None = None  # scores of pairs of answers
-    stop: bool = False  # a rank wishes to end the run after this step
-    save: bool = False  # a rank wishes a checkpoint after this step
+    stop: bool = False  # a rank requests the end of the run after this step
+    save: bool = False  # a rank requests a checkpoint after this step
 
 
 class EvalResult(NamedTuple):
-    """What an evaluation measured; equal on every rank."""
+    """Measurements of an evaluation; equal on every rank."""
 
     loss: float  # mean over the held-out tokens, or pairs of answers
-    tokens: int  # tokens that counted
+    tokens: int  # counted tokens
     preference: dict[str, Any] | None = None  # scores of pairs of answers
     rollout: dict[str, Any] | None = None  # rewards and lengths of completions
 
@@ -87,12 +87,12 @@ class Engine(Protocol):
     """Model, optimizer and ranks of a back end; every rank calls the same methods in the same order.
 
     Attributes:
-        rank: This process; rank 0 writes the records.
+        rank: Rank of this process; rank 0 writes the records.
         world_size: Number of processes.
-        plan: The plan as the ranks carry it out, known after `begin`.
-        wishes: Set by the trainer: whether this rank wishes to stop, and to save, after the present step. A step
-            asks late, and gives every rank in its result what any rank wished.
-        unwritten: Set by the trainer: keeps failures of outputs that the run can do without.
+        plan: Plan as executed by the ranks, known after `begin`.
+        wishes: Set by the trainer: returns whether this rank requests a stop, and a save, after the current step. A
+            step calls it late, and its result combines the requests of all ranks.
+        unwritten: Set by the trainer: collects write failures of optional outputs.
     """
 
     rank: int
@@ -102,7 +102,7 @@ class Engine(Protocol):
     unwritten: Unwritten
 
     def load(self) -> tuple[int, dict[str, Any]]:
-        """Continue from the newest intact checkpoint: its step and the `extra` of its save; step 0 for a new run."""
+        """Load the newest intact checkpoint and return its step and the `extra` of its save; step 0 for a new run."""
 
     def begin(self, done: int, batches: Batches | StreamBatches) -> None:
         """Prepare for the steps after step `done`."""
@@ -115,55 +115,74 @@ class Engine(Protocol):
         """
 
     def evaluate(self, batches: Batches | StreamBatches) -> tuple[Any, ...]:
-        """Mean loss over the first step of `batches`, and how many tokens counted: fields of an `EvalResult`."""
+        """Return the fields of an `EvalResult`: mean loss and counted tokens of the first step of `batches`."""
 
     def save(self, step: int, extra: dict[str, Any]) -> None:
-        """Save a checkpoint after a step; may return before it is written."""
+        """Save a checkpoint after a step; may return before the checkpoint is written."""
 
     def snapshot(self, step: int, extra: dict[str, Any]) -> None:
-        """Save in memory what lost ranks go on from; called where the recipe has `checkpoint.snapshot_every`."""
+        """Save the in-memory snapshot from which lost ranks recover.
+
+        Called if the recipe has `checkpoint.snapshot_every`.
+        """
 
     def any(self, flag: bool) -> bool:
-        """Whether the flag is set on any rank."""
+        """Return whether the flag is set on any rank."""
 
     def finish(self) -> None:
-        """Wait for what is still written, and end what `begin` has started."""
+        """Wait for pending writes and stop the services started by `begin`."""
 
     def timeline(self) -> Timeline | None:
-        """The measured timeline of all ranks on rank 0; None elsewhere."""
+        """Return the measured timeline of all ranks on rank 0; None on other ranks."""
 
     def export(self) -> None:
         """Write the model in its published format."""
 
     def facts(self) -> dict[str, Any]:
-        """Facts about device and versions that belong to the numbers of the run."""
+        """Return facts about device and versions for the record of the run."""
 
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What a run achieved; rank 0 returns it."""
+    """Outcome of a run, returned on rank 0."""
 
     steps: int  # last step
     first_eval_loss: (
         float  # held-out loss before the first step of the run, NaN without held-out text
     )
     last_eval_loss: float  # held-out loss after the last step
-    loss: float  # training loss of the last step, NaN when there was nothing left to do
+    loss: float  # training loss of the last step, NaN if no step was run
     seconds: float  # seconds of training, evaluations included
-    complete: bool = False  # the run had ended before: no record of it was written
-    unwritten: tuple[
-        HyperParallelError, ...
-    ] = ()  # failures of outputs that the run went on without
+    complete: bool = False  # the run had already ended: no record was written
+    unwritten: tuple[HyperParallelError, ...] = ()  # write failures of optional outputs
+
+
+@dataclass
+class _RunState:
+    """State of a run in this process, on one rank."""
+
+    done: int  # last finished step
+    first_step: int  # first step of this process
+    last_step: int  # last step of the run
+    complete: bool  # the run had already ended
+    stopping: EarlyStopping
+    part: RunPart
+    facts: dict[str, Any]  # of this process, stored in every checkpoint
+    history: list[dict[str, Any]]  # resumes so far, stored in every checkpoint
+    first_eval_loss: float = math.nan
+    last_eval_loss: float = math.nan
+    loss: float = math.nan
+    stopped: bool = False  # ended before the last step on request
 
 
 class Trainer:
-    """Drives one run on one rank.
+    """Driver of one run on one rank.
 
     Args:
         job: The run.
-        engine: What computes.
-        display: Where lines for people go.
-        stop: Where the wish comes from to end before the last step; None: from nowhere.
+        engine: Back end that computes the steps.
+        display: Terminal output.
+        stop: Source of requests to end before the last step; None: no such source.
     """
 
     def __init__(
@@ -174,7 +193,7 @@ class Trainer:
         self._holdout = job.holdout_batches()
         self._log: MetricsLog | None = None
         self._asked, self._stop, self._saved_s = False, stop or StopRequest(), time.monotonic()
-        self._between = True  # whether a run that ends after the present step would go on exactly as if it had not
+        self._between = True  # whether a run resumed after the current step is identical to an uninterrupted one
         engine.wishes = self._wishes
         engine.unwritten = self._unwritten = Unwritten()
         self._callbacks: list[Callback] = []
@@ -183,21 +202,54 @@ class Trainer:
             self._callbacks[-1].rank = engine.rank
 
     def train(self) -> Summary | None:
-        """All steps, evaluations and files of the run; the summary on rank 0."""
+        """Run all steps, evaluations and exports; return the summary on rank 0."""
         try:
-            # From before anything is loaded: records and checkpoints are those of one directory.
+            # Opened before loading: records and checkpoints must belong to one directory.
             with closing(DirectoryWatch(self._job.output_dir)) as self._watch:
                 return self._train()
         except LossNotFinite as error:
-            error.hint = error.hint or continuing_words(self._job)
+            error.hint = error.hint or resume_hint(self._job)
             raise
 
     def _train(self) -> Summary | None:
-        job, recipe, engine = self._job, self._job.recipe, self._engine
-        training, every = recipe.training, recipe.checkpoint.every
-        snapshot_every = recipe.checkpoint.snapshot_every
-        done, extra = engine.load()
-        facts = run_facts(job) | {"environment.device": engine.facts().get("device")}
+        job, engine = self._job, self._engine
+        run = self._load()
+        begin = time.perf_counter()
+        with ExitStack() as stack:
+            stack.enter_context(self._display.bar)
+            engine.begin(run.done, self._batches)
+            self._watch.check()
+            if engine.rank == 0:
+                # Not before: a start that fails must not change an earlier run.
+                self._open_records(run, stack)
+            for callback in self._callbacks:
+                callback.on_train_begin(job)
+            run.first_eval_loss = math.nan if run.complete else self._evaluate(run.done)
+            run.last_eval_loss, self._saved_s = run.first_eval_loss, time.monotonic()
+            self._run_steps(run)
+            for callback in self._callbacks:
+                callback.on_train_end(run.done)
+            seconds = time.perf_counter() - begin
+            with self._check_directory_on_failure():
+                engine.finish()
+            self._watch.check()
+        if run.stopped:
+            self._stop.record_stop(run.done)
+        timeline = engine.timeline() if run.done >= run.first_step else None
+        if timeline is not None:
+            with self._unwritten.spare(job.output_dir):
+                write_timeline(timeline, job.output_dir / "timeline.json")
+                run.part.keep()  # the plan may have changed since
+        exports = job.recipe.checkpoint.export and not run.stopped
+        if exports and not (run.complete and self._has_export()):
+            engine.export()
+        return self._write_summary(run, seconds) if engine.rank == 0 else None
+
+    def _load(self) -> _RunState:
+        """Load the newest checkpoint and return the state at the start of this process."""
+        job, training = self._job, self._job.recipe.training
+        done, extra = self._engine.load()
+        facts = run_facts(job) | {"environment.device": self._engine.facts().get("device")}
         stopping = EarlyStopping(
             training.early_stopping_patience,
             training.early_stopping_threshold,
@@ -205,65 +257,64 @@ class Trainer:
         )
         last_step = done if stopping.over else training.steps
         changed = self._continue(done, extra, facts, stopping)
-        complete = done >= last_step and self._is_complete(done)
         history: list[dict[str, Any]] = extra.get("resumes", [])
+        complete = done >= last_step and self._is_complete(done)
         if 0 < done < last_step:
             history = [*history, {"step": done, "changed": changed}]
-        part, first_step = RunPart(job.output_dir, done, changed), done + 1
-        saved = {"run": facts, "resumes": history}
+        part = RunPart(job.output_dir, done, changed)
+        return _RunState(done, done + 1, last_step, complete, stopping, part, facts, history)
+
+    def _open_records(self, run: _RunState, stack: ExitStack) -> None:
+        """Write recipe and plan, and open the metric files, which `stack` closes; on rank 0 only."""
+        job, recipe = self._job, self._job.recipe
+        with written(job.output_dir):
+            mark_run_directory(job.output_dir)
+            if job.ignore_checkpoints and (removed := clear_run_directory(job.output_dir)):
+                self._display.line(
+                    f"checkpoint.resume=never: removed {', '.join(removed)} of {job.output_dir}"
+                )
+            if not run.part.is_late:
+                self._write(run.part)
+            shown = recipe.model_dump(mode="json")
+            trackers = recipe.training.report_to if run.done < run.last_step else ()
+            if not run.complete:
+                self._log = MetricsLog(job.output_dir, run.done, trackers, shown)
+        if self._log is not None:
+            stack.push(self._close_log)
+            for line in self._log.notes:
+                self._display.line(line)
+
+    def _run_steps(self, run: _RunState) -> None:
+        """Run the steps with their records, evaluations and checkpoints until the run ends."""
+        recipe = self._job.recipe
+        training, checkpoint = recipe.training, recipe.checkpoint
         schedule = LrSchedule.of(training)
-        begin = time.perf_counter()
-        with ExitStack() as stack:
-            stack.enter_context(self._display.bar)
-            engine.begin(done, self._batches)
-            self._watch.check()
-            if engine.rank == 0:
-                # Not before: a start that fails leaves an earlier run as it was.
-                with written(job.output_dir):
-                    mark_run_directory(job.output_dir)
-                    if job.starts_over and (removed := clear_run_directory(job.output_dir)):
-                        self._display.line(
-                            f"checkpoint.resume=never: removed {', '.join(removed)} of {job.output_dir}"
-                        )
-                    if not part.is_late:
-                        self._write(part)
-                    shown = recipe.model_dump(mode="json")
-                    trackers = training.report_to if done < last_step else ()
-                    if not complete:
-                        self._log = MetricsLog(job.output_dir, done, trackers, shown)
-                if self._log is not None:
-                    stack.push(self._close_log)
-                    for line in self._log.notes:
-                        self._display.line(line)
-            for callback in self._callbacks:
-                callback.on_train_begin(job)
-            first = last = math.nan if complete else self._evaluate(done)
-            loss, stopped, self._saved_s = math.nan, False, time.monotonic()
-            for step in range(first_step, last_step + 1):
-                self._between = step % recipe.grpo.num_iterations == 0
-                lr = schedule.lr(step)
-                result = engine.step(step, self._batches, lr)
-                loss = result.loss
-                if part.is_late and step == first_step:
-                    self._write(part)
-                self._report(step, result, lr)
-                done, stopped = step, result.stop
-                final = stopped or step == training.steps or self._stops()
-                metrics = {}
-                if not stopped and (
-                    final or (training.eval_every and step % training.eval_every == 0)
-                ):
-                    last = self._evaluate(step)
-                    metrics = {"loss": last} if math.isfinite(last) else {}
-                    stopping.take(last)
-                    if stopping.over:
-                        self._display.line(f"ended after step {step}: {stopping.why}")
-                    final = final or self._stops() or stopping.over
-                snaps = snapshot_every and step % snapshot_every == 0 and not final
-                saves = final or result.save or (every and step % every == 0)
-                if snaps or saves:
-                    extra = {"data": self._batches.state_dict(step), "metrics": metrics, **saved}
-                    extra["early_stopping"] = stopping.state_dict()
+        for step in range(run.first_step, run.last_step + 1):
+            self._between = step % recipe.grpo.num_iterations == 0
+            lr = schedule.lr(step)
+            result = self._engine.step(step, self._batches, lr)
+            run.loss = result.loss
+            if run.part.is_late and step == run.first_step:
+                self._write(run.part)
+            self._report(step, result, lr)
+            run.done, run.stopped = step, result.stop
+            final = run.stopped or step == training.steps or self._stops()
+            metrics = {}
+            evaluates = final or (training.eval_every and step % training.eval_every == 0)
+            if evaluates and not run.stopped:
+                run.last_eval_loss = last = self._evaluate(step)
+                metrics = {"loss": last} if math.isfinite(last) else {}
+                run.stopping.take(last)
+                if run.stopping.over:
+                    self._display.line(f"ended after step {step}: {run.stopping.why}")
+                final = final or self._stops() or run.stopping.over
+            snapshot_every = checkpoint.snapshot_every
+            snaps = snapshot_every and step % snapshot_every == 0 and not final
+            saves = final or result.save or (checkpoint.every and step % checkpoint.every == 0)
+            if snaps or saves:
+                extra: dict[str, Any] = {"data": self._batches.state_dict(step), "metrics": metrics}
+                extra |= {"run": run.facts, "resumes": run.history}
+                extra["early_stopping"] = run.stopping.state_dict()
                 if snaps:
                     self._save(step, extra, snapshot=True)
                 if saves:
@@ -271,46 +322,33 @@ class Trainer:
                     self._saved_s = time.monotonic()
                     for callback in self._callbacks:
                         callback.on_save(step)
-                if final:
-                    break
-            for callback in self._callbacks:
-                callback.on_train_end(done)
-            seconds = time.perf_counter() - begin
-            with self._directory_named():
-                engine.finish()
-            self._watch.check()
-        if stopped:
-            self._stop.obeyed(done)
-        trained = done >= first_step
-        timeline = engine.timeline() if trained else None
-        if timeline is not None:
-            with self._unwritten.spare(job.output_dir):
-                write_timeline(timeline, job.output_dir / "timeline.json")
-                part.keep()  # the plan may be another one since
-        if recipe.checkpoint.export and not stopped and not (complete and self._has_export()):
-            engine.export()
-        if engine.rank != 0:
-            return None
-        if complete:
-            return Summary(done, first, last, loss, seconds, complete)
+            if final:
+                break
+
+    def _write_summary(self, run: _RunState, seconds: float) -> Summary:
+        """Write run.json, unless the run had already ended, and return the summary."""
+        losses = run.first_eval_loss, run.last_eval_loss, run.loss
+        if run.complete:
+            return Summary(run.done, *losses, seconds, run.complete)
         about = {
-            "step": done,
-            "complete": not stopped,
-            "ranks": engine.world_size,
+            "step": run.done,
+            "complete": not run.stopped,
+            "ranks": self._engine.world_size,
             "python": platform.python_version(),
             "training_s": round(seconds, 3),
-            "resumes": history,
-            **engine.facts(),
+            "resumes": run.history,
+            **self._engine.facts(),
         }
-        with self._unwritten.spare(job.output_dir):
-            if job.recipe.data.streaming:
-                write_data_record(job)
-            write_text(job.output_dir / "run.json", json.dumps(about, indent=1) + "\n")
+        directory = self._job.output_dir
+        with self._unwritten.spare(directory):
+            if self._job.recipe.data.streaming:
+                write_data_record(self._job)
+            write_text(directory / "run.json", json.dumps(about, indent=1) + "\n")
         unwritten = [*self._unwritten.errors, *(self._log.unwritten.errors if self._log else ())]
-        return Summary(done, first, last, loss, seconds, unwritten=tuple(unwritten))
+        return Summary(run.done, *losses, seconds, unwritten=tuple(unwritten))
 
     def _close_log(self, failure: type[BaseException] | None, *_: object) -> None:
-        """Close the records; after another failure, which comes first, theirs is left out."""
+        """Close the records; an error of closing is suppressed if another failure is already propagating."""
         assert self._log is not None
         try:
             with written(self._job.output_dir / "metrics.jsonl"):
@@ -321,12 +359,12 @@ class Trainer:
 
     def _save(self, step: int, extra: dict[str, Any], *, snapshot: bool = False) -> None:
         """Save a checkpoint or a snapshot."""
-        with self._directory_named():
+        with self._check_directory_on_failure():
             (self._engine.snapshot if snapshot else self._engine.save)(step, extra)
 
     @contextmanager
-    def _directory_named(self) -> Iterator[None]:
-        """Name a run directory that is gone as the reason of a failed save; every rank fails, and says the same."""
+    def _check_directory_on_failure(self) -> Iterator[None]:
+        """Report a lost run directory (HP721) as the cause of a failed save; every rank raises the same error."""
         try:
             yield
         except OutputNotWritable:
@@ -336,7 +374,7 @@ class Trainer:
     def _continue(
         self, done: int, extra: dict[str, Any], facts: dict[str, Any], stopping: EarlyStopping
     ) -> Changes:
-        """Continue the data from a checkpoint, and state what has changed since; nothing for a new run.
+        """Restore the data position from a checkpoint and print the changes since; return {} for a new run.
 
         Raises:
             CheckpointMismatch: HP702.
@@ -358,29 +396,29 @@ class Trainer:
         return changed
 
     def _is_complete(self, done: int) -> bool:
-        """Whether the run had ended in its directory after step `done`, with all its records; equal on all ranks."""
+        """Return whether the run had ended in its directory after step `done` with all records; equal on all ranks."""
         job, ended = self._job, False
         if self._engine.rank == 0 and job.resume_dir == job.checkpoint_dir:
             with suppress(OSError, ValueError):
                 about = read_json(job.output_dir / "run.json", Limits())
-                told = isinstance(about, dict) and (about.get("complete"), about.get("step"))
-                ended = told == (True, done)
+                status = isinstance(about, dict) and (about.get("complete"), about.get("step"))
+                ended = status == (True, done)
         return self._engine.any(ended)
 
     def _has_export(self) -> bool:
         names = ("config.json", "adapter_config.json")
-        found = any((self._job.export_dir / name).is_file() for name in names)
-        return self._engine.any(self._engine.rank == 0 and found)
+        exists = any((self._job.export_dir / name).is_file() for name in names)
+        return self._engine.any(self._engine.rank == 0 and exists)
 
     def _write(self, part: RunPart) -> None:
-        """Write recipe and plan of the run, and keep them for this part."""
+        """Write recipe and plan of the run, and archive them for this part."""
         if self._engine.rank == 0:
             with written(self._job.output_dir):
                 self._job.write(self._engine.plan)
                 part.keep()
 
     def _wishes(self) -> tuple[bool, bool]:
-        """Whether this rank wishes to stop, and to save, after the present step; rank 0's clock counts."""
+        """Return whether this rank requests a stop, and a save, after the current step; saves follow rank 0's clock."""
         if not self._between:
             return False, False
         due_s = 60 * self._job.recipe.checkpoint.every_minutes
@@ -388,11 +426,11 @@ class Trainer:
         return self._stop.asked, self._engine.rank == 0 and 0 < due_s <= passed_s
 
     def _stops(self) -> bool:
-        """Whether a callback of any rank asks to end the run; nobody is asked where there is no callback."""
+        """Return whether a callback of any rank requested a stop; without callbacks no collective runs."""
         return bool(self._callbacks) and self._engine.any(self._asked)
 
     def _evaluate(self, step: int) -> float:
-        """Loss on the held-out text, written to eval.jsonl; NaN when nothing is held out."""
+        """Return the loss on the held-out text and append it to eval.jsonl; NaN without held-out text."""
         if self._holdout is None:
             return math.nan
         start = time.perf_counter()
@@ -410,18 +448,18 @@ class Trainer:
             with written(self._job.output_dir):
                 self._log.evaluation(record)
             measured = {**(record.preference or {}), **(record.rollout or {})}
-            told = "".join(
+            scores_text = "".join(
                 f", {name} {measured[name]:.4g}"
                 for name in ("accuracy", "margin", "reward")
                 if name in measured
             )
             self._display.line(
-                f"eval after step {step}: held-out loss {loss:.4f}{told} ({self._held_out(tokens)})"
+                f"eval after step {step}: held-out loss {loss:.4f}{scores_text} ({self._held_out(tokens)})"
             )
         return loss
 
     def _held_out(self, tokens: int) -> str:
-        """Return how much an evaluation reads: tokens, or pairs, answers or prompts of stages that compare them."""
+        """Return the amount of held-out data in words: tokens, or pairs, answers or prompts in preference stages."""
         stage = self._job.recipe.stage
         if stage not in COMPARED or self._holdout is None:
             return f"{tokens:,} tokens"
@@ -435,7 +473,7 @@ class Trainer:
         per_device = tokens / result.step_s / self._engine.world_size
         flops = per_device * plan.model.flops_per_token
         if self._job.recipe.stage == "kto":
-            # Every other row is only read forward, a third of the work of one that is learned from.
+            # Every other row runs forward only, a third of the work of a trained row.
             flops *= 2 / 3
         record = StepRecord(
             step=step,

@@ -1,4 +1,4 @@
-"""Callbacks: code of a user that follows a run. Named as in transformers, called on every rank."""
+"""User callbacks of a run, named as in transformers and called on every rank."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 class Callback:
-    """Follows a run; override what you need. Every rank has its own object and calls it at the same places.
+    """Base class of user callbacks; override the events you need. Every rank has its own object and the same events.
 
     `metrics` has the keys of a line of metrics.jsonl or eval.jsonl. Return True from `on_step_end` or `on_evaluate` to
     stop after this step: as soon as one rank asks, all ranks evaluate, save and export as after a last step.
@@ -21,16 +21,16 @@ class Callback:
     rank: int = 0
 
     def on_train_begin(self, job: Job) -> None:
-        """Before the first evaluation and step."""
+        """Handle the start, before the first evaluation and step."""
 
     def on_step_end(self, step: int, metrics: dict[str, Any]) -> bool | None:
-        """After every optimizer step, counted from 1."""
+        """Handle the end of an optimizer step, counted from 1."""
 
     def on_evaluate(self, step: int, metrics: dict[str, Any]) -> bool | None:
-        """After every evaluation; step 0 is before the first step."""
+        """Handle the end of an evaluation; step 0 is before the first step."""
 
     def on_save(self, step: int) -> None:
-        """After a checkpoint was begun; it may still be written in the background."""
+        """Handle the start of a checkpoint, which may still be written in the background."""
 
     def on_train_end(self, step: int) -> None:
-        """After the last step, its evaluation and its checkpoint."""
+        """Handle the end of training, after the last step, its evaluation and its checkpoint."""

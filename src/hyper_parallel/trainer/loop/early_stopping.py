@@ -1,4 +1,4 @@
-"""When the held-out loss ends a run, by the rule of transformers' `EarlyStoppingCallback`."""
+"""Early stopping on the held-out loss, by the rule of transformers' `EarlyStoppingCallback`."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 
 @dataclass
 class EarlyStopping:
-    """Counts evaluations after steps whose loss is no better; the loss is equal on every rank, and so is the count.
+    """Counter of evaluations without improvement; loss and counter are equal on every rank.
 
     Attributes:
-        patience: So many in a row end the run; None: it is never ended.
-        threshold: By how much a loss has to be below the least one before to be better.
-        best: Least loss so far; None: there was no evaluation.
-        waited: Evaluations in a row that were no better.
+        patience: Number of consecutive evaluations without improvement that ends the run; None: never.
+        threshold: Minimum decrease below the best loss that counts as an improvement.
+        best: Lowest loss so far; None before the first evaluation.
+        waited: Consecutive evaluations without improvement.
     """
 
     patience: int | None
@@ -25,19 +25,19 @@ class EarlyStopping:
 
     @property
     def over(self) -> bool:
-        """Whether the run is to end."""
+        """True if the run must end."""
         return self.patience is not None and self.waited >= self.patience
 
     @property
     def why(self) -> str:
-        """Why it is over, in words."""
+        """Reason for the end of the run, in words."""
         return (
             f"{self.waited} evaluations in a row were no better than a held-out loss of {self.best}"
         )
 
     def take(self, loss: float) -> None:
-        """Take note of an evaluation; a loss that is not finite is no better than any."""
-        if self.patience is None:  # a run that goes on with one begins to count
+        """Count an evaluation; a loss that is not finite is never an improvement."""
+        if self.patience is None:  # a resumed run with a patience starts to count
             return
         best = self.best
         self.waited = 0 if best is None or best - loss > self.threshold else self.waited + 1
@@ -45,5 +45,5 @@ class EarlyStopping:
         self.best = loss if loss < best else best
 
     def state_dict(self) -> dict[str, Any]:
-        """What a run that goes on has to know."""
+        """Return the state for a resumed run."""
         return {"best": self.best, "waited": self.waited}

@@ -1,7 +1,7 @@
-"""What a run writes per step: metrics.jsonl and eval.jsonl (full precision), trackers, one line for people.
+"""Metrics of a run: metrics.jsonl and eval.jsonl in full precision, trackers, and one log line per step.
 
-The two JSONL files are the contract with the reports. A record is one line, written at once, so a reader never sees
-half of one; a resumed run first drops the records after the checkpoint it continues from.
+The two JSONL files are the interface to the reports. Each record is written as one line at once, so readers see no
+partial record. A resumed run first drops the records after its checkpoint.
 """
 
 from __future__ import annotations
@@ -26,36 +26,36 @@ from hyper_parallel.units import MiB, format_bytes, format_count
 
 _log = logging.getLogger(__name__)
 LINE_WIDTH: Final = 80
-"""Columns of the line of a step."""
+"""Maximum columns of the log line of a step."""
 _MOST_DIGITS: Final = 2
-"""Digits of the number of steps up to which every line shows it; the progress bar always does."""
+"""Maximum digits of the total number of steps shown in every line; the progress bar always shows it."""
 _RECORD: Final = Limits(MiB, num_elements=100_000)
 
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """One line of metrics.jsonl; what is None is left out of it."""
+    """Line of metrics.jsonl; fields that are None are omitted."""
 
     step: int  # optimizer step, from 1
     loss: float  # mean over all valid tokens of the step, over every rank and microbatch
     grad_norm: float  # global norm of the gradients before clipping
     lr: float  # learning rate of the step
     tokens: int  # tokens of this step over all ranks
-    valid_tokens: int  # those of them that the loss counts
+    valid_tokens: int  # tokens of this step counted by the loss
     tokens_seen: int  # tokens since step 1, this step included
     step_s: float  # seconds of the step
     tps: float  # tokens per second and device
     tflops: float  # model TFLOP/s per device, recomputation not counted
     mfu: float  # model FLOP/s utilisation (Chowdhery et al., PaLM, arXiv:2204.02311, appendix B)
     memory_bytes: (
-        int  # peak of the step on the fullest rank; with offload that of the counted device
+        int  # peak of the step on the fullest rank; with offload the peak of the budgeted device
     )
     pred_step_s: float | None  # step time the plan predicts; None for another machine
     routing: dict[str, Any] | None = None  # routing of the experts; None for other models
-    offload: dict[str, Any] | None = None  # what it predicted and measured; None when off
-    loss_scale: float | None = None  # scale of the loss in this step; None without
+    offload: dict[str, Any] | None = None  # predictions and measurements; None when off
+    loss_scale: float | None = None  # scale of the loss in this step; None without scaling
     skipped: int | None = (
-        None  # 1 when the step was left out: gradients overflowed or spiked; None where none can be
+        None  # 1 when the step was skipped: gradients overflowed or spiked; None if steps are never skipped
     )
     rollout: dict[str, Any] | None = None  # rewards and lengths of completions
     preference: dict[str, Any] | None = None  # scores of pairs of answers
@@ -63,7 +63,7 @@ class StepRecord:
 
 @dataclass(frozen=True, slots=True)
 class EvalRecord:
-    """One line of eval.jsonl: the mean loss over the held-out tokens before step 1 (step 0) or after `step`."""
+    """Line of eval.jsonl: mean loss over the held-out tokens before step 1 (step 0) or after `step`."""
 
     step: int
     loss: float
@@ -74,17 +74,17 @@ class EvalRecord:
 
 
 class MetricsLog:
-    """The metric files of a run directory, and its trackers; rank 0 holds one.
+    """Metric files and trackers of a run directory; exists on rank 0 only.
 
     Args:
         directory: Run directory.
-        resumed_step: Last step the run already has, 0 for a new run.
+        resumed_step: Last finished step of the run, 0 for a new run.
         report_to: Names of trackers.
-        recipe: What trackers show as the configuration of the run.
+        recipe: Configuration shown by the trackers.
 
     Attributes:
-        notes: What was dropped of the files of the run before, one line each.
-        unwritten: Failures of trackers that the system has refused to write.
+        notes: Records dropped from the files of the previous run, one line each.
+        unwritten: Write failures of trackers (full disk, missing permission).
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class MetricsLog:
         """Flush and close all files.
 
         Raises:
-            OSError: A file of metrics cannot be closed; the others are.
+            OSError: A metrics file cannot be closed; the remaining files are closed.
         """
         self._watch.close()
         for tracker in self._trackers:
@@ -148,17 +148,17 @@ class MetricsLog:
         self._files[name].flush()
 
     def _draw(self, step: int, group: str, values: Mapping[str, float | None]) -> None:
-        """Give trackers the values that are not None."""
-        given = {f"{group}/{k}": float(v) for k, v in values.items() if v is not None}
-        for tracker in tuple(self._trackers) if given else ():
-            if not self._try(tracker, lambda tracker=tracker: tracker.log(step, given)):
+        """Send the values that are not None to the trackers."""
+        points = {f"{group}/{k}": float(v) for k, v in values.items() if v is not None}
+        for tracker in tuple(self._trackers) if points else ():
+            if not self._try(tracker, lambda tracker=tracker: tracker.log(step, points)):
                 self._trackers.remove(tracker)
 
     def _try(self, tracker: Tracker, action: Callable[[], Any]) -> bool:
-        """Return whether a tracker does something; one that fails does not end the run: metrics.jsonl has its curve."""
+        """Run an action of a tracker and return whether it succeeded; failures do not end the run."""
         try:
             action()
-        except Exception as error:  # each raises classes of its own
+        except Exception as error:  # every tracker has its own exception classes
             _log.warning("%s gets no more curves: %s", tracker.name, error)
             if isinstance(error, OSError) and error.errno in DISK_ERRORS:
                 self.unwritten.keep(not_writable(error, self._directory / tracker.name))
@@ -168,7 +168,7 @@ class MetricsLog:
 
 
 def as_line(record: Any) -> dict[str, Any]:
-    """A record by its keys, without those that are None, NaN or infinite, which JSON does not have."""
+    """Return a record as a dict without values that are None, NaN or infinite, as JSON has no such numbers."""
     items = asdict(record).items()
     return {
         k: v for k, v in items if v is not None and (not isinstance(v, float) or math.isfinite(v))
@@ -176,27 +176,27 @@ def as_line(record: Any) -> dict[str, Any]:
 
 
 def _keep_until(path: Path, step: int) -> str | None:
-    """Drop the records after a step, and lines that are none: a killed run may have cut its last; what was dropped."""
+    """Drop records after a step and damaged lines, such as a last line cut by a kill; return a note about them."""
     if not path.exists():
         return None
-    kept, later, damaged = [], 0, 0
+    records, later, damaged = [], 0, 0
     for line in path.read_bytes().splitlines():
         number = _step_of(line)
         if number is None:
             damaged += 1
         elif step and number <= step:
-            kept.append(line.decode() + "\n")
+            records.append(line.decode() + "\n")
         else:
             later += 1
-    if later or damaged or not kept:
-        write_text(path, "".join(kept))
+    if later or damaged or not records:
+        write_text(path, "".join(records))
     parts = [f"{later} records after step {step}"] if later else []
     parts += [f"{damaged} lines that are no record"] if damaged else []
     return f"{path.name}: dropped {' and '.join(parts)}" if parts else None
 
 
 def _step_of(line: bytes) -> int | None:
-    """Return the step of a record; None for a line that is none."""
+    """Return the step of a record; None for a damaged line."""
     try:
         step = parse_json(line, _RECORD)["step"]
     except (ValueError, KeyError, TypeError):
@@ -205,9 +205,9 @@ def _step_of(line: bytes) -> int | None:
 
 
 def log_line(record: StepRecord, steps: int) -> str:
-    """Return the line of a step for people, at most 80 columns wide, with the deviation from the plan.
+    """Return the log line of a step, at most 80 columns wide, with the deviation from the plan.
 
-    All lines of a run start with the same form of the step, as far as its numbers leave space.
+    All lines of a run format the step number alike, as far as the width permits.
     """
     digits, score = len(str(steps)), f"loss {record.loss:.4f}"
     total = f"/{steps}" if digits <= _MOST_DIGITS else ""
@@ -218,8 +218,8 @@ def log_line(record: StepRecord, steps: int) -> str:
         score,
         f"grad_norm {record.grad_norm:.3g}",
         f"lr {record.lr:.1e}",
-        f"{_brief(format_count(record.tps))} tok/s",
-        _brief(format_bytes(record.memory_bytes)),
+        f"{_three_digits(format_count(record.tps))} tok/s",
+        _three_digits(format_bytes(record.memory_bytes)),
     ]
     if record.pred_step_s and math.isfinite(record.pred_step_s):
         parts.append(f"pred {record.step_s / record.pred_step_s - 1:+.0%}")
@@ -233,7 +233,7 @@ def log_line(record: StepRecord, steps: int) -> str:
     return f"{line}\n  skipped: the gradient {why}{scale}"
 
 
-def _brief(text: str) -> str:
+def _three_digits(text: str) -> str:
     """Return a number with a prefix to three significant digits: `139 GiB`, `12.3k`."""
     number = re.match(r"[\d,.]+", text)
     if number is None:

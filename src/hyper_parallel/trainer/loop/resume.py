@@ -1,4 +1,4 @@
-"""Compare the facts in a checkpoint with those of the run that continues from it."""
+"""Comparison of the facts in a checkpoint with the facts of the run that resumes from it."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ from hyper_parallel.trainer.loop.run_facts import CODE, CONTENT, ENVIRONMENT, MO
 _ADAPTER_SCALE: Final = tuple(
     f"lora.{key}" for key in ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern")
 )
-"""Keys that decide the factor of an adapter's product: with another one the same values are another model."""
+"""Keys of the scale of an adapter's product: with a different scale the same adapter weights are a different model."""
 _FIXED: Final = (
     *_ADAPTER_SCALE, MODEL_CONFIG, "moe", "stage", "data.mask_documents", "training.dtype", "training.optimizer",
     "training.seed",
 )  # fmt: skip
-"""Keys, and sections, that decide what is learned; the data has a fingerprint of its own."""
+"""Keys and sections that determine the trained weights; the data has a separate fingerprint."""
 _FIXED_IN_STAGES: Final = {f"{CONTENT}.validation": ("dpo", "kto")}
-"""Keys that are fixed in some stages: there the checkpointed run has a reference of each held-out answer."""
-_SAID_IN_CONFIG: Final = (
+"""Keys fixed in some stages, because the checkpoint has a reference score of each held-out answer."""
+_IGNORED_IN_CONFIG: Final = (
     "architectures", "dtype", "torch_dtype", "use_cache", "bos_token_id", "eos_token_id", "pad_token_id",
 )  # fmt: skip
-"""Keys of a model's config that training does not read, or that recipe and tokenizer decide."""
+"""Keys of a model's config that training ignores, or that recipe and tokenizer override."""
 _PATHS: Final = ("output_dir", "data.cache_dir", "checkpoint.resume", "checkpoint.from_dir")
-"""Keys that state where files are and nothing about the run."""
+"""Keys that only name file locations."""
 _STATED_BY_ALL: Final = (CODE, CONTENT, ENVIRONMENT, PLAN)
-"""Groups of which a key on one side only means that another version of this package wrote the checkpoint."""
+"""Groups whose keys may be absent from checkpoints of other versions of this package."""
 _CONTENT_WORDS: Final = {
     f"{CONTENT}.{name}": words
     for name, words in {
-        "tokenizer": "the files of the tokenizer are others",
-        "validation": "the content of data.validation is another",
-        "records": "the columns of records that rewards read are others",
-        "data_files": "the files of data.source have other names, sizes or times: what was read is the same, the rest"
-        " may differ",
-        "generation_config": "generation_config.json of the model is another",
-        "topology": "the content of the topology file is another",
-        "schedule_file": "the content of parallel.schedule_file is another",
-        "model_code": "the Python files beside the model are others",
+        "tokenizer": "the tokenizer files have changed",
+        "validation": "the content of data.validation has changed",
+        "records": "the record columns that rewards read have changed",
+        "data_files": "the files of data.source have other names, sizes or times: the part read so far is the same,"
+        " the rest may differ",
+        "generation_config": "generation_config.json of the model has changed",
+        "topology": "the content of the topology file has changed",
+        "schedule_file": "the content of parallel.schedule_file has changed",
+        "model_code": "the Python files in the model directory have changed",
     }.items()
 }
 _VERSION: Final = f"{ENVIRONMENT}.transformers"
@@ -51,11 +51,11 @@ Changes = dict[str, tuple[Any, Any]]
 
 
 def check_resume(saved: object, facts: Mapping[str, Any], run: Path) -> Changes:
-    """Return the changes since a checkpoint was written; none where it states no facts.
+    """Return the changes since a checkpoint was written; {} if the checkpoint states no facts.
 
     Args:
-        saved: The facts in the checkpoint.
-        facts: Those of the run that continues, as of `run_facts`.
+        saved: Facts in the checkpoint.
+        facts: Facts of the resumed run, as returned by `run_facts`.
         run: Directory of the run that wrote the checkpoint.
 
     Raises:
@@ -76,43 +76,43 @@ def changes_line(changed: Changes) -> str:
     for key, (old, new) in changed.items():
         group, _, name = key.partition(".")
         if key in _CONTENT_WORDS or group == CODE:
-            parts.append(_CONTENT_WORDS.get(key, f"the source file of {name} is another"))
+            parts.append(_CONTENT_WORDS.get(key, f"the source file of {name} has changed"))
         else:
             parts.append(f"{key} {_text(old)} -> {_text(new)}")
     return ", ".join(parts)
 
 
-def _differences(saved: Mapping[str, Any], mine: Mapping[str, Any]) -> Changes:
-    """Compare all keys of both sides, also those that only one has.
+def _differences(saved: Mapping[str, Any], facts: Mapping[str, Any]) -> Changes:
+    """Compare the keys of both sides, including keys present on one side only.
 
-    A value on one side may be a section on the other, as `lora: null` and `lora.r: 8`; that is one change. A key that
-    the checkpoint's version of this package did not have counts as its default.
+    A value on one side may be a section on the other, as `lora: null` and `lora.r: 8`; that is one change. A key
+    unknown to the checkpoint's version of this package counts as its default.
     """
     changed: Changes = {}
-    for key in dict.fromkeys([*mine, *saved]):
-        if key in saved and key in mine:
-            pair = saved[key], mine[key]
-        elif _has_parent(key, saved if key in mine else mine):
+    for key in dict.fromkeys([*facts, *saved]):
+        if key in saved and key in facts:
+            pair = saved[key], facts[key]
+        elif _has_parent(key, saved if key in facts else facts):
             continue  # the parent's change includes this one
         else:
-            sections = _section(saved, key), _section(mine, key)
-            pair = saved.get(key, sections[0]), mine.get(key, sections[1])
-            if sections == (None, None) and _is_unstated(key, saved, mine):
+            sections = _section(saved, key), _section(facts, key)
+            pair = saved.get(key, sections[0]), facts.get(key, sections[1])
+            if sections == (None, None) and _is_unstated(key, saved, facts):
                 continue
         if pair[0] != pair[1]:
             changed[key] = pair
     return changed
 
 
-def _is_unstated(key: str, saved: Mapping[str, Any], mine: Mapping[str, Any]) -> bool:
-    """Whether a key of one side only says nothing: the other version of this package did not state it."""
+def _is_unstated(key: str, saved: Mapping[str, Any], facts: Mapping[str, Any]) -> bool:
+    """Return whether a key is absent from one side only because that version of this package did not record it."""
     if key.partition(".")[0] in _STATED_BY_ALL:
         return True
     if key.startswith(f"{MODEL_CONFIG}."):
-        # Configs leave out defaults of their class, which versions of transformers change.
+        # Configs omit class defaults, which differ between versions of transformers.
         return _VERSION not in saved
-    # An imported adapter states its own keys alone.
-    return key in mine and ("stage" not in saved or mine[key] == _default(key))
+    # An imported adapter states only its own keys.
+    return key in facts and ("stage" not in saved or facts[key] == _default(key))
 
 
 def _has_parent(key: str, facts: Mapping[str, Any]) -> bool:
@@ -121,13 +121,13 @@ def _has_parent(key: str, facts: Mapping[str, Any]) -> bool:
 
 
 def _section(facts: Mapping[str, Any], key: str) -> dict[str, Any] | None:
-    """Return the facts below a key, without it in their names; None: there are none."""
-    found = {k.removeprefix(f"{key}."): v for k, v in facts.items() if k.startswith(f"{key}.")}
-    return found or None
+    """Return the facts below a key, without the key in their names; None if there are none."""
+    section = {k.removeprefix(f"{key}."): v for k, v in facts.items() if k.startswith(f"{key}.")}
+    return section or None
 
 
 def _default(key: str) -> Any:
-    """Return the default of a recipe's key as JSON gives it back; the class itself where the key has none."""
+    """Return the JSON value of a recipe key's default; the class `Recipe` if the key has no default."""
     owner: Any = Recipe
     *parents, name = key.split(".")
     for parent in parents:
@@ -142,15 +142,15 @@ def _default(key: str) -> Any:
     return json.loads(json.dumps(field.get_default(call_default_factory=True)))
 
 
-def _is_fixed(key: str, saved: Mapping[str, Any], mine: Mapping[str, Any]) -> bool:
-    """Whether a changed key decides what is learned, or is a section that holds such a key."""
+def _is_fixed(key: str, saved: Mapping[str, Any], facts: Mapping[str, Any]) -> bool:
+    """Return whether a changed key determines the trained weights, or is a section with such a key."""
     if key.startswith(f"{MODEL_CONFIG}."):
-        both = key in saved and key in mine
-        same_classes = saved.get(_VERSION) == mine.get(_VERSION)
-        return (both or same_classes) and key.rpartition(".")[2] not in _SAID_IN_CONFIG
+        both = key in saved and key in facts
+        same_classes = saved.get(_VERSION) == facts.get(_VERSION)
+        return (both or same_classes) and key.rpartition(".")[2] not in _IGNORED_IN_CONFIG
     if key == f"{CONTENT}.weights":
-        return _has_adapters(mine)  # any other checkpoint holds all weights
-    if mine["stage"] in _FIXED_IN_STAGES.get(key, ()):
+        return _has_adapters(facts)  # a checkpoint without adapters has all weights
+    if facts["stage"] in _FIXED_IN_STAGES.get(key, ()):
         return True
     return any(key == f or key.startswith(f"{f}.") or f.startswith(f"{key}.") for f in _FIXED)
 
@@ -160,20 +160,20 @@ def _has_adapters(facts: Mapping[str, Any]) -> bool:
 
 
 def _refusal(
-    changed: Changes, refused: list[str], mine: Mapping[str, Any], run: Path
+    changed: Changes, refused: list[str], facts: Mapping[str, Any], run: Path
 ) -> CheckpointMismatch:
-    key, *more = refused
+    key, *remaining = refused
     stated = [k for k in refused if k.partition(".")[0] not in _STATED_BY_ALL]
-    mend = [_override(k, changed[k][0]) for k in stated if not k.startswith(MODEL_CONFIG)]
-    if any(k.startswith(MODEL_CONFIG) for k in refused) and not _has_adapters(mine):
-        mend += [f"model.path={run / 'model'}", "model.init=random"]
+    overrides = [_override(k, changed[k][0]) for k in stated if not k.startswith(MODEL_CONFIG)]
+    if any(k.startswith(MODEL_CONFIG) for k in refused) and not _has_adapters(facts):
+        overrides += [f"model.path={run / 'model'}", "model.init=random"]
     return CheckpointMismatch(
         f"the checkpoint was saved by a run with another `{key}`",
         where=str(run / "checkpoints"),
         got=_text(changed[key][1]),
         allowed=_text(changed[key][0]),
-        hint=" ".join(mend) or "checkpoint.resume=never",
-        others=[f"`{k}`: {_text(changed[k][1])}, not {_text(changed[k][0])}" for k in more],
+        hint=" ".join(overrides) or "checkpoint.resume=never",
+        others=[f"`{k}`: {_text(changed[k][1])}, not {_text(changed[k][0])}" for k in remaining],
     )
 
 

@@ -1,4 +1,4 @@
-"""Facts that decide what a run computes, by dotted key: its recipe, model config, files, code and environment."""
+"""Facts that determine the computation of a run, by dotted key: recipe, model config, files, code and environment."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ ENVIRONMENT: Final = "environment"
 CODE: Final = "code"
 CONTENT: Final = "content"
 PLAN: Final = "plan"
-"""Groups of facts that no key of a recipe states."""
+"""Groups of facts that are not recipe keys."""
 
 _PACKAGES: Final = ("hyper-parallel", "torch", "transformers", "tokenizers", "peft", "numpy")
 _VARIABLES: Final = (
     "OMP_NUM_THREADS", "MKL_NUM_THREADS", "ATEN_CPU_CAPABILITY", "MKL_CBWR", "NVIDIA_TF32_OVERRIDE",
     "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO", "NCCL_PROTO", "PYTHONHASHSEED",
 )  # fmt: skip
-"""Variables of the environment that change results of kernels, reductions or user code."""
+"""Environment variables that change results of kernels, reductions or user code."""
 _ABSENT_IN_CONFIG: Final = ("_name_or_path", "transformers_version")
-"""Keys of a model's config that no computation depends on, or that `environment` states."""
+"""Keys of a model's config that do not affect computation, or that `environment` records."""
 
 
 def run_facts(job: Job) -> dict[str, Any]:
-    """Return all facts of a run as JSON values; nulls and empty dicts are facts too, the layout is one."""
+    """Return all facts of a run as JSON values, including nulls, empty dicts and the parallel layout."""
     recipe, work = with_absolute_paths(job.recipe), job.plan.workload
     dumped = recipe.model_dump(mode="json", exclude={"parallel": True})
     facts = dict(_section_leaves(recipe, dumped))
@@ -53,8 +53,8 @@ def run_facts(job: Job) -> dict[str, Any]:
     facts |= {f"{CONTENT}.{name}": checksum for name, checksum in _contents(job).items()}
     facts |= {f"{CODE}.{path}": _source_checksum(path) for path in _code_paths(job)}
     facts |= {f"{ENVIRONMENT}.{name}": value for name, value in _environment().items()}
-    found: dict[str, Any] = json.loads(json.dumps(facts))
-    return found
+    values: dict[str, Any] = json.loads(json.dumps(facts))
+    return values
 
 
 def flat(value: Any, key: str) -> Iterator[tuple[str, Any]]:
@@ -69,7 +69,7 @@ def flat(value: Any, key: str) -> Iterator[tuple[str, Any]]:
 def _section_leaves(
     section: Section, dumped: dict[str, Any], prefix: str = ""
 ) -> Iterator[tuple[str, Any]]:
-    """Yield the values of a section by dotted key; a dict that is no section is one value."""
+    """Yield the values of a section by dotted key; a dict that is not a section is one value."""
     for name, value in dumped.items():
         inner = getattr(section, name)
         if isinstance(inner, Section):
@@ -95,7 +95,7 @@ def _contents(job: Job) -> dict[str, str | None]:
 
 
 def _model_code(job: Job) -> str | None:
-    """Return the checksum of the Python files beside the model; None where the recipe does not run them."""
+    """Return the checksum of the Python files in the model directory; None if the recipe does not execute them."""
     directory = Path(job.recipe.model.path).expanduser()
     if not (job.recipe.model.trust_remote_code and directory.is_dir()):
         return None
@@ -103,7 +103,7 @@ def _model_code(job: Job) -> str | None:
 
 
 def _code_paths(job: Job) -> list[str]:
-    """Return the dotted paths of classes and functions of the user's own."""
+    """Return the dotted paths of user-defined classes and functions."""
     training, grpo = job.recipe.training, job.recipe.grpo
     named = [training.optimizer, *training.callbacks, grpo.environment]
     named += [*grpo.reward_funcs] if job.recipe.stage == "grpo" else []
@@ -111,18 +111,18 @@ def _code_paths(job: Job) -> list[str]:
 
 
 def _source_checksum(path: str) -> str | None:
-    """Return the checksum of the file that defines a class or function; None where there is no such file."""
+    """Return the checksum of the file that defines a class or function; None if there is no such file."""
     module = path.rpartition(".")[0]
     try:
-        found = sys.modules.get(module) or importlib.import_module(module)
-    except Exception:  # an import runs any code; the path was refused, or will be, where it is used
+        imported = sys.modules.get(module) or importlib.import_module(module)
+    except Exception:  # imports run user code; a bad path is reported at its use
         return None
-    source = getattr(found, "__file__", None)
+    source = getattr(imported, "__file__", None)
     return _files_checksum([Path(source)] if source else [])
 
 
 def _files_checksum(paths: list[Path]) -> str | None:
-    """Return one checksum of the contents of files in their order; None without a file that can be read."""
+    """Return one checksum of the contents of files in order; None if no file is readable."""
     digests = []
     for path in paths:
         try:
@@ -139,13 +139,13 @@ def _text_checksum(text: str | None) -> str | None:
 
 @cache
 def _versions() -> dict[str, str | None]:
-    found: dict[str, str | None] = {"python": ".".join(map(str, sys.version_info[:3]))}
+    versions: dict[str, str | None] = {"python": ".".join(map(str, sys.version_info[:3]))}
     for package in _PACKAGES:
         try:
-            found[package] = metadata.version(package)
+            versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
-            found[package] = None
-    return found
+            versions[package] = None
+    return versions
 
 
 def _environment() -> dict[str, str | None]:

@@ -1,6 +1,6 @@
-"""Trackers: where the curves of a run go besides metrics.jsonl. Packages are imported when a run begins.
+"""Trackers that plot the curves of a run besides metrics.jsonl; their packages are imported at the start of a run.
 
-Rank 0 holds them. A resumed run goes on in the same run of a tracker, whose id is kept in `trackers.json`.
+Rank 0 owns them. A resumed run continues the same tracker run, whose id is stored in `trackers.json`.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from hyper_parallel.serde import DecodeError, create_file, read, write_text
 from hyper_parallel.units import MiB
 
 _PACKAGES: Final = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow-skinny"}
-"""What pip installs for the module of the same name as the tracker."""
+"""Package to install with pip, by tracker; the module has the name of the tracker."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tracker:
-    """Draws curves: `log` takes a step and points by the names of their curves."""
+    """Plotter of curves: `log` takes a step and a dict of curve names to values."""
 
     name: str
     log: Callable[[int, dict[str, float]], Any]
@@ -47,26 +47,26 @@ def check_trackers(names: Sequence[str], where: str) -> None:
 
 
 def _without(name: str, names: Sequence[str]) -> str:
-    """Return the override that leaves one tracker out."""
+    """Return the override that removes one tracker."""
     return shlex.quote(f"training.report_to=[{', '.join(n for n in names if n != name)}]")
 
 
 def make_trackers(
     names: Sequence[str], directory: Path, resumed_step: int, recipe: Mapping[str, Any]
 ) -> list[Tracker]:
-    """The trackers of a run.
+    """Return the trackers of a run.
 
     Args:
-        names: Those of `training.report_to`.
-        directory: The run directory, by whose name trackers show the run.
-        resumed_step: Last step the run already has, 0 for a new run.
-        recipe: What is shown as its configuration.
+        names: Values of `training.report_to`.
+        directory: Run directory; its name is the run name in the trackers.
+        resumed_step: Last finished step of the run, 0 for a new run.
+        recipe: Configuration shown by the trackers.
 
     Raises:
-        TrackerFailed: HP632 when one refuses.
+        TrackerFailed: HP632 when a tracker cannot start a run.
     """
-    kept, trackers = directory / "trackers.json", list[Tracker]()
-    ids = _known_ids(kept) if resumed_step else {}
+    ids_path, trackers = directory / "trackers.json", list[Tracker]()
+    ids = _known_ids(ids_path) if resumed_step else {}
     for name in names:
         try:
             if name == "tensorboard":
@@ -74,7 +74,7 @@ def make_trackers(
             else:
                 make = {"wandb": _wandb, "mlflow": _mlflow}[name]
                 trackers.append(make(directory, ids, recipe))
-        except Exception as error:  # each raises classes of its own
+        except Exception as error:  # every tracker has its own exception classes
             raise TrackerFailed(
                 f"the tracker {name} cannot begin a run",
                 where="training.report_to",
@@ -82,15 +82,15 @@ def make_trackers(
                 hint=_without(name, names),
             ) from error
     if ids:
-        write_text(kept, json.dumps(ids) + "\n")
+        write_text(ids_path, json.dumps(ids) + "\n")
     return trackers
 
 
 def _known_ids(path: Path) -> dict[str, str]:
-    """Return the ids of the runs of trackers that an earlier part of a run has kept; none where it has not.
+    """Return the tracker run ids stored by an earlier part of the run; {} without such a file.
 
     Raises:
-        TrackerFailed: HP632 for a file that holds something else.
+        TrackerFailed: HP632 for a damaged file.
     """
     if not path.exists():
         return {}
@@ -106,9 +106,9 @@ def _known_ids(path: Path) -> dict[str, str]:
 
 
 def _tensorboard(directory: Path, resumed_step: int) -> Tracker:
-    """Write an event file, record by record, through one open file.
+    """Return a tracker that appends to an event file record by record, through one open file.
 
-    The writer of tensorboard opens the path again for each record, on a thread that dies of a full disk.
+    The writer of tensorboard reopens the path for each record, on a thread that dies when the disk is full.
     """
     from tensorboard.compat.proto.event_pb2 import Event, SessionLog
     from tensorboard.summary.writer.record_writer import RecordWriter
@@ -134,7 +134,7 @@ def _tensorboard(directory: Path, resumed_step: int) -> Tracker:
             raise
 
     records.write(Event(wall_time=now, file_version="brain.Event:2").SerializeToString())
-    # TensorBoard drops what an earlier run wrote from this step on.
+    # TensorBoard drops the points of an earlier run from this step on.
     start = SessionLog(status=SessionLog.START)
     first = Event(wall_time=now, step=resumed_step + 1, session_log=start)
     records.write(first.SerializeToString())

@@ -1,4 +1,4 @@
-"""Stages whose loss is more than the cross entropy of given tokens: pairs of answers, and the model's own answers."""
+"""Learning stages with an objective beyond cross entropy of given tokens: preference stages and GRPO."""
 
 from __future__ import annotations
 
@@ -11,35 +11,38 @@ from torch import Tensor
 
 
 class LearningStage(Protocol):
-    """What a step learns from and by which objective; every rank calls the same methods in the same order."""
+    """Inputs and objective of a training step; every rank calls the same methods in the same order."""
 
     def begin(self, batches: Any) -> None:
-        """Prepare before the first step of the process, with the weights as they are."""
+        """Prepare before the first step of the process, with the current weights."""
 
     def inputs(
         self, microbatches: list[dict[str, Tensor]], rows: NDArray[np.int64], step: int
     ) -> tuple[list[dict[str, Tensor]], int | None]:
-        """Microbatches as the objective wants them, and the tokens of the whole step that it counts; None: the data's.
+        """Return the inputs of the objective, and the tokens it counts in the whole step; None: the count of the data.
 
         Args:
             microbatches: `input_ids` and `shift_labels` [B, S] of this rank's rows.
-            rows: Number of each of these rows in the data.
+            rows: Index of each row in the data.
             step: Optimizer step, from 1.
         """
 
     def held_out(
         self, microbatches: list[dict[str, Tensor]], rows: NDArray[np.int64], batches: Any
     ) -> tuple[list[dict[str, Tensor]], int | None]:
-        """As `inputs`, of held-out rows, of which -1 is a dummy one; `batches` has all of them as its first step."""
+        """Return `inputs` of held-out rows; row -1 is padding, and all rows are the first step of `batches`."""
 
     def objective(self, first: Tensor, /, batch: Mapping[str, Any]) -> Tensor:
-        """The loss of a microbatch, from [B, S] log-probabilities of its targets, or scores of its tokens."""
+        """Return the loss of a microbatch from [B, S] log-probabilities of its targets, or scores of its tokens."""
 
     def rejects(self) -> bool | None:
-        """Whether the step is left out, after the objective has seen all of it; None: none ever is. Equal on ranks."""
+        """Return whether to skip the step, after the objective of all its microbatches; None: steps are never skipped.
+
+        Equal on all ranks.
+        """
 
     def end(self) -> None:
-        """The last step of the process is over."""
+        """Release resources after the last step of the process."""
 
     def record(self) -> dict[str, Any]:
-        """What the step was, by fields of its `StepResult`; equal on all ranks."""
+        """Return the measurements of the step, by fields of its `StepResult`; equal on all ranks."""

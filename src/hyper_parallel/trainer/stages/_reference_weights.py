@@ -1,4 +1,4 @@
-"""The model before the first step, as values that its parameters take for a pass: no second model is laid out."""
+"""Reference model stored as parameter values, which are swapped in for a forward pass; there is no second model."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from hyper_parallel.trainer.files import FileEntry
 from hyper_parallel.trainer.input_checksums import RunInputs
 
 FOLDER: Final = "reference"
-"""In the run directory: the weights, in the form of a checkpoint, for runs that go on on any layout."""
+"""Folder of the run directory with the weights as a checkpoint, for resumed runs on any layout."""
 REFERENCE_MODEL: Final = "weights of the reference model"
-"""Name among the inputs of a run."""
+"""Name in the input checksums of a run."""
 
 
 class ReferenceWeights:
-    """Weights before the first step, beside those that learn.
+    """Weights before the first step, stored in addition to the trained weights.
 
-    It takes memory for the parameters that are trained, as this rank stores them; with adapters these are small.
+    Memory: one copy of this rank's shards of the trained parameters, which are small with adapters.
 
     Args:
-        model: Passed through `parallelize`; holds the values before the first step when the run begins.
-        directory: The run's own.
-        source: Directory of the run that this one goes on with; None: it begins.
-        inputs: Checksums of what the run reads.
+        model: Model passed through `parallelize`; has the weights before the first step if the run is new.
+        directory: Directory of this run.
+        source: Directory of the resumed run; None: a new run.
+        inputs: Checksums of the run's inputs.
 
     Raises:
-        CheckpointMismatch: HP702 when the reference is not the one of the run that goes on.
-        CheckpointCorrupt: HP701 when the run that goes on has no reference, or a damaged one.
+        CheckpointMismatch: HP702 when the reference is not the one of the resumed run.
+        CheckpointCorrupt: HP701 when the resumed run has no reference, or a damaged one.
     """
 
     @torch.no_grad()
@@ -49,41 +49,42 @@ class ReferenceWeights:
             self._values = [local(p).clone() for p in self._trained]
         else:
             inputs.check(REFERENCE_MODEL, _checksum(source), source / FOLDER)
-            before = [local(p).clone() for p in self._trained]
+            current = [local(p).clone() for p in self._trained]
             weights = Checkpointer(source / FOLDER, keep=1, asynchronous=False, fingerprint={})
             weights.load(model, None)
             weights.close()
             self._values = [local(p).clone() for p in self._trained]
-            for param, value in zip(self._trained, before, strict=True):
+            for param, value in zip(self._trained, current, strict=True):
                 local(param).copy_(value)
         if source != directory:
             with self.weights():
-                kept = Checkpointer(directory / FOLDER, keep=1, asynchronous=False, fingerprint={})
-                kept.save(0, model, None, {})
-                kept.close()
-        inputs.found[REFERENCE_MODEL] = _checksum(directory)
+                saved = Checkpointer(directory / FOLDER, keep=1, asynchronous=False, fingerprint={})
+                saved.save(0, model, None, {})
+                saved.close()
+        inputs.checksums[REFERENCE_MODEL] = _checksum(directory)
 
     @contextmanager
     def weights(self) -> Iterator[None]:
-        """The model is the reference inside, and what it was afterwards, bit for bit."""
-        self._exchange()
+        """Swap in the reference weights inside the context; the trained weights are restored bit for bit."""
+        self._swap()
         try:
             yield
         finally:
-            self._exchange()
+            self._swap()
 
     @torch.no_grad()
-    def _exchange(self) -> None:
+    def _swap(self) -> None:
         for module in handle(self._model).fsdp:
-            module.reshard()  # what a pass has gathered has the other values
+            module.reshard()  # gathered parameters have the previous values
         for param, value in zip(self._trained, self._values, strict=True):
-            mine = local(param)  # of the present: the first pass gives uneven shards new tensors
-            now = mine.clone()
-            mine.copy_(value)
-            value.copy_(now)
+            # Looked up at each call: the first pass replaces the tensors of uneven shards.
+            shard = local(param)
+            current = shard.clone()
+            shard.copy_(value)
+            value.copy_(current)
 
 
 def _checksum(run: Path) -> str:
-    """Return the checksum of the index of a run's reference, which has the checksums of all its tensors."""
+    """Return the checksum of the index of a run's reference, which covers the checksums of all its tensors."""
     path = run / FOLDER / step_name(0) / INDEX
     return FileEntry.of(path).sha256[:32] if path.is_file() else "none"

@@ -1,4 +1,4 @@
-"""Which stage a recipe names, for one rank."""
+"""Construction of the learning stage of a recipe on one rank."""
 
 from __future__ import annotations
 
@@ -34,34 +34,34 @@ def build_stage(
     recorder: SpanRecorder,
     inputs: RunInputs,
 ) -> LearningStage | None:
-    """What steps learn from; None where it is the tokens of the data.
+    """Return the learning stage of a recipe; None for cross entropy on the tokens of the data.
 
     Args:
         job: The run.
         world: The ranks.
-        model: The model as it is laid out.
-        done: Steps before the first one of this process.
-        recorder: Has the start of the run's timeline.
-        inputs: Checksums of what the run reads.
+        model: Parallelized model.
+        done: Steps finished before this process.
+        recorder: Recorder with the start time of the run's timeline.
+        inputs: Checksums of the run's inputs.
     """
     recipe, (share, _) = job.recipe, data_share(model)
-    before = job.resume_dir.parent if done else None
+    resumed_directory = job.resume_dir.parent if done else None
     if recipe.stage == "grpo":
         sampler = Sampler.of_job(job, model)
-        others = None
+        publisher = None
         if recipe.grpo.rollout_ranks:
-            others = Publisher(
+            publisher = Publisher(
                 job, world, model, done // recipe.grpo.num_iterations, recorder.origin_s
             )
         reference = (
-            partial(ReferenceWeights, model, job.output_dir, before, inputs)
+            partial(ReferenceWeights, model, job.output_dir, resumed_directory, inputs)
             if recipe.grpo.beta
             else None
         )
-        return GrpoStage(sampler, job.plan, share, others, reference, inputs)
+        return GrpoStage(sampler, job.plan, share, publisher, reference, inputs)
     writes = world.rank == 0
-    place = job.output_dir, before
-    reference = Reference(model, job.plan, share, writes, *place, world.device, inputs)
+    directories = job.output_dir, resumed_directory
+    reference = Reference(model, job.plan, share, writes, *directories, world.device, inputs)
     scores = PairScores(job.plan, world.device)
     if recipe.stage in ("dpo", "orpo"):
         settings = recipe.dpo

@@ -1,4 +1,4 @@
-"""Learning from pairs of answers to one prompt: the chosen one is to become likelier than the rejected one.
+"""Learning from pairs of answers to one prompt: raise the likelihood of the chosen answer over the rejected one.
 
 Sources: DPO, Rafailov et al. 2023, arXiv:2305.18290 (sigmoid; label smoothing as in its robust form, Mitchell 2023);
 SLiC hinge, Zhao et al. 2023, arXiv:2305.10425; IPO, Azar et al. 2023, arXiv:2310.12036; ORPO, Hong et al. 2024,
@@ -23,17 +23,17 @@ from hyper_parallel.trainer.stages.pair_scores import PairScores, rounding_of
 from hyper_parallel.trainer.stages.reference import Reference
 
 WITHOUT_REFERENCE: Final = ("orpo", "simpo")
-"""Losses that need none."""
+"""Losses without a reference."""
 
 
 @dataclass
 class DpoStage:
-    """Compares the two answers of every pair.
+    """Comparison of the two answers of every pair.
 
     Attributes:
         settings: Section `dpo` of the recipe.
-        scores: Of the pairs.
-        reference: Of all answers; None for losses without one.
+        scores: Scores of the pairs.
+        reference: Reference log-probabilities of all answers; None for losses without a reference.
     """
 
     settings: Dpo
@@ -41,40 +41,40 @@ class DpoStage:
     reference: Reference | None = None
 
     def begin(self, batches: Any) -> None:
-        """As `Reference.begin`."""
+        """Compute or load the reference; see `Reference.begin`."""
         if self.reference is not None:
             self.reference.begin(batches.sequences)
 
     def inputs(
         self, microbatches: list[dict[str, Tensor]], rows: NDArray[np.int64], step: int
     ) -> tuple[list[dict[str, Tensor]], int | None]:
-        """Add the reference of every answer."""
+        """Return the microbatches with the reference log-probability of every answer."""
         self.scores.begin()
-        return self._referred(microbatches, rows, self.reference), None
+        return self._with_reference(microbatches, rows, self.reference), None
 
     def held_out(
         self, microbatches: list[dict[str, Tensor]], rows: NDArray[np.int64], batches: Any
     ) -> tuple[list[dict[str, Tensor]], int | None]:
-        """As `inputs`, with the reference of the held-out answers."""
+        """Return `inputs` with the reference of the held-out answers."""
         self.scores.begin(batches)
-        held = None if self.reference is None else self.reference.held_out(batches.sequences)
-        return self._referred(microbatches, rows, held), None
+        reference = None if self.reference is None else self.reference.held_out(batches.sequences)
+        return self._with_reference(microbatches, rows, reference), None
 
     @staticmethod
-    def _referred(
+    def _with_reference(
         microbatches: list[dict[str, Tensor]],
         rows: NDArray[np.int64],
         reference: Reference | None,
     ) -> list[dict[str, Tensor]]:
         size, parts = len(microbatches[0]["input_ids"]), []
         for number, part in enumerate(microbatches):
-            at = rows[number * size : (number + 1) * size]
-            given = {} if reference is None else {"reference": reference.of(at)}
-            parts.append({**part, **given})
+            part_rows = rows[number * size : (number + 1) * size]
+            extra = {} if reference is None else {"reference": reference.of(part_rows)}
+            parts.append({**part, **extra})
         return parts
 
     def objective(self, logprobs: Tensor, batch: Mapping[str, Any]) -> Tensor:
-        """The loss of the pairs of a microbatch, divided by the pairs of the step."""
+        """Return the loss of the pairs of a microbatch, divided by the pairs of the step."""
         settings, beta = self.settings, self.settings.beta
         lengths = (batch["shift_labels"] != IGNORE_INDEX).sum(-1)
         real, lengths = lengths[0::2] > 0, lengths.clamp(min=1)
@@ -104,11 +104,11 @@ class DpoStage:
         return self.scores.mean(losses, chosen, rejected, real, rounding)
 
     def rejects(self) -> None:
-        """No step is left out."""
+        """Return None: steps are never skipped."""
 
     def end(self) -> None:
-        """Nothing is left to do."""
+        """Do nothing."""
 
     def record(self) -> dict[str, Any]:
-        """Mean scores of chosen and rejected answers, and the share of pairs in the right order."""
+        """Return mean scores of chosen and rejected answers, and the share of pairs in the right order."""
         return self.scores.record()

@@ -1,13 +1,13 @@
-"""Environments that completions are said to, and which answer: several turns, tools, games.
+"""Environments that reply to completions, for several turns, tools and games.
 
-A user's class, one object of it for every completion:
+The user's class has one instance per completion:
 
-    class Guess:
-        def __init__(self, prompt: str, answer: str, seed: int): ...
-        def step(self, completion: str) -> tuple[str | None, float]: ...
+  class Guess:
+    def __init__(self, prompt: str, answer: str, seed: int): ...
+    def step(self, completion: str) -> tuple[str | None, float]: ...
 
-`step` gets what the model has said in a turn, and returns what is said to it in return, as a turn of the user, or None
-at the end; and a reward. The rewards of a completion are added; a recipe names them as the reward `environment`.
+`step` receives the model's text of one turn. It returns the reply, which becomes a user turn, or None at the end, and a
+reward. The rewards of a completion are summed; a recipe names the sum as the reward `environment`.
 """
 
 from __future__ import annotations
@@ -20,21 +20,22 @@ from hyper_parallel.errors import BadValue
 from hyper_parallel.trainer.data.chat import render
 from hyper_parallel.trainer.data.conversation import Message
 from hyper_parallel.trainer.data.span_tokens import ids_behind
-from hyper_parallel.trainer.decoding import Running
+from hyper_parallel.trainer.decoding import DecodingSequence
 
 WHERE = "grpo.environment"
-_WORDS, _SAID = "XYZ", "UVW"  # in a conversation that shows what a template writes between turns
+_WORDS, _REPLY = "XYZ", "UVW"
+"""Placeholders in a conversation that shows the template's text between turns."""
 
 
 class Environments:
-    """Those of some completions.
+    """Environments of a list of completions.
 
     Args:
-        kind: The user's class.
-        tokenizer: Of the run.
-        prompts: Texts of the prompts, as rewards get them.
-        answers: Texts of the answers.
-        seeds: A number for each of them that is the same whenever and wherever it is sampled.
+        kind: Class of the user.
+        tokenizer: Tokenizer of the run.
+        prompts: TextCodec of the prompts, as passed to rewards.
+        answers: TextCodec of the answers.
+        seeds: Seed of each completion; independent of time and rank of sampling.
     """
 
     def __init__(
@@ -45,51 +46,54 @@ class Environments:
         answers: Sequence[str],
         seeds: Sequence[int],
     ) -> None:
-        self._made = [
+        self._environments = [
             kind(prompt=prompt, answer=answer, seed=seed)
             for prompt, answer, seed in zip(prompts, answers, seeds, strict=True)
         ]
         self._tokenizer, self._between = tokenizer, _between_turns(tokenizer)
-        self._heard = [0] * len(self._made)  # tokens of the completion before its last turn
-        self.rewards = [0.0] * len(self._made)
+        # Length of the completion before its last turn, in tokens.
+        self._turn_starts = [0] * len(self._environments)
+        self.rewards = [0.0] * len(self._environments)
 
-    def answer(self, sequence: Running) -> list[int]:
-        """Tokens that follow a turn that has ended, up to where the model speaks again; none at the end.
+    def answer(self, sequence: DecodingSequence) -> list[int]:
+        """Return the tokens between a finished turn and the model's next turn; [] at the end.
 
         Raises:
-            BadValue: HP102 when `step` returns something else.
+            BadValue: HP102 when `step` returns another type.
         """
-        row, turn = sequence.number, sequence.tokens[self._heard[sequence.number] :]
-        given = self._made[row].step(self._tokenizer.decode(turn, skip_special_tokens=True))
-        match given:
-            case (str() | None as said, int() | float() as reward) if math.isfinite(reward):
+        row, turn = sequence.number, sequence.tokens[self._turn_starts[sequence.number] :]
+        outcome = self._environments[row].step(
+            self._tokenizer.decode(turn, skip_special_tokens=True)
+        )
+        match outcome:
+            case (str() | None as reply, int() | float() as reward) if math.isfinite(reward):
                 pass
             case _:
                 raise BadValue(
                     "an environment's `step` returns what it says, or None at the end, and a finite reward",
                     where=WHERE,
-                    got=repr(given),
+                    got=repr(outcome),
                     allowed="(text or None, number)",
                 )
         self.rewards[row] += float(reward)
-        if said is None:
+        if reply is None:
             return []
-        # The token that ended the turn is there already.
+        # The sequence already has the token that ended the turn.
         end = self._tokenizer.decode(turn[-1:])
-        text = self._between.removeprefix(end).replace(_SAID, said)
-        words = ids_behind(self._tokenizer, turn[-1], text, WHERE)
-        self._heard[row] = len(sequence.tokens) + len(words)
-        return words
+        text = self._between.removeprefix(end).replace(_REPLY, reply)
+        tokens = ids_behind(self._tokenizer, turn[-1], text, WHERE)
+        self._turn_starts[row] = len(sequence.tokens) + len(tokens)
+        return tokens
 
 
 def _between_turns(tokenizer: Any) -> str:
-    """What the chat template writes from behind the words of the assistant to where it speaks again; `_SAID` within.
+    """Return the text of the chat template between two assistant turns, with `_REPLY` in place of the user's reply.
 
-    The words of the assistant are the last but one: templates may add a reasoning block to its last turn only.
+    The text follows the last but one assistant turn, as templates may add a reasoning block to the last turn only.
     """
     conversation: list[Message] = [
         {"role": "user", "content": _WORDS},
         {"role": "assistant", "content": _WORDS},
-        {"role": "user", "content": _SAID},
+        {"role": "user", "content": _REPLY},
     ]
     return render(tokenizer, conversation, prompt=True, where=WHERE).rpartition(_WORDS)[2]

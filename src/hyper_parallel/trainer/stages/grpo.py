@@ -1,21 +1,20 @@
-"""Group relative policy optimisation: completions of a prompt are compared with each other, and rewarded.
+"""Group relative policy optimisation (GRPO): completions of one prompt are rewarded and compared with each other.
 
-Source: Shao et al. 2024, DeepSeekMath, arXiv:2402.03300; the sum over tokens of the whole step divided once is that of
-DAPO, arXiv:2503.14476; without division by the standard deviation, Dr. GRPO, arXiv:2503.20783.
-
+Source: Shao et al. 2024, DeepSeekMath, arXiv:2402.03300. Dividing the sum over all tokens of the step once is from
+DAPO, arXiv:2503.14476; omitting the division by the standard deviation is from Dr. GRPO, arXiv:2503.20783.
 `num_iterations` optimizer steps per batch of completions:
 
-    rollout   sample G completions of every prompt of the step, from the live model or on ranks of their own
-    reward    functions of the texts; advantage = (reward - mean of its group) / standard deviation of its group
-    learn     -sum over completion tokens of w x min(r x advantage, clip(r, 1 - eps, 1 + eps_high) x advantage), over
-              the tokens of the step, and beta x (exp(ref - logp) - (ref - logp) - 1), the divergence from the model
-              before the first step
+  rollout   sample G completions of every prompt of the step, from the live model or on dedicated ranks
+  reward    functions of the texts; advantage = (reward - mean of its group) / standard deviation of its group
+  learn     -sum over completion tokens of w x min(r x advantage, clip(r, 1 - eps, 1 + eps_high) x advantage), over
+            the tokens of the step, and beta x (exp(ref - logp) - (ref - logp) - 1), the divergence from the model
+            before the first step
 
-This is decoupled PPO: q is the probability of a token now, p at the first step from its batch (the proximal policy), mu
-when it was sampled. r = q / p is 1 in that first step. What weights of an earlier version have sampled is corrected by
-w = min(p / mu, cap), truncated importance sampling, which is 1 for the newest weights. Or, with `mask`, tokens for
-which p / mu is beyond the cap or below its inverse are left out, of the sum and of the count that it is divided by
-(masked importance sampling): one more pass tells which, before the step learns.
+This is decoupled PPO. For each token, q is its current probability, p its probability at the first step on its batch
+(the proximal policy), and mu its probability when it was sampled. r = q / p is 1 in that first step. Truncated
+importance sampling corrects for stale weights: w = min(p / mu, cap), which is 1 for the newest weights. With `mask`
+(masked importance sampling), tokens with p / mu above the cap or below its inverse are excluded from the sum and its
+divisor; one additional pass before the step computes p.
 """
 
 from __future__ import annotations
@@ -43,46 +42,46 @@ from hyper_parallel.trainer.stages.rollouts import Publisher, Sampler
 from hyper_parallel.trainer.stages.sampling import (
     Completions,
     Weights,
-    added,
-    largest,
+    all_reduce_max,
+    all_reduce_sum,
     logprobs_of,
 )
 
 _log = logging.getLogger(__name__)
 
-_SMALL: Final = 1e-4
-"""Added to the standard deviation of a group, as TRL does."""
+_EPSILON: Final = 1e-4
+"""Added to the standard deviation of a group, as in TRL."""
 
 
 @dataclass
 class GrpoStage:
-    """Turns rows of prompts with answers into microbatches of completions with advantages.
+    """GRPO learning stage: turns rows of prompts with answers into microbatches of completions with advantages.
 
     Attributes:
-        sampler: Samples from the live model; of settings and tokenizer also what the stage needs.
-        plan: The plan of the run.
+        sampler: Sampler of the live model; also provides settings and tokenizer.
+        plan: Plan of the run.
         rank: Data-parallel rank.
-        others: Where completions come from that ranks of their own sample; None: this one samples.
-        reference: Makes the model before the first step, when the step begins; None: nothing holds it there.
-        run_inputs: Checksums of what the run reads.
+        publisher: Source of completions from dedicated sampling ranks; None: this rank samples.
+        reference: Factory of the reference weights, called by `begin`; None: no divergence term.
+        run_inputs: Checksums of the run's inputs.
     """
 
     sampler: Sampler
     plan: Plan
     rank: int
-    others: Publisher | None = None
+    publisher: Publisher | None = None
     reference: Callable[[], ReferenceWeights] | None = None
     run_inputs: RunInputs = field(default_factory=RunInputs)
     _record: dict[str, Any] = field(default_factory=dict)
-    _off: list[Tensor] = field(default_factory=list)
+    _logprob_errors: list[Tensor] = field(default_factory=list)
     _ratios: list[Tensor] = field(default_factory=list)
-    _divergence: list[Tensor] = field(default_factory=list)
+    _divergences: list[Tensor] = field(default_factory=list)
     _clipped: list[Tensor] = field(default_factory=list)
-    _proximal: list[Tensor] = field(default_factory=list)
-    _kept: tuple[list[dict[str, Tensor]], int, dict[str, Any]] | None = None
-    _first: bool = False
+    _proximal_logprobs: list[Tensor] = field(default_factory=list)
+    _cached_rollout: tuple[list[dict[str, Tensor]], int, dict[str, Any]] | None = None
+    _is_first_iteration: bool = False
     _effective: float | None = None
-    _before: ReferenceWeights | None = None
+    _reference_weights: ReferenceWeights | None = None
 
     def __post_init__(self) -> None:
         self.settings = self.sampler.settings
@@ -92,194 +91,212 @@ class GrpoStage:
                 reward.loaded = self._check_reward
 
     def _check_reward(self, reward: ModelReward, checksum: str) -> None:
-        """Refuse a reward model that is not the one of the checkpoint."""
+        """Raise CheckpointMismatch for a reward model that differs from the checkpoint's."""
         place = reward.directory.absolute()
         self.run_inputs.check(f"weights of the reward model {place}", checksum, place)
 
     def begin(self, batches: Any) -> None:
-        """Keep where the data is read, and say where sampling takes longer than it should."""
+        """Store the data, create the reference weights, and warn if sampling runs without a key-value cache."""
         self._batches = batches
         if self.reference is not None:
-            kept = self.reference()
-            self._before = None if self.settings.samplers_refer else kept
-        if (why := why_no_slots(self.sampler.model)) and self.rank == 0:
-            _log.warning("every token of a completion reads all of it again: no cache, %s", why)
+            weights = self.reference()
+            self._reference_weights = None if self.settings.samplers_refer else weights
+        if (reason := why_no_slots(self.sampler.model)) and self.rank == 0:
+            _log.warning(
+                "sampling has no key-value cache, so every token recomputes its prefix: %s", reason
+            )
 
     def end(self) -> None:
-        """Let the ranks that sample end."""
-        if self.others is not None:
-            self.others.end()
+        """Tell the sampling ranks to end."""
+        if self.publisher is not None:
+            self.publisher.end()
 
     def held_out(
         self, microbatches: list[dict[str, Tensor]], rows: NDArray[np.int64], batches: Any
     ) -> tuple[list[dict[str, Tensor]], int | None]:
-        """One completion of every prompt, by the weights as they are; the same draws at each evaluation.
+        """Sample one completion per prompt with the current weights; the draws are the same at each evaluation.
 
-        Its reward stands where training has an advantage, so that the loss is minus the mean reward.
+        The reward takes the place of the advantage, so the loss is minus the mean reward.
         """
         size, names = len(microbatches[0]["input_ids"]), ("input_ids", "shift_labels")
         real = torch.from_numpy(rows >= 0).to(microbatches[0]["input_ids"].device)
-        given = [{name: torch.cat([part[name] for part in microbatches])[real] for name in names}]
-        made = self.sampler.complete(given, 0, self.rank * len(rows), size, Weights())
-        rewards, each = self._reward(made, given, batches.sequences, rows[rows >= 0])
-        lengths = made.sampled.sum(1).double()
-        counts = [rewards.sum(), real.sum(), lengths.sum(), made.stopped.sum(), *each]
+        prompts = [{name: torch.cat([part[name] for part in microbatches])[real] for name in names}]
+        completions = self.sampler.complete(prompts, 0, self.rank * len(rows), size, Weights())
+        rewards, each = self._reward(completions, prompts, batches.sequences, rows[rows >= 0])
+        lengths = completions.sampled.sum(1).double()
+        counts = [rewards.sum(), real.sum(), lengths.sum(), completions.stopped.sum(), *each]
         reward, total, tokens, stopped, *named = self._sum(counts)
         self._record = {
             "reward": reward / total,
             "completion_tokens": tokens / total,
             "stopped": stopped / total,
-            **self._named(named, total),
+            **self._mean_rewards(named, total),
         }
-        batch = self._batch(made, rewards)
-        batch["weights"] = torch.where(made.sampled[:, 1:], 1 / (total * lengths)[:, None], 0.0)
+        batch = self._batch(completions, rewards)
+        batch["weights"] = torch.where(
+            completions.sampled[:, 1:], 1 / (total * lengths)[:, None], 0.0
+        )
         padded = {name: x.new_zeros(len(rows), *x.shape[1:]) for name, x in batch.items()}
         padded["shift_labels"].fill_(IGNORE_INDEX)
         for name, x in batch.items():
             padded[name][real] = x
-        return _cut(padded, size), int(tokens)
+        return _split_batch(padded, size), int(tokens)
 
     def inputs(
         self, microbatches: list[dict[str, Tensor]], rows: NDArray[np.int64], step: int
     ) -> tuple[list[dict[str, Tensor]], int | None]:
-        """Complete the prompts of this rank's rows, reward the completions, and count their tokens.
+        """Sample completions for this rank's rows, reward them, and count their tokens.
 
-        Rows repeat every prompt `num_generations` times in a row, and their labels are the answer. The microbatches
-        returned have `advantages` [B], `weights` [B, S] and `rollout_logprobs` [B, S] beside the completions, and after
-        the first step from them `proximal_logprobs` [B, S].
+        Every prompt is repeated in `num_generations` consecutive rows, and the labels are the answer. The returned
+        microbatches have `advantages` [B], `weights` [B, S] and `rollout_logprobs` [B, S] in addition to the
+        completions. After the first step on a batch they also have `proximal_logprobs` [B, S].
         """
         rollout, iteration = divmod(step - 1, self.settings.num_iterations)
-        if iteration == 0 or self._kept is None:
-            self._proximal.clear()
+        if iteration == 0 or self._cached_rollout is None:
+            self._proximal_logprobs.clear()
             parts, tokens = self._rollout(microbatches, rows, rollout + 1)
             if self.settings.num_iterations > 1:
-                self._kept, self._first = (parts, tokens, self._record), True
+                self._cached_rollout, self._is_first_iteration = (parts, tokens, self._record), True
             return parts, tokens
         self._begin()
-        parts, tokens, self._record = self._kept
+        parts, tokens, self._record = self._cached_rollout
         return [
             {**part, "proximal_logprobs": logprobs}
-            for part, logprobs in zip(parts, self._proximal, strict=True)
+            for part, logprobs in zip(parts, self._proximal_logprobs, strict=True)
         ], tokens
 
     def _rollout(
         self, microbatches: list[dict[str, Tensor]], rows: NDArray[np.int64], step: int
     ) -> tuple[list[dict[str, Tensor]], int]:
-        """New completions, of rollout `step`, from 1."""
+        """Return microbatches of new completions, of rollout `step`, from 1, and their number of tokens."""
         size = len(microbatches[0]["input_ids"])
-        count = size * len(microbatches)
-        if self.others is None:
-            first = self.rank * count
-            made = self.sampler.complete(microbatches, step, first, size, Weights(step - 1))
-        else:
-            self.others.publish(step - 1, self._batches.state_dict(step - 1))
-            device = microbatches[0]["input_ids"].device
-            made = self.others.take(step, self.rank * count, count, device)
-        rewards, each = self._reward(made, microbatches, self._batches.sequences, rows)
+        completions = self._sample(microbatches, step)
+        rewards, sums = self._reward(completions, microbatches, self._batches.sequences, rows)
         groups = rewards.view(-1, self.settings.num_generations)
-        spread = groups.std(1, keepdim=True)
         advantages = groups - groups.mean(1, keepdim=True)
         if self.settings.scale_rewards:
-            advantages = advantages / (spread + _SMALL)
-        mine = made.sampled
-        lengths = mine.sum(1).double()
-        ages = (step - 1 - made.versions).double() * mine
-        shared = self._sum(
-            [
-                groups.sum(),
-                groups.square().sum(),
-                (spread == 0).sum(),
-                lengths.sum(),
-                made.stopped.sum(),
-                ages.sum(),
-                *each,
-            ]
-        )
-        total = count * self.plan.strategy.dp
-        mean, squares, flat, tokens, stopped, aged, *named = shared
+            advantages = advantages / (groups.std(1, keepdim=True) + _EPSILON)
+        tokens = self._record_rollout(completions, groups, sums, step)
+        batch = self._batch(completions, advantages.view(-1))
+        batch["weights"], tokens = self._token_weights(batch, completions.sampled, tokens, size)
+        if self._reference_weights is not None:
+            with self._reference_weights.weights():
+                batch["reference_logprobs"] = self._logprobs(batch, size)
+        elif self.settings.samplers_refer:
+            batch["reference_logprobs"] = completions.reference_logprobs
+        return _split_batch(batch, size), int(tokens)
+
+    def _sample(self, microbatches: list[dict[str, Tensor]], step: int) -> Completions:
+        """Return completions of this rank's rows, of rollout `step`, sampled here or by dedicated ranks."""
+        size = len(microbatches[0]["input_ids"])
+        count = size * len(microbatches)
+        first = self.rank * count
+        if self.publisher is None:
+            return self.sampler.complete(microbatches, step, first, size, Weights(step - 1))
+        self.publisher.publish(step - 1, self._batches.state_dict(step - 1))
+        return self.publisher.take(step, first, count, microbatches[0]["input_ids"].device)
+
+    def _record_rollout(
+        self, completions: Completions, groups: Tensor, sums: list[Tensor], step: int
+    ) -> float:
+        """Record a rollout from rewards [groups, G] and the sum of each function; return its number of tokens."""
+        lengths = completions.sampled.sum(1).double()
+        ages = (step - 1 - completions.versions).double() * completions.sampled
+        counts = [
+            groups.sum(),
+            groups.square().sum(),
+            (groups.std(1) == 0).sum(),
+            lengths.sum(),
+            completions.stopped.sum(),
+            ages.sum(),
+        ]
+        reward, squares, flat, tokens, stopped, age, *named = self._sum([*counts, *sums])
+        total = groups.numel() * self.plan.strategy.dp
         self._record = {
-            "reward": mean / total,
-            "reward_std": max(squares / total - (mean / total) ** 2, 0.0) ** 0.5,
+            "reward": reward / total,
+            "reward_std": max(squares / total - (reward / total) ** 2, 0.0) ** 0.5,
             "groups_without_spread": flat / (total / self.settings.num_generations),
             "completion_tokens": tokens / total,
             "stopped": stopped / total,
-            **(
-                {}
-                if self.others is None
-                else {
-                    "age": largest(ages.max()),
-                    "age_mean": aged / tokens,
-                    "wait_s": self.others.waited_s,
-                    "sample_s": self.others.sampled_s,
-                }
-            ),
-            **self._named(named, total),
         }
-        batch = self._batch(made, advantages.view(-1))
-        counted = mine[:, 1:]
+        if self.publisher is not None:
+            self._record["age"] = all_reduce_max(ages.max())
+            self._record["age_mean"] = age / tokens
+            self._record["wait_s"] = self.publisher.waited_s
+            self._record["sample_s"] = self.publisher.sampled_s
+        self._record |= self._mean_rewards(named, total)
+        return tokens
+
+    def _token_weights(
+        self, batch: dict[str, Tensor], sampled: Tensor, tokens: float, size: int
+    ) -> tuple[Tensor, float]:
+        """Return [N, S] weights of the sampled tokens in the loss, and the number of tokens that are not masked.
+
+        Args:
+            batch: Inputs of the objective.
+            sampled: [N, S + 1] mask of sampled tokens.
+            tokens: Sampled tokens over all ranks.
+            size: Rows of a forward pass.
+        """
+        counted, count = sampled[:, 1:], len(sampled)
+        lengths = sampled.sum(1).double()
         if self.settings.importance_sampling == "mask":
-            now = self._logprobs(batch, size)
-            apart = (now - batch["rollout_logprobs"]).abs()
-            counted = counted & (apart <= math.log(self.settings.importance_sampling_cap))
-            lengths, sampled = counted.sum(1).double(), tokens
-            (tokens,) = self._sum([lengths.sum()])
-            self._record["masked"] = 1 - tokens / sampled
+            differences = (self._logprobs(batch, size) - batch["rollout_logprobs"]).abs()
+            counted = counted & (differences <= math.log(self.settings.importance_sampling_cap))
+            lengths = counted.sum(1).double()
+            (unmasked,) = self._sum([lengths.sum()])
+            self._record["masked"] = 1 - unmasked / tokens
+            tokens = unmasked
         per_token = lengths.new_full((count,), 1 / max(tokens, 1))
         if self.settings.loss_type == "grpo":
-            per_token = 1 / (total * lengths)
-        batch["weights"] = torch.where(counted, per_token[:, None], 0.0)
-        if self._before is not None:
-            with self._before.weights():
-                batch["reference_logprobs"] = self._logprobs(batch, size)
-        elif self.settings.samplers_refer:
-            batch["reference_logprobs"] = made.reference_logprobs
-        return _cut(batch, size), int(tokens)
+            per_token = 1 / (count * self.plan.strategy.dp * lengths)
+        return torch.where(counted, per_token[:, None], 0.0), tokens
 
     def _begin(self) -> None:
-        """What the objective has measured before is of another step."""
-        for measured in (self._off, self._ratios, self._divergence, self._clipped):
+        """Clear the measurements of the previous step."""
+        for measured in (self._logprob_errors, self._ratios, self._divergences, self._clipped):
             measured.clear()
-        self._effective, self._first = None, False
+        self._effective, self._is_first_iteration = None, False
 
-    def _batch(self, made: Completions, advantages: Tensor) -> dict[str, Tensor]:
-        """What the objective reads beside `weights`."""
+    def _batch(self, completions: Completions, advantages: Tensor) -> dict[str, Tensor]:
+        """Return the inputs of the objective other than `weights`."""
         self._begin()
         return {
-            "input_ids": made.tokens[:, :-1],
-            "shift_labels": made.labels,
-            TOKEN_MASK: made.real,
+            "input_ids": completions.tokens[:, :-1],
+            "shift_labels": completions.labels,
+            TOKEN_MASK: completions.real,
             "advantages": advantages,
-            "rollout_logprobs": made.logprobs[:, 1:],
+            "rollout_logprobs": completions.logprobs[:, 1:],
         }
 
-    def _named(self, sums: list[float], total: float) -> dict[str, float]:
-        """The mean of each reward."""
+    def _mean_rewards(self, sums: list[float], total: float) -> dict[str, float]:
+        """Return the mean of each reward."""
         names = self.settings.reward_funcs
         return {f"reward_{short_name(n)}": x / total for n, x in zip(names, sums, strict=True)}
 
     def _logprobs(self, batch: dict[str, Tensor], size: int) -> Tensor:
-        """[N, S] of sampled tokens, by the weights as they are."""
+        """Return [N, S] log-probabilities of sampled tokens under the current weights."""
         return logprobs_of(self.sampler.model, batch["input_ids"], batch["shift_labels"], size)
 
     def objective(self, logprobs: Tensor, batch: Mapping[str, Any]) -> Tensor:
-        """The loss of a microbatch, from [B, S] log-probabilities; in a first step minus the mean advantage."""
+        """Return the loss of a microbatch from [B, S] log-probabilities; in a first step minus the mean advantage."""
         settings, advantages = self.settings, batch["advantages"][:, None]
         proximal = batch.get("proximal_logprobs")
         if proximal is None:
-            # The ratio is 1: its gradient is that of the log-probability.
+            # The ratio is 1, and its gradient is that of the log-probability.
             proximal = logprobs.detach()
-            if self._first:
-                self._proximal.append(proximal)
+            if self._is_first_iteration:
+                self._proximal_logprobs.append(proximal)
         ratio = (logprobs - proximal).exp()
         weights = batch["weights"] * advantages
         counts = batch["weights"] > 0
-        off = (proximal - batch["rollout_logprobs"]) * counts
-        self._off.append(off.abs().max())
+        log_ratio = (proximal - batch["rollout_logprobs"]) * counts
+        self._logprob_errors.append(log_ratio.abs().max())
         if self.settings.max_staleness:
-            grown = off.exp()
-            found = grown[counts].double()
-            self._ratios.append(torch.stack([found.sum(), found.square().sum(), counts.sum()]))
-            weights = weights * grown.clamp(max=settings.importance_sampling_cap)
+            importance = log_ratio.exp()
+            counted = importance[counts].double()
+            self._ratios.append(torch.stack([counted.sum(), counted.square().sum(), counts.sum()]))
+            weights = weights * importance.clamp(max=settings.importance_sampling_cap)
         weights = weights.to(ratio.dtype)
         gain = ratio * weights
         if settings.num_iterations > 1:
@@ -290,41 +307,41 @@ class GrpoStage:
         loss = -gain.sum()
         if "reference_logprobs" not in batch:
             return loss
-        # Schulman's estimate from one sample, never negative; weights without advantages add up to 1 over the step.
-        apart = (batch["reference_logprobs"] - logprobs) * counts
-        each = apart.exp() - apart - 1
-        self._divergence.append(torch.stack([each.detach().double().sum(), counts.sum()]))
-        return loss + self.settings.beta * (each * batch["weights"].to(ratio.dtype)).sum()
+        # Schulman's one-sample estimate, never negative; weights without advantages sum to 1 over the step.
+        log_ratio_to_reference = (batch["reference_logprobs"] - logprobs) * counts
+        divergence = log_ratio_to_reference.exp() - log_ratio_to_reference - 1
+        self._divergences.append(torch.stack([divergence.detach().double().sum(), counts.sum()]))
+        return loss + self.settings.beta * (divergence * batch["weights"].to(ratio.dtype)).sum()
 
     def rejects(self) -> bool | None:
-        """Whether too few samples are effective."""
+        """Return whether the effective sample size is too small."""
         least = self.settings.min_effective_samples
         return None if least is None else self._effective_samples() < least
 
     def _effective_samples(self) -> float:
-        """(sum u)^2 / (n sum u^2) over the tokens of the step, u = p / mu before it is truncated."""
+        """Return (sum u)^2 / (n sum u^2) over the tokens of the step, with u = p / mu before truncation."""
         if self._effective is None:
             total, squares, count = self._sum(list(torch.stack(self._ratios).sum(0)))
             self._effective = total**2 / (count * squares)
         return self._effective
 
     def record(self) -> dict[str, Any]:
-        """The rollout, with the largest distance of a log-probability from the one it was sampled by."""
-        error = largest(torch.stack(self._off).max())
-        found = {**self._record, "logprob_error": error}
+        """Return the rollout's record, with the largest log-probability error of sampling."""
+        error = all_reduce_max(torch.stack(self._logprob_errors).max())
+        rollout = {**self._record, "logprob_error": error}
         if self._ratios:
-            found["effective_samples"] = self._effective_samples()
+            rollout["effective_samples"] = self._effective_samples()
         if self._clipped:
             clipped, count = self._sum(list(torch.stack(self._clipped).sum(0)))
-            found["clip_ratio"] = clipped / count
-        if self._divergence:
-            divergence, count = self._sum(list(torch.stack(self._divergence).sum(0)))
-            found["kl"] = divergence / max(count, 1.0)
-        return {"rollout": found}
+            rollout["clip_ratio"] = clipped / count
+        if self._divergences:
+            divergence, count = self._sum(list(torch.stack(self._divergences).sum(0)))
+            rollout["kl"] = divergence / max(count, 1.0)
+        return {"rollout": rollout}
 
     def _reward(
         self,
-        made: Completions,
+        completions: Completions,
         microbatches: list[dict[str, Tensor]],
         sequences: Any,
         rows: NDArray[np.int64],
@@ -332,40 +349,47 @@ class GrpoStage:
         """Return the weighted rewards [N] of this rank's completions, and the sum of each function.
 
         Args:
-            made: The completions.
+            completions: The completions.
             microbatches: Rows of their prompts.
             sequences: The data.
-            rows: Number of each of these rows in the data.
+            rows: Index of each row in the data.
         """
         text, starts = self.sampler.text, self.sampler.prompts(microbatches)[1]
-        spans = [*zip(made.tokens, starts.tolist(), made.ends.tolist(), strict=True)]
+        spans = [*zip(completions.tokens, starts.tolist(), completions.ends.tolist(), strict=True)]
         records = sequences.records(rows)
-        given = {
+        keywords = {
             **{name: [record.get(name) for record in records] for name in sequences.columns},
             "prompts": [text(row[:start]) for row, start, _ in spans],
             "completions": [text(row[start:end]) for row, start, end in spans],
             "completion_ids": [row[start:end].tolist() for row, start, end in spans],
         }
         names = self.settings.reward_funcs
-        own = {
-            "rows": [row[:end].tolist() for row, end in zip(made.tokens, made.ends, strict=True)],
-            "stopped": made.stopped.tolist(),
-            "environment_rewards": made.rewards.tolist(),
+        internal = {
+            "rows": [
+                row[:end].tolist()
+                for row, end in zip(completions.tokens, completions.ends, strict=True)
+            ],
+            "stopped": completions.stopped.tolist(),
+            "environment_rewards": completions.rewards.tolist(),
             "microbatch": self.plan.workload.microbatch or 1,
             "device": starts.device,
         }
-        scores = [score(n, f, given, own) for n, f in zip(names, self._rewards, strict=True)]
-        found = torch.tensor(scores, dtype=torch.float64, device=starts.device)
-        weights = found.new_tensor(self.settings.reward_weights or [1.0] * len(names))
-        return weights @ found, list(found.sum(1))
+        scores = [
+            score(n, f, keywords, internal) for n, f in zip(names, self._rewards, strict=True)
+        ]
+        values = torch.tensor(scores, dtype=torch.float64, device=starts.device)
+        weights = values.new_tensor(self.settings.reward_weights or [1.0] * len(names))
+        return weights @ values, list(values.sum(1))
 
     def _sum(self, values: list[Tensor]) -> list[float]:
-        """Sums over the data-parallel ranks; ranks that share rows count once."""
+        """Return sums over the data-parallel ranks; ranks with the same rows count once."""
         ranks = self.plan.strategy.world_size / self.plan.strategy.dp
-        return [value / ranks for value in added(torch.stack([v.double() for v in values]))]
+        return [
+            value / ranks for value in all_reduce_sum(torch.stack([v.double() for v in values]))
+        ]
 
 
-def _cut(batch: dict[str, Tensor], size: int) -> list[dict[str, Tensor]]:
-    """Microbatches of so many rows."""
+def _split_batch(batch: dict[str, Tensor], size: int) -> list[dict[str, Tensor]]:
+    """Return the batch as microbatches of `size` rows."""
     parts = zip(*(tensor.split(size) for tensor in batch.values()), strict=True)
     return [dict(zip(batch, part, strict=True)) for part in parts]

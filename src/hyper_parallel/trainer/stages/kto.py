@@ -1,14 +1,14 @@
-"""Learning from answers that are each good or bad: no pairs are needed.
+"""Learning from single answers labelled good or bad, without pairs.
 
-Source: KTO, Ethayarajh et al. 2024, arXiv:2402.01306, equations 7 and 8. With r the log-probability of an answer less
-that of the reference, and z how far the model has moved from the reference on answers to other prompts,
+Source: KTO, Ethayarajh et al. 2024, arXiv:2402.01306, equations 7 and 8. With r the log-probability of an answer minus
+its reference, and z the divergence of the model from the reference on answers to other prompts, the losses are
 
-    desirable      w_desirable   (1 - sigmoid(beta (r - z)))
-    undesirable    w_undesirable (1 - sigmoid(beta (z - r)))
+  desirable      w_desirable   (1 - sigmoid(beta (r - z)))
+  undesirable    w_undesirable (1 - sigmoid(beta (z - r)))
 
-Rows lie in twos: a prompt with its answer, and the same prompt with the answer of the record before. z is the mean of r
-over the second rows of the whole step, all ranks and microbatches, at least 0, and has no gradient. It is known before
-the first backward pass: the second rows are read forward, once, and the first rows alone are learned from.
+Rows come in pairs: a prompt with its answer, and the same prompt with the answer of the previous record. z is the mean
+of r over the second rows of the whole step, all ranks and microbatches, at least 0, and has no gradient. It is computed
+before the first backward pass by one forward pass over the second rows; only the first rows are trained on.
 """
 
 from __future__ import annotations
@@ -25,77 +25,85 @@ from torch import Tensor
 from hyper_parallel.config import Kto
 from hyper_parallel.trainer.data.batches import IGNORE_INDEX
 from hyper_parallel.trainer.stages.reference import Reference
-from hyper_parallel.trainer.stages.sampling import added
+from hyper_parallel.trainer.stages.sampling import all_reduce_sum
 
 
 @dataclass
 class KtoStage:
-    """Makes good answers likelier than the reference does, and bad ones less likely.
+    """Objective that raises the likelihood of good answers relative to the reference, and lowers that of bad ones.
 
     Attributes:
         settings: Section `kto` of the recipe.
-        reference: Of all rows.
+        reference: Reference log-probabilities of all rows.
     """
 
     settings: Kto
     reference: Reference
     _batches: Any = None
     _answers: int = 1
-    _moved: float = 0.0
-    _seen: list[Tensor] = field(default_factory=list)
+    _divergence: float = 0.0
+    _sums: list[Tensor] = field(default_factory=list)
 
     def begin(self, batches: Any) -> None:
-        """As `Reference.begin`."""
+        """Compute or load the reference; see `Reference.begin`."""
         self._batches = batches
         self.reference.begin(batches.sequences)
 
     def inputs(
         self, microbatches: list[dict[str, Tensor]], rows: NDArray[np.int64], step: int
     ) -> tuple[list[dict[str, Tensor]], int | None]:
-        """The first rows with their `reference`, whether they are `desirable`, and z of the step as `moved`."""
-        everyone = self._batches.step_batch(step - 1)
-        return self._taken(microbatches, rows, everyone, self._batches.sequences, self.reference)
+        """Return the first rows with their `reference`, their label `desirable`, and z of the step as `divergence`."""
+        all_rows = self._batches.step_batch(step - 1)
+        return self._microbatch_inputs(
+            microbatches, rows, all_rows, self._batches.sequences, self.reference
+        )
 
     def held_out(
         self, microbatches: list[dict[str, Tensor]], rows: NDArray[np.int64], batches: Any
     ) -> tuple[list[dict[str, Tensor]], int | None]:
-        """As `inputs`, with z of the held-out answers."""
-        held = self.reference.held_out(batches.sequences)
-        return self._taken(microbatches, rows, batches.step_batch(0), batches.sequences, held)
+        """Return `inputs` with z of the held-out answers."""
+        reference = self.reference.held_out(batches.sequences)
+        return self._microbatch_inputs(
+            microbatches, rows, batches.step_batch(0), batches.sequences, reference
+        )
 
-    def _taken(
+    def _microbatch_inputs(
         self,
         microbatches: list[dict[str, Tensor]],
         rows: NDArray[np.int64],
-        everyone: NDArray[np.int64],
+        all_rows: NDArray[np.int64],
         sequences: Any,
         reference: Reference,
     ) -> tuple[list[dict[str, Tensor]], int]:
-        """Of this rank's `rows` of all ranks' `everyone`."""
-        self._seen.clear()
+        """Return the inputs of this rank's `rows`; `all_rows` are the rows of all ranks."""
+        self._sums.clear()
         device = reference.device
         size, parts = len(microbatches[0]["input_ids"]), []
         total = torch.zeros(1, dtype=torch.float64, device=device)
         for number, part in enumerate(microbatches):
-            at = rows[number * size : (number + 1) * size]
-            others = {name: value[1::2].contiguous() for name, value in part.items()}
-            total += (reference.now(others) - reference.of(at[1::2])).sum()
-            given = {name: value[0::2].contiguous() for name, value in part.items()}
-            given["reference"] = reference.of(at[0::2])
-            given["desirable"] = torch.from_numpy(sequences.desirable(at[0::2])).to(device)
-            parts.append(given)
-        learned = everyone[0::2]
-        self._answers = int((learned >= 0).sum())
-        self._moved = max(float(self.reference.summed(total)[0]) / self._answers, 0.0)
-        moved = torch.tensor(self._moved, dtype=torch.float64, device=device)
-        return [{**part, "moved": moved} for part in parts], sequences.num_valid(learned)
+            part_rows = rows[number * size : (number + 1) * size]
+            second_rows = {name: value[1::2].contiguous() for name, value in part.items()}
+            total += (reference.current_logprobs(second_rows) - reference.of(part_rows[1::2])).sum()
+            first_rows = {name: value[0::2].contiguous() for name, value in part.items()}
+            first_rows["reference"] = reference.of(part_rows[0::2])
+            first_rows["desirable"] = torch.from_numpy(sequences.desirable(part_rows[0::2])).to(
+                device
+            )
+            parts.append(first_rows)
+        trained_rows = all_rows[0::2]
+        self._answers = int((trained_rows >= 0).sum())
+        self._divergence = max(float(self.reference.sum_over_ranks(total)[0]) / self._answers, 0.0)
+        divergence = torch.tensor(self._divergence, dtype=torch.float64, device=device)
+        return [{**part, "divergence": divergence} for part in parts], sequences.num_valid(
+            trained_rows
+        )
 
     def objective(self, logprobs: Tensor, batch: Mapping[str, Any]) -> Tensor:
-        """The loss of the answers of a microbatch, divided by the answers of the step."""
+        """Return the loss of the answers of a microbatch, divided by the answers of the step."""
         settings, good = self.settings, batch["desirable"]
         real = (batch["shift_labels"] != IGNORE_INDEX).any(-1)
         ratio = logprobs.sum(-1) - batch["reference"]
-        gain = torch.where(good, ratio - batch["moved"], batch["moved"] - ratio)
+        gain = torch.where(good, ratio - batch["divergence"], batch["divergence"] - ratio)
         losses = 1 - torch.sigmoid(settings.beta * gain)
         weighted = torch.where(
             good, settings.desirable_weight * losses, settings.undesirable_weight * losses
@@ -103,22 +111,22 @@ class KtoStage:
         score = (settings.beta * ratio).detach().double()
         good, bad = good & real, ~good & real
         facts = [score[good].sum(), score[bad].sum(), good.sum(), bad.sum()]
-        self._seen.append(torch.stack([fact.double() for fact in facts]))
+        self._sums.append(torch.stack([fact.double() for fact in facts]))
         return torch.where(real, weighted, 0.0).sum() / self._answers
 
     def rejects(self) -> None:
-        """No step is left out."""
+        """Return None: steps are never skipped."""
 
     def end(self) -> None:
-        """Nothing is left to do."""
+        """Do nothing."""
 
     def record(self) -> dict[str, Any]:
-        """z, and mean scores of the good and the bad answers, where the step has any."""
-        none = torch.zeros(4, dtype=torch.float64, device=self.reference.device)
-        chosen, rejected, good, bad = added(torch.stack([none, *self._seen]).sum(0))
-        found = {"kl": self._moved}
-        found |= {"chosen": chosen / good} if good else {}
-        found |= {"rejected": rejected / bad} if bad else {}
+        """Return z, and mean scores of good and bad answers if the step has any."""
+        zeros = torch.zeros(4, dtype=torch.float64, device=self.reference.device)
+        chosen, rejected, good, bad = all_reduce_sum(torch.stack([zeros, *self._sums]).sum(0))
+        record = {"kl": self._divergence}
+        record |= {"chosen": chosen / good} if good else {}
+        record |= {"rejected": rejected / bad} if bad else {}
         if good and bad:
-            found["margin"] = found["chosen"] - found["rejected"]
-        return {"preference": found}
+            record["margin"] = record["chosen"] - record["rejected"]
+        return {"preference": record}

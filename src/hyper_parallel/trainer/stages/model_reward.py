@@ -1,7 +1,7 @@
-"""Rewards of completions by a reward model: a directory as `stage: rm` exports it, named among `grpo.reward_funcs`.
+"""Rewards by a reward model: a directory exported by `stage: rm` and named in `grpo.reward_funcs`.
 
-Every rank reads the model whole and scores its own conversations, in one pass without gradient. What the chat template
-writes behind an answer is added first, as the model has seen it when it learned to score.
+Every rank loads the full model and scores its own conversations in one pass without gradient. The template's text after
+an answer is appended first, as in the training data of the reward model.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from hyper_parallel.trainer.data.conversation import Conversation
 
 @dataclass
 class ModelReward:
-    """Scores of one reward model; it is read when it first scores, which is after ranks were started.
+    """Scores of one reward model, which is loaded at the first call, after the start of the ranks.
 
     Attributes:
-        directory: Holds config.json, weights and tokenizer.
-        loaded: Called with the checksum of the model's parameters when they are read.
+        directory: Directory with config.json, weights and tokenizer.
+        loaded: Called with the checksum of the model's parameters after loading.
     """
 
     directory: Path
@@ -35,10 +35,11 @@ class ModelReward:
     _model: Any = None
 
     def check(self, tokenizer_dir: str | Path, where: str) -> None:
-        """Refuse, before a rank starts, another kind of directory, and a model that reads other tokens than the run's.
+        """Raise, before any rank starts, for another kind of directory and for a tokenizer other than the run's.
 
         Raises:
-            ModelUnreadable: HP305. Contradiction: HP104.
+            ModelUnreadable: HP305.
+            Contradiction: HP104.
         """
         try:
             config = read_config(self.directory).values
@@ -52,13 +53,18 @@ class ModelReward:
                 got=kind,
                 allowed="a *ForSequenceClassification of one label",
             )
-        mine, theirs = (load_tokenizer(d) for d in (self.directory, tokenizer_dir))
-        if mine.get_vocab() != theirs.get_vocab() or mine.chat_template != theirs.chat_template:
+        reward_tokenizer, run_tokenizer = (
+            load_tokenizer(d) for d in (self.directory, tokenizer_dir)
+        )
+        if (
+            reward_tokenizer.get_vocab() != run_tokenizer.get_vocab()
+            or reward_tokenizer.chat_template != run_tokenizer.chat_template
+        ):
             raise Contradiction(
                 "the reward model reads other tokens, or another chat template, than the model that learns",
                 where=f"{where}: {self.directory}",
-                got=f"{len(mine)} tokens",
-                allowed=f"the {len(theirs)} tokens of {tokenizer_dir}",
+                got=f"{len(reward_tokenizer)} tokens",
+                allowed=f"the {len(run_tokenizer)} tokens of {tokenizer_dir}",
                 hint=f"data.tokenizer={self.directory}",
             )
 
@@ -71,7 +77,7 @@ class ModelReward:
         device: Any,
         **_: Any,
     ) -> list[float]:
-        """Score of each conversation; `stopped`: its last answer came to its end."""
+        """Return the score of each conversation; `stopped`: its last answer ended with a stop token."""
         tokenizer = load_tokenizer(self.directory)
         if self._model is None:
             from transformers import AutoModelForSequenceClassification
@@ -82,15 +88,17 @@ class ModelReward:
                 self.loaded(self, state_checksum(model.state_dict()))
             self._model = model.to(device).eval()
         turns = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"})
-        ids, wrote = encode_conversation(tokenizer, Conversation(turns))
-        behind = ids[len(wrote) - wrote[::-1].index(True) :]
-        whole = [row + behind if end else row for row, end in zip(rows, stopped, strict=True)]
-        pad, found = self._model.config.get_text_config().pad_token_id, list[float]()
-        for first in range(0, len(whole), microbatch):
-            part = [torch.tensor(row) for row in whole[first : first + microbatch]]
-            given = torch.nn.utils.rnn.pad_sequence(part, batch_first=True, padding_value=pad)
+        ids, trained_mask = encode_conversation(tokenizer, Conversation(turns))
+        suffix = ids[len(trained_mask) - trained_mask[::-1].index(True) :]
+        conversations = [
+            row + suffix if end else row for row, end in zip(rows, stopped, strict=True)
+        ]
+        pad, scores = self._model.config.get_text_config().pad_token_id, list[float]()
+        for first in range(0, len(conversations), microbatch):
+            part = [torch.tensor(row) for row in conversations[first : first + microbatch]]
+            padded = torch.nn.utils.rnn.pad_sequence(part, batch_first=True, padding_value=pad)
             lengths = torch.tensor([[len(row)] for row in part])
-            mask = (torch.arange(given.shape[1]) < lengths).long()
-            out = self._model(input_ids=given.to(device), attention_mask=mask.to(device))
-            found += out.logits[:, 0].tolist()
-        return found
+            mask = (torch.arange(padded.shape[1]) < lengths).long()
+            out = self._model(input_ids=padded.to(device), attention_mask=mask.to(device))
+            scores += out.logits[:, 0].tolist()
+        return scores

@@ -1,4 +1,4 @@
-"""Pairs of answers in a step or an evaluation: the mean of their losses, and what is recorded of their scores."""
+"""Mean loss and recorded scores of the pairs of answers in a step or an evaluation."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from hyper_parallel.ir import Plan
-from hyper_parallel.trainer.stages.sampling import added
+from hyper_parallel.trainer.stages.sampling import all_reduce_sum
 
 _ROUNDINGS: Final = 4
-"""Units in the last place by which a sum of some hundred numbers is off at most, of those seen in runs with float32."""
+"""Maximum error in units in the last place of a sum of some hundred numbers, observed in float32 runs."""
 
 
 @dataclass
@@ -20,22 +20,22 @@ class PairScores:
     """Sums over the microbatches, on every rank.
 
     Attributes:
-        plan: The plan of the run.
-        device: Of the model.
-        pairs: How many there are over all ranks.
+        plan: Plan of the run.
+        device: Device of the model.
+        pairs: Number of pairs over all ranks.
     """
 
     plan: Plan
     device: torch.device
     pairs: float = field(init=False)
-    _seen: list[Tensor] = field(default_factory=list)
+    _sums: list[Tensor] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.begin()
 
     def begin(self, held_out: Any = None) -> None:
-        """A step begins, or an evaluation of the first step of `held_out`, whose dummy rows are no pairs."""
-        self._seen.clear()
+        """Start a step, or an evaluation of the first step of `held_out`, whose padding rows are not pairs."""
+        self._sums.clear()
         work = self.plan.workload
         rows = (work.tokens_per_step or 0) // work.seq_len
         self.pairs = (rows if held_out is None else (held_out.step_batch(0) >= 0).sum()) / 2
@@ -48,28 +48,28 @@ class PairScores:
         real: Tensor,
         rounding: Tensor,
     ) -> Tensor:
-        """Return the part of this microbatch in the mean loss of all pairs, and keep its scores for the record.
+        """Return this microbatch's part of the mean loss of all pairs, and add its scores to the record.
 
         Args:
             losses: [N] losses of its pairs.
             chosen: [N] scores of the chosen answers.
             rejected: [N] scores of the rejected answers.
-            real: [N] whether a pair is one of the data.
-            rounding: [N] difference of the two scores that rounding alone may cause.
+            real: [N] whether a pair is not padding.
+            rounding: [N] maximum difference of the two scores due to rounding.
         """
         order = order_of(chosen, rejected, rounding)
         facts = [chosen, rejected, order, torch.ones_like(chosen)]
-        own = [torch.where(real, fact.detach().double(), 0.0).sum() for fact in facts]
-        self._seen.append(torch.stack(own))
+        sums = [torch.where(real, fact.detach().double(), 0.0).sum() for fact in facts]
+        self._sums.append(torch.stack(sums))
         return torch.where(real, losses, 0.0).sum() / self.pairs
 
     def record(self) -> dict[str, Any]:
-        """Return mean scores of chosen and rejected answers and the share of pairs in the right order, of all ranks.
+        """Return mean scores of chosen and rejected answers and the share of pairs in the right order, over all ranks.
 
-        A pair whose scores differ by rounding only counts one half: neither answer is preferred.
+        A pair whose scores differ only by rounding counts one half: neither answer is preferred.
         """
-        none = torch.zeros(4, dtype=torch.float64, device=self.device)
-        chosen, rejected, right, count = added(torch.stack([none, *self._seen]).sum(0))
+        zeros = torch.zeros(4, dtype=torch.float64, device=self.device)
+        chosen, rejected, right, count = all_reduce_sum(torch.stack([zeros, *self._sums]).sum(0))
         return {
             "preference": {
                 "chosen": chosen / count,
@@ -81,21 +81,21 @@ class PairScores:
 
 
 def order_of(chosen: Tensor, rejected: Tensor, rounding: Tensor) -> Tensor:
-    """Return [N] 1 where the chosen answer has the higher score, 0 where it has the lower, 1/2 where they are equal."""
+    """Return [N] order of each pair: 1 if the chosen score is higher, 0 if it is lower, 1/2 if both are equal."""
     margin = (chosen - rejected).detach()
     return torch.where(margin.abs() <= rounding, 0.5, (margin > 0).to(margin.dtype))
 
 
 def rounding_of(magnitudes: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return [N] difference of the two scores of a pair that rounding alone may cause.
+    """Return [N] maximum difference of the two scores of a pair due to rounding.
 
-    A score is a sum over the tokens of an answer, less another such sum. Its rounding error is a few units in the last
-    place of the sums, whatever remains of them. So a model that is still its own reference has scores of about 1e-7 of
-    random sign, which are no preference.
+    A score is a difference of two sums over the tokens of an answer. Its rounding error is a few units in the last
+    place of the sums, regardless of their difference. A model equal to its reference has scores of about 1e-7 of random
+    sign, which are not a preference.
 
     Args:
         magnitudes: [2N] magnitudes of the sums, of the chosen and the rejected answer of each pair.
-        dtype: Format of the numbers that are summed.
+        dtype: Dtype of the summands.
     """
     sums = (magnitudes[0::2] + magnitudes[1::2]).detach()
     return _ROUNDINGS * torch.finfo(dtype).eps * sums

@@ -1,8 +1,8 @@
-"""Learning to score answers: the chosen one of a pair is to have a higher score than the rejected one.
+"""Training of a reward model: the chosen answer of a pair gets a higher score than the rejected one.
 
 Source: Ouyang et al. 2022, arXiv:2203.02155, equation 1 (of Bradley and Terry). Scores are centred as by
-Eisenstein et al. 2023, arXiv:2312.09244, and TRL's `center_rewards_coefficient`. A pair may have a margin by which its
-scores are to differ: Touvron et al. 2023, arXiv:2307.09288, equation 2.
+Eisenstein et al. 2023, arXiv:2312.09244, and TRL's `center_rewards_coefficient`. A pair may have a target margin
+between its scores: Touvron et al. 2023, arXiv:2307.09288, equation 2.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from hyper_parallel.trainer.stages.pair_scores import PairScores, rounding_of
 
 @dataclass
 class RewardModelStage:
-    """Compares the scores of the two answers of every pair, each read at the last token of its row.
+    """Comparison of the scores of the two answers of every pair, each taken at the last token of its row.
 
     Attributes:
         settings: Section `rm` of the recipe.
-        scores: Of the pairs.
+        scores: Scores of the pairs.
     """
 
     settings: Rm
@@ -36,15 +36,15 @@ class RewardModelStage:
     _batches: Any = None
 
     def begin(self, batches: Any) -> None:
-        """Keep the training data, which has the margins of pairs."""
+        """Store the training data, which has the margins of pairs."""
         self._batches = batches
 
     def inputs(
         self, microbatches: list[dict[str, Tensor]], rows: NDArray[np.int64], step: int
     ) -> tuple[list[dict[str, Tensor]], int | None]:
-        """Return the microbatches of the data with `margin` [B], where pairs have margins.
+        """Return the microbatches of the data, with `margin` [B] if pairs have margins.
 
-        The one target of a row says where its score is read.
+        The single target of a row marks the token whose score is used.
         """
         self.scores.begin()
         return _with_margins(microbatches, rows, self._batches.sequences), None
@@ -52,17 +52,17 @@ class RewardModelStage:
     def held_out(
         self, microbatches: list[dict[str, Tensor]], rows: NDArray[np.int64], batches: Any
     ) -> tuple[list[dict[str, Tensor]], int | None]:
-        """As `inputs`."""
+        """Return `inputs` of held-out rows."""
         self.scores.begin(batches)
         return _with_margins(microbatches, rows, batches.sequences), None
 
     def objective(self, scores: Tensor, /, batch: Mapping[str, Any]) -> Tensor:
-        """The loss of the pairs of a microbatch, divided by the pairs of the step."""
+        """Return the loss of the pairs of a microbatch, divided by the pairs of the step."""
         read = batch["shift_labels"] != IGNORE_INDEX
         rewards = torch.where(read, scores, 0.0).sum(-1)
         chosen, rejected = rewards[0::2], rewards[1::2]
-        wanted = batch["margin"][0::2].to(rewards.dtype) if "margin" in batch else 0.0
-        losses = -F.logsigmoid(chosen - rejected - wanted)
+        margin = batch["margin"][0::2].to(rewards.dtype) if "margin" in batch else 0.0
+        losses = -F.logsigmoid(chosen - rejected - margin)
         if self.settings.center_rewards_coefficient is not None:
             centred = (chosen + rejected) ** 2
             losses = losses + self.settings.center_rewards_coefficient * centred
@@ -70,22 +70,22 @@ class RewardModelStage:
         return self.scores.mean(losses, chosen, rejected, read.any(-1)[0::2], rounding)
 
     def rejects(self) -> None:
-        """No step is left out."""
+        """Return None: steps are never skipped."""
 
     def end(self) -> None:
-        """Nothing is left to do."""
+        """Do nothing."""
 
     def record(self) -> dict[str, Any]:
-        """Mean scores of chosen and rejected answers, and the share of pairs in the right order."""
+        """Return mean scores of chosen and rejected answers, and the share of pairs in the right order."""
         return self.scores.record()
 
 
 def _with_margins(
     microbatches: list[dict[str, Tensor]], rows: NDArray[np.int64], sequences: Any
 ) -> list[dict[str, Tensor]]:
-    """Return microbatches with the margin of the pair of each of their rows; unchanged where the data has none."""
+    """Return microbatches with the margin of each row's pair; unchanged if the data has no margins."""
     if not sequences.has_margins:
         return microbatches
     margins = torch.from_numpy(sequences.margins(rows)).to(microbatches[0]["input_ids"].device)
     parts = margins.split(len(microbatches[0]["input_ids"]))
-    return [{**part, "margin": own} for part, own in zip(microbatches, parts, strict=True)]
+    return [{**part, "margin": margin} for part, margin in zip(microbatches, parts, strict=True)]

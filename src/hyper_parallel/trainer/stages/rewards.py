@@ -1,8 +1,9 @@
-"""Rewards of completions: functions of texts, those below by name, a user's own by its dotted path.
+"""Reward functions of completions: the functions below by name, user functions by dotted path.
 
-A function is called with keywords, each a list with one item for every completion, and returns as many numbers: the
-form of TRL's reward functions (`GRPOTrainer`, `reward_funcs`). The keywords are `prompts`, `completions` and
-`completion_ids`, and the columns of the data; a function gets those that it names, or all where it has `**kwargs`.
+A function is called with keyword arguments, each a list with one item per completion, and returns one number per
+completion: the interface of TRL's reward functions (`GRPOTrainer`, `reward_funcs`). The keywords are `prompts`,
+`completions`, `completion_ids` and the columns of the data. A function gets the keywords of its parameters, or all of
+them if it has `**kwargs`.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ Reward = Callable[..., Sequence[float]]
 
 
 def exact_match(completions: Sequence[str], answer: Sequence[str], **_: Any) -> list[float]:
-    """1 for a completion that is the answer, white space around both aside; else 0."""
+    """Return 1 for a completion equal to the answer after stripping white space, else 0."""
     return [float(c.strip() == str(a).strip()) for c, a in zip(completions, answer, strict=True)]
 
 
 def prefix_match(completions: Sequence[str], answer: Sequence[str], **_: Any) -> list[float]:
-    """Share of characters up to the first wrong one, of the longer of completion and answer: 1 for the answer itself.
+    """Return the length of the common prefix over the longer of completion and answer; 1 for the answer itself.
 
-    Graded, so that a model that has no right completion yet is told which are nearer.
+    The graded reward distinguishes wrong completions, for models without a right completion yet.
     """
 
     def share(completion: str, right: str) -> float:
@@ -43,27 +44,27 @@ def prefix_match(completions: Sequence[str], answer: Sequence[str], **_: Any) ->
     return [share(c.strip(), str(a).strip()) for c, a in zip(completions, answer, strict=True)]
 
 
-def of_environment(environment_rewards: Sequence[float], **_: Any) -> list[float]:
-    """What the environment of a completion gave."""
+def environment_reward(environment_rewards: Sequence[float], **_: Any) -> list[float]:
+    """Return the rewards of the completions' environments."""
     return [*environment_rewards]
 
 
-_GIVEN: Final = ("prompts", "completions", "completion_ids")
-"""Keywords of every rollout."""
-_OWN: Final = ("rows", "stopped", "environment_rewards", "microbatch", "device")
-"""Keywords of functions of this project beside those."""
+_ROLLOUT_KEYWORDS: Final = ("prompts", "completions", "completion_ids")
+"""Keywords passed to every function."""
+_INTERNAL_KEYWORDS: Final = ("rows", "stopped", "environment_rewards", "microbatch", "device")
+"""Additional keywords passed to built-in functions."""
 REWARDS: Final[dict[str, Reward]] = {
     "exact_match": exact_match,
     "prefix_match": prefix_match,
-    "environment": of_environment,
+    "environment": environment_reward,
 }
 
 
 def reward_functions(names: Sequence[str], where: str) -> list[Reward]:
-    """The functions of a recipe.
+    """Return the reward functions of a recipe.
 
     Args:
-        names: Names of this file, dotted paths, or directories of reward models.
+        names: Names in this file, dotted paths, or directories of reward models.
         where: Origin of the names, for errors.
 
     Raises:
@@ -78,15 +79,15 @@ def reward_functions(names: Sequence[str], where: str) -> list[Reward]:
 
 
 def short_name(name: str) -> str:
-    """Last part of the name of a reward, for records."""
+    """Return the last part of the name of a reward, for records."""
     return name.rstrip("/").rpartition("/")[2].rpartition(".")[2]
 
 
 def check_columns(name: str, function: Reward, columns: Sequence[str], where: str) -> None:
-    """Refuse a function with a parameter that nothing gives.
+    """Raise for a function with a required parameter that is neither a rollout keyword nor a column.
 
     Args:
-        name: Of the function.
+        name: Name of the function.
         function: One of `reward_functions`.
         columns: Names of the columns of the data.
         where: Origin of the name, for errors.
@@ -94,60 +95,64 @@ def check_columns(name: str, function: Reward, columns: Sequence[str], where: st
     Raises:
         Contradiction: HP104.
     """
-    known = {*_GIVEN, *columns, *(_OWN if _is_own(function) else ())}
+    known = {*_ROLLOUT_KEYWORDS, *columns, *(_INTERNAL_KEYWORDS if _is_built_in(function) else ())}
     missing = [p.name for p in _parameters(function) if _required(p) and p.name not in known]
     if missing:
         raise Contradiction(
-            f"the reward function `{name}` wants a column that the data does not have",
+            f"the reward function `{name}` needs a column that the data does not have",
             where=where,
             got=", ".join(missing),
-            allowed=[*_GIVEN, *columns],
+            allowed=[*_ROLLOUT_KEYWORDS, *columns],
             hint="give the records such a key, or the parameter a default",
         )
 
 
-def score(name: str, function: Reward, given: dict[str, Any], own: dict[str, Any]) -> list[float]:
-    """Return the rewards of one function, checked.
+def score(
+    name: str, function: Reward, public: dict[str, Any], internal: dict[str, Any]
+) -> list[float]:
+    """Return the validated rewards of one function.
 
     Args:
-        name: Of the function.
+        name: Name of the function.
         function: One of `reward_functions`.
-        given: Keywords that any function may get: those of rollouts, and the columns of the data.
-        own: Keywords of functions of this project beside these.
+        public: Keywords for all functions: rollout keywords and columns of the data.
+        internal: Additional keywords for built-in functions.
 
     Raises:
-        BadValue: HP102 when it fails, or returns something else than a finite number for every completion.
+        BadValue: HP102 when it fails, or does not return one finite number per completion.
     """
     parameters = _parameters(function)
-    keywords = {**given, **(own if _is_own(function) else {})}
+    keywords = {**public, **(internal if _is_built_in(function) else {})}
     if not any(p.kind is p.VAR_KEYWORD for p in parameters):
         keywords = {p.name: keywords[p.name] for p in parameters if p.name in keywords}
-    where, wanted = f"grpo.reward_funcs: {name}", len(given["completions"])
-    if not wanted:  # a rank without held-out prompts
+    where, num_completions = f"grpo.reward_funcs: {name}", len(public["completions"])
+    if not num_completions:  # a rank without held-out prompts
         return []
     try:
         rewards = list(function(**keywords))
     except HyperParallelError:
         raise
-    except Exception as error:  # a function of the user's does anything
+    except Exception as error:  # a user function may raise any exception
         raise BadValue(
             "a reward function failed",
             where=where,
             got=f"{type(error).__name__}: {error}",
             allowed="one number for every completion; completions are texts",
         ) from error
-    if len(rewards) != wanted or not all(isinstance(r, Real) and math.isfinite(r) for r in rewards):
+    if len(rewards) != num_completions or not all(
+        isinstance(r, Real) and math.isfinite(r) for r in rewards
+    ):
         raise BadValue(
             "a reward function returns one finite number for every completion",
             where=where,
             got=f"{len(rewards)} values, {rewards[:3]}",
-            allowed=f"{wanted} numbers",
+            allowed=f"{num_completions} numbers",
         )
     return [float(r) for r in rewards]
 
 
-def _is_own(function: Reward) -> bool:
-    """Whether a reward is one of this project's, which get more keywords."""
+def _is_built_in(function: Reward) -> bool:
+    """Return whether a reward is built in, so that it gets the internal keywords."""
     return isinstance(function, ModelReward) or function in REWARDS.values()
 
 
@@ -157,8 +162,8 @@ def _required(parameter: inspect.Parameter) -> bool:
 
 
 def _parameters(function: Reward) -> list[inspect.Parameter]:
-    """Return the parameters of a function; those of `**kwargs` where it does not tell them."""
+    """Return the parameters of a function; `**kwargs` if its signature is unknown."""
     try:
         return [*inspect.signature(function).parameters.values()]
-    except (TypeError, ValueError):  # written in C
+    except (TypeError, ValueError):  # implemented in C
         return [inspect.Parameter("kwargs", inspect.Parameter.VAR_KEYWORD)]

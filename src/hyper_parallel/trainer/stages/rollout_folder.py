@@ -1,4 +1,4 @@
-"""The folder of a run in which weights and completions pass between ranks that train and ranks that only sample."""
+"""Folder of a run for the exchange of weights and completions between training ranks and sampling ranks."""
 
 from __future__ import annotations
 
@@ -20,17 +20,18 @@ from hyper_parallel.trainer.files import tensors_written
 from hyper_parallel.trainer.stages.sampling import Completions
 from hyper_parallel.units import MiB
 
-_LOOK_S: Final = 0.005  # short beside the steps of the smallest models, and a list of a folder takes microseconds
+_POLL_S: Final = 0.005
+"""Short compared to steps of the smallest models; listing a folder takes microseconds."""
 _SHARE: Final = re.compile(r"step_\d{8,}\.\d+\.safetensors")
-_FOUND = TypeVar("_FOUND")
+_T = TypeVar("_T")
 
 
 class RolloutFolder:
-    """What passes between the roles of a run.
+    """Files exchanged between the roles of a run.
 
     Args:
-        path: The folder.
-        beat: Called while this rank waits, so that nobody takes it for one that hangs.
+        path: Path of the folder.
+        beat: Heartbeat, called while this rank waits, so that it is not reported as hung.
     """
 
     def __init__(self, path: Path, beat: Callable[[str], None] = lambda phase: None) -> None:
@@ -38,29 +39,32 @@ class RolloutFolder:
 
     @property
     def ended(self) -> bool:
-        """Whether the ranks that train have ended."""
+        """True if the training ranks have ended."""
         return (self.path / "end").exists()
 
     def reset(self) -> None:
-        """Before any role is started: nobody has begun, nobody has ended."""
+        """Remove the begin and end marks of an earlier start; call before any role starts."""
         for name in ("begin.json", "end"):
             (self.path / name).unlink(missing_ok=True)
 
     def begin(self, begin: dict[str, Any], parts: int, *, exact: bool) -> None:
-        """The ranks that train go on after step `done`; what later weights have left is not of this run.
+        """Mark the start of training after step `done`, and remove files that belong to later weights.
 
-        With `exact` it is: the same steps give the same weights again. Shares of another number of `parts` are not.
+        With `exact`, the later files stay: repeated steps produce the same weights. Shares with another number of
+        `parts` are removed in either case.
 
         Args:
-            begin: `done`, `data` where it is read, `origin_s` of the timeline in seconds of `time.time`.
+            begin: `done`, the data position `data`, and `origin_s` of the timeline in seconds of `time.time`.
             parts: Shares of a step.
-            exact: Completions are sampled by exactly the oldest version allowed.
+            exact: Whether completions are sampled by exactly the oldest version allowed.
         """
         self.path.mkdir(parents=True, exist_ok=True)
         done = begin["done"]
         for path in self._shares():
-            sampled = _about(path)
-            if sampled.get("parts") != str(parts) or (not exact and int(sampled["version"]) > done):
+            metadata = _metadata(path)
+            if metadata.get("parts") != str(parts) or (
+                not exact and int(metadata["version"]) > done
+            ):
                 path.unlink()
         for version in steps(self.policy):
             if not exact and version > done:
@@ -71,74 +75,85 @@ class RolloutFolder:
         write_text(self.path / "begin.json", json.dumps(begin))
 
     def end(self) -> None:
-        """The ranks that train have ended."""
+        """Mark the end of training."""
         if self.path.is_dir():
             (self.path / "end").touch()
 
     def begun(self) -> dict[str, Any] | None:
-        """Where the ranks that train go on from, as soon as they say so; None when they have ended."""
+        """Wait for the start mark of the training ranks and return it; None if they have ended."""
         path = self.path / "begin.json"
         return self.wait(lambda: read_json(path, Limits(MiB)) if path.exists() else None)
 
     def version(self, least: int, *, exact: bool) -> int | None:
-        """The newest weights of version `least` or later, or exactly these; None when nobody trains any more."""
+        """Wait for weights of version `least` and return the newest version, or `least` itself with `exact`.
 
-        def there() -> int | None:
-            found = steps(self.policy)
+        Returns None if training has ended.
+        """
+
+        def newest() -> int | None:
+            versions = steps(self.policy)
             if exact:
-                return least if least in found else None
-            return found[-1] if found and found[-1] >= least else None
+                return least if least in versions else None
+            return versions[-1] if versions and versions[-1] >= least else None
 
-        return self.wait(there)
+        return self.wait(newest)
 
-    def wait(self, there: Callable[[], _FOUND | None]) -> _FOUND | None:
-        """What the other role is to give, as soon as it is there; None when nobody trains any more."""
-        while (found := there()) is None:
+    def wait(self, poll: Callable[[], _T | None]) -> _T | None:
+        """Poll until `poll` returns a value, and return it; None if training has ended."""
+        while (value := poll()) is None:
             if self.ended:
                 return None
             self._beat("rollout")
-            time.sleep(_LOOK_S)
-        return found
+            time.sleep(_POLL_S)
+        return value
 
     def file(self, step: int, part: int) -> Path:
-        """Where completions are: share `part` of a step."""
+        """Return the path of the completions of share `part` of a step."""
         return self.path / f"step_{step:08d}.{part}.safetensors"
 
     def newest(self) -> int:
-        """The newest version of the weights; -1: there is none."""
+        """Return the newest version of the weights; -1 if there is none."""
         return max(steps(self.policy), default=-1)
 
     def write(
-        self, step: int, part: int, parts: int, made: Completions, version: int, seconds: float
+        self,
+        step: int,
+        part: int,
+        parts: int,
+        completions: Completions,
+        version: int,
+        seconds: float,
     ) -> None:
-        """Publish a share of `parts`, whole or not at all, with the newest version that sampled any, and how long."""
+        """Publish a share atomically, with the newest version that sampled any of it and the sampling time."""
         path = self.file(step, part)
         partial = path.with_suffix(".part")
-        tensors = {f.name: getattr(made, f.name).cpu().contiguous() for f in fields(made)}
-        about = {"version": str(version), "parts": str(parts), "seconds": str(seconds)}
+        tensors = {
+            f.name: getattr(completions, f.name).cpu().contiguous() for f in fields(completions)
+        }
+        metadata = {"version": str(version), "parts": str(parts), "seconds": str(seconds)}
         with tensors_written(partial):
-            save_file(tensors, partial, about)
+            save_file(tensors, partial, metadata)
             partial.rename(path)
 
     def read(self, step: int, part: int) -> tuple[Completions, float]:
-        """Completions as soon as they are there, and in how many seconds they were sampled."""
+        """Wait for a share and return its completions and their sampling time in seconds."""
         path = self.file(step, part)
         self.wait(lambda: path if path.exists() else None)
-        with safe_open(path, "pt") as opened:
-            made = {f.name: opened.get_tensor(f.name) for f in fields(Completions)}
-            return Completions(**made), float((opened.metadata() or {}).get("seconds", 0.0))
+        with safe_open(path, "pt") as file:
+            tensors = {f.name: file.get_tensor(f.name) for f in fields(Completions)}
+            return Completions(**tensors), float((file.metadata() or {}).get("seconds", 0.0))
 
     def trim(self, before: int) -> None:
-        """Remove completions of steps up to `before`, which no run goes back to."""
+        """Remove completions of steps up to `before`, which resumed runs do not need."""
         for path in self._shares():
             if int(path.name[5:13]) <= before:
                 path.unlink()
 
     def _shares(self) -> list[Path]:
-        """Return the files of completions; a file of another name is nobody's business here."""
+        """Return the files of completions; files with other names are ignored."""
         return [p for p in self.path.glob("step_*.safetensors") if _SHARE.fullmatch(p.name)]
 
 
-def _about(path: Path) -> dict[str, str]:
+def _metadata(path: Path) -> dict[str, str]:
     with safe_open(path, "pt") as opened:
         return dict(opened.metadata())

@@ -1,19 +1,20 @@
-"""Completions from ranks of their own: who samples, by which weights, and what passes between the roles.
+"""Rollouts on dedicated sampling ranks, and the exchange of weights and completions with the training ranks.
 
-All of it lies in one folder of the run, which every rank sees; nothing is sent. So a role that is started again finds
-what was there, and a run that is killed goes on:
+All files are in one folder of the run on a file system shared by all ranks; there are no messages. Restarted roles and
+resumed runs therefore continue from the files:
 
-    rollouts/policy/step_00000012          weights after 12 steps, as in a checkpoint: any layout loads them
-    rollouts/step_00000013.0.safetensors   completions of step 13, first share, and which versions sampled them
-    rollouts/begin.json                    where the ranks that train go on from
-    rollouts/end                           they have ended
-    rollouts/timeline.0.json               what the ranks of the first share did in the recorded steps
+  rollouts/policy/step_00000012          weights after 12 steps as a checkpoint, loadable on any layout
+  rollouts/step_00000013.0.safetensors   completions of step 13, first share, and the versions that sampled them
+  rollouts/begin.json                    position at which training starts
+  rollouts/end                           mark that training has ended
+  rollouts/timeline.0.json               timeline of the ranks of the first share in the recorded steps
 
-Here a step is a rollout and what is learned from it, `num_iterations` optimizer steps. Version v is the weights after v
-of them. Completions of step t are sampled by a version v >= t - 1 - `max_staleness`: who samples waits for it, so the
-bound cannot be broken, and nothing that was sampled is thrown away.
-With `training.deterministic` it is exactly that version, else the newest there is; with `partial_rollout` completions
-that newer weights find half done go on under these, each token with its version.
+A step here is one rollout and its `num_iterations` optimizer steps. Version v is the weights after v steps. Completions
+of step t are sampled by a version v >= t - 1 - `max_staleness`. Samplers wait for that version, so the bound always
+holds and no completion is discarded.
+
+With `training.deterministic` they sample with exactly that version, else with the newest one. With `partial_rollout`,
+unfinished completions continue under newer weights, and each token records its version.
 """
 
 from __future__ import annotations
@@ -62,11 +63,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Sampler:
-    """Samples completions of prompts; the same on ranks that train and on those that only sample.
+    """Sampler of completions, used by training ranks and by sampling ranks.
 
     Attributes:
-        model: A causal language model that passed through `parallelize`.
-        tokenizer: Of the run.
+        model: Causal language model passed through `parallelize`.
+        tokenizer: Tokenizer of the run.
         settings: Section `grpo` of the recipe.
         seed: `training.seed`.
         eos: `eos_token_id` of the model's generation config.
@@ -80,13 +81,13 @@ class Sampler:
 
     @classmethod
     def of_job(cls, job: Job, model: nn.Module) -> Sampler:
-        """Return the sampler of a run, which ends completions where `generate` ends the answers of its export."""
+        """Return the sampler of a run; its stop tokens are those of `generate` on the run's export."""
         tokenizer, recipe = load_tokenizer(job.packed.tokenizer_dir), job.recipe
         eos = json.loads(job.model_files.get(GENERATION, "{}")).get("eos_token_id")
         return cls(model, tokenizer, recipe.grpo, recipe.training.seed, eos)
 
     def prompts(self, microbatches: list[dict[str, Tensor]]) -> tuple[Tensor, Tensor]:
-        """[N, S + 1] prompts of rows whose labels are the answers, padded behind, and [N] their lengths."""
+        """Return [N, S + 1] right-padded prompts of rows whose labels are the answers, and [N] their lengths."""
         ids = torch.cat([part["input_ids"] for part in microbatches])
         labels = torch.cat([part["shift_labels"] for part in microbatches])
         # The first label belongs to the token before the answer.
@@ -94,16 +95,16 @@ class Sampler:
         pad = self.tokenizer.pad_token_id
         pad = self.tokenizer.eos_token_id if pad is None else pad
         ids = torch.nn.functional.pad(ids, (0, 1), value=pad)
-        at = torch.arange(ids.shape[1], device=ids.device)
-        return torch.where(at < starts[:, None], ids, pad), starts
+        positions = torch.arange(ids.shape[1], device=ids.device)
+        return torch.where(positions < starts[:, None], ids, pad), starts
 
     def answers(self, microbatches: list[dict[str, Tensor]]) -> list[str]:
-        """Texts of the answers of the same rows."""
+        """Return the texts of the answers of the rows."""
         labels = torch.cat([part["shift_labels"] for part in microbatches])
         return [self.text(row[row != IGNORE_INDEX]) for row in labels]
 
     def text(self, ids: Tensor) -> str:
-        """Of tokens, without special ones."""
+        """Return the text of tokens, without special tokens."""
         return str(self.tokenizer.decode(ids.tolist(), skip_special_tokens=True))
 
     def complete(
@@ -114,7 +115,7 @@ class Sampler:
         microbatch: int,
         weights: Weights,
     ) -> Completions:
-        """Completions of the prompts of rows that are the sequences of a step from number `first` on."""
+        """Return completions of the prompts of rows; row i is sequence `first + i` of the step."""
         length = self.settings.max_completion_length
         prompts, starts = self.prompts(microbatches)
         draws = np.array(list(uniform(self.seed, step, first, len(prompts), length)))
@@ -142,13 +143,13 @@ class Sampler:
 
 
 class Publisher:
-    """The side of the ranks that train: gives weights away and gets completions.
+    """Training side of the exchange: publishes weights and reads completions.
 
     Args:
         job: The run.
-        world: The ranks that train.
-        model: Their model.
-        done: Rollouts that were learned from before this process.
+        world: Training ranks.
+        model: Model of the training ranks.
+        done: Rollouts finished before this process.
         origin_s: Start of the run's timeline, in seconds of `time.time`.
     """
 
@@ -164,7 +165,7 @@ class Publisher:
         self.waited_s = self.sampled_s = 0.0
 
     def publish(self, version: int, data: dict[str, Any]) -> None:
-        """Weights after `version` steps; the first time, where the run goes on from."""
+        """Publish the weights after `version` steps; the first call also marks the start of training."""
         first = self._world.rank == 0
         if self._checkpoints is None:
             if first:
@@ -176,34 +177,36 @@ class Publisher:
             )
             if self._world.world_size > 1:
                 dist.barrier()
-        there = self._exact and version in steps(self._folder.policy)
+        is_published = self._exact and version in steps(self._folder.policy)
         if self._world.world_size > 1:
-            dist.barrier()  # nobody has published it before all have looked
-        if not there:
+            dist.barrier()  # all ranks must check before any rank publishes
+        if not is_published:
             self._checkpoints.save(version, self._model, None, {})
         if first:
             saved = steps(self._job.checkpoint_dir)
             self._folder.trim(saved[-1] // self._settings.num_iterations if saved else version)
 
     def take(self, step: int, first: int, count: int, device: torch.device) -> Completions:
-        """Completions of `count` sequences of a step from number `first` on."""
+        """Wait for `count` sequences of a step from index `first` and return their completions."""
         begin = time.perf_counter()
         parts = self._settings.shares
         work = self._job.plan.workload
-        each = (work.tokens_per_step or 0) // work.seq_len // parts
-        read = [
+        share_size = (work.tokens_per_step or 0) // work.seq_len // parts
+        shares = [
             self._folder.read(step, part)
-            for part in range(first // each, -(-(first + count) // each))
+            for part in range(first // share_size, -(-(first + count) // share_size))
         ]
         self.waited_s = time.perf_counter() - begin
-        self.sampled_s = max(seconds for _, seconds in read)
-        at = first - first // each * each
+        self.sampled_s = max(seconds for _, seconds in shares)
+        offset = first - first // share_size * share_size
         names = [f.name for f in fields(Completions)]
-        whole = {name: torch.cat([getattr(one, name) for one, _ in read]) for name in names}
-        return Completions(**{name: x[at : at + count].to(device) for name, x in whole.items()})
+        tensors = {name: torch.cat([getattr(one, name) for one, _ in shares]) for name in names}
+        return Completions(
+            **{name: x[offset : offset + count].to(device) for name, x in tensors.items()}
+        )
 
     def end(self) -> None:
-        """The last step is over."""
+        """Mark the end of training and close the files."""
         if self._world.rank == 0:
             self._folder.end()
         if self._checkpoints is not None:
@@ -211,38 +214,25 @@ class Publisher:
             self._checkpoints = None
 
 
-def sample_rank(job: Job, copy: int) -> None:
-    """Sample a share of every step with weights as they are published, until the ranks that train have ended.
+def sample_rank(job: Job, replica: int) -> None:
+    """Sample a share of every step with published weights until training ends.
 
     Args:
         job: The run.
-        copy: Number of the copy of the model that this rank belongs to.
+        replica: Index of this rank's replica of the model.
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # the ranks that train end the run
+        signal.signal(number, signal.SIG_IGN)  # the training ranks end the run
     recipe, work = job.recipe, job.plan.workload
     training, grpo = recipe.training, recipe.grpo
     deadlines = Deadlines(training.timeout_s, training.first_step_timeout_s)
     with World.join(deadlines=deadlines, worlds=job.worlds) as world:
         if training.deterministic:
             torch.use_deterministic_algorithms(True)
-        model = build_model(recipe)
         rows = (work.tokens_per_step or 0) // work.seq_len // grpo.shares
         microbatch = math.gcd(rows, work.microbatch or 1)
-        alone = Workload(
-            work.seq_len,
-            microbatch=microbatch,
-            compute_dtype=work.compute_dtype,
-            param_dtype=work.param_dtype,
-            reduce_dtype=work.reduce_dtype,
-        )
-        degrees = {"tp": grpo.copy_tp, "dp_shard": grpo.rollout_dp_shard, "ep": grpo.rollout_ep}
-        layout = " ".join(f"{axis}={degree}" for axis, degree in degrees.items())
-        parallelize(model, plan_of(model, layout, alone), world, routing=routing_of(recipe))
-        materialize(
-            model, seed=training.seed, device=world.device
-        )  # its values come with a version
-        part = copy * grpo.rollout_dp_shard + data_share(model)[0]
+        model = _build_replica(job, world, microbatch)
+        part = replica * grpo.rollout_dp_shard + data_share(model)[0]
         writes = world.rank % grpo.copy_tp == 0
         beat = (lambda phase: None) if world.heartbeat is None else world.heartbeat.begin_phase
         folder = RolloutFolder(job.output_dir / "rollouts", beat)
@@ -255,12 +245,12 @@ def sample_rank(job: Job, copy: int) -> None:
         recorder = SpanRecorder(part, world.device, first + 1, world.heartbeat, "sampler")
         timeline = folder.path / f"timeline.{part}.json"
         weights, reference = Weights(-1), None
-        if grpo.samplers_refer:  # whoever began the run has kept it
+        if grpo.samplers_refer:  # saved by the training ranks at the start of the run
             reference = ReferenceWeights(model, job.output_dir, job.output_dir, RunInputs())
 
         def renew() -> int:
-            # Ranks of one copy have looked at different times: the oldest that one of them found is there for all.
-            newer = _agreed(folder.newest())
+            # Ranks of a replica poll at different times; the oldest version seen by any rank exists for all.
+            newer = _min_over_ranks(folder.newest())
             published.load(model, None, newer)
             return newer
 
@@ -268,7 +258,7 @@ def sample_rank(job: Job, copy: int) -> None:
             weights.due, weights.renew = lambda: folder.newest() > weights.version, renew
         last = -(-training.steps // grpo.num_iterations)
         for step in range(begin["done"] + 1, last + 1):
-            if _agreed(folder.file(step, part).exists()):
+            if _min_over_ranks(folder.file(step, part).exists()):
                 continue
             recorder.begin_step((step - 1) * grpo.num_iterations + 1)
             if recorder.over and writes and not timeline.exists():
@@ -276,21 +266,18 @@ def sample_rank(job: Job, copy: int) -> None:
             least = max(0, step - 1 - grpo.max_staleness)
             with recorder.span("wait for weights", "wait"):
                 version = folder.version(least, exact=training.deterministic)
-                version = _agreed(-1 if version is None else version)
+                version = _min_over_ranks(-1 if version is None else version)
             if version < 0:
                 break
             if version != weights.version:
                 with recorder.span("load weights", "communication"):
                     published.load(model, None, version)
                 weights.version = version
+            rollout_step = (step - 1) * grpo.num_iterations
             parts = batches.microbatches(
-                (step - 1) * grpo.num_iterations,
-                part,
-                grpo.shares,
-                microbatch,
-                rows // microbatch,
+                rollout_step, part, grpo.shares, microbatch, rows // microbatch
             )
-            given = [
+            inputs = [
                 {
                     name: torch.from_numpy(getattr(one, name)).to(world.device)
                     for name in ("input_ids", "shift_labels")
@@ -299,22 +286,42 @@ def sample_rank(job: Job, copy: int) -> None:
             ]
             started = time.perf_counter()
             with recorder.span("rollout", "compute"):
-                made = sampler.complete(given, step, part * rows, microbatch, weights)
+                completions = sampler.complete(inputs, step, part * rows, microbatch, weights)
             if reference is not None:
                 with recorder.span("reference", "compute"), reference.weights():
-                    before = logprobs_of(model, made.tokens[:, :-1], made.labels, microbatch)
-                made = replace(made, reference_logprobs=before)
+                    logprobs = logprobs_of(
+                        model, completions.tokens[:, :-1], completions.labels, microbatch
+                    )
+                completions = replace(completions, reference_logprobs=logprobs)
             if writes:
                 seconds = time.perf_counter() - started
-                folder.write(step, part, grpo.shares, made, weights.version, seconds)
+                folder.write(step, part, grpo.shares, completions, weights.version, seconds)
         if writes and not timeline.exists():
             write_timeline(recorder.own(begin["origin_s"]), timeline)
 
 
-def _agreed(value: int) -> int:
-    """The least value of the ranks that share a copy of the model."""
+def _build_replica(job: Job, world: World, microbatch: int) -> nn.Module:
+    """Return the model on the layout of the sampling ranks, with initial weights."""
+    recipe, work, grpo = job.recipe, job.plan.workload, job.recipe.grpo
+    workload = Workload(
+        work.seq_len,
+        microbatch=microbatch,
+        compute_dtype=work.compute_dtype,
+        param_dtype=work.param_dtype,
+        reduce_dtype=work.reduce_dtype,
+    )
+    model = build_model(recipe)
+    degrees = {"tp": grpo.copy_tp, "dp_shard": grpo.rollout_dp_shard, "ep": grpo.rollout_ep}
+    layout = " ".join(f"{axis}={degree}" for axis, degree in degrees.items())
+    parallelize(model, plan_of(model, layout, workload), world, routing=routing_of(recipe))
+    materialize(model, seed=recipe.training.seed, device=world.device)
+    return model
+
+
+def _min_over_ranks(value: int) -> int:
+    """Return the minimum value over the ranks of a model replica."""
     if not dist.is_initialized():
         return value
-    found = torch.tensor(value)
-    dist.all_reduce(found, dist.ReduceOp.MIN)
-    return int(found)
+    minimum = torch.tensor(value)
+    dist.all_reduce(minimum, dist.ReduceOp.MIN)
+    return int(minimum)

@@ -1,12 +1,13 @@
-"""Completions of many prompts at once, from the model as it is laid out for training.
+"""Sampling of completions for many prompts from the model as parallelized for training.
 
-Every rank of a data-parallel group samples its own rows, all take as many forward passes, and nothing is copied: the
-weights are those of the next step. Keys and values are kept while a step samples, for one microbatch at a time.
+Every data-parallel rank samples its own rows, and all ranks run the same number of forward passes. No weights are
+copied: sampling uses the weights of the next step. The key-value cache exists during sampling, for one microbatch at a
+time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -18,26 +19,32 @@ from torch import Tensor, nn
 from hyper_parallel.backends.torch.decode_slots import WholePasses
 from hyper_parallel.backends.torch.user_objective import token_logprobs
 from hyper_parallel.trainer.data.batches import IGNORE_INDEX
-from hyper_parallel.trainer.decoding import Decoder, Running, Sampling, decoder_of, numbers
+from hyper_parallel.trainer.decoding import (
+    Decoder,
+    DecodingSequence,
+    Sampling,
+    make_decoder,
+    numbers,
+)
 from hyper_parallel.trainer.stages.environments import Environments
 
 NOT_SAMPLED: Final = -1
-"""Version of what no weights have sampled: versions count steps, from 0."""
+"""Version of tokens that were not sampled; sampled tokens have versions from 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class Completions:
-    """What was sampled for N prompts.
+    """Completions of N prompts.
 
     Attributes:
-        tokens: [N, S + 1] prompt, completion with the token that stopped it, and padding.
-        ends: [N] where the completion ends.
+        tokens: [N, S + 1] prompt, completion with its stop token, and padding.
+        ends: [N] end of the completion.
         logprobs: [N, S + 1] log-probability of every sampled token under the weights that sampled it; 0 elsewhere.
-        versions: [N, S + 1] version of these weights; `NOT_SAMPLED` for prompts, words of an environment and padding.
-        rewards: [N] what an environment gave; 0 without one.
-        stopped: [N] whether a stop token ended it, not the limit.
-        reference_logprobs: [N, S] log-probability of what comes next by the model before the first step, where ranks
-            that sample give it; else [N, 0].
+        versions: [N, S + 1] version of these weights; `NOT_SAMPLED` for prompts, environment replies and padding.
+        rewards: [N] rewards of the environments; 0 without environment.
+        stopped: [N] whether a stop token, not the length limit, ended it.
+        reference_logprobs: [N, S] log-probability of each next token under the model before the first step if the
+            sampling ranks compute it; else [N, 0].
     """
 
     tokens: Tensor
@@ -50,29 +57,29 @@ class Completions:
 
     @property
     def sampled(self) -> Tensor:
-        """[N, S + 1] whether the model chose the token."""
+        """[N, S + 1] mask of tokens sampled by the model."""
         return self.versions != NOT_SAMPLED
 
     @property
     def real(self) -> Tensor:
-        """[N, S] whether a token comes before the last one of its row, so that a next one follows."""
-        places = torch.arange(self.tokens.shape[1] - 1, device=self.ends.device)
-        return places < self.ends[:, None] - 1
+        """[N, S] mask of tokens that have a successor in their row."""
+        positions = torch.arange(self.tokens.shape[1] - 1, device=self.ends.device)
+        return positions < self.ends[:, None] - 1
 
     @property
     def labels(self) -> Tensor:
-        """[N, S] the sampled token that comes after each; `IGNORE_INDEX` where none does."""
+        """[N, S] sampled successor of each token; `IGNORE_INDEX` without one."""
         return torch.where(self.sampled, self.tokens, IGNORE_INDEX)[:, 1:]
 
 
 @dataclass
 class Weights:
-    """The weights that sample.
+    """Version and refresh of the sampling weights.
 
     Attributes:
-        version: Of those that are loaded.
-        due: Asked before every pass: whether newer ones may be taken. None: these sample all.
-        renew: Loads newer ones, on every rank that shares a copy, and gives their version.
+        version: Version of the loaded weights.
+        due: Called before every pass: returns whether newer weights may be loaded. None: the weights are fixed.
+        renew: Loads newer weights on every rank of a replica and returns their version.
     """
 
     version: int = 0
@@ -93,19 +100,19 @@ def sample(
     environments: Environments | None = None,
     exact: bool = False,
 ) -> Completions:
-    """Continue every row by tokens drawn from the model's distribution.
+    """Continue every row with tokens drawn from the model's distribution.
 
     Args:
-        model: A causal language model that passed through `parallelize`, without pipeline stages or cut sequences.
-        tokens: [N, S + 1] prompts, padded behind; attention is causal, so that padding is never seen.
+        model: Causal language model passed through `parallelize`, without pipeline stages or sharded sequences.
+        tokens: [N, S + 1] right-padded prompts; padding is never attended to, as attention is causal.
         starts: [N] tokens of the prompts.
         stops: Tokens that end a completion.
-        max_completion_length: Most tokens of one, the words of an environment among them.
-        draws: [N, max_completion_length] numbers in [0, 1), one for every token: a sequence depends on no other.
+        max_completion_length: Maximum tokens of a completion, including replies of an environment.
+        draws: [N, max_completion_length] numbers in [0, 1), one per token, so that sequences are independent.
         microbatch: Rows of a forward pass.
-        weights: Which weights sample; completions that newer ones find half done are read again and go on by these.
-        environments: Who answers when a completion ends, so that it goes on.
-        exact: By the forward pass of training over whole microbatches, and log-probabilities from one more of these.
+        weights: Sampling weights; after a refresh, unfinished completions are prefilled again and continue.
+        environments: Environments that reply to finished turns.
+        exact: Use the forward pass of training over full microbatches, and compute log-probabilities in one more pass.
     """
     weights = weights or Weights()
     tokens, ends = tokens.clone(), starts.clone()
@@ -115,34 +122,20 @@ def sample(
     limits = (tokens.shape[1] - starts).clamp_(max=max_completion_length).tolist()
     drawn = draws.double().cpu().numpy()
     sequences = [
-        Running(row, tokens[row, :start].tolist(), start, limit, drawn[row])
+        DecodingSequence(row, tokens[row, :start].tolist(), start, limit, drawn[row])
         for row, (start, limit) in enumerate(zip(starts.tolist(), limits, strict=True))
         if limit
     ]
-    whole = Sampling(max_completion_length, temperature=1.0, top_p=1.0)
+    settings = Sampling(max_completion_length, temperature=1.0, top_p=1.0)
     training = model.training
     model.eval()
-    for first in range(0, len(tokens), microbatch) if exact else ():
-        mine = [s for s in sequences if first <= s.number < first + microbatch]
-        ids = tokens[first : first + microbatch, :-1]
-        passes = WholePasses(model, ids, [s.number - first for s in mine])
-        decoder = Decoder(passes, whole, stops)
-        decoder.add(mine)
-        for sequence in decoder.run():
-            versions[sequence.number, len(sequence.text) - 1] = weights.version
-    going = [] if exact else sequences
-    decoder = decoder_of(model, going, whole, stops, microbatch, interrupt=weights.due)
-    while not exact:
-        for sequence in decoder.run():
-            versions[sequence.number, len(sequence.text) - 1] = weights.version
-            if sequence.finish is not None and environments is not None:
-                said = environments.answer(sequence)
-                if len(sequence.tokens) + len(said) < sequence.limit and said:
-                    decoder.go_on(sequence, said)
-        if weights.renew is None or not decoder.busy:
-            break
-        weights.version = weights.renew()
-        decoder.read_again()
+    if exact:
+        steps = _decode_exact(model, tokens, sequences, settings, stops, microbatch)
+    else:
+        decoder = make_decoder(model, sequences, settings, stops, microbatch, interrupt=weights.due)
+        steps = _decode_in_slots(decoder, weights, environments)
+    for sequence in steps:
+        versions[sequence.number, len(sequence.text) - 1] = weights.version
     for sequence in sequences:
         row, end = sequence.number, len(sequence.text)
         tokens[row, :end] = torch.tensor(sequence.text)
@@ -152,47 +145,82 @@ def sample(
     rewards = torch.zeros(len(tokens), dtype=torch.float64, device=tokens.device)
     if environments is not None:
         rewards += torch.tensor(environments.rewards, dtype=torch.float64, device=tokens.device)
-    made = Completions(tokens, ends, logprobs, versions, rewards, stopped, logprobs[:, :0])
+    completions = Completions(tokens, ends, logprobs, versions, rewards, stopped, logprobs[:, :0])
     if exact:
-        logprobs[:, 1:] = logprobs_of(model, tokens[:, :-1], made.labels, microbatch)
-    return made
+        logprobs[:, 1:] = logprobs_of(model, tokens[:, :-1], completions.labels, microbatch)
+    return completions
+
+
+def _decode_exact(
+    model: nn.Module,
+    tokens: Tensor,
+    sequences: Sequence[DecodingSequence],
+    settings: Sampling,
+    stops: Collection[int],
+    microbatch: int,
+) -> Iterator[DecodingSequence]:
+    """Yield every sequence after each token, decoded by full forward passes over whole microbatches."""
+    for first in range(0, len(tokens), microbatch):
+        batch = [s for s in sequences if first <= s.number < first + microbatch]
+        ids = tokens[first : first + microbatch, :-1]
+        passes = WholePasses(model, ids, [s.number - first for s in batch])
+        decoder = Decoder(passes, settings, stops)
+        decoder.add(batch)
+        yield from decoder.run()
+
+
+def _decode_in_slots(
+    decoder: Decoder, weights: Weights, environments: Environments | None
+) -> Iterator[DecodingSequence]:
+    """Yield every sequence after each token; load newer weights at interrupts, and insert environment replies."""
+    while True:
+        for sequence in decoder.run():
+            yield sequence
+            if sequence.finish is not None and environments is not None:
+                reply = environments.answer(sequence)
+                if len(sequence.tokens) + len(reply) < sequence.limit and reply:
+                    decoder.continue_after(sequence, reply)
+        if weights.renew is None or not decoder.busy:
+            return
+        weights.version = weights.renew()
+        decoder.invalidate_cache()
 
 
 @torch.no_grad()
 def logprobs_of(model: nn.Module, input_ids: Tensor, labels: Tensor, microbatch: int) -> Tensor:
-    """[N, S] log-probabilities of labels by the weights as they are, in passes over so many rows."""
+    """Return [N, S] log-probabilities of labels under the current weights, in passes over `microbatch` rows."""
     training = model.training
     model.eval()
     parts = zip(input_ids.split(microbatch), labels.split(microbatch), strict=True)
-    found = [token_logprobs(model, input_ids=a, shift_labels=b) for a, b in parts]
+    logprobs = [token_logprobs(model, input_ids=a, shift_labels=b) for a, b in parts]
     model.train(training)
-    return torch.cat(found)
+    return torch.cat(logprobs)
 
 
-def largest(value: Tensor) -> float:
-    """The largest of all ranks' values."""
+def all_reduce_max(value: Tensor) -> float:
+    """Return the maximum over all ranks."""
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.all_reduce(value, dist.ReduceOp.MAX)
     return float(value)
 
 
-def added(values: Tensor) -> list[float]:
-    """Sums over all ranks."""
+def all_reduce_sum(values: Tensor) -> list[float]:
+    """Return the sums over all ranks."""
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.all_reduce(values)
-    found: list[float] = values.tolist()
-    return found
+    sums: list[float] = values.tolist()
+    return sums
 
 
 def uniform(seed: int, step: int, first: int, rows: int, length: int) -> Iterator[np.ndarray]:
-    """[length] numbers in [0, 1) for each of `rows` sequences of a step, from the sequence's number `first` on.
+    """Yield [length] numbers in [0, 1) for each of `rows` sequences of a step, starting at sequence `first`.
 
-    A function of seed, step and number alone, so that a sequence is drawn alike on every layout.
+    The numbers depend on seed, step and sequence index only, so sampling is the same on every layout.
     """
     for row in range(first, first + rows):
         yield numbers(seed, 5, step, row, length=length)
 
 
 def environment_seed(seed: int, step: int, number: int) -> int:
-    """Of the environment of a sequence of a step: a function of the same three, and of no other sequence."""
+    """Return the seed of a sequence's environment, a function of seed, step and sequence index only."""
     return int(numbers(seed, 6, step, number, length=1)[0] * 2**53)

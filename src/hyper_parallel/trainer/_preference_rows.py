@@ -1,4 +1,4 @@
-"""Checks of stages that compare answers: every rank has whole groups, or rows in twos."""
+"""Checks of the rows of preference stages and GRPO: every rank needs whole groups, or rows in pairs."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from hyper_parallel.trainer.user_code import load_function
 
 
 def check_rows(loaded: LoadedRecipe, plan: Plan) -> None:
-    """Refuse a step whose ranks would not have whole groups or pairs of answers, and a reward that is no function.
+    """Raise for a step without whole groups or pairs of answers per rank, and for a reward that is not a function.
 
     Args:
         loaded: The recipe.
-        plan: The plan of the run.
+        plan: Plan of the run.
 
     Raises:
         Contradiction: HP104.
@@ -52,10 +52,10 @@ def check_rows(loaded: LoadedRecipe, plan: Plan) -> None:
 
 
 def check_rewards(loaded: LoadedRecipe, packed: PackedData) -> None:
-    """Refuse rewards that the data or the run's tokenizer does not serve.
+    """Raise for rewards whose inputs the data or the run's tokenizer does not provide.
 
     Raises:
-        Contradiction: HP104 naming a parameter of a function that is no column; and as `ModelReward.check`.
+        Contradiction: HP104 naming a parameter of a function that is not a column; see also `ModelReward.check`.
     """
     from hyper_parallel.trainer.stages.model_reward import ModelReward
     from hyper_parallel.trainer.stages.rewards import check_columns, reward_functions
@@ -73,7 +73,7 @@ def check_rewards(loaded: LoadedRecipe, packed: PackedData) -> None:
 
 
 def _check_rollout_ranks(loaded: LoadedRecipe, rows: int, microbatch: int) -> None:
-    """Raise when ranks that only sample form no whole groups, or would not have as many sequences each."""
+    """Raise for sampling ranks that do not form whole groups, or do not divide the sequences of a step evenly."""
     grpo = loaded.recipe.grpo
     ranks, shares = grpo.sampling_ranks, grpo.shares
     if ranks % grpo.copy_ranks:
@@ -87,7 +87,7 @@ def _check_rollout_ranks(loaded: LoadedRecipe, rows: int, microbatch: int) -> No
         raise Contradiction(
             "ranks that only sample share the sequences of a step evenly",
             where=loaded.where("grpo.rollout_ranks"),
-            got=f"{shares} shares that are sampled apart, {rows} sequences in a step",
+            got=f"{shares} separately sampled shares, {rows} sequences in a step",
             hint=f"grpo.rollout_ranks={grpo.copy_tp} grpo.rollout_dp_shard=1 grpo.rollout_ep=1",
         )
     if ranks and grpo.exact_logprobs and rows // shares % microbatch:
