@@ -1,7 +1,7 @@
-"""Names of keys in other training programs, and what they are called in a recipe.
+"""Key names of other training programs, with their recipe keys.
 
-The names are those of `TrainingArguments` of transformers, of the configs of TRL and torchtitan, of the YAML files of
-LlamaFactory and axolotl, and of the options of Megatron. They appear in hints only: a recipe that has one is refused.
+Sources: `TrainingArguments` of transformers, the configs of TRL and torchtitan, the YAML files of LlamaFactory and
+axolotl, and Megatron's options. The names appear in hints only: a recipe that contains one is rejected.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Any, Final
 
 @dataclass(frozen=True, slots=True)
 class ForeignKey:
-    """A key of another program.
+    """Key of another program.
 
     Attributes:
-        key: Its name in a recipe; empty: there is none.
-        values: Values that are written differently here.
-        advice: The hint where one key with the same value does not say the same.
+        key: Corresponding recipe key; empty: none.
+        values: Values with another spelling in a recipe.
+        advice: Hint for a key that no single recipe key with the same value can replace.
     """
 
     key: str = ""
@@ -141,7 +141,7 @@ _RENAMED: Final[Mapping[str, tuple[str, ...]]] = {
     ),
     "parallel.dp_replicate": ("data_parallel_replicate_degree", "dp_replicate_size"),
 }  # fmt: skip
-"""Keys of a recipe, and other names of the same value."""
+"""Recipe keys, with the names of the same value in other programs."""
 
 _CONVERTED: Final[Mapping[str, ForeignKey]] = {
     **dict.fromkeys(
@@ -289,7 +289,7 @@ FOREIGN_KEYS: Final[Mapping[str, ForeignKey]] = MappingProxyType(
         **{name: ForeignKey(advice=advice) for name, advice in _ADVICE.items()},
     }
 )
-"""By name in lower case, with underscores."""
+"""Foreign keys by name, in lower case with underscores."""
 
 FOREIGN_NAMES: Final[Mapping[str, str]] = MappingProxyType(
     {
@@ -302,7 +302,7 @@ FOREIGN_NAMES: Final[Mapping[str, str]] = MappingProxyType(
         "bot": "assistant",
     }
 )
-"""Names that data sets have for entries of `data.columns` and `data.roles`."""
+"""Names in data sets for entries of `data.columns` and `data.roles`."""
 
 FOREIGN_VALUES: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
     {
@@ -333,4 +333,4 @@ FOREIGN_VALUES: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
         "training.dtype": {"half": "float16", "float": "float32", "single": "float32"},
     }
 )
-"""Values of other programs in lower case, by the key of a recipe."""
+"""Values of other programs in lower case, by recipe key."""

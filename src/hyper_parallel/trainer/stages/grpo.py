@@ -101,7 +101,7 @@ class GrpoStage:
         self._batches = batches
         if self.reference is not None:
             kept = self.reference()
-            self._before = None if self.settings.samplers_refer else kept
+            self._before = None if self.settings.reference_on_samplers else kept
         if (why := why_no_slots(self.sampler.model)) and self.rank == 0:
             _log.warning("every token of a completion reads all of it again: no cache, %s", why)
 
@@ -231,7 +231,7 @@ class GrpoStage:
         if self._before is not None:
             with self._before.weights():
                 batch["reference_logprobs"] = self._logprobs(batch, size)
-        elif self.settings.samplers_refer:
+        elif self.settings.reference_on_samplers:
             batch["reference_logprobs"] = made.reference_logprobs
         return _cut(batch, size), int(tokens)
 

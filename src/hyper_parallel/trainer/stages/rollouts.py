@@ -255,7 +255,7 @@ def sample_rank(job: Job, copy: int) -> None:
         recorder = SpanRecorder(part, world.device, first + 1, world.pulse, "sampler")
         timeline = folder.path / f"timeline.{part}.json"
         weights, reference = Weights(-1), None
-        if grpo.samplers_refer:  # whoever began the run has kept it
+        if grpo.reference_on_samplers:  # whoever began the run has kept it
             reference = ReferenceWeights(model, job.output_dir, job.output_dir, RunInputs())
 
         def renew() -> int:
