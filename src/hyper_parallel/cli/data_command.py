@@ -69,17 +69,17 @@ def _print(sample: DataSample, max_records: int) -> None:
     if not sample.complete:
         table.add_row("note", _partial_note(sample, max_records))
     printing_console().print(table)
-    for one in sample.sources:
+    for source in sample.sources:
         shown.print()
-        of = f" of {one.counts.source}" if len(sample.sources) > 1 else ""
+        of = f" of {source.counts.source}" if len(sample.sources) > 1 else ""
         shown.print(f"lengths in tokens{of}")
-        _print_lengths(shown, one.lengths)
+        _print_lengths(shown, source.lengths)
     coloured = shown.is_terminal and not shown.no_color
-    for one in sample.sources:
-        for number, example in enumerate(one.examples, 1):
+    for source in sample.sources:
+        for number, example in enumerate(source.examples, 1):
             shown.print()
             _print_example(shown, example, f"example {number}", coloured)
-    texts = [text for one in sample.sources for e in one.examples for text in e.texts]
+    texts = [text for source in sample.sources for e in source.examples for text in e.texts]
     if any(segment.trained for text in texts for segment in text.segments):
         meaning = "the token that is scored" if sample.stage == "rm" else "tokens with loss"
         shown.print(f"\n{'green' if coloured else '[[...]]'}: {meaning}")
@@ -90,7 +90,7 @@ def _partial_note(sample: DataSample, max_records: int) -> str:
     from hyper_parallel.trainer.data_sample import MOST_BYTES
     from hyper_parallel.units import format_bytes
 
-    if sum(one.read for one in sample.counts) + len(sample.sources) <= max_records:
+    if sum(count.read for count in sample.counts) + len(sample.sources) <= max_records:
         return f"counts cover the first {format_bytes(MOST_BYTES)} of text only"
     return f"counts cover the first records only; --max-records={max_records * 10} reads more"
 

@@ -36,7 +36,9 @@ def train(
     ] = False,
     trace: Annotated[
         bool,
-        typer.Option("--trace", help="With --dry-run: trace a step and print its exact memory."),
+        typer.Option(
+            "--trace", help="With --dry-run: trace a step; print exact memory and traffic."
+        ),
     ] = False,
     topology: Annotated[
         str | None,

@@ -154,20 +154,7 @@ def load_recipe(
     """
     path = Path(path)
     refuse_data_file(path, "train")
-    merged: dict[_Key, tuple[Any, str]] = {("parallel", "auto"): (True, _DEFAULT)}
-    if layers is None:
-        read = list(_layers(path, overrides))
-    else:
-        read = [(origin, {_split(key): v for key, v in layer.items()}) for origin, layer in layers]
-        read.append((_COMMAND_LINE, _override_layer(path, overrides)))
-    for origin, layer in read:
-        _merge_parallel(path, merged, layer, origin)
-        _drop_replaced(merged, layer)
-        for key, value in layer.items():
-            if value is _UNSET:
-                _drop(merged, key)
-            else:
-                merged[key] = (value, origin)
+    merged = _merge_layers(path, overrides, layers)
     origins = {dotted(key): origin for key, (_, origin) in merged.items()}
 
     def origin_of(key: str) -> str:
@@ -409,6 +396,31 @@ def _override_value(path: Path, name: str, key: _Key, text: str) -> Any:
 
 
 # --- merging --------------------------------------------------------------------------------------------------------
+
+
+def _merge_layers(
+    path: Path,
+    overrides: Sequence[str],
+    layers: Sequence[tuple[str, Mapping[str, Any]]] | None,
+) -> dict[_Key, tuple[Any, str]]:
+    """Return the value and origin of every key after merging all layers; arguments as for `load_recipe`."""
+    merged: dict[_Key, tuple[Any, str]] = {("parallel", "auto"): (True, _DEFAULT)}
+    if layers is None:
+        sources = list(_layers(path, overrides))
+    else:
+        sources = [
+            (origin, {_split(key): v for key, v in layer.items()}) for origin, layer in layers
+        ]
+        sources.append((_COMMAND_LINE, _override_layer(path, overrides)))
+    for origin, layer in sources:
+        _merge_parallel(path, merged, layer, origin)
+        _drop_replaced(merged, layer)
+        for key, value in layer.items():
+            if value is _UNSET:
+                _drop(merged, key)
+            else:
+                merged[key] = (value, origin)
+    return merged
 
 
 def _drop(merged: dict[_Key, tuple[Any, str]], key: _Key) -> None:

@@ -17,6 +17,7 @@ from typing import Any, Final, TypeVar
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
 
 from hyper_parallel.config._read import read_mapping
 from hyper_parallel.config.foreign_keys import FOREIGN_NAMES, ForeignKey
@@ -219,54 +220,64 @@ def problems(
         pasteable: Returns a key and a value in the user's syntax; its third argument is the key the user wrote.
         data: Validated values.
     """
-    errors: list[HyperParallelError] = []
-    for item in error.errors(include_url=False, include_context=False)[:_MOST_PROBLEMS]:
-        # A tagged union puts its tag into the path, in brackets.
-        path = tuple(part for part in item["loc"] if not str(part).startswith("["))
-        value = item["input"]
-        key, field = dotted(path), field_at(model, path)
-        allowed = None if field is None else describe(field)
-        if item["type"] == "extra_forbidden":
-            if isinstance(value, dict) and value and field is None and _is_foreign(model, path):
-                errors += [
-                    _unknown_key(model, (*path, *inner), leaf, where, pasteable)
-                    for inner, leaf in _leaves_of(value)
-                ]
-                continue
-            problem: HyperParallelError = _unknown_key(model, path, value, where, pasteable)
-        elif item["type"] == "missing":
-            inner = None if field is None else optional_section(field.annotation)
-            whole = f"{key}.{getattr(inner, 'MAIN_KEY', '')}".rstrip(".")
-            problem = BadValue(
-                f"required key `{key}` is missing",
-                got="nothing",
-                allowed=allowed,
-                hint=f"give `{whole}` a value",
-            )
-        elif isinstance(value, dict) and value and field is not None and not _has_keys(field):
-            errors += [
-                _unknown_key(model, (*path, *inner), leaf, where, pasteable)
-                for inner, leaf in _leaves_of(value)
-            ]
-            continue
-        elif item["loc"][-1] == "[key]" and field is not None:
-            problem = _unknown_name(field, path, data, pasteable)
-        elif item["type"] == "value_error":
-            message = item["msg"].removeprefix("Value error, ")
-            hint = None if field is None else _default_hint(field, key, pasteable)
-            problem = BadValue(
-                f"`{key}`: {message}" if key else message, got=_short(value), hint=hint
-            )
-        else:
-            problem = BadValue(
-                f"`{key}` has a value that is not allowed",
-                got=_short(value),
-                allowed=allowed or item["msg"],
-                hint=_value_hint(model, path, value, data, pasteable),
-            )
-        problem.where = where(key)
-        errors.append(problem)
-    return errors
+    items = error.errors(include_url=False, include_context=False)[:_MOST_PROBLEMS]
+    return [p for item in items for p in _item_problems(item, model, where, pasteable, data)]
+
+
+def _item_problems(
+    item: ErrorDetails,
+    model: type[BaseModel],
+    where: Callable[[str], str],
+    pasteable: Callable[[str, object, str], str],
+    data: object,
+) -> list[HyperParallelError]:
+    """Return the errors of one item: one per leaf for a section of another program, else one."""
+    # A tagged union puts its tag into the path, in brackets.
+    path = tuple(part for part in item["loc"] if not str(part).startswith("["))
+    value = item["input"]
+    key, field = dotted(path), field_at(model, path)
+    allowed = None if field is None else describe(field)
+    is_extra = item["type"] == "extra_forbidden"
+    if (
+        isinstance(value, dict)
+        and value
+        and (
+            field is None and _is_foreign(model, path)
+            if is_extra
+            else item["type"] != "missing" and field is not None and not _has_keys(field)
+        )
+    ):
+        return [
+            _unknown_key(model, (*path, *inner), leaf, where, pasteable)
+            for inner, leaf in _leaves_of(value)
+        ]
+    problem: HyperParallelError
+    if is_extra:
+        problem = _unknown_key(model, path, value, where, pasteable)
+    elif item["type"] == "missing":
+        section = None if field is None else optional_section(field.annotation)
+        main_key = f"{key}.{getattr(section, 'MAIN_KEY', '')}".rstrip(".")
+        problem = BadValue(
+            f"required key `{key}` is missing",
+            got="nothing",
+            allowed=allowed,
+            hint=f"give `{main_key}` a value",
+        )
+    elif item["loc"][-1] == "[key]" and field is not None:
+        problem = _unknown_name(field, path, data, pasteable)
+    elif item["type"] == "value_error":
+        message = item["msg"].removeprefix("Value error, ")
+        hint = None if field is None else _default_hint(field, key, pasteable)
+        problem = BadValue(f"`{key}`: {message}" if key else message, got=_short(value), hint=hint)
+    else:
+        problem = BadValue(
+            f"`{key}` has a value that is not allowed",
+            got=_short(value),
+            allowed=allowed or item["msg"],
+            hint=_value_hint(model, path, value, data, pasteable),
+        )
+    problem.where = where(key)
+    return [problem]
 
 
 def _value_hint(
