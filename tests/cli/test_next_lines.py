@@ -98,7 +98,7 @@ def test_a_saved_plan_is_the_plan_of_the_run(saved):
 
 def test_degrees_beside_a_saved_plan_are_refused(saved):
     words = ("train", str(saved / "recipe.yaml"), "--plan", str(saved / "plan.json"))
-    with pytest.raises(PlanMismatch, match="its own degrees") as caught:
+    with pytest.raises(PlanMismatch, match="already determines them") as caught:
         call(*words, "parallel.dp_shard=2")
     assert "parallel.dp_shard=2" in caught.value.hint
 

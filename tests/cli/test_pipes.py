@@ -8,8 +8,8 @@ import pytest
 
 APP = """
 import os, sys
-from hyper_parallel.cli.pipes import lasting_output
-with lasting_output():
+from hyper_parallel.cli.pipes import broken_pipe_safe_output
+with broken_pipe_safe_output():
     print("first", flush=True)
     sys.stdin.readline()  # the reader has left
     if (child := os.fork()) == 0:
@@ -42,11 +42,11 @@ def test_a_process_goes_on_when_the_reader_of_its_output_has_left():
 FULL = """
 import os, sys
 from hyper_parallel.cli import app
-from hyper_parallel.cli.pipes import lasting_output
+from hyper_parallel.cli.pipes import broken_pipe_safe_output
 import typer
 
 def go_on() -> None:
-    with lasting_output():
+    with broken_pipe_safe_output():
         if (child := os.fork()) == 0:
             for _ in range(9):
                 print("to a full disk" * 9999, flush=True)

@@ -56,7 +56,7 @@ def hint_of(path, *words):
         ("training_.lr=3", "write `'training={lr: 3}'`"),
         ("eval_every=x", "the key is `training.eval_every`: an integer >= 0"),
         ("tensor_model_parallel_size=8", "write `parallel.tp=8`"),
-        ("local_rank=0", "remove the key: a run has no such choice"),
+        ("local_rank=0", "remove the key: recipes have no such setting"),
         ("training.warmup_step=1", "write `training.warmup_steps=1`"),
     ],
 )  # fmt: skip

@@ -71,8 +71,8 @@ def test_a_run_ends_on_all_ranks_and_one_that_goes_on_remembers(place, tmp_path)
 @pytest.mark.e2e
 def test_what_would_have_no_effect_is_refused(place):
     for change, match in (
-        (("training.early_stopping_patience=2",), "none is asked for"),
-        (("training.early_stopping_threshold=0.1",), "no run is ended early"),
+        (("training.early_stopping_patience=2",), "early stopping needs evaluations"),
+        (("training.early_stopping_threshold=0.1",), "no effect without early stopping"),
     ):
         with pytest.raises(Contradiction, match=match):
             load_recipe(place / "recipe.yaml", change)

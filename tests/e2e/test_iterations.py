@@ -140,9 +140,9 @@ def test_steps_of_few_effective_samples_are_left_out(place):
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        (["grpo.num_iterations=2", "checkpoint.every=3"], "goes on from a checkpoint with new"),
-        (["grpo.epsilon=0.1"], "learned from once"),
-        (["grpo.min_effective_samples=0.5"], "are all effective"),
+        (["grpo.num_iterations=2", "checkpoint.every=3"], "saved between rollouts"),
+        (["grpo.epsilon=0.1"], "single optimizer step per rollout"),
+        (["grpo.min_effective_samples=0.5"], "all samples are on-policy"),
     ],
 )
 def test_what_does_not_go_together_is_refused_by_name(place, change, match):

@@ -243,7 +243,7 @@ def test_the_loss_is_that_of_its_formula():
 
 def test_what_does_not_go_together_is_refused_by_name(place):
     for change, match in (
-        ("sample_prompt=hello", "predicts no next token"),
+        ("sample_prompt=hello", "does not predict tokens"),
         ("stage=dpo", "`rm.center_rewards_coefficient` has no effect in another stage"),
         ("training.microbatch=1", "in one microbatch"),
     ):

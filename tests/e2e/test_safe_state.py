@@ -71,7 +71,7 @@ def test_an_imported_model_starts_a_run_that_goes_on_with_its_own_checkpoints(pl
     best = read_manifest(out / "checkpoints" / step_name(4))
     assert best.metrics == {"loss": losses[4]}
     assert "verified" in command("checkpoint", "verify", str(out)).output
-    with pytest.raises(Contradiction, match="not every step that is saved is evaluated"):
+    with pytest.raises(Contradiction, match="not every saved step is evaluated"):
         train(place, out, "checkpoint.every=3")
 
 

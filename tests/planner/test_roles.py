@@ -278,7 +278,7 @@ def test_auto_roles_with_given_degrees_are_refused(tmp_path, key):
         "{model: {path: m}, stage: grpo, data: {source: x.jsonl, packing: false}, parallel: {dp_shard: 2}, "
         f"grpo: {{{key}: auto}}}}"
     )
-    with pytest.raises(Contradiction, match="nothing is left to split") as error:
+    with pytest.raises(Contradiction, match="only with `parallel: auto`") as error:
         load_recipe(file)
     assert "parallel=auto" in error.value.hint
     assert load_recipe(file, ["parallel=auto"]).recipe.parallel.auto

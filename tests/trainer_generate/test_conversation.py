@@ -49,7 +49,7 @@ def test_a_turn_that_is_too_long_leaves_the_conversation_as_it_was(run_dir, monk
     monkeypatch.setattr("sys.stdin", io.StringIO(turns))
     converse(generator, sampling)
     told = capsys.readouterr()
-    assert "/clear starts anew" in told.err
+    assert "/clear starts a new chat" in told.err
     last = answers(generator, ["return 1", "and"], sampling)[1]
     assert told.out.endswith(printable(f"{last}\n"))
     monkeypatch.setattr("sys.stdin", io.StringIO("return " * 200 + "\n"))

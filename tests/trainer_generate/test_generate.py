@@ -405,9 +405,9 @@ def test_the_command_continues_a_file_of_prompts_and_its_own_output(run_dir, tmp
     with pytest.raises(BadValue, match=r"prompts\.jsonl:1"):
         run("--prompts", str(prompts))
     for wrong in (["--prompt", "x"], ["--json"]):
-        with pytest.raises(Contradiction, match="for one prompt"):
+        with pytest.raises(Contradiction, match="to a single prompt"):
             run("--prompts", str(prompts), *wrong)
-    with pytest.raises(Contradiction, match="for one device"):
+    with pytest.raises(Contradiction, match="to a single device"):
         run("--prompts", str(prompts), "--device-memory", "1GiB", "--parallel", "tp=2")
     for wrong in ([], ["--prompt", "x", "--parallel", "tp=2"]):
         with pytest.raises(BadValue, match="HP102"):

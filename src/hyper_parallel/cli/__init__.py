@@ -1,10 +1,9 @@
-"""Command line: thin typer commands over the rooms; nothing heavy is imported before it is needed.
+"""Command line: thin typer commands; heavy modules are imported inside the commands.
 
-Each command is a function in its own module `_<command>_command.py`, and a name in `_COMMANDS`; one with subcommands
-is a `typer.Typer` named `app`, and a name in `_GROUPS`. Their modules import only typer at the top; rooms are imported
-inside the function. Data goes to stdout, logs and errors to stderr. A `HyperParallelError` is printed without a
-traceback and ends with status 1, a usage error with 2, Ctrl-C with 130; anything else is a defect and keeps its
-traceback.
+Each command is a function in its own module `<command>_command.py` and an entry of `_COMMANDS`. A command with
+subcommands is a `typer.Typer` named `app` and an entry of `_GROUPS`. Data goes to stdout, logs and errors to stderr. A
+`HyperParallelError` is printed without a traceback and exits with status 1, a usage error with 2, Ctrl-C with 130. Any
+other exception is a defect: its traceback is printed and the status is 70.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _GROUPS = ("checkpoint", "config")
 
 
 def application(only: str | None = None) -> typer.Typer:
-    """The application with every command, or with one."""
+    """Return the application with every command, or with the command `only`."""
 
     def named(command: str) -> Any:
         module = import_module(f"{__name__}.{command}_command")
@@ -37,7 +36,7 @@ def application(only: str | None = None) -> typer.Typer:
 
 
 def main() -> None:
-    """Run the `hyper-parallel` command and exit; one that is named first is imported alone."""
+    """Run the `hyper-parallel` command and exit. Only the module of the named command is imported."""
     first = sys.argv[1] if len(sys.argv) > 1 else None
     run(application(first if first in (*_COMMANDS, *_GROUPS) else None))
 

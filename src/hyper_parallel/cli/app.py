@@ -1,4 +1,4 @@
-"""The frame of the command line: the application, exit codes, and how errors are shown."""
+"""Frame of the command line: the application, exit codes, and display of errors."""
 
 from __future__ import annotations
 
@@ -28,32 +28,32 @@ from hyper_parallel.errors import (
 )
 
 _DEFECT_STATUS: Final = 70
-"""Exit status of a defect (EX_SOFTWARE of sysexits.h), so that scripts can tell it from a user's mistake."""
+"""Exit status of a defect (EX_SOFTWARE of sysexits.h); scripts can tell a defect from a user's mistake."""
 
 _OF_FILES: Final = (
     "EACCES", "EPERM", "ENOENT", "ENOTDIR", "EISDIR", "ENOSPC", "EDQUOT", "EFBIG", "EROFS", "EIO", "ELOOP",
     "EEXIST", "ENOTEMPTY", "EXDEV", "EMFILE", "ENFILE", "ESTALE", "EBUSY", "ETXTBSY",
 )  # fmt: skip
-"""Refusals of files and disks; what else the system refuses is a defect."""
+"""Errors of files and disks; any other OSError is a defect."""
 
 
 NoCode = Annotated[
     bool,
     typer.Option(
-        "--no-code", help="Refuse a recipe that names Python code, before it is imported."
+        "--no-code", help="Reject a recipe that names Python code, without importing that code."
     ),
 ]
-"""The option of every command that reads a recipe and may run what it names."""
+"""Option of every command that reads a recipe and may run code named in it."""
 
 
 def build_app(
     commands: Sequence[Callable[..., None]], groups: Sequence[typer.Typer] = ()
 ) -> typer.Typer:
-    """An application of commands.
+    """Return an application with the given commands.
 
     Args:
-        commands: Functions whose name, signature and docstring are the command.
-        groups: Named applications that become commands with commands of their own.
+        commands: Functions that define a command by name, signature and docstring.
+        groups: Named applications that become commands with subcommands.
     """
     app = typer.Typer(
         name="hyper-parallel",
@@ -69,13 +69,13 @@ def build_app(
     for group in groups:
         app.add_typer(group)
     for info in (c for a in (app, *groups) for c in a.registered_commands):
-        # The whole first sentence: left to itself the list of commands cuts summaries off.
+        # The whole first paragraph: by default the list of commands truncates summaries.
         info.short_help = " ".join((info.callback.__doc__ or "").partition("\n\n")[0].split())
     return app
 
 
 def say(text: object = "", *, err: bool = False, nl: bool = True) -> None:
-    """Print a text that may hold words of a file, without its control characters."""
+    """Print a text without its control characters, because it may contain words from a file."""
     typer.echo(printable(str(text)), err=err, nl=nl)
 
 
@@ -96,7 +96,7 @@ def _root(
         bool, typer.Option("--quiet", "-q", help="Print results, warnings and errors only.")
     ] = False,
 ) -> None:
-    """A supernode as one computer: plan, train, generate and report."""
+    """Plan, train, generate and report on a supernode as if it were one computer."""
     lines = logging.StreamHandler(sys.stderr)
     lines.setFormatter(PrintableFormatter("%(levelname)s: %(message)s"))
     logging.basicConfig(handlers=[lines], level=logging.WARNING)
@@ -104,21 +104,21 @@ def _root(
 
 
 def is_quiet() -> bool:
-    """Whether `--quiet` was given: only results and errors are shown."""
+    """Return whether `--quiet` was given."""
     return logging.getLogger("hyper_parallel").level > logging.INFO
 
 
 def collect_cycles() -> None:
-    """Have reference cycles looked for from here on, but not among what imports have left."""
+    """Enable garbage collection, excluding the objects created by imports so far."""
     gc.freeze()
     gc.enable()
 
 
 def run(app: typer.Typer) -> None:
     """Run the application on the arguments of the process, and exit."""
-    # Imports make half a million objects that stay; looking for cycles among them is a sixth of a short run.
+    # Imports create half a million permanent objects; collecting cycles among them takes a sixth of a short run.
     gc.disable()
-    # torch.cuda.is_available would start the driver, which ranks that are forked later could not use.
+    # torch.cuda.is_available would initialize the CUDA driver, and ranks forked later could not use it.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     try:
         app(prog_name="hyper-parallel")
@@ -132,13 +132,13 @@ def run(app: typer.Typer) -> None:
             _defect(error)
         fail(
             MissingDependency(
-                f"this command needs `{missing}`, which is not installed; planning works without",
+                f"this command needs `{missing}`, which is not installed; planning works without it",
                 got=f"no module {missing}",
                 hint=f"{Path(sys.executable).name} -m pip install '{EXTRA}'",
             )
         )
     except BrokenPipeError:
-        # The reader of a pipe has left; a second complaint at interpreter exit is avoided by giving stdout a sink.
+        # The pipe is closed. Redirect stdout, or the interpreter reports the error a second time at exit.
         sink_stream(sys.stdout)
         sys.exit(1)
     except OSError as error:
@@ -146,11 +146,11 @@ def run(app: typer.Typer) -> None:
     except Exception as error:
         _defect(error)
     finally:
-        gc.freeze()  # the process ends: reference cycles need not be looked for
+        gc.freeze()  # the process ends: skip the final garbage collection
 
 
 def coded(error: OSError) -> HyperParallelError:
-    """Return the coded error of a file that the system refuses, where no reader or writer has given it one."""
+    """Return the coded error of an OSError that no reader or writer has converted."""
     if error.errno == errno.ENAMETOOLONG:
         return BadValue(
             "a path is longer than the system allows",
@@ -165,7 +165,7 @@ def coded(error: OSError) -> HyperParallelError:
 
 
 def _defect(error: Exception) -> NoReturn:
-    """Print a traceback that asks for a report, and exit."""
+    """Print a traceback with a request to report it, and exit."""
     traceback.print_exception(error)
     sys.stderr.write(
         f"\ninternal error: {type(error).__name__} in hyper_parallel {__version__}; this is a defect, "
@@ -186,6 +186,6 @@ def fail(error: HyperParallelError) -> None:
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
-        except OSError:  # the interpreter would end with another status
+        except OSError:  # otherwise the interpreter exits with another status
             sink_stream(stream)
     sys.exit(1)

@@ -1,4 +1,4 @@
-"""`hyper-parallel calibrate`: cards from published runs, or from micro-benchmarks of this machine."""
+"""`hyper-parallel calibrate`: fit cost-model cards to published runs or to micro-benchmarks of this machine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hyper_parallel.errors import Contradiction
 def calibrate(
     runs: Annotated[
         Path | None,
-        typer.Option(help="Fit the shipped cards to the runs of this CSV.", dir_okay=False),
+        typer.Option(help="Fit the shipped cards to the runs in this CSV file.", dir_okay=False),
     ] = None,
     output: Annotated[
         Path | None,
@@ -22,28 +22,31 @@ def calibrate(
             "--output",
             "-o",
             "--out",
-            help="Where to write: a folder of cards with --runs, else the local card. "
-            "Default: only print, or the user's cache.",
+            help="Output path: with --runs a folder for cards (default: only print), "
+            "else the local card (default: in the user's cache).",
         ),
     ] = None,
     ranks: Annotated[
-        int | None, typer.Option(min=1, help="Ranks to measure with. Default: as `plan` uses.")
+        int | None,
+        typer.Option(min=1, help="Ranks to measure with. Default: the ranks that `plan` assumes."),
     ] = None,
     check: Annotated[
         Path | None,
-        typer.Option(help="Train some steps of this recipe; print the error before and after."),
+        typer.Option(
+            help="Train a few steps of this recipe; print the prediction error before and after."
+        ),
     ] = None,
     steps: Annotated[int, typer.Option(min=4, help="Steps of --check.")] = 12,
 ) -> None:
-    """Fit device and stack cards: to runs in a CSV, or to micro-benchmarks of this machine.
+    """Fit device and stack cards to runs in a CSV, or to micro-benchmarks of this machine.
 
-    Without --runs this machine is measured in about a minute (matmul, attention, element-wise, collectives, a small
-    training step), and `plan` and `train` on the topology `local` use the card from then on.
+    Without --runs this machine is measured in about a minute: matmul, attention, element-wise operators, collectives
+    and a small training step. `plan` and `train` on the topology `local` then use the card.
     """
     if runs is not None:
         if check is not None or ranks is not None:
             raise Contradiction(
-                "runs of a CSV are not measured on this machine",
+                "--runs fits a CSV file and measures nothing on this machine, so --check and --ranks do not apply",
                 got="--runs with --check or --ranks",
                 hint=f"hyper-parallel calibrate --runs {runs}",
             )

@@ -1,4 +1,4 @@
-"""A conversation in a terminal: `hyper-parallel generate MODEL --chat` without a prompt."""
+"""Interactive chat: `hyper-parallel generate MODEL --chat` without a prompt."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from hyper_parallel.errors import BadValue
 if TYPE_CHECKING:
     from hyper_parallel.trainer.generation import Generator, Sampling
 
-_HELP: Final = "/system TEXT sets the system prompt, /clear starts anew, /exit or Ctrl-D ends"
+_HELP: Final = "/system TEXT sets the system prompt, /clear starts a new chat, /exit or Ctrl-D ends"
 
 
 def converse(model: Generator, sampling: Sampling) -> None:
-    """Answer the lines of standard input, each with all turns before it, until the input or a command ends it.
+    """Answer each line of standard input as the next user turn, until end of input or /exit.
 
-    Answers go to standard output, the rest to standard error. Ctrl-C ends an answer, which stays in the conversation as
-    far as it came; while nothing is answered it ends the conversation.
+    Answers are printed on standard output, everything else on standard error. Ctrl-C during an answer stops it and
+    keeps the partial answer in the conversation. At other times Ctrl-C ends the conversation.
     """
     turns: list[dict[str, str]] = []
     is_terminal = sys.stdin.isatty()
@@ -38,18 +38,18 @@ def converse(model: Generator, sampling: Sampling) -> None:
         if text == "/clear":
             turns = []
         elif text.startswith("/system "):
-            others = [turn for turn in turns if turn["role"] != "system"]
-            turns = [{"role": "system", "content": text.removeprefix("/system ")}, *others]
+            dialogue = [turn for turn in turns if turn["role"] != "system"]
+            turns = [{"role": "system", "content": text.removeprefix("/system ")}, *dialogue]
         elif text.startswith("/"):
             say(_HELP, err=True)
         elif text:
-            turns = _answered(model, sampling, [*turns, {"role": "user", "content": text}])
+            turns = _answer(model, sampling, [*turns, {"role": "user", "content": text}])
 
 
-def _answered(
+def _answer(
     model: Generator, sampling: Sampling, turns: list[dict[str, str]]
 ) -> list[dict[str, str]]:
-    """Print the answer to the last turn, and return the turns with it; without the last turn where it is refused."""
+    """Print the answer to the last turn and return the turns including it; drop the last turn if it is rejected."""
     pieces: list[str] = []
     try:
         for piece in model.stream(turns, sampling, chat=True):
@@ -61,7 +61,7 @@ def _answered(
     except BadValue as error:
         if pieces or len(turns) <= 1:
             raise
-        say(f"{error.what} ({error.got}, {error.allowed}); /clear starts anew", err=True)
+        say(f"{error.what} ({error.got}, {error.allowed}); /clear starts a new chat", err=True)
         return turns[:-1]
     say()
     return [*turns, {"role": "assistant", "content": "".join(pieces)}]

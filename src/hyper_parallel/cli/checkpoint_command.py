@@ -1,6 +1,6 @@
-"""`hyper-parallel checkpoint`: list, verify, inspect and export the checkpoints of a run; import a model as one.
+"""`hyper-parallel checkpoint`: list, verify, inspect and export checkpoints of a run; import a model as a checkpoint.
 
-`list`, `verify` and `inspect` read files only; `export` and `import` build the model.
+`list`, `verify` and `inspect` only read files; `export` and `import` build the model.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ app = typer.Typer(
 RunDir = Annotated[
     Path,
     typer.Argument(
-        help="Directory that `hyper-parallel train` wrote, or its checkpoints directory.",
+        help="Run directory written by `hyper-parallel train`, or its checkpoints directory.",
         show_default=False,
     ),
 ]
 
 TrustRemoteCode = Annotated[
-    bool, typer.Option("--trust-remote-code", help="Run Python code that lies beside the model.")
+    bool, typer.Option("--trust-remote-code", help="Run Python code in the model directory.")
 ]
 
 
 @app.command("list")
 def list_(run_dir: RunDir) -> None:
-    """Print one line per checkpoint; sizes are compared with the manifest, contents are not read."""
+    """Print one line per checkpoint. File sizes are compared with the manifest; contents are not read."""
     _print_steps(run_dir, contents=False)
 
 
 @app.command()
 def verify(run_dir: RunDir) -> None:
-    """Compare every file with its checksum; ends with status 1 when a checkpoint is damaged."""
+    """Compare every file with its checksum. Exit with status 1 if a checkpoint is damaged."""
     if not _print_steps(run_dir, contents=True):
         raise typer.Exit(1)
 
@@ -53,10 +53,12 @@ def verify(run_dir: RunDir) -> None:
 @app.command()
 def inspect(
     run_dir: RunDir,
-    step: Annotated[int | None, typer.Option(help="Step; default the newest one.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+    step: Annotated[
+        int | None, typer.Option(help="Step of the checkpoint. Default: the newest one.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
 ) -> None:
-    """Print what a checkpoint holds: tensors with shape, dtype and pieces, step, and position in the data."""
+    """Print the contents of a checkpoint: tensors with shape, dtype and shards; step; position in the data."""
     from hyper_parallel.trainer.checkpoints import manifest as files
     from hyper_parallel.trainer.checkpoints.extra_state import read_extra
     from hyper_parallel.trainer.files import Damaged
@@ -73,7 +75,7 @@ def inspect(
             "name": name,
             "shape": tensor.shape,
             "dtype": tensor.dtype,
-            # Pieces along each dim.
+            # Number of shards along each dim.
             "cut": [len({p.offset[d] for p in tensor.pieces}) for d in range(len(tensor.shape))],
             "files": sorted({p.file for p in tensor.pieces}),
         }
@@ -102,19 +104,22 @@ def import_(
     model_dir: Annotated[
         Path,
         typer.Argument(
-            help="Hugging Face directory with weights, or of an adapter.", show_default=False
+            help="Hugging Face directory with model weights or an adapter.", show_default=False
         ),
     ],
     run_dir: Annotated[
         Path,
-        typer.Argument(help="Directory to write; train with checkpoint.from_dir=RUN_DIR."),
+        typer.Argument(help="Directory to write; then train with checkpoint.from_dir=RUN_DIR."),
     ],
     dtype: Annotated[
-        str, typer.Option(help="Of the parameters: float32, or float64 for such a run.")
+        str,
+        typer.Option(
+            help="Parameter dtype: float32, or float64 for runs with training.dtype=float64."
+        ),
     ] = "float32",
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
-    """Write a Hugging Face directory as checkpoint of step 0, which a run on any layout can start from."""
+    """Write a Hugging Face directory as the checkpoint of step 0, from which a run with any layout can start."""
     from hyper_parallel.trainer.checkpoints.model_import import import_checkpoint
     from hyper_parallel.trainer.files import written
     from hyper_parallel.trainer.run_directory import check_claimable, mark_run_directory
@@ -130,28 +135,31 @@ def import_(
 def export(
     run_dir: RunDir,
     out: Annotated[
-        Path | None, typer.Option(help="Directory to write; default RUN_DIR/export.")
+        Path | None, typer.Option(help="Directory to write. Default: RUN_DIR/export.")
     ] = None,
-    step: Annotated[int | None, typer.Option(help="Step; default the newest intact one.")] = None,
+    step: Annotated[
+        int | None, typer.Option(help="Step of the checkpoint. Default: the newest intact one.")
+    ] = None,
     model: Annotated[
         Path | None,
         typer.Option(
-            help="Directory of config.json, or such a file; default: as the run keeps it."
+            help="config.json or its directory. Default: the model stored in the run directory."
         ),
     ] = None,
     tokenizer: Annotated[
         Path | None,
-        typer.Option(help="Directory of the tokenizer; default: that of the run or the model."),
+        typer.Option(help="Tokenizer directory. Default: the run's or the model's tokenizer."),
     ] = None,
     dtype: Annotated[
-        str | None, typer.Option(help="float32, bfloat16 or float16; default as trained.")
+        str | None, typer.Option(help="float32, bfloat16 or float16. Default: as trained.")
     ] = None,
     merge: Annotated[
-        bool, typer.Option("--merge", help="Of a run with lora: the model, adapters added to it.")
+        bool,
+        typer.Option("--merge", help="For a LoRA run: export the model with adapters merged."),
     ] = False,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
-    """Write a checkpoint as a Hugging Face directory, of a run with adapters as peft's, in one process."""
+    """Write a checkpoint as a Hugging Face directory, or adapters as a peft directory. Runs in one process."""
     directory = _checkpoints(run_dir)
     adapters = _adapters_of(directory.parent)
     target = out if out is not None else directory.parent / ("merged" if merge else "export")
@@ -165,15 +173,15 @@ def export(
     source = model or weights or _recipe_model(directory.parent)
     from hyper_parallel.trainer.checkpoints.checkpoint_export import export_checkpoint
 
-    found = export_checkpoint(
+    exported_step = export_checkpoint(
         directory, source, target, step, tokenizer, dtype,
         lora=lora, merge=merge, trusted=trust_remote_code,
     )  # fmt: skip
-    say(f"step {found}: {target}")
+    say(f"step {exported_step}: {target}")
 
 
 def _print_steps(run_dir: Path, *, contents: bool) -> bool:
-    """One line per checkpoint, newest last; whether all are intact."""
+    """Print one line per checkpoint, newest last, and return whether all are intact."""
     from hyper_parallel.trainer.checkpoints import manifest as files
     from hyper_parallel.trainer.files import Damaged
     from hyper_parallel.units import format_bytes
@@ -184,8 +192,8 @@ def _print_steps(run_dir: Path, *, contents: bool) -> bool:
         path = directory / files.step_name(step)
         try:
             manifest, index = files.check(path, contents=contents, check_extra=check_extra)
-            if contents and (strange := files.unexpected(path, index)):
-                raise Damaged(path / strange[0], "belongs to no checkpoint")
+            if contents and (unexpected := files.unexpected(path, index)):
+                raise Damaged(path / unexpected[0], "is not part of the checkpoint")
         except (Damaged, CheckpointFormat) as error:
             intact = False
             why = error.what if isinstance(error, CheckpointFormat) else error
@@ -199,17 +207,17 @@ def _print_steps(run_dir: Path, *, contents: bool) -> bool:
 
 
 def _extra_check(directory: Path) -> CheckExtra | None:
-    """Return the check of values beside the tensors: that of the trainer where a run has written the checkpoints."""
+    """Return the check of the values stored with the tensors: the trainer's, if a run wrote the checkpoints."""
     from hyper_parallel.trainer.checkpoints.extra_state import check_trainer_extra
 
     return check_trainer_extra if (directory.parent / "config.yaml").is_file() else None
 
 
 def _checkpoints(run_dir: Path) -> Path:
-    """The directory that holds the steps.
+    """Return the directory that contains the steps.
 
     Raises:
-        RunUnreadable: HP603 when the run has none.
+        RunUnreadable: HP603 if the run has no checkpoints.
     """
     from hyper_parallel.config import run_hint
     from hyper_parallel.trainer.checkpoints import manifest as files
@@ -217,36 +225,36 @@ def _checkpoints(run_dir: Path) -> Path:
     for directory in (run_dir / "checkpoints", run_dir):
         if files.steps(directory):
             return directory
-    what = "this is a file, not the directory of a run"
+    problem = "this is a file, not a run directory"
     if not run_dir.is_file():
-        what = f"the run {'has no checkpoints' if run_dir.is_dir() else 'does not exist'}"
+        problem = f"the run {'has no checkpoints' if run_dir.is_dir() else 'does not exist'}"
     raise RunUnreadable(
-        what,
+        problem,
         where=str(run_dir),
-        allowed="a directory with checkpoints/step_00000010 and the like",
+        allowed="a directory with checkpoints, such as checkpoints/step_00000010",
         hint=run_hint(run_dir) or "hyper-parallel train RECIPE.yaml checkpoint.every=10",
     )
 
 
 def _adapters_of(run_dir: Path) -> tuple[Lora, Path] | None:
-    """Return the adapters that a run trains, and the directory of the weights beside them; None for any other run.
+    """Return the adapters that a run trains and the directory of its base weights; None for any other run.
 
     Raises:
-        RunUnreadable: HP603 when the recipe of the run cannot be read.
+        RunUnreadable: HP603 if the recipe of the run cannot be read.
     """
     from hyper_parallel.config import Lora, validated
 
     path = run_dir / "config.yaml"
-    if not path.is_file() or (given := _recipe(path).get("lora")) is None:
+    if not path.is_file() or (settings := _recipe(path).get("lora")) is None:
         return None
     lora = validated(
-        Lora, given, lambda key: f"{path}: lora.{key}", lambda key, value, _: f"{key}: {value}"
+        Lora, settings, lambda key: f"{path}: lora.{key}", lambda key, value, _: f"{key}: {value}"
     )
     return lora, _model_path(path)
 
 
 def _recipe_model(run_dir: Path) -> Path:
-    """Return the model as the run keeps it beside the checkpoints; an older run has only `model.path` of its recipe."""
+    """Return the model copy in the run directory; for older runs, `model.path` of the recipe."""
     if (run_dir / "model" / "config.json").is_file():
         return run_dir / "model"
     return _model_path(run_dir / "config.yaml")
@@ -262,7 +270,7 @@ def _model_path(recipe: Path) -> Path:
     """Return `model.path` of the recipe of a run.
 
     Raises:
-        RunUnreadable: HP603.
+        RunUnreadable: HP603 if the recipe cannot be read or does not name a model.
     """
     from hyper_parallel.hub import fetch, parse_name
 

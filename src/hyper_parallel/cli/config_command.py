@@ -1,4 +1,4 @@
-"""`hyper-parallel config`: look at a recipe the way a run would see it."""
+"""`hyper-parallel config`: show a recipe as a run resolves it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hyper_parallel.cli.app import say
 
 app = typer.Typer(
     name="config",
-    help="Look at a recipe the way a run would see it.",
+    help="Show a recipe as a run resolves it.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
@@ -21,9 +21,11 @@ app = typer.Typer(
 @app.command()
 def show(
     recipe: Annotated[Path, typer.Argument(help="Recipe, YAML or JSON.")],
-    overrides: Annotated[list[str] | None, typer.Argument(help="Values as a.b=c.")] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="Values that replace the recipe's, as a.b=c.")
+    ] = None,
     as_yaml: Annotated[
-        bool, typer.Option("--yaml", help="Print the resolved recipe, itself a valid recipe.")
+        bool, typer.Option("--yaml", help="Print the resolved recipe as a valid recipe.")
     ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print values and origins as JSON.")

@@ -1,4 +1,4 @@
-"""`hyper-parallel data`: what a recipe trains on, with the tokens that are targets."""
+"""`hyper-parallel data`: show training data with the tokens that are targets."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ def data(
         list[str] | None, typer.Argument(help="Values that replace the recipe's, as a.b=c.")
     ] = None,
     examples: Annotated[
-        int, typer.Option("--examples", "-n", min=0, help="Examples of each source to print.")
+        int, typer.Option("--examples", "-n", min=0, help="Examples to print per source.")
     ] = 3,
     max_records: Annotated[
-        int, typer.Option("--max-records", min=1, help="Records to read and count at most.")
+        int, typer.Option("--max-records", min=1, help="Maximum number of records to read.")
     ] = 10_000,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
     no_code: NoCode = False,
 ) -> None:
-    """Show what a recipe trains on: format, counts, lengths, and examples with their targets marked.
+    """Show the training data of a recipe: format, counts, lengths, and examples with their targets marked.
 
-    The first records are encoded as training encodes them. No model is built, and no weights are read. Targets, which
-    are the tokens with loss, are green on a terminal, and between [[ and ]] elsewhere.
+    The first records are encoded exactly as in training. No model is built and no weights are read. Targets (tokens
+    with loss) are green on a terminal, and between [[ and ]] elsewhere.
     """
     from hyper_parallel.cli.train_command import load_any_recipe
     from hyper_parallel.hub import permit_stream, stay_offline
@@ -67,32 +67,32 @@ def _print(sample: DataSample, max_records: int) -> None:
     for note in sample.notes:
         table.add_row("note", note)
     if not sample.complete:
-        table.add_row("note", _what_was_read(sample, max_records))
+        table.add_row("note", _partial_note(sample, max_records))
     printing_console().print(table)
-    for one in sample.sources:
+    for source in sample.sources:
         shown.print()
-        of = f" of {one.counts.source}" if len(sample.sources) > 1 else ""
+        of = f" of {source.counts.source}" if len(sample.sources) > 1 else ""
         shown.print(f"lengths in tokens{of}")
-        _print_lengths(shown, one.lengths)
+        _print_lengths(shown, source.lengths)
     coloured = shown.is_terminal and not shown.no_color
-    for one in sample.sources:
-        for number, example in enumerate(one.examples, 1):
+    for source in sample.sources:
+        for number, example in enumerate(source.examples, 1):
             shown.print()
             _print_example(shown, example, f"example {number}", coloured)
-    texts = [text for one in sample.sources for e in one.examples for text in e.texts]
+    texts = [text for source in sample.sources for e in source.examples for text in e.texts]
     if any(segment.trained for text in texts for segment in text.segments):
-        what = "the token at which it is scored" if sample.stage == "rm" else "tokens with loss"
-        shown.print(f"\n{'green' if coloured else '[[...]]'}: {what}")
+        meaning = "the token that is scored" if sample.stage == "rm" else "tokens with loss"
+        shown.print(f"\n{'green' if coloured else '[[...]]'}: {meaning}")
 
 
-def _what_was_read(sample: DataSample, max_records: int) -> str:
-    """Return why only the first records were counted."""
+def _partial_note(sample: DataSample, max_records: int) -> str:
+    """Return the reason why only the first records were counted."""
     from hyper_parallel.trainer.data_sample import MAX_BYTES
     from hyper_parallel.units import format_bytes
 
-    if sum(one.read for one in sample.counts) + len(sample.sources) <= max_records:
-        return f"counts are those of the first {format_bytes(MAX_BYTES)} of text"
-    return f"counts are those of the first records; --max-records={max_records * 10} reads more"
+    if sum(count.read for count in sample.counts) + len(sample.sources) <= max_records:
+        return f"counts cover the first {format_bytes(MAX_BYTES)} of text only"
+    return f"counts cover the first records only; --max-records={max_records * 10} reads more"
 
 
 def _print_lengths(shown: Console, lengths: LengthHistogram) -> None:

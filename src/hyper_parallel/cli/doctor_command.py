@@ -1,7 +1,7 @@
-"""`hyper-parallel doctor`: what works on this machine, what does not, and the command that enables it.
+"""`hyper-parallel doctor`: report which features work on this machine, and the command that enables each other one.
 
-With dumps of torch's flight recorder it says instead where the ranks of a run that hung have parted. Versions come
-from package metadata, so nothing is imported to be looked at.
+Given dumps of torch's flight recorder, it reports where the ranks of a hung run diverged. Versions are read from
+package metadata, without importing the packages.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from hyper_parallel.cli.requirements import EXTRA, REQUIREMENTS, Need, Requireme
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the report.
+    """Line of the report.
 
     Attributes:
-        name: What was looked at.
+        name: Checked item.
         status: ok, missing, old, or warning.
-        detail: What was found.
-        need: How much depends on it.
-        gives: What it is for.
-        fix: Command that enables it; None when nothing is to be done.
+        detail: Result of the check.
+        need: Group of features that need the item.
+        gives: Feature that the item provides.
+        fix: Command that enables it. None: no action needed.
     """
 
     name: str
@@ -48,26 +48,24 @@ class Finding:
 def doctor(
     dumps: Annotated[
         list[Path] | None,
-        typer.Argument(help="Dumps of torch's flight recorder, or a directory of them."),
+        typer.Argument(help="Dump files of torch's flight recorder, or a directory of them."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
     measure: Annotated[
-        bool, typer.Option("--measure", help="Measure the processor again, ignoring the cache.")
+        bool, typer.Option("--measure", help="Measure the CPU again, ignoring cached results.")
     ] = False,
     model: Annotated[
         str | None,
-        typer.Option(
-            "--model", help="Measure properties of this model: a directory or config.json."
-        ),
+        typer.Option("--model", help="Model directory or config.json whose properties to measure."),
     ] = None,
     trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run code that lies beside the config.")
+        bool, typer.Option("--trust-remote-code", help="Run Python code in the model directory.")
     ] = False,
 ) -> None:
-    """Say what works on this machine, and how to enable the rest; or where ranks that hung have parted.
+    """Report which features work on this machine and how to enable the others, or where hung ranks diverged.
 
-    With --model: measured properties of a model, such as whether packed documents see each other. Exits with 0 when
-    planning works, which needs neither an accelerator nor torch; with dumps, when they can be read.
+    With --model: measure properties of a model, such as whether packed documents attend to each other. Exit status 0 if
+    planning works, which needs neither an accelerator nor torch; with dumps, if they can be read.
     """
     if model is not None:
         _print_properties(model, as_json, trust_remote_code)
@@ -110,29 +108,29 @@ def _print_properties(model: str, as_json: bool, trusted: bool) -> None:
         mark = {True: "ok", False: "no", None: "--"}[answer.holds]
         say(f"{mark:<4}{name:<{width}}  {QUESTIONS[name]}: {answer}")
     idle = ", ".join(properties.idle_modules) or "none"
-    say(f"    {'idle_modules':<{width}}  modules that a text does not use: {idle}")
+    say(f"    {'idle_modules':<{width}}  modules unused for text input: {idle}")
 
 
 def _print_dumps(paths: list[Path], as_json: bool) -> None:
-    """Where the ranks of every group part, the earliest first, on standard output."""
+    """Print where the ranks of each process group diverge, earliest first."""
     from hyper_parallel.reports.flight_recorder import divergences, read_dumps
 
     dumps = read_dumps(paths)
-    found = divergences(dumps)
+    diverged = divergences(dumps)
     if as_json:
-        report = {"ranks": list(dumps), "divergences": [asdict(one) for one in found]}
+        report = {"ranks": list(dumps), "divergences": [asdict(d) for d in diverged]}
         say(json.dumps(report, indent=2))
         return
     calls = sum(len(dump["entries"]) for dump in dumps.values())
     say(f"{len(dumps)} dumps, {calls} calls")
-    for one in found:
-        say(f"\n{one}")
-    if not found:
-        say("all ranks have called the same collectives, and all are done")
+    for divergence in diverged:
+        say(f"\n{divergence}")
+    if not diverged:
+        say("all ranks have called the same collectives, and all of them completed")
 
 
 def check_package(requirement: Requirement) -> Finding:
-    """Look up one package by its metadata."""
+    """Check one package by its metadata."""
     from importlib.metadata import PackageNotFoundError
     from importlib.metadata import version as installed
 
@@ -140,25 +138,25 @@ def check_package(requirement: Requirement) -> Finding:
     try:
         version = installed(r.name)
     except PackageNotFoundError:
-        wanted = EXTRA if r.need == "training" else r.wanted
-        return Finding(r.name, "missing", "not installed", r.need, r.gives, _install(wanted))
+        specifier = EXTRA if r.need == "training" else r.wanted
+        return Finding(r.name, "missing", "not installed", r.need, r.gives, _install(specifier))
     if r.minimum and release(version) < release(r.minimum):
-        detail = f"{version}, at least {r.minimum} is needed"
+        detail = f"{version}, but {r.minimum} or later is needed"
         return Finding(r.name, "old", detail, r.need, r.gives, _install(r.wanted))
     if r.below and release(version) >= release(r.below):
-        detail = f"{version}, below {r.below} is wanted"
+        detail = f"{version}, but a version below {r.below} is recommended"
         return Finding(r.name, "warning", detail, r.need, r.gives, _install(r.wanted))
     return Finding(r.name, "ok", version, r.need, r.gives)
 
 
 def release(version: str) -> tuple[int, ...]:
-    """The numbers of a version, without pre-release and build parts: `2.13.0+cpu` is (2, 13, 0)."""
+    """Return the numbers of a version without pre-release and build parts: (2, 13, 0) for `2.13.0+cpu`."""
     match = re.match(r"\d+(\.\d+)*", version)
     return tuple(int(n) for n in match[0].split(".")) if match else ()
 
 
-def _install(wanted: str) -> str:
-    quoted = f"'{wanted}'" if {">", "["} & {*wanted} else wanted
+def _install(specifier: str) -> str:
+    quoted = f"'{specifier}'" if {">", "["} & {*specifier} else specifier
     return f"{Path(sys.executable).name} -m pip install {quoted}"
 
 
@@ -174,7 +172,7 @@ def _python() -> Finding:
 
 
 def _machine(measure: bool) -> tuple[list[Finding], dict[str, Any] | None]:
-    """Accelerators and the topology that planning for `local` would use."""
+    """Return the findings on accelerators and on the topology that `local` stands for, with that topology as JSON."""
     from hyper_parallel.errors import HyperParallelError
     from hyper_parallel.serde import encode
     from hyper_parallel.topology import detect_local, find_accelerators, forget_measurements
@@ -182,18 +180,18 @@ def _machine(measure: bool) -> tuple[list[Finding], dict[str, Any] | None]:
 
     if measure:
         forget_measurements()
-    found = find_accelerators()
-    shown = f"{len(found)} x {found[0].name}" if found else "none, 4 ranks share the processor"
-    findings = [Finding("accelerators", "ok", shown, "optional", "training at speed")]
-    if found and found[0].kind == "cuda" and _is_cpu_build("torch"):
+    devices = find_accelerators()
+    names = f"{len(devices)} x {devices[0].name}" if devices else "none, 4 ranks share the CPU"
+    findings = [Finding("accelerators", "ok", names, "optional", "fast training")]
+    if devices and devices[0].kind == "cuda" and _is_cpu_build("torch"):
         findings.append(
             Finding(
                 "torch build", "warning", "torch is a CPU build and cannot use the accelerator",
-                "optional", "training at speed", _install("torch>=2.11") + " --force-reinstall",
+                "optional", "fast training", _install("torch>=2.11") + " --force-reinstall",
             )
         )  # fmt: skip
     try:
-        machine = detect_local(accelerators=found)
+        machine = detect_local(accelerators=devices)
     except HyperParallelError as error:
         detail = f"[{error.code}] {error.what}"
         findings.append(
@@ -262,8 +260,8 @@ def _print(findings: list[Finding], planning: bool, training: bool) -> None:
             say(f"{'':{width + 6}}hint: {f.fix}")
     verdicts = (("planning", planning), ("training and generation", training))
     say()
-    for what, usable in verdicts:
-        say(f"{what}: {'works' if usable else 'disabled, see the hints above'}")
+    for feature, usable in verdicts:
+        say(f"{feature}: {'works' if usable else 'does not work, see the hints above'}")
     if not training:
         say(f"\nhint: {_install(EXTRA)}")
         say("      from a checkout `make setup` does the same")

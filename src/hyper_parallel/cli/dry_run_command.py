@@ -1,4 +1,4 @@
-"""The traced dry run of `hyper-parallel train`: peaks, what was live at them, and every collective."""
+"""Traced dry run of `hyper-parallel train`: memory peaks, tensors live at the peaks, and every collective."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def print_dry_run(
     loaded: LoadedRecipe, num_ranks: int | None, rank: int | None, as_json: bool
 ) -> None:
-    """Trace a recipe and print what was found, as tables or as JSON."""
+    """Trace a recipe and print the result as tables or as JSON."""
     from hyper_parallel.trainer import dry_run
 
     collect_cycles()
@@ -67,7 +67,7 @@ def _print(result: DryRun, console: Console) -> None:
     )
     verdict = "fits" if result.fits else "does NOT fit"
     reserved = (
-        f" + {format_bytes(result.reserved_bytes)} context and fragmentation as planned"
+        f" + {format_bytes(result.reserved_bytes)} planned for context and fragmentation"
         if result.reserved_bytes
         else ""
     )
@@ -108,7 +108,7 @@ def _print_rank(rank: TracedRank, result: DryRun, console: Console) -> None:
     _print_collectives(rank, plan, console)
     if not any(rank.coordinate.values()):
         for line in differences(rank, plan):
-            console.print(f"not as the formulas say: {line}")
+            console.print(f"differs from the cost model: {line}")
 
 
 def _print_collectives(rank: TracedRank, plan: Plan, console: Console) -> None:
@@ -126,7 +126,7 @@ def _print_collectives(rank: TracedRank, plan: Plan, console: Console) -> None:
 
 
 def table(*columns: str) -> Table:
-    """A plain table; columns that end in `>` are right-aligned."""
+    """Return a plain table; columns whose name ends in `>` are right-aligned."""
     from rich import box
     from rich.table import Table
 
@@ -138,6 +138,6 @@ def table(*columns: str) -> Table:
 
 
 def _console() -> Console:
-    """Standard output; as wide as the tables when it is no terminal."""
+    """Return a console for standard output, wide enough for the tables if it is not a terminal."""
     plain = printing_console(soft_wrap=True)
     return plain if plain.is_terminal else printing_console(soft_wrap=True, width=140)

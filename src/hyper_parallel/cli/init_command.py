@@ -1,4 +1,4 @@
-"""`hyper-parallel init`: a recipe to start from, copied out of the package."""
+"""`hyper-parallel init`: copy a recipe from the package as a starting point."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from hyper_parallel.cli.app import say
 from hyper_parallel.errors import BadValue, OutputNotWritable
 
 _FIRST: Final = "quickstart"
-"""Start of the names of recipes that are listed first."""
+"""Prefix of the recipe names that are listed first."""
 _NAMED = re.compile(
     r"^extends: *(\S+)|(?:path: *|source: *)((?:models|data)/\S+\.jsonl?)", re.MULTILINE
 )
-"""Other files of the folder that a recipe names."""
+"""Pattern of other files in the recipe folder that a recipe names."""
 
 
 def init(
     name: Annotated[
         str | None,
-        typer.Argument(help="Recipe to write. Default: list them.", show_default=False),
+        typer.Argument(help="Recipe to write. Default: list all.", show_default=False),
     ] = None,
 ) -> None:
-    """Write a recipe, and what it needs, into ./recipes; without a name, list the recipes."""
+    """Write a recipe and the files it needs into ./recipes; without a name, list the recipes."""
     folder = _folder()
     stems = (path.stem for path in folder.glob("*.yaml"))
     names = sorted(stems, key=lambda stem: (not stem.startswith(_FIRST), stem))
@@ -42,14 +42,14 @@ def init(
     if name not in names:
         near = get_close_matches(name, names, 1) or names[:1]
         hint = f"hyper-parallel init {near[0]}"
-        raise BadValue("there is no such recipe", got=name, allowed=names, hint=hint)
+        raise BadValue("no recipe has this name", got=name, allowed=names, hint=hint)
     for target, text in _needed(folder, f"{name}.yaml").items():
         _write(target, text)
     say("\nnext:\n" + "\n".join(_next_lines(folder, name, names)))
 
 
 def _description(path: Path) -> str:
-    """Return the comment at the head of a recipe, wrapped; indented lines in it stand as they are."""
+    """Return the comment at the head of a recipe, wrapped; indented lines are kept unchanged."""
     lines = takewhile(lambda line: line.startswith("#"), path.read_text("utf-8").splitlines())
     text = [line.removeprefix("#").removeprefix(" ") for line in lines]
     prose = " ".join(line for line in text if not line.startswith(" "))
@@ -58,7 +58,7 @@ def _description(path: Path) -> str:
 
 
 def _next_lines(folder: Path, name: str, names: Sequence[str]) -> Iterator[str]:
-    """Yield what to run after `init`: the recipes whose results this one reads, what to edit, and the run."""
+    """Yield the commands to run after `init`: recipes whose results this one reads, keys to edit, and the run."""
     from hyper_parallel.config import load_recipe, paths_read
     from hyper_parallel.hub import parse_name
     from hyper_parallel.model import find_preset
@@ -85,27 +85,27 @@ def _next_lines(folder: Path, name: str, names: Sequence[str]) -> Iterator[str]:
 
 
 def _folder() -> Path:
-    """The recipes of the package; of an editable install those of the checkout."""
+    """Return the recipe folder of the package, or of the checkout for an editable install."""
     package = Path(__file__).resolve().parents[1]
     inside = package / "recipes"
     return inside if inside.is_dir() else package.parents[1] / "recipes"
 
 
 def _needed(folder: Path, name: str) -> dict[Path, str]:
-    """Return the text of a file and of those that it names, by where they are to be; a file that is there is the same.
+    """Return the texts of a recipe and of the files it names, by target path.
 
     Raises:
-        OutputNotWritable: HP105 for another file of that name, or one that cannot be read.
+        OutputNotWritable: HP105 if a target exists with other content or cannot be read.
     """
     target, text = Path("recipes") / name, (folder / name).read_text(encoding="utf-8")
     needed: dict[Path, str] = {}
-    for found in _NAMED.findall(text):
-        if (folder / (named := found[0] or found[1])).is_file():  # else it is a user's own
-            needed |= _needed(folder, named)
+    for parent, data in _NAMED.findall(text):
+        if (folder / (file := parent or data)).is_file():  # other files are the user's
+            needed |= _needed(folder, file)
     try:
         if os.path.lexists(target) and target.read_text(encoding="utf-8") != text:
             raise OutputNotWritable(
-                "there is another recipe of that name",
+                "a different file with this name exists",
                 got=target,
                 hint=f"mv {target} {target}.mine",
             )
@@ -115,10 +115,10 @@ def _needed(folder: Path, name: str) -> dict[Path, str]:
 
 
 def _write(target: Path, text: str) -> None:
-    """Write a file that is not there yet.
+    """Write a file unless it exists.
 
     Raises:
-        OutputNotWritable: HP105 for a folder that cannot be written.
+        OutputNotWritable: HP105 if the folder cannot be written.
     """
     try:
         target.parent.mkdir(parents=True, exist_ok=True)

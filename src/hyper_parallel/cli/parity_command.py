@@ -1,4 +1,4 @@
-"""`hyper-parallel parity`: a recipe's layout against one rank, on a small copy of its model."""
+"""`hyper-parallel parity`: compare a recipe's layout with one rank, on a small copy of its model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import typer
 from hyper_parallel.cli.app import NoCode
 from hyper_parallel.errors import console as printing_console
 
-_ROWS = 8  # of a table that fits a small terminal
+_ROWS = 8  # rows of a table that fits a small terminal
 
 
 def parity(
@@ -21,10 +21,10 @@ def parity(
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 3,
     no_code: NoCode = False,
 ) -> None:
-    """Prove a recipe's layout against one rank, on a small copy of its model in float64.
+    """Compare a recipe's layout with one rank, on a small copy of its model in float64.
 
-    Loss, gradient norm and the gradient of every parameter have to be equal to 1e-10. Ranks are local processes on the
-    CPU, at most 8: degrees above 2 are taken as 2, and the output says which axes were left out.
+    Loss, gradient norm and the gradient of every parameter must be equal to 1e-10. Ranks are at most 8 local CPU
+    processes. Degrees above 2 are reduced to 2, and the output lists omitted axes.
     """
     from hyper_parallel.cli.dry_run_command import table
     from hyper_parallel.config import load_recipe, refuse_code, refuse_data_file
@@ -54,7 +54,7 @@ def parity(
         names = dict.fromkeys(d.name for d in result.differences)
         wrong = {d.name for d in result.differences if not d.relative <= 1e-10}
         raise LayoutDiffers(
-            f"`{first.name}` differs between the layout and one rank in step {first.step}, by {first.relative:.1e}",
+            f"`{first.name}` of the layout differs from one rank in step {first.step}, by {first.relative:.1e}",
             where=str(recipe),
             got=f"{first.layout:.12g} on {result.strategy}",
             allowed=f"{first.one_rank:.12g} of one rank, to 1e-10",

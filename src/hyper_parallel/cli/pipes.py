@@ -1,4 +1,4 @@
-"""Output that cannot be written (a reader that has left, a full disk): a run goes on, and nothing more is written."""
+"""Output streams that survive write errors (closed pipe, full disk): the run continues without them."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from typing import Any, TextIO
 from hyper_parallel.errors import OutputNotWritable
 
 
-class LastingStream:
-    """A text stream that becomes a sink when it cannot be written.
+class BrokenPipeSafeStream:
+    """Text stream that discards its output after a write error.
 
     Args:
-        stream: The stream; everything else is left to it.
-        name: What it is, for errors.
+        stream: Underlying stream.
+        name: Name of the stream, for errors.
 
     Attributes:
-        lost: The first failure; None: everything was written, or a reader of a pipe has left on purpose.
+        lost: First write error. None: all text was written, or the reader closed the pipe.
     """
 
     def __init__(self, stream: TextIO, name: str) -> None:
@@ -32,7 +32,7 @@ class LastingStream:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        """Write, or forget the text."""
+        """Write the text, or discard it after an error."""
         try:
             self._stream.write(text)
         except OSError as error:
@@ -40,21 +40,21 @@ class LastingStream:
         return len(text)
 
     def flush(self) -> None:
-        """Flush what is buffered, or forget it."""
+        """Flush buffered text, or discard it after an error."""
         try:
             self._stream.flush()
         except OSError as error:
             self._sink(error)
 
     def check(self) -> None:
-        """Raise when text was lost.
+        """Raise an error if text was lost.
 
         Raises:
             OutputNotWritable: HP105.
         """
         if self.lost is not None:
             raise OutputNotWritable(
-                f"{self._name} cannot be written; everything else is done",
+                f"{self._name} cannot be written; the rest of the run succeeded",
                 got=self.lost.strerror,
                 hint=f"df -h {_place(self._stream)}",
             )
@@ -66,7 +66,7 @@ class LastingStream:
 
 
 def sink_stream(stream: TextIO) -> None:
-    """Send what a stream writes from here on, and what libraries write past Python, to nowhere."""
+    """Redirect a stream's file descriptor to /dev/null, for Python and for native libraries."""
     with suppress(OSError, ValueError):
         sink = os.open(os.devnull, os.O_WRONLY)
         os.dup2(sink, stream.fileno())
@@ -74,17 +74,17 @@ def sink_stream(stream: TextIO) -> None:
 
 
 @contextmanager
-def lasting_output() -> Iterator[None]:
-    """Standard output and error that outlive their readers and disks, in this process and in ranks forked inside.
+def broken_pipe_safe_output() -> Iterator[None]:
+    """Make standard output and error survive write errors, in this process and in ranks forked inside.
 
     Raises:
-        OutputNotWritable: HP105 at the end, when text was lost and nothing else failed.
+        OutputNotWritable: HP105 at exit, if text was lost and nothing else failed.
     """
     before = sys.stdout, sys.stderr
-    # A stream that was closed before (`>&-`) is a sink from the beginning.
-    given = (s or Path(os.devnull).open("w", encoding="utf-8") for s in before)  # noqa: SIM115
+    # A stream that was closed by the caller (`>&-`) is None.
+    opened = (s or Path(os.devnull).open("w", encoding="utf-8") for s in before)  # noqa: SIM115
     names = ("standard output", "standard error")
-    streams = [LastingStream(stream, name) for stream, name in zip(given, names, strict=True)]
+    streams = [BrokenPipeSafeStream(s, name) for s, name in zip(opened, names, strict=True)]
     sys.stdout, sys.stderr = streams  # type: ignore[assignment]
     try:
         yield
@@ -98,15 +98,15 @@ def lasting_output() -> Iterator[None]:
 
 
 def check_output() -> int:
-    """Return the exit status that lost output asks for, of a process that ends without leaving `lasting_output`."""
-    streams = [s for s in (sys.stdout, sys.stderr) if isinstance(s, LastingStream)]
+    """Return exit status 1 if output was lost, else 0; for a process that exits inside `broken_pipe_safe_output`."""
+    streams = [s for s in (sys.stdout, sys.stderr) if isinstance(s, BrokenPipeSafeStream)]
     for stream in streams:
         stream.flush()
     return int(any(stream.lost is not None for stream in streams))
 
 
 def _place(stream: TextIO) -> str:
-    """Return the file that a stream writes, for a command that a user pastes."""
+    """Return the path of the file that a stream writes, for a hint."""
     try:
         return str(Path(f"/proc/self/fd/{stream.fileno()}").readlink())
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""`hyper-parallel plan`: the best plan of a model on a machine, its runners-up and why they lost."""
+"""`hyper-parallel plan`: best plan of a model on a machine, with runners-up and the reasons for their rank."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
 
 WIDTH: Final = 80
-"""Columns of the panel, also where the terminal has more."""
+"""Columns of the panel, also on wider terminals."""
 _NOT_REPEATED: Final = ("explain", "gantt", "dry_run", "top", "output", "launch")
-"""Options that the command to paste next leaves out."""
+"""Options omitted from the suggested next command."""
 
 
 def plan(
@@ -61,61 +61,59 @@ def plan(
     ] = None,
     pin: Annotated[
         list[str] | None,
-        typer.Option(help="Fix a degree or a choice, as tp=8 or schedule=zbv. May be repeated."),
+        typer.Option(help="Fix a degree or choice: tp=8, schedule=zbv. May be repeated."),
     ] = None,
     exclude: Annotated[
         list[str] | None,
-        typer.Option(
-            help="Axes and choices that are not used, as cp,gathered_inputs. May be repeated."
-        ),
+        typer.Option(help="Axes and choices to exclude: cp,gathered_inputs. May be repeated."),
     ] = None,
     objective: Annotated[
         str,
         typer.Option(
-            help="step-time, tokens-per-device-second, memory or fewest-devices. To generate: throughput or latency."
+            help="step-time, tokens-per-device-second, memory or fewest-devices. For generation: throughput or latency."
         ),
     ] = "step-time",
     deadline: Annotated[
         float | None,
-        typer.Option(help="Longest step in seconds, for fewest-devices or memory.", min=0.0),
+        typer.Option(help="Maximum step time in seconds, for fewest-devices or memory.", min=0.0),
     ] = None,
     top: Annotated[int, typer.Option(min=0, help="Runners-up to print.")] = 5,
     offload: Annotated[
         bool,
         typer.Option(
             "--offload",
-            help="What exceeds a device's memory may lie in host memory, or be computed again.",
+            help="Allow offload to host memory and recomputation if device memory is exceeded.",
         ),
     ] = False,
     all_layouts: Annotated[
         bool,
         typer.Option(
-            "--all-layouts", help="For studies: choose also what this version cannot run."
+            "--all-layouts", help="For studies: include layouts that this version cannot run."
         ),
     ] = False,
     memory_headroom: Annotated[
         str | None,
         typer.Option(
-            help="Share of a device's memory to leave free. Default: 5% on accelerators, 0% on a CPU.",
+            help="Fraction of device memory to leave free. Default: 5% on accelerators, 0% on a CPU.",
         ),
     ] = None,
     recipe: Annotated[
-        Path | None, typer.Option(help="Plan what a recipe would train, instead of a model.")
+        Path | None, typer.Option(help="Plan this recipe instead of a model.")
     ] = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write the plan here.")
+        Path | None, typer.Option("--output", "-o", help="Write the plan to this file.")
     ] = None,
     schedule_csv: Annotated[
         Path | None,
         typer.Option(
-            help="Write what every pipeline rank does, as torch.distributed.pipelining reads it."
+            help="Write the actions of every pipeline rank as CSV for torch.distributed.pipelining."
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
-    dry_run: Annotated[bool, typer.Option(help="Write no file.")] = False,
+    dry_run: Annotated[bool, typer.Option(help="Write no files.")] = False,
     explain: Annotated[
         bool,
-        typer.Option("--explain", help="Print every term, layout, collective and runner-up."),
+        typer.Option("--explain", help="Print every cost term, layout, collective and runner-up."),
     ] = False,
     gantt: Annotated[
         bool, typer.Option("--gantt", help="Also draw the simulated schedule.")
@@ -123,35 +121,40 @@ def plan(
     launch: Annotated[
         str | None,
         typer.Option(
-            help="Print launch settings instead: ours (a recipe) or megatron (flags).",
+            help="Print launch settings instead of the plan: ours (a recipe) or megatron (flags).",
             show_default=False,
         ),
     ] = None,
     diff: Annotated[
         tuple[Path, Path] | None,
-        typer.Option(help="Print what differs between two plan files, and plan nothing."),
+        typer.Option(help="Print the differences of two plan files instead of planning."),
     ] = None,
     purpose: Annotated[
-        str, typer.Option("--for", help="train, or generate: prompts continued by `generate`.")
+        str,
+        typer.Option(
+            "--for", help="Purpose: train, or generate (prompts continued by `generate`)."
+        ),
     ] = "train",
     prompts: Annotated[
-        int | None, typer.Option(help="To generate: prompts, over all devices. Default: 32.")
+        int | None,
+        typer.Option(help="For generation: prompts over all devices. Default: 32."),
     ] = None,
     prompt_len: Annotated[
-        int | None, typer.Option(help="To generate: tokens of a prompt. Default: 512.")
+        int | None, typer.Option(help="For generation: tokens per prompt. Default: 512.")
     ] = None,
     new_tokens: Annotated[
-        int | None, typer.Option(help="To generate: tokens of a continuation. Default: 128.")
+        int | None, typer.Option(help="For generation: tokens per continuation. Default: 128.")
     ] = None,
     parallel: Annotated[
-        str | None, typer.Option(help='To generate: only this layout: "tp=8", "pp=2 tp=4".')
+        str | None, typer.Option(help='For generation: use this layout: "tp=8", "pp=2 tp=4".')
     ] = None,
     dtype: Annotated[
-        str | None, typer.Option(help="To generate: float32, bfloat16, ...; default: as stored.")
+        str | None,
+        typer.Option(help="For generation: float32, bfloat16, ... Default: as stored."),
     ] = None,
     no_code: NoCode = False,
 ) -> None:
-    """Print the best plan of a model on a machine; starts no device and imports no torch."""
+    """Print the best plan of a model on a machine. Needs no accelerator and imports no torch."""
     free = None if memory_headroom is None else _share(memory_headroom)
     if purpose != "train" or {prompts, prompt_len, new_tokens, parallel, dtype} != {None}:
         from hyper_parallel.cli.plan_to_generate import plan_to_generate
@@ -169,11 +172,11 @@ def plan(
     if schedule_csv is not None and not dry_run:
         check_schedule_file(schedule_csv)
     if recipe is not None:
-        searched = (pin, exclude, deadline, objective != "step-time", offload)
-        searched += (all_layouts, memory_headroom)
-        if model is not None or seq_len or tokens_per_step or any(searched):
+        search_options = (pin, exclude, deadline, objective != "step-time", offload)
+        search_options += (all_layouts, memory_headroom)
+        if model is not None or seq_len or tokens_per_step or any(search_options):
             raise Contradiction(
-                "a recipe names the model and the workload itself",
+                "a recipe already determines the model, the workload and the search",
                 got="--recipe with a model, a workload or choices of the search",
                 hint=f"hyper-parallel plan --recipe {recipe}",
             )
@@ -217,12 +220,12 @@ def plan(
 
 
 def _is_plan(text: str) -> bool:
-    """Return whether a text begins as a plan does."""
+    """Return whether a text begins like a plan file."""
     return re.match(r'\{\s*"model": \{', text) is not None and '"peak_flops": ' in text
 
 
 def _read(model: str, where: str | None = None) -> ModelSpec:
-    """A model by its config; by the module that transformers makes, where no reader knows all of it."""
+    """Return the model spec from a config, or from transformers' module if the reader does not know it."""
     from hyper_parallel.model import is_read, load_model, read_config
 
     values = read_config(model, where=where).values
@@ -280,7 +283,7 @@ def _plan_model(
 
 
 def _shown(plan: Plan, explain: bool, gantt: bool) -> str:
-    """What people read of a plan: the panel, or with `--explain` all of it."""
+    """Return the printed form of a plan: the panel, or all details with `--explain`."""
     from hyper_parallel import planner
 
     width = shutil.get_terminal_size((WIDTH, 24)).columns
@@ -302,13 +305,13 @@ def _next(
     ranks: int,
     output: Path | None,
 ) -> Iterator[str]:
-    """Yield the lines to paste after a plan: write a recipe and train it, or check it where it does not run here."""
+    """Yield the suggested next commands: write a recipe and train it, or a dry run if this machine is too small."""
     from hyper_parallel.topology import find_accelerators, rank_capacity
 
     train = ["hyper-parallel", "train", str(recipe or "recipe.yaml")]
     if recipe is None:
         yield from _folded([*map(shlex.quote, _again(ctx)), "--launch", "ours", "> recipe.yaml"])
-        yield "  # edit recipe.yaml: model.path, data.source and stage are yours to give"
+        yield "  # edit recipe.yaml: set model.path, data.source and stage"
     elif topology is not None:
         train.append(f"topology={topology}")
     if recipe is not None and output is not None:
@@ -319,7 +322,7 @@ def _next(
 
 
 def _folded(words: list[str]) -> Iterator[str]:
-    """A command on lines that a shell reads as one."""
+    """Yield a command as lines that a shell reads as one command."""
     line = ""
     for word in words:
         if line and len(line) + len(word) > WIDTH - 5:
@@ -330,7 +333,7 @@ def _folded(words: list[str]) -> Iterator[str]:
 
 
 def _again(ctx: typer.Context) -> list[str]:
-    """The words of the command that was called, without what concerns its output."""
+    """Return the words of the current command without its output options."""
     words = ["hyper-parallel", "plan"]
     for param in ctx.command.params:
         name, value = param.name or "", ctx.params.get(param.name or "")
@@ -343,7 +346,7 @@ def _again(ctx: typer.Context) -> list[str]:
 
 
 def _as_named(plan: Plan, model: str, topology: str) -> Plan:
-    """The plan with the paths that model and machine were read from: a recipe finds them by these, not by names."""
+    """Return the plan with the paths of its model and machine, by which a recipe refers to them."""
     model, topology = (str(Path(n).resolve()) if Path(n).exists() else n for n in (model, topology))
     return replace(plan, model=replace(plan.model, name=model), topology=topology)
 
@@ -351,7 +354,7 @@ def _as_named(plan: Plan, model: str, topology: str) -> Plan:
 def _plan_recipe(
     recipe: Path, devices: int | None, topology: str | None, no_code: bool
 ) -> tuple[Plan, tuple[str, str]]:
-    """The plan of a recipe, and what model and topology are named by."""
+    """Return the plan of a recipe, and the names of its model and topology."""
     from hyper_parallel.config import load_recipe, refuse_code
     from hyper_parallel.planner import plan_recipe
 
@@ -364,14 +367,14 @@ def _plan_recipe(
 
 
 def _share(text: str) -> float:
-    """A share such as 5% or 0.05."""
+    """Return the fraction given as text such as 5% or 0.05."""
     try:
         share = float(text.removesuffix("%")) / (100.0 if text.endswith("%") else 1.0)
     except ValueError:
         share = -1.0
     if not 0.0 <= share < 1.0:
         raise BadValue(
-            "headroom is a share of the memory",
+            "the memory headroom must be a fraction of device memory",
             where="--memory-headroom",
             got=text,
             allowed="from 0% to below 100%",
@@ -384,7 +387,7 @@ def _pin(text: str) -> tuple[str, str]:
     name, _, value = text.partition("=")
     if not name.strip() or not value.strip():
         raise BadValue(
-            "a pin is a name and a value",
+            "a pin must have the form name=value",
             where="--pin",
             got=text,
             allowed="tp=8",

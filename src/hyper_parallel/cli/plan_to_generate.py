@@ -1,4 +1,4 @@
-"""`hyper-parallel plan --for generate`: the layout in which a machine continues prompts fastest, predicted."""
+"""`hyper-parallel plan --for generate`: predict the layout with the fastest generation on a machine."""
 
 from __future__ import annotations
 
@@ -28,56 +28,54 @@ _SHARED: Final = ("model", "topology", "devices", "objective", "top", "memory_he
 def plan_to_generate(
     ctx: typer.Context, read: Callable[[str], ModelSpec], headroom: float | None, width: int
 ) -> None:
-    """Print the best layout for generation, by the options that `plan` was called with.
+    """Print the best layout for generation, from the options of `plan`.
 
     Raises:
-        BadValue: HP102 for a purpose that does not exist, or without a model.
+        BadValue: HP102 for an unknown purpose, or without a model.
         Contradiction: HP104 for an option of the other purpose.
     """
     chosen = ctx.params
-    given = _given(ctx)
+    typed = _typed_options(ctx)
     if chosen["model"] is None:
         raise BadValue(
             "nothing to plan", hint="hyper-parallel plan llama-3-8b -t dgx-h100 --for generate"
         )
-    made = plan_generation(
+    plan = plan_generation(
         read(chosen["model"]),
         chosen["topology"] or "local",
-        GenerateWorkload(**{n: chosen[n] for n in _WORK if n in given}),
+        GenerateWorkload(**{n: chosen[n] for n in _WORK if n in typed}),
         num_devices=chosen["devices"],
         strategy=chosen["parallel"],
-        objective=chosen["objective"] if "objective" in given else "throughput",
+        objective=chosen["objective"] if "objective" in typed else "throughput",
         top=chosen["top"],
         memory_headroom=headroom,
     )
-    title = f"{made.model} on {made.devices} devices of {made.topology}"
+    title = f"{plan.model} on {plan.devices} devices of {plan.topology}"
     if chosen["as_json"]:
-        say(json.dumps(encode(made), indent=2))
+        say(json.dumps(encode(plan), indent=2))
     elif is_quiet():
-        say(f"{title}: {_one_line(made.best)}, predicted")
+        say(f"{title}: {_one_line(plan.best)}, predicted")
     else:
         say(f"{title}, to generate; all numbers are predicted")
-        for label, item in _rows(made):
+        for label, item in _rows(plan):
             head = f"  {label:<11}"
             indents = {"initial_indent": head, "subsequent_indent": " " * len(head)}
             say(textwrap.fill(item, width, break_on_hyphens=False, **indents))
-        say(f"\nnext:\n{_next(made)}")
+        say(f"\nnext:\n{_next(plan)}")
 
 
-def _given(ctx: typer.Context) -> set[str]:
-    """Names of the options that were typed, all of them for generation."""
+def _typed_options(ctx: typer.Context) -> set[str]:
+    """Return the names of the options that were typed; raise if one does not apply to the purpose."""
     purpose, sources = ctx.params["purpose"], {p.name or "": p for p in ctx.command.params}
     typed = {n for n in sources if str(ctx.get_parameter_source(n)).endswith("COMMANDLINE")}
     if purpose not in ("train", "generate"):
-        raise BadValue(
-            "there is no such purpose", where="--for", got=purpose, allowed="train, generate"
-        )
+        raise BadValue("unknown purpose", where="--for", got=purpose, allowed="train, generate")
     generate = purpose == "generate"
     wrong = typed - {*_OWN, *_SHARED, "purpose"} if generate else typed & {*_OWN}
     if wrong:
         option = max(sources[min(wrong)].opts, key=len)
         raise Contradiction(
-            f"{option} is for {'training' if generate else 'generation'}",
+            f"{option} applies to {'training' if generate else 'generation'} only",
             got=f"--for {purpose}",
             hint=f"leave out {option}" if generate else "--for generate",
         )
@@ -96,32 +94,32 @@ def _mostly(seconds: float, terms: dict[str, float]) -> str:
     return ", ".join(f"{name} {s / seconds:.0%}" for name, s in largest)
 
 
-def _rows(made: GenerationPlan) -> list[tuple[str, str]]:
-    """The panel: labels and texts."""
-    p, w = made.best, made.workload
+def _rows(plan: GenerationPlan) -> list[tuple[str, str]]:
+    """Return the labels and texts of the panel."""
+    p, w = plan.best, plan.workload
     memory = (
         f"weights {format_bytes(p.weight_bytes)} + cache {format_bytes(p.cache_bytes)} per device"
     )
-    in_all = f"{format_bytes(p.memory_bytes)} of {format_bytes(made.device_bytes)}"
-    fits = "" if p.memory_bytes <= made.device_bytes else ": does not fit"
-    layouts = made.priced + sum(made.ruled_out.values())
+    total = f"{format_bytes(p.memory_bytes)} of {format_bytes(plan.device_bytes)}"
+    fits = "" if p.memory_bytes <= plan.device_bytes else ": does not fit"
+    layouts = plan.priced + sum(plan.ruled_out.values())
     return [
         ("layout", f"{p.parallel or 'one device'}, {p.slots} slots on each data share"),
         ("batch", f"{p.batch:,} of {w.prompts:,} prompts at a time, {w.prompt_len:,} + {w.new_tokens:,} tokens"),
         ("prefill", f"{format_seconds(p.prefill_s)} to the first token: {_mostly(p.prefill_s, p.prefill)}"),
         ("decode", f"{format_seconds(p.token_s)} a token: {_mostly(p.token_s, p.decode)}"),
         ("throughput", f"{p.tokens_s:,.0f} tokens/s, {p.tokens_s_device:,.0f} per device, prefill included"),
-        ("memory", f"{memory}, in all {in_all}{fits}; largest batch that fits: {p.largest_batch:,} sequences"),
-        *(("then", _one_line(other)) for other in made.runners_up),
-        ("searched", f"all {layouts} layouts by {made.objective}, {made.priced} fit"),
-        *(("note", note) for note in made.notes),
+        ("memory", f"{memory}, total {total}{fits}; largest batch that fits: {p.largest_batch:,} sequences"),
+        *(("then", _one_line(other)) for other in plan.runners_up),
+        ("searched", f"all {layouts} layouts by {plan.objective}, {plan.priced} fit"),
+        *(("note", note) for note in plan.notes),
     ]  # fmt: skip
 
 
-def _next(made: GenerationPlan) -> str:
-    p = made.best
+def _next(plan: GenerationPlan) -> str:
+    p = plan.best
     layout = f" --parallel {shlex.quote(p.parallel)}" if p.parallel else ""
     return (
         f"  hyper-parallel generate RUN_DIR --prompts FILE.jsonl -o OUT.jsonl{layout} \\\n"
-        f"     --slots {p.slots} --max-new-tokens {made.workload.new_tokens} --dtype {made.workload.dtype}"
+        f"     --slots {p.slots} --max-new-tokens {plan.workload.new_tokens} --dtype {plan.workload.dtype}"
     )

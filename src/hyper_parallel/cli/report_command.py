@@ -1,4 +1,4 @@
-"""`hyper-parallel report`: the HTML page and the Perfetto trace of a run, or a page that compares runs."""
+"""`hyper-parallel report`: HTML page and Perfetto trace of a run, or a page that compares several runs."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ def report(
         list[Path],
         typer.Argument(
             metavar="RUN_DIR...",
-            help="Directories that `hyper-parallel train` wrote; several are compared.",
+            help="Run directories written by `hyper-parallel train`; several are compared.",
             show_default=False,
         ),
     ],
 ) -> None:
     """Write report.html (self-contained) and trace.json (for Perfetto) into each run directory.
 
-    Of several runs also comparison.html into the first: curves overlaid, settings and results that differ.
+    For several runs, also write comparison.html into the first one: overlaid curves, differing settings and results.
     """
     from hyper_parallel.reports import write_comparison, write_report
 

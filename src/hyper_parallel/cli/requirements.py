@@ -1,4 +1,4 @@
-"""Packages that the project needs, and what for."""
+"""Required and optional packages, with their purpose."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 EXTRA: Final = "hyper-parallel[torch]"
-"""What pip installs for training."""
+"""Package name with extra for `pip install`, for training."""
 
 Need = Literal["core", "training", "optional"]
 
 
 @dataclass(frozen=True, slots=True)
 class Requirement:
-    """A package that something needs.
+    """Required or optional package.
 
     Attributes:
         name: Distribution name.
         minimum: Lowest version that works; empty: any.
         need: core (planning), training (plan, train, generate, report on a model), or optional.
-        gives: What it is for.
-        below: Lowest version that was not tried or does worse; empty: none.
+        gives: Feature that the package provides.
+        below: Lowest version that is untested or performs worse; empty: none.
     """
 
     name: str
@@ -31,7 +31,7 @@ class Requirement:
 
     @property
     def wanted(self) -> str:
-        """As the package metadata say it."""
+        """Requirement specifier as in the package metadata."""
         at_least = f"{self.name}>={self.minimum}" if self.minimum else self.name
         return f"{at_least},<{self.below}" if self.below else at_least
 

@@ -1,4 +1,4 @@
-"""The pipeline of a plan for people: its stages and the grid of its schedule; and as the CSV file that torch reads."""
+"""Output of a plan's pipeline: stages and schedule grid as text, and the CSV file that torch reads."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ MOST_COLUMNS = 120
 
 
 def pipeline_text(plan: Plan) -> str:
-    """Layers of every stage and the grid of one step, F, I and W one slot long and B two.
+    """Return the layers of every stage and the grid of one step: F, I and W take one slot, B two.
 
-    Of a long step only the beginning is shown, of many ranks only the first.
+    Long steps are cut after 120 columns, and only the first 16 ranks are shown.
     """
     from hyper_parallel.ir import grid
     from hyper_parallel.mpmd import in_flight, step_schedule, unit_starts
@@ -36,11 +36,11 @@ def pipeline_text(plan: Plan) -> str:
         for row, acts in zip(starts, compute.ranks, strict=True)
         for s, a in zip(row, acts, strict=True)
     )
-    left_out = []
+    limits = []
     if width > MOST_COLUMNS:
-        left_out.append(f"the first {MOST_COLUMNS} columns of {width}")
+        limits.append(f"the first {MOST_COLUMNS} columns of {width}")
     if len(lines) > len(shown):
-        left_out.append(f"{MOST_RANKS} ranks of {strategy.pp}")
+        limits.append(f"{MOST_RANKS} ranks of {strategy.pp}")
     return "\n".join(
         [
             f"pipeline: {strategy.stages} stages on {strategy.pp} ranks, schedule {schedule.name},"
@@ -48,13 +48,13 @@ def pipeline_text(plan: Plan) -> str:
             f" at most {max(in_flight(schedule))} activations on a rank",
             f"layers per stage: {', '.join(map(str, strategy.stage_layers))}",
             *shown,
-            *([f"({'; '.join(left_out)})"] if left_out else []),
+            *([f"({'; '.join(limits)})"] if limits else []),
         ]
     )
 
 
 def check_schedule_file(path: Path) -> None:
-    """Raise OutputNotWritable (HP105) when a file exists and is no schedule."""
+    """Raise OutputNotWritable (HP105) if the file exists and is not a schedule."""
     from hyper_parallel.ir import Schedule
 
     first = lambda text: bool(Schedule.from_csv(text.partition("\n")[0]).ranks)  # noqa: E731
@@ -62,11 +62,11 @@ def check_schedule_file(path: Path) -> None:
 
 
 def write_schedule(plan: Plan, path: Path) -> None:
-    """Write everything the pipeline ranks do as CSV, one row per rank.
+    """Write the actions of all pipeline ranks as CSV, one row per rank.
 
     Raises:
         Contradiction: HP104 for a plan without a pipeline.
-        OutputNotWritable: HP105.
+        OutputNotWritable: HP105 if the file cannot be written.
     """
     from hyper_parallel.mpmd import step_schedule
 

@@ -1,4 +1,4 @@
-"""`hyper-parallel train --launcher`: show or run what starts the ranks of torchrun and Slurm."""
+"""`hyper-parallel train --launcher`: print or run the command that starts the ranks under torchrun or Slurm."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from hyper_parallel.trainer import Job
 
 
-def would_start(launcher: str, job: Job, words: Sequence[str]) -> str:
-    """What a run would start and write, for a dry run.
+def describe_submit(launcher: str, job: Job, words: Sequence[str]) -> str:
+    """Return a description of the ranks a run would start and the files it would write, for a dry run.
 
     Args:
         launcher: local, torchrun, slurm, ray or kubernetes.
-        job: The run.
+        job: Prepared run.
         words: Arguments of `hyper-parallel` in every rank.
     """
     from hyper_parallel.runtime import launch_words
@@ -44,17 +44,19 @@ def would_start(launcher: str, job: Job, words: Sequence[str]) -> str:
         machines = launch_words(ranks, launch.nproc_per_node)
         command = shlex.join(["hyper-parallel", *_shown(words)])
         return (
-            f"this machine runs {most} of the {ranks} ranks; on a cluster:\n"
+            f"this machine can run {most} of the {ranks} ranks; on a cluster:\n"
             f"  {command} --launcher slurm {machines}"
         )
     return f"would write {job.output_dir}/ and {how}; the same by hand:\n  {by_hand}"
 
 
-def start_elsewhere(launcher: str, job: Job, words: Sequence[str]) -> None:
-    """Become torchrun, submit a job to Slurm, or write a manifest of Kubernetes; it is shown on standard error.
+def submit_job(launcher: str, job: Job, words: Sequence[str]) -> None:
+    """Replace this process with torchrun, submit a Slurm job, or write a Kubernetes manifest.
+
+    The command, script or manifest is printed on standard error.
 
     Raises:
-        LauncherMissing: HP630 when there is no `sbatch`, or it refuses the job.
+        LauncherMissing: HP630 if `sbatch` does not exist or rejects the job.
     """
     if launcher == "torchrun":
         command = torchrun_command(job, words)
@@ -79,13 +81,13 @@ def start_elsewhere(launcher: str, job: Job, words: Sequence[str]) -> None:
     done = subprocess.run([sbatch, str(script)], capture_output=True, text=True, check=False)
     if done.returncode:
         raise LauncherMissing(
-            "sbatch refuses the job", where=str(script), got=done.stderr.strip()[-500:]
+            "sbatch rejects the job", where=str(script), got=done.stderr.strip()[-500:]
         )
     say(done.stdout.strip())
 
 
 def _write_script(job: Job, script: Path, text: str) -> None:
-    """Write a file that starts a job into the run directory, and show it."""
+    """Write a script or manifest into the run directory, and print it."""
     from hyper_parallel.trainer.files import write_text
     from hyper_parallel.trainer.run_directory import claim_run_directory
 
@@ -97,7 +99,7 @@ def _write_script(job: Job, script: Path, text: str) -> None:
 
 
 def _largest_start(job: Job) -> float:
-    """Return the number of ranks that a run may start on this machine."""
+    """Return the largest number of ranks that a run may start on this machine."""
     from hyper_parallel.runtime import local_capacity
 
     capacity = local_capacity()
@@ -106,7 +108,7 @@ def _largest_start(job: Job) -> float:
 
 
 def torchrun_command(job: Job, words: Sequence[str]) -> str:
-    """The command that starts the ranks of this machine by hand; arguments as of `would_start`."""
+    """Return the torchrun command that starts the ranks of this machine; arguments as for `describe_submit`."""
     from hyper_parallel.runtime import torchrun_words
 
     ranks = job.ranks

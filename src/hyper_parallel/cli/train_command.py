@@ -1,4 +1,4 @@
-"""`hyper-parallel train`: a recipe in, a trained model, its metrics and a report out."""
+"""`hyper-parallel train`: train a model from a recipe; writes the model, metrics and a report."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hyper_parallel.cli.app import NoCode, collect_cycles, is_quiet, say
-from hyper_parallel.cli.pipes import check_output, lasting_output
+from hyper_parallel.cli.pipes import broken_pipe_safe_output, check_output
 from hyper_parallel.errors import BadValue, Contradiction, Unwritten
 from hyper_parallel.errors import console as printing_console
 
@@ -32,23 +32,27 @@ def train(
         list[str] | None, typer.Argument(help="Values that replace the recipe's, as a.b=c.")
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check, plan and print; start no rank, write no run.")
+        bool, typer.Option("--dry-run", help="Check, plan and print; start no ranks, write no run.")
     ] = False,
     trace: Annotated[
         bool,
-        typer.Option("--trace", help="With --dry-run: trace a step and print its exact bytes."),
+        typer.Option(
+            "--trace", help="With --dry-run: trace a step; print exact memory and traffic."
+        ),
     ] = False,
     topology: Annotated[
         str | None,
-        typer.Option("--topology", "-t", help="With --dry-run: trace on this machine instead."),
+        typer.Option("--topology", "-t", help="With --dry-run: trace for this topology instead."),
     ] = None,
     ranks: Annotated[
         int | None,
-        typer.Option(min=1, help="With --trace: ranks of the run. Default: as the recipe says."),
+        typer.Option(min=1, help="With --trace: ranks of the run. Default: the recipe's."),
     ] = None,
     rank: Annotated[
         int | None,
-        typer.Option(min=0, help="With --trace: trace this rank. Default: one of each program."),
+        typer.Option(
+            min=0, help="With --trace: rank to trace. Default: one rank per distinct program."
+        ),
     ] = None,
     no_calibrate: Annotated[
         bool,
@@ -60,32 +64,32 @@ def train(
     launcher: Annotated[
         str | None,
         typer.Option(
-            help="Who starts the ranks: local, torchrun, slurm, ray or kubernetes; launch.launcher."
+            help="Launcher: local, torchrun, slurm, ray or kubernetes. Sets launch.launcher."
         ),
     ] = None,
     plan: Annotated[
         Path | None,
         typer.Option(
-            "--plan", help="Train this saved plan, as `plan -o` writes it.", dir_okay=False
+            "--plan", help="Use this saved plan, as written by `plan -o`.", dir_okay=False
         ),
     ] = None,
     no_code: NoCode = False,
 ) -> None:
-    """Train a model from a recipe; starts its own local ranks unless another launcher has."""
+    """Train a model from a recipe. Starts local ranks unless another launcher has started them."""
     from hyper_parallel.hub import permit_stream, stay_offline
 
     stay_offline()
-    wanted = {
+    trace_options = {
         "--trace": trace,
         "--topology": topology,
         "--ranks": ranks,
         "--rank": rank,
         "--json": as_json,
     }
-    tracing = [name for name, value in wanted.items() if value not in (None, False)]
-    if topology is not None and "=" in topology:  # `-training.lr=1` is the option -t to a parser
+    tracing = [name for name, value in trace_options.items() if value not in (None, False)]
+    if topology is not None and "=" in topology:  # the parser reads `-training.lr=1` as option -t
         raise BadValue(
-            "an override has no dash before it",
+            "an override must not begin with a dash",
             got=f"-t{topology}",
             allowed="key=value, for example training.lr=1e-4",
             hint=shlex.join(["hyper-parallel", "train", str(recipe), f"t{topology}"]),
@@ -93,25 +97,25 @@ def train(
     if tracing:
         if not dry_run:
             raise Contradiction(
-                f"{tracing[0]} is for a dry run",
+                f"{tracing[0]} applies only to a dry run",
                 where=tracing[0],
                 hint=f"hyper-parallel train {recipe} --dry-run --trace",
             )
         from hyper_parallel.cli.dry_run_command import print_dry_run
 
-        values = [*(overrides or []), *([f"topology={topology}"] if topology else [])]
-        print_dry_run(load_any_recipe(recipe, values, no_code), ranks, rank, as_json)
+        traced = [*(overrides or []), *([f"topology={topology}"] if topology else [])]
+        print_dry_run(load_any_recipe(recipe, traced, no_code), ranks, rank, as_json)
         return
     from hyper_parallel.trainer.signals import Interrupted, handled, interrupt
 
-    given = [*(overrides or []), *([f"launch.launcher={launcher}"] if launcher else [])]
+    values = [*(overrides or []), *([f"launch.launcher={launcher}"] if launcher else [])]
     try:
-        with lasting_output(), handled(interrupt):
-            loaded = load_any_recipe(recipe, given, no_code)
+        with broken_pipe_safe_output(), handled(interrupt):
+            loaded = load_any_recipe(recipe, values, no_code)
             saved = None if plan is None else _SavedPlan(plan)
             if saved is not None:
-                saved.refuse_degrees(given)
-                loaded = load_any_recipe(recipe, [*given, *saved.overrides(loaded)], no_code)
+                saved.refuse_degrees(values)
+                loaded = load_any_recipe(recipe, [*values, *saved.overrides(loaded)], no_code)
             permit_stream(loaded.recipe.data.streaming, str(loaded.recipe.data.source))
             if loaded.recipe.launch.launcher in ("local", "slurm"):
                 from hyper_parallel.runtime import join_srun
@@ -120,7 +124,7 @@ def train(
             options = ["--no-code"] if no_code else []
             options += [] if plan is None else ["--plan", str(plan)]
             check = (lambda _: None) if saved is None else saved.check
-            _train(loaded, [*options, str(recipe), *given], dry_run, no_calibrate, check)
+            _train(loaded, [*options, str(recipe), *values], dry_run, no_calibrate, check)
     except Interrupted as error:
         sys.stderr.write("interrupted\n")
         raise typer.Exit(error.status) from None
@@ -129,13 +133,13 @@ def train(
 def load_any_recipe(
     path: Path, overrides: Sequence[str], no_code: bool, command: str = "train"
 ) -> LoadedRecipe:
-    """A recipe, or a file of LlamaFactory as one; with `no_code` one that names no code.
+    """Return a loaded recipe from a recipe file or a LlamaFactory file.
 
     Args:
-        path: The file.
+        path: Recipe file, or LlamaFactory file.
         overrides: Values as `a.b=c`.
-        no_code: Refuse a recipe that names code.
-        command: The command that reads it, for hints.
+        no_code: Reject a recipe that names code.
+        command: Name of the calling command, for hints.
     """
     from hyper_parallel.config import load_recipe, read_mapping, refuse_code, refuse_data_file
     from hyper_parallel.errors import RecipeUnreadable
@@ -153,7 +157,7 @@ def load_any_recipe(
 
 
 class _SavedPlan:
-    """A plan file that a run is to carry out."""
+    """Plan file that determines the layout of a run."""
 
     def __init__(self, path: Path) -> None:
         from hyper_parallel.ir import Plan
@@ -161,7 +165,7 @@ class _SavedPlan:
         self._path, self._plan = str(path), Plan.load(path)
 
     def refuse_degrees(self, overrides: Sequence[str]) -> None:
-        """Refuse degrees beside the plan, which has its own.
+        """Reject overrides of degrees, because the plan determines them.
 
         Raises:
             PlanMismatch: HP307 naming the override.
@@ -171,7 +175,7 @@ class _SavedPlan:
         for override in overrides:
             if override.startswith(("parallel.", "parallel=")):
                 raise PlanMismatch(
-                    "a saved plan has its own degrees, and the command line sets others",
+                    "the command line sets degrees, but the saved plan already determines them",
                     where=self._path,
                     got=override,
                     allowed="overrides outside of the section `parallel`",
@@ -179,16 +183,16 @@ class _SavedPlan:
                 )
 
     def overrides(self, loaded: LoadedRecipe) -> list[str]:
-        """Return the overrides that make a recipe train with the plan."""
+        """Return the overrides that make a recipe use the layout of the plan."""
         from hyper_parallel.planner import plan_overrides
 
         return plan_overrides(self._plan, loaded.recipe, loaded.where, self._path)
 
-    def check(self, made: Plan) -> None:
-        """Refuse the plan of the run where it is another one."""
+    def check(self, plan: Plan) -> None:
+        """Raise an error if the plan of the run differs from the saved plan."""
         from hyper_parallel.planner import check_saved_plan
 
-        check_saved_plan(self._plan, made, self._path)
+        check_saved_plan(self._plan, plan, self._path)
 
 
 def _train(
@@ -198,7 +202,7 @@ def _train(
     no_calibrate: bool,
     check_plan: Callable[[Plan], None],
 ) -> None:
-    from hyper_parallel.cli.submit_job import start_elsewhere, would_start
+    from hyper_parallel.cli.submit_job import describe_submit, submit_job
     from hyper_parallel.runtime import check_local_start
     from hyper_parallel.trainer import (
         calibrate_first_run,
@@ -240,10 +244,10 @@ def _train(
         console.print(startup_panel(job.plan, *about, job.trained, job.router_loss))
     if dry_run:
         if main:
-            say(f"{job.plan.explain()}\n\n{would_start(launcher, job, words)}")
+            say(f"{job.plan.explain()}\n\n{describe_submit(launcher, job, words)}")
         return
     if launcher in ("torchrun", "slurm", "kubernetes"):
-        start_elsewhere(launcher, job, [*words, *_pinned(loaded, job)])
+        submit_job(launcher, job, [*words, *_pinned(loaded, job)])
         return
     status, unwritten = 0, Unwritten()
     try:
@@ -265,7 +269,7 @@ def _train(
 
 
 def _pinned(loaded: LoadedRecipe, job: Job) -> list[str]:
-    """Return overrides that give every rank the commit of the model that was resolved here."""
+    """Return overrides that make all ranks use the model commit resolved by this process."""
     from hyper_parallel.hub import name_of_snapshot
 
     path = job.recipe.model.path
@@ -274,26 +278,26 @@ def _pinned(loaded: LoadedRecipe, job: Job) -> list[str]:
 
 
 def _interrupted(job: Job, error: Interrupted) -> str:
-    """What became of an interrupted run, and the command that goes on with it."""
+    """Return a message on an interrupted run: the state of its checkpoints, and the command that resumes it."""
     from hyper_parallel.cli.submit_job import torchrun_command
     from hyper_parallel.errors import RankHung
     from hyper_parallel.trainer import under_torchrun
     from hyper_parallel.trainer.checkpoints.manifest import steps
 
-    if isinstance(error.__cause__, RankHung):  # the step would not have ended
+    if isinstance(error.__cause__, RankHung):  # a hung step never ends
         sys.stderr.write(error.__cause__.render() + "\n")
     if error.step is None and not steps(job.checkpoint_dir):
         return "interrupted: all ranks were stopped before a checkpoint was saved\n"
-    what = "all ranks were stopped; checkpoints written so far are intact"
+    outcome = "all ranks were stopped; checkpoints written so far are intact"
     if error.step is not None:
-        what = f"ended after step {error.step}, whose checkpoint is saved"
+        outcome = f"ended after step {error.step}, whose checkpoint is saved"
     words = [str(job.output_dir.absolute() / "config.yaml"), "checkpoint.resume=must"]
     if job.recipe.checkpoint.from_dir:
         words.append("checkpoint.from_dir=null")
     command = "hyper-parallel train " + shlex.join(words)
     if under_torchrun():
         command = torchrun_command(job, ["train", *words])
-    return f"interrupted: {what}\nhint: {command}\n"
+    return f"interrupted: {outcome}\nhint: {command}\n"
 
 
 def _is_newer(path: Path, other: Path) -> bool:
@@ -301,7 +305,10 @@ def _is_newer(path: Path, other: Path) -> bool:
 
 
 def _conclude(job: Job, summary: Summary, console: Console, unwritten: Unwritten) -> None:
-    """Report of the run on standard error, the sample on standard output; what cannot be written is kept."""
+    """Print the result and report of a run on standard error and the sample on standard output.
+
+    Write errors are collected in `unwritten`.
+    """
     from hyper_parallel.reports import write_report
 
     if summary.complete and _is_newer(job.output_dir / "report.html", job.output_dir / "run.json"):

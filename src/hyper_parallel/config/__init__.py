@@ -1,7 +1,6 @@
 """Recipes: typed sections, YAML or JSON files, overrides as `a.b=c`, and the origin of every value."""
 
 from hyper_parallel.config._code import KNOWN_REWARDS, named_code, refuse_code
-from hyper_parallel.config._comparisons import COMPARED, PAIRED, Dpo, Grpo, Kto, Orpo, Rm
 from hyper_parallel.config._launch_section import Launch, time_limit_s
 from hyper_parallel.config._load_recipe import (
     DEGREES,
@@ -14,10 +13,20 @@ from hyper_parallel.config._load_recipe import (
     with_absolute_paths,
     with_steps,
 )
-from hyper_parallel.config._low_rank import NAMES_OF_EXPERTS, Lora
+from hyper_parallel.config._lora_section import NAMES_OF_EXPERTS, Lora
 from hyper_parallel.config._offload_section import Offload
-from hyper_parallel.config._problems import describe, leaves, of_file, validated
+from hyper_parallel.config._preference_sections import (
+    PAIRED_STAGES,
+    PREFERENCE_STAGES,
+    Dpo,
+    Grpo,
+    Kto,
+    Orpo,
+    Rm,
+)
+from hyper_parallel.config._problems import describe, leaves, read_section, validated
 from hyper_parallel.config._read import parse_yaml, read_mapping
+from hyper_parallel.config._recipe import Recipe
 from hyper_parallel.config._sections import (
     Checkpoint,
     Data,
@@ -26,17 +35,16 @@ from hyper_parallel.config._sections import (
     Section,
     Training,
 )
-from hyper_parallel.config._whole_recipe import Recipe
 from hyper_parallel.config.foreign_keys import FOREIGN_KEYS
 from hyper_parallel.config.schedules import SCHEDULE_ARGS
 
 __all__ = [
-    "COMPARED",
     "DEGREES",
     "FOREIGN_KEYS",
     "KNOWN_REWARDS",
     "NAMES_OF_EXPERTS",
-    "PAIRED",
+    "PAIRED_STAGES",
+    "PREFERENCE_STAGES",
     "SCHEDULE_ARGS",
     "Checkpoint",
     "Data",
@@ -58,10 +66,10 @@ __all__ = [
     "leaves",
     "load_recipe",
     "named_code",
-    "of_file",
     "parse_yaml",
     "paths_read",
     "read_mapping",
+    "read_section",
     "recipe_to_yaml",
     "refuse_code",
     "refuse_data_file",

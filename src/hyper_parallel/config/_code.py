@@ -1,4 +1,4 @@
-"""Keys of a recipe that name Python code: the list behind `--no-code` and docs/how-to/trust_a_downloaded_model.md."""
+"""Recipe keys that name Python code: the list behind `--no-code` and docs/how-to/trust_a_downloaded_model.md."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import os
 from collections.abc import Iterator
 
 from hyper_parallel.config._load_recipe import LoadedRecipe
-from hyper_parallel.config._whole_recipe import Recipe
+from hyper_parallel.config._recipe import Recipe
 from hyper_parallel.errors import CodeRefused, abbreviated
 
 KNOWN_REWARDS = ("exact_match", "prefix_match", "environment")
-"""Rewards that need no path."""
+"""Built-in rewards, named without a path."""
 
 
 def named_code(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    """Yield the keys of a recipe that name code which a run imports, each with the value."""
+    """Yield each recipe key that makes a run import named code, with its value."""
     if recipe.model.trust_remote_code:
         yield "model.trust_remote_code", "true"
     if "." in recipe.training.optimizer:
@@ -29,20 +29,20 @@ def named_code(recipe: Recipe) -> Iterator[tuple[str, str]]:
 
 
 def refuse_code(loaded: LoadedRecipe) -> None:
-    """Refuse a recipe that names code, before any of it is imported.
+    """Raise an error if a recipe names code; nothing is imported first.
 
     Raises:
-        CodeRefused: HP110 with the first key; the others are listed.
+        CodeRefused: HP110 for the first key; the other keys are listed.
     """
-    found = list(named_code(loaded.recipe))
-    if not found:
+    keys = list(named_code(loaded.recipe))
+    if not keys:
         return
-    key, value = found[0]
+    key, value = keys[0]
     raise CodeRefused(
-        "the recipe names Python code, and --no-code refuses it",
+        "the recipe names Python code, which --no-code forbids",
         where=loaded.where(key),
         got=f"{key}: {value}",
         allowed="values that name no code",
         hint=f"remove `{key}`, or leave out --no-code once you have read that code",
-        others=[f"{key}: {abbreviated(value)}" for key, value in found[1:]],
+        others=[f"{key}: {abbreviated(value)}" for key, value in keys[1:]],
     )

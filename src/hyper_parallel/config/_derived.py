@@ -1,15 +1,15 @@
-"""Values of a recipe that are derived from others; each notes what it came from."""
+"""Derivation of recipe values from other values; each derivation is recorded in the origins."""
 
 from __future__ import annotations
 
 import math
 
-from hyper_parallel.config._comparisons import COMPARED, PAIRED
-from hyper_parallel.config._whole_recipe import Recipe
+from hyper_parallel.config._preference_sections import PAIRED_STAGES, PREFERENCE_STAGES
+from hyper_parallel.config._recipe import Recipe
 
 
 def derive_warmup(recipe: Recipe, origins: dict[str, str]) -> Recipe:
-    """Shorten the default warm-up of a very short run; a warm-up that was given is never changed."""
+    """Derive warm-up steps from `warmup_ratio`, or drop the default warm-up of a very short run."""
     training = recipe.training
     if training.warmup_ratio is not None:
         origins["training.warmup_steps"] = "derived: training.warmup_ratio of training.steps"
@@ -25,7 +25,7 @@ def derive_warmup(recipe: Recipe, origins: dict[str, str]) -> Recipe:
 
 
 def derive_end(recipe: Recipe, origins: dict[str, str]) -> Recipe:
-    """Let `warmup_stable_decay` end at a rate of 0 by default, as in transformers."""
+    """Set the final learning rate of `warmup_stable_decay` to 0 by default, as in transformers."""
     training = recipe.training
     if training.lr_schedule != "warmup_stable_decay" or "min_lr_ratio" in training.model_fields_set:
         return recipe
@@ -34,14 +34,18 @@ def derive_end(recipe: Recipe, origins: dict[str, str]) -> Recipe:
     return recipe.model_copy(update={"training": at_zero})
 
 
-def derive_compared(recipe: Recipe, origins: dict[str, str]) -> Recipe:
-    """Give stages that compare answers one conversation in a sequence, and both answers of a pair in a microbatch."""
+def derive_preference_stages(recipe: Recipe, origins: dict[str, str]) -> Recipe:
+    """Set one conversation per sequence, and both answers of a pair per microbatch, for preference stages."""
     data, training = recipe.data, recipe.training
-    if recipe.stage in COMPARED and "packing" not in data.model_fields_set and data.packing:
+    if (
+        recipe.stage in PREFERENCE_STAGES
+        and "packing" not in data.model_fields_set
+        and data.packing
+    ):
         origins["data.packing"] = f"derived: stage={recipe.stage}"
         recipe = recipe.model_copy(update={"data": data.model_copy(update={"packing": False})})
     is_derived = training.tokens_per_step is not None and training.accumulation_steps is not None
-    if recipe.stage in PAIRED and training.microbatch is None and not is_derived:
+    if recipe.stage in PAIRED_STAGES and training.microbatch is None and not is_derived:
         origins["training.microbatch"] = f"derived: stage={recipe.stage}, both rows of a pair"
         pair = training.model_copy(update={"microbatch": 2})
         recipe = recipe.model_copy(update={"training": pair})
@@ -49,7 +53,7 @@ def derive_compared(recipe: Recipe, origins: dict[str, str]) -> Recipe:
 
 
 def derive_holdout(recipe: Recipe, origins: dict[str, str]) -> Recipe:
-    """Hold nothing out by default where validation data is given, or of a stream."""
+    """Set the holdout to 0 by default when `data.validation` or `data.streaming` is given."""
     data = recipe.data
     if "holdout" in data.model_fields_set or not (data.validation or data.streaming):
         return recipe
@@ -58,7 +62,7 @@ def derive_holdout(recipe: Recipe, origins: dict[str, str]) -> Recipe:
 
 
 def derive_ranks(recipe: Recipe, origins: dict[str, str]) -> Recipe:
-    """Plan for all ranks of the machines, where the planner chooses the degrees."""
+    """Set the number of ranks to plan for to all ranks of the machines, if the planner chooses the degrees."""
     parallel, launch = recipe.parallel, recipe.launch
     if not parallel.auto or parallel.world_size or launch.nproc_per_node is None:
         return recipe

@@ -1,4 +1,4 @@
-"""The section of a recipe for machines: who starts the ranks, and where."""
+"""Launch section: how ranks are started, and on how many machines."""
 
 from __future__ import annotations
 
@@ -14,66 +14,69 @@ _TIME: Final = re.compile(
     r"(?:(?P<days>\d+)-(?P<hours>\d+)(?::(?P<minutes>\d+))?(?::(?P<seconds>\d+))?)"
     r"|(?:(?:(?P<h>\d+):)?(?P<m>\d+):(?P<s>\d+))|(?P<only>\d+)"
 )
-"""Forms of sbatch: minutes, minutes:seconds, hours:minutes:seconds, days-hours[:minutes[:seconds]]."""
+"""Time formats of sbatch: minutes, minutes:seconds, hours:minutes:seconds, days-hours[:minutes[:seconds]]."""
 
 
 def time_limit_s(text: str) -> int:
-    """Return the seconds of a limit of time in a form of sbatch.
+    """Return the seconds of a time limit in one of sbatch's formats.
 
     Raises:
-        ValueError: The text has another form, or is no time.
+        ValueError: The text has another format, or is not a positive time.
     """
     parts = _TIME.fullmatch(text)
     if parts is None:
-        raise ValueError(f"`{text}` is no limit of time; write for example 12:00:00, 90 or 1-12")
+        raise ValueError(f"`{text}` is not a time limit; write for example 12:00:00, 90 or 1-12")
     days, hours, minutes, seconds, h, m, s, only = (int(part or 0) for part in parts.groups())
     limit = (days * 24 + hours + h) * 3600 + (minutes + m + only) * 60 + seconds + s
     if limit < 1:
-        raise ValueError(f"`{text}` is no time")
+        raise ValueError(f"`{text}` is not a positive time")
     return limit
 
 
 class Launch(Section):
-    """Who starts the ranks, and on how many machines. Processes that are ranks already do not read it."""
+    """Launcher and machines. Not read by processes that already are ranks."""
 
     launcher: Literal["local", "torchrun", "slurm", "ray", "kubernetes"] = "local"
-    """This process (local), torchrun on every machine, a job of Slurm, actors of Ray, or a JobSet of Kubernetes, whose
-    manifest is written. `--launcher` says it too."""
+    """How ranks start: by this process (local), by torchrun on every machine, as a Slurm job, as Ray actors, or as a
+    Kubernetes JobSet, for which a manifest is written. Same as the option `--launcher`."""
     nnodes: int = Field(default=1, ge=1, le=MOST_RANKS)
-    """Machines."""
+    """Number of machines."""
     nproc_per_node: int | None = Field(default=None, ge=1, le=MOST_RANKS)
-    """Ranks on each. None: all ranks over `nnodes`."""
+    """Ranks per machine. None: number of ranks / `nnodes`."""
     oversubscribe: bool = False
-    """Start more ranks on the CPU of this machine than its cores and free memory are made for."""
+    """Allow more CPU ranks on this machine than its cores and free memory support."""
     rdzv_endpoint: Annotated[str, Field(pattern=r"^[^\s:]+:\d+$")] | None = None
-    """HOST:PORT of the machine where the agents of torchrun meet. None: one machine alone; with Slurm the first one of
-    the job."""
+    """HOST:PORT of torchrun's rendezvous. None: a single machine; under Slurm, the first machine of the job."""
     partition: str | None = None
-    """Slurm's partition, or the queue of Kueue on Kubernetes. None: Slurm's default; no queue."""
+    """Slurm partition, or Kueue queue on Kubernetes. None: Slurm's default partition; no queue."""
     time: str | None = None
-    """Limit of time of Slurm and Kubernetes, as `sbatch` takes it (`12:00:00`). None: that of the partition; none."""
+    """Time limit for Slurm and Kubernetes in sbatch's format (`12:00:00`). None: the limit of the partition; on
+    Kubernetes, no limit."""
     sbatch: tuple[str, ...] = ()
-    """More options of sbatch (`[--gpus-per-node=8, --exclusive]`)."""
+    """Additional sbatch options (`[--gpus-per-node=8, --exclusive]`)."""
     ray_address: str | None = None
-    """Address of the Ray cluster (`auto`, `HOST:6379`). None: that of RAY_ADDRESS, else one that is started here."""
+    """Address of the Ray cluster (`auto`, `HOST:6379`). None: RAY_ADDRESS; if unset, a cluster is started on this
+    machine."""
 
     image: str | None = None
-    """Container image of Kubernetes, with this package and torch."""
+    """Container image for Kubernetes; must contain this package and torch."""
     namespace: str | None = None
-    """Namespace of Kubernetes. None: that of kubectl."""
+    """Kubernetes namespace. None: the current namespace of kubectl."""
     resource: str | None = "nvidia.com/gpu"
-    """Resource of Kubernetes that a rank takes one of. None: ranks on the CPU."""
+    """Kubernetes resource of which each rank requests one. None: CPU ranks."""
     volume: str | None = None
-    """Claim of a shared volume (PersistentVolumeClaim) of Kubernetes with model, data and output. None: no volume."""
+    """PersistentVolumeClaim on Kubernetes that holds model, data and output for all pods. None: no volume."""
     mount_path: str = "/workspace"
-    """Where the volume is mounted; paths of the recipe have to lie below it, here and in the pods."""
+    """Mount point of the volume. All paths of the recipe must be below it, on this machine and in the pods."""
 
     @field_validator("time", mode="before")
     @classmethod
     def _time(cls, value: object) -> object:
-        """Refuse a number: YAML 1.1 reads 12:00:00 as one, in base 60."""
+        """Reject numbers: YAML 1.1 reads an unquoted 12:00:00 as a base-60 integer."""
         if isinstance(value, int) and not isinstance(value, bool):
-            raise ValueError("YAML reads this as a number; quote it, as in time: '12:00:00'")
+            raise ValueError(
+                "YAML reads an unquoted time as a number; quote it, as in time: '12:00:00'"
+            )
         if isinstance(value, str):
             time_limit_s(value)
         return value
@@ -91,8 +94,8 @@ class Launch(Section):
     )
     @classmethod
     def _one_line(cls, value: object) -> object:
-        """They become lines of a script, which a line feed would end."""
+        """Reject control characters: these values become lines of a script, and a line feed would end one."""
         texts = value if isinstance(value, tuple) else (value,)
         if not all(text.isprintable() for text in texts if isinstance(text, str)):
-            raise ValueError("a text of printable characters is wanted")
+            raise ValueError("the text contains characters that are not printable")
         return value

@@ -1,11 +1,11 @@
-"""Load a recipe: parent, file, overrides, in this order, each value with its origin.
+"""Recipe loader: merges the layers parent, file and overrides, in this order, and records the origin of each value.
 
-A recipe is flattened to leaves (`training.lr`, `parallel.rules` per glob), so merging is one dictionary update and an
-origin is one label per leaf. `parallel` needs three rules of its own, applied to each layer (parent, file, overrides):
+A recipe is flattened to leaves (`training.lr`, `parallel.rules` per glob). Merging is one dictionary update, and an
+origin is one label per leaf. Three rules of `parallel` are applied to each layer:
 
-* the word `auto` for the whole section lets the planner choose every degree: degrees of earlier layers are dropped;
-* a layer that gives a degree and does not give `parallel.auto` turns auto off, degrees not given are 1;
-* `tp` is another name of `tp_x`.
+* `parallel: auto` lets the planner choose every degree; degrees of earlier layers are dropped.
+* A layer that gives a degree but not `parallel.auto` turns auto off; omitted degrees are 1.
+* `tp` is an alias of `tp_x`.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from typing import Any, Final, get_args
 import yaml
 from pydantic import BaseModel
 
-from hyper_parallel.config._comparisons import COMPARED
-from hyper_parallel.config._contradictions import cross_section
+from hyper_parallel.config._contradictions import check_recipe
 from hyper_parallel.config._derived import (
-    derive_compared,
     derive_end,
     derive_holdout,
+    derive_preference_stages,
     derive_ranks,
     derive_warmup,
 )
+from hyper_parallel.config._preference_sections import PREFERENCE_STAGES
 from hyper_parallel.config._problems import (
     describe,
     dotted,
@@ -43,8 +43,8 @@ from hyper_parallel.config._problems import (
     validated,
 )
 from hyper_parallel.config._read import parse_yaml, read_mapping
+from hyper_parallel.config._recipe import Recipe
 from hyper_parallel.config._sections import Parallel
-from hyper_parallel.config._whole_recipe import Recipe
 from hyper_parallel.errors import (
     BadValue,
     Contradiction,
@@ -64,7 +64,7 @@ from hyper_parallel.near_paths import (
 from hyper_parallel.received import LimitExceeded
 
 _LONGEST_HINT: Final = 300
-"""Characters of a value that a hint repeats; a longer one fills the terminal, and is not pasted. Not measured."""
+"""Maximum characters of a value repeated in a hint; a longer one would fill the terminal. Not measured."""
 DEGREES: Final = ("pp", "dp_replicate", "dp_shard", "cp", "tp_x", "tp_y", "ep")
 """Keys of the `parallel` section that are degrees of mesh axes."""
 
@@ -72,32 +72,32 @@ _CHOSEN: Final = (
     "attention_shape", "mlp_shape", "attention_scatter", "gathered_inputs", "cp_kind", "virtual_stages",
     "reshard_after_forward",
 )  # fmt: skip
-"""Keys of the `parallel` section besides the degrees that the planner chooses where nobody gives them."""
+"""Other keys of the `parallel` section that the planner chooses if they are not given."""
 
 _PATHS: Final = (
     "model.path", "data.source", "data.validation", "data.tokenizer", "data.chat_template", "parallel.schedule_file",
     "checkpoint.from_dir", "topology",
 )  # fmt: skip
-"""Keys that may name a file or a directory to read; a relative one is looked for beside the recipe first."""
+"""Keys that may name a file or directory to read; a relative path is tried in the recipe's folder first."""
 
 _WRITTEN: Final = ("output_dir", "data.cache_dir", "offload.flash_dir")
-"""Keys that name a directory to write, always the caller's."""
+"""Keys that name a directory to write, always relative to the working directory."""
 
 _WORDS: Final = ("local", "python-stdlib", "auto", "none")
-"""Values of `_PATHS` that are never a path."""
+"""Values of `_PATHS` keys that are not paths."""
 
 _ALTERNATIVES: Final = (
     (("training", "steps"), ("training", "epochs")),
     (("training", "warmup_steps"), ("training", "warmup_ratio")),
     (("offload", "budget"), ("offload", "max_slowdown")),
 )
-"""Keys that say one thing in two ways: the later layer counts."""
+"""Pairs of keys that set the same quantity in two ways; the later layer wins."""
 
 _OF_STAGES: Final = (("data", "packing"), ("data", "mask_documents"), ("training", "microbatch"))
-"""Keys that stages which compare answers derive, where an earlier layer gives them for another stage."""
+"""Keys derived by preference stages; a layer that changes the stage drops their values from earlier layers."""
 
 _UNSET: Final = object()
-"""Value of a key in a layer that removes the values of earlier layers."""
+"""Layer value that removes the values of earlier layers."""
 
 _COMMAND_LINE: Final = "command line"
 _DEFAULT: Final = "default"
@@ -107,7 +107,7 @@ _Key = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class LoadedRecipe:
-    """A recipe and where each of its values came from.
+    """Resolved recipe with the origin of each value.
 
     Attributes:
         recipe: The resolved recipe.
@@ -120,7 +120,7 @@ class LoadedRecipe:
     path: Path
 
     def where(self, key: str) -> str:
-        """Origin of a value for error messages: `recipe.yaml: training.lr (set by command line)`."""
+        """Return the origin of a value for error messages: `recipe.yaml: training.lr (set by command line)`."""
         return _where(self.path, key, self.origins.get(key, _DEFAULT))
 
 
@@ -131,44 +131,34 @@ def load_recipe(
 ) -> LoadedRecipe:
     """Read a recipe file, apply its parent and the overrides, and check it.
 
-    A relative path to something that is read (model, source, tokenizer, ...) is taken from the folder of the file that
-    gives it if it exists there, else from the working directory; overrides and `output_dir` are the caller's.
+    Relative paths of inputs (model, source, tokenizer, ...) are resolved against the folder of their file if they exist
+    there, else against the working directory. Overrides and `output_dir` are relative to the working directory.
 
-    A later layer replaces earlier ones key by key. `null` unsets a key, so that its default holds; steps replace epochs
-    and the reverse; a stage that compares answers replaces packing and microbatch of another stage.
+    A later layer replaces earlier ones key by key. `null` unsets a key, so that its default applies. Steps replace
+    epochs, and epochs replace steps. A preference stage replaces packing and microbatch of another stage.
 
     Args:
-        path: YAML file, or JSON when the name ends in `.json`. A top-level `extends: other.yaml`, relative to the file,
-            names one parent whose values the file overrides; a parent has no parent.
-        overrides: Values as `a.b=c`, `c` read as YAML; the value of a text key is taken literally.
-        layers: What the file says where it is no recipe: origins, and values by dotted key. None: it is read.
+        path: YAML file, or JSON if the name ends in `.json`. A top-level `extends: other.yaml`, relative to the file,
+            names one parent whose values the file overrides. A parent cannot have a parent.
+        overrides: Values as `a.b=c`. `c` is parsed as YAML, except that the value of a text key is literal.
+        layers: Content that replaces the file: pairs of origin and values by dotted key. None: read the file.
 
     Raises:
-        RecipeUnreadable: HP103 when a file is missing, holds data, has a syntax error (with its line), is no mapping.
-        UnknownKey: HP101 with the nearest key. BadValue: HP102 with what is allowed.
-        Contradiction: HP104, DegreesMismatch: HP301 when values of several sections cannot hold together.
-            When there are several problems, the first is raised and lists the others.
+        RecipeUnreadable: HP103 if a file is missing, contains data, has a syntax error (with its line), or is not a
+            mapping.
+        UnknownKey: HP101 with the nearest key.
+        BadValue: HP102 with the allowed values.
+        Contradiction: HP104 if values of several sections contradict each other.
+        DegreesMismatch: HP301 if the degrees do not multiply to the number of ranks.
+            With several problems, the first one is raised and lists the others.
     """
     path = Path(path)
     refuse_data_file(path, "train")
-    merged: dict[_Key, tuple[Any, str]] = {("parallel", "auto"): (True, _DEFAULT)}
-    if layers is None:
-        read = list(_layers(path, overrides))
-    else:
-        read = [(origin, {_split(key): v for key, v in layer.items()}) for origin, layer in layers]
-        read.append((_COMMAND_LINE, _override_layer(path, overrides)))
-    for origin, layer in read:
-        _merge_parallel(path, merged, layer, origin)
-        _drop_replaced(merged, layer)
-        for key, value in layer.items():
-            if value is _UNSET:
-                _drop(merged, key)
-            else:
-                merged[key] = (value, origin)
+    merged = _merge_layers(path, overrides, layers)
     origins = {dotted(key): origin for key, (_, origin) in merged.items()}
 
     def origin_of(key: str) -> str:
-        """Origin of a dotted key, or of the value that holds it."""
+        """Return the origin of a dotted key, or of the value that contains it."""
         while key and key not in origins:
             key = key[: max(key.rfind("."), key.rfind("["), 0)]
         return origins.get(key, "recipe")
@@ -191,18 +181,24 @@ def load_recipe(
 
     recipe = validated(Recipe, _nest(path, merged), where, pasteable)
     resolved = {**{key: _DEFAULT for key, _ in leaves(Recipe)}, **origins}
-    for derive in (derive_warmup, derive_end, derive_holdout, derive_ranks, derive_compared):
+    for derive in (
+        derive_warmup,
+        derive_end,
+        derive_holdout,
+        derive_ranks,
+        derive_preference_stages,
+    ):
         recipe = derive(recipe, resolved)
     loaded = LoadedRecipe(recipe, resolved, path)
-    raise_all(cross_section(recipe, loaded.where))
+    raise_all(check_recipe(recipe, loaded.where))
     return loaded
 
 
 def refuse_data_file(path: Path, command: str) -> None:
-    """Refuse a data file where a recipe belongs.
+    """Raise an error if a data file is given as the recipe.
 
     Args:
-        path: A file that is given as the recipe.
+        path: File given as the recipe.
         command: Words of the command, for the hint.
 
     Raises:
@@ -210,7 +206,7 @@ def refuse_data_file(path: Path, command: str) -> None:
     """
     if is_data_file(path) and path.is_file():
         raise RecipeUnreadable(
-            "the file holds data, and a recipe is wanted, which names its data under `data.source`",
+            "the file contains data, not a recipe; a recipe names its data under `data.source`",
             where=str(path),
             got=path.suffix,
             allowed="a recipe, YAML or JSON",
@@ -219,7 +215,7 @@ def refuse_data_file(path: Path, command: str) -> None:
 
 
 def run_hint(path: str | Path) -> str | None:
-    """Return the hint for a path that is no run directory: a near name, or the run of the recipe that it is."""
+    """Return a hint for a path that is not a run directory: a similar name, or the directory of a recipe's run."""
     path = Path(path)
     if not is_recipe_file(path):
         near = None if path.exists() else nearest_path(str(path), ["runs"])
@@ -234,7 +230,7 @@ def run_hint(path: str | Path) -> str | None:
 
 
 def _as_yaml(value: object) -> str:
-    """Return a value as YAML reads it: `null`, `true`, a list or a mapping in one line."""
+    """Return a value as one-line YAML: `null`, `true`, a list or a mapping."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, (list, tuple, dict)):
@@ -246,19 +242,19 @@ def _as_yaml(value: object) -> str:
 
 
 def with_steps(loaded: LoadedRecipe, steps: int) -> LoadedRecipe:
-    """The recipe with the steps that its epochs are, and without epochs.
+    """Return the recipe with epochs replaced by the equivalent number of steps.
 
     Raises:
-        Contradiction: HP104 when warm-up or decay are longer.
+        Contradiction: HP104 if warm-up or decay is longer than the run.
     """
     update = {"steps": steps, "epochs": None}
     training = loaded.recipe.training.model_copy(update=update)
     epochs = loaded.recipe.training.epochs
     origins = {**loaded.origins, "training.steps": f"derived: training.epochs={epochs:g}"}
     recipe = derive_warmup(loaded.recipe.model_copy(update={"training": training}), origins)
-    found = LoadedRecipe(recipe, origins, loaded.path)
-    raise_all(cross_section(recipe, found.where))
-    return found
+    resolved = LoadedRecipe(recipe, origins, loaded.path)
+    raise_all(check_recipe(recipe, resolved.where))
+    return resolved
 
 
 def _where(path: Path, key: str, origin: str) -> str:
@@ -270,7 +266,7 @@ def _where(path: Path, key: str, origin: str) -> str:
 
 
 def _layers(path: Path, overrides: Sequence[str]) -> Iterator[tuple[str, dict[_Key, Any]]]:
-    """Origin and leaves of the parent, the file and the command line."""
+    """Yield origin and leaves of the parent, the file and the command line."""
     data = read_mapping(path, RecipeUnreadable, "recipe")
     parent_name = data.pop("extends", None)
     if parent_name is not None:
@@ -290,34 +286,34 @@ def _layers(path: Path, overrides: Sequence[str]) -> Iterator[tuple[str, dict[_K
                 hint=f"write `extends: {parent['extends']}` in {path} or copy the values",
             )
         layer = dict(_flatten(parent, Recipe))
-        yield f"extends {parent_name}", _beside(path.parent / parent_name, layer)
-    yield "recipe", _beside(path, dict(_flatten(data, Recipe)))
+        yield f"extends {parent_name}", _resolve_paths(path.parent / parent_name, layer)
+    yield "recipe", _resolve_paths(path, dict(_flatten(data, Recipe)))
     yield _COMMAND_LINE, _override_layer(path, overrides)
 
 
-def _beside(file: Path, layer: dict[_Key, Any]) -> dict[_Key, Any]:
-    """A file's values, with relative paths that exist in its folder taken from there."""
+def _resolve_paths(file: Path, layer: dict[_Key, Any]) -> dict[_Key, Any]:
+    """Prefix relative paths that exist in the file's folder with that folder."""
 
-    def beside(value: Any) -> Any:
-        if isinstance(value, list):  # of sources
-            return [{k: beside(v) if k == "source" else v for k, v in one.items()} if isinstance(one, dict) else one
-                    for one in value]  # fmt: skip
+    def resolve(value: Any) -> Any:
+        if isinstance(value, list):  # mixed sources
+            return [{k: resolve(v) if k == "source" else v for k, v in entry.items()} if isinstance(entry, dict)
+                    else entry for entry in value]  # fmt: skip
         if not isinstance(value, str) or not value or value in _WORDS:
             return value
-        # os.path, because pathlib raises where a text cannot be a path.
+        # os.path, because pathlib raises for texts that cannot be paths.
         path = os.path.join(file.parent, value)  # noqa: PTH118
         return path if os.path.exists(path) else value  # noqa: PTH110
 
     for key in (tuple(name.split(".")) for name in _PATHS):
         if key in layer:
-            layer[key] = beside(layer[key])
+            layer[key] = resolve(layer[key])
     return layer
 
 
 def _flatten(
     data: Mapping[str, Any], model: type[BaseModel] | None, prefix: _Key = ()
 ) -> Iterator[tuple[_Key, Any]]:
-    """The leaves of a mapping that `model` describes; None: its keys are free and its values are leaves."""
+    """Yield the leaves of a mapping described by `model`. None: keys are free and values are leaves."""
     for name, value in data.items():
         key = (*prefix, str(name))
         field = None if model is None else model.model_fields.get(name)
@@ -325,7 +321,7 @@ def _flatten(
         nested = section is not None or (field is not None and is_mapping(field.annotation))
         if nested and isinstance(value, Mapping):
             yield from _flatten(value, section, key)
-        elif section is None or value is not None:  # `data:` with nothing below it gives nothing
+        elif section is None or value is not None:  # skip an empty section such as `data:`
             yield key, value
 
 
@@ -358,7 +354,7 @@ def _override_layer(path: Path, overrides: Sequence[str]) -> dict[_Key, Any]:
 
 
 def _override_hint(words: Sequence[str]) -> str | None:
-    """Return how to write an override that was written as `key: value`, `--key=value`, or as two words."""
+    """Return the correct form of an override written as `key: value`, `--key=value`, or two words; None if unknown."""
     name, sign, text = re.fullmatch(r"-*([^=:]*)([=:]?)(.*)", words[0], re.DOTALL).groups()  # type: ignore[union-attr]
     known = [key for key, _ in leaves(Recipe)]
     near = difflib.get_close_matches(name.strip(), known, n=1)
@@ -374,7 +370,7 @@ def _accepts_null(annotation: Any) -> bool:
 
 
 def _split(name: str) -> _Key:
-    """Parts of a dotted name; the keys of a mapping such as `parallel.rules` may hold dots themselves."""
+    """Return the parts of a dotted name. Keys of a mapping such as `parallel.rules` may contain dots themselves."""
     for key, field in leaves(Recipe):
         if is_mapping(field.annotation) and name.startswith(f"{key}."):
             return (*key.split("."), name.removeprefix(f"{key}."))
@@ -402,25 +398,50 @@ def _override_value(path: Path, name: str, key: _Key, text: str) -> Any:
 # --- merging --------------------------------------------------------------------------------------------------------
 
 
+def _merge_layers(
+    path: Path,
+    overrides: Sequence[str],
+    layers: Sequence[tuple[str, Mapping[str, Any]]] | None,
+) -> dict[_Key, tuple[Any, str]]:
+    """Return the value and origin of every key after merging all layers; arguments as for `load_recipe`."""
+    merged: dict[_Key, tuple[Any, str]] = {("parallel", "auto"): (True, _DEFAULT)}
+    if layers is None:
+        sources = list(_layers(path, overrides))
+    else:
+        sources = [
+            (origin, {_split(key): v for key, v in layer.items()}) for origin, layer in layers
+        ]
+        sources.append((_COMMAND_LINE, _override_layer(path, overrides)))
+    for origin, layer in sources:
+        _merge_parallel(path, merged, layer, origin)
+        _drop_replaced(merged, layer)
+        for key, value in layer.items():
+            if value is _UNSET:
+                _drop(merged, key)
+            else:
+                merged[key] = (value, origin)
+    return merged
+
+
 def _drop(merged: dict[_Key, tuple[Any, str]], key: _Key) -> None:
-    """Remove a key and the keys below it, so that defaults hold."""
+    """Remove a key and all keys below it, so that their defaults apply."""
     for known in [k for k in merged if k[: len(key)] == key]:
         del merged[known]
 
 
 def _drop_replaced(merged: dict[_Key, tuple[Any, str]], layer: Mapping[_Key, Any]) -> None:
-    """Remove values of earlier layers that a layer replaces by another key, or by another stage."""
+    """Remove values of earlier layers that this layer replaces by an alternative key or by another stage."""
 
-    def is_given(key: _Key) -> bool:
+    def is_set(key: _Key) -> bool:
         return layer.get(key) not in (None, _UNSET)
 
     for first, second in _ALTERNATIVES:
-        for one, other in ((first, second), (second, first)):
-            if is_given(one) and other not in layer:
-                _drop(merged, other)
+        for key, alternative in ((first, second), (second, first)):
+            if is_set(key) and alternative not in layer:
+                _drop(merged, alternative)
     stage = layer.get(("stage",))
     before = merged.get(("stage",), ("pt", _DEFAULT))[0]
-    if isinstance(stage, str) and stage in COMPARED and stage != before:
+    if isinstance(stage, str) and stage in PREFERENCE_STAGES and stage != before:
         for key in _OF_STAGES:
             if key not in layer:
                 _drop(merged, key)
@@ -429,7 +450,7 @@ def _drop_replaced(merged: dict[_Key, tuple[Any, str]], layer: Mapping[_Key, Any
 def _merge_parallel(
     path: Path, merged: dict[_Key, tuple[Any, str]], layer: dict[_Key, Any], origin: str
 ) -> None:
-    """Apply the rules of the `parallel` section to a layer before it is merged."""
+    """Apply the rules of the `parallel` section to a layer before merging it."""
     auto = ("parallel", "auto")
     if layer.get(("parallel",)) == "auto":
         del layer[("parallel",)]
@@ -440,12 +461,12 @@ def _merge_parallel(
         if ("parallel", alias) not in layer:
             continue
         value = layer.pop(("parallel", alias))
-        twin = layer.get(("parallel", name))
-        if ("parallel", name) in layer and twin != value:
+        named = layer.get(("parallel", name))
+        if ("parallel", name) in layer and named != value:
             raise Contradiction(
                 f"`parallel.{alias}` and `parallel.{name}` are two names of one degree",
                 where=_where(path, f"parallel.{alias}", origin),
-                got=f"{alias}={value}, {name}={twin}",
+                got=f"{alias}={value}, {name}={named}",
                 hint=f"remove `parallel.{alias}`",
             )
         layer[("parallel", name)] = value
@@ -463,7 +484,7 @@ def _nest(path: Path, merged: Mapping[_Key, tuple[Any, str]]) -> dict[str, Any]:
         if isinstance(node, dict):
             node[name] = value
             continue
-        # A plain value where a section belongs is refused by validation.
+        # Validation rejects a plain value in place of a section.
         field = field_at(Recipe, sections)
         if field is not None and section_of(field.annotation) is None:
             key = dotted(sections)
@@ -477,13 +498,13 @@ def _nest(path: Path, merged: Mapping[_Key, tuple[Any, str]]) -> dict[str, Any]:
 
 
 def with_absolute_paths(recipe: Recipe) -> Recipe:
-    """Return the recipe for any working directory: paths absolute, snapshots by name and commit."""
+    """Return the recipe in a form valid in any working directory: absolute paths; Hub snapshots by name and commit."""
 
     def absolute(value: str | None, written: bool) -> str | None:
         if not value or value in _WORDS:
             return value
         if (name := name_of_snapshot(value)) is not None:
-            return str(name)  # on another machine the cache lies elsewhere
+            return str(name)  # the cache path differs between machines
         path = os.path.abspath(os.path.expanduser(value))  # noqa: PTH100, PTH111
         return path if written or os.path.exists(path) else value  # noqa: PTH110
 
@@ -491,7 +512,7 @@ def with_absolute_paths(recipe: Recipe) -> Recipe:
         section, _, name = key.rpartition(".")
         owner = getattr(recipe, section) if section else recipe
         value = getattr(owner, name)
-        if isinstance(value, tuple):  # of sources
+        if isinstance(value, tuple):  # mixed sources
             own = [p.model_copy(update={"source": absolute(p.source, False)}) for p in value]
             changed = owner.model_copy(update={name: tuple(own)})
         else:
@@ -503,20 +524,20 @@ def with_absolute_paths(recipe: Recipe) -> Recipe:
 
 
 def paths_read(recipe: Recipe) -> list[tuple[str, str]]:
-    """Return what a recipe may read: dotted keys with files, directories, or names that are none."""
-    found: list[tuple[str, str]] = [("grpo.reward_funcs", n) for n in recipe.grpo.reward_funcs]
+    """Return the files, directories and names that a recipe may read, each with its dotted key."""
+    paths: list[tuple[str, str]] = [("grpo.reward_funcs", n) for n in recipe.grpo.reward_funcs]
     for key in _PATHS:
         section, _, name = key.rpartition(".")
         value = getattr(getattr(recipe, section) if section else recipe, name)
         values = [part.source for part in value] if isinstance(value, tuple) else [value]
-        found += [(key, v) for v in values if v and v not in _WORDS]
-    return found
+        paths += [(key, v) for v in values if v and v not in _WORDS]
+    return paths
 
 
 def recipe_to_yaml(recipe: Recipe) -> str:
-    """The resolved recipe as YAML, itself a valid recipe that loads to the same values.
+    """Return the resolved recipe as YAML: a valid recipe that loads to the same values.
 
-    Under `parallel.auto` the degrees and choices that were not given stay out, because a written one is fixed.
+    With `parallel.auto`, degrees and choices that were not given are omitted, because a written value would fix them.
     """
     data = recipe.model_dump(mode="json")
     if recipe.parallel.auto:
@@ -529,7 +550,7 @@ def recipe_to_yaml(recipe: Recipe) -> str:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes texts with control characters: PyYAML writes NEL as it is, and reads it as a line break."""
+    """YAML dumper that quotes control characters: PyYAML writes NEL unquoted but reads it as a line break."""
 
 
 def _text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:

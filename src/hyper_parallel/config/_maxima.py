@@ -1,30 +1,31 @@
-"""Largest counts that a recipe may name: beyond all machines and runs that are published, and cheap to plan for."""
+"""Upper bounds of counts in a recipe: above all published machines and runs, and still cheap to plan for."""
 
 from __future__ import annotations
 
 from typing import Final
 
 MOST_RANKS: Final = 2**20
-"""Ranks of a run, and each degree: the largest clusters that are announced have some hundred thousand devices."""
+"""Ranks of a run, and each parallel degree. The largest announced clusters have some 100,000 devices."""
 MOST_STAGES: Final = 2**12
-"""Pipeline stages, virtual ones included: no model has as many layers."""
+"""Pipeline stages, including virtual ones. No model has that many layers."""
 MOST_LAYERS: Final = 2**16
 """Decoder layers of one stage."""
 MOST_STEPS: Final = 10**9
-"""Steps of a run; published runs have some million."""
+"""Steps of a run. Published runs have a few million."""
 MOST_SEQ_LEN: Final = 2**25
-"""Tokens of a sequence; the longest context that is published has 10 million."""
+"""Tokens of a sequence. The longest published context is 10 million."""
 MOST_TOKENS: Final = 2**32
-"""Tokens of a step; published runs have up to some hundred million."""
+"""Tokens of a step. Published runs use up to a few hundred million."""
 MOST_SEQUENCES: Final = 2**22
-"""Sequences of a step, over all ranks: each has an entry in memory."""
+"""Sequences of a step over all ranks; each has an entry in memory."""
 MOST_VOCABULARY: Final = 2**22
-"""Entries of a tokenizer; the largest that is published has about a million."""
+"""Entries of a tokenizer. The largest published one has about a million."""
 MOST_RANK: Final = 2**16
 """Rank of an adapter."""
 MOST_REPEATS: Final = 2**16
-"""Completions of a prompt, and steps from the same completions."""
+"""Completions per prompt, and optimizer steps on the same completions."""
 MOST_SECONDS: Final = 1e9
-"""Of a deadline: thirty years."""
+"""Seconds or minutes of a deadline: 1e9 s is about thirty years."""
 MOST_WEIGHT: Final = 1e9
-"""Of one source among several, as its inverse is the least: sums and shares stay exact enough."""
+"""Weight of a mixed source; its inverse is the minimum. Within these bounds float64 sums and shares are exact
+enough."""

@@ -1,4 +1,4 @@
-"""The section of a recipe for what leaves the device memory."""
+"""Offload section: planned device memory."""
 
 from __future__ import annotations
 
@@ -10,35 +10,38 @@ from hyper_parallel.config._sections import Section
 from hyper_parallel.config._values import directory, rate, size, size_or_auto
 
 Bytes = Annotated[int, BeforeValidator(size)]
-"""A number of bytes; text such as `12GiB` is accepted."""
+"""Number of bytes; text such as `12GiB` is accepted."""
 
 
 class Offload(Section):
-    """Device memory by plan: state and activations live in host memory or files while nothing needs them.
+    """Planned device memory: idle state and activations are offloaded to host memory or files, or recomputed.
 
-    On as soon as one goal is given, `budget` or `max_slowdown`.
+    Enabled when one goal is given: `budget` or `max_slowdown`.
     """
 
     budget: Annotated[int | Literal["auto"] | None, BeforeValidator(size_or_auto)] = None
-    """Device bytes of a rank (`12GiB`); the fastest plan under it runs. auto: what the device has left."""
+    """Device memory per rank in bytes (`12GiB`); the fastest plan within it is used. auto: the free memory of the
+    device."""
     max_slowdown: float | None = Field(default=None, ge=0)
-    """The other goal: the least device memory for at most this share of more time (0.02: 2 %)."""
+    """Alternative goal: smallest device memory whose step time grows by at most this fraction (0.02: 2 %)."""
     dram: Bytes | None = None
-    """Host memory one rank may use. None: its share of the topology's, else unlimited."""
+    """Maximum host memory per rank in bytes. None: the rank's share of the topology's host memory; unlimited if the
+    topology states none."""
     flash_dir: Annotated[str | None, BeforeValidator(directory)] = None
-    """Directory for what leaves the host memory too. None: nothing goes to files."""
+    """Directory for storages that do not fit in host memory either. None: no files are used."""
     flash: Bytes | None = None
-    """Bytes of files one rank may write there. None: unlimited."""
+    """Maximum bytes of files per rank in `flash_dir`. None: unlimited."""
     bandwidth: Annotated[int | None, BeforeValidator(rate)] = None
-    """Bytes/s between device and host memory per direction that the plan assumes (`50GB/s`). None: the topology's."""
+    """Copy bandwidth between device and host memory per direction (`50GB/s`) that the plan assumes. None: the
+    topology's."""
     reorder: bool = True
-    """Operators may change their order, never what they compute."""
+    """Allow the plan to reorder operators. Results are unchanged."""
     recompute: bool = True
-    """Results may be dropped and computed again."""
+    """Allow the plan to drop intermediate results and recompute them."""
     update_on_host: bool = False
-    """Optimizer updates may run on the CPU, on state that stays in host memory. It may round differently there."""
+    """Allow optimizer updates on the CPU for state in host memory. Off by default, because CPU rounding may differ."""
 
     @property
     def on(self) -> bool:
-        """A goal is given."""
+        """True if a goal is given."""
         return self.budget is not None or self.max_slowdown is not None

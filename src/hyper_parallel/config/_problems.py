@@ -1,6 +1,6 @@
-"""From pydantic's validation errors to coded errors: dotted path, origin, nearest key, what would be allowed.
+"""Conversion of pydantic validation errors to coded errors with dotted path, origin, nearest key and allowed values.
 
-Used for recipes and for every other file that a pydantic section describes (topology files).
+Used for recipes and for other files with a pydantic model, such as topology files.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any, Final, TypeVar
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
 
 from hyper_parallel.config._read import read_mapping
 from hyper_parallel.config.foreign_keys import FOREIGN_NAMES, ForeignKey
@@ -25,15 +26,15 @@ from hyper_parallel.errors import BadValue, HyperParallelError, UnknownKey, abbr
 S = TypeVar("S", bound=BaseModel)
 
 _MOST_PROBLEMS: Final = 50
-"""Of one file that are told: more than a screen holds. Not measured."""
+"""Maximum number of problems reported per file; more than a screen holds. Not measured."""
 _SHORTEST: Final = 4
-"""Letters of a word that is taken for the beginning of a longer one."""
+"""Minimum number of letters for matching a word as the beginning of a longer one."""
 _ASSIGNMENT: Final = re.compile(r"([a-z_]+?)[=:]?(\d+)")
-"""A key and a number in one word, such as `dp2` or `tp=4`."""
+"""Key and number in one word, such as `dp2` or `tp=4`."""
 
 
 def dotted(path: Sequence[str | int]) -> str:
-    """`("tiers", 0, "size")` as `tiers[0].size`."""
+    """Return a path as dotted text: `("tiers", 0, "size")` becomes `tiers[0].size`."""
     text = ""
     for part in path:
         text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
@@ -41,7 +42,7 @@ def dotted(path: Sequence[str | int]) -> str:
 
 
 def section_of(annotation: object) -> type[BaseModel] | None:
-    """The section class of a field annotation, also inside `X | None`, tuple[X, ...] and dict[str, X]."""
+    """Return the section class of an annotation, also inside `X | None`, tuple[X, ...] and dict[str, X]; else None."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     inner = (section_of(argument) for argument in typing.get_args(annotation))
@@ -49,7 +50,7 @@ def section_of(annotation: object) -> type[BaseModel] | None:
 
 
 def optional_section(annotation: object) -> type[BaseModel] | None:
-    """The section of a field that is one, or may be one; None for values and collections of sections."""
+    """Return the section class of an annotation `X` or `X | None`; None for values and collections of sections."""
     for inner in (annotation, *typing.get_args(annotation)):
         if isinstance(inner, type) and issubclass(inner, BaseModel):
             is_union = inner is annotation or type(None) in typing.get_args(annotation)
@@ -58,7 +59,7 @@ def optional_section(annotation: object) -> type[BaseModel] | None:
 
 
 def field_at(model: type[BaseModel], path: Sequence[str | int]) -> FieldInfo | None:
-    """The field a path points into, or None when there is none; list indices and mapping keys are stepped over."""
+    """Return the field that a path refers to, or None. List indices and mapping keys in the path are skipped."""
     section: type[BaseModel] | None = model
     field: FieldInfo | None = None
     parts = iter(path)
@@ -75,12 +76,12 @@ def field_at(model: type[BaseModel], path: Sequence[str | int]) -> FieldInfo | N
 
 
 def is_mapping(annotation: object) -> bool:
-    """Whether a field is a mapping with free keys."""
+    """Return whether an annotation is a mapping with free keys."""
     return typing.get_origin(annotation) in (dict, Mapping)
 
 
 def describe(field: FieldInfo) -> str:
-    """What a field accepts, in words: `an integer >= 1`, `cosine, wsd, linear, constant`, `true or false`."""
+    """Return a description of a field's values: `an integer >= 1`, `cosine, wsd, linear`, `true or false`."""
     text = _describe(field.annotation)
     signs = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
     bounds = [
@@ -119,13 +120,13 @@ def _describe(annotation: Any) -> str:
 
 
 def keys_of(model: type[BaseModel]) -> list[str]:
-    """The keys a section accepts, aliases included."""
+    """Return the keys that a section accepts, including aliases."""
     aliases: Mapping[str, str] = getattr(model, "KEY_ALIASES", {})
     return [*model.model_fields, *aliases]
 
 
 def leaves(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Every dotted key of a section and its field, nested sections expanded, in order."""
+    """Yield every dotted key of a section with its field, in order; nested sections are expanded."""
     for name, field in model.model_fields.items():
         annotation = field.annotation
         if isinstance(annotation, type) and issubclass(annotation, BaseModel):
@@ -135,10 +136,10 @@ def leaves(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Fiel
 
 
 def nearest_key(model: type[BaseModel], path: Sequence[str | int]) -> str | None:
-    """Return the key that was probably meant by an unknown one; None where no key is near.
+    """Return the key that an unknown key probably means, or None.
 
-    The same word in another section comes first, then a near sibling, then one that begins with the word, then a near
-    word in another section.
+    Order of preference: the same word in another section, a similar sibling, the only sibling that begins with the
+    word, a similar word in another section.
     """
     section = _section_at(model, path[:-1]) or model
     word, prefix = str(path[-1])[:80].lower(), dotted(path[:-1])
@@ -155,7 +156,7 @@ def nearest_key(model: type[BaseModel], path: Sequence[str | int]) -> str | None
 
 
 def _all_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """Yield every dotted key below a section that holds a value, aliases included."""
+    """Yield every dotted key below a section that holds a value, including aliases."""
     for name in keys_of(model):
         field = model.model_fields.get(name)
         inner = None if field is None else optional_section(field.annotation)
@@ -168,15 +169,15 @@ def _all_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
 def _foreign_hint(
     model: type[BaseModel], key: str, value: object, pasteable: Callable[[str, object, str], str]
 ) -> str | None:
-    """Return how to write a key of another training program; None where the name is not known."""
+    """Return the hint for a key of another training program, or None if the name is unknown."""
     names: Mapping[str, ForeignKey] = getattr(model, "FOREIGN_KEYS", {})
     parts = key.lower().replace("-", "_").split(".")
-    # The last two parts first: `optimizer.name` is another key than `model.name`; then `lora.rank` as `lora_rank`.
-    found = (names.get(name) for name in (".".join(parts[-2:]), "_".join(parts[-2:]), parts[-1]))
-    foreign = next((one for one in found if one is not None), None)
+    # Two parts first, because `optimizer.name` differs from `model.name`; then `lora.rank` as `lora_rank`.
+    spellings = (".".join(parts[-2:]), "_".join(parts[-2:]), parts[-1])
+    foreign = next((names[name] for name in spellings if name in names), None)
     if foreign is None or foreign.advice:
         return None if foreign is None else foreign.advice
-    with suppress(TypeError):  # a value without a hash
+    with suppress(TypeError):  # unhashable value
         value = foreign.values.get(value, value)
     *sections, name = foreign.key.split(".")
     owner = _section_at(model, sections)
@@ -188,11 +189,11 @@ def _foreign_hint(
 
 
 def _accepts(field: FieldInfo, value: object) -> bool:
-    kind: Any = field.annotation
+    annotation: Any = field.annotation
     if field.metadata:
-        kind = typing.Annotated.__class_getitem__((kind, *field.metadata))  # type: ignore[attr-defined]
+        annotation = typing.Annotated.__class_getitem__((annotation, *field.metadata))  # type: ignore[attr-defined]
     try:
-        TypeAdapter(kind).validate_python(value)
+        TypeAdapter(annotation).validate_python(value)
     except ValidationError:
         return False
     return True
@@ -210,63 +211,73 @@ def problems(
     pasteable: Callable[[str, object, str], str],
     data: object,
 ) -> list[HyperParallelError]:
-    """One coded error for each item of a validation error, in the order of the file's sections.
+    """Return one coded error per item of a validation error, in the order of the file's sections.
 
     Args:
-        error: What pydantic raised while validating `model`.
-        model: The section at the root of the file.
-        data: Values that were validated.
-        where: Origin of a dotted key: `recipe.yaml: training.lr (set by command line)`.
-        pasteable: A key and a value as the user would write them; third, the key that the user has written.
+        error: Error raised by pydantic while validating `model`.
+        model: Section at the root of the file.
+        where: Returns the origin of a dotted key: `recipe.yaml: training.lr (set by command line)`.
+        pasteable: Returns a key and a value in the user's syntax; its third argument is the key the user wrote.
+        data: Validated values.
     """
-    found: list[HyperParallelError] = []
-    for item in error.errors(include_url=False, include_context=False)[:_MOST_PROBLEMS]:
-        # A union of forms puts the tag of the form into the path, in brackets.
-        path = tuple(part for part in item["loc"] if not str(part).startswith("["))
-        value = item["input"]
-        key, field = dotted(path), field_at(model, path)
-        allowed = None if field is None else describe(field)
-        if item["type"] == "extra_forbidden":
-            if isinstance(value, dict) and value and field is None and _is_foreign(model, path):
-                found += [
-                    _unknown_key(model, (*path, *inner), leaf, where, pasteable)
-                    for inner, leaf in _leaves_of(value)
-                ]
-                continue
-            problem: HyperParallelError = _unknown_key(model, path, value, where, pasteable)
-        elif item["type"] == "missing":
-            inner = None if field is None else optional_section(field.annotation)
-            whole = f"{key}.{getattr(inner, 'MAIN_KEY', '')}".rstrip(".")
-            problem = BadValue(
-                f"`{key}` is missing",
-                got="nothing",
-                allowed=allowed,
-                hint=f"give `{whole}` a value",
-            )
-        elif isinstance(value, dict) and value and field is not None and not _has_keys(field):
-            found += [
-                _unknown_key(model, (*path, *inner), leaf, where, pasteable)
-                for inner, leaf in _leaves_of(value)
-            ]
-            continue
-        elif item["loc"][-1] == "[key]" and field is not None:
-            problem = _unknown_name(field, path, data, pasteable)
-        elif item["type"] == "value_error":
-            message = item["msg"].removeprefix("Value error, ")
-            hint = None if field is None else _default_hint(field, key, pasteable)
-            problem = BadValue(
-                f"`{key}`: {message}" if key else message, got=_short(value), hint=hint
-            )
-        else:
-            problem = BadValue(
-                f"`{key}` has a value that is not allowed",
-                got=_short(value),
-                allowed=allowed or item["msg"],
-                hint=_value_hint(model, path, value, data, pasteable),
-            )
-        problem.where = where(key)
-        found.append(problem)
-    return found
+    items = error.errors(include_url=False, include_context=False)[:_MOST_PROBLEMS]
+    return [p for item in items for p in _item_problems(item, model, where, pasteable, data)]
+
+
+def _item_problems(
+    item: ErrorDetails,
+    model: type[BaseModel],
+    where: Callable[[str], str],
+    pasteable: Callable[[str, object, str], str],
+    data: object,
+) -> list[HyperParallelError]:
+    """Return the errors of one item: one per leaf for a section of another program, else one."""
+    # A tagged union puts its tag into the path, in brackets.
+    path = tuple(part for part in item["loc"] if not str(part).startswith("["))
+    value = item["input"]
+    key, field = dotted(path), field_at(model, path)
+    allowed = None if field is None else describe(field)
+    is_extra = item["type"] == "extra_forbidden"
+    if (
+        isinstance(value, dict)
+        and value
+        and (
+            field is None and _is_foreign(model, path)
+            if is_extra
+            else item["type"] != "missing" and field is not None and not _has_keys(field)
+        )
+    ):
+        return [
+            _unknown_key(model, (*path, *inner), leaf, where, pasteable)
+            for inner, leaf in _leaves_of(value)
+        ]
+    problem: HyperParallelError
+    if is_extra:
+        problem = _unknown_key(model, path, value, where, pasteable)
+    elif item["type"] == "missing":
+        section = None if field is None else optional_section(field.annotation)
+        main_key = f"{key}.{getattr(section, 'MAIN_KEY', '')}".rstrip(".")
+        problem = BadValue(
+            f"required key `{key}` is missing",
+            got="nothing",
+            allowed=allowed,
+            hint=f"give `{main_key}` a value",
+        )
+    elif item["loc"][-1] == "[key]" and field is not None:
+        problem = _unknown_name(field, path, data, pasteable)
+    elif item["type"] == "value_error":
+        message = item["msg"].removeprefix("Value error, ")
+        hint = None if field is None else _default_hint(field, key, pasteable)
+        problem = BadValue(f"`{key}`: {message}" if key else message, got=_short(value), hint=hint)
+    else:
+        problem = BadValue(
+            f"`{key}` has a value that is not allowed",
+            got=_short(value),
+            allowed=allowed or item["msg"],
+            hint=_value_hint(model, path, value, data, pasteable),
+        )
+    problem.where = where(key)
+    return [problem]
 
 
 def _value_hint(
@@ -276,7 +287,7 @@ def _value_hint(
     data: object,
     pasteable: Callable[[str, object, str], str],
 ) -> str | None:
-    """Return the hint for a value that a key does not take: a near word, a list of one, or the key that is meant."""
+    """Return the hint for an invalid value: a similar allowed value, a one-element list, or the intended key."""
     field, key = field_at(model, path), dotted(path)
     if field is None:
         return None
@@ -291,7 +302,7 @@ def _value_hint(
 def _default_hint(
     field: FieldInfo, key: str, pasteable: Callable[[str, object, str], str]
 ) -> str | None:
-    """Return the hint for a value that is near to none that is allowed: the default; None without a plain one."""
+    """Return a hint with the default value, or None if the default is not a plain value."""
     plain = field.default is None or isinstance(field.default, (bool, int, float, str))
     if "[" in key or not plain or not _accepts(field, field.default):
         return None
@@ -301,18 +312,18 @@ def _default_hint(
 def _near_value(
     model: type[BaseModel], field: FieldInfo, path: Sequence[str | int], value: object
 ) -> tuple[object] | None:
-    """Return an allowed value that is probably meant by another one, in a tuple; None where none is near."""
-    others = getattr(model, "FOREIGN_VALUES", {}).get(
+    """Return the allowed value that an invalid value probably means, in a 1-tuple; None if there is none."""
+    foreign_values = getattr(model, "FOREIGN_VALUES", {}).get(
         dotted([part for part in path if isinstance(part, str)]), {}
     )
-    given = value[:80] if isinstance(value, str) else abbreviated(value)
+    text = value[:80] if isinstance(value, str) else abbreviated(value)
     of_list = typing.get_origin(field.annotation) is tuple and not isinstance(path[-1], int)
     words = _words(field.annotation)
     if of_list and not isinstance(value, (list, tuple, dict)) and _accepts(field, [value]):
         return ([value],)
-    if (named := others.get(given.lower())) is not None:
-        known: object = named
-    elif word := _near_word(given, words):
+    if (equivalent := foreign_values.get(text.lower())) is not None:
+        known: object = equivalent
+    elif word := _near_word(text, words):
         known = word
     else:
         return None
@@ -321,10 +332,10 @@ def _near_value(
     return (known,)
 
 
-def _near_word(given: str, words: Sequence[str]) -> str | None:
-    """Return the word that differs by case, begins or is begun by a text, or is near to it."""
+def _near_word(value: str, words: Sequence[str]) -> str | None:
+    """Return the word that equals a text except for case, is a prefix or an extension of it, or is similar to it."""
     lower = {word.lower(): word for word in words}
-    text = given.lower()
+    text = value.lower()
     if text in lower:
         return lower[text]
     begun = [w for w in lower if re.match(rf"{re.escape(w)}[-_ ]", text)]
@@ -346,7 +357,7 @@ def _words(annotation: Any) -> list[str]:
 
 
 def _whole_value(path: Sequence[str | int], value: object, data: object) -> tuple[str, object]:
-    """Return a key that an override can set, and its value with another one at the path: lists are set as a whole."""
+    """Return an overridable key and its value with the item at `path` replaced; lists are set as a whole."""
     index = next((i for i, part in enumerate(path) if isinstance(part, int)), None)
     if index is None:
         return dotted(path), value
@@ -369,7 +380,7 @@ def _unknown_name(
     data: object,
     pasteable: Callable[[str, object, str], str],
 ) -> BadValue:
-    """Return the error for a name that a mapping such as `data.columns` does not have."""
+    """Return the error for an unknown entry name in a mapping such as `data.columns`."""
     *sections, name = path
     key, words = dotted(sections), _names_of(field)
     mapping: Any = data
@@ -377,16 +388,16 @@ def _unknown_name(
         mapping = mapping[part]
     own = mapping[name]
     shown, rest = f"{name!s:.80}", {k: v for k, v in mapping.items() if k != name}
-    turned = hint = None
+    corrected = hint = None
     if isinstance(own, str) and own in words:
-        turned = {**rest, own: name}
+        corrected = {**rest, own: name}
     elif near := FOREIGN_NAMES.get(str(name).lower()) or _near_word(str(name), words):
-        turned = {**rest, near: own} if near in words else None
-    if turned is not None:
-        root, whole = _whole_value(sections, turned, data)
+        corrected = {**rest, near: own} if near in words else None
+    if corrected is not None:
+        root, whole = _whole_value(sections, corrected, data)
         hint = f"write `{pasteable(root, whole, root)}`"
     return BadValue(
-        f"`{key}` has no entry `{shown}`: before the colon is a name of the list below, behind it one of the records",
+        f"`{key}` has no entry `{shown}`: write one of the allowed names before the colon, and the records' after it",
         got=f"{shown}: {own!s:.80}",
         allowed=words,
         hint=hint,
@@ -394,7 +405,7 @@ def _unknown_name(
 
 
 def _names_of(field: FieldInfo) -> list[str]:
-    """Return the names that a mapping takes as keys."""
+    """Return the names that a mapping accepts as keys."""
     for annotation in (field.annotation, *typing.get_args(field.annotation)):
         if is_mapping(annotation):
             return _words(typing.get_args(annotation)[0])
@@ -408,12 +419,12 @@ def _main_key_hint(
     value: object,
     pasteable: Callable[[str, object, str], str],
 ) -> str | None:
-    """Return the hint for a plain value where a section belongs: its main key, or keys in the value, may be meant."""
+    """Return the hint for a plain value in place of a section: its main key, or assignments contained in the value."""
     section = optional_section(field.annotation)
     if section is None:
         return None
-    if isinstance(value, str) and (found := _assignments(model, section, key, value)):
-        return " ".join(("write", *(f"`{pasteable(k, number, key)}`" for k, number in found)))
+    if isinstance(value, str) and (degrees := _assignments(model, section, key, value)):
+        return " ".join(("write", *(f"`{pasteable(k, number, key)}`" for k, number in degrees)))
     main = getattr(section, "MAIN_KEY", "")
     if not main:
         return None
@@ -427,8 +438,8 @@ def _main_key_hint(
 def _assignments(
     model: type[BaseModel], section: type[BaseModel], key: str, text: str
 ) -> list[tuple[str, int]]:
-    """Return keys of a section with numbers that one text such as `tp2,pp=2` holds; empty where it holds others."""
-    found = []
+    """Return the section keys and numbers in a text such as `tp2,pp=2`; empty if any word is something else."""
+    assignments = []
     names: Mapping[str, ForeignKey] = getattr(model, "FOREIGN_KEYS", {})
     for word in re.split(r"[\s,;+x]+", text[:80].lower()):
         parts = _ASSIGNMENT.fullmatch(word)
@@ -437,23 +448,23 @@ def _assignments(
         name = parts[1]
         foreign = names[name].key if name in names else ""
         if name in keys_of(section):
-            found.append((f"{key}.{name}", int(parts[2])))
+            assignments.append((f"{key}.{name}", int(parts[2])))
         elif foreign.startswith(f"{key}."):
-            found.append((foreign, int(parts[2])))
+            assignments.append((foreign, int(parts[2])))
         else:
             return []
-    return found
+    return assignments
 
 
 def _has_keys(field: FieldInfo) -> bool:
-    """Whether a field is a section, a collection of sections, or a mapping with free keys."""
+    """Return whether a field is a section, a collection of sections, or a mapping with free keys."""
     arguments = typing.get_args(field.annotation)
     mapping = is_mapping(field.annotation) or any(map(is_mapping, arguments))
     return mapping or section_of(field.annotation) is not None
 
 
 def _is_foreign(model: type[BaseModel], path: Sequence[str | int]) -> bool:
-    """Whether a path is a section that another program has, not a misspelt one."""
+    """Return whether a path is a top-level section of another program and not a misspelled one of this program."""
     return len(path) == 1 and not difflib.get_close_matches(
         str(path[0])[:80], keys_of(model), n=1, cutoff=0.9
     )
@@ -469,7 +480,7 @@ def _leaves_of(value: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], Any]
 
 
 def _parts(key: str) -> list[str | int]:
-    """Return the parts of a dotted key: those of `data.source[0].weight` are data, source, 0 and weight."""
+    """Return the parts of a dotted key: `data.source[0].weight` gives data, source, 0 and weight."""
     return [int(part) if part.isdigit() else part for part in re.findall(r"[^.\[\]]+", key)]
 
 
@@ -480,7 +491,7 @@ def _unknown_key(
     where: Callable[[str], str],
     pasteable: Callable[[str, object, str], str],
 ) -> UnknownKey:
-    """Return the error for a key that does not exist, with the key that was probably meant."""
+    """Return the error for an unknown key, with the probably intended key as the hint."""
     key, section = dotted(path), _section_at(model, path[:-1])
     hint = _foreign_hint(model, key, value, pasteable)
     if hint is None and (near := nearest_key(model, path)):
@@ -506,10 +517,11 @@ def validated(
     where: Callable[[str], str],
     pasteable: Callable[[str, object, str], str],
 ) -> S:
-    """The section that data are; arguments as for `problems`.
+    """Return the validated section; arguments as for `problems`.
 
     Raises:
-        UnknownKey: HP101, BadValue: HP102 for what the section does not allow.
+        UnknownKey: HP101 for a key that the section does not have.
+        BadValue: HP102 for a value that the section does not allow.
     """
     try:
         return model.model_validate(data)
@@ -518,11 +530,11 @@ def validated(
         raise
 
 
-def of_file(path: Path, model: type[S], error: type[HyperParallelError], what: str) -> S:
-    """The section that a YAML or JSON file holds; arguments and errors as for `read_mapping` and `validated`."""
+def read_section(path: Path, model: type[S], error: type[HyperParallelError], file_type: str) -> S:
+    """Return the section in a YAML or JSON file; arguments and errors as for `read_mapping` and `validated`."""
     return validated(
         model,
-        read_mapping(path, error, what),
+        read_mapping(path, error, file_type),
         lambda key: f"{path}: {key}" if key else str(path),
         lambda key, value, _: f"{key.rpartition('.')[2]}: {value}",
     )
@@ -532,16 +544,16 @@ def _short(value: object) -> str:
     return "nothing" if value is None else abbreviated(value)
 
 
-def raise_all(found: Sequence[HyperParallelError]) -> None:
-    """Raise the first of several problems, the others as one line each; return when there is none."""
-    if not found:
+def raise_all(errors: Sequence[HyperParallelError]) -> None:
+    """Raise the first of several problems, with the others as one line each; return if there are none."""
+    if not errors:
         return
-    first = found[0]
+    first = errors[0]
     first.others = tuple(
         f"error[{e.code}]: {e.what}"
         + (f" (got {e.got})" if e.got is not None else "")
         + (f"; allowed: {e.allowed}" if isinstance(e.allowed, str) else "")
         + (f"; {e.hint}" if e.hint is not None else "")
-        for e in found[1:]
+        for e in errors[1:]
     )
     raise first

@@ -1,7 +1,7 @@
-"""Read one YAML or JSON file into a mapping; syntax errors and repeated keys are refused with their line.
+"""Reader of one YAML or JSON file into a mapping. Syntax errors and repeated keys are reported with their line.
 
-Files are bounded before anything is built from them: in bytes and nesting by their text, in elements by what aliases
-and merges (`<<`) make of it.
+Limits are checked before objects are built: file size and nesting on the text, and the number of elements after
+expanding aliases and merges (`<<`).
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from hyper_parallel.received import LimitExceeded, Limits, check_value, read_tex
 if TYPE_CHECKING:
     _Loader = yaml.SafeLoader
 else:
-    # The loader of libyaml reads several times faster; not every build of PyYAML has it.
+    # libyaml's loader is several times faster, but not every build of PyYAML includes it.
     _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 LIMITS: Final = Limits(num_bytes=512 * 1024, num_elements=50_000, depth=30, integer_bits=4096)
-"""Of a recipe, a topology, a list of data sets: the longest that are published have some hundred lines."""
+"""Limits of a recipe, a topology or a list of data sets; the longest published ones have a few hundred lines."""
 
 _MERGE: Final = "tag:yaml.org,2002:merge"
 _LONG_NUMBER: Final = re.compile(r"[-+]?[0-9.][0-9a-fA-FxXobeE_:.+-]{1000,}\Z")
-"""A plain scalar that would be read as a number of more than 1,000 characters."""
+"""Plain scalar that YAML would parse as a number of more than 1,000 characters."""
 
 
 class _StrictLoader(_Loader):
-    """SafeLoader that refuses a key given twice; YAML itself would silently keep the last."""
+    """SafeLoader that rejects repeated keys; plain YAML silently keeps the last one."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[Hashable] = set()
@@ -43,7 +43,7 @@ class _StrictLoader(_Loader):
                 continue
             key = self.construct_object(key_node, deep=True)
             if not isinstance(key, Hashable):
-                break  # refused below
+                break  # the parent class raises
             if key in seen:
                 raise yaml.constructor.ConstructorError(
                     None,
@@ -55,7 +55,7 @@ class _StrictLoader(_Loader):
         return super().construct_mapping(node, deep=deep)
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
-        """Merge what `<<` names, as long as the sum of keys is within the limit."""
+        """Expand merge keys (`<<`) while the total number of keys is within the limit."""
         num_keys = len(node.value)
         for key_node, value_node in node.value:
             if key_node.tag != _MERGE:
@@ -73,21 +73,21 @@ class _StrictLoader(_Loader):
         super().flatten_mapping(node)
 
 
-def read_mapping(path: Path, error: type[HyperParallelError], what: str) -> dict[str, Any]:
-    """Read a file whose top level is a mapping; a name that ends in `.json` is read as JSON, all others as YAML.
+def read_mapping(path: Path, error: type[HyperParallelError], file_type: str) -> dict[str, Any]:
+    """Read a file whose top level is a mapping: JSON if the name ends in `.json`, else YAML.
 
     Args:
-        path: The file.
+        path: File to read.
         error: Class of the error to raise.
-        what: What the file is, for messages: `recipe`, `topology file`.
+        file_type: File type for messages: `recipe`, `topology file`.
 
     Raises:
-        HyperParallelError: Of class `error`, when the file is missing, is not text, is not YAML or JSON, repeats a
+        HyperParallelError: Instance of `error`, if the file is missing, is not text, is not YAML or JSON, repeats a
             key, exceeds `LIMITS`, or is not a mapping.
     """
 
     def refusal(problem: str, place: str = "", hint: str | None = None) -> HyperParallelError:
-        return error(f"the {what} {problem}", where=f"{path}{place}", hint=hint)
+        return error(f"the {file_type} {problem}", where=f"{path}{place}", hint=hint)
 
     is_json = path.suffix.lower() == ".json"
     try:
@@ -108,12 +108,12 @@ def read_mapping(path: Path, error: type[HyperParallelError], what: str) -> dict
         place = "" if mark is None else f": line {mark.line + 1}, column {mark.column + 1}"
         raise refusal(f"is not YAML: {cause.problem}", place) from cause
     except LimitExceeded as cause:
-        raise refusal(f"is beyond what is read: {cause}") from cause
+        raise refusal(f"exceeds a size limit: {cause}") from cause
     except (yaml.YAMLError, ValueError) as cause:
         raise refusal(f"cannot be read: {cause}") from cause
     if not isinstance(data, dict) or not all(isinstance(key, str) for key in data):
         raise error(
-            f"the {what} is not a mapping of keys",
+            f"the {file_type} is not a mapping of keys",
             where=str(path),
             got="an empty file" if data is None else type(data).__name__,
             allowed="lines of the form `key: value`",
@@ -125,8 +125,8 @@ def parse_yaml(text: str, limits: Limits = LIMITS) -> Any:
     """Return the value of a YAML text.
 
     Raises:
-        yaml.YAMLError: It is no YAML, also when a key is given twice or a number or date is none.
-        LimitExceeded: It exceeds the limits.
+        yaml.YAMLError: The text is not YAML, repeats a key, or contains an invalid number or date.
+        LimitExceeded: The text exceeds the limits.
     """
     if len(text) > limits.num_bytes:
         raise LimitExceeded(f"{len(text):,} characters, more than {limits.num_bytes:,}")
@@ -138,14 +138,14 @@ def parse_yaml(text: str, limits: Limits = LIMITS) -> Any:
     except LimitExceeded:
         raise
     except (ValueError, OverflowError, LookupError, AttributeError, TypeError) as cause:
-        # Constructors of PyYAML raise these for a number or a date that is none.
+        # PyYAML's constructors raise these for invalid numbers and dates.
         raise yaml.YAMLError(abbreviated(str(cause), 200)) from cause
     check_value(value, limits)
     return value
 
 
 def _check_events(text: str, limits: Limits) -> None:
-    """Bound nesting and lengths of numbers before PyYAML builds nodes, which takes recursion."""
+    """Check nesting depth and number lengths on parser events, before PyYAML builds nodes recursively."""
     depth = 0
     for event in yaml.parse(text, Loader=_Loader):
         if isinstance(event, (yaml.MappingStartEvent, yaml.SequenceStartEvent)):

@@ -1,6 +1,6 @@
-"""The sections of a recipe: one pydantic class per room, a docstring under every field, unknown keys refused.
+"""Sections of a recipe: one pydantic class each, a docstring under every field. Unknown keys are errors.
 
-`None` means derived. Sections check themselves; checks across sections live in `_contradictions.py`.
+`None` means derived. Field validators check one section; checks across sections are in `_contradictions.py`.
 """
 
 from __future__ import annotations
@@ -39,23 +39,23 @@ from hyper_parallel.units import MiB, TiB
 
 
 class Section(BaseModel):
-    """Base of every section: unknown keys are errors, values never change."""
+    """Base class of every section: unknown keys are errors, instances are immutable."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, defer_build=True)
 
     KEY_ALIASES: ClassVar[Mapping[str, str]] = MappingProxyType({})
     """Other names of keys, accepted on input only."""
     MAIN_KEY: ClassVar[str] = ""
-    """Key that is probably meant by a plain value in place of the section; empty: there is none."""
+    """Key that is probably meant when a plain value replaces the section. Empty: none."""
     FOREIGN_KEYS: ClassVar[Mapping[str, ForeignKey]] = MappingProxyType({})
-    """Of a whole file: names of keys in other programs, for hints."""
+    """Keys of other training programs, for hints. Set only on the class of a whole file."""
 
     @field_validator("*")
     @classmethod
     def _countable(cls, value: Any) -> Any:
-        """Costs are computed in float64, which counts to 2^53."""
+        """Reject integers beyond 2^53: costs are computed in float64, which is exact only up to there."""
         if isinstance(value, int) and abs(value) > 2**53:
-            raise ValueError("a number beyond 2^53, which nothing is counted to")
+            raise ValueError("integers beyond 2^53 are not supported")
         return value
 
 
@@ -63,18 +63,20 @@ Dtype = Literal["float64", "float32", "bfloat16", "float16"]
 
 
 class Model(Section):
-    """Which model, and where its weights come from."""
+    """Model architecture and the source of its weights."""
 
     MAIN_KEY: ClassVar[str] = "path"
 
     path: str
-    """Hugging Face directory, config.json, or a preset name."""
+    """Hugging Face model directory, `config.json` file, Hub name, or preset name."""
     init: Literal["auto", "random", "pretrained"] = "auto"
-    """Weights: random, from the safetensors files, or whichever is there (auto)."""
+    """Initial weights. random: new ones from `training.seed`. pretrained: the safetensors files of `path`. auto:
+    pretrained if `path` has such files, else random."""
     attn_implementation: str | None = None
-    """Attention of the model, a name in transformers' attention registry. None: sdpa where the model has it."""
+    """Attention implementation: a name in transformers' attention registry. None: `sdpa` if the model supports it."""
     trust_remote_code: bool = False
-    """Run the Python code that lies in `model.path`, for a model that transformers has not. Nobody is ever asked."""
+    """Run the Python code in `model.path`, for architectures that transformers does not contain. There is no
+    interactive question: false rejects such models."""
 
 
 _Format = Literal[
@@ -94,40 +96,40 @@ ColumnName = Literal[
     "prompt", "completion", "instruction", "input", "output", "answer", "system", "history", "messages", "chosen",
     "rejected", "tools", "label", "margin", "role", "content",
 ]  # fmt: skip
-"""Names of keys that a reader of records knows: those of records, then those of turns."""
+"""Record keys that a reader knows: first keys of records, then keys of turns."""
 RoleName = Literal["system", "developer", "user", "assistant", "tool", "function_call"]
 
 
 class MixedSource(Section):
-    """One source of several; a key that is not given is that of `data`."""
+    """Entry of a list of mixed sources. Omitted keys take the values of `data`."""
 
     source: str
-    """As `data.source`."""
+    """Like `data.source`."""
     weight: float = Field(default=1.0, ge=1 / MOST_WEIGHT, le=MOST_WEIGHT)
-    """Its share of the sequences is its weight over the sum of the weights."""
+    """Relative weight. The source supplies weight / (sum of weights) of the sequences."""
     name: str | None = None
-    """As `data.name`."""
+    """Like `data.name`."""
     split: str | None = None
-    """As `data.split`."""
+    """Like `data.split`."""
     format: _Format | None = None
-    """As `data.format`."""
+    """Like `data.format`."""
     text_key: str | None = None
-    """As `data.text_key`."""
+    """Like `data.text_key`."""
     columns: dict[ColumnName, str] | None = None
-    """As `data.columns`."""
+    """Like `data.columns`."""
     roles: dict[RoleName, str] | None = None
-    """As `data.roles`."""
+    """Like `data.roles`."""
     ignore_keys: tuple[str, ...] | None = None
-    """As `data.ignore_keys`."""
+    """Like `data.ignore_keys`."""
 
 
 def source_tag(value: object) -> str:
-    """Whether a value that may be one text or several is a list."""
+    """Return the union tag of a value that is either one text or a list."""
     return "[list]" if isinstance(value, (list, tuple)) else "[text]"
 
 
 class Data(Section):
-    """What the model reads."""
+    """Training and evaluation data, tokenizer and packing."""
 
     MAIN_KEY: ClassVar[str] = "source"
 
@@ -136,98 +138,105 @@ class Data(Section):
         | Annotated[tuple[MixedSource, ...], Field(min_length=1), Tag("[list]")],
         Discriminator(source_tag),
     ] = "python-stdlib"
-    """`python-stdlib` (the source text of the standard library on this machine), a file, a directory, a folder that
-    `datasets` wrote, or a name on the Hugging Face hub. A list of such, with weights, is mixed."""
+    """Training data: a file, a directory, a folder written by `datasets`, a dataset name on the Hugging Face Hub, or
+    `python-stdlib` (source text of this machine's standard library, so that a first run needs no download). A list of
+    `{source, weight}` entries is mixed."""
     name: str | None = None
-    """Configuration of the dataset, where it has several."""
+    """Configuration of the dataset, if it has several."""
     split: str | None = None
-    """Split of the dataset. None: `train`, or the only one."""
+    """Split of the dataset. None: `train`, or the only split."""
     format: _Format = "auto"
-    """Shape of the records; auto looks at the file name and the first record."""
+    """Format of the records. auto: detected from the file name and the first record."""
     text_key: str = "text"
-    """Key or column of the text in records."""
+    """Key or column that holds the text of a record."""
     columns: dict[ColumnName, str] = {}
-    """Keys of the records by their names here: `{prompt: question, completion: answer}`. `role` and `content` are keys
-    of turns."""
+    """Maps names used here to keys of your records: `{prompt: question, completion: answer}`. `role` and `content` name
+    keys of turns."""
     roles: dict[RoleName, str] = {}
-    """Words for the roles of turns: `{user: customer, assistant: agent}`, beside the usual ones (human, gpt, ...)."""
+    """Maps roles to the words your data uses: `{user: customer, assistant: agent}`. Common words (human, gpt, ...) are
+    known without an entry."""
     ignore_keys: tuple[str, ...] = ()
-    """Keys of records, turns and tool calls that are passed over. Every other key has a meaning, or is refused."""
+    """Keys of records, turns and tool calls to ignore. Any other unknown key is an error, so that no field is dropped
+    by accident."""
     chat_template: str = "auto"
-    """How conversations become text. auto: by the template of the tokenizer; where it has none, texts under `prompt`
-    and `completion` are joined as plain text. none: every pair of texts is joined. Else a file with a template."""
+    """Template that turns conversations into text. auto: the tokenizer's template; without one, `prompt` and
+    `completion` are concatenated as plain text. none: always concatenate. Otherwise: path of a template file."""
     seq_len: int = Field(default=512, ge=2, le=MOST_SEQ_LEN)
     """Tokens per sequence."""
     packing: bool = True
-    """Put several documents in one sequence. false: one document in each, padded."""
+    """Pack several documents into one sequence, so that no tokens are padding. false: one document per sequence,
+    padded."""
     mask_documents: bool | None = None
-    """Block attention between the documents of a packed sequence, and let their positions begin at 0. None: between
-    conversations yes (`stage: sft`), between texts no (`stage: pt`), where a sequence is a piece of one long stream."""
+    """Block attention between the documents of a packed sequence, and restart positions at 0 in each. None: yes for
+    conversations (`stage: sft`); no for plain text (`stage: pt`), where a sequence is a slice of one long stream."""
     tokenizer: str | None = None
-    """Tokenizer directory. None: the one of `model.path`, else a byte-level BPE trained on the source."""
+    """Tokenizer directory. None: the tokenizer of `model.path`; without one, a byte-level BPE trained on the source."""
     vocab_size: int | None = Field(default=None, ge=260, le=MOST_VOCABULARY)
-    """Entries of a tokenizer that is trained here. None: 4096, or as many as the model has where these are fewer."""
+    """Vocabulary size of a tokenizer trained by this run. None: 4096, or the model's vocabulary size if that is
+    smaller."""
     holdout: float = Field(default=0.02, ge=0.0, lt=0.5)
-    """Share of the documents kept for evaluation. With `validation` or `streaming` none are."""
+    """Fraction of the documents held out for evaluation. 0 when `validation` or `streaming` is set."""
     validation: str | None = None
-    """What is evaluated instead of held-out documents, in any form of `source`."""
+    """Evaluation data, used instead of held-out documents. Accepts the same forms as `source`."""
     validation_split: str | None = None
     """Split of the dataset in `validation`."""
     streaming: bool = False
-    """Tokenise while the run reads, and prepare nothing: for data that is endless or very large."""
+    """Tokenize while training reads the data, without preparing files first. For endless or very large data."""
     max_bytes: int | None = Field(default=None, ge=1)
-    """Read at most this much text. None: all of it."""
+    """Maximum amount of text to read, in bytes. None: all."""
     max_records: int | None = Field(default=None, ge=1)
-    """Read at most so many records of each source. None: all of them."""
+    """Maximum number of records to read from each source. None: all."""
     max_record_bytes: Annotated[int, BeforeValidator(size)] = Field(default=64 * MiB, le=TiB)
-    """Most bytes of one record; a longer one is refused. A longer text file is read in pieces that end with a line."""
+    """Maximum size of one record in bytes (`64MiB`); a larger record is an error. Larger text files are read in pieces
+    that end at a line break."""
     shuffle: bool = True
-    """Visit the packed sequences in an order drawn from `training.seed`."""
+    """Visit the packed sequences in a random order drawn from `training.seed`."""
     cache_dir: str | None = None
-    """Where tokenised files are kept. None: the user's cache directory."""
+    """Directory for tokenized data. None: the user's cache directory."""
 
     def parts(self) -> list[tuple[Data, float]]:
-        """Every source as a section of its own, with its weight."""
+        """Return every source as a `Data` section with its weight."""
         if isinstance(self.source, str):
             return [(self, 1.0)]
         whole = self.model_dump()
-        given = [p.model_dump(exclude_none=True, exclude={"weight"}) for p in self.source]
+        sources = [p.model_dump(exclude_none=True, exclude={"weight"}) for p in self.source]
         weights = [p.weight for p in self.source]
-        return [(Data(**whole | own), w) for own, w in zip(given, weights, strict=True)]
+        return [(Data(**whole | own), w) for own, w in zip(sources, weights, strict=True)]
 
     def masks(self, stage: str) -> bool:
-        """Whether attention is blocked between the documents of a sequence."""
+        """Return whether attention is blocked between the documents of a sequence."""
         wanted = stage == "sft" if self.mask_documents is None else self.mask_documents
         return self.packing and wanted
 
 
 class Profile(Section):
-    """A window of steps that torch.profiler watches; the trace is written to `profile/rank<r>.json`."""
+    """Steps recorded by torch.profiler; each trace is written to `profile/rank<r>.json`."""
 
     start: int = Field(ge=1, le=MOST_STEPS)
-    """First step."""
+    """First profiled step."""
     steps: int = Field(default=2, ge=1, le=MOST_STEPS)
-    """Steps."""
+    """Number of profiled steps."""
     ranks: Literal["first", "all"] = "first"
-    """Whose trace is written: rank 0's, or every rank's."""
+    """Ranks that write a trace: rank 0 only (first), or every rank (all)."""
 
 
 class Training(Section):
-    """The optimisation."""
+    """Optimization, numerics, evaluation and failure handling."""
 
     steps: int = Field(default=100, ge=1, le=MOST_STEPS)
-    """Optimizer steps in all, resumed ones included. More than the data has are further epochs."""
+    """Total optimizer steps, including those before a resume. If the data is shorter, further epochs follow."""
     epochs: float | None = Field(default=None, gt=0, le=MOST_STEPS)
-    """Times that the data is read, instead of `steps`, which are derived. None: as many as the steps are."""
+    """Passes over the data; determines `steps`. Give one of the two. None: `steps` decides."""
     seed: int = 0
-    """Seed of the weights, the data order and every random number of a step."""
+    """Seed of the initial weights, the data order and all random numbers of a step."""
     dtype: Annotated[Dtype, BeforeValidator(canonical_dtype)] = "bfloat16"
-    """Compute format. bfloat16 and float16 keep float32 parameters and reductions, float16 scales the loss; float64 is
-    for parity runs."""
+    """Compute precision. bfloat16 and float16 keep parameters and reductions in float32; float16 also scales the loss.
+    float64 is meant for parity checks."""
     deterministic: bool = False
-    """Only deterministic kernels."""
+    """Use deterministic kernels only, so that a repeated run gives the same bits."""
     tokens_per_step: int | None = Field(default=None, ge=1, le=MOST_TOKENS)
-    """Tokens of one optimizer step over all ranks. None: microbatch x accumulation_steps x data ranks x seq_len."""
+    """Tokens of one optimizer step, summed over all ranks. None: microbatch x accumulation_steps x data-parallel ranks
+    x seq_len."""
     microbatch: int | None = Field(default=None, ge=1, le=MOST_SEQUENCES)
     """Sequences per microbatch on one data-parallel rank. None: derived."""
     accumulation_steps: int | None = Field(default=None, ge=1, le=MOST_SEQUENCES)
@@ -235,132 +244,145 @@ class Training(Section):
     lr: float = Field(default=3e-4, gt=0)
     """Peak learning rate."""
     lr_schedule: ScheduleName = "cosine"
-    """Shape after warm-up: cosine, warm-up-stable-decay, linear or constant; or, by transformers' name, one that has
-    the values of transformers at every step."""
+    """Shape of the learning rate after warm-up: cosine, wsd (warm-up, stable, decay), linear or constant. The other
+    names are transformers' schedules, with the same values at every step."""
     lr_schedule_args: Annotated[dict[str, Any], BeforeValidator(arguments)] = {}
-    """Arguments of a schedule of transformers, by the names of its `lr_scheduler_kwargs`."""
+    """Arguments of a transformers schedule, with the names of its `lr_scheduler_kwargs`."""
     warmup_steps: int = Field(default=10, ge=0, le=MOST_STEPS)
-    """Steps of linear warm-up."""
+    """Steps of linear warm-up. A run shorter than the default has no warm-up unless this key is set."""
     warmup_ratio: float | None = Field(default=None, ge=0, le=1)
-    """Share of the steps that warm up, instead of `warmup_steps`, rounded up. None: as `warmup_steps` says."""
+    """Fraction of `steps` used for warm-up, rounded up; replaces `warmup_steps`. None: `warmup_steps` decides."""
     decay_steps: int | None = Field(default=None, ge=0, le=MOST_STEPS)
     """Steps of the final decay of `wsd`. None: a tenth of the run."""
     min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
-    """Learning rate that the decay ends at, one step after the last, over the peak one."""
+    """Final learning rate as a fraction of `lr`. The decay reaches it one step after the last one."""
     optimizer: Annotated[str, BeforeValidator(canonical_optimizer)] = "adamw"
-    """adamw, adam, sgd, adafactor, muon (linear weights; AdamW for the rest), another one of torch, torchao or
-    bitsandbytes by the name that transformers gives it, or the dotted path of a class."""
+    """adamw, adam, sgd, adafactor, or muon (linear weights; AdamW for the rest). Also accepted: transformers' name of
+    an optimizer of torch, torchao or bitsandbytes, or the dotted path of a class."""
     optimizer_args: Annotated[dict[str, Any], BeforeValidator(arguments)] = {}
-    """More arguments of the optimizer, by the names of its class."""
+    """Extra constructor arguments of the optimizer class."""
     weight_decay: float = Field(default=0.1, ge=0)
-    """Decay of all parameters but norms, biases, vectors and those of state-space layers."""
+    """Weight decay. Not applied to norms, biases, other vectors, and parameters of state-space layers."""
     betas: tuple[float, float] = (0.9, 0.95)
-    """Moments of adamw and adam."""
+    """Beta coefficients (beta1, beta2) of adamw and adam."""
     eps: float = Field(default=1e-8, gt=0)
     """Epsilon of adamw and adam."""
     max_grad_norm: float | None = Field(default=1.0, gt=0)
-    """Global gradient norm above which gradients are scaled down. None: never."""
+    """Clip gradients to this global norm. None: no clipping."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
-    """A loss or gradient that is NaN or infinite ends the run (stop), or leaves the step out (skip); 20 steps in a row
-    end it in any case."""
+    """Reaction to a NaN or infinite loss or gradient: end the run (stop), or skip the step (skip). 20 such steps in a
+    row always end the run."""
     skip_grad_norm: float | None = Field(default=None, gt=0)
-    """Global gradient norm above which a step is left out, as a spike. None: never."""
+    """Skip a step whose global gradient norm is larger, as a loss spike. None: never."""
     freeze: tuple[str, ...] = ()
-    """Globs over names of parameters that stay as they are, without gradient and state (`model.embed_tokens.*`)."""
+    """Glob patterns of parameter names to freeze (`model.embed_tokens.*`). Frozen parameters have no gradient and no
+    optimizer state."""
     neftune_noise_alpha: float | None = Field(default=None, gt=0)
-    """Uniform noise on embeddings while training, at most so much over the root of tokens x features. None: none."""
+    """NEFTune: add uniform noise of magnitude alpha / sqrt(tokens x features) to embeddings during training. None: no
+    noise."""
     disable_dropout: bool | None = None
-    """Train without dropout, `lora.lora_dropout` included. None: yes in every stage but `pt` and `sft`."""
+    """Train without dropout, including `lora.lora_dropout`. None: yes in every stage except `pt` and `sft`."""
     recompute: Literal["none", "full"] = "none"
-    """Activations redone in backward: none, or all of each decoder layer."""
+    """Activation recomputation in the backward pass: none, or every decoder layer (full)."""
     recompute_layers: int | None = Field(default=None, ge=1, le=MOST_LAYERS)
-    """Layers of every rank that `recompute` applies to, the first of its stages. None: all."""
+    """Number of layers per rank that `recompute` applies to, counted from the first layer of its stages. None: all."""
     compile: bool = False
     """Compile each decoder layer with torch.compile."""
     eval_every: int = Field(default=0, ge=0)
-    """Steps between evaluations on held-out text; 0: only before the first and after the last step."""
+    """Steps between evaluations on held-out data. 0: only before the first step and after the last one."""
     early_stopping_patience: int | None = Field(default=None, ge=1)
-    """Evaluations in a row without a better held-out loss that end the run, by the rule of transformers. None: none."""
+    """Stop after this many evaluations in a row without a better held-out loss, by transformers' rule. None: never."""
     early_stopping_threshold: float = Field(default=0.0, ge=0)
-    """By how much a held-out loss has to be below the least one before to be better."""
+    """Minimum decrease below the best held-out loss that counts as better."""
     log_every: int = Field(default=1, ge=1)
-    """Steps between printed lines; metrics.jsonl has every step."""
+    """Steps between printed lines. `metrics.jsonl` records every step."""
     eval_tokens: int = Field(default=65536, ge=1)
     """Held-out tokens per evaluation."""
     report_to: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ("tensorboard",)
-    """Trackers that draw the curves of metrics.jsonl too; packages and services are theirs."""
+    """Trackers that receive the curves of `metrics.jsonl`. Their packages and services must be installed and
+    reachable."""
     callbacks: tuple[str, ...] = ()
     """Dotted paths of subclasses of `hyper_parallel.trainer.Callback`."""
     profile: Profile | None = None
-    """Steps to profile. None: none."""
+    """Steps to profile with torch.profiler. None: no profile."""
     timeout_s: float = Field(default=600.0, gt=0, le=MOST_SECONDS)
-    """Seconds that a rank may stay in a phase of a step, or stopped by a signal in any; then its name ends the run."""
+    """Seconds a rank may spend in one phase of a step before the run ends with an error that names it. Also applies in
+    any phase to a process stopped by a signal."""
     first_step_timeout_s: float = Field(default=1800.0, gt=0, le=MOST_SECONDS)
-    """The same in the first step of a process and outside of steps: start, evaluation, checkpoint, export."""
+    """Like `timeout_s`, for the first step of a process and outside steps: start, evaluation, checkpoint, export.
+    Larger, because compilation and file I/O take long."""
     max_restarts: int = Field(default=0, ge=0)
-    """Times that lost ranks are started again from the newest checkpoint. torchrun has its own `--max-restarts`."""
+    """Number of times that lost ranks are restarted from the newest checkpoint. Not used under torchrun, which has
+    `--max-restarts`."""
     elastic: bool = False
-    """Plan anew on fewer ranks where they are lost again before a restart has saved anything, and under torchrun on
-    as many as it has started. Needs `tokens_per_step`, which stays."""
+    """Plan again for fewer ranks if ranks are lost a second time before a restart has saved a checkpoint. Under
+    torchrun, plan for the number of ranks it started. Requires `tokens_per_step`, which does not change."""
     check_ranks_every: int = Field(default=0, ge=0)
-    """Steps between comparisons of all data-parallel ranks on the same microbatches, bit for bit, which cost a step;
-    0: never. Needs `deterministic`."""
+    """Steps between bitwise comparisons of all data-parallel ranks on the same microbatches. Each comparison costs one
+    step. 0: never. Requires `deterministic`."""
     debug_collectives: bool = False
-    """Compare the operation, shape and dtype of every collective of all ranks before it runs; slow."""
+    """Before each collective, compare its operation, shape and dtype across ranks. Slow; for finding hangs and
+    mismatches."""
 
 
 class Parallel(Section):
-    """Degrees of the mesh axes, outer to inner. `parallel: auto` lets the planner choose all of them."""
+    """Degrees of the mesh axes, outermost first. `parallel: auto` lets the planner choose all of them."""
 
     KEY_ALIASES: ClassVar[Mapping[str, str]] = MappingProxyType({"tp": "tp_x"})
 
     auto: bool = False
     """Let the planner choose the degrees that are not given."""
     pp: int = Field(default=1, ge=1, le=MOST_STAGES)
-    """Pipeline stages."""
+    """Pipeline-parallel degree: ranks that split the layers into stages."""
     dp_replicate: int = Field(default=1, ge=1, le=MOST_RANKS)
-    """Data-parallel replicas with whole parameters (the outer axis of HSDP)."""
+    """Data-parallel replicas that each hold all parameters (outer axis of HSDP)."""
     dp_shard: int = Field(default=1, ge=1, le=MOST_RANKS)
-    """FSDP ranks."""
+    """FSDP degree: data-parallel ranks that shard parameters, gradients and optimizer state."""
     cp: int = Field(default=1, ge=1, le=MOST_RANKS)
-    """Context-parallel ranks."""
+    """Context-parallel degree: ranks that split each sequence."""
     tp_x: int = Field(default=1, ge=1, le=MOST_RANKS)
-    """Tensor-parallel ranks on x; `tp` is an alias. Sequence parallelism comes with it."""
+    """Tensor-parallel degree on axis x; `tp` is an alias. Sequence parallelism is always included."""
     tp_y: int = Field(default=1, ge=1, le=MOST_RANKS)
-    """Tensor-parallel ranks on y, the second direction of 2-D tensor parallelism."""
+    """Tensor-parallel degree on axis y, the second axis of 2-D tensor parallelism."""
     ep: int = Field(default=1, ge=1, le=MOST_RANKS)
-    """Expert-parallel ranks, folded over dp_shard x cp x tp; does not multiply the number of ranks."""
+    """Expert-parallel degree. Its ranks are those of dp_shard x cp x tp, so it does not multiply the number of
+    ranks."""
     attention_shape: Literal["1d", "2d", "weight"] = "2d"
-    """Attention on two tensor-parallel axes: as one axis (1d), activations moved on y (2d), or weights (weight)."""
+    """Attention on two tensor-parallel axes. 1d: x and y act as one axis. 2d: activations are communicated over y.
+    weight: weights are gathered over y."""
     mlp_shape: Literal["1d", "2d", "weight"] = "2d"
-    """The same for the MLP."""
+    """Like `attention_shape`, for the MLP."""
     attention_scatter: Literal["head", "token"] = "head"
-    """2-D attention exchanges heads (no traffic along y), or tokens (y joins context parallelism)."""
+    """Attention with shape 2d. head: y shards the heads, and attention needs no communication over y. token: y shards
+    the sequence, and keys and values are gathered over y."""
     gathered_inputs: Literal["keep", "re-gather"] = "keep"
-    """Inputs gathered for a matmul are kept for backward, or gathered again there."""
+    """Gathered inputs of a matmul: keep them for the backward pass, or gather them again there (less memory, more
+    traffic)."""
     cp_kind: Literal["ring", "ulysses", "hybrid", "all_gather"] = "ring"
-    """Attention over cp ranks: zigzag ring, Ulysses, both, or all keys and values gathered."""
+    """Context-parallel attention: ring (zigzag), ulysses, hybrid (both), or all_gather (gather all keys and values)."""
     cp_ulysses: int = Field(default=1, ge=1, le=MOST_RANKS)
-    """Ulysses ranks inside cp for the hybrid."""
+    """Ulysses degree within cp, for `cp_kind: hybrid`."""
     schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "dualpipev"] = "1f1b"
-    """Order of pipeline actions."""
+    """Pipeline schedule."""
     schedule_file: str = ""
-    """CSV file with the actions of every pipeline rank, as `plan --schedule-csv` writes it. Empty: generated."""
+    """CSV file with the actions of every pipeline rank, as written by `plan --schedule-csv`. Empty: `schedule` is
+    generated."""
     virtual_stages: int = Field(default=1, ge=1, le=MOST_STAGES)
     """Pipeline stages per rank: 2 or more for interleaved, 2 for zbv and dualpipev."""
     stage_layers: tuple[Annotated[int, Field(ge=0, le=MOST_LAYERS)], ...] = Field(
         default=(), max_length=MOST_STAGES
     )
-    """Decoder layers of each (virtual) stage. Empty: cut by cost."""
+    """Decoder layers of each (virtual) stage. Empty: balanced by estimated cost."""
     reshard_after_forward: bool = True
-    """Free gathered parameters between forward and backward (ZeRO-3); false keeps them (ZeRO-2)."""
+    """Free gathered parameters between forward and backward (ZeRO-3). false: keep them (ZeRO-2), for less traffic and
+    more memory."""
     zero: Literal[1] | None = None
-    """1: shard only the optimizer states (ZeRO-1): parameters are gathered and gradients reduced once per step, not
-    per microbatch. None: as `reshard_after_forward` says."""
+    """1: shard only the optimizer state (ZeRO-1). Parameters are then gathered and gradients reduced once per step, not
+    once per microbatch. None: `reshard_after_forward` decides."""
     rules: dict[str, str] = {}
-    """Overrides of the model's own sharding: glob over module names -> colwise, rowwise, vocab or replicate."""
+    """Overrides of the built-in sharding: glob pattern of module names to colwise, rowwise, vocab or replicate."""
     world_size: int | None = Field(default=None, ge=1, le=MOST_RANKS)
-    """Ranks for `auto`. None: every accelerator, or 4 ranks on a machine without one."""
+    """Number of ranks for `auto`. None: all accelerators, or 4 ranks on a machine without any."""
 
     @model_validator(mode="before")
     @classmethod
@@ -378,36 +400,42 @@ class Parallel(Section):
 
 
 class Moe(Section):
-    """Routing of mixture-of-experts models; a model that has nothing for a choice refuses it."""
+    """Routing of mixture-of-experts models. A setting that the model cannot apply is an error."""
 
     aux_loss_coef: float | None = Field(default=None, ge=0)
-    """Weight of the load-balancing loss. None: the weight with which the model itself adds it, if it does."""
+    """Weight of the load-balancing loss. None: the weight in the model's own loss, if it has one."""
     bias_update_rate: float = Field(default=0.0, ge=0)
-    """Step of the router biases towards equal load after each optimizer step (DeepSeek-V3: 0.001); 0: fixed."""
+    """Change of each router bias toward equal load after an optimizer step (DeepSeek-V3: 0.001). 0: biases are
+    fixed."""
     capacity_factor: float | None = Field(default=None, gt=0)
-    """An expert takes at most this multiple of its even share of a rank's tokens; the rest is dropped. None: all."""
+    """Maximum tokens per expert, as a multiple of an even share of the rank's tokens; the rest are dropped. None: no
+    token is dropped."""
 
 
 class Checkpoint(Section):
-    """When the state is saved."""
+    """Checkpoints, snapshots, resuming, and export."""
 
     every: int = Field(default=0, ge=0)
-    """Steps between checkpoints; 0: after the last step, and as `every_minutes` says."""
+    """Steps between checkpoints. 0: only after the last step and as `every_minutes` requires."""
     every_minutes: float = Field(default=30.0, ge=0, le=MOST_SECONDS)
-    """Minutes since the last checkpoint after which one is saved, whatever `every` is. 0: never."""
+    """Maximum minutes between checkpoints, independent of `every`. 0: no limit."""
     snapshot_every: int = Field(default=0, ge=0)
-    """Steps between snapshots in memory (/dev/shm), which lost ranks go on from (`training.max_restarts`); 0: none."""
+    """Steps between snapshots in memory (/dev/shm), from which restarted ranks continue (`training.max_restarts`). 0:
+    none."""
     keep: int = Field(default=2, ge=1)
-    """Newest intact checkpoints kept."""
+    """Number of newest intact checkpoints to keep."""
     keep_best: bool | Literal["loss"] = False
-    """Keep the checkpoint of the least held-out loss too, of those saved right after an evaluation."""
+    """Also keep the checkpoint with the lowest held-out loss. Only checkpoints saved right after an evaluation
+    compete."""
     on_error: Literal["stop", "continue"] = "stop"
-    """A save that the disk refuses ends the run, or is logged and left out; the last one ends it in any case."""
+    """Reaction to a write error of the disk: end the run (stop), or log it and skip this checkpoint (continue). A
+    failed last checkpoint always ends the run."""
     asynchronous: bool = True
-    """Write in the background while training goes on."""
+    """Write checkpoints in the background while training continues."""
     resume: Literal["auto", "never", "must"] = "auto"
-    """Continue from the newest intact checkpoint in `output_dir`: when there is one, never, or fail without one."""
+    """Resume from the newest intact checkpoint in `output_dir`: if there is one (auto), never, or fail without one
+    (must)."""
     from_dir: str | None = None
-    """Start from the checkpoints of another run directory; a newer one in `output_dir` is continued instead."""
+    """Start from the checkpoints of another run directory. A newer checkpoint in `output_dir` takes precedence."""
     export: bool = True
-    """Write a Hugging Face directory after the last step."""
+    """Write a Hugging Face model directory after the last step."""

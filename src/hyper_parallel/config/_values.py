@@ -1,4 +1,4 @@
-"""Values of recipes before they are checked: other spellings of formats, sizes with units."""
+"""Normalization of recipe values before validation: dtype aliases, optimizer names, sizes with units."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ _DTYPE_ALIAS = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64"
 
 
 def canonical_dtype(value: object) -> object:
-    """The full name of a number format that has a short one."""
+    """Return the full name of a dtype that is given by an alias such as `bf16`."""
     return _DTYPE_ALIAS.get(value, value) if isinstance(value, str) else value
 
 
 _EXPONENT = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
-"""A number that YAML 1.1 reads as a text, because it has no point or no sign of its exponent."""
+"""Number that YAML 1.1 parses as text, because it lacks a decimal point or a sign of its exponent."""
 
 
 def arguments(value: object) -> object:
-    """Return a mapping of arguments in which numbers such as 1e-8 are numbers."""
+    """Return a mapping of arguments with texts such as `1e-8` converted to numbers."""
     if not isinstance(value, dict):
         return value
     return {
@@ -39,11 +39,11 @@ _ADAMW = (
     "fused_adamw",
     "adam_w",
 )
-"""Names of AdamW, whose update is the same in all of them."""
+"""Names of AdamW implementations, all with the same update."""
 
 
 def canonical_optimizer(value: object) -> object:
-    """Return the name of this project for an optimizer that has several."""
+    """Return this project's name of an optimizer that has several names."""
     if not isinstance(value, str) or "." in value:
         return value
     name = value.lower()
@@ -51,29 +51,29 @@ def canonical_optimizer(value: object) -> object:
 
 
 def size(value: object) -> int | None:
-    """Bytes of a text such as `12GiB`, or of a whole number."""
+    """Return the number of bytes of a text such as `12GiB`, or of an integer."""
     if value is None:
         return None
-    given = parse_bytes(value) if isinstance(value, str) else value
-    # A JSON recipe may say 12e9, which is a float there.
-    if isinstance(given, bool) or not isinstance(given, (int, float)) or given < 1 or given % 1:
+    number = parse_bytes(value) if isinstance(value, str) else value
+    # JSON reads 12e9 as a float.
+    if isinstance(number, bool) or not isinstance(number, (int, float)) or number < 1 or number % 1:
         shown = value if isinstance(value, str) else abbreviated(value)
         raise ValueError(f"`{shown}` is not a size; write for example 12GiB or 800MB")
-    return int(given)
+    return int(number)
 
 
 def size_or_auto(value: object) -> object:
-    """Bytes, or the word auto."""
+    """Return a number of bytes, or the word auto."""
     return value if value == "auto" else size(value)
 
 
 def rate(value: object) -> object:
-    """Bytes/s of a text such as `50GB/s`."""
+    """Return the bytes/s of a text such as `50GB/s`."""
     return size(value.removesuffix("/s") if isinstance(value, str) else value)
 
 
 def directory(value: object) -> object:
-    """A name of a directory, which an empty text is not."""
+    """Return a directory name; raise ValueError for an empty text."""
     if value == "":
-        raise ValueError("an empty text names no directory; `null` is none")
+        raise ValueError("an empty text is not a directory; write `null` for no directory")
     return value

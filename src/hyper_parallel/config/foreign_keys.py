@@ -1,7 +1,7 @@
-"""Names of keys in other training programs, and what they are called in a recipe.
+"""Key names of other training programs, with their recipe keys.
 
-The names are those of `TrainingArguments` of transformers, of the configs of TRL and torchtitan, of the YAML files of
-LlamaFactory and axolotl, and of the options of Megatron. They appear in hints only: a recipe that has one is refused.
+Sources: `TrainingArguments` of transformers, the configs of TRL and torchtitan, the YAML files of LlamaFactory and
+axolotl, and Megatron's options. The names appear in hints only: a recipe that contains one is rejected.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Any, Final
 
 @dataclass(frozen=True, slots=True)
 class ForeignKey:
-    """A key of another program.
+    """Key of another program.
 
     Attributes:
-        key: Its name in a recipe; empty: there is none.
-        values: Values that are written differently here.
-        advice: The hint where one key with the same value does not say the same.
+        key: Corresponding recipe key; empty: none.
+        values: Values with another spelling in a recipe.
+        advice: Hint for a key that no single recipe key with the same value can replace.
     """
 
     key: str = ""
@@ -49,9 +49,9 @@ _MODES: Final = {"full": "full", "selective": "full", "none": "none", "uniform":
 _BFLOAT16: Final = {True: "bfloat16", False: "float32"}
 _FLOAT16: Final = {True: "float16", False: "float32"}
 _BATCH: Final = (
-    "training.tokens_per_step is the batch of all devices in tokens: sequences times data.seq_len"
+    "training.tokens_per_step is the global batch size in tokens: sequences times data.seq_len"
 )
-_REMOVE: Final = "remove the key: a run has no such choice"
+_REMOVE: Final = "remove the key: recipes have no such setting"
 
 _RENAMED: Final[Mapping[str, tuple[str, ...]]] = {
     "model.path": (
@@ -141,7 +141,7 @@ _RENAMED: Final[Mapping[str, tuple[str, ...]]] = {
     ),
     "parallel.dp_replicate": ("data_parallel_replicate_degree", "dp_replicate_size"),
 }  # fmt: skip
-"""Keys of a recipe, and other names of the same value."""
+"""Recipe keys, with the names of the same value in other programs."""
 
 _CONVERTED: Final[Mapping[str, ForeignKey]] = {
     **dict.fromkeys(
@@ -184,7 +184,7 @@ _ADVICE: Final[Mapping[str, str]] = {
     ),
     **dict.fromkeys(
         ("min_lr", "lr_end"),
-        "training.min_lr_ratio=0.1 ends at this share of training.lr; transformers' schedules take "
+        "training.min_lr_ratio=0.1 sets the final rate as a fraction of training.lr; transformers' schedules accept "
         "`training.lr_schedule_args={min_lr: 1e-6}`",
     ),
     **dict.fromkeys(
@@ -195,16 +195,16 @@ _ADVICE: Final[Mapping[str, str]] = {
     "saves_per_epoch": "checkpoint.every=N saves every N steps",
     **dict.fromkeys(
         ("per_device_eval_batch_size", "eval_batch_size"),
-        "remove the key: evaluation has the microbatch of training; training.eval_tokens says how much is evaluated",
+        "remove the key: evaluation uses the training microbatch; training.eval_tokens sets the tokens per evaluation",
     ),
     **dict.fromkeys(
         ("max_prompt_length", "max_source_length", "max_target_length"),
-        "data.seq_len bounds prompt and answer together; grpo.max_completion_length the completions of stage=grpo",
+        "data.seq_len limits prompt plus answer; grpo.max_completion_length limits completions of stage=grpo",
     ),
-    "max_tokens": "data.seq_len bounds a sequence, grpo.max_completion_length a completion",
+    "max_tokens": "data.seq_len limits a sequence, grpo.max_completion_length a completion",
     **dict.fromkeys(
         ("assistant_only_loss", "completion_only_loss", "mask_history", "train_on_prompt"),
-        "remove the key: stage=sft learns the words of assistants alone, stage=pt all",
+        "remove the key: stage=sft trains on assistant tokens only, stage=pt on all tokens",
     ),
     **dict.fromkeys(
         ("neat_packing", "padding_free"),
@@ -212,63 +212,63 @@ _ADVICE: Final[Mapping[str, str]] = {
     ),
     **dict.fromkeys(
         ("eval_packing", "eval_sample_packing", "pad_to_sequence_len"),
-        "remove the key: evaluation and training pack alike, by data.packing",
+        "remove the key: data.packing applies to training and evaluation",
     ),
     "use_peft": "`lora: {r: 8}` trains adapters",
     **dict.fromkeys(
         ("quantization_bit", "load_in_4bit", "load_in_8bit", "quantization", "bnb_4bit_quant_type"),
-        "remove the key: weights are not quantised here; `lora: {r: 8}` with training.recompute=full saves memory",
+        "remove the key: weights are not quantized; `lora: {r: 8}` with training.recompute=full saves memory",
     ),
     **dict.fromkeys(
         ("use_dora", "loraplus_lr_ratio", "pissa_init", "galore", "use_galore"),
-        "remove the key: adapters are low-rank matrices of peft, by the section lora",
+        "remove the key: the section `lora` supports peft's low-rank adapters only",
     ),
-    "freeze_trainable_layers": "training.freeze takes globs of names that stay, such as `[*.embed_tokens.*]`",
+    "freeze_trainable_layers": "training.freeze lists globs of parameter names to freeze, such as `[*.embed_tokens.*]`",
     **dict.fromkeys(
         ("enable_liger_kernel", "use_liger_kernel", "use_liger", "use_unsloth", "liger_rope"),
-        "remove the key: kernels are those of torch; training.compile=true fuses more of them",
+        "remove the key: torch's kernels are used; training.compile=true fuses more of them",
     ),
-    "rope_scaling": "write it into the config.json that model.path names, by the names of transformers",
+    "rope_scaling": "write it into the config.json of model.path, as transformers does",
     **dict.fromkeys(
         ("chat_template", "eos_token", "pad_token", "special_tokens"),
-        "remove the key: the chat template and the tokens are the tokenizer's own (data.tokenizer)",
+        "remove the key: the tokenizer defines chat template and special tokens (data.tokenizer)",
     ),
     **dict.fromkeys(
         ("revision", "model_revision", "revision_of_model"), "model.path=org/name@REVISION names a revision"
     ),
     **dict.fromkeys(
         ("model_flavor", "model.flavor", "num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size"),
-        "model.path names a preset, a config.json or a directory, which have the sizes of the model",
+        "model.path names a preset, a config.json or a directory, which define the sizes of the model",
     ),
     "dataset_dir": "data.source is the path of a file or directory",
-    "ref_model": "remove the key: the reference is the model before the first step",
-    "label_smoothing_factor": "dpo.label_smoothing is for stage=dpo; other losses have no smoothing",
-    "data_seed": "training.seed decides the order of the data too",
-    "adv_estimator": "stage=grpo compares completions with each other; grpo.loss_type chooses how they count",
+    "ref_model": "remove the key: the reference is the initial model",
+    "label_smoothing_factor": "dpo.label_smoothing applies to stage=dpo; other losses have no smoothing",
+    "data_seed": "training.seed also sets the data order",
+    "adv_estimator": "stage=grpo uses group-relative advantages; grpo.loss_type sets their normalization",
     "num_layers_per_virtual_pipeline_stage": "parallel.schedule=interleaved parallel.virtual_stages=2",
     "pipeline_parallel_microbatch_size": "training.microbatch=N is the number of sequences of a microbatch",
-    "use_distributed_optimizer": "parallel.zero=1 shards the optimizer states; parallel.dp_shard=N parameters too",
+    "use_distributed_optimizer": "parallel.zero=1 shards the optimizer state; parallel.dp_shard=N also parameters",
     "wandb_project": "training.report_to=[wandb]; WANDB_PROJECT in the environment names the project",
     **dict.fromkeys(("adam_beta1", "adam_beta2"), "write both in training.betas: [0.9, 0.95]"),
     **dict.fromkeys(
         ("eval_strategy", "evaluation_strategy"), "training.eval_every=N evaluates every N steps; 0: never"
     ),
-    "save_strategy": "checkpoint.every=N saves every N steps; checkpoint.every_minutes goes by the clock",
+    "save_strategy": "checkpoint.every=N saves every N steps; checkpoint.every_minutes=M every M minutes",
     "logging_strategy": "training.log_every=N prints every N steps",
     "resume_from_checkpoint": "checkpoint.resume=must continues output_dir; checkpoint.from_dir=RUN_DIR another run",
     "overwrite_output_dir": "checkpoint.resume=never starts over in output_dir",
-    "finetuning_type": "`lora: {r: 8}` trains adapters; training.freeze freezes parameters; neither: all are trained",
+    "finetuning_type": "`lora: {r: 8}` trains adapters; training.freeze freezes parameters; default: train all",
     "adapter": "`lora: {r: 8}` trains adapters",
     "peft_config": "`lora: {r: 8}` trains adapters",
     **dict.fromkeys(
         ("deepspeed", "fsdp", "fsdp_config", "zero_stage"),
         "parallel.dp_shard=N shards parameters, gradients and optimizer state; `parallel: auto` plans the layout",
     ),
-    "sequence_parallel": "tensor parallelism (parallel.tp=N) shards the sequence between its layers by itself",
+    "sequence_parallel": "tensor parallelism (parallel.tp=N) always includes sequence parallelism",
     "datasets": "data.source is a path, or a list of `{source: PATH, weight: 1.0}`",
     "dataset": "data.source is the path of a file or directory",
-    "template": "remove the key: the chat template is the tokenizer's own (data.tokenizer)",
-    "train_on_inputs": "remove the key: stage=sft learns the words of assistants alone, stage=pt all",
+    "template": "remove the key: the tokenizer defines the chat template (data.tokenizer)",
+    "train_on_inputs": "remove the key: stage=sft trains on assistant tokens only, stage=pt on all tokens",
     **dict.fromkeys(
         (
             "do_train", "do_eval", "local_rank", "dataloader_num_workers", "dataloader_pin_memory",
@@ -289,7 +289,7 @@ FOREIGN_KEYS: Final[Mapping[str, ForeignKey]] = MappingProxyType(
         **{name: ForeignKey(advice=advice) for name, advice in _ADVICE.items()},
     }
 )
-"""By name in lower case, with underscores."""
+"""Foreign keys by name, in lower case with underscores."""
 
 FOREIGN_NAMES: Final[Mapping[str, str]] = MappingProxyType(
     {
@@ -302,7 +302,7 @@ FOREIGN_NAMES: Final[Mapping[str, str]] = MappingProxyType(
         "bot": "assistant",
     }
 )
-"""Names that data sets have for entries of `data.columns` and `data.roles`."""
+"""Names in data sets for entries of `data.columns` and `data.roles`."""
 
 FOREIGN_VALUES: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
     {
@@ -333,4 +333,4 @@ FOREIGN_VALUES: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
         "training.dtype": {"half": "float16", "float": "float32", "single": "float32"},
     }
 )
-"""Values of other programs in lower case, by the key of a recipe."""
+"""Values of other programs in lower case, by recipe key."""

@@ -16,7 +16,7 @@ from typing import Any, Final, TypeVar
 
 from pydantic import Field
 
-from hyper_parallel.config import Section, of_file
+from hyper_parallel.config import Section, read_section
 from hyper_parallel.errors import CardUnreadable
 
 _FOLDER: Final = Path(__file__).with_name("cards")
@@ -337,7 +337,7 @@ def stack_card(name: str) -> StackCard:
 
 
 def _parsed(path: Path) -> _CardFile:
-    return of_file(path, _CardFile, CardUnreadable, "card")
+    return read_section(path, _CardFile, CardUnreadable, "card")
 
 
 def _values(card: type[DeviceCard | StackCard], numbers: _Numbers, path: Path) -> dict[str, Any]:

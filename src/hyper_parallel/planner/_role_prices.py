@@ -193,7 +193,7 @@ class Roles:
         sampling = self._sampling(request, strategy, rows, slots)
         if isinstance(sampling, str):
             return sampling
-        by_samplers = ranks > 0 and grpo.samplers_refer
+        by_samplers = ranks > 0 and grpo.reference_on_samplers
         passes = (grpo.beta > 0 and not by_samplers) + (grpo.importance_sampling == "mask")
         learn_s = grpo.num_iterations * learner.step_s + passes * learner.forward_s
         if ranks:

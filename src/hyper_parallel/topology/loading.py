@@ -17,7 +17,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Final, Literal
 
-from hyper_parallel.config import of_file, read_mapping
+from hyper_parallel.config import read_mapping, read_section
 from hyper_parallel.errors import (
     BadValue,
     DeviceUnavailable,
@@ -74,7 +74,7 @@ def load_topology(name_or_path: str | Path) -> Supernode:
 
 def read_topology(path: Path) -> Supernode:
     """Read a topology file; see `load_topology` for the errors."""
-    return of_file(path, TopologyFile, TopologyUnreadable, "topology file").resolve()
+    return read_section(path, TopologyFile, TopologyUnreadable, "topology file").resolve()
 
 
 @cache

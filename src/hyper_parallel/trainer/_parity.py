@@ -15,8 +15,8 @@ from torch import nn
 from hyper_parallel.backends.torch import handle, local
 from hyper_parallel.backends.torch.weights.initialization import canonical_name
 from hyper_parallel.config import (
-    COMPARED,
-    PAIRED,
+    PAIRED_STAGES,
+    PREFERENCE_STAGES,
     Grpo,
     LoadedRecipe,
     Offload,
@@ -229,14 +229,14 @@ def _small_recipe(recipe: Recipe, scratch: Path, steps: int, dp: int, *, narrow:
         shutil.copy(code, model)
     small = shrink_config(values, narrow=narrow, keep_vocabulary=tokenizer is not None)
     (model / "config.json").write_text(json.dumps(small), encoding="utf-8")
-    microbatch = 2 if recipe.stage in PAIRED else 1  # pairs of answers
+    microbatch = 2 if recipe.stage in PAIRED_STAGES else 1  # a pair of answers
     seq_len = min(recipe.data.seq_len, _SEQ_LEN[recipe.stage])
     update: dict[str, dict[str, Any]] = {
         "model": {"path": str(model), "init": "random", "attn_implementation": _attention(recipe)},
         "data": {
             "tokenizer": tokenizer, "seq_len": seq_len, "vocab_size": SIZES["vocab_size"], "holdout": 0.0,
             "validation": None, "validation_split": None,
-            "max_bytes": None if recipe.stage in COMPARED else min(recipe.data.max_bytes or 1 << 20, 1 << 20),
+            "max_bytes": None if recipe.stage in PREFERENCE_STAGES else min(recipe.data.max_bytes or 1 << 20, 1 << 20),
         },
         "training": {
             "steps": steps, "epochs": None, "dtype": "float64", "microbatch": microbatch, "accumulation_steps": None,

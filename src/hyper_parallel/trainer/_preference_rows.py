@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from hyper_parallel.config import PAIRED, LoadedRecipe
+from hyper_parallel.config import PAIRED_STAGES, LoadedRecipe
 from hyper_parallel.errors import Contradiction
 from hyper_parallel.ir import Plan
 from hyper_parallel.trainer.data import PackedData, Stream
@@ -41,7 +41,7 @@ def check_rows(loaded: LoadedRecipe, plan: Plan) -> None:
             allowed=f"a multiple of {size * dp} sequences",
             hint=f"training.tokens_per_step={better}",
         )
-    if recipe.stage in PAIRED and (work.microbatch or 1) % 2:
+    if recipe.stage in PAIRED_STAGES and (work.microbatch or 1) % 2:
         raise Contradiction(
             "two rows that belong together are in one microbatch",
             where=loaded.where("training.microbatch"),

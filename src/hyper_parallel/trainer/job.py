@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from hyper_parallel.config import (
-    COMPARED,
-    PAIRED,
+    PAIRED_STAGES,
+    PREFERENCE_STAGES,
     LoadedRecipe,
     Recipe,
     recipe_to_yaml,
@@ -141,7 +141,7 @@ class Job:
             weights=self.packed.weights,
             repeats=grpo.num_generations if self.recipe.stage == "grpo" else 1,
             iterations=grpo.num_iterations,
-            together=2 if self.recipe.stage in PAIRED else 1,
+            together=2 if self.recipe.stage in PAIRED_STAGES else 1,
         )
 
     def epochs_at(self, step: int, batches: Batches | StreamBatches) -> float | None:
@@ -156,7 +156,7 @@ class Job:
         tokens = self.recipe.training.eval_tokens
         if held_out is None:
             return None
-        rows = 2 if self.recipe.stage in PAIRED else 1
+        rows = 2 if self.recipe.stage in PAIRED_STAGES else 1
         count = min(len(held_out), max(rows, tokens // self.recipe.data.seq_len)) // rows
         if count == 0:
             return None
@@ -344,7 +344,7 @@ def _check_model(loaded: LoadedRecipe, plan: Plan, model: Any) -> tuple[Plan, st
     check_positions(model, recipe.data.seq_len, loaded.where("data.seq_len"))
     plan = replace(plan, properties=check_properties(loaded, plan))
     check_flow(model, plan)
-    if recipe.stage in COMPARED:
+    if recipe.stage in PREFERENCE_STAGES:
         check_rows(loaded, plan)
     return plan, router_loss
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from hyper_parallel.config import (
-    COMPARED,
-    PAIRED,
+    PAIRED_STAGES,
+    PREFERENCE_STAGES,
     SCHEDULE_ARGS,
     LoadedRecipe,
     load_recipe,
@@ -104,7 +104,9 @@ def _layers(v: dict[str, Any], path: Path, overrides: Sequence[str]) -> Iterator
     stage, kind = v["stage"], v["finetuning_type"]
     for key, (target, _) in SAME.items():
         section, value = target.partition(".")[0], WORDS.get(key, {}).get(v[key], v[key])
-        if (section == "lora" and kind != "lora") or (section in COMPARED and section != stage):
+        if (section == "lora" and kind != "lora") or (
+            section in PREFERENCE_STAGES and section != stage
+        ):
             continue
         yield key, {target: value}
     yield "LlamaFactory", {"training.eval_tokens": 2**40}
@@ -115,7 +117,7 @@ def _layers(v: dict[str, Any], path: Path, overrides: Sequence[str]) -> Iterator
         {"model.init": "random" if v["train_from_scratch"] else "pretrained"},
     )
     yield "disable_shuffling", {"data.shuffle": not v["disable_shuffling"]}
-    if stage in PAIRED:
+    if stage in PAIRED_STAGES:
         if stage != "rm":
             yield "pref_beta", {f"{stage}.beta": v["pref_beta"]}
         yield (

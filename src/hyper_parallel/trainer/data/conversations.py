@@ -13,7 +13,7 @@ from typing import Annotated, Any, Final
 
 from pydantic import Field, StrictBool, TypeAdapter, ValidationError
 
-from hyper_parallel.config import PAIRED
+from hyper_parallel.config import PAIRED_STAGES
 from hyper_parallel.errors import NoData, abbreviated
 from hyper_parallel.trainer.data.conversation import Conversation, Message
 from hyper_parallel.trainer.data.record_keys import (
@@ -569,7 +569,7 @@ def num_context(one: Conversation, stage: str) -> int:
         return next((i for i in range(len(written), 0, -1) if not written[i - 1]), 0)
     if one.num_prompt is not None:
         return one.num_prompt
-    if stage not in PAIRED:
+    if stage not in PAIRED_STAGES:
         return 0
     return next((i for i in range(len(written) - 1, -1, -1) if written[i]), 0)
 

@@ -16,7 +16,7 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hyper_parallel.config import PAIRED, Data
+from hyper_parallel.config import PAIRED_STAGES, Data
 from hyper_parallel.errors import NoData
 from hyper_parallel.trainer.data._cache import byte_bar
 from hyper_parallel.trainer.data._row_facts import DocumentFacts
@@ -155,7 +155,9 @@ def tokenise(source: Source, tokenizer: Tokenizer, stage: str, directory: Path, 
         learn = None if stage == "pt" else _map(learn_file, np.bool_)
         if stage == "kto" and spans:  # the first prompt's other answer is the last record's
             spans.insert(1, spans.pop())
-        return Flat(tokens, spans, learn, stage in PAIRED, facts, stage == "rm", stage, reasons)
+        return Flat(
+            tokens, spans, learn, stage in PAIRED_STAGES, facts, stage == "rm", stage, reasons
+        )
 
 
 def _map(file: IO[bytes], dtype: Any) -> NDArray[Any]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hyper_parallel.config import PAIRED, Data
+from hyper_parallel.config import PAIRED_STAGES, Data
 from hyper_parallel.errors import BadValue, NoData
 from hyper_parallel.trainer.data._cache import cache_root, digest, entry
 from hyper_parallel.trainer.data._sequences import JoinedSequences, PackedSequences
@@ -180,7 +180,7 @@ def prepare(
         masked = data.masks(stage)
         matters = [_VERSION, source.identity(), tokenizer_fingerprint, data.seq_len]
         rows: list[Any] = [data.packing, masked] if masked or not data.packing else []
-        rows += ["last answer"] if stage in PAIRED else []
+        rows += ["last answer"] if stage in PAIRED_STAGES else []
         rows += [_TARGETS, *stops] if stage != "pt" else []
         rows += [] if source.plain == "never" else [_PLAIN_TEXT, source.plain]
         key = digest([*matters, stage, data.holdout, seed, *rows, "num_real", _COUNTED])

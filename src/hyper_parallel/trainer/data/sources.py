@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final, Literal
 
-from hyper_parallel.config import COMPARED, Data
+from hyper_parallel.config import PREFERENCE_STAGES, Data
 from hyper_parallel.errors import Contradiction, HyperParallelError, NoData
 from hyper_parallel.trainer.data._parquet import records_too_long
 from hyper_parallel.trainer.data._tables import Table, is_table, open_table, refuse_outside
@@ -324,7 +324,7 @@ def resolve(data: Data, stage: str) -> Source:
     pairs = shape == "preference"
     turns = stage in ("sft", "kto", "grpo") and not source.is_conversations
     if (stage in ("dpo", "orpo", "rm")) != pairs or turns:
-        wanted = {"sft": "the assistant's turns", **COMPARED}.get(stage, "one text each")
+        wanted = {"sft": "the assistant's turns", **PREFERENCE_STAGES}.get(stage, "one text each")
         held = "pairs" if pairs else "conversations" if source.is_conversations else "plain text"
         raise Contradiction(
             f"`stage: {stage}` trains on {wanted}, and the source holds {held}",

@@ -16,7 +16,7 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from hyper_parallel.config import COMPARED
+from hyper_parallel.config import PREFERENCE_STAGES
 from hyper_parallel.errors import (
     HyperParallelError,
     LossNotFinite,
@@ -461,7 +461,7 @@ class Trainer:
     def _held_out(self, tokens: int) -> str:
         """Return the amount of held-out data in words: tokens, or pairs, answers or prompts in preference stages."""
         stage = self._job.recipe.stage
-        if stage not in COMPARED or self._holdout is None:
+        if stage not in PREFERENCE_STAGES or self._holdout is None:
             return f"{tokens:,} tokens"
         return f"{self._holdout.num_sequences:,} {records_word(stage)}"
 

@@ -100,7 +100,7 @@ class GrpoStage:
         self._batches = batches
         if self.reference is not None:
             weights = self.reference()
-            self._reference_weights = None if self.settings.samplers_refer else weights
+            self._reference_weights = None if self.settings.reference_on_samplers else weights
         if (reason := why_no_slots(self.sampler.model)) and self.rank == 0:
             _log.warning(
                 "sampling has no key-value cache, so every token recomputes its prefix: %s", reason

@@ -245,7 +245,7 @@ def sample_rank(job: Job, replica: int) -> None:
         recorder = SpanRecorder(part, world.device, first + 1, world.heartbeat, "sampler")
         timeline = folder.path / f"timeline.{part}.json"
         weights, reference = Weights(-1), None
-        if grpo.samplers_refer:  # saved by the training ranks at the start of the run
+        if grpo.reference_on_samplers:  # saved by the training ranks at the start of the run
             reference = ReferenceWeights(model, job.output_dir, job.output_dir, RunInputs())
 
         def renew() -> int:

@@ -1,4 +1,4 @@
-"""A recipe: all sections of one training run."""
+"""The recipe: all sections of one training run."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from hyper_parallel.config._comparisons import Dpo, Grpo, Kto, Orpo, Rm
 from hyper_parallel.config._launch_section import Launch
-from hyper_parallel.config._low_rank import Lora
+from hyper_parallel.config._lora_section import Lora
 from hyper_parallel.config._offload_section import Offload
+from hyper_parallel.config._preference_sections import Dpo, Grpo, Kto, Orpo, Rm
 from hyper_parallel.config._sections import (
     Checkpoint,
     Data,
@@ -24,54 +24,54 @@ from hyper_parallel.config.foreign_keys import FOREIGN_KEYS, FOREIGN_VALUES, For
 
 
 class Recipe(Section):
-    """One training run."""
+    """Configuration of one training run."""
 
     FOREIGN_KEYS: ClassVar[Mapping[str, ForeignKey]] = FOREIGN_KEYS
     FOREIGN_VALUES: ClassVar[Mapping[str, Mapping[str, Any]]] = FOREIGN_VALUES
 
-    # Factories: a default made here would build the validators of every section when this module is imported.
+    # Factories, because a default instance would build the validators of every section on import.
 
     model: Model
-    """Which model."""
+    """Model and source of its weights."""
     stage: Literal["pt", "sft", "dpo", "orpo", "kto", "rm", "grpo"] = "pt"
-    """Loss on every token (pt), on the assistant's tokens of conversations (sft), on which of two answers is preferred
-    (dpo, orpo; rm: of a score in place of next tokens), on which answers are good or bad (kto), or on the rewards of
-    the model's own answers to prompts (grpo)."""
+    """Training stage. pt: loss on every token. sft: loss on the assistant's tokens of conversations. dpo, orpo:
+    preference between two answers. rm: a score per answer, learned from preferences, instead of next tokens. kto:
+    answers labelled good or bad. grpo: rewards of the model's own answers to prompts."""
     data: Data = Field(default_factory=Data)
-    """What it reads."""
+    """Training and evaluation data."""
     training: Training = Field(default_factory=Training)
-    """How it learns."""
+    """Optimization."""
     parallel: Parallel = Field(default_factory=lambda: Parallel(auto=True))
-    """How it is spread over ranks."""
+    """Layout over ranks."""
     dpo: Dpo = Field(default_factory=Dpo)
-    """How pairs of answers are compared."""
+    """Settings of `stage: dpo`."""
     orpo: Orpo = Field(default_factory=Orpo)
-    """How pairs of answers are compared without a reference."""
+    """Settings of `stage: orpo`."""
     kto: Kto = Field(default_factory=Kto)
-    """How good and bad answers are weighed."""
+    """Settings of `stage: kto`."""
     rm: Rm = Field(default_factory=Rm)
-    """How scores of answers are learned."""
+    """Settings of `stage: rm`."""
     grpo: Grpo = Field(default_factory=Grpo)
-    """How completions are made and rewarded."""
+    """Settings of `stage: grpo`."""
     lora: Lora | None = None
-    """Low-rank adapters; the model's own weights stay as they are. None: all of the model is trained."""
+    """Low-rank adapters; the weights of the base model are frozen. None: train all weights."""
     moe: Moe = Field(default_factory=Moe)
-    """How tokens are routed to experts."""
+    """Routing of tokens to experts."""
     offload: Offload = Field(default_factory=Offload)
-    """What leaves the device memory while nothing needs it."""
+    """Planned device memory: offload and recomputation."""
     checkpoint: Checkpoint = Field(default_factory=Checkpoint)
-    """When it is saved."""
+    """Checkpoints and export."""
     launch: Launch = Field(default_factory=Launch)
-    """Who starts the ranks."""
+    """Launcher and machines."""
     topology: str = "local"
-    """The machine: `local`, a preset, or a YAML file."""
+    """Machine description: `local`, a preset name, or a YAML file."""
     output_dir: str = "runs/run"
-    """Where everything of the run is written."""
+    """Directory of the run: metrics, checkpoints, export and report."""
     sample_prompt: str | None = None
-    """Text to continue after training; a model of conversations answers it as a user's turn. None: no sample."""
+    """Text to continue after training. A chat model answers it as a user's message. None: no sample."""
 
     @property
     def disables_dropout(self) -> bool:
-        """Whether the model trains without dropout."""
+        """True if the model trains without dropout."""
         choice = self.training.disable_dropout
         return self.stage not in ("pt", "sft") if choice is None else choice
