@@ -1,6 +1,6 @@
-"""Memory on torch: record a step as a program over storages, run a memory plan on a counted device.
+"""Memory planning on torch: recording of a step as a program over storages, and execution of memory plans.
 
-`memory.generation` has the steps of generation; it is not imported here because it needs transformers.
+`memory.generation` contains planned generation; it is not imported here because it needs transformers.
 """
 
 from hyper_parallel.backends.torch.memory._capture import StepCapture

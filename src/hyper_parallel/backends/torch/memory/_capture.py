@@ -1,9 +1,9 @@
-"""Capture of a step: every operator at storage level, with what it takes to run it again.
+"""Capture of a step: every operator at storage level, as a call that can be replayed.
 
-Works on real and on fake tensors, with graph breaks, autograd and the optimizer included, because it sits below all of
-them. A view is recorded as an address; only operators that make or change bytes become part of the program. Of a
-DTensor the operators on its local part are recorded. A storage that its owner resizes (FSDP frees and refills gathered
-parameters that way) ends there and comes back as a fresh allocation.
+Capture works on real and on fake tensors. It includes graph breaks, autograd and the optimizer, because it sits below
+all of them. A view is recorded as an address. Only operators that allocate or write bytes become part of the program.
+For a DTensor, the operators on its local shard are recorded. When its owner resizes a storage (FSDP frees and refills
+gathered parameters that way), the recorded storage ends and a fresh allocation begins.
 """
 
 from __future__ import annotations
@@ -69,22 +69,22 @@ from hyper_parallel.errors import CaptureUnsupported
 from hyper_parallel.ir import MemoryProgram, Operator, Phase, StorageKind
 
 ADDRESS_BYTES = 64
-"""Where a storage begins, as torch's CPU allocator has it: some kernels add in another order elsewhere."""
+"""Alignment of torch's CPU allocator; at other addresses some kernels sum in another order."""
 _DEVICE = torch.ops.prim.device.default
 
 
 class StepCapture:
-    """Records the operators inside its context so that they can run again.
+    """Context that records operators as replayable calls.
 
     Args:
-        named: Tensors that exist before the step, with what they hold.
+        named: Tensors that exist before the step, with the kind of their content.
         training: Phases are forward, backward (inside autograd), optimizer (after it); else all is inference.
         alignment_bytes: Rounding of every allocation.
         empty: Storages that are empty now and that the step refills; see `LruSpillMode.emptied`.
-        bring: Brings a tensor's bytes to the device, where they are looked at; see `LruSpillMode`.
+        bring: Makes a tensor resident before its bytes are read; see `LruSpillMode`.
 
     Attributes:
-        part: Phase of what runs now, for a step that knows it; None: as autograd shows.
+        part: Current phase, set by a step that knows it; None: inferred from autograd.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class StepCapture:
     def view(
         self, tensor: torch.Tensor, name: str = "constant", kind: StorageKind = "input"
     ) -> View:
-        """The tensor as a view; an unknown storage is taken in as state of the step."""
+        """Return the tensor as a view; an unknown storage becomes state of the step."""
         self._bring(tensor)
         known = self._find(tensor)
         base = tensor.untyped_storage()
@@ -137,7 +137,7 @@ class StepCapture:
             known = self._numbers(tensor)
         if known is None:
             known = self.storages.add(tensor, Entry(name, 0, kind, True, True))
-            # Holding the tensor keeps the bytes (and their identity) for the program's whole life.
+            # The reference keeps the bytes (and their identity) alive as long as the program.
             self._state[known] = tensor.detach()
             if self._mode.fake is None and not isinstance(tensor, FakeTensor):
                 self._unseen.meet(known, base)
@@ -149,7 +149,7 @@ class StepCapture:
         return known is not None and self._entries[known].num_bytes == base.nbytes()
 
     def _refilled(self, tensor: torch.Tensor, before: int | None) -> int:
-        """A storage that its owner has resized: the old one has ended, an allocation makes the new one."""
+        """Record an allocation for a storage that its owner has resized; the former storage ends."""
         if before is not None and self._entries[before].at_start:
             raise resizes(self._entries[before].name)
         num_bytes = tensor.untyped_storage().nbytes()
@@ -168,7 +168,7 @@ class StepCapture:
         return index
 
     def _numbers(self, tensor: torch.Tensor) -> int:
-        """A tensor with values in a step without, as `x[..., [-1]]` makes: an operator gives them every time."""
+        """Record a tensor with values in a fake step, such as the index of `x[..., [-1]]`, as a constant operator."""
         index = self.storages.add(tensor, Entry("numbers", 0, "scratch"))
         view = View(index, torch.uint8, (tensor.untyped_storage().nbytes(),), (1,), 0)
         with unset_fake_temporarily():
@@ -181,14 +181,14 @@ class StepCapture:
         return self.storages.find(tensor)
 
     def mark(self, tensor: torch.Tensor, kind: StorageKind) -> None:
-        """Say what a storage made inside the step holds."""
+        """Set the kind of a storage that was allocated inside the step."""
         index = self._find(tensor)
         if index is not None:
             self._entries[index].kind = kind
 
     @property
     def phase(self) -> Phase:
-        """Part of the step that is running now."""
+        """Phase of the step that is running now."""
         if not self._training:
             return "inference"
         if self.part is not None:
@@ -201,7 +201,7 @@ class StepCapture:
     def _operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func.namespace == "profiler" or func._opname in ASIDE:
             return func(*args, **kwargs)
-        # What its owner has emptied is forgotten before it may come back with the same size.
+        # A storage that its owner has emptied ends before the owner can refill it to the same size.
         self.storages.end_resized()
         if func is _DEVICE or (func in VIEWS and self._is_known(args[0])):
             self._end_messages()
@@ -312,13 +312,13 @@ class StepCapture:
         self._beside_bytes = max(self._beside_bytes, sum(operator.beside))
 
     def _end_messages(self) -> None:
-        """Messages that were issued together become one operator, done when all of them are."""
+        """Record messages that were issued as one batch as one operator, which ends with the last of them."""
         messages, self._messages = self._messages, []
         if messages:
             self._keep(*together(messages, self.phase))
 
     def _end_sent(self) -> None:
-        """What was sent alone stays where it is until the receivers have it: here, after all backward passes."""
+        """Record the completion of single sends, after all backward passes; their storages stay in place until here."""
         sent, self._sent = self._sent, []
         if not sent:
             return
@@ -326,7 +326,7 @@ class StepCapture:
             self._entries[view.storage].kind = "output"  # never moved
         reads = storages_in(sent)
         for index, operator in enumerate(self._operators):
-            if not set(reads).isdisjoint(operator.allocs):  # never made again
+            if not set(reads).isdisjoint(operator.allocs):  # never recomputed
                 self._operators[index] = replace(operator, repeatable=False)
         self._keep(
             Operator("c10d.sent", reads, phase=self.phase, ordered=True, message=True),
@@ -343,10 +343,10 @@ class StepCapture:
         self._unseen.__exit__(*error)
 
     def captured(self, result: Any, inputs: Mapping[str, torch.Tensor], name: str) -> Captured:
-        """What was recorded, after the step has returned `result` from `inputs`, which are among the named tensors.
+        """Return the recorded step, after it has returned `result`; `inputs` are among the named tensors.
 
         Raises:
-            CaptureUnsupported: HP511 for what cannot be repeated faithfully.
+            CaptureUnsupported: HP511 for a step that cannot be repeated faithfully.
         """
         self._end_messages()
         self._end_sent()

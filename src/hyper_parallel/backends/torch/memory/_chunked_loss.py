@@ -1,9 +1,9 @@
-"""Causal language-model loss without the logits: head, cross entropy and their gradients, a block of tokens at a time.
+"""Causal language-model loss in chunks of tokens, without materializing all logits.
 
 The logits [T, V] and the float copies that a cross entropy makes of them are the largest working set of a training
-step. Here a block's logits live only while the block is worked on: forward computes the loss and at once the gradients
-of hidden states and head, backward scales them. No product is computed twice. The head's gradient is summed over the
-blocks, so results are those of the plain loss up to the order of that sum.
+step. Here the logits of a chunk live only while the chunk is computed. Forward computes the loss and the gradients of
+hidden states and head; backward scales them. No product is computed twice. The head's gradient is summed over the
+chunks, so results equal those of the ordinary loss up to the order of that sum.
 """
 
 from __future__ import annotations
@@ -58,16 +58,16 @@ def chunked_loss(
     chunks: int,
     ignore_index: int = -100,
 ) -> Tensor:
-    """Mean cross entropy of the next token of a Hugging Face causal language model.
+    """Return the mean cross entropy of the next token of a Hugging Face causal language model.
 
     Args:
         model: Has `get_decoder()` and an output embedding without bias.
         batch: Keyword arguments of the model with `labels` [B, S].
-        chunks: Blocks of tokens.
+        chunks: Number of chunks of tokens.
         ignore_index: Label of tokens that do not count.
 
     Raises:
-        BadValue: HP102 when the model changes its logits after the head, which this loss would leave out.
+        BadValue: HP102 when the model changes its logits after the head; this loss would skip that change.
     """
     head = model.get_output_embeddings()  # type: ignore[operator]
     config = model.config

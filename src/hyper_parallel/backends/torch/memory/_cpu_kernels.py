@@ -1,8 +1,8 @@
-"""What kernels of a CPU take inside themselves, measured once per operator and shape of a recorded step.
+"""Workspace of CPU kernels, measured once per operator and shape of a recorded step.
 
-An accelerator's allocator tells its peak while a step is recorded. A CPU's has only the events that torch's profiler
-reads, so every distinct operator runs once more here, on zeros, in the form in which a plan runs it: mkldnn's packed
-operands of a bfloat16 product and the blocks of flash attention become part of what is made beside the arena.
+An accelerator's allocator reports its peak while a step is recorded. A CPU's has only the events that torch's profiler
+reads, so every distinct operator runs a second time here, on zeros, in the form in which a plan runs it. The packed
+operands of mkldnn's bfloat16 products and the blocks of flash attention thus count as staging bytes outside the arena.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _MARK: Final = "kernel "
 
 
 def with_kernel_bytes(captured: Captured) -> Captured:
-    """The step with the bytes that its kernels take on this CPU, as they are measured.
+    """Return the step with the measured workspace of its kernels on this CPU.
 
-    They are in `plan.device_bytes` then. The executor's meter of a simulated device does not see them and shows less.
-    Products of groups of rows are measured with as many rows in each, where a step has what its data give.
+    The workspace is then part of `plan.device_bytes`. The executor's meter of a simulated device cannot see it, so it
+    reports less. Grouped products are measured with equal groups; a real step has the group sizes of its data.
 
     Args:
-        captured: A recorded step; one of an accelerator has them already.
+        captured: A recorded step; on an accelerator its workspace was measured during the recording.
     """
     if captured.device.type != "cpu":
         return captured
@@ -50,7 +50,7 @@ def with_kernel_bytes(captured: Captured) -> Captured:
 
 
 def _key(call: Call, captured: Captured) -> Any:
-    """Equal for calls whose kernels take as much; None: the call cannot be run by itself."""
+    """Return a key that is equal for calls with equal workspace; None: the call cannot run alone."""
     leaves, nest = tree_flatten((call.args, call.kwargs, [view for _, view in call.made]))
     alone = getattr(call.func, "namespace", "") == "aten" and not call.guards
     if not alone or any(isinstance(leaf, torch.Generator) for leaf in leaves):
@@ -66,7 +66,7 @@ def _key(call: Call, captured: Captured) -> Any:
 
 
 def _measured(calls: list[Call], captured: Captured) -> list[int]:
-    """Most bytes that each call takes at the same time beside its operands and the addresses of its results."""
+    """Return the peak of the bytes that each call allocates, without its operands and its results' addresses."""
     activities = [ProfilerActivity.CPU]
     with (
         torch.random.fork_rng(devices=[]),
@@ -74,7 +74,7 @@ def _measured(calls: list[Call], captured: Captured) -> list[int]:
         profile(activities=activities, profile_memory=True) as seen,
     ):
         for number, call in enumerate(calls):
-            with suppress(RuntimeError, IndexError):  # of zeros some operators have no result
+            with suppress(RuntimeError, IndexError):  # some operators have no result for zeros
                 run = _ready(call, captured)
                 with record_function(f"{_MARK}{number}"):
                     run()
@@ -88,7 +88,7 @@ def _measured(calls: list[Call], captured: Captured) -> list[int]:
 
 
 def _events(seen: Any) -> Iterator[tuple[int, int]]:
-    """(call, bytes) of what the allocator gave, and of what came back as negative bytes, inside of calls."""
+    """Yield (call, bytes) of every allocation inside a call; freed bytes are negative."""
     events = list(seen.profiler.kineto_results.events())
     spans = sorted(
         (e.start_ns(), e.start_ns() + e.duration_ns(), int(e.name().removeprefix(_MARK)))
@@ -104,7 +104,7 @@ def _events(seen: Any) -> Iterator[tuple[int, int]]:
 
 
 def _ready(call: Call, captured: Captured) -> Callable[[], Any]:
-    """The call as a plan runs it, on zeros."""
+    """Return the call as a plan runs it, on zeros."""
     outs = [view for _, view in call.made]
     views = [v for v in tree_flatten((call.args, call.kwargs, outs))[0] if isinstance(v, View)]
     bases = {}
@@ -123,7 +123,7 @@ def _ready(call: Call, captured: Captured) -> Callable[[], Any]:
 
 
 def _spread(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor) -> None:
-    """Write where groups of a grouped product end: the dim that a group has a part of, in equal parts."""
+    """Write the ends of the groups of a grouped product, for groups of equal size."""
     whole = left.shape[0] if right.dim() == 3 else right.shape[-1]
     if left.dim() == right.dim():  # both have it: the gradient of weights
         whole = left.shape[-1]

@@ -1,4 +1,4 @@
-"""Tensors whose bytes a device holds: who uses one is stopped, where torch would read memory that is not there."""
+"""Stub tensors for state that a planned device owns: a use raises an error instead of reading freed memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ALLOWED: Final = frozenset(
         "register_post_accumulate_grad_hook", "requires_grad_", "size", "storage_offset", "stride", "untyped_storage",
     )
 )  # fmt: skip
-"""What is said of a tensor, not of its values."""
+"""Functions that read metadata of a tensor, not its values."""
 
 
 class _Held:
@@ -44,11 +44,11 @@ class _Held:
 
 
 class HeldTensor(_Held, Tensor):
-    """A tensor while its bytes are elsewhere."""
+    """Tensor whose bytes a planned device owns."""
 
 
 class HeldParameter(_Held, Parameter):
-    """A parameter while its bytes are elsewhere."""
+    """Parameter whose bytes a planned device owns."""
 
 
 _KINDS: Final[dict[type, type]] = {Tensor: HeldTensor, Parameter: HeldParameter}
@@ -59,10 +59,10 @@ def _has_no_bytes(value: Any) -> bool:
 
 
 def hold(tensors: Iterable[Tensor]) -> list[tuple[Tensor, type]]:
-    """Stop the use of those that have no bytes, as torch itself does with parameters that have none yet.
+    """Turn tensors without bytes into stubs, as torch itself does with uninitialised parameters.
 
     Returns:
-        Each of them, and its class.
+        Each changed tensor, and its former class.
     """
     held = [(t, type(t)) for t in tensors if type(t) in _KINDS and _has_no_bytes(t)]
     for tensor, kind in held:
@@ -71,10 +71,10 @@ def hold(tensors: Iterable[Tensor]) -> list[tuple[Tensor, type]]:
 
 
 def sharing(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Other tensors on the storages of these, such as `weight.detach()` that somebody kept."""
+    """Return other live tensors on the storages of `tensors`, such as a kept `weight.detach()`."""
     known = {id(tensor): tensor for tensor in tensors}
     mine = Counter(tensor.untyped_storage()._cdata for tensor in known.values())
-    # One more is torch's object in Python.
+    # The Python object of the storage counts as one use.
     others = {key for key, n in mine.items() if torch._C._storage_Use_Count(key) > n + 1}
     if not others:
         return []

@@ -1,9 +1,9 @@
-"""Code without a plan in less memory than it takes: what was used longest ago leaves the device between operators.
+"""LRU eviction for code without a plan that exceeds device memory.
 
-A step must run once before it can be planned, and an evaluation has no plan at all. Inside this context every storage
-that an operator touches is brought to the device before it runs; to make room, the least recently used ones are copied
-to host memory and emptied in place. Tensors keep their storages, so autograd, the optimizer and a recorder below see
-the same step with the same bits. It is slow: every copy stops the device.
+A step must run once before it can be planned, and an evaluation has no plan. Inside this context every operand of an
+operator is made resident before the operator runs. To make room, the least-recently-used storages are copied to host
+memory and emptied in place. Tensors keep their storages, so autograd, the optimizer and a recorder below see the same
+step with the same bits. This is slow: every copy synchronises the device.
 """
 
 from __future__ import annotations
@@ -36,24 +36,25 @@ from hyper_parallel.backends.torch.memory.operators import (
 
 _PLAIN: Final = (torch.Tensor, torch.nn.Parameter)
 Content = torch.UntypedStorage | Callable[[], torch.UntypedStorage]
-"""Bytes in host memory, or what reads them from a file."""
+"""Bytes in host memory, or a function that reads them from a file."""
 
 
 @dataclass(slots=True, eq=False)
 class _Known:
-    """A storage that was seen.
+    """State of a storage that an operator has used.
 
     Attributes:
         ref: The storage.
-        num_bytes: Its bytes when it is on the device.
-        used: When an operator last touched it.
-        here: It is on the device.
-        copy: Its content in host memory; None: it was never there.
-        current: The copy is what the storage holds.
-        fixed: It is not moved: its owner resizes it, others have its address, or a message uses it.
-        resized: Its owner has resized it.
-        blank: It was made empty or elsewhere, and may be one that its owner resizes.
-        aside: Another stream has used it.
+        num_bytes: Bytes of the storage while it is resident.
+        used: Clock of the last operator that used it.
+        here: True while the storage is on the device.
+        copy: Content in host memory; None: never evicted.
+        current: True if the copy equals the content of the storage.
+        fixed: True if the storage must not move: its owner resizes it, its address is known elsewhere, or a message
+            uses it.
+        resized: True if its owner has resized it.
+        blank: True if it was allocated by `empty` or outside of the context, so its owner may resize it.
+        aside: True if another stream has used it.
     """
 
     ref: weakref.ref[Any]
@@ -69,25 +70,24 @@ class _Known:
 
 
 class LruSpillMode:
-    """Keeps the storages that operators touch within a number of bytes, as far as single operators allow.
+    """Context that evicts storages so that resident bytes stay within a limit, if single operators fit.
 
-    Lists that an operator treats one by one (`_fused_adamw_`, `_foreach_*`) are cut where they do not fit together.
-    Collectives are waited for at once. The work per operator depends on its own operands, not on how many storages
-    there are: residents are queued by their last use, and owners that resize a storage announce it.
+    Operators over lists with independent entries (`_fused_adamw_`, `_foreach_*`) are split when the lists do not fit.
+    Collectives are waited for at once. The cost per operator depends on its own operands, not on the number of
+    storages: resident storages are queued by their last use, and owners that resize a storage announce it.
 
-    On a CPU, which only simulates a device, nothing is moved any more once the bytes are known not to suffice.
+    On a CPU, which only simulates a device, nothing moves any more once the limit is known to be insufficient.
 
     Args:
-        num_bytes: Bytes on the device; None: all of it, nothing is moved.
+        num_bytes: Limit of resident bytes; None: no limit, nothing is moved.
         device: The device; a CPU simulates one.
-        stays_away: What is in host memory at the end of the context stays there, for the next one, or to be taken.
+        stays_away: Keep evicted storages in host memory at the end of the context, for the next context or a plan.
 
     Attributes:
-        peak_bytes: Highest bytes of seen storages on the device, inside of the context.
-        moved_bytes: Bytes that have left it.
-        least_bytes: Most bytes that had to be on the device at once: what is not moved, and an operator's operands
-            and results. Below it no device suffices.
-        owned: Gives the tensors that their owner empties and refills in place.
+        peak_bytes: Highest resident bytes inside the context.
+        moved_bytes: Evicted bytes.
+        least_bytes: Smallest sufficient limit: the peak of fixed storages and the operands and results of an operator.
+        owned: Returns the tensors that their owner empties and refills in place.
     """
 
     def __init__(
@@ -107,16 +107,16 @@ class LruSpillMode:
         self._stream = lambda: self._module.current_stream(device)
         self._compute = self._stream()
 
-    # -- state that lies elsewhere -------------------------------------------------------------
+    # -- state in other tiers ------------------------------------------------------------------
 
     def hold(self, base: torch.UntypedStorage, num_bytes: int, content: Content) -> None:
-        """Take a storage that is empty, and where its bytes are; memory that is given is changed with it."""
+        """Track an empty storage whose content is in host memory or a file; writes reach that host memory."""
         known = self._add(base)
         known.num_bytes, known.here, known.copy, known.current = num_bytes, False, content, True
         self._here.pop(base._cdata, None)
 
     def take(self, base: torch.UntypedStorage) -> Content:
-        """Where the bytes of a storage are, which is forgotten: the storage itself when it is not in host memory."""
+        """Stop tracking a storage and return its content: its current host copy, else the storage itself."""
         known = self._known.get(base._cdata)
         if known is None:
             return base
@@ -124,16 +124,16 @@ class LruSpillMode:
         return known.copy if known.current and known.copy is not None else base
 
     def num_bytes(self, base: torch.UntypedStorage) -> int:
-        """Bytes of a storage, wherever they are."""
+        """Return the size of a storage, resident or evicted."""
         known = self._known.get(base._cdata)
         return base.nbytes() if known is None or known.here else known.num_bytes
 
     def at_home(self, tensor: torch.Tensor, *, write: bool = False) -> torch.Tensor:
-        """A tensor on its bytes, wherever they are; outside of the context.
+        """Return a view of a tensor on its content, on the device or in host memory; use outside of the context.
 
         Args:
             tensor: The tensor.
-            write: It will be changed.
+            write: The caller will write into the view.
         """
         known = self._known.get(tensor.untyped_storage()._cdata)
         if known is None or known.here:
@@ -147,7 +147,7 @@ class LruSpillMode:
         return as_view(tensor, 0).on(content)
 
     def bring(self, tensor: torch.Tensor) -> None:
-        """Bring a tensor's storage to the device: somebody looks at its bytes."""
+        """Make a tensor's storage resident, because code reads its bytes."""
         known = self._see(tensor)
         if known is not None and not known.here:
             self._clock += 1
@@ -156,7 +156,7 @@ class LruSpillMode:
             self._bring(known)
 
     def bring_back(self) -> None:
-        """Bring everything to the device that still exists, and forget it."""
+        """Make all live storages resident, and stop tracking them."""
         for known in list(self._known.values()):
             if not known.here:
                 self._bring(known)
@@ -165,7 +165,7 @@ class LruSpillMode:
 
     @property
     def emptied(self) -> list[weakref.ref[Any]]:
-        """Storages that still exist and that their owner has filled, or that were found filled, and left empty."""
+        """Live storages that are empty now because their owner has resized them."""
         every = list(self._known.values())
         for known in every:
             base = known.ref()
@@ -174,7 +174,7 @@ class LruSpillMode:
         return [known.ref for known in every if known.resized and not known.num_bytes]
 
     def require(self, num_bytes: int) -> None:
-        """Raise `least_bytes` to what an operator to come needs at once."""
+        """Raise `least_bytes` to the bytes that an operator needs at once."""
         self.least_bytes = max(self.least_bytes, num_bytes)
 
     # -- operators -----------------------------------------------------------------------------
@@ -184,7 +184,7 @@ class LruSpillMode:
             return func(*args, **kwargs)
         tensors = [t for t in tensors_in(args, kwargs) if self._is_mine(t)]
         new = {key: base.nbytes() for key, base in map(_keyed, tensors) if key not in self._known}
-        if new:  # made outside of the context, as data are
+        if new:  # allocated outside of the context, such as a batch
             self._make_room(sum(new.values()))
         given = {id(k): k for t in tensors if (k := self._see(t)) is not None}
         for key in new:
@@ -207,7 +207,7 @@ class LruSpillMode:
             self._bring(known)
         out = func(*args, **kwargs)
         written = written_leaves(func, args, kwargs)
-        if func.namespace not in TORCH:  # whatever its schema says
+        if func.namespace not in TORCH:  # its schema may be incomplete
             written = tensors_in(args, kwargs)
         if func.namespace == "c10d" and not is_message(func):
             out = without_work(out)
@@ -228,7 +228,7 @@ class LruSpillMode:
         return out
 
     def _take(self, tensor: torch.Tensor, values: bool) -> None:
-        """Python code is given the bytes, or their address."""
+        """Make a tensor resident for Python code that reads its values or its address."""
         self.bring(tensor)
         if (known := self._see(tensor)) is not None and not values:
             known.current = False
@@ -245,7 +245,7 @@ class LruSpillMode:
         return known is not None and known.here and bool(known.num_bytes)
 
     def _see(self, tensor: torch.Tensor) -> _Known | None:
-        """What is known of a tensor's storage; it becomes the most recently used one."""
+        """Return the record of a tensor's storage, and mark it as most recently used."""
         if not self._is_mine(tensor):
             return None
         base = tensor.untyped_storage()
@@ -274,7 +274,7 @@ class LruSpillMode:
             self._fixed_bytes -= known.num_bytes if known.fixed else 0
 
     def _fix(self, known: _Known) -> None:
-        """Never move a storage again; it is on the device."""
+        """Pin a resident storage to the device."""
         if known.fixed or (base := known.ref()) is None:
             return
         known.fixed = True
@@ -286,14 +286,14 @@ class LruSpillMode:
         known = self._known.get(base._cdata)
         if known is None or num_bytes == (known.num_bytes if known.here else 0):
             return
-        self._clock += 1  # no operator runs: what the last one used may leave
+        self._clock += 1  # no operator runs, so operands of the last one may be evicted
         known.used = self._clock
         self._resized(known, num_bytes, grown=False)
         self._make_room(0)
         self._grow(0)
 
     def _resized(self, known: _Known, num_bytes: int, *, grown: bool = True) -> None:
-        """Its owner has resized a storage."""
+        """Update the record of a storage that its owner has resized."""
         self._fix(known)
         self._fixed_bytes += num_bytes - known.num_bytes
         self._live += num_bytes - (known.num_bytes if known.here else 0)
@@ -359,7 +359,7 @@ class LruSpillMode:
         self.moved_bytes += known.num_bytes
 
     def _settle(self, known: _Known) -> None:
-        """Wait for what other streams do with a storage."""
+        """Wait for pending work of other streams on a storage."""
         if self._device.type != "cpu" and (known.aside or self._stream() != self._compute):
             self._module.synchronize(self._device)
 
@@ -374,7 +374,7 @@ class LruSpillMode:
         return self
 
     def __exit__(self, *error: Any) -> None:
-        """Bring everything back that still exists, unless it stays away."""
+        """Make all live storages resident, unless evicted storages are kept offloaded."""
         self._taken.__exit__(*error)
         self._mode.__exit__(*error)
         self._resizes.__exit__(*error)

@@ -1,4 +1,4 @@
-"""The tensors that own the state of a recorded step, while a device has its bytes: nobody may change them unseen."""
+"""Owner tensors of a recorded step's state; changes to them are detected while a device owns the bytes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _KEY = attrgetter("_cdata")
 
 
 class Owners:
-    """Owners of the state of a step.
+    """Tensors that own the state of a step.
 
     Args:
         captured: The recorded step.
@@ -25,21 +25,19 @@ class Owners:
         self._captured = captured
         self._held: list[tuple[torch.Tensor, type]] = []
         self._left: list[tuple[int, torch.Tensor, int]] = []  # (storage, its tensor, its version)
-        # Looked at in every step; the key tells torch's storage from another one.
+        # Checked in every step; the key identifies a torch storage.
         self._tensors = [tensor for _, tensor in captured.owners]
         self._recorded = [_KEY(captured.state[s].untyped_storage()) for s, _ in captured.owners]
         operators = captured.program.operators
         self._written = {s for operator in operators for s in operator.writes}
 
     def check(self) -> None:
-        """The state is still that of the model and the optimizer, and they are as they were when it was recorded.
+        """Check that model and optimizer own the recorded storages and are as they were when the step was recorded.
 
         Raises:
-            StepChanged: HP512 with what has changed.
+            StepChanged: HP512 that names the change.
         """
-        with (
-            torch._C.DisableTorchFunctionSubclass()
-        ):  # tensors that are held are asked for nothing but facts
+        with torch._C.DisableTorchFunctionSubclass():  # only metadata of stub tensors is read
             self._check()
 
     def _check(self) -> None:
@@ -54,10 +52,10 @@ class Owners:
             )
 
     def check_bytes(self, num_bytes: Callable[[torch.UntypedStorage], int]) -> None:
-        """Every one of them has its bytes, on the device or where they are lent to.
+        """Check that every owner has its bytes, resident or evicted.
 
         Raises:
-            StepChanged: HP512 when another device has them.
+            StepChanged: HP512 when another planned device owns them.
         """
         for s, tensor in self._captured.state.items():
             if num_bytes(tensor.untyped_storage()) != self._captured.program.storages[s].num_bytes:
@@ -67,7 +65,7 @@ class Owners:
                 )
 
     def hold(self) -> None:
-        """A device has the bytes from now on."""
+        """Turn the owners into stubs: a device owns the bytes from now on."""
         kinds, given = self._captured.program.storages, self._captured.given
         mine = [*self._captured.state.values(), *(tensor for _, tensor in self._captured.owners)]
         gone = [t for t in mine if not t.untyped_storage().nbytes()]
@@ -81,7 +79,7 @@ class Owners:
             self._captured.source.hold()
 
     def release(self) -> None:
-        """The bytes are back."""
+        """Turn the stubs back into tensors: they own their bytes."""
         for tensor, kind in self._held:
             tensor.__class__ = kind  # type: ignore[assignment]
         self._held = []
@@ -89,15 +87,15 @@ class Owners:
             self._captured.source.release()
 
     def keep(self, s: int) -> bool:
-        """A storage's bytes are the caller's: inputs, and what the step only reads of what stays with the caller."""
+        """Return whether the caller keeps a storage: inputs of the step, and input state that it only reads."""
         read = self._captured.program.storages[s].kind == "input" and s not in self._written
         return read or s in self._captured.given
 
     def changes(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """What stays with the caller beside the inputs (buffers, a learning rate) and has new values, by storage.
+        """Yield (storage, tensor) of input state (buffers, a learning rate) that was changed since the last call.
 
         Raises:
-            StepChanged: HP512 for one that the step changes itself: two values cannot both be right.
+            StepChanged: HP512 for a tensor that the step also writes: the two values conflict.
         """
         for at, (s, tensor, version) in enumerate(self._left):
             if tensor._version == version:

@@ -1,4 +1,4 @@
-"""Bytes of an operator's results, read off the shapes of its arguments before it runs."""
+"""Bytes of an operator's results, inferred from the shapes of its arguments before it runs."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class ResultBytes:
         self._known: dict[Any, int | None] = {}
 
     def of(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
-        """Return the bytes of the storages that a call will make; None: its shapes do not tell."""
-        # A tensor is put on a storage, as when a file is read.
+        """Return the bytes of the storages that a call will allocate; None: its shapes do not determine them."""
+        # `set_` puts a tensor on an existing storage, as when a file is read.
         put = sum(v.nbytes() for v in args if isinstance(v, torch.UntypedStorage))
         if func.namespace == "c10d" or not _allocates(func):
             return put
@@ -48,7 +48,7 @@ def _facts(value: Any) -> Any:
         return tuple((name, _facts(v)) for name, v in value.items())
     if isinstance(value, torch.UntypedStorage):
         return "storage"
-    # The type of a number decides the format of a result. As text, a storage would be every byte.
+    # The type of a number determines the dtype of a result. `str` of a storage would print every byte.
     return type(value), value if isinstance(value, (int, float)) else str(value)
 
 
@@ -66,7 +66,7 @@ def _traced_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> i
             both = tree_map_only(torch.Tensor, shape, (args, kwargs))
             args, kwargs = tree_map_only(torch.device, lambda _: torch.device("meta"), both)
             out = func(*args, **kwargs)
-        except Exception:  # no kernel without bytes, or a result that depends on them
+        except Exception:  # no meta kernel, or a size that depends on values
             return None
     made = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors_in(out)}
     return sum(made.values()) - sum(made.get(t.untyped_storage()._cdata, 0) for t in given)

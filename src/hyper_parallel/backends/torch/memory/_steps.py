@@ -1,4 +1,4 @@
-"""Steps of an unmodified Hugging Face model, ready to record: training, prefill, decode."""
+"""Recording of the steps of an unmodified Hugging Face model: training, prefill, decode."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def capture_training(
         optimizer: Any torch optimizer.
         inputs: Keyword arguments of the model, labels included.
         clip_norm: Clip the global gradient norm to this.
-        loss_chunks: Compute head and loss in so many blocks of tokens, see `chunked_loss`; None: the model's own loss.
+        loss_chunks: Number of chunks of tokens for head and loss, see `chunked_loss`; None: the model's own loss.
         alignment_bytes: See `MemoryProgram`.
     """
 
@@ -67,7 +67,7 @@ def training_step(
     clip_norm: float | None = None,
     loss_chunks: int | None = None,
 ) -> torch.Tensor:
-    """One plain training step; what `capture_training` records.
+    """Run one eager training step, the one that `capture_training` records.
 
     Args:
         model: See `capture_training`.
@@ -106,8 +106,8 @@ def capture_inference(
 
     Raises:
         CaptureUnsupported: HP511 for a step at a later position of a cache that counts its tokens in Python, as layers
-            with a sliding window do: the program would repeat the recorded position. A prompt from the start is
-            recorded, and stopped (HP512) when the cache was not reset.
+            with a sliding window do: the program would repeat the recorded position. A prompt at position 0 is
+            recorded; running it on a cache that was not reset raises HP512.
     """
 
     def step(**batch: torch.Tensor) -> torch.Tensor:
@@ -132,13 +132,13 @@ def capture_inference(
             hint="record the prompt on a cache that was reset, or generate with `PlannedGeneration`",
         )
     if counted:
-        captured.plain = None  # run once more it would go on from the position that Python holds
+        captured.plain = None  # a second run would continue at the position that Python counts
     captured.source = CaptureSource(model)
     return captured
 
 
 def model_state(model: torch.nn.Module) -> Named:
-    """Parameters (of a DTensor this rank's part) and buffers; a tied parameter appears once."""
+    """Return parameters (the local shard of a DTensor) and buffers; a tied parameter appears once."""
     state: Named = {}
     for name, parameter in model.named_parameters():
         state[name] = (local(parameter), "expert" if ".experts." in name else "weight")
@@ -152,7 +152,7 @@ def optimizer_state(
     optimizer: torch.optim.Optimizer,
     others: Sequence[torch.Tensor] = (),
 ) -> Named:
-    """Every tensor of the optimizer's state, named after its parameter; `others` are those of no module."""
+    """Return the tensors of the optimizer's state by parameter name; `others` are parameters outside of the model."""
     names: dict[Any, str] = {p: n for n, p in model.named_parameters()}
     names |= {p: f"parameter {i}" for i, p in enumerate(others)}
     return {
@@ -164,7 +164,7 @@ def optimizer_state(
 
 
 def cache_state(cache: Any) -> Named:
-    """Keys, values and lengths of a static cache, layer by layer."""
+    """Return keys, values and lengths of a static cache, layer by layer."""
     state: Named = {}
     for index, layer in enumerate(cache.layers):
         for key, value in sorted(vars(layer).items()):
@@ -174,7 +174,7 @@ def cache_state(cache: Any) -> Named:
 
 
 def _counts(cache: Any) -> dict[str, int]:
-    """Python numbers of a cache's layers."""
+    """Return the Python integers of a cache's layers by name."""
     return {
         f"layer {index}: {type(layer).__name__}.{key}": value
         for index, layer in enumerate(cache.layers)
@@ -196,21 +196,21 @@ def record(
 ) -> Captured:
     """Run `step(**inputs)` once and record it.
 
-    The run is a real one: parameters and state move on by one step (fake tensors: nothing is computed). On an
-    accelerator the allocator's peak begins anew with every operator, for what its kernel takes is measured.
+    The run is a real one: it updates parameters and state by one step (fake tensors: nothing is computed). On an
+    accelerator the allocator's peak is reset at every operator, to measure the workspace of its kernel.
 
     Args:
-        step: The step; everything it changes must be in `named`.
+        step: The step; all state that it changes must be in `named`.
         inputs: Tensors that differ from call to call.
         named: Parameters, buffers, optimizer state, KV cache.
         name: Name of the program.
         training: See `StepCapture`.
         alignment_bytes: See `MemoryProgram`.
         empty: See `StepCapture`.
-        spill: Keeps the step within the device while it runs; None: there is room.
+        spill: Evicts storages while the step runs; None: the step fits the device.
 
     Raises:
-        CaptureUnsupported: HP511 for what cannot be repeated faithfully.
+        CaptureUnsupported: HP511 for a step that cannot be repeated faithfully.
     """
     for key, value in inputs.items():
         if not isinstance(value, torch.Tensor):
@@ -237,7 +237,7 @@ def record(
                 )
             )
     try:
-        with recorder, spill or nullcontext():  # what is recorded is on the device then
+        with recorder, spill or nullcontext():  # recorded storages are resident
             result = step(**inputs)
     finally:
         for hook in hooks:
@@ -249,7 +249,7 @@ def record(
 
 
 def _as_now(step: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
-    """The step under the automatic casts that there are now."""
+    """Return the step with the current autocast settings."""
     kinds = dict.fromkeys(("cpu", device.type))
     casts = [(k, torch.get_autocast_dtype(k), torch.is_autocast_enabled(k)) for k in kinds]
 
@@ -264,7 +264,7 @@ def _as_now(step: Callable[..., Any], device: torch.device) -> Callable[..., Any
 
 
 def _apart(inputs: Mapping[str, torch.Tensor], named: Named) -> dict[str, torch.Tensor]:
-    """The inputs, each on bytes of its own: labels may be the very token ids now, and others in the next step."""
+    """Return the inputs on distinct storages: labels may alias the token ids now, but not in the next step."""
     seen = {tensor.untyped_storage()._cdata for tensor, _ in named.values()}
     apart = {}
     for name, tensor in inputs.items():

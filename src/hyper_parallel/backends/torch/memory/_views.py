@@ -1,4 +1,4 @@
-"""Views of a recording: its fullest moment, and its collectives."""
+"""Summaries of a recording: its memory peak, and its collectives."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ CATEGORIES = (
     "kernel workspace",
     "inputs",
 )
-"""What a storage can hold, in the order of printing."""
+"""Categories of a storage's content, in the order of printing."""
 _OF_KIND: dict[StorageKind, str] = {
     "weight": "parameters",
     "gradient": "gradients",
@@ -45,7 +45,7 @@ _OF_KIND: dict[StorageKind, str] = {
 
 @dataclass(frozen=True, slots=True)
 class LiveTensor:
-    """Equal storages that were live at a peak: how many, and what one of them is."""
+    """Equal storages that are live at a peak: their count, and the properties of one of them."""
 
     count: int
     num_bytes: int
@@ -57,14 +57,14 @@ class LiveTensor:
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """The fullest moment of a step.
+    """Memory peak of a step.
 
     Attributes:
         num_bytes: Live bytes.
-        during: Operator that took the last bytes.
-        segment: Piece of the program.
+        during: Operator that allocated the last bytes.
+        segment: Segment of the program.
         breakdown: Category to live bytes; they add up to `num_bytes`.
-        top: Largest live tensors, equal ones together, largest in all first.
+        top: Largest live tensors, grouped by equal properties, largest total first.
     """
 
     num_bytes: int
@@ -75,7 +75,7 @@ class Peak:
 
 
 def peak_of(recording: Recording, top: int = 12) -> Peak:
-    """The fullest moment of a recorded program, from its replay.
+    """Return the memory peak of a recorded program, from its replay.
 
     Args:
         recording: The recorded program.
@@ -118,13 +118,13 @@ def peak_of(recording: Recording, top: int = 12) -> Peak:
 
 
 def _segment(recording: Recording, action: int) -> tuple[int, str]:
-    """Number and name of the piece of the program that an action is part of."""
+    """Return number and name of the segment that contains an action."""
     number = bisect_right([begin for begin, _ in recording.segments], action) - 1
     return number, recording.segments[number][1]
 
 
 def _category(entry: Entry, stay: Extent, recording: Recording) -> str:
-    """What a storage holds: as named, else by its life."""
+    """Return the category of a storage: by its kind if it is named, else by its live range."""
     if entry.kind in _OF_KIND:
         return _OF_KIND[entry.kind]
     if entry.resized:
@@ -139,23 +139,23 @@ def _category(entry: Entry, stay: Extent, recording: Recording) -> str:
 
 
 def _generic(name: str) -> str:
-    """A parameter's name with `*` for the layer index, so that equal ones fall together."""
+    """Return a parameter's name with `*` for the layer index, so that equal layers form one group."""
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
 def collectives_of(
     recording: Recording, rank: int, *meshes: Mesh, fsdp_axes: tuple[str, ...] = ()
 ) -> tuple[Collective, ...]:
-    """The collectives of a recorded program, equal ones together, in the order in which they first happened.
+    """Return the collectives of a recorded program, grouped by kind, axes and purpose, in order of first occurrence.
 
-    Groups of one rank send nothing and are left out. A group that is no group of a mesh is listed with the axes
-    `("other",)`, so that nothing goes uncounted.
+    Groups of one rank send nothing and are excluded. A group outside of the meshes is listed with the axes
+    `("other",)`, so that its traffic is counted.
 
     Args:
         recording: The recorded program.
-        rank: The rank it was recorded on.
-        meshes: Meshes that name the groups, the first one first.
-        fsdp_axes: Axes over which FSDP cuts parameters that are no experts'.
+        rank: Rank of the recording.
+        meshes: Meshes that name the groups, in order of priority.
+        fsdp_axes: Axes over which FSDP shards the non-expert parameters.
     """
     counted = (
         (operator.name, recording.groups.get(operator.group, ()), operator.purpose, operator.access_bytes)
@@ -169,7 +169,7 @@ def _added_up(
     axes_of: dict[frozenset[int], tuple[str, ...]],
     fsdp_axes: tuple[str, ...] = (),
 ) -> tuple[Collective, ...]:
-    """Collectives of (operator's name, ranks, purpose, sent bytes)."""
+    """Group (operator's name, ranks, purpose, sent bytes) into collectives with their counts and sums."""
     calls: Counter[tuple[str, tuple[str, ...], str]] = Counter()
     sent: Counter[tuple[str, tuple[str, ...], str]] = Counter()
     for name, ranks, purpose, num_bytes in counted:
@@ -183,7 +183,7 @@ def _added_up(
 
 
 def _of_fsdp(kind: str, axes: tuple[str, ...], fsdp_axes: tuple[str, ...]) -> Purpose:
-    """What FSDP communicates for, which states no purpose: each of its kinds has one."""
+    """Return the purpose of a collective of FSDP, which states none: kind and axes determine it."""
     if kind == "all_reduce":
         return Purpose.REPLICA_GRADIENTS
     if axes == fsdp_axes:
@@ -192,12 +192,12 @@ def _of_fsdp(kind: str, axes: tuple[str, ...], fsdp_axes: tuple[str, ...]) -> Pu
 
 
 class CommCounter:
-    """Context in which every collective of a rank is counted, by kind and mesh axes; see `collectives_of`.
+    """Context that counts every collective of a rank by kind and mesh axes; see `collectives_of`.
 
     Args:
         mesh: Mesh that names the groups.
         rank: Rank of this process on the mesh.
-        others: Further meshes over the same ranks, for groups that the first has no name for.
+        others: Further meshes over the same ranks, for groups that are not groups of `mesh`.
     """
 
     def __init__(self, mesh: Mesh, rank: int, *others: Mesh) -> None:
@@ -215,12 +215,12 @@ class CommCounter:
 
     @property
     def collectives(self) -> tuple[Collective, ...]:
-        """What was counted so far."""
+        """Collectives so far."""
         return _added_up(self._counted, self._axes)
 
     @property
     def calls(self) -> Counter[tuple[str, tuple[str, ...]]]:
-        """(kind, axes) to the number of calls."""
+        """Number of calls by (kind, axes)."""
         calls: Counter[tuple[str, tuple[str, ...]]] = Counter()
         for c in self.collectives:
             calls[c.kind, c.axes] += c.count
@@ -228,7 +228,7 @@ class CommCounter:
 
     @property
     def sent_bytes(self) -> Counter[tuple[str, tuple[str, ...]]]:
-        """(kind, axes) to the bytes this rank sends."""
+        """Bytes that this rank sends by (kind, axes)."""
         sent: Counter[tuple[str, tuple[str, ...]]] = Counter()
         for c in self.collectives:
             sent[c.kind, c.axes] += c.sent_bytes

@@ -1,4 +1,4 @@
-"""The state of a step in the tiers: who owns its bytes, where they lie between steps, how they come back."""
+"""State of a planned step in the memory tiers: ownership of its bytes, their home tiers, and their return."""
 
 from __future__ import annotations
 
@@ -34,30 +34,29 @@ _HOST = torch.device("cpu")
 
 
 class HeldState:
-    """Owns the bytes of a step's state, each storage in the tier where the plan has its home.
+    """Owner of the bytes of a step's state, each storage in the home tier of the plan.
 
     Args:
-        captured: See `PlannedDevice`; the others too.
-        plan: See there.
-        machine: See there.
-        copies: See there.
-        flash: See there.
-        queues: See there.
-        arena_bytes: See there.
-        before: An open state that this one takes over, with its hardware; None: the state is taken from
-            the tensors that own it.
+        captured: See `PlannedDevice`.
+        plan: See `PlannedDevice`.
+        machine: See `PlannedDevice`.
+        copies: See `PlannedDevice`.
+        flash: See `PlannedDevice`.
+        queues: See `PlannedDevice`.
+        arena_bytes: See `PlannedDevice`.
+        before: Open state that this one replaces, with its hardware; None: the state is taken from its owner tensors.
         take: Moves the state here from `before`.
-        spill: Has the bytes of the tensors that own the state, where they are not on the device.
+        spill: Mode that has the evicted bytes of the owner tensors.
 
     Attributes:
-        hardware: Where the plan runs.
+        hardware: Meters, buffers and copy lanes.
         files: The file tier.
         on: Bytes on the device and in DRAM, by storage.
-        actions: The plan's actions, ready to run.
-        arena: The buffer on the device, of `arena_bytes`.
-        owners: The tensors that own the state.
-        failed: A step failed, or the state was moved in part: it can only be closed.
-        closed: The bytes are back where they came from.
+        actions: Actions of the plan, bound to their buffers.
+        arena: Device buffer of `arena_bytes`.
+        owners: Tensors that own the state.
+        failed: True after a failed step or a partial move of the state; the state can then only be closed.
+        closed: True when the bytes are back in their owner tensors.
     """
 
     def __init__(
@@ -99,7 +98,7 @@ class HeldState:
         self.hardware = (
             Hardware(captured.device, machine, plan.program.alignment_bytes, copies, queues)
             if before is None
-            else before.hardware  # its meters go on counting
+            else before.hardware  # with the counts of its meters
         )
         self.hardware.reserve(plan)
         self.files = FileTier(flash or Path(), self.hardware.flash)
@@ -119,17 +118,17 @@ class HeldState:
         return self.plan.program.storages[storage].kind == "input"
 
     def enter(self, s: int, base: torch.UntypedStorage) -> None:
-        """A storage comes to its range on the device."""
+        """Mark a storage as resident in its range of the arena."""
         self._device[s] = base
         self._inside.add(self._sizes[s])
 
     def leave(self, s: int) -> None:
-        """A storage's range on the device is given up."""
+        """Release a storage's range of the arena."""
         del self._device[s]
         self._inside.add(-self._sizes[s])
 
     def _give_up(self) -> None:
-        """Let go of everything on the device, and of the arena itself."""
+        """Release all storages on the device, and the arena itself."""
         for s in list(self.on["device"]):
             self.leave(s)
         self.actions, self.arena = [], None
@@ -144,20 +143,20 @@ class HeldState:
         return addresses
 
     def _begin_to_hold(self, take: Callable[[HeldState], None]) -> None:
-        """Take the state from the tensors that own it, and see to it that nobody else uses them meanwhile."""
+        """Take the state from its owner tensors, and turn them into stubs."""
         try:
             self.owners.check()
         except StepChanged:
-            self._end()  # nobody would see what the recorded tensors hold
+            self._end()  # the recorded tensors are no longer part of the model
             raise
         take(self)
         self.owners.hold()
 
     def _take_state(self) -> None:
-        """Move the state's bytes into buffers of the device, and empty the tensors that owned them.
+        """Move the state's bytes into buffers of the tiers, and empty the owner tensors.
 
-        A storage that another tensor still holds would not be free when the plan detaches it. When the bytes cannot be
-        moved they go back, and the device is closed.
+        The owner tensors are emptied because a storage that a tensor still references would not be free when the plan
+        detaches it. When the bytes cannot be moved, they are restored and the device is closed.
         """
         waiting: Held = {}
         spill, self._spill = self._spill, None
@@ -173,11 +172,11 @@ class HeldState:
             for s, tensor in self.captured.state.items():
                 base = tensor.untyped_storage()
                 where = base if spill is None else spill.take(base)
-                if not (callable(where) and s in self.files):  # its file is as it was
+                if not (callable(where) and s in self.files):  # its file is current
                     self._take(s, where() if callable(where) else where, base, waiting, aside)
                 if not self._is_input(s):
                     # All tensors on this storage share it, so emptying it in place frees the bytes of all of them.
-                    # Inputs stay with the caller, who may pass the very same tensors again.
+                    # Inputs keep their bytes: the caller may pass the same tensors in the next step.
                     base.resize_(0)
             for s, target in self.take_arena().at_start.items():
                 target.copy_(waiting[s])
@@ -191,7 +190,7 @@ class HeldState:
                 raise
 
     def _aside(self, spill: LruSpillMode | None = None) -> torch.device:
-        """Where state waits on its way: on the device if that has room for both, and no spill keeps it in a budget."""
+        """Return the staging device of moved state: the device if both copies fit without a spill mode, else host."""
         device = self.hardware.device
         return device if spill is None and has_room(device, self.arena_bytes) else _HOST
 
@@ -203,7 +202,7 @@ class HeldState:
         waiting: Held,
         aside: torch.device,
     ) -> None:
-        """Take a storage's bytes from where they are, its own base or host memory."""
+        """Move a storage's bytes to its home tier from `source`, its own base or host memory."""
         home, size = self.plan.homes[s], self._num_bytes(s)
         if self._is_input(s) and not base.nbytes():
             base.resize_(size)
@@ -222,7 +221,7 @@ class HeldState:
             self.files.write(s, _copy(source, _HOST) if source is base else source)
 
     def _take_back(self, waiting: Held, spill: LruSpillMode | None) -> None:
-        """Of a state that was taken in part, give what was emptied its bytes again; the device is closed."""
+        """Restore emptied owner tensors after a partial move, and close the device."""
         for s, tensor in self.captured.state.items():
             base = tensor.untyped_storage()
             now = base.nbytes() if spill is None else spill.num_bytes(base)
@@ -235,7 +234,7 @@ class HeldState:
         return self.captured.program.storages[s].num_bytes
 
     def _give_state(self) -> None:
-        """Give the state's bytes back to the tensors that owned them."""
+        """Return the state's bytes to the owner tensors."""
         self.owners.release()
         mine = {s: t for s, t in self.captured.state.items() if not self.owners.keep(s)}
         kept: Held = {}
@@ -254,7 +253,7 @@ class HeldState:
         self.on["dram"].clear()
 
     def _end(self) -> None:
-        """The state is where it came from, and stays there."""
+        """Close without moving the state."""
         self.closed = True
         self.hardware.lanes.close()
         self._give_up()
@@ -273,19 +272,20 @@ class HeldState:
 
     @contextmanager
     def lent(self, spill: LruSpillMode | None = None) -> Iterator[None]:
-        """Between two steps, give the state back to the model and the optimizer for the time of this context.
+        """Materialize the state, between two steps, in the tensors of model and optimizer for the time of the context.
 
-        Whatever reads or changes their tensors here (an evaluation, a checkpoint) sees and sets the real ones. What it
-        takes is not counted.
+        Code inside the context (an evaluation, a checkpoint) reads and writes the real tensors. Its memory is not
+        counted.
 
         Args:
-            spill: Brings to the device what operators inside of its own context use, from where the state has its home.
-                None: all of the state goes to the device.
+            spill: Mode that makes the state resident on use, from its home tier. None: all of the state becomes
+                resident.
 
         Raises:
-            StepChanged: HP512 at the end when tensors were exchanged instead of changed, or model or optimizer are not
-                as they were when the step was recorded. All of it stays as it is, and the device is closed.
-            TransferFailed: HP513 when the state could not be moved; what cannot go to its tier stays with the model.
+            StepChanged: HP512 at the end when tensors were replaced instead of changed in place, or model or optimizer
+                differ from the recording. The state then stays with its owner tensors, and the device is closed.
+            TransferFailed: HP513 when the state could not be moved; storages that do not fit their tier stay with the
+                model.
         """
         self.check_usable()
         with self._moving():
@@ -300,13 +300,13 @@ class HeldState:
             self._begin_to_hold(HeldState._take_state)
 
     def lend(self, spill: LruSpillMode) -> None:
-        """Let a mode bring the state to the device where it is used; its home stays where it is."""
+        """Let a spill mode make the state resident on use; its content stays in the home tier."""
         self.owners.release()
         for s, tensor in self.captured.state.items():
             if self.owners.keep(s):
                 continue
             home, base = self.plan.homes[s], tensor.untyped_storage()
-            base.resize_(0)  # of a buffer that steps change the caller has an old copy
+            base.resize_(0)  # the caller has an old copy of a buffer that steps change
             content = partial(self._bytes, s) if home == "flash" else self.on[home][s]
             if home == "device":
                 content = _copy(content, _HOST)
@@ -314,13 +314,17 @@ class HeldState:
         self._give_up()
 
     def end(self) -> None:
-        """No step will run any more, and nobody is given the state."""
+        """Close the device without returning the state; no further step runs."""
         if not self.closed:
             self._end()
 
     @contextmanager
     def _moving(self) -> Iterator[None]:
-        """State that was moved in part only must not pass for good: the device can then only be closed."""
+        """Mark the device as failed when a move of the state stops halfway: it can then only be closed.
+
+        Raises:
+            TransferFailed: HP513 in place of an error without a code.
+        """
         try:
             yield
         except BaseException as error:
@@ -333,10 +337,10 @@ class HeldState:
             ) from error
 
     def close(self) -> None:
-        """Give the state's bytes back to the tensors that owned them.
+        """Return the state's bytes to the owner tensors.
 
-        After a failed step they are filled with ones in every bit (NaN as floating point): a half-updated state must
-        not pass for a good one.
+        After a failed step all bits are set to one (NaN as floating point), so that a partially updated state cannot be
+        mistaken for a valid one.
         """
         if self.closed:
             return
@@ -353,7 +357,7 @@ class HeldState:
             )
 
     def at_home(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor of model or optimizer, between steps, on its bytes where they have their home; of a file, a copy."""
+        """Return a view of a tensor of model or optimizer on its home tier, between steps; from a file, a copy."""
         with torch._C.DisableTorchFunctionSubclass():
             s = self._numbers.get(tensor.untyped_storage()._cdata)
             if s is None or self.owners.keep(s):
@@ -361,12 +365,12 @@ class HeldState:
             return as_view(tensor, s).on(self._bytes(s))
 
     def read(self, name: str) -> torch.Tensor:
-        """A copy of a named persistent tensor, wherever it lives between steps."""
+        """Return a copy of a named persistent tensor, from its home tier."""
         storage, view = self._state(name)
         return view.on(self._bytes(storage)).clone()
 
     def named(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The state between steps by name, one after the other; what is in a file is read."""
+        """Yield the named state between steps, on its home tier; files are read one at a time."""
         for name, view in self.captured.named.items():
             yield name, view.on(self._bytes(view.storage))
 
@@ -379,7 +383,7 @@ class HeldState:
             self.files.write(storage, base)
 
     def _bytes(self, storage: int) -> torch.UntypedStorage:
-        """Bytes of a persistent storage between steps; of a file, a copy."""
+        """Return the bytes of a persistent storage between steps; from a file, a copy."""
         home = self.plan.homes[storage]
         if home != "flash":
             return self.on[home][storage]
@@ -398,5 +402,5 @@ class HeldState:
 
 
 def _copy(base: torch.UntypedStorage, device: torch.device) -> torch.UntypedStorage:
-    """A copy that is in no tier."""
+    """Return a copy that no tier counts."""
     return torch.UntypedStorage(base.nbytes(), device=device).copy_(base)

@@ -1,7 +1,7 @@
-"""The actions of a plan as calls without arguments: what a step does between two operators is decided once.
+"""Actions of a plan as calls without arguments, bound once before the first step.
 
-The host issues some thousand actions in a step, so none of them looks up what is the same in every step: which
-operator on which tensors, from which buffer of the device into which tier.
+The host issues thousands of actions per step. Everything that is constant over steps is bound beforehand: the operator
+and its tensors, the device buffer and the tier of a copy.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
     from hyper_parallel.backends.torch.memory.arena_state import HeldState
 
 Act = Callable[[], Any]
-"""Takes one action of a plan."""
+"""Call that executes one action of a plan."""
 
 
 class BoundActions:
-    """Makes the actions of one plan.
+    """Binder of the actions of one plan.
 
     Args:
-        state: Where the bytes are; of it and of its hardware the parts are taken that stay while it is open.
+        state: State of the plan; the parts of it and its hardware that are fixed while it is open are bound.
     """
 
     def __init__(self, state: HeldState) -> None:
@@ -38,17 +38,17 @@ class BoundActions:
         self._enter, self._leave = state.enter, state.leave
         self._device, self._dram = state.on["device"], state.on["dram"]
         self._hardware, self._lanes = state.hardware, state.hardware.lanes
-        # Storages that are not on the device alone.
+        # Storages that are also in another tier than the device.
         self._elsewhere = {a.target for a in self._plan.actions if a.kind in COPIES}
         self._elsewhere |= {s for s, home in enumerate(self._plan.homes) if home != "device"}
-        self._in_flight: dict[int, Any] = {}  # what was begun with other ranks, by operator
+        self._in_flight: dict[int, Any] = {}  # work handles of collectives, by operator
 
     def bound(self, action: MemoryAction, ready: Prepared | torch.UntypedStorage | None) -> Act:
-        """One action.
+        """Return a call that executes one action.
 
         Args:
-            action: It.
-            ready: The operator with its tensors, or the range of the device that a copy reads or fills or that is left.
+            action: The action.
+            ready: The prepared operator, or the arena range that a copy reads or writes or that is released.
         """
         s, kind = action.target, action.kind
         if isinstance(ready, Prepared):
@@ -96,7 +96,7 @@ class BoundActions:
         self._lanes.update(index, self._plan.program.operators[index], run)
 
     def _join(self, index: int) -> None:
-        """Wait for what was begun beside the device's own operators."""
+        """Wait for a collective or an operator in host memory."""
         timed = self._hardware.timed
         begin = None if timed is None else timed.now()
         if index in self._in_flight:
@@ -140,7 +140,11 @@ class BoundActions:
 
 
 def _accept(ready: Prepared, flat: list[Any]) -> None:
-    """Copy what an operator has made beside the arena to its addresses, and compare the numbers that it gave."""
+    """Copy the staged results of an operator to their addresses, and check its guards.
+
+    Raises:
+        StepChanged: HP512 when a size or a number differs from the recorded one.
+    """
     for position, view, target in ready.staged:
         made = flat[position]
         base = made.untyped_storage() if isinstance(made, torch.Tensor) else None

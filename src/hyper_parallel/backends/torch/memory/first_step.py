@@ -1,8 +1,8 @@
-"""The first planned step is compared with the plain one: the same inputs, state and random numbers give the same.
+"""Comparison of the first planned step with an eager reference step on equal inputs, state and random numbers.
 
-So a value that was taken for a constant, a kernel that the capture did not see, or an operator that did not run cannot
-pass unnoticed. What is equal is equal bit for bit, unless plain runs themselves differ: kernels of an accelerator may
-add in another order every time. Then every tensor may be away from the plain one by ten times what two plain runs are.
+The comparison detects a value that was recorded as a constant, a kernel that the capture missed, and an operator that
+did not run. Results must be equal bit for bit, unless two eager runs differ: kernels of an accelerator may sum in a
+different order every time. Then every tensor may deviate by ten times the difference of the two eager runs.
 """
 
 from __future__ import annotations
@@ -26,27 +26,28 @@ from hyper_parallel.backends.torch.memory.operators import numbers_read, tensors
 from hyper_parallel.errors import StepChanged
 
 _SAMPLED: Final = 4096
-"""Elements of a tensor kept to tell rounding from another value; all bytes are compared by digest. Not measured."""
+"""Sampled elements of a tensor, to distinguish rounding from another value; digests compare all bytes. Not measured."""
 _CHUNK: Final = 1 << 20
-"""Words of a large tensor that are digested at a time, where the tensor is: 24 MiB beside it."""
+"""Words of a large tensor per chunk of its digest, which needs 24 MiB of workspace on the tensor's device."""
 _CACHED: Final = 1 << 16  # on the host: they stay in its cache
 _WORDS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 ULPS: Final = 4
-"""Units in the last place of a tensor's largest value that are rounding, where an update runs on another processor."""
+"""Tolerance in units in the last place of a tensor's largest value, when an update runs on another processor."""
 _SPREADS: Final = 10
-"""Differences of two plain runs by which a planned step may differ from one of them; no hardware has met it yet."""
+"""Tolerance of a planned step in multiples of the difference of two eager runs; no hardware has reached it yet."""
 _OUTLIERS: Final = 0.01
-"""Share of a tensor's elements that may be further away: where a gradient is noise, Adam's steps have either sign."""
+"""Share of a tensor's elements that may exceed the tolerance: Adam's steps have random signs where a gradient is noise.
+"""
 OUTPUTS: Final = ("loss", "gradient norm", "routing")
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
-    """What one run of a step gave, to be compared with another run of the same step.
+    """Results of one run of a step, for comparison with another run of the same step.
 
     Attributes:
-        digests: A checksum of every output and of every tensor of the state.
-        samples: Elements of each, and its type.
+        digests: Checksum of every output and of every tensor of the state.
+        samples: Sampled elements of each tensor, and its dtype.
     """
 
     digests: dict[str, int]
@@ -54,10 +55,10 @@ class StepOutcome:
 
     @classmethod
     def of(cls, outputs: Any, state: Mapping[str, Tensor]) -> StepOutcome:
-        """Copy what is compared to the host.
+        """Return digests and samples of outputs and state, on the host.
 
         Args:
-            outputs: What the step returned; its tensors count.
+            outputs: Result of the step; only its tensors are compared.
             state: Parameters, buffers and optimizer state after the step.
         """
         flat = [value for value in tree_flatten(outputs)[0] if isinstance(value, Tensor)]
@@ -70,11 +71,14 @@ class StepOutcome:
 
 
 class PlainStep:
-    """What a planned step must give.
+    """Expected results of a planned step: those of the eager step.
 
     Args:
-        first: What the plain step gave.
-        again: What it gave when it was run once more; None: on hardware that gives the same.
+        first: Results of the eager step.
+        again: Results of a second eager run; None: on deterministic hardware.
+
+    Attributes:
+        spread: Largest difference of the two runs by tensor; empty when they are equal.
     """
 
     def __init__(self, first: StepOutcome, again: StepOutcome | None = None) -> None:
@@ -86,10 +90,10 @@ class PlainStep:
 
     @classmethod
     def of(cls, captured: Captured, inputs: Mapping[str, Tensor]) -> PlainStep:
-        """Run the step without a plan, on an accelerator twice, and undo it; the model must have its state.
+        """Run the step without a plan, twice on an accelerator, and roll it back; the state must be materialized.
 
         Raises:
-            StepChanged: HP512 when data decide what they decided otherwise while the step was recorded.
+            StepChanged: HP512 when data-dependent sizes or values differ from the recorded ones.
         """
         assert captured.plain is not None
         where = captured.device
@@ -109,14 +113,14 @@ class PlainStep:
         return cls(*runs)
 
     def refuse_other(self, got: StepOutcome, *, rounded: bool = False) -> None:
-        """Compare.
+        """Compare the results of a planned step with the expected ones.
 
         Args:
-            got: What the planned step gave.
+            got: Results of the planned step.
             rounded: Updates ran on another processor.
 
         Raises:
-            StepChanged: HP512 with the first value that is another one.
+            StepChanged: HP512 with the first value that differs.
         """
         for name, digest in self._first.digests.items():
             mine, dtype = self._first.samples[name]
@@ -137,12 +141,12 @@ class PlainStep:
 
 
 class _AsRecorded(OperatorMode):
-    """Around a plain step: do data decide the same sizes and numbers as while it was recorded?
+    """Context around an eager step that compares data-dependent sizes and values with the recorded ones.
 
-    A planned step would stop at the first that is another one, in its middle, where the state is lost.
+    A planned step would stop at the first difference, halfway, and lose the state.
 
     Attributes:
-        other: The error of that.
+        other: Error of the first difference, or None.
     """
 
     def __init__(self, captured: Captured) -> None:
@@ -162,7 +166,7 @@ class _AsRecorded(OperatorMode):
         super().__exit__(*error)
 
     def _taken(self, tensor: Tensor, values: bool) -> None:
-        """Python is given all numbers of a tensor; recorded as a comparison with what they were."""
+        """Repeat the recorded comparison of a tensor whose values Python reads."""
         call = self._recorded[0] if values and self._recorded and not self._inside else None
         if call is None or call.func is not torch.ops.aten.equal.default:
             return
@@ -177,7 +181,7 @@ class _AsRecorded(OperatorMode):
         flat = tree_flatten(out)[0]
         if _decides_sizes(func) or (numbers_read(func, flat) and tensors_in(args, kwargs)):
             if not self._recorded or self._recorded[0].func is not func:
-                self._recorded.clear()  # it took another way already
+                self._recorded.clear()  # the step has taken another branch
                 return out
             call = self._recorded.popleft()
             for at, view in call.made:
@@ -190,7 +194,7 @@ class _AsRecorded(OperatorMode):
 
 
 def other_size(func: Any, got: tuple[int, ...] | None, allowed: Sequence[int]) -> StepChanged:
-    """The error of a result whose size the data decide."""
+    """Return the error of a result whose data-dependent size differs."""
     return StepChanged(
         f"`{func}` makes a result of another size than in the captured step",
         got=got,
@@ -201,7 +205,7 @@ def other_size(func: Any, got: tuple[int, ...] | None, allowed: Sequence[int]) -
 
 
 def other_number(func: Any, got: Any, allowed: Any) -> StepChanged:
-    """The error of a number that Python has read."""
+    """Return the error of a value that Python has read and that differs."""
     return StepChanged(
         "the captured step took a branch or read a value",
         got=f"`{func}` gives {got}, it gave {allowed}",
@@ -221,10 +225,10 @@ def _undone(
     generators: Sequence[torch.Generator],
     made_bytes: int,
 ) -> Iterator[None]:
-    """Put the bytes of storages, and random numbers, back where they were.
+    """Restore the bytes of storages, and random generators, at the end of the context.
 
-    The copies are on the device where they leave room for what a step makes, `made_bytes`; else in host memory, from
-    which gigabytes take seconds.
+    The copies are on the device if the `made_bytes` that a step allocates still fit; else in host memory, from which a
+    restore of gigabytes takes seconds.
     """
     storages = list(storages)
     num_bytes = sum(base.nbytes() for base in storages)
@@ -250,9 +254,10 @@ def _flat(tensor: Tensor) -> Tensor:
 
 
 def _digest(tensor: Tensor) -> int:
-    """A number that changes with the value of any word, and when two words change places: sum of word x odd number.
+    """Return a checksum that depends on the value and the position of every word: the sum of word x odd number.
 
-    Modulo 2**64, the same on every device: to bring gigabytes to the host takes longer than the step.
+    It is computed modulo 2**64 on the tensor's device, with equal results on all devices: a copy of gigabytes to the
+    host would take longer than the step.
     """
     flat, digest = _flat(tensor), 0
     words = flat.view(_WORDS[flat.element_size()])
@@ -267,22 +272,22 @@ def _digest(tensor: Tensor) -> int:
 
 
 def sample(tensor: Tensor) -> Tensor:
-    """Up to so many elements of a tensor, evenly spread, in float64 on the host."""
+    """Return about `_SAMPLED` elements of a tensor, evenly spaced, in float64 on the host."""
     flat = _flat(tensor)
     return flat[:: max(flat.numel() // _SAMPLED, 1)].to("cpu", torch.float64, copy=True)
 
 
 def near(a: Tensor, b: Tensor, dtype: torch.dtype, far: float = 0.0) -> bool:
-    """Two samples of a tensor of this type that differ by rounding: a few units in the last place of the largest.
+    """Return whether two samples of a tensor differ only by rounding: `ULPS` units of the largest value.
 
     Args:
-        a: One.
-        b: The other.
-        dtype: The tensor's type.
-        far: What they may differ by beyond that, up to a few elements.
+        a: Sample of the planned step.
+        b: Sample of the eager step.
+        dtype: The tensor's dtype.
+        far: Additional tolerance, which a share `_OUTLIERS` of the elements may exceed.
     """
     unit = torch.finfo(dtype).eps if dtype.is_floating_point else 0.0
     largest = b.abs().max() if b.numel() else 0.0
-    # Not the other way round: what is no number is never near.
+    # The negation counts NaN as different.
     away = ~((a - b).abs() <= far + ULPS * unit * largest)
     return int(away.sum()) <= (_OUTLIERS * a.numel() if far else 0)

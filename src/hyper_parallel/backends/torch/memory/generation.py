@@ -1,7 +1,7 @@
-"""Generation under a device budget: prompt and decode step captured without bytes, planned, run.
+"""Generation under a device budget: prompt and decode steps are captured on fake tensors, planned and run.
 
-Weights and KV cache have their homes where the plans put them and are streamed. The steps are those that run without a
-budget, operator by operator, so every token is the same.
+Weights and KV cache are on the home tiers of the plans and are streamed. The operators are those of generation without
+a budget, so every token is the same.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ class _TwoSteps:
 
     Args:
         model: In host memory, in eval mode; its tensors are empty until `close`.
-        fixed: The two steps.
+        fixed: Shapes of the two steps.
         limits: Budget and machine.
-        device: Where the steps run; on a CPU the device is simulated.
+        device: Device of the steps; a CPU simulates one.
 
     Raises:
         CaptureUnsupported: HP511 when the model's steps cannot be recorded once and run at every position.
-        BudgetImpossible: HP402 with the least device bytes that prompt and decode step get by with.
-        TierFull: HP403 when DRAM and flash cannot hold what the device does not, with the DRAM that is enough.
+        BudgetImpossible: HP402 with the smallest sufficient device budget of both steps.
+        TierFull: HP403 when the offloaded bytes exceed DRAM and flash, with a sufficient DRAM size.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class _TwoSteps:
         }
 
     def _capture(self) -> list[Captured]:
-        """Prompt step and, when it is needed, decode step, recorded on tensors without bytes."""
+        """Record the prompt step and, if needed, the decode step on fake tensors."""
         model, fixed = self.model, self._fixed
         with fake_copy(model, self._where) as fake:
             cache = fixed.new_cache(fake)
@@ -139,10 +139,11 @@ class _TwoSteps:
             ) from refused
 
     def _planned(self, dram_bytes: int | None) -> list[MemoryPlan]:
-        """Plans with buffers that are together, because each step has those of the other as well, within the DRAM.
+        """Return plans whose DRAM buffers fit together, because the buffers of both steps coexist.
 
         Raises:
-            BudgetImpossible: HP402. TierFull: HP403, with more DRAM, which may be enough.
+            BudgetImpossible: HP402.
+            TierFull: HP403 with a larger DRAM size that may suffice.
         """
         machine, together = replace(self.limits.machine, dram_bytes=dram_bytes), list[int]()
         while True:
@@ -156,7 +157,7 @@ class _TwoSteps:
             together.append(_dram_bytes(plans))
             if dram_bytes is None or together[-1] <= dram_bytes:
                 return plans
-            # They need buffers of different sizes: each gets less.
+            # The plans need buffers of different sizes, so each is planned with less DRAM.
             assert machine.dram_bytes is not None
             less = machine.dram_bytes - (together[-1] - dram_bytes)
             machine = replace(machine, dram_bytes=max(less, 0))
@@ -165,7 +166,7 @@ class _TwoSteps:
         limits, plans, least = self.limits, [], 0
         for captured in self._captured:
             program = limits.roofline.annotate(captured.program)
-            # What the other step makes beside the arena must fit too.
+            # The staging buffers of the other step must fit too.
             other = self._staging_bytes - program.staging_bytes
             budget = limits.device_bytes - other
             try:
@@ -190,7 +191,7 @@ class _TwoSteps:
         return max(captured.program.staging_bytes for captured in self._captured)
 
     def begin(self) -> None:
-        """Take the weights to where the plan of the prompt step has them."""
+        """Open the device under the plan of the prompt step."""
         if self.limits.flash is not None:
             self._files = self._stack.enter_context(run_folder(self.limits.flash, "generate"))
         self._device = PlannedDevice(
@@ -202,7 +203,7 @@ class _TwoSteps:
         )
 
     def go_on(self) -> None:
-        """Go over to the plan of the decode step."""
+        """Move the state to the plan of the decode step, unless that is active."""
         assert self._device is not None
         if len(self._plans) > 1 and self._device.plan is self._plans[0]:
             self._device.hardware.reset_peaks()
@@ -217,13 +218,13 @@ class _TwoSteps:
             self._count({"device": self._device.hardware.gauge.peak_bytes})
 
     def close(self) -> None:
-        """Give the weights' bytes back to the model."""
+        """Return the weights' bytes to the model."""
         with self._stack:
             if self._device is not None:
                 self._device.close()
 
     def run(self, inputs: dict[str, Tensor]) -> Tensor:
-        """Logits of a step."""
+        """Run a step and return its logits."""
         assert self._device is not None
         measured: Measured
         logits, measured = self._device.step(inputs)
@@ -253,12 +254,12 @@ class PlannedGeneration(_TwoSteps):
         prompt_tokens: Length of the prompt.
         length: Slots of the cache: prompt and continuation.
         limits: Budget and machine.
-        device: Where the steps run; on a CPU the device is simulated.
+        device: Device of the steps; a CPU simulates one.
 
     Raises:
         CaptureUnsupported: HP511 when the model's steps cannot be recorded once and run at every position.
-        BudgetImpossible: HP402 with the least device bytes that prompt and decode step get by with.
-        TierFull: HP403 when DRAM and flash cannot hold what the device does not, with the DRAM that is enough.
+        BudgetImpossible: HP402 with the smallest sufficient device budget of both steps.
+        TierFull: HP403 when the offloaded bytes exceed DRAM and flash, with a sufficient DRAM size.
     """
 
     def __init__(
@@ -273,13 +274,13 @@ class PlannedGeneration(_TwoSteps):
         self.position = 0
 
     def prompt(self, ids: list[int]) -> Tensor:
-        """Logits [V] after the prompt."""
+        """Process the prompt and return the logits [V] after it."""
         self.begin()
         self.position = len(ids)
         return self.run(prompt_inputs(self.model, ids))
 
     def next(self, token: int) -> Tensor:
-        """Logits [V] after one more token."""
+        """Process the next token and return the logits [V] after it."""
         self.go_on()
         inputs = decode_inputs(self.model, token, self.position, self._fixed.length)
         self.position += 1
@@ -287,20 +288,22 @@ class PlannedGeneration(_TwoSteps):
 
 
 class PlannedSlots(Passes):
-    """Passes of some texts, each in its slot, under a device budget: all prompts are read, then all continued.
+    """Batched prompt and decode passes under a device budget, one slot per text; all prompts precede all decoding.
 
     Args:
         model: In host memory, in eval mode; its tensors are empty until `close`.
         fixed: Slots and lengths.
         limits: Budget and machine.
-        device: Where the steps run; on a CPU the device is simulated.
+        device: Device of the steps; a CPU simulates one.
 
     Attributes:
-        use: What was predicted and what was measured.
-        close: Gives the weights' bytes back to the model.
+        use: Predicted and measured memory use.
+        close: Returns the weights' bytes to the model.
 
     Raises:
-        CaptureUnsupported, BudgetImpossible, TierFull: As of `PlannedGeneration`.
+        CaptureUnsupported: See `PlannedGeneration`.
+        BudgetImpossible: See `PlannedGeneration`.
+        TierFull: See `PlannedGeneration`.
     """
 
     def __init__(
@@ -314,7 +317,7 @@ class PlannedSlots(Passes):
     def feed(
         self, rows: Sequence[int], tokens: Sequence[Sequence[int]], starts: Sequence[int]
     ) -> Tensor:
-        """As in `Passes`; texts of more than one token only before the first pass of one token each."""
+        """Run a pass, see `Passes.feed`; all passes with more than one token per text precede the first decode pass."""
         prompt = not self._begun or max(map(len, tokens)) > 1
         if not self._begun:
             self._planned.begin()
@@ -326,13 +329,13 @@ class PlannedSlots(Passes):
         return self._planned.run(inputs)[at]
 
     def move(self, source: int, target: int) -> None:
-        """As in `Passes`: every step has all slots, so that names change and nothing is copied."""
+        """Move a text, see `Passes.move`: every step has all slots, so rows are relabelled and nothing is copied."""
         at = self._at
         at[source], at[target] = at[target], at[source]
 
 
 def _dram_bytes(plans: list[MemoryPlan]) -> int:
-    """Bytes of the buffers, when each plan, and then the way to it, adds what those before it did not have."""
+    """Return the bytes of the DRAM buffers of all plans and of the transitions between them."""
     made, taken = Counter[int](), 0
     for before, plan in pairwise((None, *plans)):
         assert plan is not None
@@ -343,7 +346,7 @@ def _dram_bytes(plans: list[MemoryPlan]) -> int:
 
 
 def _with(wanted: Mapping[int, int], made: Counter[int], taken: int) -> tuple[Counter[int], int]:
-    """Buffers and their bytes when these are there too."""
+    """Return buffers and their bytes after the wanted buffers were added."""
     return made | Counter(wanted), taken + slab_bytes(Counter(wanted) - made)
 
 
@@ -358,7 +361,7 @@ def _record(
 
 
 def _bind(captured: Captured, real: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> Captured:
-    """The recorded step with real tensors behind the names of its state."""
+    """Return the recorded step with real tensors as its named state."""
     owners = {**real, **inputs}
     state = {}
     for s in captured.state:
@@ -374,7 +377,7 @@ def _bind(captured: Captured, real: Mapping[str, Tensor], inputs: Mapping[str, T
 
 
 def _own_storages(model: Any) -> None:
-    """Copy what lies in a mapped file or in another library's memory: the device cannot empty that."""
+    """Copy tensors in a mapped file or in another library's memory, because their storages cannot be resized."""
     for tensor in (*model.parameters(), *model.buffers()):
         if not tensor.untyped_storage().resizable():
             tensor.data = tensor.data.clone()

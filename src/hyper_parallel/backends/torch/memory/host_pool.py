@@ -1,4 +1,4 @@
-"""DRAM buffers that are taken, given back and taken again, so that a step allocates none."""
+"""Pool of reusable DRAM buffers, so that a step allocates none."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from hyper_parallel.ir import slab_bytes, slabs
 
 
 class HostPool:
-    """Buffers by size, cut from slabs.
+    """Pool of DRAM buffers by size, cut from slabs.
 
     Args:
         alignment_bytes: Sizes are rounded up to a multiple of this.
-        pin: The memory is pinned, so that a device copies it without the host.
-        capacity_bytes: Most bytes of slabs; None: unlimited.
+        pin: Pin the memory, so that a device copies it asynchronously.
+        capacity_bytes: Limit of the slabs' bytes; None: unlimited.
 
     Attributes:
-        held_bytes: What the pool has taken from the system.
+        made: Number of buffers by size.
+        held_bytes: Bytes of the slabs.
     """
 
     def __init__(self, alignment_bytes: int, pin: bool, capacity_bytes: int | None = None) -> None:
@@ -33,10 +34,10 @@ class HostPool:
         self.held_bytes = 0
 
     def reserve(self, most: Mapping[int, int]) -> None:
-        """Make what is missing until so many buffers of every size exist.
+        """Allocate missing buffers until `most` buffers of every size exist.
 
         Raises:
-            TierFull: HP403 when the slabs take more than there is; nothing is made then.
+            TierFull: HP403 when the slabs exceed the capacity; nothing is allocated then.
         """
         missing = Counter(most) - self.made
         self._refuse_above(slab_bytes(missing))
@@ -49,10 +50,10 @@ class HostPool:
                 at += size * count
 
     def take(self, num_bytes: int) -> torch.UntypedStorage:
-        """A buffer; it comes back by itself when nobody refers to it any more.
+        """Return a buffer, which becomes free again when its last reference is dropped.
 
         Raises:
-            TierFull: HP403 when none is free and there is no room for another one.
+            TierFull: HP403 when no buffer is free and another one would exceed the capacity.
         """
         size = self._rounded(num_bytes)
         free = self._free.setdefault(size, [])

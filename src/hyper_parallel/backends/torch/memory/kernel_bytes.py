@@ -1,12 +1,11 @@
-"""Device bytes that an operator takes beside the addresses of its results, and how long it runs.
+"""Staging and workspace bytes of an operator on the device, and its kernel time.
 
-What a kernel takes for itself and gives back before it returns depends on the kernel that a device chooses: sums in
-float32, sorted rows, workspaces. So the allocator of an accelerator is asked while the step is recorded, and its
-events are put around every kernel.
+Workspace depends on the kernel that a device chooses: sums in float32, sorted rows, scratch buffers. On an accelerator
+the allocator measures it while the step is recorded, and events measure the time of every kernel.
 
-The gradient of an embedding is as large as the table and no kernel writes it at a given address, so it is made beside
-its address a few columns at a time. A column of it depends on the same column of the incoming gradient only and is
-added up in an order that the rows give, so columns made apart have the same bits.
+The gradient of an embedding is as large as the table, and no kernel writes it at a given address. So it is computed a
+few columns at a time in a staging buffer. A column depends only on the same column of the incoming gradient and is
+summed in the order of the rows, so columns that are computed separately have the same bits.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ from hyper_parallel.backends.torch.memory.streams import DeviceApi
 from hyper_parallel.ir import GRADIENT_PIECES, Operator
 from hyper_parallel.units import KiB
 
-_LEAST: Final = 64 * KiB  # a smaller piece is not worth its launches
+_LEAST: Final = 64 * KiB  # smaller pieces cost more in launches than they save
 
 
 def beside(call: Call, entries: Sequence[Entry]) -> tuple[int, ...]:
-    """Bytes of the results that a call makes elsewhere first."""
+    """Return the bytes of the results that a call cannot write at their addresses."""
     if not call.made or into(call) is not None:
         return ()
     if pieces := columns(call):
@@ -42,13 +41,13 @@ def beside(call: Call, entries: Sequence[Entry]) -> tuple[int, ...]:
 
 
 class Events(NamedTuple):
-    """Around an operator's kernels, on the stream that they run on.
+    """Events around the kernels of an operator, on their stream.
 
     Attributes:
-        begin: Before them.
-        end: After them.
-        issued_s: What the host took for the operator.
-        reached: The device came to it before that, and waited for the host.
+        begin: Event before the kernels.
+        end: Event after the kernels.
+        issued_s: Host seconds of issuing the operator.
+        reached: True if the device reached `begin` before the operator was issued, so it waited for the host.
     """
 
     begin: Any
@@ -58,7 +57,7 @@ class Events(NamedTuple):
 
 
 Timed = tuple[range, Events]
-"""Operators of the program that are the parts of one, and the events around it."""
+"""Operators of the program that one torch operator was split into, and the events around it."""
 
 
 def run(
@@ -76,8 +75,8 @@ def run(
         tensors: The tensors among them.
 
     Returns:
-        Its outputs, the bytes that its kernel had for itself beside them, and the events around it, on an accelerator.
-        The allocator's peak begins anew.
+        Outputs, workspace bytes of the kernel, and on an accelerator the events around it. The allocator's peak is
+        reset.
     """
     device = next((t.device for t in tensors if t.device.type != "cpu"), None)
     if device is None or func.namespace in COMMUNICATION:
@@ -96,7 +95,7 @@ def run(
         out = func(*args, **kwargs)
         issued_s, reached = time.perf_counter() - start, bool(begin.query())
         end.record(stream)
-        # What stays is a result, or a workspace that a library keeps.
+        # Bytes that stay allocated are a result, or a permanent workspace of a library.
         taken = int(module.max_memory_allocated(device) - module.memory_allocated(device))
     return out, (taken,) if taken else (), Events(begin, end, issued_s, reached)
 
@@ -104,14 +103,14 @@ def run(
 def kernel_seconds(
     operators: Sequence[Operator], timed: Sequence[Timed]
 ) -> tuple[float, ...] | None:
-    """Seconds of every operator by the events around it, 0 where there are none; None: there are none at all.
+    """Return the seconds of every operator by the events around it, 0 without events; None: no operator has any.
 
-    Where the device waited for the host, the time between the events is also what the host took; behind a longer kernel
-    it is not. A step whose kernels take less than the host takes as long as that.
+    If the device waited for the host, the time between the events includes the host's time, which is subtracted. If the
+    kernels of a step take less time than the host, every operator takes at least the median time of issuing one.
     """
     if not timed:
         return None
-    for _, events in timed:  # operators may be on several streams
+    for _, events in timed:  # of several streams
         events.end.synchronize()
     kernels = [
         max(float(e.begin.elapsed_time(e.end)) / 1e3 - e.issued_s * e.reached, 0.0)
@@ -130,7 +129,7 @@ def kernel_seconds(
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Garbage that is freed meanwhile would count as the kernel's."""
+    """Disable garbage collection, because memory that it frees would distort the measured workspace."""
     before = gc.isenabled()
     gc.disable()
     try:
@@ -143,7 +142,7 @@ def _no_collection() -> Iterator[None]:
 def of_piece(
     call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], taken: tuple[int, ...]
 ) -> tuple[int, ...]:
-    """What of `taken` remains where a plan runs the call in pieces: one of them is run."""
+    """Return the workspace of a call as a plan runs it: measured on one piece, if it runs in pieces."""
     pieces = columns(call)
     if not taken or not pieces:
         return taken
@@ -152,14 +151,14 @@ def of_piece(
 
 
 def columns(call: Call) -> tuple[range, ...]:
-    """Columns of the pieces in which a call can make its result; fewer than two: it makes it as a whole."""
+    """Return the columns of the pieces in which a call can compute its result; empty: as a whole."""
     if call.func is not torch.ops.aten.embedding_dense_backward.default or len(call.made) != 1:
         return ()
-    # Scaled by how often a row occurs: a kernel's last columns may be rounded differently.
+    # With scaling by the frequency of a row, a kernel may round its last columns differently.
     scaled, table = call.args[4], call.made[0][1]
     if scaled or table.num_bytes <= call.room_bytes:
         return ()
-    # Every piece sorts the rows again, so they are as wide as there is room.
+    # Every piece sorts the rows, so pieces are as wide as the reusable workspace allows.
     every, most = table.size[1], min(GRADIENT_PIECES, table.num_bytes // _LEAST)
     fitting = every * call.room_bytes // sum(piece_bytes(call, (range(every),)))
     width = max(fitting, -(-every // max(most, 1)))
@@ -169,7 +168,7 @@ def columns(call: Call) -> tuple[range, ...]:
 
 
 def piece_bytes(call: Call, pieces: tuple[range, ...]) -> tuple[int, ...]:
-    """Bytes beside the arena at the same time: columns of the result and of the incoming gradient."""
+    """Return the staging bytes of one piece: columns of the result and of the incoming gradient."""
     width = max(map(len, pieces))
     table, grad = call.made[0][1], call.args[0]
     assert isinstance(grad, View)
@@ -180,7 +179,7 @@ def piece_bytes(call: Call, pieces: tuple[range, ...]) -> tuple[int, ...]:
 
 
 def widest(pieces: tuple[range, ...], args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments of the operator for a piece that no other is larger than."""
+    """Return the arguments of the operator for the first piece, which is the widest."""
     return args[0][..., pieces[0].start : pieces[0].stop].contiguous(), *args[1:]
 
 
@@ -190,7 +189,7 @@ def in_pieces(
     kwargs: dict[str, Any],
     out: torch.Tensor,
 ) -> Callable[[], None]:
-    """What runs the operator piece by piece into `out` [rows, columns]."""
+    """Return a call that runs the operator piece by piece into `out` [rows, columns]."""
     op = torch.ops.aten.embedding_dense_backward.default
     grad, rest = args[0], args[1:]
     parts = [(grad[..., p.start : p.stop], out[:, p.start : p.stop]) for p in pieces]

@@ -1,8 +1,8 @@
-"""Results at given addresses: how an operator writes into tensors that exist already.
+"""Out variants: variants of recorded calls that write their results into existing tensors.
 
-Most operators of ATen have an `out` overload whose schema is their own plus the results; it runs the same kernel. What
-only makes or copies bytes is written as such. `out` overloads that torch generates compute elsewhere and copy, so they
-count as none. Everything here is decided on the recorded call, once; no tensor is needed for it.
+Most operators of ATen have an `out` overload whose schema is their own plus the results; it runs the same kernel.
+Operators that only allocate, fill or copy bytes have a variant of their own here. `out` overloads that torch generates
+compute into fresh tensors and copy, so they are not used. A variant depends only on the recorded call, not on tensors.
 """
 
 from __future__ import annotations
@@ -17,31 +17,31 @@ from hyper_parallel.backends.torch.memory._collectives import into_group
 from hyper_parallel.backends.torch.memory.operators import Call, Numbers, View
 
 Bound = Callable[[], Any]
-"""An operator with its tensors; calling it runs it."""
+"""Call without arguments that runs an operator on bound tensors."""
 _Into = Callable[[tuple[Any, ...], dict[str, Any], list[torch.Tensor]], Bound]
-"""(positional, named arguments, results) to the operator that writes them."""
+"""Binder: (positional arguments, keyword arguments, results) to the call that writes the results."""
 
 _OPTIONS: Final = frozenset({"dtype", "layout", "device", "pin_memory", "memory_format"})
-"""Arguments that only say how a result is made."""
+"""Arguments that only describe the result tensor."""
 _NOTHING: Final = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided")
 _FILL: Final = {
     "zeros": 0, "zeros_like": 0, "new_zeros": 0, "ones": 1, "ones_like": 1, "new_ones": 1, "full": None,
     "full_like": None, "new_full": None, "scalar_tensor": None,
 }  # fmt: skip
-"""The value they fill their result with; None: it is an argument."""
+"""Fill value by operator; None: it is an argument."""
 _COPY: Final = ("clone", "_to_copy", "lift_fresh", "lift_fresh_copy")
 _IN_PLACE: Final = ("masked_fill", "index_put")
-"""These are a copy of their first argument, changed in place."""
+"""Operators that equal a copy of their first argument, changed in place."""
 _RESIZING: Final = (
     "mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "soft_margin_loss",
 )  # fmt: skip
-"""Their `out` kernels make the loss of every element in the result before they add up."""
+"""Operators whose `out` kernels resize the result for the loss of every element before they reduce it."""
 _NUMBERS: Final = ("mul.Scalar", "div.Scalar", "add.Scalar", "sub.Scalar")
-"""The same as with a tensor in place of the number."""
+"""Operators that equal their overload with a tensor in place of the number."""
 
 
 def into(call: Call) -> _Into | None:
-    """How a recorded call writes its results at given addresses; None: it cannot."""
+    """Return the out variant of a recorded call; None: it has none."""
     func, made = call.func, call.made
     if (begin := into_group(call)) is not None:
         return begin
@@ -81,7 +81,7 @@ def into(call: Call) -> _Into | None:
     if name == "native_batch_norm" and (
         not isinstance(first, View) or first.stride != views[0].stride
     ):
-        return None  # of what lies in another order its `out` kernel gives other sums
+        return None  # its `out` kernel sums in another order when the memory formats differ
     out = _out_overload(func)
     if out is None or [at for at, _ in made] != list(range(len(out[1]))):
         return None
@@ -90,7 +90,7 @@ def into(call: Call) -> _Into | None:
 
 @cache
 def _out_overload(func: Any) -> tuple[Any, tuple[str, ...], frozenset[str]] | None:
-    """The overload with `out` of an operator's schema, the names of its results, and the options it does not take."""
+    """Return an operator's `out` overload, the names of its results, and the options that it does not accept."""
     wanted = [(a.name, str(a.type)) for a in func._schema.arguments]
     plain = [pair for pair in wanted if pair[0] not in _OPTIONS]
     packet = func._overloadpacket
@@ -114,14 +114,14 @@ def _out_overload(func: Any) -> tuple[Any, tuple[str, ...], frozenset[str]] | No
 
 
 def _twin(func: Any, name: str) -> Any:
-    """The operator of another name with the same overload, or None."""
+    """Return the operator of another name with the same overload, or None."""
     packet = getattr(torch.ops.aten, name, None)
     overload = func._overloadname or "default"
     return getattr(packet, overload) if packet and overload in packet.overloads() else None
 
 
 def _fixed(call: Call) -> bool:
-    """Its result's size depends on sizes only, although another call of the operator's may depend on values."""
+    """Return whether the result's size depends only on sizes in this call, not on values."""
     if call.func is not torch.ops.aten.index.Tensor:
         return False
     kinds = [v.dtype for v in call.args[1] if isinstance(v, View)]
@@ -129,7 +129,7 @@ def _fixed(call: Call) -> bool:
 
 
 def _dense(view: View) -> bool:
-    """Its elements lie one after the other."""
+    """Return whether a view is contiguous."""
     steps, step = [], 1
     for size in reversed(view.size):
         steps.append(step)
@@ -172,7 +172,7 @@ def _giving(call: Call) -> _Into:
 
 
 def _copying(args: tuple[Any, ...], kwargs: Any, outs: list[torch.Tensor]) -> Bound:
-    # Only towards the device: what comes to the host is read by the next operator.
+    # Non-blocking only towards the device: the next operator may read a copy to the host.
     alone = bool(kwargs.get("non_blocking")) and outs[0].device.type != "cpu"
     return lambda: outs[0].copy_(args[0], non_blocking=alone)
 
@@ -191,7 +191,7 @@ def _changing(func: Any) -> _Into:
 
 
 def _scattering(name: str) -> _Into:
-    """The gradient of a slice: zeros, and the slice."""
+    """Return the variant of a slice's gradient: zeros, and a copy into the slice."""
 
     def bind(args: tuple[Any, ...], kwargs: dict[str, Any], outs: list[torch.Tensor]) -> Bound:
         part = getattr(torch.ops.aten, name)(outs[0], *args[2:], **kwargs)
@@ -206,7 +206,7 @@ def _scattering(name: str) -> _Into:
 
 
 def _padding(args: tuple[Any, ...], kwargs: dict[str, Any], outs: list[torch.Tensor]) -> Bound:
-    """A tensor with a border, given from the last dim on as (before, after)."""
+    """Bind constant padding, whose argument has (before, after) from the last dim on."""
     inside, pad = outs[0], args[1]
     value = args[2] if len(args) > 2 else kwargs.get("value", 0)
     for at in range(len(pad) // 2):
@@ -221,7 +221,7 @@ def _padding(args: tuple[Any, ...], kwargs: dict[str, Any], outs: list[torch.Ten
 
 
 def _subtracting(args: tuple[Any, ...], kwargs: Any, outs: list[torch.Tensor]) -> Bound:
-    """The operands of a subtraction, the other way round."""
+    """Bind `rsub` as a subtraction with exchanged operands."""
     left, right = args[1], args[0]
     alpha = args[2] if len(args) > 2 else kwargs.get("alpha", 1)
     op = torch.ops.aten.sub.out._op
@@ -229,13 +229,13 @@ def _subtracting(args: tuple[Any, ...], kwargs: Any, outs: list[torch.Tensor]) -
 
 
 def _adding_up(args: tuple[Any, ...], kwargs: Any, outs: list[torch.Tensor]) -> Bound:
-    """A sum over everything is one over no dims in particular."""
+    """Bind a full sum as a sum over an empty list of dims."""
     op = torch.ops.aten.sum.IntList_out._op
     return lambda: op(args[0], [], False, out=outs[0], **kwargs)
 
 
 def _gathering(args: tuple[Any, ...], kwargs: Any, outs: list[torch.Tensor]) -> Bound:
-    """An embedding is its rows one after the other."""
+    """Bind an embedding as `index_select` of its rows."""
     rows, width = args[1].reshape(-1), args[0].shape[1]
     table, flat = args[0], outs[0].view(-1, width)
     op = torch.ops.aten.index_select.out._op

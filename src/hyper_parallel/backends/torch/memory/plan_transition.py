@@ -1,6 +1,6 @@
-"""The way of a state from one plan to another: the same storages under another captured step, in the same arena.
+"""Transition of a state from one plan to another: the same storages under another captured step, in the same arena.
 
-The way is planned from both plans alone, and taken as it was planned: so what it takes of host memory is known before.
+The transition is planned from both plans alone and then executed as planned, so its use of host memory is known before.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from hyper_parallel.ir import MemoryPlan, MemoryTier
 
 @dataclass(slots=True)
 class _Moving:
-    """A storage on its way.
+    """Storage that has not reached its new home.
 
     Attributes:
-        old: Its number in the old step.
-        to: Its number in the new one.
-        size: Its bytes.
-        tier: Where it is now.
-        home: Where it belongs.
-        old_range: Where it is in the arena, when it is there.
-        new_range: Where it belongs there.
+        old: Number in the old step.
+        to: Number in the new step.
+        size: Bytes.
+        tier: Current tier.
+        home: Home tier of the new plan.
+        old_range: Current range in the arena; empty outside of it.
+        new_range: Range in the arena under the new plan; empty outside of it.
     """
 
     old: int
@@ -39,14 +39,14 @@ class _Moving:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """One storage to its new home, or out of the way of others into host memory.
+    """Move of one storage to its new home, or temporarily into host memory.
 
     Attributes:
-        old: Its number in the old step.
-        to: Its number in the new one.
-        tier: Where it is.
-        into: Where it goes.
-        ends: Its new home is reached.
+        old: Number in the old step.
+        to: Number in the new step.
+        tier: Source tier.
+        into: Target tier.
+        ends: True if the target is the new home.
     """
 
     old: int
@@ -57,21 +57,21 @@ class Move:
 
 
 class Way:
-    """What is moved between two plans, in order.
+    """Ordered moves of the storages between two plans.
 
-    A storage moves inside the arena as soon as nothing else lies where it belongs; when none can, one of them waits in
-    DRAM, and only when no buffer of its size is free there another one is made.
+    A storage moves inside the arena as soon as its new range is free. When no storage can move, one is evicted to DRAM
+    temporarily. Another buffer is allocated there only when no buffer of its size is free.
 
     Args:
-        before: The old plan, between two steps; its persistent storages are known by name.
-        after: The new one.
-        made: DRAM buffers that there are, by size.
-        flash_bytes: Capacity of files; None: unlimited.
-        given: Storages of the old plan that stay with their owners.
+        before: The old plan, between two steps; its persistent storages are matched by name.
+        after: The new plan.
+        made: Number of existing DRAM buffers by size.
+        flash_bytes: Capacity of the file tier; None: unlimited.
+        given: Storages of the old plan that the caller keeps.
 
     Attributes:
-        moves: All of them.
-        buffers: DRAM buffers that must exist, by size.
+        moves: Moves in order.
+        buffers: Number of required DRAM buffers by size.
 
     Raises:
         TierFull: HP403 when a storage cannot change its tier because both ends are full.
@@ -111,7 +111,7 @@ class Way:
                 )
 
     def _move(self, moving: _Moving, waiting: list[_Moving], grow: bool) -> bool:
-        """One storage to its new home; False when there is no room for it yet."""
+        """Move one storage to its new home; return False when it does not fit yet."""
         now, home, size = moving.tier, moving.home, moving.size
         if home == "device" and any(
             _overlap(m.old_range, moving.new_range)
@@ -119,7 +119,7 @@ class Way:
             if m.tier == "device" and not (m is moving and m.old_range == m.new_range)
         ):
             return False
-        # Through DRAM, unless it is there or stays where it is.
+        # The move needs a DRAM buffer unless the storage has one already or does not change its tier.
         passes = now != home and (home != "device" or now == "flash") and now != "dram"
         room = self._flash_room
         if home == "flash" != now and room is not None and room < size:
@@ -134,7 +134,7 @@ class Way:
         return True
 
     def _step_aside(self, moving: _Moving, grow: bool) -> bool:
-        """Let a storage that blocks others wait in DRAM; False when it cannot."""
+        """Evict a blocking storage to DRAM temporarily; return False when that is impossible."""
         if moving.tier != "device" or not self._take(moving.size, grow):
             return False
         self.moves.append(Move(moving.old, moving.to, "device", "dram", False))
@@ -154,7 +154,7 @@ class Way:
 def _on_the_move(
     before: MemoryPlan, after: MemoryPlan, given: Collection[int]
 ) -> Iterator[_Moving]:
-    """The persistent storages where the old plan has them."""
+    """Yield the persistent storages in their place under the old plan."""
     old = {
         storage.name: s
         for s, storage in enumerate(before.program.storages)
@@ -180,16 +180,17 @@ def _overlap(a: range, b: range) -> bool:
 
 
 def hand_over(before: HeldState, after: HeldState) -> None:
-    """Move a state to the homes of a new plan, storage by storage, within the capacities.
+    """Move a state to the home tiers of a new plan, storage by storage, within the capacities.
 
-    The meters go on counting, so what the way between two plans takes is measured like everything else.
+    The meters continue to count, so the memory of the transition is measured.
 
     Args:
-        before: Between two steps, with an arena that both plans fit into. It is closed.
-        after: Under the new plan, without any bytes yet.
+        before: State between two steps, with an arena that fits both plans. It is closed.
+        after: State under the new plan, still without bytes.
 
     Raises:
-        TierFull: HP403 as of `Way`, or when host memory has not what the way takes; both can only be closed.
+        TierFull: HP403 when a storage cannot change its tier, or host memory does not fit the DRAM buffers. Both states
+            can then only be closed.
     """
     assert before.arena_bytes >= after.plan.arena_bytes
     after.arena_bytes = before.arena_bytes
@@ -236,6 +237,6 @@ def hand_over(before: HeldState, after: HeldState) -> None:
     held.clear()
     for s in after.captured.given:
         after.enter(s, ranges[s])
-    # The bytes are here now; closing the old device must not touch the tensors that own them.
+    # `after` owns the bytes now; closing the old device must not change the owner tensors.
     before.closed = True
     before.owners.release()

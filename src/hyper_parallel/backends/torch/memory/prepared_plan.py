@@ -1,7 +1,7 @@
-"""The actions of a plan made ready to run many times: every tensor lies at its address before the first step.
+"""Prepared actions of a plan: every tensor is created at its address before the first step.
 
-A stay of a storage on the device is a range of the arena, so the tensors on it are the same in every step, and an
-operator is a call with nothing left to look up. Ranges own nothing and cannot be resized.
+A live range of a storage on the device has one address range in the arena. So its tensors are the same in every step,
+and an operator is a call on bound tensors. Address ranges own no memory and cannot be resized.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from hyper_parallel.backends.torch.memory.out_variants import Bound, into
 from hyper_parallel.ir import MemoryPlan
 
 _KEEPS: Final = {"mkldnn_rnn_layer": 4}
-"""Operators that give what their backward pass needs only while gradients are on, and so many results then."""
+"""Operators that return tensors for backward only with gradients enabled, and their number of results then."""
 Held = dict[int, torch.UntypedStorage]
 """Bytes by storage."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """One operator at one place of the plan, with its tensors.
+    """Operator at one position of the plan, with its tensors.
 
     Attributes:
         func: The operator overload.
-        run: Runs it; the results are at their addresses, or when `staged` what it returns.
+        run: Runs the operator; results are at their addresses, or if `staged` the return value.
         results: (storage, its range) of every fresh result.
         staged: (flat output index, view, range) of every result that must be copied to its address.
-        communicates: Other ranks take part in it: it is only begun, and what it returns is what to wait for.
-        guards: (flat output index, value) of outputs that were seen as plain numbers.
-        plain: What it returns is of no interest.
-        dispatched: Torch's dispatcher sees it; not an allocation, which is an address here.
+        communicates: True for a collective: the call begins it and returns its work handle.
+        guards: (flat output index, value) of outputs that were read as plain numbers.
+        plain: True if the return value is not used.
+        dispatched: True if the operator reaches torch's dispatcher; an allocation does not, it is only an address.
     """
 
     func: Any
@@ -51,16 +51,16 @@ class Prepared:
 
 
 class Addresses:
-    """Ranges of an arena, by the stays of a plan.
+    """Address ranges in the arena of the live ranges of a plan.
 
     Args:
         captured: The recorded step.
-        plan: A plan for it whose addresses are right.
-        arena: The device's buffer.
+        plan: Plan of the step, with valid addresses.
+        arena: The device buffer.
 
     Attributes:
-        at_start: Ranges of what is on the device between steps.
-        actions: For every action of the plan: an operator, the range of a copy or one that is given up, or None.
+        at_start: Ranges of the storages that are resident between steps.
+        actions: For every action of the plan: an operator, the range of a copy or of a release, or None.
     """
 
     def __init__(self, captured: Captured, plan: MemoryPlan, arena: torch.UntypedStorage) -> None:
@@ -81,7 +81,7 @@ class Addresses:
         return self._range(s)
 
     def _range(self, s: int) -> torch.UntypedStorage:
-        """Bytes of a storage where it is now; of one that never is on the device, its own."""
+        """Return the current range of a storage; a storage in host memory has its own bytes."""
         key = s, self._now[s]
         if key not in self._ranges:
             size = self._plan.program.storages[s].num_bytes
@@ -147,6 +147,6 @@ def _calling(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Bound:
 
 
 def in_host_memory(call: Call, held: Held) -> Bound:
-    """A recorded operator on bytes in host memory; its arguments there are made now."""
+    """Return a call of a recorded operator on bytes in host memory."""
     args, kwargs = tree_map_only(View, lambda v: v.on(held[v.storage]), (call.args, call.kwargs))
     return _calling(getattr(call.func, "_op", call.func), args, kwargs)

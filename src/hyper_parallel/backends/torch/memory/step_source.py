@@ -1,7 +1,7 @@
-"""The model and the optimizer that a step was recorded from: whether they are still as they were then.
+"""Model and optimizer of a recorded step, and detection of changes since the recording.
 
-A program repeats what was recorded. What the same Python code would do differently by now (another learning rate,
-`eval()`, a hook, a frozen parameter, one more group of parameters) is in no tensor, so the program cannot notice it.
+A program repeats the recorded step. Changes of Python state (a new learning rate, `eval()`, a hook, a frozen parameter,
+another parameter group) are in no tensor, so the program itself cannot notice them.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ _OF_GROUP = {
 _LISTS = (list, tuple, set, frozenset, deque)
 _CONTAINERS = (dict, *_LISTS)
 _Fact = tuple[tuple[str, ...], str, Any]
-"""(parts of the name of whose it is, what it is, its value)."""
+"""(parts of the owner's name, property, value)."""
 
 
 class CaptureSource:
-    """What a recorded step takes for granted of its model and its optimizer.
+    """Properties of model and optimizer that a recorded step depends on.
 
     Args:
-        model: The model of the step, right after it was recorded, or a `ModuleList` of several.
-        optimizers: Their optimizers; none: inference.
+        model: Model of the step, right after the recording, or a `ModuleList` of several.
+        optimizers: Optimizers of the models; none: inference.
     """
 
     def __init__(self, model: torch.nn.Module, *optimizers: torch.optim.Optimizer) -> None:
@@ -51,10 +51,10 @@ class CaptureSource:
         self._holding: _Holding | None = None
 
     def check(self) -> None:
-        """Everything is as it was when the step was recorded.
+        """Check that model and optimizers are as they were when the step was recorded.
 
         Raises:
-            StepChanged: HP512 with what is not.
+            StepChanged: HP512 with the first property that differs.
         """
         if self._holding is not None and self._holding.same():
             return
@@ -82,7 +82,7 @@ class CaptureSource:
         )
 
     def _facts(self, seen: dict[int, Any]) -> Iterator[_Fact]:
-        """Tensors, modules and hooks by identity; `seen` gets the objects that were looked into."""
+        """Yield properties of modules, optimizers, tensors and hooks; add the inspected objects to `seen` by id."""
         for name, module in self._model.named_modules():
             yield (name,), "`training`", module.training
             for key, value in kept(module, seen):
@@ -109,10 +109,10 @@ class CaptureSource:
                 yield ("the optimizer's parameter", str(number)), "identity of the state", tensors
 
     def hold(self) -> None:
-        """A device has the state's bytes: from now on whoever uses, saves or loads what is not there is stopped."""
+        """Refuse to run, save or load model and optimizers while a device owns the state's bytes."""
         parts = self._model if isinstance(self._model, torch.nn.ModuleList) else ()
         for model in (self._model, *parts):
-            if next(model.parameters(), None) is not None:  # a loss has nothing to lose
+            if next(model.parameters(), None) is not None:  # not a loss module, which has no state
                 self._refusing.append(model.register_forward_pre_hook(_refuse, prepend=True))
             self._refusing.append(model.register_state_dict_pre_hook(_refuse))
             self._refusing.append(model.register_load_state_dict_pre_hook(_refuse))
@@ -122,21 +122,21 @@ class CaptureSource:
             self._refusing.append(optimizer.register_load_state_dict_pre_hook(_refuse))
 
     def release(self) -> None:
-        """The bytes are back."""
+        """Allow the use of model and optimizers: they own their bytes."""
         for hook in self._refusing:
             hook.remove()
         self._refusing = []
 
 
 class _Holding:
-    """What facts are taken from, and the objects that it holds: as long as these are the same, so are the facts.
+    """Identities of all objects that the properties depend on: if they are unchanged, so are the properties.
 
-    Looked at in every step, where making all facts anew would take longer than a small step.
+    This is checked in every step, because computing all properties would take longer than a small step.
 
     Args:
         model: The model.
         optimizers: Its optimizers.
-        seen: Other objects that facts were taken from.
+        seen: Other objects that the properties depend on.
     """
 
     def __init__(
@@ -146,9 +146,9 @@ class _Holding:
         seen: dict[int, Any],
     ) -> None:
         self._modules, self._parameters = list(model.modules()), list(model.parameters())
-        # Of a module, beside what torch keeps in it but facts are not taken from; two, so that it is a tuple.
+        # Attributes of a module except torch's own irrelevant ones; at least two, so that `itemgetter` returns a tuple.
         wanted = {"training", "_parameters", "_buffers", "_modules", *_HOOKS}
-        self._get = [  # what `torch.compile` gives has its flag in the module that it wraps
+        self._get = [  # a module of `torch.compile` has its `training` flag in the wrapped module
             itemgetter("_modules", *wanted.intersection(vars(one)), *(set(vars(one)) - TORCH_KEEPS))
             for one in self._modules
         ]
@@ -173,7 +173,7 @@ class _Holding:
         self._held, self._sizes = list(self._objects()), self._sizes_now()
 
     def same(self) -> bool:
-        """Nothing holds another object than before."""
+        """Return whether all references are to the same objects as before."""
         try:
             return (
                 not any(self._empty)
@@ -191,7 +191,7 @@ class _Holding:
         return chain(of(modules), map(vars, self._owners), maps, of(self._lists))
 
     def _sizes_now(self) -> list[Any]:
-        """How much everything holds, and what torch keeps in a parameter itself."""
+        """Return the sizes of all containers, and the identities of each parameter's gradient and hooks."""
         own = [
             (id(p.grad), p.requires_grad, id(p._backward_hooks), id(p._post_accumulate_grad_hooks))
             for p in self._parameters
