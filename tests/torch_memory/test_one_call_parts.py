@@ -210,7 +210,7 @@ def test_all_of_them_are_empty_between_steps() -> None:
         for use in (lambda: judge(torch.ones(1, 32)), made.state_dict, second.state_dict):
             with pytest.raises(StepChanged, match="holds the bytes"):
                 use()
-        with planned.lent():
+        with planned.materialized():
             assert made(torch.ones(1, 32)).isfinite().all()
     second.param_groups[0]["eps"] = 1.0
     with pytest.raises(StepChanged, match="eps of parameter group 0"):

@@ -138,7 +138,7 @@ class OffloadedStep:
     """A training step under a memory plan, see `offload`; call it as the step.
 
     Between steps model and optimizer are empty: what reads or changes them (evaluation, a checkpoint) does so inside
-    `with step.lent():`. Inputs of another shape are recorded and planned anew, at most `MOST_SHAPES` of them.
+    `with step.materialized():`. Inputs of another shape are recorded and planned anew, at most `MOST_SHAPES` of them.
 
     Attributes:
         plan: The memory plan that runs now; None before the third call.
@@ -197,7 +197,7 @@ class OffloadedStep:
             self._plain -= 1
             with spill_mode(self._where, owned=self._owned) as mode:  # on a CPU nothing is moved
                 result = self._step(*args, **kwargs)
-                self._empty = mode.emptied  # by FSDP, which fills it again
+                self._empty = mode.emptied_storages  # by FSDP, which fills it again
             return result
         if key not in self._planned:
             return self._recorded(key, leaves, tensors)
@@ -283,12 +283,12 @@ class OffloadedStep:
         )
 
     @contextmanager
-    def lent(self) -> Iterator[None]:
+    def materialized(self) -> Iterator[None]:
         """Between steps: model and optimizer hold their values for the time of this context."""
         if self._device is None:
             yield
         else:
-            with self._device[1].lent():
+            with self._device[1].materialized():
                 yield
 
     def close(self) -> None:

@@ -29,8 +29,8 @@ from hyper_parallel.backends.torch.memory import (
     Captured,
     LruSpillMode,
     Measured,
-    PlainStep,
     PlannedDevice,
+    ReferenceStep,
     StepCapture,
     StepOutcome,
     model_state,
@@ -120,7 +120,7 @@ class PlannedSteps:
         self.timelines: tuple[Timeline, Timeline] | None = None
         self._replans = self._outside_bytes = 0
         self._warned = False
-        self._expected: PlainStep | None = None
+        self._expected: ReferenceStep | None = None
 
     # -- before the first step -----------------------------------------------------------------
 
@@ -144,7 +144,7 @@ class PlannedSteps:
         self._spill.require(largest_update_bytes(self._model, self._optimizer))
         plain, empty = self._rehearsed(first)
         # Kernels of an accelerator may add in another order every time.
-        self._expected = PlainStep(plain, None if self._on_cpu else self._rehearsed(first)[0])
+        self._expected = ReferenceStep(plain, None if self._on_cpu else self._rehearsed(first)[0])
         if spread := self._expected.spread:
             self._say(
                 f"offload: two plain steps differ by {spread['loss']:.1e} in the loss, because some kernels are not "
@@ -174,7 +174,7 @@ class PlannedSteps:
                 outputs = self._loop.planned_step(inputs)
             outputs = tree_map_only(Tensor, self._spill.at_home, outputs)
             state = {name: self._spill.at_home(t) for name, t in self._state().items()}
-            return StepOutcome.of(outputs, state), self._spill.emptied
+            return StepOutcome.of(outputs, state), self._spill.emptied_storages
 
     def _count(self, what: str) -> None:
         """Take note of what the device has given outside of planned steps; HP402 when `what` is above the budget."""
@@ -219,7 +219,11 @@ class PlannedSteps:
             **optimizer_state(self._model, self._optimizer),
         }
         recorder: Any = StepCapture(
-            named, training=True, alignment_bytes=512, empty=empty, bring=self._spill.bring
+            named,
+            training=True,
+            alignment_bytes=512,
+            empty=empty,
+            make_resident=self._spill.make_resident,
         )
 
         def begin(piece: str) -> None:
@@ -260,7 +264,7 @@ class PlannedSteps:
             expected=self._expected,
             spill=self._spill,
         )
-        self._spill.bring_back()  # what is no state
+        self._spill.restore_all()  # what is no state
         self._expected = None
         self._traced = False
 
@@ -352,7 +356,7 @@ class PlannedSteps:
             )
             return False
         before = self._device
-        before.state.lend(self._spill)
+        before.state.materialize_on_use(self._spill)
         self.plan = plan
         self._open()
         before.state.end()
@@ -365,10 +369,10 @@ class PlannedSteps:
         Raises:
             BudgetImpossible: HP402 when that does not suffice.
         """
-        with self._device.lent(self._spill), self._spill:
+        with self._device.materialized(self._spill), self._spill:
             yield
             self._reshard()  # what an evaluation has gathered
-        self._spill.bring_back()
+        self._spill.restore_all()
         self._count("an evaluation")
 
     def at_home(self, tensor: Tensor) -> Tensor:
@@ -381,7 +385,7 @@ class PlannedSteps:
 
     def finish(self) -> None:
         """After the last step: the device is free, and the state stays where it is."""
-        self._device.state.lend(self._spill)
+        self._device.state.materialize_on_use(self._spill)
 
     def close(self) -> None:
         """Give everything up for good."""

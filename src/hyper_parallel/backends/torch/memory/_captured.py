@@ -37,7 +37,7 @@ class Captured:
         owners: (storage, tensor) of every tensor of the step's code that existed before the step.
         source: Model and optimizer, if known; they must not change while the program runs.
         named: Views of the named state, and of other state that the step changes.
-        plain: Runs the same step without a plan, on inputs by name; None: impossible.
+        run_eager: Runs the same step without a plan, on inputs by name; None: impossible.
         owned: See `LruSpillMode`.
         seconds: Measured seconds of every operator, 0 where unmeasured; None: on a simulated device.
     """
@@ -53,17 +53,17 @@ class Captured:
     owners: tuple[tuple[int, torch.Tensor], ...] = ()
     source: CaptureSource | None = None
     named: Mapping[str, View] = field(default_factory=dict)
-    plain: Callable[..., Any] | None = None
+    run_eager: Callable[..., Any] | None = None
     owned: Callable[[], Iterable[torch.Tensor]] = tuple
     seconds: tuple[float, ...] | None = None
 
     @property
-    def given(self) -> set[int]:
+    def input_storages(self) -> set[int]:
         """Storages of the step's inputs; the caller keeps them."""
         return {view.storage for view in self.inputs.values()}
 
     @property
-    def changed(self) -> set[int]:
+    def written_state(self) -> set[int]:
         """Storages that exist before the step and that the step writes."""
         written = {s for operator in self.program.operators for s in operator.writes}
         return written & self.state.keys()
@@ -104,7 +104,7 @@ def refuse_layouts(tensor: torch.Tensor) -> None:
         )
 
 
-def resizes(what: str) -> CaptureUnsupported:
+def resize_error(what: str) -> CaptureUnsupported:
     """Return the error of a storage that changes its size while a step is recorded."""
     return CaptureUnsupported(
         f"the step resizes a storage at `{what}`; a static memory plan needs fixed sizes",
@@ -116,7 +116,7 @@ def refuse_leaks(
     entries: list[Entry],
     find: Callable[[torch.Tensor], int | None],
     named: Named,
-    bring: Callable[[torch.Tensor], None],
+    make_resident: Callable[[torch.Tensor], None],
 ) -> None:
     """Refuse gradients that outlive the step, and state that the step replaced instead of changing it in place.
 
@@ -130,9 +130,9 @@ def refuse_leaks(
                 f"`{name}` got a new storage during the step",
                 hint="change state in place, so that it keeps its storage",
             )
-        bring(tensor)
+        make_resident(tensor)
         if tensor.untyped_storage().nbytes() != entries[index].num_bytes:
-            raise resizes(name)
+            raise resize_error(name)
         if tensor.requires_grad and tensor.is_leaf and tensor.grad is not None:
             raise CaptureUnsupported(
                 f"`{name}.grad` outlives the step",

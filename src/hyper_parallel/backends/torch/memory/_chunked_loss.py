@@ -32,16 +32,16 @@ class _HeadLoss(torch.autograd.Function):
         d_head = torch.zeros_like(head)
         step = -(-hidden.shape[0] // chunks)
         for begin in range(0, hidden.shape[0], step):
-            cut = slice(begin, begin + step)
-            logits = (hidden[cut] @ head.t()).to(wide)
-            at = targets[cut].masked_fill(~valid[cut], 0).unsqueeze(1)
+            rows = slice(begin, begin + step)
+            logits = (hidden[rows] @ head.t()).to(wide)
+            labels = targets[rows].masked_fill(~valid[rows], 0).unsqueeze(1)
             lse = torch.logsumexp(logits, dim=1)
-            total += ((lse - logits.gather(1, at).squeeze(1)) * scale[cut]).sum()
+            total += ((lse - logits.gather(1, labels).squeeze(1)) * scale[rows]).sum()
             logits.sub_(lse.unsqueeze(1)).exp_()
-            logits.scatter_add_(1, at, torch.full_like(at, -1, dtype=wide))
-            d_logits = logits.mul_(scale[cut].unsqueeze(1)).to(hidden.dtype)
-            d_hidden[cut] = d_logits @ head
-            d_head.addmm_(d_logits.t(), hidden[cut])
+            logits.scatter_add_(1, labels, torch.full_like(labels, -1, dtype=wide))
+            d_logits = logits.mul_(scale[rows].unsqueeze(1)).to(hidden.dtype)
+            d_hidden[rows] = d_logits @ head
+            d_head.addmm_(d_logits.t(), hidden[rows])
         ctx.save_for_backward(d_hidden, d_head)
         return total
 
@@ -71,15 +71,15 @@ def chunked_loss(
     """
     head = model.get_output_embeddings()  # type: ignore[operator]
     config = model.config
-    changed = {
+    scaling = {
         key: getattr(config, key)
         for key in ("final_logit_softcapping", "logit_scale", "logits_scaling")
         if getattr(config, key, None) not in (None, 1, 1.0)
     }
-    if head is None or head.bias is not None or changed:
+    if head is None or head.bias is not None or scaling:
         raise BadValue(
             "a chunked loss needs a head that is one matrix product",
-            got=f"head {head}, {changed}",
+            got=f"head {head}, {scaling}",
             hint="use the model's own loss: leave `loss_chunks` out",
         )
     inputs = {key: value for key, value in batch.items() if key != "labels"}

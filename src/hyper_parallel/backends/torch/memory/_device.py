@@ -21,10 +21,10 @@ from torch.utils._pytree import tree_map_only
 
 from hyper_parallel.backends.torch.memory._captured import Captured
 from hyper_parallel.backends.torch.memory._lru_spill import LruSpillMode
-from hyper_parallel.backends.torch.memory.arena_state import HeldState
-from hyper_parallel.backends.torch.memory.first_step import PlainStep, StepOutcome
+from hyper_parallel.backends.torch.memory.arena_state import ArenaState
+from hyper_parallel.backends.torch.memory.first_step import ReferenceStep, StepOutcome
 from hyper_parallel.backends.torch.memory.operators import View
-from hyper_parallel.backends.torch.memory.plan_transition import hand_over
+from hyper_parallel.backends.torch.memory.plan_transition import transfer_state
 from hyper_parallel.backends.torch.memory.streams import DeviceApi
 from hyper_parallel.backends.torch.memory.tier_copies import Copies
 from hyper_parallel.errors import StepChanged
@@ -100,28 +100,28 @@ class PlannedDevice:
         queues: DeviceApi | None = None,
         arena_bytes: int | None = None,
         before: PlannedDevice | None = None,
-        expected: PlainStep | None = None,
+        expected: ReferenceStep | None = None,
         check: bool = True,
         spill: LruSpillMode | None = None,
     ) -> None:
         self.captured, self.plan, self.machine, self.copies = captured, plan, machine, copies
-        take = None if before is None else partial(hand_over, before.state)
-        self.state = HeldState(
+        acquire = None if before is None else partial(transfer_state, before.state)
+        self.state = ArenaState(
             captured, plan, machine, copies, flash, queues, arena_bytes,
-            None if before is None else before.state, take, spill,
+            None if before is None else before.state, acquire, spill,
         )  # fmt: skip
         self.hardware = self.state.hardware
         self._expected = expected
         storages = enumerate(plan.program.storages)
-        self._made = [s for s, one in storages if one.at_end and not one.at_start]
-        self._check = check and (expected is not None or captured.plain is not None)
+        self._results = [s for s, storage in storages if storage.at_end and not storage.at_start]
+        self._check = check and (expected is not None or captured.run_eager is not None)
         self._clock = ProgramClock(plan.program, machine)
         if self.hardware.timed is None:
             self._clock = clocked(plan.program, machine, plan.actions)
 
-    def lent(self, spill: LruSpillMode | None = None) -> AbstractContextManager[None]:
+    def materialized(self, spill: LruSpillMode | None = None) -> AbstractContextManager[None]:
         """Materialize the state in its tensors; see `ArenaState.materialized`."""
-        return self.state.lent(spill)
+        return self.state.materialized(spill)
 
     def read_state(self, name: str) -> torch.Tensor:
         """Return a copy of a named persistent tensor, from its home tier."""
@@ -164,8 +164,8 @@ class PlannedDevice:
         self.state.owners.check()
         self._check_inputs(inputs)
         if self._check and self._expected is None:
-            with self.lent():
-                self._expected = PlainStep.of(self.captured, inputs)
+            with self.materialized():
+                self._expected = ReferenceStep.of(self.captured, inputs)
         self._write_inputs(inputs)
         hardware, timed, clock = self.hardware, self.hardware.timed, self._clock
         if trace and timed is None:
@@ -179,13 +179,15 @@ class PlannedDevice:
                     samples = self._apply_all(clock, trace)
                 peaks, device_bytes = hardware.peaks, hardware.gauge.peak_bytes
                 outputs = tree_map_only(
-                    View, lambda v: v.on(self._base(v.storage)).clone(), self.captured.outputs
+                    View,
+                    lambda v: v.as_tensor(self._base(v.storage)).clone(),
+                    self.captured.outputs,
                 )
             times = clock if timed is None else timed.times()
         except BaseException:
             self.state.failed = True
             raise
-        for s in self._made:
+        for s in self._results:
             self.state.leave(s)
         if self._check and self._expected is not None:
             self._compare(outputs, self._expected)
@@ -193,8 +195,8 @@ class PlannedDevice:
         timeline = None
         if trace:
             counters = [
-                Counter(name, at if timed is None else timed.seconds(at), live)
-                for at, tiers in samples
+                Counter(name, moment if timed is None else timed.seconds(moment), live)
+                for moment, tiers in samples
                 for name, live in tiers
             ]
             spans = (
@@ -206,7 +208,7 @@ class PlannedDevice:
         return outputs, Measured(
             peaks,
             device_bytes,
-            hardware.pool.held_bytes,
+            hardware.pool.reserved_bytes,
             times.now_s,
             times.wait_s,
             times.join_s,
@@ -222,7 +224,7 @@ class PlannedDevice:
                 stack.enter_context(torch.autocast(kind, enabled=False))
             yield
 
-    def _compare(self, outputs: Any, expected: PlainStep) -> None:
+    def _compare(self, outputs: Any, expected: ReferenceStep) -> None:
         """Compare the first planned step with the eager one: bit for bit, or up to rounding where that is impossible.
 
         Raises:
@@ -230,7 +232,7 @@ class PlannedDevice:
         """
         updates = any(action.kind == "update" for action in self.plan.actions)
         try:
-            expected.refuse_other(
+            expected.check(
                 StepOutcome.of(outputs, dict(self.state.named())),
                 rounded=updates and self.hardware.device.type != "cpu",
             )
@@ -259,12 +261,12 @@ class PlannedDevice:
     def _write_inputs(self, inputs: Mapping[str, torch.Tensor]) -> None:
         for name, value in inputs.items():
             view = self.captured.inputs[name]
-            view.on(self._base(view.storage)).copy_(value)
+            view.as_tensor(self._base(view.storage)).copy_(value)
         for storage, tensor in self.state.owners.changes():
             self._base(storage).copy_(tensor.untyped_storage())
 
     def _base(self, storage: int) -> torch.UntypedStorage:
-        return self.state.on["device"][storage]
+        return self.state.storages["device"][storage]
 
     def _apply_all(
         self, clock: ProgramClock, trace: bool

@@ -48,13 +48,13 @@ def _move(model: torch.nn.Module, device: torch.device) -> None:
     """Put fake parameters and buffers on a device, which `Module.to` cannot; shared tensors stay shared."""
     moved: dict[int, torch.Tensor] = {}
     for module in model.modules():
-        for held in (module._parameters, module._buffers):
-            for name, tensor in held.items():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
                 if tensor is None or tensor.device == device:
                     continue
                 if id(tensor) not in moved:
-                    there = tensor.detach().to(device)
+                    target = tensor.detach().to(device)
                     if isinstance(tensor, torch.nn.Parameter):
-                        there = torch.nn.Parameter(there, tensor.requires_grad)
-                    moved[id(tensor)] = there
-                held[name] = moved[id(tensor)]  # type: ignore[index]
+                        target = torch.nn.Parameter(target, tensor.requires_grad)
+                    moved[id(tensor)] = target
+                tensors[name] = moved[id(tensor)]  # type: ignore[index]

@@ -49,8 +49,8 @@ class FakeKernels:
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]
     ) -> tuple[Any, int]:
         """Return the outputs of an operator, and the workspace bytes of its kernel."""
-        taken = 0 if self._workspace is None else self._workspace(func, args, kwargs)
-        return _run(func, tensors, args, kwargs), taken
+        workspace = 0 if self._workspace is None else self._workspace(func, args, kwargs)
+        return _run(func, tensors, args, kwargs), workspace
 
 
 def _run(func: Any, tensors: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -66,9 +66,9 @@ def _run(func: Any, tensors: list[Tensor], args: tuple[Any, ...], kwargs: dict[s
             out = func(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException):
             out = None  # the values are known, so the answer is
-        made = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
-        large = any(t.untyped_storage().nbytes() > _KNOWN_BYTES for t in made)
-        if large or (not tensors and any(t.is_floating_point() for t in made)):
+        results = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
+        large = any(t.untyped_storage().nbytes() > _KNOWN_BYTES for t in results)
+        if large or (not tensors and any(t.is_floating_point() for t in results)):
             return out
     with unset_fake_temporarily():
         out = func(*args, **kwargs)

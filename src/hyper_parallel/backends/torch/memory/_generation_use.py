@@ -51,11 +51,11 @@ class MemoryUse:
     def add(self, other: MemoryUse) -> None:
         """Add a later use of the same machine: peaks are maxima, seconds and steps are sums."""
         self.state_bytes = max(self.state_bytes, other.state_bytes)
-        for mine, more in (
+        for peaks, other_peaks in (
             (self.predicted_bytes, other.predicted_bytes),
             (self.measured_bytes, other.measured_bytes),
         ):
-            mine |= {tier: max(size, mine.get(tier, 0)) for tier, size in more.items()}
+            peaks |= {tier: max(size, peaks.get(tier, 0)) for tier, size in other_peaks.items()}
         self.seconds += other.seconds
         self.wait_s += other.wait_s
         self.steps += other.steps

@@ -8,7 +8,7 @@ from operator import attrgetter
 import torch
 
 from hyper_parallel.backends.torch.memory._captured import Captured
-from hyper_parallel.backends.torch.memory._held_tensor import hold, sharing
+from hyper_parallel.backends.torch.memory._tensor_stubs import aliases_of, make_stubs
 from hyper_parallel.errors import StepChanged
 
 _KEY = attrgetter("_cdata")
@@ -23,8 +23,10 @@ class Owners:
 
     def __init__(self, captured: Captured) -> None:
         self._captured = captured
-        self._held: list[tuple[torch.Tensor, type]] = []
-        self._left: list[tuple[int, torch.Tensor, int]] = []  # (storage, its tensor, its version)
+        self._stubs: list[tuple[torch.Tensor, type]] = []
+        self._input_state: list[
+            tuple[int, torch.Tensor, int]
+        ] = []  # (storage, its tensor, its version)
         # Checked in every step; the key identifies a torch storage.
         self._tensors = [tensor for _, tensor in captured.owners]
         self._recorded = [_KEY(captured.state[s].untyped_storage()) for s, _ in captured.owners]
@@ -43,12 +45,12 @@ class Owners:
     def _check(self) -> None:
         if self._captured.source is not None:
             self._captured.source.check()
-        now = list(map(_KEY, map(torch.Tensor.untyped_storage, self._tensors)))
-        if now != self._recorded:
-            changed = next(at for at, key in enumerate(now) if key != self._recorded[at])
+        keys = list(map(_KEY, map(torch.Tensor.untyped_storage, self._tensors)))
+        if keys != self._recorded:
+            changed = next(index for index, key in enumerate(keys) if key != self._recorded[index])
             raise StepChanged(
                 f"`{self._name(self._captured.owners[changed][0])}` was given another storage",
-                hint="change its values in place (`tensor.copy_(...)`), inside `with device.lent():`",
+                hint="change its values in place (`tensor.copy_(...)`), inside `with device.materialized():`",
             )
 
     def check_bytes(self, num_bytes: Callable[[torch.UntypedStorage], int]) -> None:
@@ -64,32 +66,32 @@ class Owners:
                     hint="close the other device first",
                 )
 
-    def hold(self) -> None:
+    def make_stubs(self) -> None:
         """Turn the owners into stubs: a device owns the bytes from now on."""
-        kinds, given = self._captured.program.storages, self._captured.given
-        mine = [*self._captured.state.values(), *(tensor for _, tensor in self._captured.owners)]
-        gone = [t for t in mine if not t.untyped_storage().nbytes()]
-        self._held = hold([*gone, *sharing(gone)])
-        self._left = [
+        storages, inputs = self._captured.program.storages, self._captured.input_storages
+        tensors = [*self._captured.state.values(), *(tensor for _, tensor in self._captured.owners)]
+        emptied = [t for t in tensors if not t.untyped_storage().nbytes()]
+        self._stubs = make_stubs([*emptied, *aliases_of(emptied)])
+        self._input_state = [
             (s, tensor, tensor._version)
             for s, tensor in self._captured.owners
-            if kinds[s].kind == "input" and s not in given and not tensor.is_inference()
+            if storages[s].kind == "input" and s not in inputs and not tensor.is_inference()
         ]
         if self._captured.source is not None:
-            self._captured.source.hold()
+            self._captured.source.block_use()
 
-    def release(self) -> None:
+    def restore_tensors(self) -> None:
         """Turn the stubs back into tensors: they own their bytes."""
-        for tensor, kind in self._held:
+        for tensor, kind in self._stubs:
             tensor.__class__ = kind  # type: ignore[assignment]
-        self._held = []
+        self._stubs = []
         if self._captured.source is not None:
-            self._captured.source.release()
+            self._captured.source.allow_use()
 
-    def keep(self, s: int) -> bool:
+    def kept_by_caller(self, s: int) -> bool:
         """Return whether the caller keeps a storage: inputs of the step, and input state that it only reads."""
         read = self._captured.program.storages[s].kind == "input" and s not in self._written
-        return read or s in self._captured.given
+        return read or s in self._captured.input_storages
 
     def changes(self) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield (storage, tensor) of input state (buffers, a learning rate) that was changed since the last call.
@@ -97,16 +99,16 @@ class Owners:
         Raises:
             StepChanged: HP512 for a tensor that the step also writes: the two values conflict.
         """
-        for at, (s, tensor, version) in enumerate(self._left):
+        for index, (s, tensor, version) in enumerate(self._input_state):
             if tensor._version == version:
                 continue
             if s in self._written:
                 raise StepChanged(
                     f"`{self._name(s)}` was changed between two steps, and the step changes it too",
-                    hint="change it with `device.write_state`, or inside `with device.lent():`",
+                    hint="change it with `device.write_state`, or inside `with device.materialized():`",
                 )
             yield s, tensor
-            self._left[at] = s, tensor, tensor._version
+            self._input_state[index] = s, tensor, tensor._version
 
     def _name(self, s: int) -> str:
         return self._captured.program.storages[s].name

@@ -34,7 +34,7 @@ Kernels = Callable[[Any, tuple[Any, ...], dict[str, Any], list[Tensor]], tuple[A
 outputs and the workspace bytes of its kernel."""
 
 
-def as_they_are(
+def run_directly(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]
 ) -> tuple[Any, int]:
     """Run an operator directly, as `Kernels` without workspace."""
@@ -70,8 +70,8 @@ class Recorder:
         kernels: Runs the operators.
     """
 
-    def __init__(self, alignment_bytes: int = 1, kernels: Kernels = as_they_are) -> None:
-        self.storages = Storages(alignment_bytes, self._ended)
+    def __init__(self, alignment_bytes: int = 1, kernels: Kernels = run_directly) -> None:
+        self.storages = Storages(alignment_bytes, self._on_end)
         self._mode = OperatorMode(self._operator)
         self._alignment, self._kernels = alignment_bytes, kernels
         self._groups: dict[str, tuple[int, ...]] = {}
@@ -85,13 +85,13 @@ class Recorder:
 
     def restart(self, segment: str) -> None:
         """Restart the recording: storages that are live now exist from its start."""
-        self._follow_resized(everywhere=True)
+        self._record_resizes(everywhere=True)
         self.storages.restart()
         self._begin(segment)
 
     def enter(self, segment: str) -> None:
         """Begin another segment of the program."""
-        self._follow_resized(everywhere=True)
+        self._record_resizes(everywhere=True)
         if segment != self._segments[-1][1]:
             self._segments.append((len(self._actions), segment))
 
@@ -99,7 +99,7 @@ class Recorder:
         """Set name and kind of a tensor's storage; an unknown storage exists from the start."""
         number = self.storages.find(tensor)
         if number is None:
-            number = self._appear(tensor, name)
+            number = self._add_existing(tensor, name)
         entry = self.storages.entries[number]
         if entry.kind == kind and entry.name != name:  # several tensors on one storage
             entry.name = _common(entry.name, name)
@@ -109,7 +109,7 @@ class Recorder:
 
     def recording(self, name: str) -> Recording:
         """Return the recording so far."""
-        self._follow_resized(everywhere=True)
+        self._record_resizes(everywhere=True)
         entries = [replace(entry) for entry in self.storages.entries]
         for number in self.storages.living:
             entries[number].at_end = True
@@ -133,7 +133,7 @@ class Recorder:
 
     def _operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._count += 1
-        self._follow_resized()
+        self._record_resizes()
         tensors = tensors_in(args, kwargs)
         out, workspace = self._kernels(func, args, kwargs, tensors)
         self._record(func, args, kwargs, tensors, out, workspace)
@@ -152,7 +152,7 @@ class Recorder:
         shared = shared_tensors(func, tensors)
         for tensor in shared:
             if self.storages.find(tensor) is None:
-                self._appear(tensor, _name(func))
+                self._add_existing(tensor, _name(func))
         for number in self._known(shared):
             self.storages.entries[number].sent = True
         reads, writes = self._known(tensors), self._known(written_leaves(func, args, kwargs))
@@ -192,7 +192,7 @@ class Recorder:
     def _add(self, tensor: Tensor, func: Any) -> int:
         return self.storages.add(tensor, self._entry(tensor, _name(func)), watch=func is EMPTY)
 
-    def _appear(self, tensor: Tensor, name: str) -> int:
+    def _add_existing(self, tensor: Tensor, name: str) -> int:
         """Record a storage that no operator has allocated."""
         number = self.storages.add(tensor, self._entry(tensor, name))
         self._run(Operator(name, allocs=(number,)))
@@ -204,13 +204,13 @@ class Recorder:
         shape, dtype = _format(tensor)
         return Entry(name, 0, "activation", shape=shape, dtype=dtype, recomputed=recomputed)
 
-    def _follow_resized(self, *, everywhere: bool = False) -> None:
+    def _record_resizes(self, *, everywhere: bool = False) -> None:
         """Record storages that their owner has resized: FSDP frees and refills gathered parameters without operator."""
         for key, entry, _ in self.storages.end_resized(everywhere=everywhere):
             number = self.storages.begin(key, replace(entry, at_start=False))
             self._run(Operator("resize", allocs=(number,)))
 
-    def _ended(self, number: int) -> None:
+    def _on_end(self, number: int) -> None:
         self._actions.append(MemoryAction("free", number))
 
 

@@ -16,14 +16,16 @@ def spill_mode(
     device: torch.device,
     budget_bytes: int | None = None,
     *,
-    stays_away: bool = False,
+    keep_offloaded: bool = False,
     owned: Callable[[], Iterable[torch.Tensor]] = tuple,
 ) -> LruSpillMode:
     """Return an LRU spill mode for the budget; on an accelerator also limited to the free share for storages."""
     if device.type != "cpu":
-        most = allocatable_bytes(device)
-        budget_bytes = int(FILLED * (most if budget_bytes is None else min(most, budget_bytes)))
-    mode = LruSpillMode(budget_bytes, device, stays_away=stays_away)
+        free_bytes = allocatable_bytes(device)
+        budget_bytes = int(
+            FILLED * (free_bytes if budget_bytes is None else min(free_bytes, budget_bytes))
+        )
+    mode = LruSpillMode(budget_bytes, device, keep_offloaded=keep_offloaded)
     mode.owned = owned
     return mode
 

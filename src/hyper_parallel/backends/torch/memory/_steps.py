@@ -123,16 +123,16 @@ def capture_inference(
     captured = record(
         step, inputs, named, name=name, training=False, alignment_bytes=alignment_bytes
     )
-    counted = {key: n for key, n in _counts(cache).items() if before.get(key, 0) != n}
-    late = [key for key in counted if before.get(key, 0)]
-    if late:
+    changed_counts = {key: n for key, n in _counts(cache).items() if before.get(key, 0) != n}
+    late_keys = [key for key in changed_counts if before.get(key, 0)]
+    if late_keys:
         raise CaptureUnsupported(
             "the cache counts its tokens in Python, so the recorded step holds for this position only",
-            got=late[0],
+            got=late_keys[0],
             hint="record the prompt on a cache that was reset, or generate with `PlannedGeneration`",
         )
-    if counted:
-        captured.plain = None  # a second run would continue at the position that Python counts
+    if changed_counts:
+        captured.run_eager = None  # a second run would continue at the position that Python counts
     captured.source = CaptureSource(model)
     return captured
 
@@ -219,14 +219,18 @@ def record(
                 got=f"{key}={value!r}"[:200],
                 hint=f"leave `{key}` out of the inputs, and let the model's config or a wrapped forward set it",
             )
-    inputs = _apart(inputs, named)
-    everything: dict[str, tuple[torch.Tensor, StorageKind]] = {
+    inputs = _unaliased(inputs, named)
+    tensors: dict[str, tuple[torch.Tensor, StorageKind]] = {
         **{k: (t, "input") for k, t in inputs.items()},
         **named,
     }
-    bring = (lambda _: None) if spill is None else spill.bring
+    make_resident = (lambda _: None) if spill is None else spill.make_resident
     recorder = StepCapture(
-        everything, training=training, alignment_bytes=alignment_bytes, empty=empty, bring=bring
+        tensors,
+        training=training,
+        alignment_bytes=alignment_bytes,
+        empty=empty,
+        make_resident=make_resident,
     )
     hooks = []
     for tensor, _ in named.values():
@@ -243,12 +247,12 @@ def record(
         for hook in hooks:
             hook.remove()
     captured = recorder.captured(result, inputs, name)
-    if not any(is_fake(t) for t, _ in everything.values()) and fake_mode() is None:
-        captured.plain = _as_now(step, captured.device)
+    if not any(is_fake(t) for t, _ in tensors.values()) and fake_mode() is None:
+        captured.run_eager = _with_current_autocast(step, captured.device)
     return captured
 
 
-def _as_now(step: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
+def _with_current_autocast(step: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
     """Return the step with the current autocast settings."""
     kinds = dict.fromkeys(("cpu", device.type))
     casts = [(k, torch.get_autocast_dtype(k), torch.is_autocast_enabled(k)) for k in kinds]
@@ -263,19 +267,19 @@ def _as_now(step: Callable[..., Any], device: torch.device) -> Callable[..., Any
     return run
 
 
-def _apart(inputs: Mapping[str, torch.Tensor], named: Named) -> dict[str, torch.Tensor]:
+def _unaliased(inputs: Mapping[str, torch.Tensor], named: Named) -> dict[str, torch.Tensor]:
     """Return the inputs on distinct storages: labels may alias the token ids now, but not in the next step."""
     seen = {tensor.untyped_storage()._cdata for tensor, _ in named.values()}
-    apart = {}
+    unaliased = {}
     for name, tensor in inputs.items():
         key = tensor.untyped_storage()._cdata
         repeats = any(
             n > 1 and not step for n, step in zip(tensor.shape, tensor.stride(), strict=True)
         )
-        apart[name] = (
+        unaliased[name] = (
             tensor.clone(memory_format=torch.contiguous_format)
             if repeats or key in seen
             else tensor
         )
         seen.add(key)
-    return apart
+    return unaliased

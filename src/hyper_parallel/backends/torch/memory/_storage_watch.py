@@ -41,7 +41,7 @@ class StorageWatch:
         self._mode = OperatorMode(self._operator)
         self._sample = sample
 
-    def hold(self, tensor: Tensor) -> None:
+    def track(self, tensor: Tensor) -> None:
         """Track a tensor's storage."""
         if self._storages.find(tensor) is None:
             self._storages.add(tensor, Entry("", 0, "activation"))
@@ -49,7 +49,7 @@ class StorageWatch:
     @property
     def peak_bytes(self) -> int:
         """Highest live bytes so far."""
-        self._follow_resized(everywhere=True)
+        self._record_resizes(everywhere=True)
         return self._storages.peak_bytes
 
     def __enter__(self) -> Self:
@@ -61,11 +61,11 @@ class StorageWatch:
 
     def _operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not func.is_view:  # a view neither reads nor allocates bytes
-            self._follow_resized()
+            self._record_resizes()
         out = func(*args, **kwargs)
         if func.namespace != "aten":
             for tensor in shared_tensors(func, tensors_in(args, kwargs)):
-                self.hold(tensor)
+                self.track(tensor)
         for tensor in tensors_in(out):
             if self._storages.find(tensor) is None:
                 # A storage first seen as an operator's input existed before: FSDP may have refilled it.
@@ -75,6 +75,6 @@ class StorageWatch:
             self._sample(self._storages.live_bytes, self._storages.peak_bytes)
         return out
 
-    def _follow_resized(self, *, everywhere: bool = False) -> None:
+    def _record_resizes(self, *, everywhere: bool = False) -> None:
         for key, entry, _ in self._storages.end_resized(everywhere=everywhere):
             self._storages.begin(key, replace(entry, at_start=False))

@@ -48,7 +48,7 @@ class Meter:
         if key in self._watch:
             return
         size = self.rounded(base.nbytes())
-        ref = self._watch[key] = weakref.ref(base, self._gone)
+        ref = self._watch[key] = weakref.ref(base, self._on_destroyed)
         self._known[ref] = key, size
         self.add(size)
 
@@ -56,7 +56,7 @@ class Meter:
         """Return whether a storage is counted."""
         return base._cdata in self._watch
 
-    def _gone(self, ref: weakref.ref[Any]) -> None:
+    def _on_destroyed(self, ref: weakref.ref[Any]) -> None:
         key, size = self._known.pop(ref)
         del self._watch[key]
         self.live_bytes -= size

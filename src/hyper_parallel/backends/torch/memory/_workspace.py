@@ -36,8 +36,8 @@ def has_room(device: torch.device, num_bytes: int) -> bool:
     """Return whether `num_bytes` more fit on an accelerator for a while; False for a CPU."""
     if device.type == "cpu":
         return False
-    taken = torch.get_device_module(device).memory_allocated(device)
-    return bool(taken + num_bytes <= FILLED * allocatable_bytes(device))
+    allocated = torch.get_device_module(device).memory_allocated(device)
+    return bool(allocated + num_bytes <= FILLED * allocatable_bytes(device))
 
 
 def device_workspace(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
@@ -45,8 +45,10 @@ def device_workspace(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     if func is torch.ops.aten.logsumexp.default:
         # exp(x - max) and the maxima, both in the dtype of the result.
         x, dims = args[0], args[1]
-        kept = math.prod(n for i, n in enumerate(x.shape) if i not in {d % x.ndim for d in dims})
-        return (x.numel() + kept) * x.element_size()
+        reduced_numel = math.prod(
+            n for i, n in enumerate(x.shape) if i not in {d % x.ndim for d in dims}
+        )
+        return (x.numel() + reduced_numel) * x.element_size()
     return 0
 
 

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_flatten
 
-from hyper_parallel.backends.torch.memory.first_step import other_number, other_size
-from hyper_parallel.backends.torch.memory.operators import finished
+from hyper_parallel.backends.torch.memory.first_step import size_error, value_error
+from hyper_parallel.backends.torch.memory.operators import wait_finished
 from hyper_parallel.backends.torch.memory.prepared_plan import Prepared, in_host_memory
 from hyper_parallel.errors import StepChanged
 from hyper_parallel.ir import COPIES, MemoryAction
 
 if TYPE_CHECKING:
-    from hyper_parallel.backends.torch.memory.arena_state import HeldState
+    from hyper_parallel.backends.torch.memory.arena_state import ArenaState
 
 Act = Callable[[], Any]
 """Call that executes one action of a plan."""
@@ -33,10 +33,10 @@ class BoundActions:
         state: State of the plan; the parts of it and its hardware that are fixed while it is open are bound.
     """
 
-    def __init__(self, state: HeldState) -> None:
+    def __init__(self, state: ArenaState) -> None:
         self._captured, self._plan, self._files = state.captured, state.plan, state.files
         self._enter, self._leave = state.enter, state.leave
-        self._device, self._dram = state.on["device"], state.on["dram"]
+        self._device, self._dram = state.storages["device"], state.storages["dram"]
         self._hardware, self._lanes = state.hardware, state.hardware.lanes
         # Storages that are also in another tier than the device.
         self._elsewhere = {a.target for a in self._plan.actions if a.kind in COPIES}
@@ -80,16 +80,16 @@ class BoundActions:
             with hardware.in_library():
                 self._in_flight[index] = ready.run()
             return
-        seen = hardware.num_operators
+        num_before = hardware.num_operators
         out = ready.run()
-        if seen == hardware.num_operators and hardware.counts and ready.dispatched:
+        if num_before == hardware.num_operators and hardware.counts and ready.dispatched:
             raise StepChanged(
                 f"`{ready.func}` of the plan did not run: torch's dispatcher has not seen it",
                 where=f"operator {index} of {self._plan.program.name}",
                 hint="something has replaced the operator; capture and plan again",
             )
-        if not ready.plain:
-            _accept(ready, tree_flatten(out)[0])
+        if not ready.ignores_output:
+            _copy_staged(ready, tree_flatten(out)[0])
 
     def _update(self, index: int) -> None:
         run = in_host_memory(self._captured.calls[index], self._dram)
@@ -101,7 +101,7 @@ class BoundActions:
         begin = None if timed is None else timed.now()
         if index in self._in_flight:
             with self._hardware.in_library():
-                finished(self._in_flight.pop(index))
+                wait_finished(self._in_flight.pop(index))
         else:
             self._lanes.join(index, self._plan.program.operators[index])
         if timed is not None:
@@ -139,18 +139,18 @@ class BoundActions:
             self._files.drop(s)
 
 
-def _accept(ready: Prepared, flat: list[Any]) -> None:
+def _copy_staged(ready: Prepared, flat: list[Any]) -> None:
     """Copy the staged results of an operator to their addresses, and check its guards.
 
     Raises:
         StepChanged: HP512 when a size or a number differs from the recorded one.
     """
     for position, view, target in ready.staged:
-        made = flat[position]
-        base = made.untyped_storage() if isinstance(made, torch.Tensor) else None
-        if base is None or base.nbytes() != target.nbytes() or made.shape != view.size:
-            raise other_size(ready.func, None if base is None else tuple(made.shape), view.size)
+        result = flat[position]
+        base = result.untyped_storage() if isinstance(result, torch.Tensor) else None
+        if base is None or base.nbytes() != target.nbytes() or result.shape != view.size:
+            raise size_error(ready.func, None if base is None else tuple(result.shape), view.size)
         target.copy_(base)
     for position, value in ready.guards:
         if flat[position] != value:
-            raise other_number(ready.func, flat[position], value)
+            raise value_error(ready.func, flat[position], value)

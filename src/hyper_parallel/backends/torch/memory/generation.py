@@ -24,7 +24,7 @@ from hyper_parallel.backends.torch.memory._fake_model import fake_copy
 from hyper_parallel.backends.torch.memory._generation_use import MemoryLimits, MemoryUse
 from hyper_parallel.backends.torch.memory._run_folder import run_folder
 from hyper_parallel.backends.torch.memory._steps import Named, model_state, record
-from hyper_parallel.backends.torch.memory.plan_transition import Way
+from hyper_parallel.backends.torch.memory.plan_transition import RelocationPlan
 from hyper_parallel.backends.torch.static_cache import (
     TextSteps,
     bind_cache,
@@ -65,7 +65,7 @@ class _TwoSteps:
     ) -> None:
         self.model, self.limits, self._fixed = model, limits, fixed
         self.use = MemoryUse(simulated=device.type == "cpu")
-        self._where = device
+        self._target_device = device
         self._device: PlannedDevice | None = None
         self._stack = ExitStack()
         self._files: Path | None = None
@@ -101,7 +101,7 @@ class _TwoSteps:
     def _capture(self) -> list[Captured]:
         """Record the prompt step and, if needed, the decode step on fake tensors."""
         model, fixed = self.model, self._fixed
-        with fake_copy(model, self._where) as fake:
+        with fake_copy(model, self._target_device) as fake:
             cache = fixed.new_cache(fake)
             short = replace(fixed, prompt_tokens=1)
             short.run(fake, cache, short.example(fake, prompt=True))  # makes the cache
@@ -115,28 +115,28 @@ class _TwoSteps:
         bind_cache(self.cache, tensors)
         real = {**{k: t for k, (t, _) in model_state(model).items()}, **tensors}
         return [
-            _bind(captured, real, fixed.example(model, prompt=at == 0))
-            for at, captured in enumerate(recorded)
+            _bind(captured, real, fixed.example(model, prompt=index == 0))
+            for index, captured in enumerate(recorded)
         ]
 
     def _plan(self) -> list[MemoryPlan]:
         dram = self.limits.machine.dram_bytes
-        refused: TierFull | None = None
+        first_error: TierFull | None = None
         while True:
             try:
                 plans = self._planned(dram)
             except TierFull as error:
-                refused = refused or error
+                first_error = first_error or error
                 dram = error.enough_bytes["dram"]
                 continue
-            if refused is None:
+            if first_error is None:
                 return plans
             raise TierFull(
                 "DRAM and flash cannot hold what the device does not",
                 got=f"device {self.limits.device_bytes} bytes, dram {self.limits.machine.dram_bytes} bytes, "
                 f"flash {'none' if self.limits.flash is None else 'unlimited'}",
                 hint=f"--dram {dram}",
-            ) from refused
+            ) from first_error
 
     def _planned(self, dram_bytes: int | None) -> list[MemoryPlan]:
         """Return plans whose DRAM buffers fit together, because the buffers of both steps coexist.
@@ -145,30 +145,30 @@ class _TwoSteps:
             BudgetImpossible: HP402.
             TierFull: HP403 with a larger DRAM size that may suffice.
         """
-        machine, together = replace(self.limits.machine, dram_bytes=dram_bytes), list[int]()
+        machine, dram_totals = replace(self.limits.machine, dram_bytes=dram_bytes), list[int]()
         while True:
             try:
-                plans = self._planned_apart(machine)
+                plans = self._plan_each(machine)
             except TierFull as error:
                 assert dram_bytes is not None
-                more = min(together, default=error.enough_bytes["dram"])
-                error.enough_bytes = {"dram": max(more, dram_bytes + dram_bytes // 64 + 1)}
+                larger = min(dram_totals, default=error.enough_bytes["dram"])
+                error.enough_bytes = {"dram": max(larger, dram_bytes + dram_bytes // 64 + 1)}
                 raise
-            together.append(_dram_bytes(plans))
-            if dram_bytes is None or together[-1] <= dram_bytes:
+            dram_totals.append(_dram_bytes(plans))
+            if dram_bytes is None or dram_totals[-1] <= dram_bytes:
                 return plans
             # The plans need buffers of different sizes, so each is planned with less DRAM.
             assert machine.dram_bytes is not None
-            less = machine.dram_bytes - (together[-1] - dram_bytes)
-            machine = replace(machine, dram_bytes=max(less, 0))
+            smaller = machine.dram_bytes - (dram_totals[-1] - dram_bytes)
+            machine = replace(machine, dram_bytes=max(smaller, 0))
 
-    def _planned_apart(self, machine: MemoryMachine) -> list[MemoryPlan]:
-        limits, plans, least = self.limits, [], 0
+    def _plan_each(self, machine: MemoryMachine) -> list[MemoryPlan]:
+        limits, plans, min_bytes = self.limits, [], 0
         for captured in self._captured:
             program = limits.roofline.annotate(captured.program)
             # The staging buffers of the other step must fit too.
-            other = self._staging_bytes - program.staging_bytes
-            budget = limits.device_bytes - other
+            other_staging_bytes = self._staging_bytes - program.staging_bytes
+            budget = limits.device_bytes - other_staging_bytes
             try:
                 plans.append(
                     plan_memory_cached(
@@ -176,13 +176,13 @@ class _TwoSteps:
                     )
                 )
             except BudgetImpossible as error:
-                least = max(least, error.least_bytes + other)
-        if least:
+                min_bytes = max(min_bytes, error.least_bytes + other_staging_bytes)
+        if min_bytes:
             raise BudgetImpossible(
                 f"no memory plan of this generation fits {format_bytes(limits.device_bytes)}",
                 got=f"{limits.device_bytes} bytes",
-                allowed=f"at least {least} bytes ({format_bytes(least)})",
-                hint=f"--device-memory {least}",
+                allowed=f"at least {min_bytes} bytes ({format_bytes(min_bytes)})",
+                hint=f"--device-memory {min_bytes}",
             )
         return plans
 
@@ -202,7 +202,7 @@ class _TwoSteps:
             arena_bytes=self._arena_bytes,
         )
 
-    def go_on(self) -> None:
+    def enter_decode(self) -> None:
         """Move the state to the plan of the decode step, unless that is active."""
         assert self._device is not None
         if len(self._plans) > 1 and self._device.plan is self._plans[0]:
@@ -281,7 +281,7 @@ class PlannedGeneration(_TwoSteps):
 
     def next(self, token: int) -> Tensor:
         """Process the next token and return the logits [V] after it."""
-        self.go_on()
+        self.enter_decode()
         inputs = decode_inputs(self.model, token, self.position, self._fixed.length)
         self.position += 1
         return self.run(inputs)
@@ -311,7 +311,7 @@ class PlannedSlots(Passes):
     ) -> None:
         self._planned = _TwoSteps(model, fixed, limits, device)
         super().__init__(model, fixed.slots)
-        self._fixed, self._at, self._begun = fixed, [*range(fixed.slots)], False
+        self._fixed, self._slots, self._begun = fixed, [*range(fixed.slots)], False
         self.use, self.close = self._planned.use, self._planned.close
 
     def feed(
@@ -323,31 +323,35 @@ class PlannedSlots(Passes):
             self._planned.begin()
             self._begun = True
         if not prompt:
-            self._planned.go_on()
-        at = [self._at[row] for row in rows]
-        inputs = self._fixed.inputs(self._model, at, tokens, starts, prompt=prompt)
-        return self._planned.run(inputs)[at]
+            self._planned.enter_decode()
+        slots = [self._slots[row] for row in rows]
+        inputs = self._fixed.inputs(self._model, slots, tokens, starts, prompt=prompt)
+        return self._planned.run(inputs)[slots]
 
     def move(self, source: int, target: int) -> None:
         """Move a text, see `Passes.move`: every step has all slots, so rows are relabelled and nothing is copied."""
-        at = self._at
-        at[source], at[target] = at[target], at[source]
+        slots = self._slots
+        slots[source], slots[target] = slots[target], slots[source]
 
 
 def _dram_bytes(plans: list[MemoryPlan]) -> int:
     """Return the bytes of the DRAM buffers of all plans and of the transitions between them."""
-    made, taken = Counter[int](), 0
+    buffers, num_bytes = Counter[int](), 0
     for before, plan in pairwise((None, *plans)):
         assert plan is not None
-        made, taken = _with(plan.replayed.host_buffers, made, taken)
+        buffers, num_bytes = _add_buffers(plan.replayed.host_buffers, buffers, num_bytes)
         if before is not None:
-            made, taken = _with(Way(before, plan, made).buffers, made, taken)
-    return taken
+            buffers, num_bytes = _add_buffers(
+                RelocationPlan(before, plan, buffers).buffers, buffers, num_bytes
+            )
+    return num_bytes
 
 
-def _with(wanted: Mapping[int, int], made: Counter[int], taken: int) -> tuple[Counter[int], int]:
+def _add_buffers(
+    wanted: Mapping[int, int], buffers: Counter[int], num_bytes: int
+) -> tuple[Counter[int], int]:
     """Return buffers and their bytes after the wanted buffers were added."""
-    return made | Counter(wanted), taken + slab_bytes(Counter(wanted) - made)
+    return buffers | Counter(wanted), num_bytes + slab_bytes(Counter(wanted) - buffers)
 
 
 def _record(

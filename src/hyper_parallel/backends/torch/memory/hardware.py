@@ -23,12 +23,12 @@ class _Watch(TorchDispatchMode):
     """Mode that observes every operator of a planned step, whose tensors are plain ones.
 
     Args:
-        made: Called with the outputs of each operator.
+        on_results: Called with the outputs of each operator.
     """
 
-    def __init__(self, made: Callable[[Any], None]) -> None:
+    def __init__(self, on_results: Callable[[Any], None]) -> None:
         super().__init__()
-        self._made = made
+        self._count_results = on_results
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -36,7 +36,7 @@ class _Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **kwargs) if kwargs else func(*args)
-        self._made(out)
+        self._count_results(out)
         return out
 
 
@@ -71,7 +71,7 @@ class Hardware:
         self.device = device
         self.num_operators, self.counts = 0, False
         self._counts_results = True
-        self._mode = _Watch(self._made)
+        self._mode = _Watch(self._count_results)
         self._arena = range(0)  # its addresses
         self.dram = Meter("dram", alignment_bytes)
         self.flash = Meter("flash", alignment_bytes, machine.flash_bytes)
@@ -127,7 +127,7 @@ class Hardware:
         finally:
             self._counts_results = True
 
-    def _made(self, out: Any) -> None:
+    def _count_results(self, out: Any) -> None:
         """Count an operator and its results."""
         self.num_operators += 1
         if type(out) is torch.Tensor and out.data_ptr() in self._arena:

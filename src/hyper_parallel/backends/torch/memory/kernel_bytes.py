@@ -22,22 +22,22 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from hyper_parallel.backends.torch.memory._workspace import device_workspace
 from hyper_parallel.backends.torch.memory.operators import COMMUNICATION, Call, View
-from hyper_parallel.backends.torch.memory.out_variants import into
+from hyper_parallel.backends.torch.memory.out_variants import out_variant
 from hyper_parallel.backends.torch.memory.storages import Entry
 from hyper_parallel.backends.torch.memory.streams import DeviceApi
 from hyper_parallel.ir import GRADIENT_PIECES, Operator
 from hyper_parallel.units import KiB
 
-_LEAST: Final = 64 * KiB  # smaller pieces cost more in launches than they save
+_MIN_PIECE_BYTES: Final = 64 * KiB  # smaller pieces cost more in launches than they save
 
 
-def beside(call: Call, entries: Sequence[Entry]) -> tuple[int, ...]:
+def staged_result_bytes(call: Call, entries: Sequence[Entry]) -> tuple[int, ...]:
     """Return the bytes of the results that a call cannot write at their addresses."""
-    if not call.made or into(call) is not None:
+    if not call.results or out_variant(call) is not None:
         return ()
     if pieces := columns(call):
         return piece_bytes(call, pieces)
-    return tuple(entries[view.storage].num_bytes for _, view in call.made)
+    return tuple(entries[view.storage].num_bytes for _, view in call.results)
 
 
 class Events(NamedTuple):
@@ -60,7 +60,7 @@ Timed = tuple[range, Events]
 """Operators of the program that one torch operator was split into, and the events around it."""
 
 
-def run(
+def run_measured(
     func: Any,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -84,11 +84,11 @@ def run(
     module: Any = torch.get_device_module(device)
     measurable = hasattr(module, "max_memory_allocated")
     if not measurable or any(isinstance(t, FakeTensor) for t in tensors):
-        taken = device_workspace(func, args, kwargs)
-        return func(*args, **kwargs), (taken,) if taken else (), None
+        workspace = device_workspace(func, args, kwargs)
+        return func(*args, **kwargs), (workspace,) if workspace else (), None
     event, stream = DeviceApi.of(device).event, module.current_stream(device)
     begin, end = event(enable_timing=True), event(enable_timing=True)
-    with _no_collection():
+    with _without_garbage_collection():
         module.reset_peak_memory_stats(device)
         begin.record(stream)
         start = time.perf_counter()
@@ -96,8 +96,8 @@ def run(
         issued_s, reached = time.perf_counter() - start, bool(begin.query())
         end.record(stream)
         # Bytes that stay allocated are a result, or a permanent workspace of a library.
-        taken = int(module.max_memory_allocated(device) - module.memory_allocated(device))
-    return out, (taken,) if taken else (), Events(begin, end, issued_s, reached)
+        workspace = int(module.max_memory_allocated(device) - module.memory_allocated(device))
+    return out, (workspace,) if workspace else (), Events(begin, end, issued_s, reached)
 
 
 def kernel_seconds(
@@ -117,18 +117,18 @@ def kernel_seconds(
         for _, e in timed
     ]
     issue_s = statistics.median(events.issued_s for _, events in timed)
-    least = issue_s if sum(kernels) < issue_s * len(timed) else 0.0
+    min_s = issue_s if sum(kernels) < issue_s * len(timed) else 0.0
     seconds = [0.0] * len(operators)
     for (parts, _), kernel in zip(timed, kernels, strict=True):
-        moved = sum(operators[at].access_bytes for at in parts)
-        for at in parts:
-            share = operators[at].access_bytes / moved if moved else 1 / len(parts)
-            seconds[at] = max(kernel, least) * share
+        access_bytes = sum(operators[index].access_bytes for index in parts)
+        for index in parts:
+            share = operators[index].access_bytes / access_bytes if access_bytes else 1 / len(parts)
+            seconds[index] = max(kernel, min_s) * share
     return tuple(seconds)
 
 
 @contextmanager
-def _no_collection() -> Iterator[None]:
+def _without_garbage_collection() -> Iterator[None]:
     """Disable garbage collection, because memory that it frees would distort the measured workspace."""
     before = gc.isenabled()
     gc.disable()
@@ -139,38 +139,47 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def of_piece(
-    call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], taken: tuple[int, ...]
+def piece_workspace(
+    call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], workspace: tuple[int, ...]
 ) -> tuple[int, ...]:
     """Return the workspace of a call as a plan runs it: measured on one piece, if it runs in pieces."""
     pieces = columns(call)
-    if not taken or not pieces:
-        return taken
+    if not workspace or not pieces:
+        return workspace
     part = widest(pieces, args)
-    return run(call.func, part, kwargs, [t for t in part if isinstance(t, torch.Tensor)])[1]
+    return run_measured(call.func, part, kwargs, [t for t in part if isinstance(t, torch.Tensor)])[
+        1
+    ]
 
 
 def columns(call: Call) -> tuple[range, ...]:
     """Return the columns of the pieces in which a call can compute its result; empty: as a whole."""
-    if call.func is not torch.ops.aten.embedding_dense_backward.default or len(call.made) != 1:
+    if call.func is not torch.ops.aten.embedding_dense_backward.default or len(call.results) != 1:
         return ()
     # With scaling by the frequency of a row, a kernel may round its last columns differently.
-    scaled, table = call.args[4], call.made[0][1]
-    if scaled or table.num_bytes <= call.room_bytes:
+    scaled, table = call.args[4], call.results[0][1]
+    if scaled or table.num_bytes <= call.reusable_bytes:
         return ()
     # Every piece sorts the rows, so pieces are as wide as the reusable workspace allows.
-    every, most = table.size[1], min(GRADIENT_PIECES, table.num_bytes // _LEAST)
-    fitting = every * call.room_bytes // sum(piece_bytes(call, (range(every),)))
-    width = max(fitting, -(-every // max(most, 1)))
-    if width >= every:
+    num_columns, max_pieces = (
+        table.size[1],
+        min(GRADIENT_PIECES, table.num_bytes // _MIN_PIECE_BYTES),
+    )
+    fitting_columns = (
+        num_columns * call.reusable_bytes // sum(piece_bytes(call, (range(num_columns),)))
+    )
+    width = max(fitting_columns, -(-num_columns // max(max_pieces, 1)))
+    if width >= num_columns:
         return ()
-    return tuple(range(at, min(at + width, every)) for at in range(0, every, width))
+    return tuple(
+        range(start, min(start + width, num_columns)) for start in range(0, num_columns, width)
+    )
 
 
 def piece_bytes(call: Call, pieces: tuple[range, ...]) -> tuple[int, ...]:
     """Return the staging bytes of one piece: columns of the result and of the incoming gradient."""
     width = max(map(len, pieces))
-    table, grad = call.made[0][1], call.args[0]
+    table, grad = call.results[0][1], call.args[0]
     assert isinstance(grad, View)
     rows = 1
     for size in grad.size[:-1]:
@@ -195,10 +204,10 @@ def in_pieces(
     parts = [(grad[..., p.start : p.stop], out[:, p.start : p.stop]) for p in pieces]
 
     def run() -> None:
-        for given, target in parts:
-            mine = given.clone(memory_format=torch.contiguous_format)
-            made = op(mine, *rest, **kwargs)
-            target.copy_(made)
-            del mine, made  # before the next piece is made
+        for grad_part, target in parts:
+            contiguous = grad_part.clone(memory_format=torch.contiguous_format)
+            part = op(contiguous, *rest, **kwargs)
+            target.copy_(part)
+            del contiguous, part  # before the next piece is made
 
     return run

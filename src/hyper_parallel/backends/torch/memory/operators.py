@@ -52,7 +52,7 @@ VIEWS = frozenset(
 _NORMS = ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
 _RESIZE = ("resize_", "resize_as_", "resize_as_sparse_", "set_")
 """In-place shape operators that may change the storage of a tensor."""
-_UNMARKED = {
+_UNDECLARED_WRITES = {
     ("fsdp", "all_gather_copy_in", "all_gather_output"),
     *(("aten", norm, name) for norm in _NORMS for name in ("running_mean", "running_var")),
 }
@@ -74,7 +74,7 @@ class View:
     conjugate: bool = False
     negative: bool = False
 
-    def on(self, base: torch.UntypedStorage) -> torch.Tensor:
+    def as_tensor(self, base: torch.UntypedStorage) -> torch.Tensor:
         """Return the tensor on the bytes of a storage."""
         empty = torch.empty(0, dtype=self.dtype, device=base.device)
         tensor: torch.Tensor = empty.set_(base, self.offset, self.size, self.stride)  # type: ignore[call-overload]
@@ -97,21 +97,21 @@ class Call:
         func: The operator overload.
         args: Positional arguments with `View` leaves.
         kwargs: Keyword arguments with `View` leaves.
-        made: (flat output index, its view) of every output with a fresh storage.
+        results: (flat output index, its view) of every output with a fresh storage.
         guards: (flat output index, value) of outputs that the model's Python code read as plain numbers.
-        room_bytes: Staging and workspace bytes of an earlier operator, which this call may use too.
+        reusable_bytes: Staging and workspace bytes of an earlier operator, which this call may use too.
     """
 
     func: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    made: tuple[tuple[int, View], ...] = ()
+    results: tuple[tuple[int, View], ...] = ()
     guards: tuple[tuple[int, Any], ...] = ()
-    room_bytes: int = 0
+    reusable_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Numbers:
+class HostConstant:
     """Operator that returns constants of the model's code from host memory."""
 
     values: torch.Tensor
@@ -122,7 +122,7 @@ class Numbers:
 
 
 @dataclass(frozen=True, slots=True)
-class Messages:
+class MessageBatch:
     """Operator for a batch of point-to-point messages: all are issued before the first wait."""
 
     funcs: tuple[Any, ...]
@@ -137,11 +137,11 @@ def without_work(out: Any) -> Any:
 
     Gloo copies some results when a caller waits for its work; such a wait would be recorded as operators.
     """
-    flat = finished(out)
+    flat = wait_finished(out)
     future: torch.futures.Future[Any] = torch.futures.Future()
     future.set_result([value for value in flat if isinstance(value, torch.Tensor)])
-    done = _create_work_from_future(future).boxed()
-    return tree_map_only(torch.ScriptObject, lambda v: done if _is_work(v) else v, out)
+    completed = _create_work_from_future(future).boxed()
+    return tree_map_only(torch.ScriptObject, lambda v: completed if _is_work(v) else v, out)
 
 
 def _is_work(value: Any) -> bool:
@@ -149,7 +149,7 @@ def _is_work(value: Any) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Arrived:
+class SendsComplete:
     """Operator that marks the completion of all single sends."""
 
     def __call__(self) -> None:
@@ -161,7 +161,7 @@ def is_message(func: Any) -> bool:
     return getattr(func, "namespace", "") == "c10d" and func._opname in MESSAGES
 
 
-def finished(out: Any) -> list[Any]:
+def wait_finished(out: Any) -> list[Any]:
     """Wait for the communication that an operator began, and return its flat outputs."""
     flat = tree_flatten(out)[0]
     for value in flat:
@@ -174,15 +174,15 @@ def finished(out: Any) -> list[Any]:
 
 def tensors_in(*values: Any) -> list[torch.Tensor]:
     """Return the tensors in arguments or outputs of an operator, in order."""
-    found: list[torch.Tensor] = []
+    tensors: list[torch.Tensor] = []
     for value in values:
         if isinstance(value, torch.Tensor):
-            found.append(value)
+            tensors.append(value)
         elif isinstance(value, (tuple, list)):
-            found += tensors_in(*value)
+            tensors += tensors_in(*value)
         elif isinstance(value, dict):
-            found += tensors_in(*value.values())
-    return found
+            tensors += tensors_in(*value.values())
+    return tensors
 
 
 def written_leaves(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
@@ -212,7 +212,7 @@ def _is_written(func: Any, argument: Any) -> bool:
     if func.namespace == "c10d":
         # Schemas of c10d declare no writes; arguments without "input" in their name are outputs.
         return func._opname != "send" and not argument.name.startswith("input")
-    return (func.namespace, func._opname, argument.name) in _UNMARKED
+    return (func.namespace, func._opname, argument.name) in _UNDECLARED_WRITES
 
 
 def draws(
@@ -254,8 +254,8 @@ def is_repeatable(func: Any, writes: bool, draws: bool) -> bool:
     # Some kernels of accelerators sum gradients of attention in any order, and no tag declares it.
     any_order = func._opname.endswith("_backward") and _has(func, "dropout_p")
     foreign = func.namespace not in TORCH
-    free = not (writes or draws or uninitialised or communicates or any_order or foreign)
-    return free and tags.isdisjoint(func.tags)
+    pure = not (writes or draws or uninitialised or communicates or any_order or foreign)
+    return pure and tags.isdisjoint(func.tags)
 
 
 def numbers_read(func: Any, flat: Sequence[Any]) -> list[tuple[int, Any]]:
@@ -306,13 +306,13 @@ def _attention_flops(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: 
     k_len = k.shape[-2]
     pairs = q_len * k_len
     if causal:
-        seen = min(q_len, k_len)
-        pairs = seen * (seen + 1) // 2 + (q_len - seen) * k_len
+        square = min(q_len, k_len)
+        pairs = square * (square + 1) // 2 + (q_len - square) * k_len
     return 2.0 * batch * heads * pairs * (dim + v.shape[-1])
 
 
 def split_lists(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], num_made: int
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], num_results: int
 ) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
     """Split an operator over lists into one call per list position.
 
@@ -323,14 +323,14 @@ def split_lists(
         func: The operator.
         args: Its arguments.
         kwargs: Its keyword arguments.
-        num_made: Fresh storages among its outputs: none, or one per position.
+        num_results: Fresh storages among its outputs: none, or one per position.
     """
     name = func._opname
     fused = name.startswith(("_fused_adam", "_fused_sgd", "_fused_adagrad"))
     foreach = name.startswith("_foreach_")
     lists = [a for a in (*args, *kwargs.values()) if _is_tensor_list(a)]
     length = len(lists[0]) if lists else 0
-    same = all(len(a) == length for a in lists) and num_made in (0, length)
+    same = all(len(a) == length for a in lists) and num_results in (0, length)
     if not (fused or foreach) or length < 2 or not same:
         return [(args, kwargs)]
 

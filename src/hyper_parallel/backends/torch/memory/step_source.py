@@ -16,7 +16,10 @@ import numpy as np
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from hyper_parallel.backends.torch.memory._unseen import TORCH_KEEPS, kept
+from hyper_parallel.backends.torch.memory._untracked_effects import (
+    TORCH_ATTRIBUTES,
+    python_attributes,
+)
 from hyper_parallel.errors import StepChanged
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -44,11 +47,11 @@ class CaptureSource:
 
     def __init__(self, model: torch.nn.Module, *optimizers: torch.optim.Optimizer) -> None:
         self._model, self._optimizers = model, optimizers
-        self._refusing: list[RemovableHandle] = []
+        self._hooks: list[RemovableHandle] = []
         # A scheduler adds entries of its own.
-        self._keys = [[list(group) for group in one.param_groups] for one in optimizers]
-        self._then = list(self._facts({}))
-        self._holding: _Holding | None = None
+        self._keys = [[list(group) for group in item.param_groups] for item in optimizers]
+        self._recorded = list(self._facts({}))
+        self._stamp: _IdentityStamp | None = None
 
     def check(self) -> None:
         """Check that model and optimizers are as they were when the step was recorded.
@@ -56,27 +59,27 @@ class CaptureSource:
         Raises:
             StepChanged: HP512 with the first property that differs.
         """
-        if self._holding is not None and self._holding.same():
+        if self._stamp is not None and self._stamp.is_unchanged():
             return
         seen: dict[int, Any] = {}
         now = list(self._facts(seen))
-        if now == self._then:
-            self._holding = _Holding(self._model, self._optimizers, seen)
+        if now == self._recorded:
+            self._stamp = _IdentityStamp(self._model, self._optimizers, seen)
             return
-        pairs = zip(self._then, now, strict=False)
+        pairs = zip(self._recorded, now, strict=False)
         changed = next(((a, b) for a, b in pairs if a != b), None)
         if changed is None:
             raise StepChanged(
                 "the model or the optimizer has got or lost a part since the step was recorded",
                 hint=_RECAPTURE,
             )
-        (owner, what, then), (other, also, value) = changed
-        known = (owner, what) == (other, also)
+        (owner, prop, recorded), (other, other_prop, value) = changed
+        known = (owner, prop) == (other, other_prop)
         raise StepChanged(
-            f"{what} of {'.'.join(filter(None, owner)) or 'the model'} is not what it was when the step was recorded",
+            f"{prop} of {'.'.join(filter(None, owner)) or 'the model'} is not what it was when the step was recorded",
             got=value if known else None,
-            allowed=then if known else None,
-            hint=_OF_GROUP.get(what, _RECAPTURE)
+            allowed=recorded if known else None,
+            hint=_OF_GROUP.get(prop, _RECAPTURE)
             if owner[0].startswith("parameter group")
             else _RECAPTURE,
         )
@@ -85,7 +88,7 @@ class CaptureSource:
         """Yield properties of modules, optimizers, tensors and hooks; add the inspected objects to `seen` by id."""
         for name, module in self._model.named_modules():
             yield (name,), "`training`", module.training
-            for key, value in kept(module, seen):
+            for key, value in python_attributes(module, seen):
                 yield (name, key), "the value", value
             yield (name,), "identity", id(module)
             hooks = [getattr(module, kind).items() for kind in _HOOKS]
@@ -98,37 +101,37 @@ class CaptureSource:
                     yield (name, key), "hooks", [k for kind in hooks for k in kind or ()]
             for key, buffer in module._buffers.items():
                 yield (name, key), "identity", id(buffer)
-        for one, keys in zip(self._optimizers, self._keys, strict=True):
-            for number, group in enumerate(one.param_groups):
+        for item, keys in zip(self._optimizers, self._keys, strict=True):
+            for number, group in enumerate(item.param_groups):
                 for key in keys[number] if number < len(keys) else group:
                     value = list(map(id, group[key])) if key == "params" else group[key]
                     tensor = isinstance(value, torch.Tensor)
                     yield (f"parameter group {number}",), key, id(value) if tensor else value
-            for number, slots in enumerate(one.state.values()):
+            for number, slots in enumerate(item.state.values()):
                 tensors = [id(v) for v in slots.values() if isinstance(v, torch.Tensor)]
                 yield ("the optimizer's parameter", str(number)), "identity of the state", tensors
 
-    def hold(self) -> None:
+    def block_use(self) -> None:
         """Refuse to run, save or load model and optimizers while a device owns the state's bytes."""
         parts = self._model if isinstance(self._model, torch.nn.ModuleList) else ()
         for model in (self._model, *parts):
             if next(model.parameters(), None) is not None:  # not a loss module, which has no state
-                self._refusing.append(model.register_forward_pre_hook(_refuse, prepend=True))
-            self._refusing.append(model.register_state_dict_pre_hook(_refuse))
-            self._refusing.append(model.register_load_state_dict_pre_hook(_refuse))
+                self._hooks.append(model.register_forward_pre_hook(_refuse, prepend=True))
+            self._hooks.append(model.register_state_dict_pre_hook(_refuse))
+            self._hooks.append(model.register_load_state_dict_pre_hook(_refuse))
         for optimizer in self._optimizers:
-            self._refusing.append(optimizer.register_step_pre_hook(_refuse))
-            self._refusing.append(optimizer.register_state_dict_pre_hook(_refuse))
-            self._refusing.append(optimizer.register_load_state_dict_pre_hook(_refuse))
+            self._hooks.append(optimizer.register_step_pre_hook(_refuse))
+            self._hooks.append(optimizer.register_state_dict_pre_hook(_refuse))
+            self._hooks.append(optimizer.register_load_state_dict_pre_hook(_refuse))
 
-    def release(self) -> None:
+    def allow_use(self) -> None:
         """Allow the use of model and optimizers: they own their bytes."""
-        for hook in self._refusing:
+        for hook in self._hooks:
             hook.remove()
-        self._refusing = []
+        self._hooks = []
 
 
-class _Holding:
+class _IdentityStamp:
     """Identities of all objects that the properties depend on: if they are unchanged, so are the properties.
 
     This is checked in every step, because computing all properties would take longer than a small step.
@@ -149,8 +152,10 @@ class _Holding:
         # Attributes of a module except torch's own irrelevant ones; at least two, so that `itemgetter` returns a tuple.
         wanted = {"training", "_parameters", "_buffers", "_modules", *_HOOKS}
         self._get = [  # a module of `torch.compile` has its `training` flag in the wrapped module
-            itemgetter("_modules", *wanted.intersection(vars(one)), *(set(vars(one)) - TORCH_KEEPS))
-            for one in self._modules
+            itemgetter(
+                "_modules", *wanted.intersection(vars(item)), *(set(vars(item)) - TORCH_ATTRIBUTES)
+            )
+            for item in self._modules
         ]
         inside: list[Any] = list(seen.values())
         for module in self._modules:
@@ -162,33 +167,33 @@ class _Holding:
             groups = optimizer.param_groups
             inside += [optimizer, groups, *groups, *(group["params"] for group in groups)]
             inside += [optimizer.state, *optimizer.state.values()]
-        others = [one for one in inside if not isinstance(one, _CONTAINERS)]
-        self._owners = [one for one in others if hasattr(one, "__dict__")]
-        self._arrays = [(one, one.tobytes()) for one in others if isinstance(one, np.ndarray)]
-        containers = [one for one in inside if isinstance(one, _CONTAINERS)]
+        leaves = [item for item in inside if not isinstance(item, _CONTAINERS)]
+        self._owners = [item for item in leaves if hasattr(item, "__dict__")]
+        self._arrays = [(item, item.tobytes()) for item in leaves if isinstance(item, np.ndarray)]
+        containers = [item for item in inside if isinstance(item, _CONTAINERS)]
         containers += map(vars, self._owners)
-        self._empty = [one for one in containers if not one]
-        self._maps = [one for one in containers if one and isinstance(one, dict)]
-        self._lists = [one for one in containers if one and not isinstance(one, dict)]
-        self._held, self._sizes = list(self._objects()), self._sizes_now()
+        self._empty = [item for item in containers if not item]
+        self._maps = [item for item in containers if item and isinstance(item, dict)]
+        self._lists = [item for item in containers if item and not isinstance(item, dict)]
+        self._objects_before, self._sizes = list(self._objects()), self._sizes_now()
 
-    def same(self) -> bool:
+    def is_unchanged(self) -> bool:
         """Return whether all references are to the same objects as before."""
         try:
             return (
                 not any(self._empty)
                 and self._sizes_now() == self._sizes
-                and all(map(is_, self._objects(), self._held))
-                and all(one.tobytes() == content for one, content in self._arrays)
+                and all(map(is_, self._objects(), self._objects_before))
+                and all(item.tobytes() == content for item, content in self._arrays)
             )
         except KeyError:  # an attribute is gone
             return False
 
     def _objects(self) -> Iterator[Any]:
-        of = chain.from_iterable
-        modules = (get(vars(one)) for get, one in zip(self._get, self._modules, strict=True))
-        maps = chain(of(self._maps), of(map(dict.values, self._maps)))
-        return chain(of(modules), map(vars, self._owners), maps, of(self._lists))
+        flatten = chain.from_iterable
+        modules = (get(vars(item)) for get, item in zip(self._get, self._modules, strict=True))
+        maps = chain(flatten(self._maps), flatten(map(dict.values, self._maps)))
+        return chain(flatten(modules), map(vars, self._owners), maps, flatten(self._lists))
 
     def _sizes_now(self) -> list[Any]:
         """Return the sizes of all containers, and the identities of each parameter's gradient and hooks."""
@@ -203,5 +208,5 @@ class _Holding:
 def _refuse(*_: Any, **__: Any) -> NoReturn:
     raise StepChanged(
         "a planned device holds the bytes of this model and its optimizer, so their tensors are empty",
-        hint="use them inside `with device.lent():`, or close the device",
+        hint="use them inside `with device.materialized():`, or close the device",
     )

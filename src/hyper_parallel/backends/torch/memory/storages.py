@@ -100,7 +100,7 @@ class Storages:
         if key in self._numbers:
             self._end(key)
         if key not in self._refs:
-            self._refs[key] = weakref.ref(base, lambda _: self._gone(key))
+            self._refs[key] = weakref.ref(base, lambda _: self._on_destroyed(key))
         if watch or not base.nbytes():
             self._watched[key] = None
         return self.begin(key, entry)
@@ -121,7 +121,7 @@ class Storages:
         if self._ended is not None:
             self._ended(number)
 
-    def _gone(self, key: int) -> None:
+    def _on_destroyed(self, key: int) -> None:
         del self._refs[key]
         self._watched.pop(key, None)
         if key in self._numbers:

@@ -29,7 +29,7 @@ from hyper_parallel.ir.timeline import Span
 from hyper_parallel.memory import Copied
 
 _FILES = ("copy_in", "copy_out")
-_KEPT: Final = {
+_LANES: Final = {
     "wait": ("compute", "wait", "wait "),
     "join": ("compute", "wait", "wait "),
     "run": ("compute", "run", ""),
@@ -151,8 +151,8 @@ class StreamLanes(HostTasks):
         self._compute: Any = None
         self._events: list[Any] = []
         self._copies: dict[str, _Copies] = {}
-        self._by_threads: list[tuple[str, int, Any, Any]] = []
-        self._kept: dict[str, list[tuple[str, Any, Any]]] = {}
+        self._thread_copies: list[tuple[str, int, Any, Any]] = []
+        self._recorded: dict[str, list[tuple[str, Any, Any]]] = {}
         self._trace = False
 
     def begin(self, program: MemoryProgram, trace: bool) -> None:
@@ -160,9 +160,9 @@ class StreamLanes(HostTasks):
         self._program = program
         self._compute = self._api.module.current_stream(self._api.device)
         self._trace, self.position = trace, None
-        self._copies, self._by_threads = {lane: _Copies() for lane in self._streams}, []
-        self._kept = {what: [] for what in _KEPT}
-        self._begun: dict[int, Any] = {}
+        self._copies, self._thread_copies = {lane: _Copies() for lane in self._streams}, []
+        self._recorded = {kind: [] for kind in _LANES}
+        self._issue_events: dict[int, Any] = {}
         self._unused = iter(tuple(self._events))
         self._first, self._first_host = self.now(), _HostEvent.now()
 
@@ -170,7 +170,7 @@ class StreamLanes(HostTasks):
         """Issue a copy; `move` copies the bytes, on the current stream or synchronously."""
         src, dst = COPIES[lane]
         before = self._running.get((storage, src))
-        change = self._changing.get(storage) if src == "dram" else None
+        change = self._writers.get(storage) if src == "dram" else None
         issued = self.now()
         if before is None and change is None and lane not in _FILES:
             end, copies = self._on_stream(lane, move, issued), self._copies[lane]
@@ -181,23 +181,23 @@ class StreamLanes(HostTasks):
 
         def by_thread() -> Any:
             finish(change)
-            ahead = _end(before)
+            dependency = _end(before)
             if lane not in _FILES:
                 stream = self._streams[lane]
-                if ahead is not None:
-                    stream.wait_event(ahead)
+                if dependency is not None:
+                    stream.wait_event(dependency)
                 stream.wait_event(issued)
-                late = self._mark(stream)
-                end = self._on_stream(lane, todo.pop(), late)
-                self._by_threads.append((lane, storage, late, end))
+                start_event = self._mark(stream)
+                end = self._on_stream(lane, todo.pop(), start_event)
+                self._thread_copies.append((lane, storage, start_event, end))
                 return end
             issued.synchronize()
-            if ahead is not None:
-                ahead.synchronize()
+            if dependency is not None:
+                dependency.synchronize()
             begin = _HostEvent.now()
             # Drop the references to the buffers before the copy counts as done: the plan may free them then.
             todo.pop()()
-            self._by_threads.append((lane, storage, begin, _HostEvent.now()))
+            self._thread_copies.append((lane, storage, begin, _HostEvent.now()))
             return None
 
         # A copy to the device that depends on a file is issued by the thread that reads the file; a copy that depends
@@ -211,20 +211,20 @@ class StreamLanes(HostTasks):
         """Begin an operator in host memory, after the copies of its operands and the earlier host operators."""
         # A copy of its results to the device may still be in flight; the compute stream already waits for it.
         issued = self.now()
-        ahead = [self._running.get((s, "dram")) for s in operator.touched]
+        dependencies = [self._running.get((s, "dram")) for s in operator.touched]
         todo = [run]
 
         def by_thread() -> None:
             issued.synchronize()
-            for task in ahead:
+            for task in dependencies:
                 if (event := _end(task)) is not None:
                     event.synchronize()
-            ahead.clear()
+            dependencies.clear()
             begin = _HostEvent.now()
             todo.pop()()
-            self._kept[HOST].append((operator.name, begin, _HostEvent.now()))
+            self._recorded[HOST].append((operator.name, begin, _HostEvent.now()))
 
-        self._began(index, operator, self._threads[HOST].submit(by_thread))
+        self._register(index, operator, self._threads[HOST].submit(by_thread))
 
     def _on_stream(self, lane: str, move: Callable[[], Any], after: Any) -> Any:
         """Copy on the stream of a direction, after an event, and return the event of its end."""
@@ -247,7 +247,7 @@ class StreamLanes(HostTasks):
             self._compute.wait_event(end)
         self.position = None
         if isinstance(copy, Future):
-            self._kept["wait"].append((self._program.storages[storage].name, begin, self.now()))
+            self._recorded["wait"].append((self._program.storages[storage].name, begin, self.now()))
         else:
             copies, at = copy
             copies.waited.append(at)
@@ -257,9 +257,9 @@ class StreamLanes(HostTasks):
         """Record an operator that was issued after `begin` for the timeline."""
         operator = self._program.operators[action.target]
         if operator.group:
-            self._begun[action.target] = begin
+            self._issue_events[action.target] = begin
         else:
-            self._kept[action.kind].append((operator.name, begin, self.now()))
+            self._recorded[action.kind].append((operator.name, begin, self.now()))
 
     def joined(self, index: int, begin: Any) -> None:
         """Record a wait of the compute stream for a collective or an operator in host memory, issued after `begin`.
@@ -268,9 +268,11 @@ class StreamLanes(HostTasks):
         """
         self.position = None
         end, operator = self.now(), self._program.operators[index]
-        self._kept["join" if operator.group else "wait"].append((operator.name, begin, end))
-        if index in self._begun:
-            self._kept["communication"].append((operator.name, self._begun.pop(index), end))
+        self._recorded["join" if operator.group else "wait"].append((operator.name, begin, end))
+        if index in self._issue_events:
+            self._recorded["communication"].append(
+                (operator.name, self._issue_events.pop(index), end)
+            )
 
     def now(self) -> Any:
         """Return an event at this point of the compute stream."""
@@ -295,45 +297,45 @@ class StreamLanes(HostTasks):
         last = self.now()
         for event in (last, *(copies.ends[-1] for copies in self._copies.values() if copies.ends)):
             event.synchronize()
-        for _, _, _, event in self._by_threads:
+        for _, _, _, event in self._thread_copies:
             event.synchronize()
         storages, copied = self._program.storages, dict.fromkeys(COPIES, Copied())
-        seconds = dict.fromkeys(self._kept, 0.0)
+        seconds = dict.fromkeys(self._recorded, 0.0)
         spans: list[Span] = []
         at_ms = self._first.elapsed_time
         for lane, copies in self._copies.items():
             stops = np.fromiter(map(at_ms, copies.ends), float, len(copies.ends))
             starts = np.fromiter(map(at_ms, copies.begins), float, len(stops))
             starts[1:] = np.maximum(starts[1:], stops[:-1])
-            asked = stops.copy()
-            asked[copies.waited] = list(map(at_ms, copies.waits))
-            reached = np.maximum(stops, asked)
+            wait_times = stops.copy()
+            wait_times[copies.waited] = list(map(at_ms, copies.waits))
+            resumed = np.maximum(stops, wait_times)
             busy_s = max(float((stops - starts).sum()), 0.0) / 1e3
             copied[lane] = Copied(len(stops), copies.num_bytes, busy_s)
-            seconds["wait"] += float((reached - asked).sum()) / 1e3
+            seconds["wait"] += float((resumed - wait_times).sum()) / 1e3
             if self._trace:
-                columns = (starts, stops - starts, asked, reached - asked)
+                columns = (starts, stops - starts, wait_times, resumed - wait_times)
                 rows = zip(copies.storages, *(column.tolist() for column in columns), strict=True)
                 for s, start, length, wait, waited in rows:
                     name = storages[s].name
                     spans.append(Span(lane, name, start / 1e3, length / 1e3, "copy"))
                     at = Span("compute", f"wait {name}", wait / 1e3, waited / 1e3, "wait")
                     spans.append(at)
-        for lane, s, begin, end in self._by_threads:
+        for lane, s, begin, end in self._thread_copies:
             at_ms = (self._first_host if lane in _FILES else self._first).elapsed_time
             start, length = at_ms(begin) / 1e3, max(at_ms(end) - at_ms(begin), 0.0) / 1e3
-            old, known = copied[lane], storages[s]
-            num_bytes = old.num_bytes + known.num_bytes
-            copied[lane] = Copied(old.count + 1, num_bytes, old.seconds + length)
+            total, known = copied[lane], storages[s]
+            num_bytes = total.num_bytes + known.num_bytes
+            copied[lane] = Copied(total.count + 1, num_bytes, total.seconds + length)
             if self._trace:
                 spans.append(Span(lane, known.name, start, length, "copy"))
-        for what, kept in self._kept.items():
-            at_ms = (self._first_host if what == HOST else self._first).elapsed_time
-            lane, category, prefix = _KEPT[what]
-            for name, begin, end in kept:
+        for kind, recorded in self._recorded.items():
+            at_ms = (self._first_host if kind == HOST else self._first).elapsed_time
+            lane, category, prefix = _LANES[kind]
+            for name, begin, end in recorded:
                 start, stop = at_ms(begin) / 1e3, at_ms(end) / 1e3
                 length = max(stop - start, 0.0)
-                seconds[what] += length
+                seconds[kind] += length
                 if self._trace:
                     spans.append(Span(lane, prefix + name, start, length, category))
         return Times(

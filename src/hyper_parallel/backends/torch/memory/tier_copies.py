@@ -25,18 +25,18 @@ _Task = Callable[[], Any] | Future[Any]
 """Work that is concurrent with the operators of the device."""
 
 
-class _Late:
+class _DeferredWork:
     """Deferred work that runs once, on the first call."""
 
-    def __init__(self, ahead: list[_Task | None], move: Callable[[], Any]) -> None:
-        self._ahead, self._todo = ahead, [move]
+    def __init__(self, dependencies: list[_Task | None], move: Callable[[], Any]) -> None:
+        self._dependencies, self._pending = dependencies, [move]
 
     def __call__(self) -> None:
-        if self._todo:
-            move = self._todo.pop()
-            for task in self._ahead:
+        if self._pending:
+            move = self._pending.pop()
+            for task in self._dependencies:
                 finish(task)
-            self._ahead.clear()
+            self._dependencies.clear()
             with torch._C._DisableTorchDispatch():  # a copy is no operator of the step
                 move()
 
@@ -51,11 +51,11 @@ class HostTasks:
     def __init__(self) -> None:
         self.position: Any = None
         self._updates: dict[int, Any] = {}
-        self._changing: dict[int, Any] = {}  # storage -> the last of them that changes it
+        self._writers: dict[int, Any] = {}  # storage -> the last of them that changes it
 
-    def _began(self, index: int, operator: Operator, task: Any) -> None:
+    def _register(self, index: int, operator: Operator, task: Any) -> None:
         self._updates[index] = task
-        self._changing.update(dict.fromkeys(operator.writes, task))
+        self._writers.update(dict.fromkeys(operator.writes, task))
 
     def join(self, index: int, operator: Operator) -> None:
         """Wait on the host, also on an accelerator, until an operator in host memory is done.
@@ -72,8 +72,8 @@ class HostTasks:
             index
         ]  # not before `finish`: later operators order themselves by this entry
         for s in operator.writes:
-            if self._changing.get(s) is task:
-                del self._changing[s]
+            if self._writers.get(s) is task:
+                del self._writers[s]
 
 
 class CopyLanes(HostTasks):
@@ -97,16 +97,16 @@ class CopyLanes(HostTasks):
         """Issue a copy; `move` copies the bytes."""
         src, dst = COPIES[lane]
         # Work that writes the source must be done first.
-        ahead = [self._running.get((storage, src))]
-        ahead += [self._changing.get(storage)] if src == "dram" else []
-        small = num_bytes <= SMALL and not any(ahead) and "flash" not in (src, dst)
-        self._running[storage, dst] = self._begin(lane, ahead, move, at_once=small)
+        dependencies = [self._running.get((storage, src))]
+        dependencies += [self._writers.get(storage)] if src == "dram" else []
+        small = num_bytes <= SMALL and not any(dependencies) and "flash" not in (src, dst)
+        self._running[storage, dst] = self._begin(lane, dependencies, move, immediate=small)
 
     def update(self, index: int, operator: Operator, run: Callable[[], None]) -> None:
         """Begin an operator in host memory, after the copies of its operands and the earlier host operators."""
-        ahead: list[_Task | None] = [partial(self._finish_before, index)]
-        ahead += [self._running.get((s, "dram")) for s in operator.touched]
-        self._began(index, operator, self._begin(HOST, ahead, run))
+        dependencies: list[_Task | None] = [partial(self._finish_before, index)]
+        dependencies += [self._running.get((s, "dram")) for s in operator.touched]
+        self._register(index, operator, self._begin(HOST, dependencies, run))
 
     def _finish_before(self, index: int) -> None:
         """Finish the earlier operators in host memory, so that they run in order; a thread is ordered anyway."""
@@ -118,17 +118,17 @@ class CopyLanes(HostTasks):
     def _begin(
         self,
         lane: str,
-        ahead: Sequence[_Task | None],
+        dependencies: Sequence[_Task | None],
         move: Callable[[], Any],
         *,
-        at_once: bool = False,
+        immediate: bool = False,
     ) -> _Task:
-        late = _Late(list(ahead), move)
-        if self._when == "at_issue" or (self._when == "threads" and at_once):
-            late()
-            return _nothing
+        work = _DeferredWork(list(dependencies), move)
+        if self._when == "at_issue" or (self._when == "threads" and immediate):
+            work()
+            return _no_op
         # The work drops its references to the buffers before the copy counts as done: the plan may free them then.
-        return late if self._when == "at_wait" else self._lanes[lane].submit(late)
+        return work if self._when == "at_wait" else self._lanes[lane].submit(work)
 
     def wait(self, storage: int, tier: str) -> None:
         """Wait until the newest copy of a storage into a tier is done.
@@ -150,7 +150,7 @@ class CopyLanes(HostTasks):
             lane.shutdown()
 
 
-def _nothing() -> None:
+def _no_op() -> None:
     """Do nothing, as a copy that is done."""
 
 

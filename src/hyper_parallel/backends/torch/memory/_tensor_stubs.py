@@ -24,7 +24,7 @@ _ALLOWED: Final = frozenset(
 """Functions that read metadata of a tensor, not its values."""
 
 
-class _Held:
+class _StubMixin:
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -35,48 +35,48 @@ class _Held:
                 raise StepChanged(
                     "a planned device holds the bytes of this tensor",
                     where=f"`{getattr(func, '__name__', func)}`",
-                    hint="use it inside `with device.lent():`, or read a copy with `device.read_state(name)`",
+                    hint="use it inside `with device.materialized():`, or read a copy with `device.read_state(name)`",
                 )
             out = func(*args, **(kwargs or {}))
             if _has_no_bytes(out):  # `.data` is the same without autograd
-                hold([out])
+                make_stubs([out])
         return out
 
 
-class HeldTensor(_Held, Tensor):
+class TensorStub(_StubMixin, Tensor):
     """Tensor whose bytes a planned device owns."""
 
 
-class HeldParameter(_Held, Parameter):
+class ParameterStub(_StubMixin, Parameter):
     """Parameter whose bytes a planned device owns."""
 
 
-_KINDS: Final[dict[type, type]] = {Tensor: HeldTensor, Parameter: HeldParameter}
+_STUB_CLASSES: Final[dict[type, type]] = {Tensor: TensorStub, Parameter: ParameterStub}
 
 
 def _has_no_bytes(value: Any) -> bool:
     return isinstance(value, Tensor) and not value.untyped_storage().nbytes() and value.numel() > 0
 
 
-def hold(tensors: Iterable[Tensor]) -> list[tuple[Tensor, type]]:
+def make_stubs(tensors: Iterable[Tensor]) -> list[tuple[Tensor, type]]:
     """Turn tensors without bytes into stubs, as torch itself does with uninitialised parameters.
 
     Returns:
         Each changed tensor, and its former class.
     """
-    held = [(t, type(t)) for t in tensors if type(t) in _KINDS and _has_no_bytes(t)]
-    for tensor, kind in held:
-        tensor.__class__ = _KINDS[kind]  # type: ignore[assignment]
-    return held
+    stubs = [(t, type(t)) for t in tensors if type(t) in _STUB_CLASSES and _has_no_bytes(t)]
+    for tensor, cls in stubs:
+        tensor.__class__ = _STUB_CLASSES[cls]  # type: ignore[assignment]
+    return stubs
 
 
-def sharing(tensors: Iterable[Tensor]) -> list[Tensor]:
+def aliases_of(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Return other live tensors on the storages of `tensors`, such as a kept `weight.detach()`."""
     known = {id(tensor): tensor for tensor in tensors}
-    mine = Counter(tensor.untyped_storage()._cdata for tensor in known.values())
+    uses = Counter(tensor.untyped_storage()._cdata for tensor in known.values())
     # The Python object of the storage counts as one use.
-    others = {key for key, n in mine.items() if torch._C._storage_Use_Count(key) > n + 1}
-    if not others:
+    shared = {key for key, n in uses.items() if torch._C._storage_Use_Count(key) > n + 1}
+    if not shared:
         return []
-    every = (t for t in gc.get_objects() if type(t) in _KINDS and id(t) not in known)
-    return [t for t in every if t.untyped_storage()._cdata in others]
+    live_tensors = (t for t in gc.get_objects() if type(t) in _STUB_CLASSES and id(t) not in known)
+    return [t for t in live_tensors if t.untyped_storage()._cdata in shared]
