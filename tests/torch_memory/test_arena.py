@@ -172,7 +172,9 @@ def test_every_operator_gives_the_same_bits_at_an_address(family):
         )
         expected = torch.utils._pytree.tree_flatten(call.func(*args, **kwargs))[0]
         outs = [
-            view.as_tensor(torch.full((_size(view, captured),), 77, dtype=torch.uint8).untyped_storage())
+            view.as_tensor(
+                torch.full((_size(view, captured),), 77, dtype=torch.uint8).untyped_storage()
+            )
             for _, view in call.results
         ]
         before = [(o.data_ptr(), o.shape, o.stride()) for o in outs]

@@ -236,7 +236,7 @@ def test_who_uses_model_or_optimizer_while_a_device_has_their_bytes_is_stopped()
             optimizer.state_dict,
             lambda: optimizer.load_state_dict({}),
         ):
-            with pytest.raises(StepChanged, match="holds the bytes"):
+            with pytest.raises(StepChanged, match="owns the bytes"):
                 use()
         with device.materialized():
             assert len(optimizer.state_dict()["state"]) == len(model.state_dict())

@@ -29,7 +29,7 @@ def test_a_file_that_was_changed_stops_the_step(tmp_path):
         data = bytearray(path.read_bytes())
         data[5] ^= 64
         path.write_bytes(data)
-        with pytest.raises(TransferFailed, match="does not hold what was written"):
+        with pytest.raises(TransferFailed, match="differs from the written data"):
             device.step(batch(3))
     assert not any("hyper-" in thread.name for thread in threading.enumerate())
 

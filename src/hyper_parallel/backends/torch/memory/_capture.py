@@ -264,11 +264,7 @@ class StepCapture:
         flat = tree_flatten(out)[0]
         name = str(func).removeprefix("aten.").removesuffix(".default")
         phase = self.phase
-        results: list[tuple[int, View]] = []
-        for position, tensor in enumerate(flat):
-            if isinstance(tensor, torch.Tensor) and self._find(tensor) is None:
-                index = self.storages.add(tensor, Entry(name, 0, "activation"))
-                results.append((position, as_view(tensor, index)))
+        results = self._add_results(flat, name)
         guards = tuple((i, v) for i, v in numbers_read(func, flat) if leaves)
         if not results and not written and not guards and not is_message(func):
             return  # a view, or an alias: an address, not work
@@ -312,6 +308,15 @@ class StepCapture:
                 ),
                 call,
             )
+
+    def _add_results(self, flat: Sequence[Any], name: str) -> list[tuple[int, View]]:
+        """Number the fresh storages of an operator's outputs, and return (position, view) of each."""
+        results: list[tuple[int, View]] = []
+        for position, tensor in enumerate(flat):
+            if isinstance(tensor, torch.Tensor) and self._find(tensor) is None:
+                index = self.storages.add(tensor, Entry(name, 0, "activation"))
+                results.append((position, as_view(tensor, index)))
+        return results
 
     def _append(self, operator: Operator, call: Call) -> None:
         self._operators.append(operator)
@@ -370,7 +375,7 @@ class StepCapture:
         for key, (tensor, _) in self._named.items():
             if self.view(tensor) != self._views[key]:
                 raise CaptureUnsupported(
-                    f"the step turns `{key}` in place, and the next one would find it turned",
+                    f"the step changes the shape or the strides of `{key}` in place, so the next step would differ",
                     hint="use `transpose`, `unsqueeze` and the like without the underscore",
                 )
         program = MemoryProgram(

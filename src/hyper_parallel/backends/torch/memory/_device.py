@@ -37,6 +37,9 @@ from hyper_parallel.memory import (
     predicted_timeline,
 )
 
+_Sample = tuple[Any, tuple[tuple[str, int], ...]]
+"""(seconds or event, live bytes by tier) between two actions of a step."""
+
 
 @dataclass(frozen=True, slots=True)
 class Measured:
@@ -165,7 +168,7 @@ class PlannedDevice:
         self._check_inputs(inputs)
         if self._check and self._expected is None:
             with self.materialized():
-                self._expected = ReferenceStep.of(self.captured, inputs)
+                self._expected = ReferenceStep.from_eager_run(self.captured, inputs)
         self._write_inputs(inputs)
         hardware, timed, clock = self.hardware, self.hardware.timed, self._clock
         if trace and timed is None:
@@ -192,19 +195,6 @@ class PlannedDevice:
         if self._check and self._expected is not None:
             self._compare(outputs, self._expected)
             self._check = False
-        timeline = None
-        if trace:
-            counters = [
-                Counter(name, moment if timed is None else timed.seconds(moment), live)
-                for moment, tiers in samples
-                for name, live in tiers
-            ]
-            spans = (
-                predicted_timeline(self.plan, self.machine).spans
-                if timed is None
-                else tuple(timed.times().spans or ())
-            )
-            timeline = Timeline("measured", spans, tuple(counters))
         return outputs, Measured(
             peaks,
             device_bytes,
@@ -213,8 +203,23 @@ class PlannedDevice:
             times.wait_s,
             times.join_s,
             times.copied,
-            timeline,
+            self._timeline(samples) if trace else None,
         )
+
+    def _timeline(self, samples: list[_Sample]) -> Timeline:
+        """Return the timeline of the last step, with counters from samples of the tiers."""
+        timed = self.hardware.timed
+        counters = tuple(
+            Counter(name, moment if timed is None else timed.seconds(moment), live)
+            for moment, tiers in samples
+            for name, live in tiers
+        )
+        spans = (
+            predicted_timeline(self.plan, self.machine).spans
+            if timed is None
+            else tuple(timed.times().spans or ())
+        )
+        return Timeline("measured", spans, counters)
 
     @contextmanager
     def _without_autocast(self) -> Iterator[None]:
@@ -268,9 +273,7 @@ class PlannedDevice:
     def _base(self, storage: int) -> torch.UntypedStorage:
         return self.state.storages["device"][storage]
 
-    def _apply_all(
-        self, clock: ProgramClock, trace: bool
-    ) -> list[tuple[Any, tuple[tuple[str, int], ...]]]:
+    def _apply_all(self, clock: ProgramClock, trace: bool) -> list[_Sample]:
         """Apply the actions of the plan; with `trace`, return (time or event, bytes per tier) around each of them."""
         ready = self.state.actions
         if not trace:

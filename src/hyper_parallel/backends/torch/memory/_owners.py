@@ -49,7 +49,7 @@ class Owners:
         if keys != self._recorded:
             changed = next(index for index, key in enumerate(keys) if key != self._recorded[index])
             raise StepChanged(
-                f"`{self._name(self._captured.owners[changed][0])}` was given another storage",
+                f"`{self._name(self._captured.owners[changed][0])}` has another storage than in the recorded step",
                 hint="change its values in place (`tensor.copy_(...)`), inside `with device.materialized():`",
             )
 
@@ -62,7 +62,7 @@ class Owners:
         for s, tensor in self._captured.state.items():
             if num_bytes(tensor.untyped_storage()) != self._captured.program.storages[s].num_bytes:
                 raise StepChanged(
-                    f"`{self._name(s)}` has no bytes: another device holds them",
+                    f"`{self._name(s)}` has no bytes: another planned device owns them",
                     hint="close the other device first",
                 )
 

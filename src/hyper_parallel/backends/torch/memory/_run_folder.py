@@ -121,5 +121,5 @@ def _mark(folder: str) -> bytes:
 
 def _impossible(parent: Path, error: OSError) -> TransferFailed:
     return TransferFailed(
-        "there can be no folder for the files of a run", where=str(parent), got=str(error)
+        "cannot create a folder for the files of a run", where=str(parent), got=str(error)
     )

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -212,13 +212,7 @@ def record(
     Raises:
         CaptureUnsupported: HP511 for a step that cannot be repeated faithfully.
     """
-    for key, value in inputs.items():
-        if not isinstance(value, torch.Tensor):
-            raise CaptureUnsupported(
-                f"`{key}` is no tensor; what differs from step to step must be one",
-                got=f"{key}={value!r}"[:200],
-                hint=f"leave `{key}` out of the inputs, and let the model's config or a wrapped forward set it",
-            )
+    _refuse_non_tensors(inputs)
     inputs = _unaliased(inputs, named)
     tensors: dict[str, tuple[torch.Tensor, StorageKind]] = {
         **{k: (t, "input") for k, t in inputs.items()},
@@ -232,24 +226,42 @@ def record(
         empty=empty,
         make_resident=make_resident,
     )
-    hooks = []
-    for tensor, _ in named.values():
-        if tensor.is_leaf and tensor.requires_grad:
-            hooks.append(
-                tensor.register_post_accumulate_grad_hook(
-                    lambda t: recorder.mark(t.grad, "gradient") if t.grad is not None else None
-                )
-            )
-    try:
-        with recorder, spill or nullcontext():  # recorded storages are resident
-            result = step(**inputs)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with _marked_gradients(recorder, named), recorder, spill or nullcontext():  # recorded storages are resident
+        result = step(**inputs)
     captured = recorder.captured(result, inputs, name)
     if not any(is_fake(t) for t, _ in tensors.values()) and fake_mode() is None:
         captured.run_eager = _with_current_autocast(step, captured.device)
     return captured
+
+
+def _refuse_non_tensors(inputs: Mapping[str, Any]) -> None:
+    for key, value in inputs.items():
+        if not isinstance(value, torch.Tensor):
+            raise CaptureUnsupported(
+                f"`{key}` is no tensor, but inputs that differ from step to step must be tensors",
+                got=f"{key}={value!r}"[:200],
+                hint=f"leave `{key}` out of the inputs, and let the model's config or a wrapped forward set it",
+            )
+
+
+@contextmanager
+def _marked_gradients(recorder: StepCapture, named: Named) -> Iterator[None]:
+    """Mark the gradients of named parameters in a recording as soon as they are accumulated."""
+
+    def mark(parameter: torch.Tensor) -> None:
+        if parameter.grad is not None:
+            recorder.mark(parameter.grad, "gradient")
+
+    hooks = [
+        tensor.register_post_accumulate_grad_hook(mark)
+        for tensor, _ in named.values()
+        if tensor.is_leaf and tensor.requires_grad
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _with_current_autocast(step: Callable[..., Any], device: torch.device) -> Callable[..., Any]:

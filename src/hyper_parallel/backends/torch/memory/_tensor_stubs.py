@@ -33,7 +33,7 @@ class _StubMixin:
             allowed = getattr(func, "__name__", "") in _ALLOWED
             if not allowed and any(map(_has_no_bytes, tree_leaves((args, kwargs)))):
                 raise StepChanged(
-                    "a planned device holds the bytes of this tensor",
+                    "a planned device owns the bytes of this tensor",
                     where=f"`{getattr(func, '__name__', func)}`",
                     hint="use it inside `with device.materialized():`, or read a copy with `device.read_state(name)`",
                 )

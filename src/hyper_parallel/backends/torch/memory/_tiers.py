@@ -189,7 +189,7 @@ class FileTier:
             )
         if zlib.crc32(data) != self._sums[storage]:
             raise TransferFailed(
-                "a flash file does not hold what was written", where=str(path), hint=_OVERWRITTEN
+                "a flash file differs from the written data", where=str(path), hint=_OVERWRITTEN
             )
         if data:
             _bytes_of(target)[:] = data

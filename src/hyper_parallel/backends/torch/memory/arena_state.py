@@ -270,7 +270,7 @@ class ArenaState:
         module = torch.get_device_module(self.hardware.device)
         free, total = module.mem_get_info(self.hardware.device)
         return TierFull(
-            "the device has no room for the arena of the plan",
+            "the arena of the plan does not fit the device",
             where=str(self.hardware.device),
             got=f"{self.arena_bytes} bytes wanted, {free} of {total} free: {error}",
             hint="plan with a smaller budget, or end what else is on the device",

@@ -89,7 +89,7 @@ class ReferenceStep:
             self.spread = {k: float((a - b).abs().max()) if a.numel() else 0.0 for k, a, b in pairs}
 
     @classmethod
-    def of(cls, captured: Captured, inputs: Mapping[str, Tensor]) -> ReferenceStep:
+    def from_eager_run(cls, captured: Captured, inputs: Mapping[str, Tensor]) -> ReferenceStep:
         """Run the step without a plan, twice on an accelerator, and roll it back; the state must be materialized.
 
         Raises:
@@ -138,7 +138,7 @@ class ReferenceStep:
                 continue
             is_scalar = expected.numel() == 1
             raise StepChanged(
-                "the planned step does not give what the plain one gave",
+                "the planned step's results differ from the eager step's",
                 where=name,
                 got=actual.item() if is_scalar else "other bytes",
                 allowed=expected.item() if is_scalar else None,
@@ -203,7 +203,7 @@ class _RecordedDecisions(OperatorMode):
 def size_error(func: Any, got: tuple[int, ...] | None, allowed: Sequence[int]) -> StepChanged:
     """Return the error of a result whose data-dependent size differs."""
     return StepChanged(
-        f"`{func}` makes a result of another size than in the captured step",
+        f"`{func}` returns a result of another size than in the captured step",
         got=got,
         allowed=tuple(allowed),
         hint="the size depends on the data: weight by a mask instead of selecting by one, or pad; "

@@ -71,7 +71,7 @@ class _TwoSteps:
         self._files: Path | None = None
         if model.device.type != "cpu":
             raise CaptureUnsupported(
-                "under a device budget the model is given in host memory; it is on another device",
+                "a device budget needs the model in host memory, but it is on another device",
                 got=str(model.device),
                 hint="model.cpu()",
             )
@@ -132,7 +132,7 @@ class _TwoSteps:
             if first_error is None:
                 return plans
             raise TierFull(
-                "DRAM and flash cannot hold what the device does not",
+                "the bytes beyond the device budget exceed DRAM and flash",
                 got=f"device {self.limits.device_bytes} bytes, dram {self.limits.machine.dram_bytes} bytes, "
                 f"flash {'none' if self.limits.flash is None else 'unlimited'}",
                 hint=f"--dram {dram}",

@@ -78,7 +78,7 @@ class HostPool:
         wanted = self.reserved_bytes + more_bytes
         if self._capacity is not None and wanted > self._capacity:
             raise TierFull(
-                "the DRAM buffers of the plan take more than the dram tier has",
+                "the DRAM buffers of the plan exceed the dram tier",
                 got=f"{wanted} bytes",
                 allowed=f"{self._capacity} bytes",
                 hint=f"allow at least {wanted} bytes in dram",

@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from hyper_parallel.backends.torch.memory.arena_state import ArenaState
+from hyper_parallel.backends.torch.memory.prepared_plan import StorageBytes
 from hyper_parallel.errors import TierFull
 from hyper_parallel.ir import MemoryPlan, MemoryTier
 
@@ -96,9 +97,9 @@ class RelocationPlan:
         grow = False
         while waiting:
             num_waiting = len(waiting)
-            for moving in list(waiting):
-                if self._move(moving, waiting, grow):
-                    waiting.remove(moving)
+            for pending in list(waiting):
+                if self._move(pending, waiting, grow):
+                    waiting.remove(pending)
             if len(waiting) < num_waiting or any(self._evict_temporarily(m, grow) for m in waiting):
                 grow = False
             elif not grow:
@@ -110,13 +111,13 @@ class RelocationPlan:
                     hint="allow more DRAM or more device memory",
                 )
 
-    def _move(self, moving: _PendingMove, waiting: list[_PendingMove], grow: bool) -> bool:
+    def _move(self, pending: _PendingMove, waiting: list[_PendingMove], grow: bool) -> bool:
         """Move one storage to its new home; return False when it does not fit yet."""
-        tier, home, size = moving.tier, moving.home, moving.size
+        tier, home, size = pending.tier, pending.home, pending.size
         if home == "device" and any(
-            _overlap(m.old_range, moving.new_range)
+            _overlap(m.old_range, pending.new_range)
             for m in waiting
-            if m.tier == "device" and not (m is moving and m.old_range == m.new_range)
+            if m.tier == "device" and not (m is pending and m.old_range == m.new_range)
         ):
             return False
         # The move needs a DRAM buffer unless the storage has one already or does not change its tier.
@@ -130,15 +131,15 @@ class RelocationPlan:
             self._flash_room = flash_room + size * ((tier == "flash") - (home == "flash"))
         if home != "dram" and (needs_buffer or tier == "dram"):
             self._free[size] += 1
-        self.moves.append(Relocation(moving.old, moving.new, tier, home, True))
+        self.moves.append(Relocation(pending.old, pending.new, tier, home, True))
         return True
 
-    def _evict_temporarily(self, moving: _PendingMove, grow: bool) -> bool:
+    def _evict_temporarily(self, pending: _PendingMove, grow: bool) -> bool:
         """Evict a blocking storage to DRAM temporarily; return False when that is impossible."""
-        if moving.tier != "device" or not self._reserve_buffer(moving.size, grow):
+        if pending.tier != "device" or not self._reserve_buffer(pending.size, grow):
             return False
-        self.moves.append(Relocation(moving.old, moving.new, "device", "dram", False))
-        moving.tier = "dram"
+        self.moves.append(Relocation(pending.old, pending.new, "device", "dram", False))
+        pending.tier = "dram"
         return True
 
     def _reserve_buffer(self, size: int, grow: bool) -> bool:
@@ -212,31 +213,7 @@ def transfer_state(before: ArenaState, after: ArenaState) -> None:
     after.arena, before.arena, before.actions = before.arena, None, []
     ranges = after.take_arena().at_start
     for move in plan.moves:
-        base = contents.pop(move.old, None)
-        size = after.plan.program.storages[move.new].num_bytes
-        if move.tier == move.target == "flash":
-            after.files.adopt(move.new, before.files, move.old)
-            continue
-        if move.tier == "flash":
-            base = after.hardware.in_dram(size)
-            before.files.read(move.old, base)
-            before.files.drop(move.old)
-        assert base is not None
-        if move.tier == "device" and move.target != "device":
-            copy = after.hardware.in_dram(size)
-            base = copy.copy_(base)
-        if not move.is_final:
-            contents[move.old] = base
-        elif move.target == "device":
-            if base.data_ptr() != ranges[move.new].data_ptr():
-                ranges[move.new].copy_(base)
-            after.enter(move.new, ranges[move.new])
-        elif move.target == "dram":
-            after.storages["dram"][move.new] = base
-        else:
-            after.files.take(move.new, size)
-            after.files.write(move.new, base)
-        del base
+        _relocate(move, contents, ranges, before, after)
     assert not contents.keys() - set(input_storages), (
         "the next step does not know some of the state"
     )
@@ -246,3 +223,45 @@ def transfer_state(before: ArenaState, after: ArenaState) -> None:
     # `after` owns the bytes now; closing the old device must not change the owner tensors.
     before.closed = True
     before.owners.restore_tensors()
+
+
+def _relocate(
+    move: Relocation,
+    contents: StorageBytes,
+    ranges: StorageBytes,
+    before: ArenaState,
+    after: ArenaState,
+) -> None:
+    """Execute one move.
+
+    Args:
+        move: The move.
+        contents: Bytes by old number of the storages on the device and in DRAM that have not reached their new home.
+        ranges: Ranges in the arena by new number.
+        before: State under the old plan.
+        after: State under the new plan.
+    """
+    base = contents.pop(move.old, None)
+    size = after.plan.program.storages[move.new].num_bytes
+    if move.tier == move.target == "flash":
+        after.files.adopt(move.new, before.files, move.old)
+        return
+    if move.tier == "flash":
+        base = after.hardware.in_dram(size)
+        before.files.read(move.old, base)
+        before.files.drop(move.old)
+    assert base is not None
+    if move.tier == "device" and move.target != "device":
+        copy = after.hardware.in_dram(size)
+        base = copy.copy_(base)
+    if not move.is_final:
+        contents[move.old] = base
+    elif move.target == "device":
+        if base.data_ptr() != ranges[move.new].data_ptr():
+            ranges[move.new].copy_(base)
+        after.enter(move.new, ranges[move.new])
+    elif move.target == "dram":
+        after.storages["dram"][move.new] = base
+    else:
+        after.files.take(move.new, size)
+        after.files.write(move.new, base)

@@ -70,13 +70,13 @@ class CaptureSource:
         changed = next(((a, b) for a, b in pairs if a != b), None)
         if changed is None:
             raise StepChanged(
-                "the model or the optimizer has got or lost a part since the step was recorded",
+                "the model or the optimizer has gained or lost a part since the step was recorded",
                 hint=_RECAPTURE,
             )
         (owner, prop, recorded), (other, other_prop, value) = changed
         known = (owner, prop) == (other, other_prop)
         raise StepChanged(
-            f"{prop} of {'.'.join(filter(None, owner)) or 'the model'} is not what it was when the step was recorded",
+            f"{prop} of {'.'.join(filter(None, owner)) or 'the model'} has changed since the step was recorded",
             got=value if known else None,
             allowed=recorded if known else None,
             hint=_OF_GROUP.get(prop, _RECAPTURE)
@@ -207,6 +207,6 @@ class _IdentityStamp:
 
 def _refuse(*_: Any, **__: Any) -> NoReturn:
     raise StepChanged(
-        "a planned device holds the bytes of this model and its optimizer, so their tensors are empty",
+        "a planned device owns the bytes of this model and its optimizer, so their tensors are empty",
         hint="use them inside `with device.materialized():`, or close the device",
     )
