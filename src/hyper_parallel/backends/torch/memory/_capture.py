@@ -310,7 +310,7 @@ class StepCapture:
             )
 
     def _add_results(self, flat: Sequence[Any], name: str) -> list[tuple[int, View]]:
-        """Number the fresh storages of an operator's outputs, and return (position, view) of each."""
+        """Add the fresh storages of an operator's outputs, and return (position, view) of each."""
         results: list[tuple[int, View]] = []
         for position, tensor in enumerate(flat):
             if isinstance(tensor, torch.Tensor) and self._find(tensor) is None:

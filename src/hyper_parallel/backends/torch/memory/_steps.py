@@ -226,7 +226,11 @@ def record(
         empty=empty,
         make_resident=make_resident,
     )
-    with _marked_gradients(recorder, named), recorder, spill or nullcontext():  # recorded storages are resident
+    with (
+        _marked_gradients(recorder, named),
+        recorder,
+        spill or nullcontext(),
+    ):  # recorded storages are resident
         result = step(**inputs)
     captured = recorder.captured(result, inputs, name)
     if not any(is_fake(t) for t, _ in tensors.values()) and fake_mode() is None:
