@@ -220,9 +220,9 @@ def test_an_embeddings_gradient_in_pieces_has_the_same_bits(dtype, padding):
     assert [c for piece in pieces for c in piece] == list(range(width))
     assert len(pieces) > 1
     assert not columns(replace(call, args=(*call.args[:4], True)))
-    assert not columns(replace(call, room_bytes=made.num_bytes))
+    assert not columns(replace(call, reusable_bytes=made.num_bytes))
     room_bytes = made.num_bytes - 1
-    wider = columns(replace(call, room_bytes=room_bytes))
+    wider = columns(replace(call, reusable_bytes=room_bytes))
     assert len(wider[0]) > len(pieces[0])
     assert sum(piece_bytes(call, wider)) <= room_bytes
     out = torch.full((rows, width), 7.0, dtype=dtype)

@@ -172,8 +172,8 @@ class PlannedSteps:
         with self._undone():
             with self._spill:
                 outputs = self._loop.planned_step(inputs)
-            outputs = tree_map_only(Tensor, self._spill.at_home, outputs)
-            state = {name: self._spill.at_home(t) for name, t in self._state().items()}
+            outputs = tree_map_only(Tensor, self._spill.on_current_tier, outputs)
+            state = {name: self._spill.on_current_tier(t) for name, t in self._state().items()}
             return StepOutcome.of(outputs, state), self._spill.emptied_storages
 
     def _count(self, what: str) -> None:
@@ -189,7 +189,7 @@ class PlannedSteps:
         """Put everything that a step changes back where it was."""
         self._reshard()
         # In host memory: the device may have no room for a second copy.
-        home = self._spill.at_home
+        home = self._spill.on_current_tier
         before = {name: home(t).to("cpu", copy=True) for name, t in self._state().items()}
         fresh = not self._optimizer.state
         devices = [] if self._on_cpu else [self._where]
@@ -378,10 +378,10 @@ class PlannedSteps:
     def at_home(self, tensor: Tensor) -> Tensor:
         """A tensor of model or optimizer, between steps or after the last one, on its bytes where they are."""
         if self._device.state.arena is None:
-            return self._spill.at_home(tensor)
+            return self._spill.on_current_tier(tensor)
         live = self._device.hardware.gauge.live_bytes
         self._outside_bytes = max(self._outside_bytes, live)
-        return self._device.state.at_home(tensor)
+        return self._device.state.on_home_tier(tensor)
 
     def finish(self) -> None:
         """After the last step: the device is free, and the state stays where it is."""
