@@ -126,32 +126,32 @@ class StepCapture:
     ) -> View:
         """Return the tensor as a view; an unknown storage becomes state of the step."""
         self._make_resident(tensor)
-        known = self._find(tensor)
+        storage = self._find(tensor)
         base = tensor.untyped_storage()
         empty = self._empty.get(base._cdata)
-        if (known is not None and self._entries[known].num_bytes != base.nbytes()) or (
-            known is None and empty is not None and empty() is base
+        if (storage is not None and self._entries[storage].num_bytes != base.nbytes()) or (
+            storage is None and empty is not None and empty() is base
         ):
-            known = self._record_refill(tensor, known)
-        if known is None and self._mode.fake is not None and not isinstance(tensor, FakeTensor):
-            known = self._record_constant(tensor)
-        if known is None:
-            known = self.storages.add(tensor, Entry(name, 0, kind, True, True))
+            storage = self._record_refill(tensor, storage)
+        if storage is None and self._mode.fake is not None and not isinstance(tensor, FakeTensor):
+            storage = self._record_constant(tensor)
+        if storage is None:
+            storage = self.storages.add(tensor, Entry(name, 0, kind, True, True))
             # The reference keeps the bytes (and their identity) alive as long as the program.
-            self._state[known] = tensor.detach()
+            self._state[storage] = tensor.detach()
             if self._mode.fake is None and not isinstance(tensor, FakeTensor):
-                self._untracked.register_state(known, base)
-            self._owners[id(tensor)] = known, tensor
-        return as_view(tensor, known)
+                self._untracked.register_state(storage, base)
+            self._owners[id(tensor)] = storage, tensor
+        return as_view(tensor, storage)
 
     def _is_known(self, tensor: torch.Tensor) -> bool:
-        known, base = self._find(tensor), tensor.untyped_storage()
-        return known is not None and self._entries[known].num_bytes == base.nbytes()
+        storage, base = self._find(tensor), tensor.untyped_storage()
+        return storage is not None and self._entries[storage].num_bytes == base.nbytes()
 
-    def _record_refill(self, tensor: torch.Tensor, before: int | None) -> int:
+    def _record_refill(self, tensor: torch.Tensor, former: int | None) -> int:
         """Record an allocation for a storage that its owner has resized; the former storage ends."""
-        if before is not None and self._entries[before].at_start:
-            raise resize_error(self._entries[before].name)
+        if former is not None and self._entries[former].at_start:
+            raise resize_error(self._entries[former].name)
         num_bytes = tensor.untyped_storage().nbytes()
         index = self.storages.add(tensor, Entry("refilled", 0, "scratch"), watch=True)
         base = tensor.untyped_storage()
@@ -223,9 +223,9 @@ class StepCapture:
                 f"`{func}` changes a tensor that the model keeps outside of its parameters and buffers",
                 hint="register it with `register_buffer`",
             )
-        before = [t.untyped_storage().nbytes() for t in written]
+        sizes_before = [t.untyped_storage().nbytes() for t in written]
         try:
-            with self._untracked.observe(func, leaves, written) as seen:
+            with self._untracked.observe(func, leaves, written) as effects:
                 out, workspace, events = run_measured(func, args, kwargs, leaves)
         except DataDependentOutputException as error:
             raise CaptureUnsupported(
@@ -241,10 +241,10 @@ class StepCapture:
             self._untracked.after_operator(func, (), writes, ())
             self._messages.append((func, views[0], writes))
             return out
-        if [t.untyped_storage().nbytes() for t in written] != before:
+        if [t.untyped_storage().nbytes() for t in written] != sizes_before:
             raise resize_error(str(func))
         first = len(self._operators)
-        self._record(func, leaves, args, kwargs, views, written, out, workspace, seen.drew)
+        self._record(func, leaves, args, kwargs, views, written, out, workspace, effects.drew)
         if events is not None and len(self._operators) > first:
             self._timed.append((range(first, len(self._operators)), events))
         return out
@@ -387,9 +387,9 @@ class StepCapture:
         )
         views = {k: self.view(t) for k, t in inputs.items()}
         state = {k: self.view(t) for k, (t, _) in self._named.items() if k not in inputs}
-        known = {view.storage for view in (*state.values(), *views.values())}
+        named_storages = {view.storage for view in (*state.values(), *views.values())}
         written = {s for operator in self._operators for s in operator.writes}
-        for s in self._state.keys() & written - known:
+        for s in self._state.keys() & written - named_storages:
             state[f"{self._entries[s].name} {s}"] = as_view(self._state[s], s)
         return Captured(
             program,

@@ -80,8 +80,8 @@ class PlannedDevice:
         flash: Folder of the file tier; required when the plan uses it.
         queues: Streams and events to run on. None: those of the captured step's device; a CPU has none.
         arena_bytes: Size of the arena when it must be larger than the plan's own, for the plan of a successor.
-        before: An open device between two steps whose state this one takes over, see `transfer_state`: the same state
-            under another captured step and plan, in the same arena. It is closed.
+        predecessor: An open device between two steps whose state this one takes over, see `transfer_state`: the same
+            state under another captured step and plan, in the same arena. It is closed.
         expected: Expected results of the first step. None: the eager step runs before it and is rolled back, twice on
             an accelerator; not for a step that was recorded without values.
         check: Compare the first step with the expected results.
@@ -102,16 +102,16 @@ class PlannedDevice:
         flash: Path | None = None,
         queues: DeviceApi | None = None,
         arena_bytes: int | None = None,
-        before: PlannedDevice | None = None,
+        predecessor: PlannedDevice | None = None,
         expected: ReferenceStep | None = None,
         check: bool = True,
         spill: LruSpillMode | None = None,
     ) -> None:
         self.captured, self.plan, self.machine, self.copies = captured, plan, machine, copies
-        acquire = None if before is None else partial(transfer_state, before.state)
+        acquire = None if predecessor is None else partial(transfer_state, predecessor.state)
         self.state = ArenaState(
             captured, plan, machine, copies, flash, queues, arena_bytes,
-            None if before is None else before.state, acquire, spill,
+            None if predecessor is None else predecessor.state, acquire, spill,
         )  # fmt: skip
         self.hardware = self.state.hardware
         self._expected = expected

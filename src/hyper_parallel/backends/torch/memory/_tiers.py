@@ -105,10 +105,10 @@ class AllocatorGauge:
 
     def arena(self, num_bytes: int) -> torch.UntypedStorage:
         """Allocate the arena of the plans; it counts with the bytes that the allocator takes for it."""
-        before = self._allocated()
+        allocated_before = self._allocated()
         base = torch.UntypedStorage(num_bytes, device=self._device)
-        self._arena_bytes = self._allocated() - before
-        self._other_bytes = before
+        self._arena_bytes = self._allocated() - allocated_before
+        self._other_bytes = allocated_before
         return base
 
     def _allocated(self) -> int:

@@ -44,8 +44,8 @@ class ArenaState:
         flash: See `PlannedDevice`.
         queues: See `PlannedDevice`.
         arena_bytes: See `PlannedDevice`.
-        before: Open state that this one replaces, with its hardware; None: the state is taken from its owner tensors.
-        acquire: Moves the state here from `before`.
+        predecessor: Open state that this one replaces, with its hardware; None: the state comes from its owner tensors.
+        acquire: Moves the state here from `predecessor`.
         spill: Mode that has the evicted bytes of the owner tensors.
 
     Attributes:
@@ -68,7 +68,7 @@ class ArenaState:
         flash: Path | None,
         queues: DeviceApi | None,
         arena_bytes: int | None = None,
-        before: ArenaState | None = None,
+        predecessor: ArenaState | None = None,
         acquire: Callable[[ArenaState], None] | None = None,
         spill: LruSpillMode | None = None,
     ) -> None:
@@ -97,8 +97,8 @@ class ArenaState:
             queues = DeviceApi.of(captured.device)
         self.hardware = (
             Hardware(captured.device, machine, plan.program.alignment_bytes, copies, queues)
-            if before is None
-            else before.hardware  # with the counts of its meters
+            if predecessor is None
+            else predecessor.hardware  # with the counts of its meters
         )
         self.hardware.reserve(plan)
         self.files = FileTier(flash or Path(), self.hardware.flash)
@@ -226,8 +226,8 @@ class ArenaState:
         """Restore emptied owner tensors after a partial move, and close the device."""
         for s, tensor in self.captured.state.items():
             base = tensor.untyped_storage()
-            now = base.nbytes() if spill is None else spill.num_bytes(base)
-            if now != self._num_bytes(s):
+            num_bytes = base.nbytes() if spill is None else spill.num_bytes(base)
+            if num_bytes != self._num_bytes(s):
                 base.resize_(self._num_bytes(s))
                 base.copy_(staged[s] if s in staged else self._bytes(s))
         self._close_without_state()

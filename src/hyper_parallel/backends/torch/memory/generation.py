@@ -213,7 +213,7 @@ class _TwoSteps:
                 self.limits.machine,
                 copies=self._device.copies,
                 flash=self._files,
-                before=self._device,
+                predecessor=self._device,
             )
             self._count({"device": self._device.hardware.gauge.peak_bytes})
 

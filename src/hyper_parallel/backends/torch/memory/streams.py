@@ -169,10 +169,10 @@ class StreamLanes(HostTasks):
     def start(self, storage: int, lane: str, move: Callable[[], Any], num_bytes: int) -> None:
         """Issue a copy; `move` copies the bytes, on the current stream or synchronously."""
         src, dst = COPIES[lane]
-        before = self._running.get((storage, src))
+        source_copy = self._running.get((storage, src))
         change = self._writers.get(storage) if src == "dram" else None
         issued = self.now()
-        if before is None and change is None and lane not in _FILES:
+        if source_copy is None and change is None and lane not in _FILES:
             end, copies = self._on_stream(lane, move, issued), self._copies[lane]
             self._running[storage, dst] = copies, len(copies.ends)
             copies.add(storage, issued, end, num_bytes)
@@ -181,7 +181,7 @@ class StreamLanes(HostTasks):
 
         def by_thread() -> Any:
             finish(change)
-            dependency = _end(before)
+            dependency = _end(source_copy)
             if lane not in _FILES:
                 stream = self._streams[lane]
                 if dependency is not None:
@@ -249,8 +249,8 @@ class StreamLanes(HostTasks):
         if isinstance(copy, Future):
             self._recorded["wait"].append((self._program.storages[storage].name, begin, self.now()))
         else:
-            copies, at = copy
-            copies.waited.append(at)
+            copies, index = copy
+            copies.waited.append(index)
             copies.waits.append(begin)
 
     def ran(self, action: MemoryAction, begin: Any) -> None:
@@ -319,16 +319,16 @@ class StreamLanes(HostTasks):
                 for s, start, length, wait, waited in rows:
                     name = storages[s].name
                     spans.append(Span(lane, name, start / 1e3, length / 1e3, "copy"))
-                    at = Span("compute", f"wait {name}", wait / 1e3, waited / 1e3, "wait")
-                    spans.append(at)
+                    span = Span("compute", f"wait {name}", wait / 1e3, waited / 1e3, "wait")
+                    spans.append(span)
         for lane, s, begin, end in self._thread_copies:
             at_ms = (self._first_host if lane in _FILES else self._first).elapsed_time
             start, length = at_ms(begin) / 1e3, max(at_ms(end) - at_ms(begin), 0.0) / 1e3
-            total, known = copied[lane], storages[s]
-            num_bytes = total.num_bytes + known.num_bytes
+            total, copied_storage = copied[lane], storages[s]
+            num_bytes = total.num_bytes + copied_storage.num_bytes
             copied[lane] = Copied(total.count + 1, num_bytes, total.seconds + length)
             if self._trace:
-                spans.append(Span(lane, known.name, start, length, "copy"))
+                spans.append(Span(lane, copied_storage.name, start, length, "copy"))
         for kind, recorded in self._recorded.items():
             at_ms = (self._first_host if kind == HOST else self._first).elapsed_time
             lane, category, prefix = _LANES[kind]
