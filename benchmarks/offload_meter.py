@@ -161,7 +161,7 @@ def generate(family: str, dtype: torch.dtype) -> dict[str, dict[str, Any]]:
             assert device is not None
             found[name] = cell(device, arena, unmetered, lambda at=inputs: planned.run(at))
             if name == "prefill":
-                planned.go_on()
+                planned.enter_decode()
                 inputs = decode_inputs(model, 7, TOKENS, TOKENS + 16)
     finally:
         planned.close()

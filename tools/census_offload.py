@@ -106,7 +106,7 @@ def cell(name: str) -> dict[str, Any]:
     losses = [step(given[0])]
     with StorageWatch() as watch:
         for tensor in bits(model, optimizer).values():
-            watch.hold(tensor)
+            watch.track(tensor)
         losses.append(step(given[1]))
     losses += [step(ids) for ids in given[2:]]
     row: dict[str, Any] = {"plain_bytes": watch.peak_bytes}

@@ -207,7 +207,7 @@ def on_room_for_a_step_without_a_plan(knobs, folder):
     start = torch.emu.memory_allocated()
     with LruSpillMode(1 << 40, EMU) as all_of_it:
         training_step(*trainer("llama"), batch(0), clip_norm=0.5)
-    del all_of_it._known
+    del all_of_it._records
     room = LruSpillMode(all_of_it.peak_bytes // 2, EMU)
     torch.emu.synchronize()
     torch.emu.reset_peak_memory_stats()

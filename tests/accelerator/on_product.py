@@ -120,7 +120,7 @@ def own_loop(kind, budget):
         if budget is not None and at > 2:
             assert run.measured.device_bytes == run.plan.device_bytes
             most = run.measured.device_bytes
-            with run.lent(), torch.no_grad():
+            with run.materialized(), torch.no_grad():
                 plain(torch.ones(1, 64, device="emu"))
     return losses, most
 

@@ -62,8 +62,8 @@ def same_as_plain(folder, flash, steps=4):
             if number == 1:
                 lanes = {span.lane for span in measured.timeline.spans}
                 assert {"compute", "store", "prefetch"} <= lanes
-                first = dict(device.hardware.pool.made)
-        assert dict(device.hardware.pool.made) == first
+                first = dict(device.hardware.pool.buffers)
+        assert dict(device.hardware.pool.buffers) == first
     if steps == 4:
         for a, b in zip(
             (*net.weights, *net.momenta), (*reference.weights, *reference.momenta), strict=True
@@ -169,7 +169,7 @@ def on_a_full_device(knobs, folder):
     before = [t.cpu() for t in (*net.weights, *net.momenta)]
     assert plan.arena_bytes > sum(t.nbytes for t in (*net.weights, *net.momenta)) + 4096
     knobs.set_capacity(0, torch.emu.memory_allocated() + 4096, 0)
-    with pytest.raises(TierFull, match="no room for the arena"):
+    with pytest.raises(TierFull, match="arena of the plan does not fit"):
         PlannedDevice(step, plan, machine)
     knobs.set_capacity(0, 1 << 32, 0)
     for tensor, old in zip((*net.weights, *net.momenta), before, strict=True):
@@ -195,7 +195,7 @@ def on_state_that_moves_with_and_without_room(knobs, folder):
             start = torch.emu.memory_allocated()
             knobs.set_capacity(0, start + free, 0)
             torch.emu.reset_peak_memory_stats()
-            with device.lent():
+            with device.materialized():
                 assert all(w.isfinite().all() for w in net.weights)
             twice = torch.emu.max_memory_allocated() - start >= here
             assert twice == (free > here)

@@ -141,7 +141,7 @@ def test_a_finished_run_is_evaluated_and_exported_again_within_the_budget(place)
 
 
 def test_state_that_is_brought_to_the_device_is_seen(place, metered, monkeypatch):
-    monkeypatch.setattr(PlannedSteps, "streamed", lambda self: self._device.lent())
+    monkeypatch.setattr(PlannedSteps, "streamed", lambda self: self._device.materialized())
     with pytest.raises(TransferFailed, match="all of the state is on the device"):
         runs.train(place, place / "seen", f"offload.budget={BUDGET}", *SHORT)
 

@@ -16,7 +16,7 @@ from hyper_parallel.backends.torch.memory import (
 from hyper_parallel.backends.torch.memory import arena_state as held_state
 from hyper_parallel.backends.torch.memory.kernel_bytes import columns, in_pieces, piece_bytes
 from hyper_parallel.backends.torch.memory.operators import Call, View
-from hyper_parallel.backends.torch.memory.out_variants import into
+from hyper_parallel.backends.torch.memory.out_variants import out_variant
 from hyper_parallel.errors import MemoryPlanInvalid
 from hyper_parallel.memory import plan_memory, wrong_address
 from tests.torch_memory.test_parity import (
@@ -158,7 +158,7 @@ def test_every_operator_gives_the_same_bits_at_an_address(family):
     _, _, captured = captured_training(family, clip_norm=0.5)
     seen = set()
     for call in captured.calls:
-        bind = into(call)
+        bind = out_variant(call)
         if bind is None or "empty" in str(call.func):
             continue
         views = _views((call.args, call.kwargs))
@@ -168,17 +168,19 @@ def test_every_operator_gives_the_same_bits_at_an_address(family):
         seen.add(key)
         bases = {v.storage: _drawn(v, captured) for v in views}
         args, kwargs = torch.utils._pytree.tree_map_only(
-            View, lambda v, bases=bases: v.on(bases[v.storage]), (call.args, call.kwargs)
+            View, lambda v, bases=bases: v.as_tensor(bases[v.storage]), (call.args, call.kwargs)
         )
         expected = torch.utils._pytree.tree_flatten(call.func(*args, **kwargs))[0]
         outs = [
-            view.on(torch.full((_size(view, captured),), 77, dtype=torch.uint8).untyped_storage())
-            for _, view in call.made
+            view.as_tensor(
+                torch.full((_size(view, captured),), 77, dtype=torch.uint8).untyped_storage()
+            )
+            for _, view in call.results
         ]
         before = [(o.data_ptr(), o.shape, o.stride()) for o in outs]
         bind(args, kwargs, outs)()
         assert before == [(o.data_ptr(), o.shape, o.stride()) for o in outs], key
-        for (position, _), out in zip(call.made, outs, strict=True):
+        for (position, _), out in zip(call.results, outs, strict=True):
             assert expected[position].stride() == out.stride(), key
             assert torch.equal(expected[position].nan_to_num(7.0), out.nan_to_num(7.0)), key
     assert len(seen) > 50
@@ -218,9 +220,9 @@ def test_an_embeddings_gradient_in_pieces_has_the_same_bits(dtype, padding):
     assert [c for piece in pieces for c in piece] == list(range(width))
     assert len(pieces) > 1
     assert not columns(replace(call, args=(*call.args[:4], True)))
-    assert not columns(replace(call, room_bytes=made.num_bytes))
+    assert not columns(replace(call, reusable_bytes=made.num_bytes))
     room_bytes = made.num_bytes - 1
-    wider = columns(replace(call, room_bytes=room_bytes))
+    wider = columns(replace(call, reusable_bytes=room_bytes))
     assert len(wider[0]) > len(pieces[0])
     assert sum(piece_bytes(call, wider)) <= room_bytes
     out = torch.full((rows, width), 7.0, dtype=dtype)
@@ -257,7 +259,7 @@ def test_a_border_is_written_at_an_address(pad):
     made = View(1, given.dtype, expected.shape, expected.stride(), 0)
     views = (View(0, given.dtype, given.shape, given.stride(), 0), list(pad), -100)
     out = torch.full_like(expected, 7.0)
-    into(Call(op, views, {}, ((0, made),)))((given, *views[1:]), {}, [out])()
+    out_variant(Call(op, views, {}, ((0, made),)))((given, *views[1:]), {}, [out])()
     assert torch.equal(out, expected)
     crop = Call(op, (views[0], [0, -1]), {}, ((0, made),))
-    assert into(crop) is None
+    assert out_variant(crop) is None

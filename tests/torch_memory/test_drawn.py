@@ -146,7 +146,7 @@ def outcome(drawn: Drawn) -> str:
     plain: list[torch.Tensor] = []
     watch = StorageWatch()
     for tensor in (*net.parameters(), *net.buffers()):
-        watch.hold(tensor)
+        watch.track(tensor)
     try:
         # Nobody counts sparse tensors.
         with watch if "sparse table" not in drawn.parts else nullcontext():

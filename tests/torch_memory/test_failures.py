@@ -29,7 +29,7 @@ def test_a_file_that_was_changed_stops_the_step(tmp_path):
         data = bytearray(path.read_bytes())
         data[5] ^= 64
         path.write_bytes(data)
-        with pytest.raises(TransferFailed, match="does not hold what was written"):
+        with pytest.raises(TransferFailed, match="differs from the written data"):
             device.step(batch(3))
     assert not any("hyper-" in thread.name for thread in threading.enumerate())
 
@@ -38,7 +38,7 @@ def test_state_that_cannot_be_lent_does_not_pass_for_good(tmp_path):
     model, _, step = captured()
     device = opened(step, tmp_path)
     largest_file(tmp_path).write_bytes(b"short")
-    with pytest.raises(TransferFailed, match="wrong size"), device.lent():
+    with pytest.raises(TransferFailed, match="wrong size"), device.materialized():
         pass
     with pytest.raises(StepChanged):
         device.step(batch(2))
@@ -80,7 +80,7 @@ def test_state_that_cannot_be_moved_stays_where_it_was(tmp_path, monkeypatch):
         return real(path, *options, **named)
 
     monkeypatch.setattr(Path, "open", full)
-    with pytest.raises(TransferFailed, match="No space left"), device.lent():
+    with pytest.raises(TransferFailed, match="No space left"), device.materialized():
         pass
     with pytest.raises(StepChanged):
         device.step(batch(2))
@@ -105,14 +105,14 @@ def test_an_interrupted_step_leaves_no_state_that_passes_for_good(monkeypatch, c
         return act
 
     monkeypatch.setattr(BoundActions, "bound", interrupted)
-    with device.lent():  # its actions are bound anew
+    with device.materialized():  # its actions are bound anew
         pass
     with pytest.raises(KeyboardInterrupt):
         device.step(batch(2))
     monkeypatch.undo()
     with pytest.raises(StepChanged):
         device.step(batch(2))
-    with pytest.raises(StepChanged), device.lent():
+    with pytest.raises(StepChanged), device.materialized():
         pass
     device.close()
     device.close()

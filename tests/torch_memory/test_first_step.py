@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from hyper_parallel.backends.torch.memory.first_step import ULPS, StepOutcome, near, sample
+from hyper_parallel.backends.torch.memory.first_step import ULPS, StepOutcome, is_close, sample
 
 pytestmark = pytest.mark.torch
 
@@ -19,17 +19,17 @@ def test_a_few_units_in_the_last_place_are_rounding_and_more_is_not(dtype):
     close, far = plain.double(), plain.double()
     close[::7] += 0.9 * ULPS * unit
     far[::7] += 1.5 * ULPS * unit
-    assert near(sample(close), sample(plain), dtype)
-    assert not near(sample(far), sample(plain), dtype)
-    assert near(sample(plain), sample(plain), dtype)
+    assert is_close(sample(close), sample(plain), dtype)
+    assert not is_close(sample(far), sample(plain), dtype)
+    assert is_close(sample(plain), sample(plain), dtype)
 
 
 def test_counters_and_missing_numbers_are_never_near():
     steps = torch.tensor(3)
-    assert near(sample(steps), sample(steps), steps.dtype)
-    assert not near(sample(steps + 1), sample(steps), steps.dtype)
+    assert is_close(sample(steps), sample(steps), steps.dtype)
+    assert not is_close(sample(steps + 1), sample(steps), steps.dtype)
     broken = torch.tensor([1.0, float("nan")])
-    assert not near(sample(broken), sample(torch.ones(2)), broken.dtype)
+    assert not is_close(sample(broken), sample(torch.ones(2)), broken.dtype)
 
 
 def test_a_large_tensor_is_sampled_over_its_whole_length():

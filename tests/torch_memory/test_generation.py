@@ -12,7 +12,7 @@ from hyper_parallel.backends.torch.memory.generation import (
     PlannedGeneration,
     PlannedSlots,
 )
-from hyper_parallel.backends.torch.memory.plan_transition import Way
+from hyper_parallel.backends.torch.memory.plan_transition import RelocationPlan
 from hyper_parallel.backends.torch.static_cache import GrowingSteps, StaticSteps
 from hyper_parallel.errors import BudgetImpossible, CaptureUnsupported, TierFull
 from hyper_parallel.memory import Channel, MemoryMachine, Roofline
@@ -157,7 +157,7 @@ def test_the_way_to_the_decode_plan_is_predicted():
         assert steps.use.measured_bytes == steps.use.predicted_bytes
         first, second = steps._plans
         made = Counter(first.replayed.host_buffers) | Counter(second.replayed.host_buffers)
-        more += Way(first, second, made).buffers != made
+        more += RelocationPlan(first, second, made).buffers != made
     assert more
 
 

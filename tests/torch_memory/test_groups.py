@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hyper_parallel.backends.torch.memory import PlannedDevice, record
-from hyper_parallel.backends.torch.memory.operators import finished, tensors_in
+from hyper_parallel.backends.torch.memory.operators import tensors_in, wait_finished
 from hyper_parallel.backends.torch.memory.prepared_plan import Prepared
 from hyper_parallel.errors import CaptureUnsupported
 from hyper_parallel.ir import Strategy
@@ -56,7 +56,7 @@ class Late(dist.Work):
         self._run = run
 
     def wait(self, timeout=None):
-        finished(self._run())
+        wait_finished(self._run())
         return True
 
 

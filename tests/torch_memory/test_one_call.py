@@ -92,7 +92,7 @@ def test_a_scheduler_changes_the_rate_and_an_evaluation_sees_the_weights() -> No
             found.append(float(called(batch(i), scale=torch.tensor(1.0))["loss"]))
             schedule.step()
             if offloaded:
-                with called.lent(), torch.no_grad():
+                with called.materialized(), torch.no_grad():
                     found.append(float(model.eval()(batch(9)["rows"]).sum()))
                     model.train()
             else:

@@ -208,9 +208,9 @@ def test_all_of_them_are_empty_between_steps() -> None:
         for _ in range(3):
             planned(torch.ones(16, 32))
         for use in (lambda: judge(torch.ones(1, 32)), made.state_dict, second.state_dict):
-            with pytest.raises(StepChanged, match="holds the bytes"):
+            with pytest.raises(StepChanged, match="owns the bytes"):
                 use()
-        with planned.lent():
+        with planned.materialized():
             assert made(torch.ones(1, 32)).isfinite().all()
     second.param_groups[0]["eps"] = 1.0
     with pytest.raises(StepChanged, match="eps of parameter group 0"):

@@ -86,7 +86,7 @@ def train(kind: str, budget: int | None) -> tuple[list[float], list[torch.Tensor
         if budget is None or at < 3:
             continue
         most = max(most, run.measured.device_bytes if run.measured else 0)
-        with run.lent(), torch.no_grad():
+        with run.materialized(), torch.no_grad():
             inner(batch[0])
     if budget is not None:
         run.close()

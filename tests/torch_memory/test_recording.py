@@ -59,7 +59,7 @@ def test_a_refilled_storage_is_a_fresh_allocation_each_time():
     x = torch.arange(1000.0)
     with LruSpillMode(None, torch.device("cpu")) as spill:
         refilling_step(x, room)
-        empty = spill.emptied
+        empty = spill.emptied_storages
     inputs = {"x": x.clone()}
     recorder = StepCapture(
         {"x": (inputs["x"], "input")}, training=False, alignment_bytes=1, empty=empty
@@ -86,7 +86,7 @@ def test_bytes_are_counted_as_a_recorded_program_counts_them():
     data = {"input_ids": tokens(0), "labels": tokens(0)}
     watch, recorder = StorageWatch(), Recorder()
     for name, parameter in model.named_parameters():
-        watch.hold(parameter)
+        watch.track(parameter)
         recorder.name(parameter, name, "weight")
     with watch, recorder:
         training_step(model, optimizer, data)
@@ -159,7 +159,7 @@ def test_state_is_real_while_it_is_lent_and_changes_stay(tmp_path):
     plan = plan_memory(ROOFLINE.annotate(captured.program), machine, budget_bytes=500_000)
     with PlannedDevice(captured, plan, machine, flash=tmp_path) as device:
         assert all(not p.untyped_storage().nbytes() for p in model.parameters())
-        with device.lent():
+        with device.materialized():
             assert not list(tmp_path.iterdir())
             assert not any(live for _, live in device.hardware.live)
             for mine, other in zip(model.parameters(), reference.parameters(), strict=True):

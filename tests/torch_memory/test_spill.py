@@ -106,13 +106,13 @@ def test_pool_buffers_come_back_and_fill_powers_of_two():
     wanted = {1024: 7, 4096: 3, 512: 5}
     pool.reserve(Counter(wanted))
     total = sum(size * count for size, count in wanted.items())
-    assert total <= pool.held_bytes <= 1.25 * total
+    assert total <= pool.reserved_bytes <= 1.25 * total
     held = [pool.take(size) for size, count in wanted.items() for _ in range(count)]
     spans = sorted((b.data_ptr(), b.data_ptr() + b.nbytes()) for b in held)
     assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
-    before = pool.held_bytes
-    pool.reserve(pool.made)
-    assert pool.held_bytes == before
+    before = pool.reserved_bytes
+    pool.reserve(pool.buffers)
+    assert pool.reserved_bytes == before
 
 
 def test_lists_are_cut_and_results_fit_as_well():
@@ -122,14 +122,14 @@ def test_lists_are_cut_and_results_fit_as_well():
         training_step(reference, reference_optimizer, batch(0), clip_norm=0.5)
     limit = 4 * max(p.nbytes for p in reference.parameters()) + 4096
     assert all_of_it.peak_bytes > 4 * limit
-    with LruSpillMode(limit, CPU, stays_away=True) as room:
+    with LruSpillMode(limit, CPU, keep_offloaded=True) as room:
         mine, optimizer = made()
         training_step(mine, optimizer, batch(0), clip_norm=0.5)
     assert room.peak_bytes <= limit
     for a, b in zip(mine.parameters(), reference.parameters(), strict=True):
-        assert torch.equal(room.at_home(a), b)
+        assert torch.equal(room.on_current_tier(a), b)
         for key, value in optimizer.state[a].items():
-            assert torch.equal(room.at_home(value), reference_optimizer.state[b][key])
+            assert torch.equal(room.on_current_tier(value), reference_optimizer.state[b][key])
 
 
 def test_bytes_that_lie_elsewhere_come_and_go():
@@ -142,10 +142,10 @@ def test_bytes_that_lie_elsewhere_come_and_go():
         reads.append(1)
         return homes[2]
 
-    room = LruSpillMode(8000, CPU, stays_away=True)
+    room = LruSpillMode(8000, CPU, keep_offloaded=True)
     for x, home in zip(xs, (*homes[:2], read), strict=True):
         x.untyped_storage().resize_(0)
-        room.hold(x.untyped_storage(), 4000, home)
+        room.track_offloaded(x.untyped_storage(), 4000, home)
     with room:
         sums = [float(x.sum()) for x in (*xs, *xs)]
         xs[1].add_(1)
@@ -153,9 +153,9 @@ def test_bytes_that_lie_elsewhere_come_and_go():
     assert sums == [0.0, 1000.0, 2000.0] * 2
     assert len(reads) == 2
     assert room.peak_bytes <= 8000
-    assert float(room.at_home(xs[1])[0]) == 2.0
-    room.at_home(xs[0], write=True).fill_(7.0)
-    taken = [room.take(x.untyped_storage()) for x in xs]
+    assert float(room.on_current_tier(xs[1])[0]) == 2.0
+    room.on_current_tier(xs[0], write=True).fill_(7.0)
+    taken = [room.pop_content(x.untyped_storage()) for x in xs]
     assert taken[2] is read
     values = [torch.empty(0).set_(t() if callable(t) else t, 0, (1000,), (1,))[0] for t in taken]
     assert [float(v) for v in values] == [7.0, 2.0, 2.0]
@@ -173,6 +173,6 @@ def test_what_its_owner_empties_and_refills_stays():
             assert tensor.untyped_storage().nbytes() == 4000
             assert float(tensor[0]) == value
             tensor.untyped_storage().resize_(0)
-        (ref,) = room.emptied
+        (ref,) = room.emptied_storages
     assert ref() is tensor.untyped_storage()
     assert len(others) == 4

@@ -10,7 +10,7 @@ import torch
 from hyper_parallel.backends.torch.memory import DeviceApi, FileTier, PlannedDevice, record
 from hyper_parallel.backends.torch.memory import arena_state as held_state
 from hyper_parallel.backends.torch.memory import streams as streams
-from hyper_parallel.backends.torch.memory.arena_state import HeldState
+from hyper_parallel.backends.torch.memory.arena_state import ArenaState
 from hyper_parallel.backends.torch.memory.hardware import Hardware
 from hyper_parallel.errors import TransferFailed
 from hyper_parallel.memory import Channel, MemoryMachine, Roofline, plan_memory, wrong_address
@@ -114,8 +114,8 @@ def test_streams_give_the_bits_and_the_predicted_peaks(tmp_path, flash):
             if number == 1:
                 lanes = {span.lane for span in measured.timeline.spans}
                 assert {"compute", "store", "prefetch"} <= lanes
-                made_at_first = dict(device.hardware.pool.made)
-        assert dict(device.hardware.pool.made) == made_at_first  # no step allocates DRAM
+                made_at_first = dict(device.hardware.pool.buffers)
+        assert dict(device.hardware.pool.buffers) == made_at_first  # no step allocates DRAM
     for a, b in zip(
         (*net.weights, *net.momenta), (*reference.weights, *reference.momenta), strict=True
     ):
@@ -143,19 +143,19 @@ def ordered(folder, monkeypatch, flash, drop=None, anywhere=True, plan=None, hos
         order.access(source, False, "file write")
         write(self, storage, source)
 
-    in_dram, enter, leave = Hardware.in_dram, HeldState.enter, HeldState.leave
+    in_dram, enter, leave = Hardware.in_dram, ArenaState.enter, ArenaState.leave
 
     def entering(self, storage, base):
         enter(self, storage, order.allocated(base))
 
     def leaving(self, storage):
-        order.given_back(self.on["device"][storage])
+        order.given_back(self.storages["device"][storage])
         leave(self, storage)
 
     with monkeypatch.context() as patch:
         if anywhere:
-            patch.setattr(HeldState, "enter", entering)
-            patch.setattr(HeldState, "leave", leaving)
+            patch.setattr(ArenaState, "enter", entering)
+            patch.setattr(ArenaState, "leave", leaving)
         if plan is not None:
             patch.setattr(held_state, "wrong_address", lambda _: None)
         patch.setattr(Hardware, "in_dram", lambda *a: order.allocated(in_dram(*a)))

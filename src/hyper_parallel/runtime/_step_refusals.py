@@ -54,7 +54,7 @@ def refuse_reads(captured: Captured, optimizers: Sequence[torch.optim.Optimizer]
     that depend on the batch are accepted, because they may repeat.
     """
     program = captured.program
-    varies = {*captured.given, *captured.changed}
+    varies = {*captured.input_storages, *captured.written_state}
     for call, operator in zip(captured.calls, program.operators, strict=True):
         read = [s for s in operator.reads if s in varies]
         varies.update((*operator.allocs, *operator.writes) if read or operator.ordered else ())
@@ -92,7 +92,7 @@ def refuse_schedule(
         for group in optimizer.param_groups
         if isinstance(group["lr"], torch.Tensor)
     }
-    changed = {captured.state[s].untyped_storage()._cdata for s in captured.changed}
+    changed = {captured.state[s].untyped_storage()._cdata for s in captured.written_state}
     if schedulers_of(step) and not rates.isdisjoint(changed):
         raise CaptureUnsupported(
             "a scheduler changes the learning rate inside of the step",

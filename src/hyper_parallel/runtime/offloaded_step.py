@@ -137,7 +137,8 @@ class OffloadedStep:
     """Training step under a memory plan, created by `offload`; called like the step.
 
     Between steps, model and optimizer hold no values. Code that reads or changes them (an evaluation, a checkpoint)
-    must run inside `with step.lent():`. Each new input shape is recorded and planned, at most `MOST_SHAPES` of them.
+    must run inside `with step.materialized():`. Each new input shape is recorded and planned, at most `MOST_SHAPES` of
+    them.
 
     Attributes:
         plan: The running memory plan; None before the third call.
@@ -199,7 +200,9 @@ class OffloadedStep:
             # On a CPU the mode moves nothing.
             with spill_mode(self._compute_device, owned=self._owned) as mode:
                 result = self._step(*args, **kwargs)
-                self._empty = mode.emptied  # storages freed by FSDP, which allocates them again
+                self._empty = (
+                    mode.emptied_storages
+                )  # storages freed by FSDP, which allocates them again
             return result
         if key not in self._planned:
             return self._recorded(key, leaves, tensors)
@@ -285,12 +288,12 @@ class OffloadedStep:
         )
 
     @contextmanager
-    def lent(self) -> Iterator[None]:
+    def materialized(self) -> Iterator[None]:
         """Restore the values of model and optimizer for the duration of this context, between steps."""
         if self._device is None:
             yield
         else:
-            with self._device[1].lent():
+            with self._device[1].materialized():
                 yield
 
     def close(self) -> None:

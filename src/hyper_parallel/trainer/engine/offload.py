@@ -29,8 +29,8 @@ from hyper_parallel.backends.torch.memory import (
     Captured,
     LruSpillMode,
     Measured,
-    PlainStep,
     PlannedDevice,
+    ReferenceStep,
     StepCapture,
     StepOutcome,
     model_state,
@@ -120,7 +120,7 @@ class PlannedSteps:
         self.timelines: tuple[Timeline, Timeline] | None = None
         self._replans = self._outside_bytes = 0
         self._warned = False
-        self._expected: PlainStep | None = None
+        self._expected: ReferenceStep | None = None
 
     # -- before the first step -----------------------------------------------------------------
 
@@ -142,11 +142,17 @@ class PlannedSteps:
         for line in self._assumed.notes:
             self._note(line)
         self._spill.require(largest_update_bytes(self._model, self._optimizer))
+<<<<<<< HEAD
         plain, empty = self._run_and_roll_back(first)
         # Kernels of an accelerator may reduce in a different order every time.
         self._expected = PlainStep(
             plain, None if self._on_cpu else self._run_and_roll_back(first)[0]
         )
+=======
+        plain, empty = self._rehearsed(first)
+        # Kernels of an accelerator may add in another order every time.
+        self._expected = ReferenceStep(plain, None if self._on_cpu else self._rehearsed(first)[0])
+>>>>>>> r-tmem
         if spread := self._expected.spread:
             self._say(
                 f"offload: two eager steps differ by {spread['loss']:.1e} in the loss, because some kernels are not "
@@ -176,9 +182,9 @@ class PlannedSteps:
         with self._rollback():
             with self._spill:
                 outputs = self._loop.planned_step(inputs)
-            outputs = tree_map_only(Tensor, self._spill.at_home, outputs)
-            state = {name: self._spill.at_home(t) for name, t in self._state().items()}
-            return StepOutcome.of(outputs, state), self._spill.emptied
+            outputs = tree_map_only(Tensor, self._spill.on_current_tier, outputs)
+            state = {name: self._spill.on_current_tier(t) for name, t in self._state().items()}
+            return StepOutcome.of(outputs, state), self._spill.emptied_storages
 
     def _record_outside_peak(self, activity: str) -> None:
         """Record the peak of device memory outside of planned steps; HP402 if `activity` exceeded the budget."""
@@ -192,8 +198,13 @@ class PlannedSteps:
     def _rollback(self) -> Iterator[None]:
         """Roll back all changes of a step at the end of the context."""
         self._reshard()
+<<<<<<< HEAD
         # In host memory, as the device may lack memory for a second copy.
         home = self._spill.at_home
+=======
+        # In host memory: the device may have no room for a second copy.
+        home = self._spill.on_current_tier
+>>>>>>> r-tmem
         before = {name: home(t).to("cpu", copy=True) for name, t in self._state().items()}
         is_new = not self._optimizer.state
         devices = [] if self._on_cpu else [self._torch_device]
@@ -225,7 +236,11 @@ class PlannedSteps:
             **optimizer_state(self._model, self._optimizer),
         }
         recorder: Any = StepCapture(
-            named, training=True, alignment_bytes=512, empty=empty, bring=self._spill.bring
+            named,
+            training=True,
+            alignment_bytes=512,
+            empty=empty,
+            make_resident=self._spill.make_resident,
         )
 
         def begin(piece: str) -> None:
@@ -266,7 +281,11 @@ class PlannedSteps:
             expected=self._expected,
             spill=self._spill,
         )
+<<<<<<< HEAD
         self._spill.bring_back()  # tensors that are not state
+=======
+        self._spill.restore_all()  # what is no state
+>>>>>>> r-tmem
         self._expected = None
         self._traced = False
 
@@ -356,8 +375,13 @@ class PlannedSteps:
         except HyperParallelError as error:
             self._say(f"offload: waits are longer than planned, and no new plan fits: {error.what}")
             return False
+<<<<<<< HEAD
         previous = self._device
         previous.state.lend(self._spill)
+=======
+        before = self._device
+        before.state.materialize_on_use(self._spill)
+>>>>>>> r-tmem
         self.plan = plan
         self._open_device()
         previous.state.end()
@@ -370,23 +394,34 @@ class PlannedSteps:
         Raises:
             BudgetImpossible: HP402 when the budget does not suffice.
         """
-        with self._device.lent(self._spill), self._spill:
+        with self._device.materialized(self._spill), self._spill:
             yield
+<<<<<<< HEAD
             self._reshard()  # parameters gathered by an evaluation
         self._spill.bring_back()
         self._record_outside_peak("an evaluation")
+=======
+            self._reshard()  # what an evaluation has gathered
+        self._spill.restore_all()
+        self._count("an evaluation")
+>>>>>>> r-tmem
 
     def at_home(self, tensor: Tensor) -> Tensor:
         """Return a tensor of model or optimizer on its home tier, between steps or after the last one."""
         if self._device.state.arena is None:
-            return self._spill.at_home(tensor)
+            return self._spill.on_current_tier(tensor)
         live = self._device.hardware.gauge.live_bytes
         self._outside_bytes = max(self._outside_bytes, live)
-        return self._device.state.at_home(tensor)
+        return self._device.state.on_home_tier(tensor)
 
     def finish(self) -> None:
+<<<<<<< HEAD
         """Release the device after the last step; the state stays on its tiers."""
         self._device.state.lend(self._spill)
+=======
+        """After the last step: the device is free, and the state stays where it is."""
+        self._device.state.materialize_on_use(self._spill)
+>>>>>>> r-tmem
 
     def close(self) -> None:
         """Release all resources."""

@@ -209,7 +209,7 @@ class MemoryGauge:
             self._steps += 1
             watch = self._watch = StorageWatch(sample=self._sample)
             for tensor in self.state():
-                watch.hold(local(tensor))
+                watch.track(local(tensor))
             with watch:
                 yield
             self._counted, self._watch = self.peak_bytes(), None

@@ -127,7 +127,7 @@ class TorchEngine:
             # Until there is a plan, model and optimizer share its budget and spill to host memory.
             self._assumed = OffloadMachine.of(self._recipe, job.plan, world.device)
             budget = self._assumed.budget_bytes
-            self._spill = spill_mode(world.device, budget, stays_away=True)
+            self._spill = spill_mode(world.device, budget, keep_offloaded=True)
         with self._spill or nullcontext():
             self._model = self._make_model()
         self._stream = rank_seed(self._model, training.seed)

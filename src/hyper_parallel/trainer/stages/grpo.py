@@ -182,7 +182,7 @@ class GrpoStage:
         if self._reference_weights is not None:
             with self._reference_weights.weights():
                 batch["reference_logprobs"] = self._logprobs(batch, size)
-        elif self.settings.samplers_refer:
+        elif self.settings.reference_on_samplers:
             batch["reference_logprobs"] = completions.reference_logprobs
         return _split_batch(batch, size), int(tokens)
 

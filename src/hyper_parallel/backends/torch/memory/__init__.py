@@ -1,6 +1,6 @@
-"""Memory on torch: record a step as a program over storages, run a memory plan on a counted device.
+"""Memory planning on torch: recording of a step as a program over storages, and execution of memory plans.
 
-`memory.generation` has the steps of generation; it is not imported here because it needs transformers.
+`memory.generation` contains planned generation; it is not imported here because it needs transformers.
 """
 
 from hyper_parallel.backends.torch.memory._capture import StepCapture
@@ -32,7 +32,7 @@ from hyper_parallel.backends.torch.memory._views import (
     peak_of,
 )
 from hyper_parallel.backends.torch.memory._workspace import cpu_workspace, device_workspace
-from hyper_parallel.backends.torch.memory.first_step import ULPS, PlainStep, StepOutcome
+from hyper_parallel.backends.torch.memory.first_step import ULPS, ReferenceStep, StepOutcome
 from hyper_parallel.backends.torch.memory.operators import Call, View
 from hyper_parallel.backends.torch.memory.streams import DeviceApi
 
@@ -49,10 +49,10 @@ __all__ = [
     "Measured",
     "Meter",
     "Peak",
-    "PlainStep",
     "PlannedDevice",
     "Recorder",
     "Recording",
+    "ReferenceStep",
     "StepCapture",
     "StepOutcome",
     "StorageWatch",

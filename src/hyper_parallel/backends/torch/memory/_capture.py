@@ -1,9 +1,9 @@
-"""Capture of a step: every operator at storage level, with what it takes to run it again.
+"""Capture of a step: every operator at storage level, as a call that can be replayed.
 
-Works on real and on fake tensors, with graph breaks, autograd and the optimizer included, because it sits below all of
-them. A view is recorded as an address; only operators that make or change bytes become part of the program. Of a
-DTensor the operators on its local part are recorded. A storage that its owner resizes (FSDP frees and refills gathered
-parameters that way) ends there and comes back as a fresh allocation.
+Capture works on real and on fake tensors. It includes graph breaks, autograd and the optimizer, because it sits below
+all of them. A view is recorded as an address. Only operators that allocate or write bytes become part of the program.
+For a DTensor, the operators on its local shard are recorded. When its owner resizes a storage (FSDP frees and refills
+gathered parameters that way), the recorded storage ends and a fresh allocation begins.
 """
 
 from __future__ import annotations
@@ -28,32 +28,32 @@ from hyper_parallel.backends.torch.memory._captured import (
     as_view,
     refuse_layouts,
     refuse_leaks,
-    resizes,
+    resize_error,
     storages_in,
     views_in,
     where_it_runs,
 )
 from hyper_parallel.backends.torch.memory._collectives import (
-    ASIDE,
+    SYNCHRONISATION_OPS,
     Message,
+    coalesce,
     refuse_unplaced,
-    together,
 )
 from hyper_parallel.backends.torch.memory._operator_mode import OperatorMode
 from hyper_parallel.backends.torch.memory._traffic import group_of, sent_bytes
-from hyper_parallel.backends.torch.memory._unseen import Unseen
+from hyper_parallel.backends.torch.memory._untracked_effects import UntrackedEffects
 from hyper_parallel.backends.torch.memory.kernel_bytes import (
     Timed,
-    beside,
     kernel_seconds,
-    of_piece,
-    run,
+    piece_workspace,
+    run_measured,
+    staged_result_bytes,
 )
 from hyper_parallel.backends.torch.memory.operators import (
     VIEWS,
-    Arrived,
     Call,
-    Numbers,
+    HostConstant,
+    SendsComplete,
     View,
     count_flops,
     draws,
@@ -69,22 +69,22 @@ from hyper_parallel.errors import CaptureUnsupported
 from hyper_parallel.ir import MemoryProgram, Operator, Phase, StorageKind
 
 ADDRESS_BYTES = 64
-"""Where a storage begins, as torch's CPU allocator has it: some kernels add in another order elsewhere."""
+"""Alignment of torch's CPU allocator; at other addresses some kernels sum in another order."""
 _DEVICE = torch.ops.prim.device.default
 
 
 class StepCapture:
-    """Records the operators inside its context so that they can run again.
+    """Context that records operators as replayable calls.
 
     Args:
-        named: Tensors that exist before the step, with what they hold.
+        named: Tensors that exist before the step, with the kind of their content.
         training: Phases are forward, backward (inside autograd), optimizer (after it); else all is inference.
         alignment_bytes: Rounding of every allocation.
         empty: Storages that are empty now and that the step refills; see `LruSpillMode.emptied`.
-        bring: Brings a tensor's bytes to the device, where they are looked at; see `LruSpillMode`.
+        make_resident: Makes a tensor resident before its bytes are read; see `LruSpillMode`.
 
     Attributes:
-        part: Phase of what runs now, for a step that knows it; None: as autograd shows.
+        part: Current phase, set by a step that knows it; None: inferred from autograd.
     """
 
     def __init__(
@@ -94,15 +94,15 @@ class StepCapture:
         training: bool,
         alignment_bytes: int,
         empty: Sequence[weakref.ref[Any]] = (),
-        bring: Callable[[torch.Tensor], None] = lambda tensor: None,
+        make_resident: Callable[[torch.Tensor], None] = lambda tensor: None,
     ) -> None:
         self._mode = OperatorMode(self._operator)
         self.storages = Storages(alignment_bytes)
         self._entries = self.storages.entries
-        self._unseen, self._bring = Unseen(self.storages), bring
+        self._untracked, self._make_resident = UntrackedEffects(self.storages), make_resident
         self._operators: list[Operator] = []
         self._calls: list[Call] = []
-        self._beside_bytes = 0  # most of an operator until now
+        self._staging_bytes = 0  # most of an operator until now
         self._timed: list[Timed] = []
         self._state: dict[int, torch.Tensor] = {}
         self.part: Phase | None = None
@@ -110,7 +110,7 @@ class StepCapture:
         self._empty = {base._cdata: ref for ref in empty if (base := ref()) is not None}
         # Issued together, not yet recorded.
         self._messages: list[Message] = []
-        self._sent: list[View] = []  # on their way, alone
+        self._single_sends: list[View] = []  # on their way, alone
         self._training = training
         self._alignment = alignment_bytes
         self._seen_backward = False
@@ -124,39 +124,39 @@ class StepCapture:
     def view(
         self, tensor: torch.Tensor, name: str = "constant", kind: StorageKind = "input"
     ) -> View:
-        """The tensor as a view; an unknown storage is taken in as state of the step."""
-        self._bring(tensor)
-        known = self._find(tensor)
+        """Return the tensor as a view; an unknown storage becomes state of the step."""
+        self._make_resident(tensor)
+        storage = self._find(tensor)
         base = tensor.untyped_storage()
         empty = self._empty.get(base._cdata)
-        if (known is not None and self._entries[known].num_bytes != base.nbytes()) or (
-            known is None and empty is not None and empty() is base
+        if (storage is not None and self._entries[storage].num_bytes != base.nbytes()) or (
+            storage is None and empty is not None and empty() is base
         ):
-            known = self._refilled(tensor, known)
-        if known is None and self._mode.fake is not None and not isinstance(tensor, FakeTensor):
-            known = self._numbers(tensor)
-        if known is None:
-            known = self.storages.add(tensor, Entry(name, 0, kind, True, True))
-            # Holding the tensor keeps the bytes (and their identity) for the program's whole life.
-            self._state[known] = tensor.detach()
+            storage = self._record_refill(tensor, storage)
+        if storage is None and self._mode.fake is not None and not isinstance(tensor, FakeTensor):
+            storage = self._record_constant(tensor)
+        if storage is None:
+            storage = self.storages.add(tensor, Entry(name, 0, kind, True, True))
+            # The reference keeps the bytes (and their identity) alive as long as the program.
+            self._state[storage] = tensor.detach()
             if self._mode.fake is None and not isinstance(tensor, FakeTensor):
-                self._unseen.meet(known, base)
-            self._owners[id(tensor)] = known, tensor
-        return as_view(tensor, known)
+                self._untracked.register_state(storage, base)
+            self._owners[id(tensor)] = storage, tensor
+        return as_view(tensor, storage)
 
     def _is_known(self, tensor: torch.Tensor) -> bool:
-        known, base = self._find(tensor), tensor.untyped_storage()
-        return known is not None and self._entries[known].num_bytes == base.nbytes()
+        storage, base = self._find(tensor), tensor.untyped_storage()
+        return storage is not None and self._entries[storage].num_bytes == base.nbytes()
 
-    def _refilled(self, tensor: torch.Tensor, before: int | None) -> int:
-        """A storage that its owner has resized: the old one has ended, an allocation makes the new one."""
-        if before is not None and self._entries[before].at_start:
-            raise resizes(self._entries[before].name)
+    def _record_refill(self, tensor: torch.Tensor, former: int | None) -> int:
+        """Record an allocation for a storage that its owner has resized; the former storage ends."""
+        if former is not None and self._entries[former].at_start:
+            raise resize_error(self._entries[former].name)
         num_bytes = tensor.untyped_storage().nbytes()
         index = self.storages.add(tensor, Entry("refilled", 0, "scratch"), watch=True)
         base = tensor.untyped_storage()
         self._empty[base._cdata] = weakref.ref(base)
-        self._keep(
+        self._append(
             Operator("empty", allocs=(index,), phase=self.phase),
             Call(
                 torch.ops.aten.empty.memory_format,
@@ -167,13 +167,15 @@ class StepCapture:
         )
         return index
 
-    def _numbers(self, tensor: torch.Tensor) -> int:
-        """A tensor with values in a step without, as `x[..., [-1]]` makes: an operator gives them every time."""
+    def _record_constant(self, tensor: torch.Tensor) -> int:
+        """Record a tensor with values in a fake step, such as the index of `x[..., [-1]]`, as a constant operator."""
         index = self.storages.add(tensor, Entry("numbers", 0, "scratch"))
         view = View(index, torch.uint8, (tensor.untyped_storage().nbytes(),), (1,), 0)
         with unset_fake_temporarily():
-            call = Call(Numbers(view.on(tensor.untyped_storage()).clone()), (), {}, ((0, view),))
-        self._keep(Operator("numbers", allocs=(index,), phase=self.phase), call)
+            call = Call(
+                HostConstant(view.as_tensor(tensor.untyped_storage()).clone()), (), {}, ((0, view),)
+            )
+        self._append(Operator("numbers", allocs=(index,), phase=self.phase), call)
         return index
 
     def _find(self, tensor: torch.Tensor) -> int | None:
@@ -181,14 +183,14 @@ class StepCapture:
         return self.storages.find(tensor)
 
     def mark(self, tensor: torch.Tensor, kind: StorageKind) -> None:
-        """Say what a storage made inside the step holds."""
+        """Set the kind of a storage that was allocated inside the step."""
         index = self._find(tensor)
         if index is not None:
             self._entries[index].kind = kind
 
     @property
     def phase(self) -> Phase:
-        """Part of the step that is running now."""
+        """Phase of the step that is running now."""
         if not self._training:
             return "inference"
         if self.part is not None:
@@ -199,9 +201,9 @@ class StepCapture:
         return "optimizer" if self._seen_backward else "forward"
 
     def _operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if func.namespace == "profiler" or func._opname in ASIDE:
+        if func.namespace == "profiler" or func._opname in SYNCHRONISATION_OPS:
             return func(*args, **kwargs)
-        # What its owner has emptied is forgotten before it may come back with the same size.
+        # A storage that its owner has emptied ends before the owner can refill it to the same size.
         self.storages.end_resized()
         if func is _DEVICE or (func in VIEWS and self._is_known(args[0])):
             self._end_messages()
@@ -211,9 +213,9 @@ class StepCapture:
         if not batched:
             self._end_messages()
         if self.phase == "optimizer":
-            self._end_sent()
+            self._end_sends()
         leaves = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, torch.Tensor)]
-        self._unseen.use(leaves)
+        self._untracked.check_operands(leaves)
         views = tree_map_only(torch.Tensor, self.view, (args, kwargs))
         written = written_leaves(func, args, kwargs)
         if self._mode.fake is not None and not all(isinstance(t, FakeTensor) for t in written):
@@ -221,10 +223,10 @@ class StepCapture:
                 f"`{func}` changes a tensor that the model keeps outside of its parameters and buffers",
                 hint="register it with `register_buffer`",
             )
-        before = [t.untyped_storage().nbytes() for t in written]
+        sizes_before = [t.untyped_storage().nbytes() for t in written]
         try:
-            with self._unseen.inside(func, leaves, written) as seen:
-                out, taken, events = run(func, args, kwargs, leaves)
+            with self._untracked.observe(func, leaves, written) as effects:
+                out, workspace, events = run_measured(func, args, kwargs, leaves)
         except DataDependentOutputException as error:
             raise CaptureUnsupported(
                 f"the step reads a tensor's value at `{func}`, and fake tensors have no values",
@@ -233,16 +235,16 @@ class StepCapture:
         if func.namespace == "c10d" and not message:
             out = without_work(out)
         if message and not written and not batched:
-            self._sent += views_in(views)
+            self._single_sends += views_in(views)
         if batched:
             writes = tuple(s for t in written if (s := self._find(t)) is not None)
-            self._unseen.fill(func, (), writes, ())
+            self._untracked.after_operator(func, (), writes, ())
             self._messages.append((func, views[0], writes))
             return out
-        if [t.untyped_storage().nbytes() for t in written] != before:
-            raise resizes(str(func))
+        if [t.untyped_storage().nbytes() for t in written] != sizes_before:
+            raise resize_error(str(func))
         first = len(self._operators)
-        self._record(func, leaves, args, kwargs, views, written, out, taken, seen.drew)
+        self._record(func, leaves, args, kwargs, views, written, out, workspace, effects.drew)
         if events is not None and len(self._operators) > first:
             self._timed.append((range(first, len(self._operators)), events))
         return out
@@ -256,49 +258,50 @@ class StepCapture:
         views: Any,
         written: list[torch.Tensor],
         out: Any,
-        taken: tuple[int, ...],
+        workspace: tuple[int, ...],
         drew: bool,
     ) -> None:
         flat = tree_flatten(out)[0]
         name = str(func).removeprefix("aten.").removesuffix(".default")
         phase = self.phase
-        made: list[tuple[int, View]] = []
-        for position, tensor in enumerate(flat):
-            if isinstance(tensor, torch.Tensor) and self._find(tensor) is None:
-                index = self.storages.add(tensor, Entry(name, 0, "activation"))
-                made.append((position, as_view(tensor, index)))
+        results = self._add_results(flat, name)
         guards = tuple((i, v) for i, v in numbers_read(func, flat) if leaves)
-        if not made and not written and not guards and not is_message(func):
+        if not results and not written and not guards and not is_message(func):
             return  # a view, or an alias: an address, not work
-        changed = tuple(dict.fromkeys(self.view(t).storage for t in written))
-        self._unseen.fill(func, storages_in(views), changed, [view.storage for _, view in made])
+        written_storages = tuple(dict.fromkeys(self.view(t).storage for t in written))
+        self._untracked.after_operator(
+            func, storages_in(views), written_storages, [view.storage for _, view in results]
+        )
         refuse_unplaced(func)
         flops, group = count_flops(func, args, kwargs, out), group_of(func, args)
         random = draws(func, args, kwargs, phase, drew)
-        parts = split_lists(func, views[0], views[1], len(made))
+        parts = split_lists(func, views[0], views[1], len(results))
         for number, (part_args, part_kwargs) in enumerate(parts):
-            mine = [(0, made[number][1])] if made and len(parts) > 1 else made
-            call = Call(func, part_args, part_kwargs, tuple(mine), guards, self._beside_bytes)
+            part_results = [(0, results[number][1])] if results and len(parts) > 1 else results
+            call = Call(
+                func, part_args, part_kwargs, tuple(part_results), guards, self._staging_bytes
+            )
             reads = storages_in((part_args, part_kwargs))
-            writes = [s for s in changed if s in reads]
-            allocs = tuple(view.storage for _, view in mine)
+            writes = [s for s in written_storages if s in reads]
+            allocs = tuple(view.storage for _, view in part_results)
             operands = views_in((part_args, part_kwargs))
-            moved = sum(v.num_bytes * (2 if v.storage in writes else 1) for v in operands)
-            moved += sum(self._entries[s].num_bytes for s in allocs)
+            access_bytes = sum(v.num_bytes * (2 if v.storage in writes else 1) for v in operands)
+            access_bytes += sum(self._entries[s].num_bytes for s in allocs)
             if group is not None:
-                moved = sent_bytes(func, args, group)
-            self._keep(
+                access_bytes = sent_bytes(func, args, group)
+            self._append(
                 Operator(
                     name,
                     reads,
                     tuple(writes),
                     allocs,
                     flops=flops / len(parts),
-                    access_bytes=moved,
+                    access_bytes=access_bytes,
                     phase=phase,
                     repeatable=is_repeatable(func, bool(writes), random) and not guards,
                     ordered=bool(guards) or random or group is not None,
-                    beside=beside(call, self._entries) + of_piece(call, args, kwargs, taken),
+                    beside=staged_result_bytes(call, self._entries)
+                    + piece_workspace(call, args, kwargs, workspace),
                     group="" if group is None else group.group_name,
                     purpose="" if group is None else current_purpose() or "",
                     message=is_message(func),
@@ -306,50 +309,59 @@ class StepCapture:
                 call,
             )
 
-    def _keep(self, operator: Operator, call: Call) -> None:
+    def _add_results(self, flat: Sequence[Any], name: str) -> list[tuple[int, View]]:
+        """Add the fresh storages of an operator's outputs, and return (position, view) of each."""
+        results: list[tuple[int, View]] = []
+        for position, tensor in enumerate(flat):
+            if isinstance(tensor, torch.Tensor) and self._find(tensor) is None:
+                index = self.storages.add(tensor, Entry(name, 0, "activation"))
+                results.append((position, as_view(tensor, index)))
+        return results
+
+    def _append(self, operator: Operator, call: Call) -> None:
         self._operators.append(operator)
         self._calls.append(call)
-        self._beside_bytes = max(self._beside_bytes, sum(operator.beside))
+        self._staging_bytes = max(self._staging_bytes, sum(operator.beside))
 
     def _end_messages(self) -> None:
-        """Messages that were issued together become one operator, done when all of them are."""
+        """Record messages that were issued as one batch as one operator, which ends with the last of them."""
         messages, self._messages = self._messages, []
         if messages:
-            self._keep(*together(messages, self.phase))
+            self._append(*coalesce(messages, self.phase))
 
-    def _end_sent(self) -> None:
-        """What was sent alone stays where it is until the receivers have it: here, after all backward passes."""
-        sent, self._sent = self._sent, []
+    def _end_sends(self) -> None:
+        """Record the completion of single sends, after all backward passes; their storages stay in place until here."""
+        sent, self._single_sends = self._single_sends, []
         if not sent:
             return
         for view in sent:
             self._entries[view.storage].kind = "output"  # never moved
         reads = storages_in(sent)
         for index, operator in enumerate(self._operators):
-            if not set(reads).isdisjoint(operator.allocs):  # never made again
+            if not set(reads).isdisjoint(operator.allocs):  # never recomputed
                 self._operators[index] = replace(operator, repeatable=False)
-        self._keep(
+        self._append(
             Operator("c10d.sent", reads, phase=self.phase, ordered=True, message=True),
-            Call(Arrived(), (), {}),
+            Call(SendsComplete(), (), {}),
         )
 
     def __enter__(self) -> Self:
-        self._unseen.__enter__()
+        self._untracked.__enter__()
         self._mode.__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         self._mode.__exit__(*error)
-        self._unseen.__exit__(*error)
+        self._untracked.__exit__(*error)
 
     def captured(self, result: Any, inputs: Mapping[str, torch.Tensor], name: str) -> Captured:
-        """What was recorded, after the step has returned `result` from `inputs`, which are among the named tensors.
+        """Return the recorded step, after it has returned `result`; `inputs` are among the named tensors.
 
         Raises:
-            CaptureUnsupported: HP511 for what cannot be repeated faithfully.
+            CaptureUnsupported: HP511 for a step that cannot be repeated faithfully.
         """
         self._end_messages()
-        self._end_sent()
+        self._end_sends()
         outputs = tree_map_only(torch.Tensor, self.view, result)
         del result
         for view in views_in(outputs):
@@ -358,12 +370,12 @@ class StepCapture:
             if not entry.at_start:
                 entry.kind = "output"
         device, on_host = where_it_runs(self._entries)
-        self._unseen.refuse(self._operators, self._state, self._bring)
-        refuse_leaks(self._entries, self._find, self._named, self._bring)
+        self._untracked.refuse_state_changes(self._operators, self._state, self._make_resident)
+        refuse_leaks(self._entries, self._find, self._named, self._make_resident)
         for key, (tensor, _) in self._named.items():
             if self.view(tensor) != self._views[key]:
                 raise CaptureUnsupported(
-                    f"the step turns `{key}` in place, and the next one would find it turned",
+                    f"the step changes the shape or the strides of `{key}` in place, so the next step would differ",
                     hint="use `transpose`, `unsqueeze` and the like without the underscore",
                 )
         program = MemoryProgram(
@@ -375,9 +387,9 @@ class StepCapture:
         )
         views = {k: self.view(t) for k, t in inputs.items()}
         state = {k: self.view(t) for k, (t, _) in self._named.items() if k not in inputs}
-        known = {view.storage for view in (*state.values(), *views.values())}
+        named_storages = {view.storage for view in (*state.values(), *views.values())}
         written = {s for operator in self._operators for s in operator.writes}
-        for s in self._state.keys() & written - known:
+        for s in self._state.keys() & written - named_storages:
             state[f"{self._entries[s].name} {s}"] = as_view(self._state[s], s)
         return Captured(
             program,

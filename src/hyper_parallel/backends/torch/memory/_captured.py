@@ -1,4 +1,4 @@
-"""A recorded step, and tensors as addresses in its storages."""
+"""Recorded steps, and tensors as addresses in their storages."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ from hyper_parallel.ir import MemoryProgram, StorageKind
 
 _CPU = torch.device("cpu")
 Named = Mapping[str, tuple[torch.Tensor, StorageKind]]
-"""Tensors that exist before a step: name to (tensor, what it holds)."""
+"""Tensors that exist before a step: name to (tensor, kind of its content)."""
 
 
 @dataclass
 class Captured:
-    """A recorded step.
+    """Recorded step.
 
     Attributes:
-        program: What planning needs; no tensor in it.
-        calls: The torch operator behind each of the program's operators.
-        state: Tensor that owns each storage which exists from the start, by storage index.
+        program: Input of the planner; it contains no tensor.
+        calls: Torch operator of each operator of the program.
+        state: Tensor that owns each storage that exists before the step, by storage index.
         inputs: Views of the named inputs.
-        outputs: What the step returned, tensors replaced by views.
+        outputs: Result of the step, with views in place of tensors.
         eager_peak_bytes: Device peak of the recorded run itself, with the lifetimes that Python gave the storages.
-        device: Where the operators run.
-        on_host: Storages that lie in host memory although that is an accelerator: numbers that kernels are given. They
-            never move; they count as device bytes.
-        owners: (storage, tensor) of everything that lay in one from the start, as the step's code has it.
-        source: The model and optimizer that may not change while the program runs, when they are known.
-        named: Views of the state that is known by name, and of what the step changes beside it.
-        plain: Runs the same step without a plan, on inputs by name; None: nobody can.
+        device: Device of the operators.
+        on_host: Storages in host memory although `device` is an accelerator: scalar arguments of kernels. They never
+            move; they count as device bytes.
+        owners: (storage, tensor) of every tensor of the step's code that existed before the step.
+        source: Model and optimizer, if known; they must not change while the program runs.
+        named: Views of the named state, and of other state that the step changes.
+        run_eager: Runs the same step without a plan, on inputs by name; None: impossible.
         owned: See `LruSpillMode`.
-        seconds: Of every operator, as measured while it was recorded, 0 where it was not; None: on a simulated device.
+        seconds: Measured seconds of every operator, 0 where unmeasured; None: on a simulated device.
     """
 
     program: MemoryProgram
@@ -53,24 +53,24 @@ class Captured:
     owners: tuple[tuple[int, torch.Tensor], ...] = ()
     source: CaptureSource | None = None
     named: Mapping[str, View] = field(default_factory=dict)
-    plain: Callable[..., Any] | None = None
+    run_eager: Callable[..., Any] | None = None
     owned: Callable[[], Iterable[torch.Tensor]] = tuple
     seconds: tuple[float, ...] | None = None
 
     @property
-    def given(self) -> set[int]:
-        """Storages of the step's inputs, which stay with the caller."""
+    def input_storages(self) -> set[int]:
+        """Storages of the step's inputs; the caller keeps them."""
         return {view.storage for view in self.inputs.values()}
 
     @property
-    def changed(self) -> set[int]:
-        """Storages that are there before the step and that it changes."""
+    def written_state(self) -> set[int]:
+        """Storages that exist before the step and that the step writes."""
         written = {s for operator in self.program.operators for s in operator.writes}
         return written & self.state.keys()
 
     @property
     def generators(self) -> list[torch.Generator]:
-        """Random generators that operators are given by name."""
+        """Random generators that are arguments of operators."""
         leaves = tree_flatten([(call.args, call.kwargs) for call in self.calls])[0]
         return list({id(v): v for v in leaves if isinstance(v, torch.Generator)}.values())
 
@@ -104,10 +104,10 @@ def refuse_layouts(tensor: torch.Tensor) -> None:
         )
 
 
-def resizes(what: str) -> CaptureUnsupported:
-    """The error of a storage that changes its size while a step is recorded."""
+def resize_error(place: str) -> CaptureUnsupported:
+    """Return the error of a storage that changes its size while a step is recorded."""
     return CaptureUnsupported(
-        f"the step resizes a storage at `{what}`; a static memory plan needs fixed sizes",
+        f"the step resizes a storage at `{place}`; a static memory plan needs fixed sizes",
         hint="allocate the final size before the step",
     )
 
@@ -116,9 +116,13 @@ def refuse_leaks(
     entries: list[Entry],
     find: Callable[[torch.Tensor], int | None],
     named: Named,
-    bring: Callable[[torch.Tensor], None],
+    make_resident: Callable[[torch.Tensor], None],
 ) -> None:
-    """A tensor that outlives the step, or state that was replaced instead of changed, would not be seen again."""
+    """Refuse gradients that outlive the step, and state that the step replaced instead of changing it in place.
+
+    Raises:
+        CaptureUnsupported: HP511.
+    """
     for name, (tensor, _) in named.items():
         index = find(tensor)
         if index is None or (entries[index].name != name and not entries[index].at_start):
@@ -126,9 +130,9 @@ def refuse_leaks(
                 f"`{name}` got a new storage during the step",
                 hint="change state in place, so that it keeps its storage",
             )
-        bring(tensor)
+        make_resident(tensor)
         if tensor.untyped_storage().nbytes() != entries[index].num_bytes:
-            raise resizes(name)
+            raise resize_error(name)
         if tensor.requires_grad and tensor.is_leaf and tensor.grad is not None:
             raise CaptureUnsupported(
                 f"`{name}.grad` outlives the step",
@@ -138,7 +142,7 @@ def refuse_leaks(
 
 
 def where_it_runs(entries: list[Entry]) -> tuple[torch.device, frozenset[int]]:
-    """The device of a recorded step, and the storages that are on the host all the same; those never move.
+    """Return the device of a recorded step, and its storages in host memory; those never move.
 
     Raises:
         CaptureUnsupported: HP511 for a step on several accelerators.

@@ -1,9 +1,9 @@
-"""Causal language-model loss without the logits: head, cross entropy and their gradients, a block of tokens at a time.
+"""Causal language-model loss in chunks of tokens, without materializing all logits.
 
 The logits [T, V] and the float copies that a cross entropy makes of them are the largest working set of a training
-step. Here a block's logits live only while the block is worked on: forward computes the loss and at once the gradients
-of hidden states and head, backward scales them. No product is computed twice. The head's gradient is summed over the
-blocks, so results are those of the plain loss up to the order of that sum.
+step. Here the logits of a chunk live only while the chunk is computed. Forward computes the loss and the gradients of
+hidden states and head; backward scales them. No product is computed twice. The head's gradient is summed over the
+chunks, so results equal those of the ordinary loss up to the order of that sum.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ class _HeadLoss(torch.autograd.Function):
         d_head = torch.zeros_like(head)
         step = -(-hidden.shape[0] // chunks)
         for begin in range(0, hidden.shape[0], step):
-            cut = slice(begin, begin + step)
-            logits = (hidden[cut] @ head.t()).to(wide)
-            at = targets[cut].masked_fill(~valid[cut], 0).unsqueeze(1)
+            rows = slice(begin, begin + step)
+            logits = (hidden[rows] @ head.t()).to(wide)
+            labels = targets[rows].masked_fill(~valid[rows], 0).unsqueeze(1)
             lse = torch.logsumexp(logits, dim=1)
-            total += ((lse - logits.gather(1, at).squeeze(1)) * scale[cut]).sum()
+            total += ((lse - logits.gather(1, labels).squeeze(1)) * scale[rows]).sum()
             logits.sub_(lse.unsqueeze(1)).exp_()
-            logits.scatter_add_(1, at, torch.full_like(at, -1, dtype=wide))
-            d_logits = logits.mul_(scale[cut].unsqueeze(1)).to(hidden.dtype)
-            d_hidden[cut] = d_logits @ head
-            d_head.addmm_(d_logits.t(), hidden[cut])
+            logits.scatter_add_(1, labels, torch.full_like(labels, -1, dtype=wide))
+            d_logits = logits.mul_(scale[rows].unsqueeze(1)).to(hidden.dtype)
+            d_hidden[rows] = d_logits @ head
+            d_head.addmm_(d_logits.t(), hidden[rows])
         ctx.save_for_backward(d_hidden, d_head)
         return total
 
@@ -58,28 +58,28 @@ def chunked_loss(
     chunks: int,
     ignore_index: int = -100,
 ) -> Tensor:
-    """Mean cross entropy of the next token of a Hugging Face causal language model.
+    """Return the mean cross entropy of the next token of a Hugging Face causal language model.
 
     Args:
         model: Has `get_decoder()` and an output embedding without bias.
         batch: Keyword arguments of the model with `labels` [B, S].
-        chunks: Blocks of tokens.
+        chunks: Number of chunks of tokens.
         ignore_index: Label of tokens that do not count.
 
     Raises:
-        BadValue: HP102 when the model changes its logits after the head, which this loss would leave out.
+        BadValue: HP102 when the model changes its logits after the head; this loss would skip that change.
     """
     head = model.get_output_embeddings()  # type: ignore[operator]
     config = model.config
-    changed = {
+    scaling = {
         key: getattr(config, key)
         for key in ("final_logit_softcapping", "logit_scale", "logits_scaling")
         if getattr(config, key, None) not in (None, 1, 1.0)
     }
-    if head is None or head.bias is not None or changed:
+    if head is None or head.bias is not None or scaling:
         raise BadValue(
             "a chunked loss needs a head that is one matrix product",
-            got=f"head {head}, {changed}",
+            got=f"head {head}, {scaling}",
             hint="use the model's own loss: leave `loss_chunks` out",
         )
     inputs = {key: value for key, value in batch.items() if key != "labels"}

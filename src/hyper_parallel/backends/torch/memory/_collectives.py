@@ -1,8 +1,8 @@
-"""Operators that other ranks take part in: where they write, and which are one.
+"""Collectives and messages: writing results at planned addresses, and coalescing batches of messages.
 
-Functional collectives give a fresh result that the collective library also keeps, until some thread of it lets go. Here
-they run as what torch itself makes of them, a collective into a tensor that exists already: the result is at its
-address and who began it holds the only thing to wait for.
+A functional collective returns a fresh tensor that the collective library also references, until one of its threads
+releases it. Here it runs as the in-place collective that torch maps it to. The result is then at its address, and the
+caller owns the only handle to wait for.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch._C import _distributed_c10d as c10d
 
 from hyper_parallel.backends.torch.memory._captured import storages_in, views_in
 from hyper_parallel.backends.torch.memory._traffic import group_of
-from hyper_parallel.backends.torch.memory.operators import COMMUNICATION, Call, Messages
+from hyper_parallel.backends.torch.memory.operators import COMMUNICATION, Call, MessageBatch
 from hyper_parallel.errors import CaptureUnsupported
 from hyper_parallel.ir import Operator, Phase
 
@@ -26,9 +26,9 @@ _REDUCTIONS: Final = {
 }  # fmt: skip
 _Begin = Callable[[], Any]
 Message = tuple[Any, Any, tuple[int, ...]]
-"""A function that sends or receives, its arguments with views for tensors, and the storages that it fills."""
-ASIDE: Final = ("wait_tensor", "_wrap_tensor_autograd", "record_stream")
-"""Operators about when something is waited for; a plan has its own places for that."""
+"""Send or receive function, its arguments with views for tensors, and the storages that it writes."""
+SYNCHRONISATION_OPS: Final = ("wait_tensor", "_wrap_tensor_autograd", "record_stream")
+"""Operators that only synchronise; a plan has its own waits."""
 
 
 def refuse_unplaced(func: Any) -> None:
@@ -50,8 +50,8 @@ def _is_functional(func: Any) -> bool:
     return namespace in COMMUNICATION and namespace != "c10d"
 
 
-def together(messages: Sequence[Message], phase: Phase) -> tuple[Operator, Call]:
-    """Messages that were issued together as one operator, done when all of them are, and its call."""
+def coalesce(messages: Sequence[Message], phase: Phase) -> tuple[Operator, Call]:
+    """Return one operator and call for a batch of messages; it ends when all of them have ended."""
     calls = tuple(args for _, args, _ in messages)
     writes = tuple(dict.fromkeys(s for *_, written in messages for s in written))
     funcs = tuple(func for func, *_ in messages)
@@ -67,11 +67,11 @@ def together(messages: Sequence[Message], phase: Phase) -> tuple[Operator, Call]
         group=group.group_name,
         message=True,
     )
-    return operator, Call(Messages(funcs), calls, {})
+    return operator, Call(MessageBatch(funcs), calls, {})
 
 
-def into_group(call: Call) -> Callable[[Any, Any, list[torch.Tensor]], _Begin] | None:
-    """How a functional collective writes its result at a given address; None for any other operator."""
+def bind_collective(call: Call) -> Callable[[Any, Any, list[torch.Tensor]], _Begin] | None:
+    """Return a binder of a functional collective to the tensor of its result; None for any other operator."""
     func = call.func
     if not _is_functional(func):
         return None
@@ -97,25 +97,25 @@ def _reduce_scatter(named: dict[str, Any], out: torch.Tensor, group: dist.Proces
 
 
 def _all_reduce(named: dict[str, Any], out: torch.Tensor, group: dist.ProcessGroup) -> _Begin:
-    options, given = c10d.AllreduceOptions(), named["input"]
+    options, source = c10d.AllreduceOptions(), named["input"]
     options.reduceOp = _REDUCTIONS[named["reduce_op"]]
 
-    return _in_place(given, out, lambda: group.allreduce([out], options))
+    return _in_place(source, out, lambda: group.allreduce([out], options))
 
 
 def _broadcast(named: dict[str, Any], out: torch.Tensor, group: dist.ProcessGroup) -> _Begin:
-    options, given = c10d.BroadcastOptions(), named["input"]
+    options, source = c10d.BroadcastOptions(), named["input"]
     options.rootRank = named["src"]
 
-    return _in_place(given, out, lambda: group.broadcast([out], options))
+    return _in_place(source, out, lambda: group.broadcast([out], options))
 
 
-def _in_place(given: torch.Tensor, out: torch.Tensor, begin: _Begin) -> _Begin:
-    """Begin what changes `out` once it holds what was given."""
+def _in_place(source: torch.Tensor, out: torch.Tensor, begin: _Begin) -> _Begin:
+    """Return a call that copies the input to `out` and begins an in-place collective on it."""
 
     def run() -> Any:
-        if given is not out:
-            out.copy_(given)
+        if source is not out:
+            out.copy_(source)
         return begin()
 
     return run

@@ -1,8 +1,8 @@
-"""What kernels of a CPU take inside themselves, measured once per operator and shape of a recorded step.
+"""Workspace of CPU kernels, measured once per operator and shape of a recorded step.
 
-An accelerator's allocator tells its peak while a step is recorded. A CPU's has only the events that torch's profiler
-reads, so every distinct operator runs once more here, on zeros, in the form in which a plan runs it: mkldnn's packed
-operands of a bfloat16 product and the blocks of flash attention become part of what is made beside the arena.
+An accelerator's allocator reports its peak while a step is recorded. A CPU's has only the events that torch's profiler
+reads, so every distinct operator runs a second time here, on zeros, in the form in which a plan runs it. The packed
+operands of mkldnn's bfloat16 products and the blocks of flash attention thus count as staging bytes outside the arena.
 """
 
 from __future__ import annotations
@@ -20,40 +20,40 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from hyper_parallel.backends.torch.memory._captured import Captured
 from hyper_parallel.backends.torch.memory.kernel_bytes import columns, in_pieces
 from hyper_parallel.backends.torch.memory.operators import Call, View
-from hyper_parallel.backends.torch.memory.out_variants import into
+from hyper_parallel.backends.torch.memory.out_variants import out_variant
 
 _MARK: Final = "kernel "
 
 
 def with_kernel_bytes(captured: Captured) -> Captured:
-    """The step with the bytes that its kernels take on this CPU, as they are measured.
+    """Return the step with the measured workspace of its kernels on this CPU.
 
-    They are in `plan.device_bytes` then. The executor's meter of a simulated device does not see them and shows less.
-    Products of groups of rows are measured with as many rows in each, where a step has what its data give.
+    The workspace is then part of `plan.device_bytes`. The executor's meter of a simulated device cannot see it, so it
+    reports less. Grouped products are measured with equal groups; a real step has the group sizes of its data.
 
     Args:
-        captured: A recorded step; one of an accelerator has them already.
+        captured: A recorded step; on an accelerator its workspace was measured during the recording.
     """
     if captured.device.type != "cpu":
         return captured
-    alike: dict[Any, list[int]] = {}
+    groups: dict[Any, list[int]] = {}
     for index, call in enumerate(captured.calls):
         if (key := _key(call, captured)) is not None:
-            alike.setdefault(key, []).append(index)
+            groups.setdefault(key, []).append(index)
     operators = list(captured.program.operators)
-    measured = _measured([captured.calls[same[0]] for same in alike.values()], captured)
-    for same, most in zip(alike.values(), measured, strict=True):
-        for index in same:
-            if most > sum(operators[index].beside):
-                operators[index] = replace(operators[index], beside=(most,))
+    measured = _measure_peaks([captured.calls[indices[0]] for indices in groups.values()], captured)
+    for indices, peak in zip(groups.values(), measured, strict=True):
+        for index in indices:
+            if peak > sum(operators[index].beside):
+                operators[index] = replace(operators[index], beside=(peak,))
     return replace(captured, program=replace(captured.program, operators=tuple(operators)))
 
 
 def _key(call: Call, captured: Captured) -> Any:
-    """Equal for calls whose kernels take as much; None: the call cannot be run by itself."""
-    leaves, nest = tree_flatten((call.args, call.kwargs, [view for _, view in call.made]))
-    alone = getattr(call.func, "namespace", "") == "aten" and not call.guards
-    if not alone or any(isinstance(leaf, torch.Generator) for leaf in leaves):
+    """Return a key that is equal for calls with equal workspace; None: the call cannot run alone."""
+    leaves, nest = tree_flatten((call.args, call.kwargs, [view for _, view in call.results]))
+    is_runnable = getattr(call.func, "namespace", "") == "aten" and not call.guards
+    if not is_runnable or any(isinstance(leaf, torch.Generator) for leaf in leaves):
         return None
     storages = captured.program.storages
     views = (
@@ -65,31 +65,31 @@ def _key(call: Call, captured: Captured) -> Any:
     return str(call.func), str(nest), tuple(views)
 
 
-def _measured(calls: list[Call], captured: Captured) -> list[int]:
-    """Most bytes that each call takes at the same time beside its operands and the addresses of its results."""
+def _measure_peaks(calls: list[Call], captured: Captured) -> list[int]:
+    """Return the peak of the bytes that each call allocates, without its operands and its results' addresses."""
     activities = [ProfilerActivity.CPU]
     with (
         torch.random.fork_rng(devices=[]),
         torch.no_grad(),
-        profile(activities=activities, profile_memory=True) as seen,
+        profile(activities=activities, profile_memory=True) as profiled,
     ):
         for number, call in enumerate(calls):
-            with suppress(RuntimeError, IndexError):  # of zeros some operators have no result
-                run = _ready(call, captured)
+            with suppress(RuntimeError, IndexError):  # some operators have no result for zeros
+                run = _bound_call(call, captured)
                 with record_function(f"{_MARK}{number}"):
                     run()
                 del run
-    most = [0] * len(calls)
+    peaks = [0] * len(calls)
     live = [0] * len(calls)
-    for number, num_bytes in _events(seen):
+    for number, num_bytes in _events(profiled):
         live[number] += num_bytes
-        most[number] = max(most[number], live[number])
-    return most
+        peaks[number] = max(peaks[number], live[number])
+    return peaks
 
 
-def _events(seen: Any) -> Iterator[tuple[int, int]]:
-    """(call, bytes) of what the allocator gave, and of what came back as negative bytes, inside of calls."""
-    events = list(seen.profiler.kineto_results.events())
+def _events(profiled: Any) -> Iterator[tuple[int, int]]:
+    """Yield (call, bytes) of every allocation inside a call; freed bytes are negative."""
+    events = list(profiled.profiler.kineto_results.events())
     spans = sorted(
         (e.start_ns(), e.start_ns() + e.duration_ns(), int(e.name().removeprefix(_MARK)))
         for e in events
@@ -98,34 +98,36 @@ def _events(seen: Any) -> Iterator[tuple[int, int]]:
     starts = [start for start, _, _ in spans]
     for event in events:
         if event.name() == "[memory]":
-            at = bisect(starts, event.start_ns()) - 1
-            if at >= 0 and event.start_ns() <= spans[at][1]:
-                yield spans[at][2], event.nbytes()
+            position = bisect(starts, event.start_ns()) - 1
+            if position >= 0 and event.start_ns() <= spans[position][1]:
+                yield spans[position][2], event.nbytes()
 
 
-def _ready(call: Call, captured: Captured) -> Callable[[], Any]:
-    """The call as a plan runs it, on zeros."""
-    outs = [view for _, view in call.made]
+def _bound_call(call: Call, captured: Captured) -> Callable[[], Any]:
+    """Return the call as a plan runs it, on zeros."""
+    outs = [view for _, view in call.results]
     views = [v for v in tree_flatten((call.args, call.kwargs, outs))[0] if isinstance(v, View)]
     bases = {}
     for storage in {v.storage for v in views}:
         size = captured.program.storages[storage].num_bytes
         bases[storage] = torch.zeros(size, dtype=torch.uint8).untyped_storage()
-    args, kwargs = tree_map_only(View, lambda v: v.on(bases[v.storage]), (call.args, call.kwargs))
+    args, kwargs = tree_map_only(
+        View, lambda v: v.as_tensor(bases[v.storage]), (call.args, call.kwargs)
+    )
     if call.func._opname == "_grouped_mm" and len(args) > 2 and isinstance(args[2], torch.Tensor):
-        _spread(*args[:3])
-    results = [view.on(bases[view.storage]) for view in outs]
-    if (bind := into(call)) is not None:
+        _write_group_ends(*args[:3])
+    results = [view.as_tensor(bases[view.storage]) for view in outs]
+    if (bind := out_variant(call)) is not None:
         return bind(args, kwargs, results)
     if pieces := columns(call):
         return in_pieces(pieces, args, kwargs, results[0])
     return lambda: call.func(*args, **kwargs)
 
 
-def _spread(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor) -> None:
-    """Write where groups of a grouped product end: the dim that a group has a part of, in equal parts."""
-    whole = left.shape[0] if right.dim() == 3 else right.shape[-1]
+def _write_group_ends(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor) -> None:
+    """Write the ends of the groups of a grouped product, for groups of equal size."""
+    total = left.shape[0] if right.dim() == 3 else right.shape[-1]
     if left.dim() == right.dim():  # both have it: the gradient of weights
-        whole = left.shape[-1]
-    groups = torch.arange(1, ends.numel() + 1) * whole // ends.numel()
+        total = left.shape[-1]
+    groups = torch.arange(1, ends.numel() + 1) * total // ends.numel()
     ends.copy_(groups)

@@ -1,10 +1,10 @@
-"""The executor: run a memory plan for real and measure it.
+"""Executor of memory plans: runs a plan and measures it.
 
-Operators are torch's own, results are the model's. The device gives one buffer, in which every storage lies at its
-planned address while it is there. What an operator cannot write at an address is made beside it, copied, and dropped.
+Operators are torch's own, so results are those of the model. One device buffer, the arena, contains every resident
+storage at its planned address. A result that an operator cannot write at its address is staged, copied and freed.
 
-On an accelerator copies run on streams, time is measured by events and the bytes by the allocator. On a CPU the device
-is simulated: all tiers are host memory or files, every buffer is counted, and a virtual clock keeps the time.
+On an accelerator copies run on streams, events measure the time and the allocator the bytes. On a CPU the device is
+simulated: all tiers are host memory or files, every buffer is counted, and a virtual clock keeps the time.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from torch.utils._pytree import tree_map_only
 
 from hyper_parallel.backends.torch.memory._captured import Captured
 from hyper_parallel.backends.torch.memory._lru_spill import LruSpillMode
-from hyper_parallel.backends.torch.memory.arena_state import HeldState
-from hyper_parallel.backends.torch.memory.first_step import PlainStep, StepOutcome
+from hyper_parallel.backends.torch.memory.arena_state import ArenaState
+from hyper_parallel.backends.torch.memory.first_step import ReferenceStep, StepOutcome
 from hyper_parallel.backends.torch.memory.operators import View
-from hyper_parallel.backends.torch.memory.plan_transition import hand_over
+from hyper_parallel.backends.torch.memory.plan_transition import transfer_state
 from hyper_parallel.backends.torch.memory.streams import DeviceApi
 from hyper_parallel.backends.torch.memory.tier_copies import Copies
 from hyper_parallel.errors import StepChanged
@@ -37,21 +37,24 @@ from hyper_parallel.memory import (
     predicted_timeline,
 )
 
+_Sample = tuple[Any, tuple[tuple[str, int], ...]]
+"""(seconds or event, live bytes by tier) between two actions of a step."""
+
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What one executed step took.
+    """Measured bytes and seconds of one executed step.
 
     Attributes:
-        peak_bytes: Highest bytes per tier; of the device those of the storages that are in the arena.
-        device_bytes: Highest bytes that the device gave, the arena included: counted, on an accelerator as the
-            allocator says.
-        dram_bytes: What host memory gave: the slabs that buffers are cut from.
-        seconds: Time of the step: of the virtual clock, on an accelerator measured by events.
-        wait_s: Of it, seconds the compute lane waited for copies.
-        join_s: Of it, seconds the compute lane waited for other ranks.
-        copied: Per kind of copy how many there were, their bytes, and the seconds their lane was busy.
-        timeline: Spans of the lanes and counters of the tiers, when they were asked for.
+        peak_bytes: Highest bytes per tier; for the device, those of the storages in the arena.
+        device_bytes: Highest allocated device bytes, the arena included: counted, or on an accelerator reported by the
+            allocator.
+        dram_bytes: Host memory of the slabs that buffers are cut from.
+        seconds: Time of the step: by the virtual clock, or on an accelerator by events.
+        wait_s: Part of `seconds` in which the compute lane waited for copies.
+        join_s: Part of `seconds` in which the compute lane waited for other ranks.
+        copied: Count, bytes and busy seconds of the lane, per kind of copy.
+        timeline: Spans of the lanes and counters of the tiers, if requested.
     """
 
     peak_bytes: dict[str, int]
@@ -65,26 +68,27 @@ class Measured:
 
 
 class PlannedDevice:
-    """Runs the steps of one plan; owns the state's bytes until it is closed.
+    """Executor of the steps of one plan; it owns the state's bytes until it is closed.
 
     Args:
         captured: The recorded step.
         plan: A plan for its program.
-        machine: Capacities; on the simulated device also the machine whose time the virtual clock keeps.
-        copies: On the simulated device, when the bytes of a copy really move: when it is issued, at the last moment
-            (when it is waited for), or on one thread per direction. A correct plan gives the same bits in all three.
-        flash: Folder of the file tier; needed when the plan uses it.
-        queues: Streams and events to run on. None: those of the device that the step was captured on; a CPU has none.
+        machine: Capacities; on the simulated device also the machine of the virtual clock.
+        copies: On the simulated device, the moment at which a copy moves its bytes: when it is issued, at the last
+            moment (when it is waited for), or on one thread per direction. A correct plan gives equal bits in all
+            three.
+        flash: Folder of the file tier; required when the plan uses it.
+        queues: Streams and events to run on. None: those of the captured step's device; a CPU has none.
         arena_bytes: Size of the arena when it must be larger than the plan's own, for the plan of a successor.
-        before: An open device between two steps that this one takes over and closes, see `hand_over`: the same state
-            under another captured step and plan, in the same arena.
-        expected: What the first step must give. None: the plain step is run before it and undone, on an accelerator
-            twice; not where it was recorded without values.
-        check: Compare the first step with that.
-        spill: As of `HeldState`.
+        predecessor: An open device between two steps whose state this one takes over, see `transfer_state`: the same
+            state under another captured step and plan, in the same arena. It is closed.
+        expected: Expected results of the first step. None: the eager step runs before it and is rolled back, twice on
+            an accelerator; not for a step that was recorded without values.
+        check: Compare the first step with the expected results.
+        spill: See `ArenaState`.
 
     Attributes:
-        state: The bytes of the state, and where they are.
+        state: Bytes of the state in the tiers.
         hardware: Meters, buffers and copy lanes.
     """
 
@@ -98,32 +102,32 @@ class PlannedDevice:
         flash: Path | None = None,
         queues: DeviceApi | None = None,
         arena_bytes: int | None = None,
-        before: PlannedDevice | None = None,
-        expected: PlainStep | None = None,
+        predecessor: PlannedDevice | None = None,
+        expected: ReferenceStep | None = None,
         check: bool = True,
         spill: LruSpillMode | None = None,
     ) -> None:
         self.captured, self.plan, self.machine, self.copies = captured, plan, machine, copies
-        take = None if before is None else partial(hand_over, before.state)
-        self.state = HeldState(
+        acquire = None if predecessor is None else partial(transfer_state, predecessor.state)
+        self.state = ArenaState(
             captured, plan, machine, copies, flash, queues, arena_bytes,
-            None if before is None else before.state, take, spill,
+            None if predecessor is None else predecessor.state, acquire, spill,
         )  # fmt: skip
         self.hardware = self.state.hardware
         self._expected = expected
         storages = enumerate(plan.program.storages)
-        self._made = [s for s, one in storages if one.at_end and not one.at_start]
-        self._check = check and (expected is not None or captured.plain is not None)
+        self._results = [s for s, storage in storages if storage.at_end and not storage.at_start]
+        self._check = check and (expected is not None or captured.run_eager is not None)
         self._clock = ProgramClock(plan.program, machine)
         if self.hardware.timed is None:
             self._clock = clocked(plan.program, machine, plan.actions)
 
-    def lent(self, spill: LruSpillMode | None = None) -> AbstractContextManager[None]:
-        """See `HeldState.lent`."""
-        return self.state.lent(spill)
+    def materialized(self, spill: LruSpillMode | None = None) -> AbstractContextManager[None]:
+        """Materialize the state in its tensors; see `ArenaState.materialized`."""
+        return self.state.materialized(spill)
 
     def read_state(self, name: str) -> torch.Tensor:
-        """A copy of a named persistent tensor, wherever it lives between steps."""
+        """Return a copy of a named persistent tensor, from its home tier."""
         return self.state.read(name)
 
     def write_state(self, name: str, value: torch.Tensor) -> None:
@@ -131,7 +135,7 @@ class PlannedDevice:
         self.state.write(name, value)
 
     def close(self) -> None:
-        """See `HeldState.close`."""
+        """Return the state to its tensors; see `ArenaState.close`."""
         self.state.close()
 
     def __enter__(self) -> Self:
@@ -150,12 +154,12 @@ class PlannedDevice:
             trace: Also measure the timeline.
 
         Returns:
-            What the recorded step returned, and what was measured.
+            The result of the step, and its measurements.
 
         Raises:
-            StepChanged: HP512 when an input or a captured branch does not fit the recording, or model or optimizer have
-                changed since (then nothing has run, and the change may be undone); when the first step does not give
-                what the plain one gave, or an operator did not run (then the device can only be closed).
+            StepChanged: HP512 when an input or a captured branch does not match the recording, or model or optimizer
+                have changed since (then nothing has run, and the change may be undone); when the results of the first
+                step differ from the eager ones, or an operator did not run (then the device can only be closed).
             TransferFailed: HP513 when a copy failed; the step is stopped and the device can only be closed.
             TierFull: HP403 when a tier's capacity is exceeded.
         """
@@ -163,8 +167,8 @@ class PlannedDevice:
         self.state.owners.check()
         self._check_inputs(inputs)
         if self._check and self._expected is None:
-            with self.lent():
-                self._expected = PlainStep.of(self.captured, inputs)
+            with self.materialized():
+                self._expected = ReferenceStep.from_eager_run(self.captured, inputs)
         self._write_inputs(inputs)
         hardware, timed, clock = self.hardware, self.hardware.timed, self._clock
         if trace and timed is None:
@@ -178,54 +182,62 @@ class PlannedDevice:
                     samples = self._apply_all(clock, trace)
                 peaks, device_bytes = hardware.peaks, hardware.gauge.peak_bytes
                 outputs = tree_map_only(
-                    View, lambda v: v.on(self._base(v.storage)).clone(), self.captured.outputs
+                    View,
+                    lambda v: v.as_tensor(self._base(v.storage)).clone(),
+                    self.captured.outputs,
                 )
             times = clock if timed is None else timed.times()
         except BaseException:
             self.state.failed = True
             raise
-        for s in self._made:
+        for s in self._results:
             self.state.leave(s)
         if self._check and self._expected is not None:
             self._compare(outputs, self._expected)
             self._check = False
-        timeline = None
-        if trace:
-            counters = [
-                Counter(name, at if timed is None else timed.seconds(at), live)
-                for at, tiers in samples
-                for name, live in tiers
-            ]
-            spans = (
-                predicted_timeline(self.plan, self.machine).spans
-                if timed is None
-                else tuple(timed.times().spans or ())
-            )
-            timeline = Timeline("measured", spans, tuple(counters))
         return outputs, Measured(
             peaks,
             device_bytes,
-            hardware.pool.held_bytes,
+            hardware.pool.reserved_bytes,
             times.now_s,
             times.wait_s,
             times.join_s,
             times.copied,
-            timeline,
+            self._timeline(samples) if trace else None,
         )
+
+    def _timeline(self, samples: list[_Sample]) -> Timeline:
+        """Return the timeline of the last step, with counters from samples of the tiers."""
+        timed = self.hardware.timed
+        counters = tuple(
+            Counter(name, moment if timed is None else timed.seconds(moment), live)
+            for moment, tiers in samples
+            for name, live in tiers
+        )
+        spans = (
+            predicted_timeline(self.plan, self.machine).spans
+            if timed is None
+            else tuple(timed.times().spans or ())
+        )
+        return Timeline("measured", spans, counters)
 
     @contextmanager
     def _without_autocast(self) -> Iterator[None]:
-        """Casts were recorded as operators."""
+        """Disable autocast: casts were recorded as operators."""
         with ExitStack() as stack:
             for kind in {"cpu", self.hardware.device.type}:
                 stack.enter_context(torch.autocast(kind, enabled=False))
             yield
 
-    def _compare(self, outputs: Any, expected: PlainStep) -> None:
-        """The first planned step is the plain one, bit for bit but for rounding where that cannot be."""
+    def _compare(self, outputs: Any, expected: ReferenceStep) -> None:
+        """Compare the first planned step with the eager one: bit for bit, or up to rounding where that is impossible.
+
+        Raises:
+            StepChanged: HP512 when they differ.
+        """
         updates = any(action.kind == "update" for action in self.plan.actions)
         try:
-            expected.refuse_other(
+            expected.check(
                 StepOutcome.of(outputs, dict(self.state.named())),
                 rounded=updates and self.hardware.device.type != "cpu",
             )
@@ -254,17 +266,15 @@ class PlannedDevice:
     def _write_inputs(self, inputs: Mapping[str, torch.Tensor]) -> None:
         for name, value in inputs.items():
             view = self.captured.inputs[name]
-            view.on(self._base(view.storage)).copy_(value)
+            view.as_tensor(self._base(view.storage)).copy_(value)
         for storage, tensor in self.state.owners.changes():
             self._base(storage).copy_(tensor.untyped_storage())
 
     def _base(self, storage: int) -> torch.UntypedStorage:
-        return self.state.on["device"][storage]
+        return self.state.storages["device"][storage]
 
-    def _apply_all(
-        self, clock: ProgramClock, trace: bool
-    ) -> list[tuple[Any, tuple[tuple[str, int], ...]]]:
-        """Apply the actions of the plan; with `trace` (time or event, bytes per tier) before and after each of them."""
+    def _apply_all(self, clock: ProgramClock, trace: bool) -> list[_Sample]:
+        """Apply the actions of the plan; with `trace`, return (time or event, bytes per tier) around each of them."""
         ready = self.state.actions
         if not trace:
             for act in ready:

@@ -1,4 +1,4 @@
-"""A model without its bytes, for recording a step that nobody could run in one piece."""
+"""Fake copies of a model, for recording a step that would not fit on the device."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from hyper_parallel.errors import CaptureUnsupported
 
 @contextmanager
 def fake_copy(model: torch.nn.Module, device: torch.device) -> Iterator[Any]:
-    """Inside, a copy of the model whose tensors have shapes and no bytes; its steps can be recorded.
+    """Yield a copy of the model on fake tensors; its steps can be recorded inside the context.
 
     Args:
         model: A model in host memory.
-        device: Where its steps will run; the operators that are recorded depend on it.
+        device: Device of the steps; the recorded operators depend on it.
 
     Raises:
         CaptureUnsupported: HP511 when the model's code needs a value or a size that depends on the data.
@@ -45,16 +45,16 @@ def fake_copy(model: torch.nn.Module, device: torch.device) -> Iterator[Any]:
 
 
 def _move(model: torch.nn.Module, device: torch.device) -> None:
-    """Put fake parameters and buffers on a device; `Module.to` cannot. What is shared stays shared."""
+    """Put fake parameters and buffers on a device, which `Module.to` cannot; shared tensors stay shared."""
     moved: dict[int, torch.Tensor] = {}
     for module in model.modules():
-        for held in (module._parameters, module._buffers):
-            for name, tensor in held.items():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
                 if tensor is None or tensor.device == device:
                     continue
                 if id(tensor) not in moved:
-                    there = tensor.detach().to(device)
+                    target = tensor.detach().to(device)
                     if isinstance(tensor, torch.nn.Parameter):
-                        there = torch.nn.Parameter(there, tensor.requires_grad)
-                    moved[id(tensor)] = there
-                held[name] = moved[id(tensor)]  # type: ignore[index]
+                        target = torch.nn.Parameter(target, tensor.requires_grad)
+                    moved[id(tensor)] = target
+                tensors[name] = moved[id(tensor)]  # type: ignore[index]

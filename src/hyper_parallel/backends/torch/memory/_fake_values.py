@@ -1,11 +1,11 @@
 """Known values among fake tensors.
 
-Fake tensors have sizes and no values. Programs ask for some values all the same: is this batch packed, how many rows
-go to which expert. The answers decide what runs, so they must be right, and three rules give them:
+Fake tensors have sizes and no values, but programs read some values: whether a batch is packed, how many rows an expert
+receives. These values decide which operators run, so they must be right. Three rules provide them:
 
-    small tensors computed from nothing but known ones (positions, masks, token ids) are computed for real
+    small tensors that depend only on known ones (positions, masks, token ids) are computed on real tensors
     a router chooses experts evenly: `topk` of unknown scores is round robin
-    ranks hold equal known values: a collective of known tensors is computed from this rank's own
+    all ranks have equal known values: a collective of known tensors is computed from this rank's own
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._pytree import tree_leaves
 
 Workspace = Callable[[Any, tuple[Any, ...], dict[str, Any]], int]
-"""Bytes that a kernel takes inside itself: operator, arguments, keyword arguments."""
+"""Function that returns the workspace bytes of a kernel: operator, arguments, keyword arguments."""
 _KNOWN_BYTES = 1 << 27
-"""Largest tensor that is computed for real."""
+"""Largest tensor that is computed on real tensors."""
 
 
 def fake_mode() -> Any:
-    """The running `FakeTensorMode`, or None."""
+    """Return the active `FakeTensorMode`, or None."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
 
 
 class FakeKernels:
-    """Runs operators on fake tensors, keeping what is known; real ones as they are.
+    """`Kernels` that propagate known values through fake tensors; operators on real tensors run as usual.
 
     Args:
-        workspace: Bytes that operators take inside themselves; None: not counted.
+        workspace: Workspace bytes of operators; None: not counted.
     """
 
     def __init__(self, workspace: Workspace | None = None) -> None:
@@ -48,9 +48,9 @@ class FakeKernels:
     def __call__(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]
     ) -> tuple[Any, int]:
-        """The outputs of an operator, and the bytes that its kernel takes for itself."""
-        taken = 0 if self._workspace is None else self._workspace(func, args, kwargs)
-        return _run(func, tensors, args, kwargs), taken
+        """Return the outputs of an operator, and the workspace bytes of its kernel."""
+        workspace = 0 if self._workspace is None else self._workspace(func, args, kwargs)
+        return _run(func, tensors, args, kwargs), workspace
 
 
 def _run(func: Any, tensors: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -66,9 +66,9 @@ def _run(func: Any, tensors: list[Tensor], args: tuple[Any, ...], kwargs: dict[s
             out = func(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException):
             out = None  # the values are known, so the answer is
-        made = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
-        large = any(t.untyped_storage().nbytes() > _KNOWN_BYTES for t in made)
-        if large or (not tensors and any(t.is_floating_point() for t in made)):
+        results = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
+        large = any(t.untyped_storage().nbytes() > _KNOWN_BYTES for t in results)
+        if large or (not tensors and any(t.is_floating_point() for t in results)):
             return out
     with unset_fake_temporarily():
         out = func(*args, **kwargs)
@@ -78,9 +78,9 @@ def _run(func: Any, tensors: list[Tensor], args: tuple[Any, ...], kwargs: dict[s
 
 
 def grouped_products(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Shapes of `_grouped_mm` for every format.
+    """Run an operator, with a shape rule of `_grouped_mm` for every dtype.
 
-    torch's own shape rule knows bfloat16 only, as on a GPU; the CPU kernel also takes float32 and float16.
+    torch's own shape rule allows bfloat16 only, as on a GPU; the CPU kernel also accepts float32 and float16.
     """
     left = args[0] if args else None
     if func is not torch.ops.aten._grouped_mm.default or left.dtype == torch.bfloat16:
@@ -88,7 +88,7 @@ def grouped_products(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     right = args[1]
     shape = (left.shape[-2], right.shape[-1])
     if left.dim() == right.dim():
-        # Groups are a dim of both, or parts of the one that is summed over.
+        # Groups are a dim of both operands, or slices of the contracted dim.
         parts = args[2] if len(args) > 2 else kwargs["offs"]
         shape = (len(left) if left.dim() == 3 else len(parts), *shape)
     # Rows begin at multiples of 16 bytes, as in the kernels.
@@ -99,13 +99,13 @@ def grouped_products(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def _round_robin(index: Tensor, choices: int) -> Tensor:
-    """Indices of the same shape, every choice as often as any other."""
+    """Return indices of the same shape in which all choices are equally frequent."""
     with unset_fake_temporarily():
         return (torch.arange(index.numel()) % choices).view(index.shape)
 
 
 def _from_equal_ranks(func: Any, args: tuple[Any, ...]) -> None:
-    """Fill the result of a collective as if every rank held what this one holds."""
+    """Fill the result of a collective as if every rank had this rank's values."""
     name = func.__name__
     if name.startswith("allreduce_"):
         group, op = dist.ProcessGroup.unbox(args[1]), dist.ReduceOp.unbox(args[2])

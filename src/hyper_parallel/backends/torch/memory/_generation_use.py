@@ -1,4 +1,4 @@
-"""What a generation may take of a device's memory, and what it took."""
+"""Memory limits of a generation, and its predicted and measured memory use."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from hyper_parallel.memory import MemoryMachine, Roofline
 
 @dataclass(frozen=True)
 class MemoryLimits:
-    """What a generation may take.
+    """Memory limits of a generation.
 
     Attributes:
         device_bytes: Device budget.
         machine: Channels, DRAM and flash capacities.
         roofline: Seconds of operators on the virtual clock.
-        flash: Where the folder of the file tier is made; needed when the machine has one.
+        flash: Parent of the file tier's folder; required when the machine has a file tier.
     """
 
     device_bytes: int
@@ -28,17 +28,16 @@ class MemoryLimits:
 
 @dataclass
 class MemoryUse:
-    """What was predicted and what was measured.
+    """Predicted and measured memory use of a generation.
 
     Attributes:
-        predicted_bytes: Peak per tier of the two plans; of device and DRAM what they give: the arena and what is made
-            beside it, and the buffers.
-        measured_bytes: The same of everything that ran, the move from one plan to the other included.
-        state_bytes: Weights, buffers and KV cache.
+        predicted_bytes: Peak per tier of the two plans: the arena and staging on the device, the buffers in DRAM.
+        measured_bytes: Measured peaks of all steps, the transition from one plan to the other included.
+        state_bytes: Bytes of weights, buffers and KV cache.
         seconds: Seconds of all steps.
-        wait_s: Those of them in which the device waited for copies.
+        wait_s: Part of `seconds` in which the device waited for copies.
         steps: Steps that ran.
-        simulated: On the simulated device of a CPU: seconds are those of a virtual clock. Else all is measured.
+        simulated: True on the simulated device of a CPU, with seconds of a virtual clock; else all is measured.
     """
 
     predicted_bytes: dict[str, int] = field(default_factory=dict)
@@ -50,13 +49,13 @@ class MemoryUse:
     simulated: bool = True
 
     def add(self, other: MemoryUse) -> None:
-        """Count another use of the same machine, after this one."""
+        """Add a later use of the same machine: peaks are maxima, seconds and steps are sums."""
         self.state_bytes = max(self.state_bytes, other.state_bytes)
-        for mine, more in (
+        for peaks, other_peaks in (
             (self.predicted_bytes, other.predicted_bytes),
             (self.measured_bytes, other.measured_bytes),
         ):
-            mine |= {tier: max(size, mine.get(tier, 0)) for tier, size in more.items()}
+            peaks |= {tier: max(size, peaks.get(tier, 0)) for tier, size in other_peaks.items()}
         self.seconds += other.seconds
         self.wait_s += other.wait_s
         self.steps += other.steps

@@ -1,9 +1,9 @@
-"""Code without a plan in less memory than it takes: what was used longest ago leaves the device between operators.
+"""LRU eviction for code without a plan that exceeds device memory.
 
-A step must run once before it can be planned, and an evaluation has no plan at all. Inside this context every storage
-that an operator touches is brought to the device before it runs; to make room, the least recently used ones are copied
-to host memory and emptied in place. Tensors keep their storages, so autograd, the optimizer and a recorder below see
-the same step with the same bits. It is slow: every copy stops the device.
+A step must run once before it can be planned, and an evaluation has no plan. Inside this context every operand of an
+operator is made resident before the operator runs. To make room, the least-recently-used storages are copied to host
+memory and emptied in place. Tensors keep their storages, so autograd, the optimizer and a recorder below see the same
+step with the same bits. This is slow: every copy synchronises the device.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hyper_parallel.backends.torch.memory._captured import as_view
 from hyper_parallel.backends.torch.memory._operator_mode import OperatorMode
 from hyper_parallel.backends.torch.memory._result_bytes import ResultBytes
 from hyper_parallel.backends.torch.memory._storage_resizes import StorageResizes
-from hyper_parallel.backends.torch.memory._unseen import TakenMode
+from hyper_parallel.backends.torch.memory._untracked_effects import RawAccessMode
 from hyper_parallel.backends.torch.memory.operators import (
     COMMUNICATION,
     EMPTY,
@@ -37,69 +37,72 @@ from hyper_parallel.backends.torch.memory.operators import (
 
 _PLAIN: Final = (torch.Tensor, torch.nn.Parameter)
 Content = torch.UntypedStorage | Callable[[], torch.UntypedStorage]
-"""Bytes in host memory, or what reads them from a file."""
+"""Bytes in host memory, or a function that reads them from a file."""
 
 
 @dataclass(slots=True, eq=False)
-class _Known:
-    """A storage that was seen.
+class _Record:
+    """State of a storage that an operator has used.
 
     Attributes:
         ref: The storage.
-        num_bytes: Its bytes when it is on the device.
-        used: When an operator last touched it.
-        here: It is on the device.
-        copy: Its content in host memory; None: it was never there.
-        current: The copy is what the storage holds.
-        fixed: It is not moved: its owner resizes it, others have its address, or a message uses it.
-        resized: Its owner has resized it.
-        blank: It was made empty or elsewhere, and may be one that its owner resizes.
-        aside: Another stream has used it.
+        num_bytes: Bytes of the storage while it is resident.
+        last_use: Clock of the last operator that used it.
+        resident: True while the storage is on the device.
+        copy: Content in host memory; None: never evicted.
+        current: True if the copy equals the content of the storage.
+        fixed: True if the storage must not move: its owner resizes it, its address is known elsewhere, or a message
+            uses it.
+        resized: True if its owner has resized it.
+        owner_may_resize: True if it was allocated by `empty` or outside of the context, so its owner may resize it.
+        on_other_stream: True if another stream has used it.
     """
 
     ref: weakref.ref[Any]
     num_bytes: int
-    used: int = 0
-    here: bool = True
+    last_use: int = 0
+    resident: bool = True
     copy: Content | None = None
     current: bool = False
     fixed: bool = False
     resized: bool = False
-    blank: bool = False
-    aside: bool = False
+    owner_may_resize: bool = False
+    on_other_stream: bool = False
 
 
 class LruSpillMode:
-    """Keeps the storages that operators touch within a number of bytes, as far as single operators allow.
+    """Context that evicts storages so that resident bytes stay within a limit, if single operators fit.
 
-    Lists that an operator treats one by one (`_fused_adamw_`, `_foreach_*`) are cut where they do not fit together.
-    Collectives are waited for at once. The work per operator depends on its own operands, not on how many storages
-    there are: residents are queued by their last use, and owners that resize a storage announce it.
+    Operators over lists with independent entries (`_fused_adamw_`, `_foreach_*`) are split when the lists do not fit.
+    Collectives are waited for at once. The cost per operator depends on its own operands, not on the number of
+    storages: resident storages are queued by their last use, and owners that resize a storage announce it.
 
-    On a CPU, which only simulates a device, nothing is moved any more once the bytes are known not to suffice.
+    On a CPU, which only simulates a device, nothing moves any more once the limit is known to be insufficient.
 
     Args:
-        num_bytes: Bytes on the device; None: all of it, nothing is moved.
+        num_bytes: Limit of resident bytes; None: no limit, nothing is moved.
         device: The device; a CPU simulates one.
-        stays_away: What is in host memory at the end of the context stays there, for the next one, or to be taken.
+        keep_offloaded: Keep evicted storages in host memory at the end of the context, for the next context or a plan.
 
     Attributes:
-        peak_bytes: Highest bytes of seen storages on the device, inside of the context.
-        moved_bytes: Bytes that have left it.
-        least_bytes: Most bytes that had to be on the device at once: what is not moved, and an operator's operands
-            and results. Below it no device suffices.
-        owned: Gives the tensors that their owner empties and refills in place.
+        peak_bytes: Highest resident bytes inside the context.
+        moved_bytes: Evicted bytes.
+        least_bytes: Smallest sufficient limit: the peak of fixed storages and the operands and results of an operator.
+        owned: Returns the tensors that their owner empties and refills in place.
     """
 
     def __init__(
-        self, num_bytes: int | None, device: torch.device, *, stays_away: bool = False
+        self, num_bytes: int | None, device: torch.device, *, keep_offloaded: bool = False
     ) -> None:
-        self._mode, self._taken = OperatorMode(self._operator), TakenMode(self._take)
-        self._resizes = StorageResizes(self._announced)
-        self._most, self._device, self._stays_away = num_bytes, device, stays_away
-        self._known: dict[int, _Known] = {}
+        self._mode, self._raw_access = (
+            OperatorMode(self._operator),
+            RawAccessMode(self._on_raw_access),
+        )
+        self._resizes = StorageResizes(self._before_resize)
+        self._limit, self._device, self._keep_offloaded = num_bytes, device, keep_offloaded
+        self._records: dict[int, _Record] = {}
         # Storages on the device that may leave it, least recently used first.
-        self._here: OrderedDict[int, _Known] = OrderedDict()
+        self._lru: OrderedDict[int, _Record] = OrderedDict()
         self._results = ResultBytes()
         self._live = self._clock = self._fixed_bytes = 0
         self.peak_bytes = self.moved_bytes = self.least_bytes = 0
@@ -108,107 +111,118 @@ class LruSpillMode:
         self._stream = lambda: self._module.current_stream(device)
         self._compute = self._stream()
 
-    # -- state that lies elsewhere -------------------------------------------------------------
+    # -- state in other tiers ------------------------------------------------------------------
 
-    def hold(self, base: torch.UntypedStorage, num_bytes: int, content: Content) -> None:
-        """Take a storage that is empty, and where its bytes are; memory that is given is changed with it."""
-        known = self._add(base)
-        known.num_bytes, known.here, known.copy, known.current = num_bytes, False, content, True
-        self._here.pop(base._cdata, None)
+    def track_offloaded(self, base: torch.UntypedStorage, num_bytes: int, content: Content) -> None:
+        """Track an empty storage whose content is in host memory or a file; writes reach that host memory."""
+        record = self._add(base)
+        record.num_bytes, record.resident, record.copy, record.current = (
+            num_bytes,
+            False,
+            content,
+            True,
+        )
+        self._lru.pop(base._cdata, None)
 
-    def take(self, base: torch.UntypedStorage) -> Content:
-        """Where the bytes of a storage are, which is forgotten: the storage itself when it is not in host memory."""
-        known = self._known.get(base._cdata)
-        if known is None:
+    def pop_content(self, base: torch.UntypedStorage) -> Content:
+        """Stop tracking a storage and return its content: its current host copy, else the storage itself."""
+        record = self._records.get(base._cdata)
+        if record is None:
             return base
-        self._forget(base._cdata, known)
-        return known.copy if known.current and known.copy is not None else base
+        self._forget(base._cdata, record)
+        return record.copy if record.current and record.copy is not None else base
 
     def num_bytes(self, base: torch.UntypedStorage) -> int:
-        """Bytes of a storage, wherever they are."""
-        known = self._known.get(base._cdata)
-        return base.nbytes() if known is None or known.here else known.num_bytes
+        """Return the size of a storage, resident or evicted."""
+        record = self._records.get(base._cdata)
+        return base.nbytes() if record is None or record.resident else record.num_bytes
 
-    def at_home(self, tensor: torch.Tensor, *, write: bool = False) -> torch.Tensor:
-        """A tensor on its bytes, wherever they are; outside of the context.
+    def on_current_tier(self, tensor: torch.Tensor, *, write: bool = False) -> torch.Tensor:
+        """Return a view of a tensor on its content, on the device or in host memory; use outside of the context.
 
         Args:
             tensor: The tensor.
-            write: It will be changed.
+            write: The caller will write into the view.
         """
-        known = self._known.get(tensor.untyped_storage()._cdata)
-        if known is None or known.here:
-            if known is not None and write:
-                known.current = False
+        record = self._records.get(tensor.untyped_storage()._cdata)
+        if record is None or record.resident:
+            if record is not None and write:
+                record.current = False
             return tensor.detach()
-        assert known.copy is not None
-        content = known.copy if isinstance(known.copy, torch.UntypedStorage) else known.copy()
+        assert record.copy is not None
+        content = record.copy if isinstance(record.copy, torch.UntypedStorage) else record.copy()
         if write:
-            known.copy = content
-        return as_view(tensor, 0).on(content)
+            record.copy = content
+        return as_view(tensor, 0).as_tensor(content)
 
-    def bring(self, tensor: torch.Tensor) -> None:
-        """Bring a tensor's storage to the device: somebody looks at its bytes."""
-        known = self._see(tensor)
-        if known is not None and not known.here:
+    def make_resident(self, tensor: torch.Tensor) -> None:
+        """Make a tensor's storage resident, because code reads its bytes."""
+        record = self._record_use(tensor)
+        if record is not None and not record.resident:
             self._clock += 1
-            known.used = self._clock
-            self._make_room(known.num_bytes)
-            self._bring(known)
+            record.last_use = self._clock
+            self._make_room(record.num_bytes)
+            self._load(record)
 
-    def bring_back(self) -> None:
-        """Bring everything to the device that still exists, and forget it."""
-        for known in list(self._known.values()):
-            if not known.here:
-                self._bring(known)
-        for key, known in list(self._known.items()):
-            self._forget(key, known)
+    def restore_all(self) -> None:
+        """Make all live storages resident, and stop tracking them."""
+        for record in list(self._records.values()):
+            if not record.resident:
+                self._load(record)
+        for key, record in list(self._records.items()):
+            self._forget(key, record)
 
     @property
-    def emptied(self) -> list[weakref.ref[Any]]:
-        """Storages that still exist and that their owner has filled, or that were found filled, and left empty."""
-        every = list(self._known.values())
-        for known in every:
-            base = known.ref()
-            if known.here and base is not None and base.nbytes() != known.num_bytes:
-                self._resized(known, base.nbytes())
-        return [known.ref for known in every if known.resized and not known.num_bytes]
+    def emptied_storages(self) -> list[weakref.ref[Any]]:
+        """Live storages that are empty now because their owner has resized them."""
+        records = list(self._records.values())
+        for record in records:
+            base = record.ref()
+            if record.resident and base is not None and base.nbytes() != record.num_bytes:
+                self._on_resize(record, base.nbytes())
+        return [record.ref for record in records if record.resized and not record.num_bytes]
 
     def require(self, num_bytes: int) -> None:
-        """Raise `least_bytes` to what an operator to come needs at once."""
+        """Raise `least_bytes` to the bytes that an operator needs at once."""
         self.least_bytes = max(self.least_bytes, num_bytes)
 
     # -- operators -----------------------------------------------------------------------------
 
     def _operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if func in VIEWS and self._is_here(args[0]):
+        if func in VIEWS and self._is_resident(args[0]):
             return func(*args, **kwargs)
-        tensors = [t for t in tensors_in(args, kwargs) if self._is_mine(t)]
-        new = {key: base.nbytes() for key, base in map(_keyed, tensors) if key not in self._known}
-        if new:  # made outside of the context, as data are
+        tensors = [t for t in tensors_in(args, kwargs) if self._is_managed(t)]
+        new = {
+            key: base.nbytes()
+            for key, base in map(_key_and_base, tensors)
+            if key not in self._records
+        }
+        if new:  # allocated outside of the context, such as a batch
             self._make_room(sum(new.values()))
-        given = {id(k): k for t in tensors if (k := self._see(t)) is not None}
+        records = {id(k): k for t in tensors if (k := self._record_use(t)) is not None}
         for key in new:
-            self._known[key].blank = True
-        if self._most is not None:
-            made = self._results.of(func, args, kwargs)
-            operands = sum(known.num_bytes for known in given.values() if not known.fixed)
-            if (needed := self._fixed_bytes + operands + (made or 0)) > self._most:
+            self._records[key].owner_may_resize = True
+        if self._limit is not None:
+            result_bytes = self._results.of(func, args, kwargs)
+            operands = sum(record.num_bytes for record in records.values() if not record.fixed)
+            if (needed := self._fixed_bytes + operands + (result_bytes or 0)) > self._limit:
                 parts = split_lists(func, args, kwargs, 0)
                 if len(parts) > 1:
                     outs = [self._operator(func, *part) for part in parts]
                     return None if outs[0] is None else [t for out in outs for t in out]
             self._clock += 1
-            for known in given.values():
-                known.used = self._clock
-            away = sum(known.num_bytes for known in given.values() if not known.here)
+            for record in records.values():
+                record.last_use = self._clock
+            evicted_bytes = sum(
+                record.num_bytes for record in records.values() if not record.resident
+            )
             self.require(needed)
-            self._make_room(self._most if made is None else away + made)
-        for known in given.values():
-            self._bring(known)
+            self._make_room(self._limit if result_bytes is None else evicted_bytes + result_bytes)
+        for record in records.values():
+            self._load(record)
         out = func(*args, **kwargs)
         written = written_leaves(func, args, kwargs)
-        if func.namespace not in TORCH:  # whatever its schema says
+        if func.namespace not in TORCH:  # its schema may be incomplete
             written = tensors_in(args, kwargs)
         if func.namespace == "c10d" and not is_message(func):
             out = without_work(out)
@@ -216,182 +230,194 @@ class LruSpillMode:
             for tensor in tensors_in(out):
                 torch.ops._c10d_functional.wait_tensor.default(tensor)
         for tensor in written:
-            if (known := self._see(tensor)) is not None:
-                known.current = False
-        both = {**given, **{id(k): k for t in tensors_in(out) if (k := self._see(t)) is not None}}
-        for known in both.values():
-            known.used = self._clock
-            known.blank |= func is EMPTY
-            known.aside |= self._stream() != self._compute
+            if (record := self._record_use(tensor)) is not None:
+                record.current = False
+        used_records = {
+            **records,
+            **{id(k): k for t in tensors_in(out) if (k := self._record_use(t)) is not None},
+        }
+        for record in used_records.values():
+            record.last_use = self._clock
+            record.owner_may_resize |= func is EMPTY
+            record.on_other_stream |= self._stream() != self._compute
             if is_message(func):
-                self._fix(known)
+                self._fix(record)
         self._make_room(0)
         return out
 
-    def _take(self, tensor: torch.Tensor, values: bool) -> None:
-        """Python code is given the bytes, or their address."""
-        self.bring(tensor)
-        if (known := self._see(tensor)) is not None and not values:
-            known.current = False
-            self._fix(known)
+    def _on_raw_access(self, tensor: torch.Tensor, values: bool) -> None:
+        """Make a tensor resident for Python code that reads its values or its address."""
+        self.make_resident(tensor)
+        if (record := self._record_use(tensor)) is not None and not values:
+            record.current = False
+            self._fix(record)
 
     # -- storages ------------------------------------------------------------------------------
 
-    def _is_mine(self, tensor: torch.Tensor) -> bool:
+    def _is_managed(self, tensor: torch.Tensor) -> bool:
         return type(tensor) in _PLAIN and tensor.device.type == self._device.type
 
-    def _is_here(self, tensor: torch.Tensor) -> bool:
+    def _is_resident(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor's storage is known, on the device and not empty."""
-        known = self._known.get(tensor.untyped_storage()._cdata)
-        return known is not None and known.here and bool(known.num_bytes)
+        record = self._records.get(tensor.untyped_storage()._cdata)
+        return record is not None and record.resident and bool(record.num_bytes)
 
-    def _see(self, tensor: torch.Tensor) -> _Known | None:
-        """What is known of a tensor's storage; it becomes the most recently used one."""
-        if not self._is_mine(tensor):
+    def _record_use(self, tensor: torch.Tensor) -> _Record | None:
+        """Return the record of a tensor's storage, and mark it as most recently used."""
+        if not self._is_managed(tensor):
             return None
         base = tensor.untyped_storage()
-        known = self._known.get(base._cdata) or self._add(base)
+        record = self._records.get(base._cdata) or self._add(base)
         size = base.nbytes()
-        if size != (known.num_bytes if known.here else 0):
-            self._resized(known, size)
-        if base._cdata in self._here:
-            self._here.move_to_end(base._cdata)
-        return known
+        if size != (record.num_bytes if record.resident else 0):
+            self._on_resize(record, size)
+        if base._cdata in self._lru:
+            self._lru.move_to_end(base._cdata)
+        return record
 
-    def _add(self, base: torch.UntypedStorage) -> _Known:
+    def _add(self, base: torch.UntypedStorage) -> _Record:
         key = base._cdata
-        # The callback must not refer to `known`: in a cycle its copy would outlive it until the next collection.
-        known = _Known(weakref.ref(base, partial(self._destroyed, key)), base.nbytes())
-        self._known[key] = self._here[key] = known
-        self._grow(known.num_bytes)
+        # The callback must not refer to `record`: in a cycle its copy would outlive it until the next collection.
+        record = _Record(weakref.ref(base, partial(self._on_destroy, key)), base.nbytes())
+        self._records[key] = self._lru[key] = record
+        self._grow(record.num_bytes)
         if not base.resizable():
-            self._fix(known)
-        return known
+            self._fix(record)
+        return record
 
-    def _destroyed(self, key: int, ref: weakref.ref[Any]) -> None:
-        """Forget a storage that no longer exists; another one may have its key by now."""
-        known = self._known.get(key)
-        if known is not None and known.ref is ref:
-            self._forget(key, known)
+    def _on_destroy(self, key: int, ref: weakref.ref[Any]) -> None:
+        """Forget a destroyed storage; a new storage may have the same key already."""
+        record = self._records.get(key)
+        if record is not None and record.ref is ref:
+            self._forget(key, record)
 
-    def _forget(self, key: int, known: _Known) -> None:
-        if self._known.get(key) is known:
-            del self._known[key]
-            self._here.pop(key, None)
-            self._live -= known.num_bytes if known.here else 0
-            self._fixed_bytes -= known.num_bytes if known.fixed else 0
+    def _forget(self, key: int, record: _Record) -> None:
+        if self._records.get(key) is record:
+            del self._records[key]
+            self._lru.pop(key, None)
+            self._live -= record.num_bytes if record.resident else 0
+            self._fixed_bytes -= record.num_bytes if record.fixed else 0
 
-    def _fix(self, known: _Known) -> None:
-        """Never move a storage again; it is on the device."""
-        if known.fixed or (base := known.ref()) is None:
+    def _fix(self, record: _Record) -> None:
+        """Pin a resident storage to the device."""
+        if record.fixed or (base := record.ref()) is None:
             return
-        known.fixed = True
-        self._fixed_bytes += known.num_bytes
-        self._here.pop(base._cdata, None)
+        record.fixed = True
+        self._fixed_bytes += record.num_bytes
+        self._lru.pop(base._cdata, None)
 
-    def _announced(self, base: torch.UntypedStorage, num_bytes: int) -> None:
+    def _before_resize(self, base: torch.UntypedStorage, num_bytes: int) -> None:
         """Make room for a storage that is about to be resized by its owner."""
-        known = self._known.get(base._cdata)
-        if known is None or num_bytes == (known.num_bytes if known.here else 0):
+        record = self._records.get(base._cdata)
+        if record is None or num_bytes == (record.num_bytes if record.resident else 0):
             return
-        self._clock += 1  # no operator runs: what the last one used may leave
-        known.used = self._clock
-        self._resized(known, num_bytes, grown=False)
+        self._clock += 1  # no operator runs, so operands of the last one may be evicted
+        record.last_use = self._clock
+        self._on_resize(record, num_bytes, update_peak=False)
         self._make_room(0)
         self._grow(0)
 
-    def _resized(self, known: _Known, num_bytes: int, *, grown: bool = True) -> None:
-        """Its owner has resized a storage."""
-        self._fix(known)
-        self._fixed_bytes += num_bytes - known.num_bytes
-        self._live += num_bytes - (known.num_bytes if known.here else 0)
-        known.num_bytes, known.here, known.current, known.resized = num_bytes, True, False, True
+    def _on_resize(self, record: _Record, num_bytes: int, *, update_peak: bool = True) -> None:
+        """Update the record of a storage that its owner has resized."""
+        self._fix(record)
+        self._fixed_bytes += num_bytes - record.num_bytes
+        self._live += num_bytes - (record.num_bytes if record.resident else 0)
+        record.num_bytes, record.resident, record.current, record.resized = (
+            num_bytes,
+            True,
+            False,
+            True,
+        )
         self.require(self._fixed_bytes)
-        if grown:
+        if update_peak:
             self._grow(0)
 
     def _grow(self, num_bytes: int) -> None:
         self._live += num_bytes
         self.peak_bytes = max(self.peak_bytes, self._live)
 
-    def _bring(self, known: _Known) -> None:
-        base = known.ref()
-        if known.here or base is None:
+    def _load(self, record: _Record) -> None:
+        base = record.ref()
+        if record.resident or base is None:
             return
-        assert known.copy is not None
-        self._settle(known)
+        assert record.copy is not None
+        self._wait_streams(record)
         with _disable_current_modes():
-            content = known.copy if isinstance(known.copy, torch.UntypedStorage) else known.copy()
-            known.here = True  # before the resize, which is not its owner's
-            base.resize_(known.num_bytes)
+            content = (
+                record.copy if isinstance(record.copy, torch.UntypedStorage) else record.copy()
+            )
+            record.resident = True  # before the resize, which is not its owner's
+            base.resize_(record.num_bytes)
             base.copy_(content)
-        self._here[base._cdata] = known
-        self._grow(known.num_bytes)
+        self._lru[base._cdata] = record
+        self._grow(record.num_bytes)
 
     def _make_room(self, num_bytes: int) -> None:
         """Evict least-recently-used storages until `num_bytes` fit."""
-        if self._most is None or (self._device.type == "cpu" and self.least_bytes > self._most):
+        if self._limit is None or (self._device.type == "cpu" and self.least_bytes > self._limit):
             return
-        most, owned = self._most - num_bytes, None
-        while self._live > most and self._here:
-            key, known = next(iter(self._here.items()))
-            base = known.ref()
-            if known.used == self._clock:
+        limit, owned = self._limit - num_bytes, None
+        while self._live > limit and self._lru:
+            key, record = next(iter(self._lru.items()))
+            base = record.ref()
+            if record.last_use == self._clock:
                 return  # the running operator uses it, and all behind it
-            if base is None or not known.num_bytes:
-                del self._here[key]
-            elif base.nbytes() != known.num_bytes:
-                self._resized(known, base.nbytes())
-            elif known.blank:
-                known.blank = False
+            if base is None or not record.num_bytes:
+                del self._lru[key]
+            elif base.nbytes() != record.num_bytes:
+                self._on_resize(record, base.nbytes())
+            elif record.owner_may_resize:
+                record.owner_may_resize = False
                 if owned is None:
-                    owned = {_keyed(tensor)[0] for tensor in self.owned()}
+                    owned = {_key_and_base(tensor)[0] for tensor in self.owned()}
                 if key in owned:
-                    self._fix(known)
+                    self._fix(record)
             else:
-                self._evict(key, known, base)
+                self._evict(key, record, base)
 
-    def _evict(self, key: int, known: _Known, base: torch.UntypedStorage) -> None:
+    def _evict(self, key: int, record: _Record, base: torch.UntypedStorage) -> None:
         """Copy a storage to host memory, unless there is a current copy, and empty it."""
-        self._settle(known)
+        self._wait_streams(record)
         with _disable_current_modes():
-            if not known.current:
-                if not isinstance(known.copy, torch.UntypedStorage):
-                    known.copy = torch.UntypedStorage(known.num_bytes)
-                known.copy.copy_(base)
-                known.current = True
-            known.here = False  # before the resize, which is not its owner's
+            if not record.current:
+                if not isinstance(record.copy, torch.UntypedStorage):
+                    record.copy = torch.UntypedStorage(record.num_bytes)
+                record.copy.copy_(base)
+                record.current = True
+            record.resident = False  # before the resize, which is not its owner's
             base.resize_(0)
-        del self._here[key]
-        self._live -= known.num_bytes
-        self.moved_bytes += known.num_bytes
+        del self._lru[key]
+        self._live -= record.num_bytes
+        self.moved_bytes += record.num_bytes
 
-    def _settle(self, known: _Known) -> None:
-        """Wait for what other streams do with a storage."""
-        if self._device.type != "cpu" and (known.aside or self._stream() != self._compute):
+    def _wait_streams(self, record: _Record) -> None:
+        """Wait for pending work of other streams on a storage."""
+        if self._device.type != "cpu" and (
+            record.on_other_stream or self._stream() != self._compute
+        ):
             self._module.synchronize(self._device)
 
     def __enter__(self) -> Self:
-        for known in list(self._known.values()):  # owners may have resized them meanwhile
-            base = known.ref()
-            if known.here and base is not None and base.nbytes() != known.num_bytes:
-                self._resized(known, base.nbytes())
+        for record in list(self._records.values()):  # owners may have resized them meanwhile
+            base = record.ref()
+            if record.resident and base is not None and base.nbytes() != record.num_bytes:
+                self._on_resize(record, base.nbytes())
         self._resizes.__enter__()
         self._mode.__enter__()
-        self._taken.__enter__()
+        self._raw_access.__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
-        """Bring everything back that still exists, unless it stays away."""
-        self._taken.__exit__(*error)
+        """Make all live storages resident, unless evicted storages are kept offloaded."""
+        self._raw_access.__exit__(*error)
         self._mode.__exit__(*error)
         self._resizes.__exit__(*error)
-        if not self._stays_away:
+        if not self._keep_offloaded:
             peak = self.peak_bytes
-            self.bring_back()
+            self.restore_all()
             self.peak_bytes = peak
 
 
-def _keyed(tensor: torch.Tensor) -> tuple[int, torch.UntypedStorage]:
+def _key_and_base(tensor: torch.Tensor) -> tuple[int, torch.UntypedStorage]:
     base = tensor.untyped_storage()
     return base._cdata, base

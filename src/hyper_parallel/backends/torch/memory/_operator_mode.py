@@ -1,4 +1,4 @@
-"""The one dispatch mode: hands every operator on plain local tensors to a function."""
+"""Dispatch mode that passes every operator on plain local tensors to a function."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hyper_parallel.backends.torch.memory._fake_values import fake_mode
 
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
-"""Runs an operator: function, arguments, keyword arguments."""
+"""Function that runs an operator: overload, arguments, keyword arguments."""
 _PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)
 
 
 class OperatorMode(TorchDispatchMode):
-    """Context below autograd: what forward, backward, FSDP, clipping and the optimizer run goes through a function.
+    """Context below autograd that intercepts the operators of forward, backward, FSDP, clipping and the optimizer.
 
-    Of a DTensor the operators on its local part do. Views and operators without tensors do as well.
+    For a DTensor, it intercepts the operators on the local shard. Views and operators without tensors are included.
 
     Args:
-        handler: Runs the operators; it is not called for what it runs itself.
+        handler: Runs an operator; operators that it runs itself are not intercepted.
 
     Attributes:
-        fake: The `FakeTensorMode` that runs around it, or None.
+        fake: The `FakeTensorMode` around this context, or None.
     """
 
     def __init__(self, handler: Handler) -> None:
@@ -48,10 +48,10 @@ class OperatorMode(TorchDispatchMode):
         kwargs = kwargs or {}
         if any(kind not in _PLAIN for kind in types):
             if self.fake is not None:
-                # A DTensor asks for the shape of its result on fake tensors of the whole, once per shape in a process.
-                # It does so here, unseen: a run takes no bytes for it.
+                # A DTensor propagates the shape of its result on fake global tensors, once per shape in a process.
+                # That happens here, outside of the handler: a real run allocates nothing for it.
                 func(*args, **kwargs)
             return NotImplemented  # its local operators come here next
-        if fake_mode() is not self.fake:  # the same question in a step on real tensors
+        if fake_mode() is not self.fake:  # the same propagation in a step on real tensors
             return func(*args, **kwargs)
         return self._handler(func, args, kwargs)

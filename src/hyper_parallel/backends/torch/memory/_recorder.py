@@ -1,8 +1,8 @@
-"""The recorder of a rank's program: every operator of a step at storage level, as a `MemoryProgram`.
+"""Recorder of a rank's program: every operator of a step at storage level, as a `MemoryProgram`.
 
-It sits below autograd and sees what forward, backward, FSDP, clipping and the optimizer run, with plain local tensors,
-real or fake. A view is an address; only operators that make or change bytes, or communicate, become part of the
-program. How operators run is the business of a `Kernels` function: as they are, or with what is known of fake values.
+The recorder sits below autograd. It records the operators of forward, backward, FSDP, clipping and the optimizer, on
+plain local tensors, real or fake. A view is an address. Only operators that allocate or write bytes, or communicate,
+become part of the program. A `Kernels` function runs the operators: directly, or with known values of fake tensors.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ from hyper_parallel.backends.torch.memory.storages import Entry, Storages
 from hyper_parallel.ir import MemoryAction, MemoryProgram, Operator, StorageKind
 
 Kernels = Callable[[Any, tuple[Any, ...], dict[str, Any], list[Tensor]], tuple[Any, int]]
-"""Runs an operator on (function, arguments, keyword arguments, the tensors among them): its outputs, and the bytes that
-its kernel takes for itself and gives back before it returns."""
+"""Function that runs an operator (overload, arguments, keyword arguments, the tensors among them) and returns its
+outputs and the workspace bytes of its kernel."""
 
 
-def as_they_are(
+def run_directly(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]
 ) -> tuple[Any, int]:
-    """The plain `Kernels`."""
+    """Run an operator directly, as `Kernels` without workspace."""
     return func(*args, **kwargs), 0
 
 
 @dataclass(frozen=True)
 class Recording:
-    """What a rank did.
+    """Recorded program of a rank.
 
     Attributes:
-        program: Its storages and operators.
+        program: Storages and operators.
         actions: Operators, and the ends of storages, in the order in which they happened.
-        entries: What is known of each storage beyond the program.
-        segments: (first action, name) of every piece of the program (forward, backward, ...).
+        entries: Properties of each storage beyond the program.
+        segments: (first action, name) of every segment of the program (forward, backward, ...).
         groups: Name of every process group to its ranks.
         num_operators: Operators that ran, views included.
     """
@@ -63,15 +63,15 @@ class Recording:
 
 
 class Recorder:
-    """Records operators inside its context, over storages that they make, that are sent, and that `name` announces.
+    """Context that records operators over the storages that they allocate or send, and over named storages.
 
     Args:
         alignment_bytes: See `Storages`.
-        kernels: How operators run.
+        kernels: Runs the operators.
     """
 
-    def __init__(self, alignment_bytes: int = 1, kernels: Kernels = as_they_are) -> None:
-        self.storages = Storages(alignment_bytes, self._ended)
+    def __init__(self, alignment_bytes: int = 1, kernels: Kernels = run_directly) -> None:
+        self.storages = Storages(alignment_bytes, self._on_end)
         self._mode = OperatorMode(self._operator)
         self._alignment, self._kernels = alignment_bytes, kernels
         self._groups: dict[str, tuple[int, ...]] = {}
@@ -84,22 +84,22 @@ class Recorder:
         self._count = 0
 
     def restart(self, segment: str) -> None:
-        """Record from here on: what lives now was there at the start."""
-        self._follow_resized(everywhere=True)
+        """Restart the recording: storages that are live now exist from its start."""
+        self._record_resizes(everywhere=True)
         self.storages.restart()
         self._begin(segment)
 
     def enter(self, segment: str) -> None:
-        """Another piece of the program begins."""
-        self._follow_resized(everywhere=True)
+        """Begin another segment of the program."""
+        self._record_resizes(everywhere=True)
         if segment != self._segments[-1][1]:
             self._segments.append((len(self._actions), segment))
 
     def name(self, tensor: Tensor, name: str, kind: StorageKind) -> None:
-        """Say what a tensor's storage holds; one that is not known yet was there at the start."""
+        """Set name and kind of a tensor's storage; an unknown storage exists from the start."""
         number = self.storages.find(tensor)
         if number is None:
-            number = self._appear(tensor, name)
+            number = self._add_existing(tensor, name)
         entry = self.storages.entries[number]
         if entry.kind == kind and entry.name != name:  # several tensors on one storage
             entry.name = _common(entry.name, name)
@@ -108,8 +108,8 @@ class Recorder:
         entry.name, entry.kind, entry.shape, entry.dtype = name, kind, *_format(tensor)
 
     def recording(self, name: str) -> Recording:
-        """What was recorded."""
-        self._follow_resized(everywhere=True)
+        """Return the recording so far."""
+        self._record_resizes(everywhere=True)
         entries = [replace(entry) for entry in self.storages.entries]
         for number in self.storages.living:
             entries[number].at_end = True
@@ -133,7 +133,7 @@ class Recorder:
 
     def _operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._count += 1
-        self._follow_resized()
+        self._record_resizes()
         tensors = tensors_in(args, kwargs)
         out, workspace = self._kernels(func, args, kwargs, tensors)
         self._record(func, args, kwargs, tensors, out, workspace)
@@ -152,7 +152,7 @@ class Recorder:
         shared = shared_tensors(func, tensors)
         for tensor in shared:
             if self.storages.find(tensor) is None:
-                self._appear(tensor, _name(func))
+                self._add_existing(tensor, _name(func))
         for number in self._known(shared):
             self.storages.entries[number].sent = True
         reads, writes = self._known(tensors), self._known(written_leaves(func, args, kwargs))
@@ -192,8 +192,8 @@ class Recorder:
     def _add(self, tensor: Tensor, func: Any) -> int:
         return self.storages.add(tensor, self._entry(tensor, _name(func)), watch=func is EMPTY)
 
-    def _appear(self, tensor: Tensor, name: str) -> int:
-        """A storage that no operator has made."""
+    def _add_existing(self, tensor: Tensor, name: str) -> int:
+        """Record a storage that no operator has allocated."""
         number = self.storages.add(tensor, self._entry(tensor, name))
         self._run(Operator(name, allocs=(number,)))
         return number
@@ -204,13 +204,13 @@ class Recorder:
         shape, dtype = _format(tensor)
         return Entry(name, 0, "activation", shape=shape, dtype=dtype, recomputed=recomputed)
 
-    def _follow_resized(self, *, everywhere: bool = False) -> None:
-        """FSDP frees and refills gathered parameters by resizing their storages, which no operator shows."""
+    def _record_resizes(self, *, everywhere: bool = False) -> None:
+        """Record storages that their owner has resized: FSDP frees and refills gathered parameters without operator."""
         for key, entry, _ in self.storages.end_resized(everywhere=everywhere):
             number = self.storages.begin(key, replace(entry, at_start=False))
             self._run(Operator("resize", allocs=(number,)))
 
-    def _ended(self, number: int) -> None:
+    def _on_end(self, number: int) -> None:
         self._actions.append(MemoryAction("free", number))
 
 
@@ -223,7 +223,7 @@ def _format(tensor: Tensor) -> tuple[tuple[int, ...], str]:
 
 
 def _common(first: str, second: str) -> str:
-    """The leading parts that two dotted names share, and a star."""
+    """Return the common leading parts of two dotted names, and a star."""
     pairs = zip(first.split("."), second.split("."), strict=False)
     same = [a for a, b in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)]
     return ".".join([*same, "*"])

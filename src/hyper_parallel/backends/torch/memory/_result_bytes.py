@@ -1,4 +1,4 @@
-"""Bytes of an operator's results, read off the shapes of its arguments before it runs."""
+"""Bytes of an operator's results, inferred from the shapes of its arguments before it runs."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ class ResultBytes:
         self._known: dict[Any, int | None] = {}
 
     def of(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
-        """Return the bytes of the storages that a call will make; None: its shapes do not tell."""
-        # A tensor is put on a storage, as when a file is read.
-        put = sum(v.nbytes() for v in args if isinstance(v, torch.UntypedStorage))
+        """Return the bytes of the storages that a call will allocate; None: its shapes do not determine them."""
+        # `set_` puts a tensor on an existing storage, as when a file is read.
+        set_bytes = sum(v.nbytes() for v in args if isinstance(v, torch.UntypedStorage))
         if func.namespace == "c10d" or not _allocates(func):
-            return put
+            return set_bytes
         key = func, _facts(args), _facts(kwargs)
         if key not in self._known:
             self._known[key] = _traced_bytes(func, args, kwargs)
-        made = self._known[key]
-        return None if made is None else made + put
+        result_bytes = self._known[key]
+        return None if result_bytes is None else result_bytes + set_bytes
 
 
 @cache
@@ -48,25 +48,31 @@ def _facts(value: Any) -> Any:
         return tuple((name, _facts(v)) for name, v in value.items())
     if isinstance(value, torch.UntypedStorage):
         return "storage"
-    # The type of a number decides the format of a result. As text, a storage would be every byte.
+    # The type of a number determines the dtype of a result. `str` of a storage would print every byte.
     return type(value), value if isinstance(value, (int, float)) else str(value)
 
 
 def _traced_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
     """Run a call on tensors without bytes and return the bytes that its new storages would have."""
-    given: list[torch.Tensor] = []
+    arguments: list[torch.Tensor] = []
 
     def shape(tensor: torch.Tensor) -> torch.Tensor:
         size, stride = tensor.shape, tensor.stride()
-        given.append(torch.empty_strided(size, stride, dtype=tensor.dtype, device="meta"))
-        return given[-1]
+        arguments.append(torch.empty_strided(size, stride, dtype=tensor.dtype, device="meta"))
+        return arguments[-1]
 
     with _disable_current_modes():
         try:
-            both = tree_map_only(torch.Tensor, shape, (args, kwargs))
-            args, kwargs = tree_map_only(torch.device, lambda _: torch.device("meta"), both)
+            meta_arguments = tree_map_only(torch.Tensor, shape, (args, kwargs))
+            args, kwargs = tree_map_only(
+                torch.device, lambda _: torch.device("meta"), meta_arguments
+            )
             out = func(*args, **kwargs)
-        except Exception:  # no kernel without bytes, or a result that depends on them
+        except Exception:  # no meta kernel, or a size that depends on values
             return None
-    made = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors_in(out)}
-    return sum(made.values()) - sum(made.get(t.untyped_storage()._cdata, 0) for t in given)
+    bytes_by_storage = {
+        t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors_in(out)
+    }
+    return sum(bytes_by_storage.values()) - sum(
+        bytes_by_storage.get(t.untyped_storage()._cdata, 0) for t in arguments
+    )

@@ -1,9 +1,9 @@
-"""Folders of a run outside of its directory: removed by it, or by the next run on this host when it was killed.
+"""Scratch folders of a run outside of its directory: removed by the run, or after a kill by the next run on this host.
 
-Beside a folder lies a lock file of the same name. Its run holds a lock on it (`flock`) that the kernel gives back when
-the last process of the run ends, however it ends. So a lock that can be had is that of a dead run. The lock file names
-its folder, and the marker in the folder names the lock: only where both agree, both are this user's, and the boot of
-the machine is the present one, a folder is removed, file by file.
+Next to a folder is a lock file of the same name. The run locks it with `flock`, and the kernel releases the lock when
+the last process of the run ends, for any reason. So a lock that is free belongs to a dead run. The lock file names its
+folder, and the marker in the folder names the lock. A folder is removed, file by file, only if both names agree, both
+files belong to this user, and the lock file was written since the last boot.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from hyper_parallel.owned_folder import Marker, read_marker, remove_unfinished, 
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _KIND = "scratch"
-_MOST_BYTES = 4096  # of a lock file
+_MOST_BYTES = 4096  # limit of a lock file's size
 
 logger = logging.getLogger(__name__)
 
 
 @contextmanager
 def run_folder(parent: Path, name: str) -> Iterator[Path]:
-    """A folder for the files of one run, removed with its files at the end of the context.
+    """Yield a folder for the files of one run, removed with its files at the end of the context.
 
-    Folders of runs that were killed on this host since it was started are removed first.
+    Folders of runs that were killed on this host since its boot are removed first.
 
     Args:
-        parent: Where; created when it is missing.
-        name: Begins the folder's name.
+        parent: Parent folder; created when it is missing.
+        name: Prefix of the folder's name.
 
     Raises:
-        TransferFailed: HP513 when it cannot be made.
+        TransferFailed: HP513 when the folder cannot be created.
     """
     lock = -1
     try:
@@ -52,7 +52,7 @@ def run_folder(parent: Path, name: str) -> Iterator[Path]:
         raise _impossible(parent, error) from error
     try:
         try:
-            # Without locks in the file system nobody can tell whether the run is dead, and the folder stays.
+            # On a file system without locks a dead run cannot be detected, and the folder stays.
             with suppress(OSError):
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 os.write(lock, _mark(folder.name))
@@ -68,7 +68,7 @@ def run_folder(parent: Path, name: str) -> Iterator[Path]:
 
 
 def _remove_dead(parent: Path) -> None:
-    """Remove folders of this user whose lock is held by nobody."""
+    """Remove folders of this user whose lock is free."""
     for mark in parent.glob("*.lock"):
         with suppress(OSError):
             lock = os.open(mark, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -79,9 +79,9 @@ def _remove_dead(parent: Path) -> None:
 
 
 def _remove_if_dead(mark: Path, lock: int) -> None:
-    """Remove the folder of a lock file when it is a mark of this user on this kernel that nobody holds."""
+    """Remove the folder of a lock file if the file is this user's, of this boot, and not locked."""
     folder, expected = mark.with_name(mark.name.removesuffix(".lock")), _mark(mark.name[:-5])
-    # A lock tells of the processes of one kernel. What others have marked, or nobody yet, stays.
+    # A lock is valid within one kernel. Files with another mark, or without one yet, stay.
     if not _is_mine(os.fstat(lock)) or not expected or os.read(lock, _MOST_BYTES) != expected:
         return
     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # an error while somebody holds it
@@ -95,14 +95,14 @@ def _remove_if_dead(mark: Path, lock: int) -> None:
         if not (named or unmarked):
             return
         _remove(folder)
-    # The mark goes last: who is killed here leaves it to the next run.
+    # The lock file is removed last: after a kill at this point the next run removes it.
     if not os.path.lexists(folder):
         mark.unlink()
         logger.info("removed %s, which a killed run had left", folder)
 
 
 def _remove(folder: Path) -> None:
-    """Remove the files of a run, and the folder; what else is in it stays, with a warning."""
+    """Remove the files of a run, and the folder; other files in it stay, with a warning."""
     if left := remove_unfinished(folder, _KIND):
         logger.warning("%s is not removed: it holds %s", folder, ", ".join(sorted(left)[:3]))
 
@@ -112,7 +112,7 @@ def _is_mine(status: os.stat_result) -> bool:
 
 
 def _mark(folder: str) -> bytes:
-    """Return the content of the lock file of a folder: the kernel that knows its lock, since when, and the folder."""
+    """Return the content of a folder's lock file: the boot id of the kernel, and the folder's name."""
     try:
         return b"hyper-parallel " + _BOOT.read_bytes() + os.fsencode(folder) + b"\n"
     except OSError:  # not Linux
@@ -121,5 +121,5 @@ def _mark(folder: str) -> bytes:
 
 def _impossible(parent: Path, error: OSError) -> TransferFailed:
     return TransferFailed(
-        "there can be no folder for the files of a run", where=str(parent), got=str(error)
+        "cannot create a folder for the files of a run", where=str(parent), got=str(error)
     )

@@ -1,4 +1,4 @@
-"""Modes that keep code without a plan within a budget of its device."""
+"""Contexts that keep code without a plan within a device budget."""
 
 from __future__ import annotations
 
@@ -16,14 +16,16 @@ def spill_mode(
     device: torch.device,
     budget_bytes: int | None = None,
     *,
-    stays_away: bool = False,
+    keep_offloaded: bool = False,
     owned: Callable[[], Iterable[torch.Tensor]] = tuple,
 ) -> LruSpillMode:
-    """For code without a plan: within the budget and, on an accelerator, what is free, less what is left to kernels."""
+    """Return an LRU spill mode for the budget; on an accelerator also limited to the free share for storages."""
     if device.type != "cpu":
-        most = allocatable_bytes(device)
-        budget_bytes = int(FILLED * (most if budget_bytes is None else min(most, budget_bytes)))
-    mode = LruSpillMode(budget_bytes, device, stays_away=stays_away)
+        free_bytes = allocatable_bytes(device)
+        budget_bytes = int(
+            FILLED * (free_bytes if budget_bytes is None else min(free_bytes, budget_bytes))
+        )
+    mode = LruSpillMode(budget_bytes, device, keep_offloaded=keep_offloaded)
     mode.owned = owned
     return mode
 
@@ -31,10 +33,10 @@ def spill_mode(
 def within_device(
     device: torch.device, owned: Callable[[], Iterable[torch.Tensor]] = tuple
 ) -> AbstractContextManager[Any]:
-    """Around a step without a plan: on an accelerator storages share what is free.
+    """Return a context for a step without a plan: on an accelerator, storages are limited to its free memory.
 
     Args:
-        device: Where the step runs.
+        device: Device of the step.
         owned: See `LruSpillMode`.
     """
     return nullcontext() if device.type == "cpu" else spill_mode(device, owned=owned)

@@ -1,10 +1,10 @@
-"""Steps of an unmodified Hugging Face model, ready to record: training, prefill, decode."""
+"""Recording of the steps of an unmodified Hugging Face model: training, prefill, decode."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -43,7 +43,7 @@ def capture_training(
         optimizer: Any torch optimizer.
         inputs: Keyword arguments of the model, labels included.
         clip_norm: Clip the global gradient norm to this.
-        loss_chunks: Compute head and loss in so many blocks of tokens, see `chunked_loss`; None: the model's own loss.
+        loss_chunks: Number of chunks of tokens for head and loss, see `chunked_loss`; None: the model's own loss.
         alignment_bytes: See `MemoryProgram`.
     """
 
@@ -67,7 +67,7 @@ def training_step(
     clip_norm: float | None = None,
     loss_chunks: int | None = None,
 ) -> torch.Tensor:
-    """One plain training step; what `capture_training` records.
+    """Run one eager training step, the one that `capture_training` records.
 
     Args:
         model: See `capture_training`.
@@ -106,8 +106,8 @@ def capture_inference(
 
     Raises:
         CaptureUnsupported: HP511 for a step at a later position of a cache that counts its tokens in Python, as layers
-            with a sliding window do: the program would repeat the recorded position. A prompt from the start is
-            recorded, and stopped (HP512) when the cache was not reset.
+            with a sliding window do: the program would repeat the recorded position. A prompt at position 0 is
+            recorded; running it on a cache that was not reset raises HP512.
     """
 
     def step(**batch: torch.Tensor) -> torch.Tensor:
@@ -123,22 +123,22 @@ def capture_inference(
     captured = record(
         step, inputs, named, name=name, training=False, alignment_bytes=alignment_bytes
     )
-    counted = {key: n for key, n in _counts(cache).items() if before.get(key, 0) != n}
-    late = [key for key in counted if before.get(key, 0)]
-    if late:
+    changed_counts = {key: n for key, n in _counts(cache).items() if before.get(key, 0) != n}
+    late_keys = [key for key in changed_counts if before.get(key, 0)]
+    if late_keys:
         raise CaptureUnsupported(
             "the cache counts its tokens in Python, so the recorded step holds for this position only",
-            got=late[0],
+            got=late_keys[0],
             hint="record the prompt on a cache that was reset, or generate with `PlannedGeneration`",
         )
-    if counted:
-        captured.plain = None  # run once more it would go on from the position that Python holds
+    if changed_counts:
+        captured.run_eager = None  # a second run would continue at the position that Python counts
     captured.source = CaptureSource(model)
     return captured
 
 
 def model_state(model: torch.nn.Module) -> Named:
-    """Parameters (of a DTensor this rank's part) and buffers; a tied parameter appears once."""
+    """Return parameters (the local shard of a DTensor) and buffers; a tied parameter appears once."""
     state: Named = {}
     for name, parameter in model.named_parameters():
         state[name] = (local(parameter), "expert" if ".experts." in name else "weight")
@@ -152,7 +152,7 @@ def optimizer_state(
     optimizer: torch.optim.Optimizer,
     others: Sequence[torch.Tensor] = (),
 ) -> Named:
-    """Every tensor of the optimizer's state, named after its parameter; `others` are those of no module."""
+    """Return the tensors of the optimizer's state by parameter name; `others` are parameters outside of the model."""
     names: dict[Any, str] = {p: n for n, p in model.named_parameters()}
     names |= {p: f"parameter {i}" for i, p in enumerate(others)}
     return {
@@ -164,7 +164,7 @@ def optimizer_state(
 
 
 def cache_state(cache: Any) -> Named:
-    """Keys, values and lengths of a static cache, layer by layer."""
+    """Return keys, values and lengths of a static cache, layer by layer."""
     state: Named = {}
     for index, layer in enumerate(cache.layers):
         for key, value in sorted(vars(layer).items()):
@@ -174,7 +174,7 @@ def cache_state(cache: Any) -> Named:
 
 
 def _counts(cache: Any) -> dict[str, int]:
-    """Python numbers of a cache's layers."""
+    """Return the Python integers of a cache's layers by name."""
     return {
         f"layer {index}: {type(layer).__name__}.{key}": value
         for index, layer in enumerate(cache.layers)
@@ -196,60 +196,80 @@ def record(
 ) -> Captured:
     """Run `step(**inputs)` once and record it.
 
-    The run is a real one: parameters and state move on by one step (fake tensors: nothing is computed). On an
-    accelerator the allocator's peak begins anew with every operator, for what its kernel takes is measured.
+    The run is a real one: it updates parameters and state by one step (fake tensors: nothing is computed). On an
+    accelerator the allocator's peak is reset at every operator, to measure the workspace of its kernel.
 
     Args:
-        step: The step; everything it changes must be in `named`.
+        step: The step; all state that it changes must be in `named`.
         inputs: Tensors that differ from call to call.
         named: Parameters, buffers, optimizer state, KV cache.
         name: Name of the program.
         training: See `StepCapture`.
         alignment_bytes: See `MemoryProgram`.
         empty: See `StepCapture`.
-        spill: Keeps the step within the device while it runs; None: there is room.
+        spill: Evicts storages while the step runs; None: the step fits the device.
 
     Raises:
-        CaptureUnsupported: HP511 for what cannot be repeated faithfully.
+        CaptureUnsupported: HP511 for a step that cannot be repeated faithfully.
     """
-    for key, value in inputs.items():
-        if not isinstance(value, torch.Tensor):
-            raise CaptureUnsupported(
-                f"`{key}` is no tensor; what differs from step to step must be one",
-                got=f"{key}={value!r}"[:200],
-                hint=f"leave `{key}` out of the inputs, and let the model's config or a wrapped forward set it",
-            )
-    inputs = _apart(inputs, named)
-    everything: dict[str, tuple[torch.Tensor, StorageKind]] = {
+    _refuse_non_tensors(inputs)
+    inputs = _unaliased(inputs, named)
+    tensors: dict[str, tuple[torch.Tensor, StorageKind]] = {
         **{k: (t, "input") for k, t in inputs.items()},
         **named,
     }
-    bring = (lambda _: None) if spill is None else spill.bring
+    make_resident = (lambda _: None) if spill is None else spill.make_resident
     recorder = StepCapture(
-        everything, training=training, alignment_bytes=alignment_bytes, empty=empty, bring=bring
+        tensors,
+        training=training,
+        alignment_bytes=alignment_bytes,
+        empty=empty,
+        make_resident=make_resident,
     )
-    hooks = []
-    for tensor, _ in named.values():
-        if tensor.is_leaf and tensor.requires_grad:
-            hooks.append(
-                tensor.register_post_accumulate_grad_hook(
-                    lambda t: recorder.mark(t.grad, "gradient") if t.grad is not None else None
-                )
-            )
-    try:
-        with recorder, spill or nullcontext():  # what is recorded is on the device then
-            result = step(**inputs)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with (
+        _marked_gradients(recorder, named),
+        recorder,
+        spill or nullcontext(),
+    ):  # recorded storages are resident
+        result = step(**inputs)
     captured = recorder.captured(result, inputs, name)
-    if not any(is_fake(t) for t, _ in everything.values()) and fake_mode() is None:
-        captured.plain = _as_now(step, captured.device)
+    if not any(is_fake(t) for t, _ in tensors.values()) and fake_mode() is None:
+        captured.run_eager = _with_current_autocast(step, captured.device)
     return captured
 
 
-def _as_now(step: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
-    """The step under the automatic casts that there are now."""
+def _refuse_non_tensors(inputs: Mapping[str, Any]) -> None:
+    for key, value in inputs.items():
+        if not isinstance(value, torch.Tensor):
+            raise CaptureUnsupported(
+                f"`{key}` is no tensor, but inputs that differ from step to step must be tensors",
+                got=f"{key}={value!r}"[:200],
+                hint=f"leave `{key}` out of the inputs, and let the model's config or a wrapped forward set it",
+            )
+
+
+@contextmanager
+def _marked_gradients(recorder: StepCapture, named: Named) -> Iterator[None]:
+    """Mark the gradients of named parameters in a recording as soon as they are accumulated."""
+
+    def mark(parameter: torch.Tensor) -> None:
+        if parameter.grad is not None:
+            recorder.mark(parameter.grad, "gradient")
+
+    hooks = [
+        tensor.register_post_accumulate_grad_hook(mark)
+        for tensor, _ in named.values()
+        if tensor.is_leaf and tensor.requires_grad
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _with_current_autocast(step: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
+    """Return the step with the current autocast settings."""
     kinds = dict.fromkeys(("cpu", device.type))
     casts = [(k, torch.get_autocast_dtype(k), torch.is_autocast_enabled(k)) for k in kinds]
 
@@ -263,19 +283,19 @@ def _as_now(step: Callable[..., Any], device: torch.device) -> Callable[..., Any
     return run
 
 
-def _apart(inputs: Mapping[str, torch.Tensor], named: Named) -> dict[str, torch.Tensor]:
-    """The inputs, each on bytes of its own: labels may be the very token ids now, and others in the next step."""
+def _unaliased(inputs: Mapping[str, torch.Tensor], named: Named) -> dict[str, torch.Tensor]:
+    """Return the inputs on distinct storages: labels may alias the token ids now, but not in the next step."""
     seen = {tensor.untyped_storage()._cdata for tensor, _ in named.values()}
-    apart = {}
+    unaliased = {}
     for name, tensor in inputs.items():
         key = tensor.untyped_storage()._cdata
         repeats = any(
             n > 1 and not step for n, step in zip(tensor.shape, tensor.stride(), strict=True)
         )
-        apart[name] = (
+        unaliased[name] = (
             tensor.clone(memory_format=torch.contiguous_format)
             if repeats or key in seen
             else tensor
         )
         seen.add(key)
-    return apart
+    return unaliased

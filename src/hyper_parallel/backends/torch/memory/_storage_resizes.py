@@ -1,7 +1,7 @@
-"""Announces that an owner is about to resize a storage in place, as FSDP does with gathered parameters.
+"""Interception of in-place storage resizes, as FSDP does with gathered parameters.
 
-No operator shows such a resize. To compare the sizes of all storages with what they were, at every operator, takes
-time that grows with their number.
+Such a resize is no operator. Comparing the sizes of all storages at every operator would take time that grows with
+their number.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 
 class StorageResizes:
-    """Context in which every `UntypedStorage.resize_` is announced before it happens.
+    """Context that calls a function before every `UntypedStorage.resize_`.
 
     Args:
         announce: Called with the storage and its next number of bytes.
@@ -21,7 +21,7 @@ class StorageResizes:
 
     def __init__(self, announce: Callable[[torch.UntypedStorage, int], None]) -> None:
         self._announce = announce
-        self._own: Any = None  # a method of the class itself, beside the one it inherits
+        self._own: Any = None  # the method that the class itself defines, if any
 
     def __enter__(self) -> Self:
         kind: Any = torch.UntypedStorage

@@ -1,4 +1,4 @@
-"""The bytes that a step takes, counted while it runs: a recording without its program, at a fraction of the time."""
+"""Live and peak bytes of a running step, without recording its program, in a fraction of the time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hyper_parallel.backends.torch.memory.storages import Entry, Storages
 
 
 def shared_tensors(func: Any, tensors: list[Tensor]) -> list[Tensor]:
-    """Those among an operator's tensors that other ranks read or write."""
+    """Return the tensors of an operator that other ranks read or write."""
     if (
         func.namespace == "fsdp"
     ):  # the first tensor of its operators is the one that all ranks share
@@ -25,15 +25,15 @@ def shared_tensors(func: Any, tensors: list[Tensor]) -> list[Tensor]:
 
 @functools.cache
 def _returns_input(func: Any) -> bool:
-    """Whether an operator returns a view of what it is given, or what it has written into."""
+    """Return whether an operator returns a view of an argument, or an argument that it has written."""
     return any(returned.alias_info is not None for returned in func._schema.returns)
 
 
 class StorageWatch:
-    """Follows storages inside its context: those that `hold` is given, that operators make, and that are sent.
+    """Context that tracks storages: tracked tensors, results of operators, and operands of collectives.
 
     Args:
-        sample: Called after every operator with the bytes that live, and the most so far.
+        sample: Called after every operator with the live bytes and the peak so far.
     """
 
     def __init__(self, *, sample: Callable[[int, int], None] | None = None) -> None:
@@ -41,15 +41,15 @@ class StorageWatch:
         self._mode = OperatorMode(self._operator)
         self._sample = sample
 
-    def hold(self, tensor: Tensor) -> None:
-        """Follow a tensor's storage from here on."""
+    def track(self, tensor: Tensor) -> None:
+        """Track a tensor's storage."""
         if self._storages.find(tensor) is None:
             self._storages.add(tensor, Entry("", 0, "activation"))
 
     @property
     def peak_bytes(self) -> int:
-        """Most bytes that lived at the same time so far."""
-        self._follow_resized(everywhere=True)
+        """Highest live bytes so far."""
+        self._record_resizes(everywhere=True)
         return self._storages.peak_bytes
 
     def __enter__(self) -> Self:
@@ -60,21 +60,21 @@ class StorageWatch:
         self._mode.__exit__(*error)
 
     def _operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not func.is_view:  # which neither needs nor takes bytes
-            self._follow_resized()
+        if not func.is_view:  # a view neither reads nor allocates bytes
+            self._record_resizes()
         out = func(*args, **kwargs)
         if func.namespace != "aten":
             for tensor in shared_tensors(func, tensors_in(args, kwargs)):
-                self.hold(tensor)
+                self.track(tensor)
         for tensor in tensors_in(out):
             if self._storages.find(tensor) is None:
-                # What is first met as an operator's input was there before: FSDP may have refilled it.
+                # A storage first seen as an operator's input existed before: FSDP may have refilled it.
                 resizable = func is EMPTY or _returns_input(func)
                 self._storages.add(tensor, Entry("", 0, "activation"), watch=resizable)
         if self._sample is not None:
             self._sample(self._storages.live_bytes, self._storages.peak_bytes)
         return out
 
-    def _follow_resized(self, *, everywhere: bool = False) -> None:
+    def _record_resizes(self, *, everywhere: bool = False) -> None:
         for key, entry, _ in self._storages.end_resized(everywhere=everywhere):
             self._storages.begin(key, replace(entry, at_start=False))

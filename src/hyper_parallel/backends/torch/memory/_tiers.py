@@ -1,7 +1,7 @@
-"""Counted memory tiers of the simulated device: every buffer is real, every byte is seen coming and going.
+"""Counted memory tiers of the simulated device: every buffer is real, and every allocation and release is counted.
 
-A meter knows nothing of the plan. It counts a buffer when it appears and when the framework really destroys it, so a
-reference held by mistake shows as a higher measured peak.
+A meter is independent of the plan. It counts a buffer from its allocation until the framework destroys it, so a leaked
+reference shows as a higher measured peak.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _OVERWRITTEN = "the file was truncated or overwritten; run the step again from t
 
 
 class Meter:
-    """Bytes of one tier.
+    """Counter of the bytes of one tier.
 
     Attributes:
-        live_bytes: Taken now.
-        peak_bytes: Highest since `reset_peak`.
+        live_bytes: Bytes in use now.
+        peak_bytes: Highest bytes since `reset_peak`.
     """
 
     def __init__(self, name: str, alignment_bytes: int, capacity_bytes: int | None = None) -> None:
@@ -39,30 +39,30 @@ class Meter:
         self._known: dict[weakref.ref[Any], tuple[int, int]] = {}
 
     def rounded(self, num_bytes: int) -> int:
-        """What an allocation of `num_bytes` takes."""
+        """Return the bytes of an allocation of `num_bytes`."""
         return -(-num_bytes // self._alignment) * self._alignment
 
     def adopt(self, base: torch.UntypedStorage) -> None:
-        """Count a storage until it is destroyed; a storage that is counted already changes nothing."""
+        """Count a storage until it is destroyed; do nothing if it is counted already."""
         key = base._cdata
         if key in self._watch:
             return
         size = self.rounded(base.nbytes())
-        ref = self._watch[key] = weakref.ref(base, self._gone)
+        ref = self._watch[key] = weakref.ref(base, self._on_destroyed)
         self._known[ref] = key, size
         self.add(size)
 
     def __contains__(self, base: torch.UntypedStorage) -> bool:
-        """Whether a storage is counted."""
+        """Return whether a storage is counted."""
         return base._cdata in self._watch
 
-    def _gone(self, ref: weakref.ref[Any]) -> None:
+    def _on_destroyed(self, ref: weakref.ref[Any]) -> None:
         key, size = self._known.pop(ref)
         del self._watch[key]
         self.live_bytes -= size
 
     def add(self, size: int) -> None:
-        """Count bytes that are not a torch storage (a file), or give them back (negative).
+        """Count bytes that are not a torch storage (a file), or release them (negative).
 
         Raises:
             TierFull: HP403 when the capacity is exceeded.
@@ -79,15 +79,15 @@ class Meter:
             )
 
     def reset_peak(self) -> None:
-        """Measure the peak from here on."""
+        """Restart the measurement of the peak."""
         self.peak_bytes = self.live_bytes
 
 
 class AllocatorGauge:
-    """Bytes of an accelerator as its allocator counts them, without those that were there before.
+    """Bytes of a plan on an accelerator, as its allocator counts them.
 
-    There before, and in no plan, are workspaces, buffers of the collective library, the caller's own tensors. They
-    may change between two steps, so they are what is not the arena whenever peaks are reset.
+    Allocations outside of the plan are excluded: workspaces, buffers of the collective library, the caller's tensors.
+    They may change between two steps, so at every reset they are all allocated bytes but the arena.
 
     Args:
         module: The device's module, such as `torch.cuda`.
@@ -101,14 +101,14 @@ class AllocatorGauge:
         self._arena_bytes = self._other_bytes = 0
 
     def adopt(self, base: torch.UntypedStorage) -> None:
-        """Nothing: the allocator has counted it."""
+        """Do nothing: the allocator has counted the storage."""
 
     def arena(self, num_bytes: int) -> torch.UntypedStorage:
-        """The one buffer that plans use; it counts as what the allocator takes for it."""
-        before = self._allocated()
+        """Allocate the arena of the plans; it counts with the bytes that the allocator takes for it."""
+        allocated_before = self._allocated()
         base = torch.UntypedStorage(num_bytes, device=self._device)
-        self._arena_bytes = self._allocated() - before
-        self._other_bytes = before
+        self._arena_bytes = self._allocated() - allocated_before
+        self._other_bytes = allocated_before
         return base
 
     def _allocated(self) -> int:
@@ -116,29 +116,29 @@ class AllocatorGauge:
 
     @property
     def live_bytes(self) -> int:
-        """Taken now."""
+        """Bytes in use now."""
         return self._allocated() - self._other_bytes
 
     @property
     def peak_bytes(self) -> int:
-        """Highest since `reset_peak`, with what kernels take for themselves."""
+        """Highest bytes since `reset_peak`, workspaces of kernels included."""
         return int(self._module.max_memory_allocated(self._device)) - self._other_bytes
 
     def reset_peak(self) -> None:
-        """Measure the peak from here on; nothing but the arena is in use by a plan now."""
+        """Restart the measurement of the peak; now a plan uses no device memory but the arena."""
         self._other_bytes = self._allocated() - self._arena_bytes
         self._module.reset_peak_memory_stats(self._device)
 
     def rounded(self, num_bytes: int) -> int:
-        """What an allocation takes, where the allocator splits nothing off."""
+        """Return the bytes of an allocation that the allocator does not split."""
         return -(-num_bytes // 512) * 512
 
 
 class FileTier:
-    """Storages in files of one folder, one file per storage, under names that no other tier in the folder has.
+    """Storages in files of one folder, one file per storage, with names that are unique to this tier.
 
     A file is written under a temporary name, synchronised, then renamed; a read checks the size and a checksum. So a
-    full disk, and a file that is cut short or changed, stop the step and are never read as data.
+    full disk or a truncated or changed file stops the step, and is never read as data.
     """
 
     def __init__(self, folder: Path, meter: Meter) -> None:
@@ -189,23 +189,23 @@ class FileTier:
             )
         if zlib.crc32(data) != self._sums[storage]:
             raise TransferFailed(
-                "a flash file does not hold what was written", where=str(path), hint=_OVERWRITTEN
+                "a flash file differs from the written data", where=str(path), hint=_OVERWRITTEN
             )
         if data:
             _bytes_of(target)[:] = data
 
     def take(self, storage: int, num_bytes: int) -> None:
-        """Count a file's bytes from the moment its copy is issued."""
+        """Count the bytes of a storage's file; call it when the copy is issued."""
         if storage not in self._sizes:
             self._sizes[storage] = self._meter.rounded(num_bytes)
             self._meter.add(self._sizes[storage])
 
     def __contains__(self, storage: object) -> bool:
-        """Whether there is a file of a storage, or one is being written."""
+        """Return whether a storage has a file, complete or being written."""
         return storage in self._sizes
 
     def drop(self, storage: int) -> None:
-        """Delete a file and give its bytes back."""
+        """Delete a storage's file and release its bytes."""
         path = self.path(storage)
         try:
             path.unlink(missing_ok=True)
@@ -227,7 +227,7 @@ class FileTier:
             self.drop(storage)
 
     def path(self, storage: int) -> Path:
-        """File of a storage."""
+        """Return the path of a storage's file."""
         return self._folder / f"{self._name}-{storage}.bin"
 
 

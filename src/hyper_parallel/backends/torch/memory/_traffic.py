@@ -1,4 +1,4 @@
-"""Traffic of collectives: their kinds and groups, the bytes a rank sends in ring algorithms, and what they are for."""
+"""Traffic of collectives: their kinds, groups and mesh axes, and the bytes that a rank sends in ring algorithms."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _KINDS = (
 
 
 def kind_of(name: str) -> str | None:
-    """The kind of a collective by the name of its operator; a message between two ranks counts where it is sent."""
+    """Return the kind of a collective by the name of its operator; a message between two ranks counts at its sender."""
     return next((kind for part, kind in _KINDS if part in name), None)
 
 
 def group_of(func: Any, args: tuple[Any, ...]) -> dist.ProcessGroup | None:
-    """The process group of an operator, an object in c10d and mostly a name elsewhere; None when it works alone."""
+    """Return the process group of an operator, None for one without; c10d passes an object, others mostly a name."""
     if getattr(func, "namespace", "") not in COMMUNICATION:
         return None
     for argument, value in zip(func._schema.arguments, args, strict=False):
@@ -45,22 +45,22 @@ def group_of(func: Any, args: tuple[Any, ...]) -> dist.ProcessGroup | None:
 
 
 def sent_bytes(func: Any, args: tuple[Any, ...], group: dist.ProcessGroup) -> int:
-    """Bytes this rank sends in ring algorithms; for an all-to-all with splits, what it really sends to other ranks.
+    """Return the bytes that this rank sends in ring algorithms; for an all-to-all with splits, the exact bytes.
 
-    What has no such kind, as a message that is received, counts whole.
+    An operator without a kind, such as the receipt of a message, counts with all its bytes.
     """
     kind, ranks = kind_of(func.__name__), group.size()
     if kind == "all_to_all":
         return _sent_to_others(args, group)
-    # Results that are given are arguments too; the larger side is the whole.
+    # Results may be arguments too; the larger side is the full tensor.
     whole = max(sum(t.nbytes for t in tensors_in(arg)) for arg in args)
-    if kind == "all_gather" and func.namespace != "c10d":  # given only what this rank has
+    if kind == "all_gather" and func.namespace != "c10d":  # its only argument is this rank's shard
         whole *= ranks
     return whole if kind is None else ring_bytes(kind, whole, ranks)
 
 
 def _sent_to_others(args: tuple[Any, ...], group: dist.ProcessGroup) -> int:
-    """Bytes of the input of an all-to-all that leave this rank; splits count rows of the first dim."""
+    """Return the bytes that an all-to-all sends to other ranks; splits count rows of the first dim."""
     tensors = [a for a in args if isinstance(a, Tensor)]
     if not tensors:  # one tensor per rank: outputs, inputs
         inputs = next(a for a in args[1:] if isinstance(a, (list, tuple)))
@@ -75,7 +75,7 @@ def _sent_to_others(args: tuple[Any, ...], group: dist.ProcessGroup) -> int:
 
 
 def group_axes(rank: int, *meshes: Mesh) -> dict[frozenset[int], tuple[str, ...]]:
-    """Ranks of each group the rank is in, to the axes of degree above one that span it; the first mesh counts."""
+    """Map the ranks of each group of a rank to the axes (degree > 1) that span it; the first mesh has priority."""
     axes: dict[frozenset[int], tuple[str, ...]] = {}
     for mesh in meshes:
         for ranks, names in _named_groups(mesh, rank):

@@ -1,4 +1,4 @@
-"""Views of a recording: its fullest moment, and its collectives."""
+"""Summaries of a recording: its memory peak, and its collectives."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ CATEGORIES = (
     "kernel workspace",
     "inputs",
 )
-"""What a storage can hold, in the order of printing."""
+"""Categories of a storage's content, in the order of printing."""
 _OF_KIND: dict[StorageKind, str] = {
     "weight": "parameters",
     "gradient": "gradients",
@@ -45,7 +45,7 @@ _OF_KIND: dict[StorageKind, str] = {
 
 @dataclass(frozen=True, slots=True)
 class LiveTensor:
-    """Equal storages that were live at a peak: how many, and what one of them is."""
+    """Equal storages that are live at a peak: their count, and the properties of one of them."""
 
     count: int
     num_bytes: int
@@ -57,14 +57,14 @@ class LiveTensor:
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """The fullest moment of a step.
+    """Memory peak of a step.
 
     Attributes:
         num_bytes: Live bytes.
-        during: Operator that took the last bytes.
-        segment: Piece of the program.
+        during: Operator that allocated the last bytes.
+        segment: Segment of the program.
         breakdown: Category to live bytes; they add up to `num_bytes`.
-        top: Largest live tensors, equal ones together, largest in all first.
+        top: Largest live tensors, grouped by equal properties, largest total first.
     """
 
     num_bytes: int
@@ -75,7 +75,7 @@ class Peak:
 
 
 def peak_of(recording: Recording, top: int = 12) -> Peak:
-    """The fullest moment of a recorded program, from its replay.
+    """Return the memory peak of a recorded program, from its replay.
 
     Args:
         recording: The recorded program.
@@ -85,105 +85,105 @@ def peak_of(recording: Recording, top: int = 12) -> Peak:
     replayed = replay(program, program.on_device, actions)
     unit = program.alignment_bytes
     workspace = [0] * len(actions)
-    for at, action in enumerate(actions):
+    for position, action in enumerate(actions):
         if action.kind == "run":
             beside = program.operators[action.target].beside
-            workspace[at] = sum(-(-n // unit) * unit for n in beside)
+            workspace[position] = sum(-(-n // unit) * unit for n in beside)
     totals = [a + b for a, b in zip(replayed.profile, workspace, strict=True)]
     most = max(totals)
-    at = totals.index(most)
-    operator = program.operators[actions[at].target]
+    position = totals.index(most)
+    operator = program.operators[actions[position].target]
     during = recording.entries[operator.allocs[-1]].name if operator.allocs else operator.name
-    held: list[tuple[int, str, tuple[int, ...], str, str]] = []
-    for stay in sorted(replayed.residency, key=lambda stay: stay.storage):
-        size = program.sizes[stay.storage]
-        if stay.start <= at < stay.stop and size:
-            entry = recording.entries[stay.storage]
-            category = _category(entry, stay, recording)
-            held.append((size, _generic(entry.name), entry.shape, entry.dtype, category))
-    if workspace[at]:
+    live: list[tuple[int, str, tuple[int, ...], str, str]] = []
+    for live_range in sorted(replayed.residency, key=lambda live_range: live_range.storage):
+        size = program.sizes[live_range.storage]
+        if live_range.start <= position < live_range.stop and size:
+            entry = recording.entries[live_range.storage]
+            category = _category(entry, live_range, recording)
+            live.append((size, _generic(entry.name), entry.shape, entry.dtype, category))
+    if workspace[position]:
         during = f"inside {operator.name}"
-        held.append((workspace[at], during, (), "", "kernel workspace"))
+        live.append((workspace[position], during, (), "", "kernel workspace"))
     breakdown: Counter[str] = Counter()
-    for size, *_, category in held:
+    for size, *_, category in live:
         breakdown[category] += size
-    ranked = sorted(Counter(held).items(), key=lambda item: -item[0][0] * item[1])[:top]
+    ranked = sorted(Counter(live).items(), key=lambda item: -item[0][0] * item[1])[:top]
     return Peak(
         most,
         during,
-        _segment(recording, at)[1],
+        _segment(recording, position)[1],
         {name: breakdown[name] for name in CATEGORIES if breakdown[name]},
         tuple(LiveTensor(count, *group) for group, count in ranked),
     )
 
 
 def _segment(recording: Recording, action: int) -> tuple[int, str]:
-    """Number and name of the piece of the program that an action is part of."""
+    """Return number and name of the segment that contains an action."""
     number = bisect_right([begin for begin, _ in recording.segments], action) - 1
     return number, recording.segments[number][1]
 
 
-def _category(entry: Entry, stay: Extent, recording: Recording) -> str:
-    """What a storage holds: as named, else by its life."""
+def _category(entry: Entry, live_range: Extent, recording: Recording) -> str:
+    """Return the category of a storage: by its kind if it is named, else by its live range."""
     if entry.kind in _OF_KIND:
         return _OF_KIND[entry.kind]
     if entry.resized:
         return "gathered parameters"
     if entry.recomputed:
         return "recomputed activations"
-    born, name = _segment(recording, stay.start)
-    outlives = entry.at_end or _segment(recording, stay.stop - 1)[0] > born
+    first_segment, name = _segment(recording, live_range.start)
+    outlives = entry.at_end or _segment(recording, live_range.stop - 1)[0] > first_segment
     if name == "forward" and outlives:
         return "activations"
     return "communication buffers" if entry.sent else "temporaries"
 
 
 def _generic(name: str) -> str:
-    """A parameter's name with `*` for the layer index, so that equal ones fall together."""
+    """Return a parameter's name with `*` for the layer index, so that equal layers form one group."""
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
 def collectives_of(
     recording: Recording, rank: int, *meshes: Mesh, fsdp_axes: tuple[str, ...] = ()
 ) -> tuple[Collective, ...]:
-    """The collectives of a recorded program, equal ones together, in the order in which they first happened.
+    """Return the collectives of a recorded program, grouped by kind, axes and purpose, in order of first occurrence.
 
-    Groups of one rank send nothing and are left out. A group that is no group of a mesh is listed with the axes
-    `("other",)`, so that nothing goes uncounted.
+    Groups of one rank send nothing and are excluded. A group outside of the meshes is listed with the axes
+    `("other",)`, so that its traffic is counted.
 
     Args:
         recording: The recorded program.
-        rank: The rank it was recorded on.
-        meshes: Meshes that name the groups, the first one first.
-        fsdp_axes: Axes over which FSDP cuts parameters that are no experts'.
+        rank: Rank of the recording.
+        meshes: Meshes that name the groups, in order of priority.
+        fsdp_axes: Axes over which FSDP shards the non-expert parameters.
     """
-    counted = (
+    records = (
         (operator.name, recording.groups.get(operator.group, ()), operator.purpose, operator.access_bytes)
         for operator in recording.program.operators
     )  # fmt: skip
-    return _added_up(counted, group_axes(rank, *meshes), fsdp_axes)
+    return _group_collectives(records, group_axes(rank, *meshes), fsdp_axes)
 
 
-def _added_up(
-    counted: Iterable[tuple[str, tuple[int, ...], str, int]],
+def _group_collectives(
+    records: Iterable[tuple[str, tuple[int, ...], str, int]],
     axes_of: dict[frozenset[int], tuple[str, ...]],
     fsdp_axes: tuple[str, ...] = (),
 ) -> tuple[Collective, ...]:
-    """Collectives of (operator's name, ranks, purpose, sent bytes)."""
+    """Group (operator's name, ranks, purpose, sent bytes) into collectives with their counts and sums."""
     calls: Counter[tuple[str, tuple[str, ...], str]] = Counter()
     sent: Counter[tuple[str, tuple[str, ...], str]] = Counter()
-    for name, ranks, purpose, num_bytes in counted:
+    for name, ranks, purpose, num_bytes in records:
         kind = kind_of(name) if len(ranks) > 1 else None
         if kind is not None:
             axes = axes_of.get(frozenset(ranks), ("other",))
-            key = kind, axes, purpose or _of_fsdp(kind, axes, fsdp_axes)
+            key = kind, axes, purpose or _fsdp_purpose(kind, axes, fsdp_axes)
             calls[key] += 1
             sent[key] += num_bytes
     return tuple(Collective(*key, count, sent[key]) for key, count in calls.items())
 
 
-def _of_fsdp(kind: str, axes: tuple[str, ...], fsdp_axes: tuple[str, ...]) -> Purpose:
-    """What FSDP communicates for, which states no purpose: each of its kinds has one."""
+def _fsdp_purpose(kind: str, axes: tuple[str, ...], fsdp_axes: tuple[str, ...]) -> Purpose:
+    """Return the purpose of a collective of FSDP, which states none: kind and axes determine it."""
     if kind == "all_reduce":
         return Purpose.REPLICA_GRADIENTS
     if axes == fsdp_axes:
@@ -192,17 +192,17 @@ def _of_fsdp(kind: str, axes: tuple[str, ...], fsdp_axes: tuple[str, ...]) -> Pu
 
 
 class CommCounter:
-    """Context in which every collective of a rank is counted, by kind and mesh axes; see `collectives_of`.
+    """Context that counts every collective of a rank by kind and mesh axes; see `collectives_of`.
 
     Args:
         mesh: Mesh that names the groups.
         rank: Rank of this process on the mesh.
-        others: Further meshes over the same ranks, for groups that the first has no name for.
+        others: Further meshes over the same ranks, for groups that are not groups of `mesh`.
     """
 
     def __init__(self, mesh: Mesh, rank: int, *others: Mesh) -> None:
         self._axes = group_axes(rank, mesh, *others)
-        self._counted: list[tuple[str, tuple[int, ...], str, int]] = []
+        self._records: list[tuple[str, tuple[int, ...], str, int]] = []
         self._mode = OperatorMode(self._operator)
 
     def _operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -210,17 +210,17 @@ class CommCounter:
         if (group := group_of(func, args)) is not None:
             ranks = tuple(dist.get_process_group_ranks(group))
             sent = sent_bytes(func, args, group)
-            self._counted.append((func.__name__, ranks, current_purpose() or "", sent))
+            self._records.append((func.__name__, ranks, current_purpose() or "", sent))
         return out
 
     @property
     def collectives(self) -> tuple[Collective, ...]:
-        """What was counted so far."""
-        return _added_up(self._counted, self._axes)
+        """Collectives so far."""
+        return _group_collectives(self._records, self._axes)
 
     @property
     def calls(self) -> Counter[tuple[str, tuple[str, ...]]]:
-        """(kind, axes) to the number of calls."""
+        """Number of calls by (kind, axes)."""
         calls: Counter[tuple[str, tuple[str, ...]]] = Counter()
         for c in self.collectives:
             calls[c.kind, c.axes] += c.count
@@ -228,7 +228,7 @@ class CommCounter:
 
     @property
     def sent_bytes(self) -> Counter[tuple[str, tuple[str, ...]]]:
-        """(kind, axes) to the bytes this rank sends."""
+        """Bytes that this rank sends by (kind, axes)."""
         sent: Counter[tuple[str, tuple[str, ...]]] = Counter()
         for c in self.collectives:
             sent[c.kind, c.axes] += c.sent_bytes

@@ -1,4 +1,4 @@
-"""The state of a step in the tiers: who owns its bytes, where they lie between steps, how they come back."""
+"""State of a planned step in the memory tiers: ownership of its bytes, their home tiers, and their return."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hyper_parallel.backends.torch.memory._workspace import has_room
 from hyper_parallel.backends.torch.memory.bound_actions import Act, BoundActions
 from hyper_parallel.backends.torch.memory.hardware import Hardware
 from hyper_parallel.backends.torch.memory.operators import View
-from hyper_parallel.backends.torch.memory.prepared_plan import Addresses, Held
+from hyper_parallel.backends.torch.memory.prepared_plan import Addresses, StorageBytes
 from hyper_parallel.backends.torch.memory.streams import DeviceApi
 from hyper_parallel.backends.torch.memory.tier_copies import Copies, finish
 from hyper_parallel.errors import (
@@ -33,31 +33,30 @@ from hyper_parallel.memory import MemoryMachine, wrong_address
 _HOST = torch.device("cpu")
 
 
-class HeldState:
-    """Owns the bytes of a step's state, each storage in the tier where the plan has its home.
+class ArenaState:
+    """Owner of the bytes of a step's state, each storage in the home tier of the plan.
 
     Args:
-        captured: See `PlannedDevice`; the others too.
-        plan: See there.
-        machine: See there.
-        copies: See there.
-        flash: See there.
-        queues: See there.
-        arena_bytes: See there.
-        before: An open state that this one takes over, with its hardware; None: the state is taken from
-            the tensors that own it.
-        take: Moves the state here from `before`.
-        spill: Has the bytes of the tensors that own the state, where they are not on the device.
+        captured: See `PlannedDevice`.
+        plan: See `PlannedDevice`.
+        machine: See `PlannedDevice`.
+        copies: See `PlannedDevice`.
+        flash: See `PlannedDevice`.
+        queues: See `PlannedDevice`.
+        arena_bytes: See `PlannedDevice`.
+        predecessor: Open state that this one replaces, with its hardware; None: the state comes from its owner tensors.
+        acquire: Moves the state here from `predecessor`.
+        spill: Mode that has the evicted bytes of the owner tensors.
 
     Attributes:
-        hardware: Where the plan runs.
+        hardware: Meters, buffers and copy lanes.
         files: The file tier.
-        on: Bytes on the device and in DRAM, by storage.
-        actions: The plan's actions, ready to run.
-        arena: The buffer on the device, of `arena_bytes`.
-        owners: The tensors that own the state.
-        failed: A step failed, or the state was moved in part: it can only be closed.
-        closed: The bytes are back where they came from.
+        storages: Bytes on the device and in DRAM, by storage.
+        actions: Actions of the plan, bound to their buffers.
+        arena: Device buffer of `arena_bytes`.
+        owners: Tensors that own the state.
+        failed: True after a failed step or a partial move of the state; the state can then only be closed.
+        closed: True when the bytes are back in their owner tensors.
     """
 
     def __init__(
@@ -69,8 +68,8 @@ class HeldState:
         flash: Path | None,
         queues: DeviceApi | None,
         arena_bytes: int | None = None,
-        before: HeldState | None = None,
-        take: Callable[[HeldState], None] | None = None,
+        predecessor: ArenaState | None = None,
+        acquire: Callable[[ArenaState], None] | None = None,
         spill: LruSpillMode | None = None,
     ) -> None:
         if plan.program.storages != captured.program.storages or len(plan.program.operators) != len(
@@ -98,13 +97,13 @@ class HeldState:
             queues = DeviceApi.of(captured.device)
         self.hardware = (
             Hardware(captured.device, machine, plan.program.alignment_bytes, copies, queues)
-            if before is None
-            else before.hardware  # its meters go on counting
+            if predecessor is None
+            else predecessor.hardware  # with the counts of its meters
         )
         self.hardware.reserve(plan)
         self.files = FileTier(flash or Path(), self.hardware.flash)
-        self.on: dict[str, Held] = {"device": {}, "dram": {}}
-        self._device, self._inside = self.on["device"], self.hardware.inside
+        self.storages: dict[str, StorageBytes] = {"device": {}, "dram": {}}
+        self._device, self._inside = self.storages["device"], self.hardware.inside
         self._sizes = plan.program.sizes
         self.actions: list[Act] = []
         self.arena_bytes = plan.arena_bytes if arena_bytes is None else arena_bytes
@@ -113,24 +112,24 @@ class HeldState:
         self.failed = False
         self.closed = False
         self.owners, self._spill = Owners(captured), spill
-        self._begin_to_hold(take or HeldState._take_state)
+        self._acquire(acquire or ArenaState._acquire_from_owners)
 
     def _is_input(self, storage: int) -> bool:
         return self.plan.program.storages[storage].kind == "input"
 
     def enter(self, s: int, base: torch.UntypedStorage) -> None:
-        """A storage comes to its range on the device."""
+        """Mark a storage as resident in its range of the arena."""
         self._device[s] = base
         self._inside.add(self._sizes[s])
 
     def leave(self, s: int) -> None:
-        """A storage's range on the device is given up."""
+        """Release a storage's range of the arena."""
         del self._device[s]
         self._inside.add(-self._sizes[s])
 
-    def _give_up(self) -> None:
-        """Let go of everything on the device, and of the arena itself."""
-        for s in list(self.on["device"]):
+    def _release_device(self) -> None:
+        """Release all storages on the device, and the arena itself."""
+        for s in list(self.storages["device"]):
             self.leave(s)
         self.actions, self.arena = [], None
 
@@ -143,184 +142,195 @@ class HeldState:
         self.actions = list(map(bound, self.plan.actions, addresses.actions))
         return addresses
 
-    def _begin_to_hold(self, take: Callable[[HeldState], None]) -> None:
-        """Take the state from the tensors that own it, and see to it that nobody else uses them meanwhile."""
+    def _acquire(self, acquire: Callable[[ArenaState], None]) -> None:
+        """Take the state from its owner tensors, and turn them into stubs."""
         try:
             self.owners.check()
         except StepChanged:
-            self._end()  # nobody would see what the recorded tensors hold
+            self._close_without_state()  # the recorded tensors are no longer part of the model
             raise
-        take(self)
-        self.owners.hold()
+        acquire(self)
+        self.owners.make_stubs()
 
-    def _take_state(self) -> None:
-        """Move the state's bytes into buffers of the device, and empty the tensors that owned them.
+    def _acquire_from_owners(self) -> None:
+        """Move the state's bytes into buffers of the tiers, and empty the owner tensors.
 
-        A storage that another tensor still holds would not be free when the plan detaches it. When the bytes cannot be
-        moved they go back, and the device is closed.
+        The owner tensors are emptied because a storage that a tensor still references would not be free when the plan
+        detaches it. When the bytes cannot be moved, they are restored and the device is closed.
         """
-        waiting: Held = {}
+        staged: StorageBytes = {}
         spill, self._spill = self._spill, None
-        aside = self._aside(spill)
+        staging = self._staging_device(spill)
         try:
             self.owners.check_bytes(
                 torch.UntypedStorage.nbytes if spill is None else spill.num_bytes
             )
         except StepChanged:
-            self._end()
+            self._close_without_state()
             raise
         try:
             for s, tensor in self.captured.state.items():
                 base = tensor.untyped_storage()
-                where = base if spill is None else spill.take(base)
-                if not (callable(where) and s in self.files):  # its file is as it was
-                    self._take(s, where() if callable(where) else where, base, waiting, aside)
+                content = base if spill is None else spill.pop_content(base)
+                if not (callable(content) and s in self.files):  # its file is current
+                    self._move_to_home(
+                        s, content() if callable(content) else content, base, staged, staging
+                    )
                 if not self._is_input(s):
                     # All tensors on this storage share it, so emptying it in place frees the bytes of all of them.
-                    # Inputs stay with the caller, who may pass the very same tensors again.
+                    # Inputs keep their bytes: the caller may pass the same tensors in the next step.
                     base.resize_(0)
             for s, target in self.take_arena().at_start.items():
-                target.copy_(waiting[s])
+                target.copy_(staged[s])
                 self.enter(s, target)
-                del waiting[s]
+                del staged[s]
         except BaseException as error:
-            with self._moving():
-                self._take_back(waiting, spill)
+            with self._failing_on_partial_move():
+                self._restore_partial_move(staged, spill)
                 if isinstance(error, torch.OutOfMemoryError):
-                    raise self._no_room(error) from error
+                    raise self._out_of_memory(error) from error
                 raise
 
-    def _aside(self, spill: LruSpillMode | None = None) -> torch.device:
-        """Where state waits on its way: on the device if that has room for both, and no spill keeps it in a budget."""
+    def _staging_device(self, spill: LruSpillMode | None = None) -> torch.device:
+        """Return the staging device of moved state: the device if both copies fit without a spill mode, else host."""
         device = self.hardware.device
         return device if spill is None and has_room(device, self.arena_bytes) else _HOST
 
-    def _take(
+    def _move_to_home(
         self,
         s: int,
         source: torch.UntypedStorage,
         base: torch.UntypedStorage,
-        waiting: Held,
-        aside: torch.device,
+        staged: StorageBytes,
+        staging: torch.device,
     ) -> None:
-        """Take a storage's bytes from where they are, its own base or host memory."""
+        """Move a storage's bytes to its home tier from `source`, its own base or host memory."""
         home, size = self.plan.homes[s], self._num_bytes(s)
         if self._is_input(s) and not base.nbytes():
             base.resize_(size)
             base.copy_(source)
         if home == "dram":
-            mine = self.on[home].get(s)
-            if mine is None:
-                mine = self.on[home][s] = self.hardware.in_dram(size)
-            if mine is not source:
-                mine.copy_(source)
+            buffer = self.storages[home].get(s)
+            if buffer is None:
+                buffer = self.storages[home][s] = self.hardware.in_dram(size)
+            if buffer is not source:
+                buffer.copy_(source)
             return
         if home == "device":
-            waiting[s] = _copy(source, aside) if source is base else source
+            staged[s] = _copy(source, staging) if source is base else source
         else:
             self.files.take(s, size)
             self.files.write(s, _copy(source, _HOST) if source is base else source)
 
-    def _take_back(self, waiting: Held, spill: LruSpillMode | None) -> None:
-        """Of a state that was taken in part, give what was emptied its bytes again; the device is closed."""
+    def _restore_partial_move(self, staged: StorageBytes, spill: LruSpillMode | None) -> None:
+        """Restore emptied owner tensors after a partial move, and close the device."""
         for s, tensor in self.captured.state.items():
             base = tensor.untyped_storage()
-            now = base.nbytes() if spill is None else spill.num_bytes(base)
-            if now != self._num_bytes(s):
+            num_bytes = base.nbytes() if spill is None else spill.num_bytes(base)
+            if num_bytes != self._num_bytes(s):
                 base.resize_(self._num_bytes(s))
-                base.copy_(waiting[s] if s in waiting else self._bytes(s))
-        self._end()
+                base.copy_(staged[s] if s in staged else self._bytes(s))
+        self._close_without_state()
 
     def _num_bytes(self, s: int) -> int:
         return self.captured.program.storages[s].num_bytes
 
-    def _give_state(self) -> None:
-        """Give the state's bytes back to the tensors that owned them."""
-        self.owners.release()
-        mine = {s: t for s, t in self.captured.state.items() if not self.owners.keep(s)}
-        kept: Held = {}
+    def _return_state(self) -> None:
+        """Return the state's bytes to the owner tensors."""
+        self.owners.restore_tensors()
+        tensors = {
+            s: t for s, t in self.captured.state.items() if not self.owners.kept_by_caller(s)
+        }
+        copies: StorageBytes = {}
         if not self.failed:
-            here, aside = self.on["device"], self._aside()
-            kept = {s: _copy(here[s], aside) for s in mine if self.plan.homes[s] == "device"}
-        self._give_up()
-        for s, tensor in mine.items():
+            resident, staging = self.storages["device"], self._staging_device()
+            copies = {
+                s: _copy(resident[s], staging) for s in tensors if self.plan.homes[s] == "device"
+            }
+        self._release_device()
+        for s, tensor in tensors.items():
             base = tensor.untyped_storage()
             base.resize_(self._num_bytes(s))
             if self.failed:
                 base.fill_(0xFF)
             else:
-                base.copy_(kept.pop(s) if s in kept else self._bytes(s))
+                base.copy_(copies.pop(s) if s in copies else self._bytes(s))
         self.files.clear()
-        self.on["dram"].clear()
+        self.storages["dram"].clear()
 
-    def _end(self) -> None:
-        """The state is where it came from, and stays there."""
+    def _close_without_state(self) -> None:
+        """Close without moving the state."""
         self.closed = True
         self.hardware.lanes.close()
-        self._give_up()
+        self._release_device()
         self.files.clear()
-        self.on["dram"].clear()
+        self.storages["dram"].clear()
 
-    def _no_room(self, error: BaseException) -> TierFull:
+    def _out_of_memory(self, error: BaseException) -> TierFull:
         module = torch.get_device_module(self.hardware.device)
         free, total = module.mem_get_info(self.hardware.device)
         return TierFull(
-            "the device has no room for the arena of the plan",
+            "the arena of the plan does not fit the device",
             where=str(self.hardware.device),
             got=f"{self.arena_bytes} bytes wanted, {free} of {total} free: {error}",
             hint="plan with a smaller budget, or end what else is on the device",
         )
 
     @contextmanager
-    def lent(self, spill: LruSpillMode | None = None) -> Iterator[None]:
-        """Between two steps, give the state back to the model and the optimizer for the time of this context.
+    def materialized(self, spill: LruSpillMode | None = None) -> Iterator[None]:
+        """Materialize the state, between two steps, in the tensors of model and optimizer for the time of the context.
 
-        Whatever reads or changes their tensors here (an evaluation, a checkpoint) sees and sets the real ones. What it
-        takes is not counted.
+        Code inside the context (an evaluation, a checkpoint) reads and writes the real tensors. Its memory is not
+        counted.
 
         Args:
-            spill: Brings to the device what operators inside of its own context use, from where the state has its home.
-                None: all of the state goes to the device.
+            spill: Mode that makes the state resident on use, from its home tier. None: all of the state becomes
+                resident.
 
         Raises:
-            StepChanged: HP512 at the end when tensors were exchanged instead of changed, or model or optimizer are not
-                as they were when the step was recorded. All of it stays as it is, and the device is closed.
-            TransferFailed: HP513 when the state could not be moved; what cannot go to its tier stays with the model.
+            StepChanged: HP512 at the end when tensors were replaced instead of changed in place, or model or optimizer
+                differ from the recording. The state then stays with its owner tensors, and the device is closed.
+            TransferFailed: HP513 when the state could not be moved; storages that do not fit their tier stay with the
+                model.
         """
         self.check_usable()
-        with self._moving():
+        with self._failing_on_partial_move():
             if spill is None:
-                self._give_state()
+                self._return_state()
             else:
-                self.lend(spill)
+                self.materialize_on_use(spill)
         self._spill = spill
         try:
             yield
         finally:
-            self._begin_to_hold(HeldState._take_state)
+            self._acquire(ArenaState._acquire_from_owners)
 
-    def lend(self, spill: LruSpillMode) -> None:
-        """Let a mode bring the state to the device where it is used; its home stays where it is."""
-        self.owners.release()
+    def materialize_on_use(self, spill: LruSpillMode) -> None:
+        """Let a spill mode make the state resident on use; its content stays in the home tier."""
+        self.owners.restore_tensors()
         for s, tensor in self.captured.state.items():
-            if self.owners.keep(s):
+            if self.owners.kept_by_caller(s):
                 continue
             home, base = self.plan.homes[s], tensor.untyped_storage()
-            base.resize_(0)  # of a buffer that steps change the caller has an old copy
-            content = partial(self._bytes, s) if home == "flash" else self.on[home][s]
+            base.resize_(0)  # the caller has an old copy of a buffer that steps change
+            content = partial(self._bytes, s) if home == "flash" else self.storages[home][s]
             if home == "device":
                 content = _copy(content, _HOST)
-            spill.hold(base, self._num_bytes(s), content)
-        self._give_up()
+            spill.track_offloaded(base, self._num_bytes(s), content)
+        self._release_device()
 
     def end(self) -> None:
-        """No step will run any more, and nobody is given the state."""
+        """Close the device without returning the state; no further step runs."""
         if not self.closed:
-            self._end()
+            self._close_without_state()
 
     @contextmanager
-    def _moving(self) -> Iterator[None]:
-        """State that was moved in part only must not pass for good: the device can then only be closed."""
+    def _failing_on_partial_move(self) -> Iterator[None]:
+        """Mark the device as failed when a move of the state stops halfway: it can then only be closed.
+
+        Raises:
+            TransferFailed: HP513 in place of an error without a code.
+        """
         try:
             yield
         except BaseException as error:
@@ -333,16 +343,16 @@ class HeldState:
             ) from error
 
     def close(self) -> None:
-        """Give the state's bytes back to the tensors that owned them.
+        """Return the state's bytes to the owner tensors.
 
-        After a failed step they are filled with ones in every bit (NaN as floating point): a half-updated state must
-        not pass for a good one.
+        After a failed step all bits are set to one (NaN as floating point), so that a partially updated state cannot be
+        mistaken for a valid one.
         """
         if self.closed:
             return
-        with self._moving():
+        with self._failing_on_partial_move():
             self.hardware.lanes.close()
-            self._give_state()
+            self._return_state()
             self.closed = True
 
     def check_usable(self) -> None:
@@ -352,37 +362,37 @@ class HeldState:
                 "the device was closed or a step on it failed; capture and plan again"
             )
 
-    def at_home(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor of model or optimizer, between steps, on its bytes where they have their home; of a file, a copy."""
+    def on_home_tier(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a view of a tensor of model or optimizer on its home tier, between steps; from a file, a copy."""
         with torch._C.DisableTorchFunctionSubclass():
             s = self._numbers.get(tensor.untyped_storage()._cdata)
-            if s is None or self.owners.keep(s):
+            if s is None or self.owners.kept_by_caller(s):
                 return tensor.detach()
-            return as_view(tensor, s).on(self._bytes(s))
+            return as_view(tensor, s).as_tensor(self._bytes(s))
 
     def read(self, name: str) -> torch.Tensor:
-        """A copy of a named persistent tensor, wherever it lives between steps."""
+        """Return a copy of a named persistent tensor, from its home tier."""
         storage, view = self._state(name)
-        return view.on(self._bytes(storage)).clone()
+        return view.as_tensor(self._bytes(storage)).clone()
 
     def named(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The state between steps by name, one after the other; what is in a file is read."""
+        """Yield the named state between steps, on its home tier; files are read one at a time."""
         for name, view in self.captured.named.items():
-            yield name, view.on(self._bytes(view.storage))
+            yield name, view.as_tensor(self._bytes(view.storage))
 
     def write(self, name: str, value: torch.Tensor) -> None:
         """Overwrite a named persistent tensor between steps: reset a cache, load a checkpoint."""
         storage, view = self._state(name)
         base = self._bytes(storage)
-        view.on(base).copy_(value)
+        view.as_tensor(base).copy_(value)
         if self.plan.homes[storage] == "flash":
             self.files.write(storage, base)
 
     def _bytes(self, storage: int) -> torch.UntypedStorage:
-        """Bytes of a persistent storage between steps; of a file, a copy."""
+        """Return the bytes of a persistent storage between steps; from a file, a copy."""
         home = self.plan.homes[storage]
         if home != "flash":
-            return self.on[home][storage]
+            return self.storages[home][storage]
         base = torch.UntypedStorage(self.plan.program.storages[storage].num_bytes)
         finish(partial(self.files.read, storage, base))
         return base
@@ -398,5 +408,5 @@ class HeldState:
 
 
 def _copy(base: torch.UntypedStorage, device: torch.device) -> torch.UntypedStorage:
-    """A copy that is in no tier."""
+    """Return a copy that no tier counts."""
     return torch.UntypedStorage(base.nbytes(), device=device).copy_(base)

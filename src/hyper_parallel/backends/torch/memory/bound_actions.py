@@ -1,7 +1,7 @@
-"""The actions of a plan as calls without arguments: what a step does between two operators is decided once.
+"""Actions of a plan as calls without arguments, bound once before the first step.
 
-The host issues some thousand actions in a step, so none of them looks up what is the same in every step: which
-operator on which tensors, from which buffer of the device into which tier.
+The host issues thousands of actions per step. Everything that is constant over steps is bound beforehand: the operator
+and its tensors, the device buffer and the tier of a copy.
 """
 
 from __future__ import annotations
@@ -13,42 +13,42 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_flatten
 
-from hyper_parallel.backends.torch.memory.first_step import other_number, other_size
-from hyper_parallel.backends.torch.memory.operators import finished
+from hyper_parallel.backends.torch.memory.first_step import size_error, value_error
+from hyper_parallel.backends.torch.memory.operators import wait_finished
 from hyper_parallel.backends.torch.memory.prepared_plan import Prepared, in_host_memory
 from hyper_parallel.errors import StepChanged
 from hyper_parallel.ir import COPIES, MemoryAction
 
 if TYPE_CHECKING:
-    from hyper_parallel.backends.torch.memory.arena_state import HeldState
+    from hyper_parallel.backends.torch.memory.arena_state import ArenaState
 
 Act = Callable[[], Any]
-"""Takes one action of a plan."""
+"""Call that executes one action of a plan."""
 
 
 class BoundActions:
-    """Makes the actions of one plan.
+    """Binder of the actions of one plan.
 
     Args:
-        state: Where the bytes are; of it and of its hardware the parts are taken that stay while it is open.
+        state: State of the plan; the parts of it and its hardware that are fixed while it is open are bound.
     """
 
-    def __init__(self, state: HeldState) -> None:
+    def __init__(self, state: ArenaState) -> None:
         self._captured, self._plan, self._files = state.captured, state.plan, state.files
         self._enter, self._leave = state.enter, state.leave
-        self._device, self._dram = state.on["device"], state.on["dram"]
+        self._device, self._dram = state.storages["device"], state.storages["dram"]
         self._hardware, self._lanes = state.hardware, state.hardware.lanes
-        # Storages that are not on the device alone.
+        # Storages that are also in another tier than the device.
         self._elsewhere = {a.target for a in self._plan.actions if a.kind in COPIES}
         self._elsewhere |= {s for s, home in enumerate(self._plan.homes) if home != "device"}
-        self._in_flight: dict[int, Any] = {}  # what was begun with other ranks, by operator
+        self._in_flight: dict[int, Any] = {}  # work handles of collectives, by operator
 
     def bound(self, action: MemoryAction, ready: Prepared | torch.UntypedStorage | None) -> Act:
-        """One action.
+        """Return a call that executes one action.
 
         Args:
-            action: It.
-            ready: The operator with its tensors, or the range of the device that a copy reads or fills or that is left.
+            action: The action.
+            ready: The prepared operator, or the arena range that a copy reads or writes or that is released.
         """
         s, kind = action.target, action.kind
         if isinstance(ready, Prepared):
@@ -80,28 +80,28 @@ class BoundActions:
             with hardware.in_library():
                 self._in_flight[index] = ready.run()
             return
-        seen = hardware.num_operators
+        num_before = hardware.num_operators
         out = ready.run()
-        if seen == hardware.num_operators and hardware.counts and ready.dispatched:
+        if num_before == hardware.num_operators and hardware.counts and ready.dispatched:
             raise StepChanged(
                 f"`{ready.func}` of the plan did not run: torch's dispatcher has not seen it",
                 where=f"operator {index} of {self._plan.program.name}",
                 hint="something has replaced the operator; capture and plan again",
             )
-        if not ready.plain:
-            _accept(ready, tree_flatten(out)[0])
+        if not ready.ignores_output:
+            _copy_staged(ready, tree_flatten(out)[0])
 
     def _update(self, index: int) -> None:
         run = in_host_memory(self._captured.calls[index], self._dram)
         self._lanes.update(index, self._plan.program.operators[index], run)
 
     def _join(self, index: int) -> None:
-        """Wait for what was begun beside the device's own operators."""
+        """Wait for a collective or an operator in host memory."""
         timed = self._hardware.timed
         begin = None if timed is None else timed.now()
         if index in self._in_flight:
             with self._hardware.in_library():
-                finished(self._in_flight.pop(index))
+                wait_finished(self._in_flight.pop(index))
         else:
             self._lanes.join(index, self._plan.program.operators[index])
         if timed is not None:
@@ -139,14 +139,18 @@ class BoundActions:
             self._files.drop(s)
 
 
-def _accept(ready: Prepared, flat: list[Any]) -> None:
-    """Copy what an operator has made beside the arena to its addresses, and compare the numbers that it gave."""
+def _copy_staged(ready: Prepared, flat: list[Any]) -> None:
+    """Copy the staged results of an operator to their addresses, and check its guards.
+
+    Raises:
+        StepChanged: HP512 when a size or a number differs from the recorded one.
+    """
     for position, view, target in ready.staged:
-        made = flat[position]
-        base = made.untyped_storage() if isinstance(made, torch.Tensor) else None
-        if base is None or base.nbytes() != target.nbytes() or made.shape != view.size:
-            raise other_size(ready.func, None if base is None else tuple(made.shape), view.size)
+        result = flat[position]
+        base = result.untyped_storage() if isinstance(result, torch.Tensor) else None
+        if base is None or base.nbytes() != target.nbytes() or result.shape != view.size:
+            raise size_error(ready.func, None if base is None else tuple(result.shape), view.size)
         target.copy_(base)
     for position, value in ready.guards:
         if flat[position] != value:
-            raise other_number(ready.func, flat[position], value)
+            raise value_error(ready.func, flat[position], value)

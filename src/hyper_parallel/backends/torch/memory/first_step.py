@@ -1,8 +1,8 @@
-"""The first planned step is compared with the plain one: the same inputs, state and random numbers give the same.
+"""Comparison of the first planned step with an eager reference step on equal inputs, state and random numbers.
 
-So a value that was taken for a constant, a kernel that the capture did not see, or an operator that did not run cannot
-pass unnoticed. What is equal is equal bit for bit, unless plain runs themselves differ: kernels of an accelerator may
-add in another order every time. Then every tensor may be away from the plain one by ten times what two plain runs are.
+The comparison detects a value that was recorded as a constant, a kernel that the capture missed, and an operator that
+did not run. Results must be equal bit for bit, unless two eager runs differ: kernels of an accelerator may sum in a
+different order every time. Then every tensor may deviate by ten times the difference of the two eager runs.
 """
 
 from __future__ import annotations
@@ -20,33 +20,34 @@ from torch.utils._pytree import tree_flatten
 from hyper_parallel.backends.torch.memory._captured import Captured
 from hyper_parallel.backends.torch.memory._operator_mode import OperatorMode
 from hyper_parallel.backends.torch.memory._spill_mode import within_device
-from hyper_parallel.backends.torch.memory._unseen import TakenMode
+from hyper_parallel.backends.torch.memory._untracked_effects import RawAccessMode
 from hyper_parallel.backends.torch.memory._workspace import has_room
 from hyper_parallel.backends.torch.memory.operators import numbers_read, tensors_in
 from hyper_parallel.errors import StepChanged
 
 _SAMPLED: Final = 4096
-"""Elements of a tensor kept to tell rounding from another value; all bytes are compared by digest. Not measured."""
+"""Sampled elements of a tensor, to distinguish rounding from another value; digests compare all bytes. Not measured."""
 _CHUNK: Final = 1 << 20
-"""Words of a large tensor that are digested at a time, where the tensor is: 24 MiB beside it."""
+"""Words of a large tensor per chunk of its digest, which needs 24 MiB of workspace on the tensor's device."""
 _CACHED: Final = 1 << 16  # on the host: they stay in its cache
 _WORDS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 ULPS: Final = 4
-"""Units in the last place of a tensor's largest value that are rounding, where an update runs on another processor."""
-_SPREADS: Final = 10
-"""Differences of two plain runs by which a planned step may differ from one of them; no hardware has met it yet."""
-_OUTLIERS: Final = 0.01
-"""Share of a tensor's elements that may be further away: where a gradient is noise, Adam's steps have either sign."""
+"""Tolerance in units in the last place of a tensor's largest value, when an update runs on another processor."""
+_SPREAD_TOLERANCE: Final = 10
+"""Tolerance of a planned step in multiples of the difference of two eager runs; no hardware has reached it yet."""
+_OUTLIER_SHARE: Final = 0.01
+"""Share of a tensor's elements that may exceed the tolerance: Adam's steps have random signs where a gradient is noise.
+"""
 OUTPUTS: Final = ("loss", "gradient norm", "routing")
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
-    """What one run of a step gave, to be compared with another run of the same step.
+    """Results of one run of a step, for comparison with another run of the same step.
 
     Attributes:
-        digests: A checksum of every output and of every tensor of the state.
-        samples: Elements of each, and its type.
+        digests: Checksum of every output and of every tensor of the state.
+        samples: Sampled elements of each tensor, and its dtype.
     """
 
     digests: dict[str, int]
@@ -54,103 +55,113 @@ class StepOutcome:
 
     @classmethod
     def of(cls, outputs: Any, state: Mapping[str, Tensor]) -> StepOutcome:
-        """Copy what is compared to the host.
+        """Return digests and samples of outputs and state, on the host.
 
         Args:
-            outputs: What the step returned; its tensors count.
+            outputs: Result of the step; only its tensors are compared.
             state: Parameters, buffers and optimizer state after the step.
         """
         flat = [value for value in tree_flatten(outputs)[0] if isinstance(value, Tensor)]
-        names = [*OUTPUTS, *(f"output {at}" for at in range(len(OUTPUTS), len(flat)))]
-        every = {**dict(zip(names, flat, strict=False)), **state}
+        names = [*OUTPUTS, *(f"output {position}" for position in range(len(OUTPUTS), len(flat)))]
+        tensors = {**dict(zip(names, flat, strict=False)), **state}
         return cls(
-            {name: _digest(tensor) for name, tensor in every.items()},
-            {name: (sample(tensor), tensor.dtype) for name, tensor in every.items()},
+            {name: _digest(tensor) for name, tensor in tensors.items()},
+            {name: (sample(tensor), tensor.dtype) for name, tensor in tensors.items()},
         )
 
 
-class PlainStep:
-    """What a planned step must give.
+class ReferenceStep:
+    """Expected results of a planned step: those of the eager step.
 
     Args:
-        first: What the plain step gave.
-        again: What it gave when it was run once more; None: on hardware that gives the same.
+        first: Results of the eager step.
+        second: Results of a second eager run; None: on deterministic hardware.
+
+    Attributes:
+        spread: Largest difference of the two runs by tensor; empty when they are equal.
     """
 
-    def __init__(self, first: StepOutcome, again: StepOutcome | None = None) -> None:
+    def __init__(self, first: StepOutcome, second: StepOutcome | None = None) -> None:
         self._first = first
         self.spread: dict[str, float] = {}
-        if again is not None and again.digests != first.digests:
-            pairs = ((k, a, again.samples[k][0]) for k, (a, _) in first.samples.items())
+        if second is not None and second.digests != first.digests:
+            pairs = ((k, a, second.samples[k][0]) for k, (a, _) in first.samples.items())
             self.spread = {k: float((a - b).abs().max()) if a.numel() else 0.0 for k, a, b in pairs}
 
     @classmethod
-    def of(cls, captured: Captured, inputs: Mapping[str, Tensor]) -> PlainStep:
-        """Run the step without a plan, on an accelerator twice, and undo it; the model must have its state.
+    def from_eager_run(cls, captured: Captured, inputs: Mapping[str, Tensor]) -> ReferenceStep:
+        """Run the step without a plan, twice on an accelerator, and roll it back; the state must be materialized.
 
         Raises:
-            StepChanged: HP512 when data decide what they decided otherwise while the step was recorded.
+            StepChanged: HP512 when data-dependent sizes or values differ from the recorded ones.
         """
-        assert captured.plain is not None
-        where = captured.device
+        assert captured.run_eager is not None
+        device = captured.device
         bases = {s: tensor.untyped_storage() for s, tensor in captured.state.items()}
-        made = captured.eager_peak_bytes - sum(base.nbytes() for base in bases.values())
+        allocated_bytes = captured.eager_peak_bytes - sum(base.nbytes() for base in bases.values())
         runs = []
-        for _ in range(1 if where.type == "cpu" else 2):
-            changed = [bases[s] for s in captured.changed]
-            with _undone(changed, where, captured.generators, made):
-                with within_device(where, captured.owned), _AsRecorded(captured) as found:
-                    outputs = captured.plain(**inputs)
-                if found.other is not None:
-                    raise found.other
-                state = {k: view.on(bases[view.storage]) for k, view in captured.named.items()}
+        for _ in range(1 if device.type == "cpu" else 2):
+            changed = [bases[s] for s in captured.written_state]
+            with _rolled_back(changed, device, captured.generators, allocated_bytes):
+                with (
+                    within_device(device, captured.owned),
+                    _RecordedDecisions(captured) as decisions,
+                ):
+                    outputs = captured.run_eager(**inputs)
+                if decisions.error is not None:
+                    raise decisions.error
+                state = {
+                    k: view.as_tensor(bases[view.storage]) for k, view in captured.named.items()
+                }
                 runs.append(StepOutcome.of(outputs, state))
                 del outputs
         return cls(*runs)
 
-    def refuse_other(self, got: StepOutcome, *, rounded: bool = False) -> None:
-        """Compare.
+    def check(self, got: StepOutcome, *, rounded: bool = False) -> None:
+        """Compare the results of a planned step with the expected ones.
 
         Args:
-            got: What the planned step gave.
+            got: Results of the planned step.
             rounded: Updates ran on another processor.
 
         Raises:
-            StepChanged: HP512 with the first value that is another one.
+            StepChanged: HP512 with the first value that differs.
         """
         for name, digest in self._first.digests.items():
-            mine, dtype = self._first.samples[name]
-            other = got.samples[name][0]
-            far = _SPREADS * self.spread.get(name, 0.0)
+            expected, dtype = self._first.samples[name]
+            actual = got.samples[name][0]
+            tolerance = _SPREAD_TOLERANCE * self.spread.get(name, 0.0)
             inexact = bool(self.spread) or (rounded and name not in OUTPUTS)
-            if got.digests[name] == digest or (inexact and near(other, mine, dtype, far)):
+            if got.digests[name] == digest or (
+                inexact and is_close(actual, expected, dtype, tolerance)
+            ):
                 continue
-            few = mine.numel() == 1
+            is_scalar = expected.numel() == 1
             raise StepChanged(
-                "the planned step does not give what the plain one gave",
+                "the planned step's results differ from the eager step's",
                 where=name,
-                got=other.item() if few else "other bytes",
-                allowed=mine.item() if few else None,
+                got=actual.item() if is_scalar else "other bytes",
+                allowed=expected.item() if is_scalar else None,
                 hint="something changes from step to step without being a tensor: make it one, or train without a plan "
                 "(`offload.budget=null` in a recipe)",
             )
 
 
-class _AsRecorded(OperatorMode):
-    """Around a plain step: do data decide the same sizes and numbers as while it was recorded?
+class _RecordedDecisions(OperatorMode):
+    """Context around an eager step that compares data-dependent sizes and values with the recorded ones.
 
-    A planned step would stop at the first that is another one, in its middle, where the state is lost.
+    A planned step would stop at the first difference, halfway, and lose the state.
 
     Attributes:
-        other: The error of that.
+        error: Error of the first difference, or None.
     """
 
     def __init__(self, captured: Captured) -> None:
         super().__init__(self._operator)
-        self._state, self._values = captured.state, TakenMode(self._taken)
+        self._state, self._values = captured.state, RawAccessMode(self._on_raw_access)
         calls = (call for call in captured.calls if call.guards or _decides_sizes(call.func))
-        self._recorded, self._inside = deque(calls), False
-        self.other: StepChanged | None = None
+        self._recorded, self._in_operator = deque(calls), False
+        self.error: StepChanged | None = None
 
     def __enter__(self) -> Self:
         super().__enter__()
@@ -161,38 +172,38 @@ class _AsRecorded(OperatorMode):
         self._values.__exit__(*error)
         super().__exit__(*error)
 
-    def _taken(self, tensor: Tensor, values: bool) -> None:
-        """Python is given all numbers of a tensor; recorded as a comparison with what they were."""
-        call = self._recorded[0] if values and self._recorded and not self._inside else None
+    def _on_raw_access(self, tensor: Tensor, values: bool) -> None:
+        """Repeat the recorded comparison of a tensor whose values Python reads."""
+        call = self._recorded[0] if values and self._recorded and not self._in_operator else None
         if call is None or call.func is not torch.ops.aten.equal.default:
             return
         before = call.args[1]
-        if (kept := self._state.get(before.storage)) is not None:
-            torch.equal(tensor.detach(), before.on(kept.untyped_storage()))
+        if (state := self._state.get(before.storage)) is not None:
+            torch.equal(tensor.detach(), before.as_tensor(state.untyped_storage()))
 
     def _operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._inside = True
+        self._in_operator = True
         out = func(*args, **kwargs)
-        self._inside = False
+        self._in_operator = False
         flat = tree_flatten(out)[0]
         if _decides_sizes(func) or (numbers_read(func, flat) and tensors_in(args, kwargs)):
             if not self._recorded or self._recorded[0].func is not func:
-                self._recorded.clear()  # it took another way already
+                self._recorded.clear()  # the step has taken another branch
                 return out
             call = self._recorded.popleft()
-            for at, view in call.made:
-                if (size := tuple(flat[at].shape)) != view.size:
-                    self.other = self.other or other_size(func, size, view.size)
-            for at, value in call.guards:
-                if flat[at] != value:
-                    self.other = self.other or other_number(func, flat[at], value)
+            for position, view in call.results:
+                if (size := tuple(flat[position].shape)) != view.size:
+                    self.error = self.error or size_error(func, size, view.size)
+            for position, value in call.guards:
+                if flat[position] != value:
+                    self.error = self.error or value_error(func, flat[position], value)
         return out
 
 
-def other_size(func: Any, got: tuple[int, ...] | None, allowed: Sequence[int]) -> StepChanged:
-    """The error of a result whose size the data decide."""
+def size_error(func: Any, got: tuple[int, ...] | None, allowed: Sequence[int]) -> StepChanged:
+    """Return the error of a result whose data-dependent size differs."""
     return StepChanged(
-        f"`{func}` makes a result of another size than in the captured step",
+        f"`{func}` returns a result of another size than in the captured step",
         got=got,
         allowed=tuple(allowed),
         hint="the size depends on the data: weight by a mask instead of selecting by one, or pad; "
@@ -200,8 +211,8 @@ def other_size(func: Any, got: tuple[int, ...] | None, allowed: Sequence[int]) -
     )
 
 
-def other_number(func: Any, got: Any, allowed: Any) -> StepChanged:
-    """The error of a number that Python has read."""
+def value_error(func: Any, got: Any, allowed: Any) -> StepChanged:
+    """Return the error of a value that Python has read and that differs."""
     return StepChanged(
         "the captured step took a branch or read a value",
         got=f"`{func}` gives {got}, it gave {allowed}",
@@ -215,22 +226,23 @@ def _decides_sizes(func: Any) -> bool:
 
 
 @contextmanager
-def _undone(
+def _rolled_back(
     storages: Iterable[torch.UntypedStorage],
     device: torch.device,
     generators: Sequence[torch.Generator],
-    made_bytes: int,
+    allocated_bytes: int,
 ) -> Iterator[None]:
-    """Put the bytes of storages, and random numbers, back where they were.
+    """Restore the bytes of storages, and random generators, at the end of the context.
 
-    The copies are on the device where they leave room for what a step makes, `made_bytes`; else in host memory, from
-    which gigabytes take seconds.
+    The copies are on the device if the `allocated_bytes` of a step still fit; else in host memory, from which a
+    restore of gigabytes takes seconds.
     """
     storages = list(storages)
     num_bytes = sum(base.nbytes() for base in storages)
-    home = device if has_room(device, num_bytes + made_bytes) else torch.device("cpu")
+    copy_device = device if has_room(device, num_bytes + allocated_bytes) else torch.device("cpu")
     before = [
-        (base, torch.UntypedStorage(base.nbytes(), device=home).copy_(base)) for base in storages
+        (base, torch.UntypedStorage(base.nbytes(), device=copy_device).copy_(base))
+        for base in storages
     ]
     states = [generator.get_state() for generator in generators]
     devices = [] if device.type == "cpu" else [device]
@@ -250,9 +262,10 @@ def _flat(tensor: Tensor) -> Tensor:
 
 
 def _digest(tensor: Tensor) -> int:
-    """A number that changes with the value of any word, and when two words change places: sum of word x odd number.
+    """Return a checksum that depends on the value and the position of every word: the sum of word x odd number.
 
-    Modulo 2**64, the same on every device: to bring gigabytes to the host takes longer than the step.
+    It is computed modulo 2**64 on the tensor's device, with equal results on all devices: a copy of gigabytes to the
+    host would take longer than the step.
     """
     flat, digest = _flat(tensor), 0
     words = flat.view(_WORDS[flat.element_size()])
@@ -260,29 +273,29 @@ def _digest(tensor: Tensor) -> int:
         words = words.cpu()
     step = min(words.numel(), _CACHED if words.device.type == "cpu" else _CHUNK)
     odd = 2 * torch.arange(step, device=words.device) + 1
-    for at, chunk in enumerate(words.split(step) if step else ()):
+    for position, chunk in enumerate(words.split(step) if step else ()):
         values = chunk.long()
-        digest += int((values * odd[: len(chunk)]).sum()) + 2 * at * step * int(values.sum())
+        digest += int((values * odd[: len(chunk)]).sum()) + 2 * position * step * int(values.sum())
     return digest % 2**64
 
 
 def sample(tensor: Tensor) -> Tensor:
-    """Up to so many elements of a tensor, evenly spread, in float64 on the host."""
+    """Return about `_SAMPLED` elements of a tensor, evenly spaced, in float64 on the host."""
     flat = _flat(tensor)
     return flat[:: max(flat.numel() // _SAMPLED, 1)].to("cpu", torch.float64, copy=True)
 
 
-def near(a: Tensor, b: Tensor, dtype: torch.dtype, far: float = 0.0) -> bool:
-    """Two samples of a tensor of this type that differ by rounding: a few units in the last place of the largest.
+def is_close(a: Tensor, b: Tensor, dtype: torch.dtype, tolerance: float = 0.0) -> bool:
+    """Return whether two samples of a tensor differ only by rounding: `ULPS` units of the largest value.
 
     Args:
-        a: One.
-        b: The other.
-        dtype: The tensor's type.
-        far: What they may differ by beyond that, up to a few elements.
+        a: Sample of the planned step.
+        b: Sample of the eager step.
+        dtype: The tensor's dtype.
+        tolerance: Additional tolerance, which a share `_OUTLIER_SHARE` of the elements may exceed.
     """
     unit = torch.finfo(dtype).eps if dtype.is_floating_point else 0.0
     largest = b.abs().max() if b.numel() else 0.0
-    # Not the other way round: what is no number is never near.
-    away = ~((a - b).abs() <= far + ULPS * unit * largest)
-    return int(away.sum()) <= (_OUTLIERS * a.numel() if far else 0)
+    # The negation counts NaN as different.
+    outside = ~((a - b).abs() <= tolerance + ULPS * unit * largest)
+    return int(outside.sum()) <= (_OUTLIER_SHARE * a.numel() if tolerance else 0)

@@ -1,7 +1,7 @@
-"""Generation under a device budget: prompt and decode step captured without bytes, planned, run.
+"""Generation under a device budget: prompt and decode steps are captured on fake tensors, planned and run.
 
-Weights and KV cache have their homes where the plans put them and are streamed. The steps are those that run without a
-budget, operator by operator, so every token is the same.
+Weights and KV cache are on the home tiers of the plans and are streamed. The operators are those of generation without
+a budget, so every token is the same.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hyper_parallel.backends.torch.memory._fake_model import fake_copy
 from hyper_parallel.backends.torch.memory._generation_use import MemoryLimits, MemoryUse
 from hyper_parallel.backends.torch.memory._run_folder import run_folder
 from hyper_parallel.backends.torch.memory._steps import Named, model_state, record
-from hyper_parallel.backends.torch.memory.plan_transition import Way
+from hyper_parallel.backends.torch.memory.plan_transition import RelocationPlan
 from hyper_parallel.backends.torch.static_cache import (
     TextSteps,
     bind_cache,
@@ -46,14 +46,14 @@ class _TwoSteps:
 
     Args:
         model: In host memory, in eval mode; its tensors are empty until `close`.
-        fixed: The two steps.
+        fixed: Shapes of the two steps.
         limits: Budget and machine.
-        device: Where the steps run; on a CPU the device is simulated.
+        device: Device of the steps; a CPU simulates one.
 
     Raises:
         CaptureUnsupported: HP511 when the model's steps cannot be recorded once and run at every position.
-        BudgetImpossible: HP402 with the least device bytes that prompt and decode step get by with.
-        TierFull: HP403 when DRAM and flash cannot hold what the device does not, with the DRAM that is enough.
+        BudgetImpossible: HP402 with the smallest sufficient device budget of both steps.
+        TierFull: HP403 when the offloaded bytes exceed DRAM and flash, with a sufficient DRAM size.
     """
 
     def __init__(
@@ -65,13 +65,13 @@ class _TwoSteps:
     ) -> None:
         self.model, self.limits, self._fixed = model, limits, fixed
         self.use = MemoryUse(simulated=device.type == "cpu")
-        self._where = device
+        self._target_device = device
         self._device: PlannedDevice | None = None
         self._stack = ExitStack()
         self._files: Path | None = None
         if model.device.type != "cpu":
             raise CaptureUnsupported(
-                "under a device budget the model is given in host memory; it is on another device",
+                "a device budget needs the model in host memory, but it is on another device",
                 got=str(model.device),
                 hint="model.cpu()",
             )
@@ -99,9 +99,9 @@ class _TwoSteps:
         }
 
     def _capture(self) -> list[Captured]:
-        """Prompt step and, when it is needed, decode step, recorded on tensors without bytes."""
+        """Record the prompt step and, if needed, the decode step on fake tensors."""
         model, fixed = self.model, self._fixed
-        with fake_copy(model, self._where) as fake:
+        with fake_copy(model, self._target_device) as fake:
             cache = fixed.new_cache(fake)
             short = replace(fixed, prompt_tokens=1)
             short.run(fake, cache, short.example(fake, prompt=True))  # makes the cache
@@ -115,59 +115,60 @@ class _TwoSteps:
         bind_cache(self.cache, tensors)
         real = {**{k: t for k, (t, _) in model_state(model).items()}, **tensors}
         return [
-            _bind(captured, real, fixed.example(model, prompt=at == 0))
-            for at, captured in enumerate(recorded)
+            _bind(captured, real, fixed.example(model, prompt=index == 0))
+            for index, captured in enumerate(recorded)
         ]
 
     def _plan(self) -> list[MemoryPlan]:
         dram = self.limits.machine.dram_bytes
-        refused: TierFull | None = None
+        first_error: TierFull | None = None
         while True:
             try:
                 plans = self._planned(dram)
             except TierFull as error:
-                refused = refused or error
+                first_error = first_error or error
                 dram = error.enough_bytes["dram"]
                 continue
-            if refused is None:
+            if first_error is None:
                 return plans
             raise TierFull(
-                "DRAM and flash cannot hold what the device does not",
+                "the bytes beyond the device budget exceed DRAM and flash",
                 got=f"device {self.limits.device_bytes} bytes, dram {self.limits.machine.dram_bytes} bytes, "
                 f"flash {'none' if self.limits.flash is None else 'unlimited'}",
                 hint=f"--dram {dram}",
-            ) from refused
+            ) from first_error
 
     def _planned(self, dram_bytes: int | None) -> list[MemoryPlan]:
-        """Plans with buffers that are together, because each step has those of the other as well, within the DRAM.
+        """Return plans whose DRAM buffers fit together, because the buffers of both steps coexist.
 
         Raises:
-            BudgetImpossible: HP402. TierFull: HP403, with more DRAM, which may be enough.
+            BudgetImpossible: HP402.
+            TierFull: HP403 with a larger DRAM size that may suffice.
         """
-        machine, together = replace(self.limits.machine, dram_bytes=dram_bytes), list[int]()
+        machine, dram_totals = replace(self.limits.machine, dram_bytes=dram_bytes), list[int]()
         while True:
             try:
-                plans = self._planned_apart(machine)
+                plans = self._plan_each(machine)
             except TierFull as error:
                 assert dram_bytes is not None
-                more = min(together, default=error.enough_bytes["dram"])
-                error.enough_bytes = {"dram": max(more, dram_bytes + dram_bytes // 64 + 1)}
+                larger = min(dram_totals, default=error.enough_bytes["dram"])
+                error.enough_bytes = {"dram": max(larger, dram_bytes + dram_bytes // 64 + 1)}
                 raise
-            together.append(_dram_bytes(plans))
-            if dram_bytes is None or together[-1] <= dram_bytes:
+            dram_totals.append(_dram_bytes(plans))
+            if dram_bytes is None or dram_totals[-1] <= dram_bytes:
                 return plans
-            # They need buffers of different sizes: each gets less.
+            # The plans need buffers of different sizes, so each is planned with less DRAM.
             assert machine.dram_bytes is not None
-            less = machine.dram_bytes - (together[-1] - dram_bytes)
-            machine = replace(machine, dram_bytes=max(less, 0))
+            smaller = machine.dram_bytes - (dram_totals[-1] - dram_bytes)
+            machine = replace(machine, dram_bytes=max(smaller, 0))
 
-    def _planned_apart(self, machine: MemoryMachine) -> list[MemoryPlan]:
-        limits, plans, least = self.limits, [], 0
+    def _plan_each(self, machine: MemoryMachine) -> list[MemoryPlan]:
+        limits, plans, min_bytes = self.limits, [], 0
         for captured in self._captured:
             program = limits.roofline.annotate(captured.program)
-            # What the other step makes beside the arena must fit too.
-            other = self._staging_bytes - program.staging_bytes
-            budget = limits.device_bytes - other
+            # The staging buffers of the other step must fit too.
+            other_staging_bytes = self._staging_bytes - program.staging_bytes
+            budget = limits.device_bytes - other_staging_bytes
             try:
                 plans.append(
                     plan_memory_cached(
@@ -175,13 +176,13 @@ class _TwoSteps:
                     )
                 )
             except BudgetImpossible as error:
-                least = max(least, error.least_bytes + other)
-        if least:
+                min_bytes = max(min_bytes, error.least_bytes + other_staging_bytes)
+        if min_bytes:
             raise BudgetImpossible(
                 f"no memory plan of this generation fits {format_bytes(limits.device_bytes)}",
                 got=f"{limits.device_bytes} bytes",
-                allowed=f"at least {least} bytes ({format_bytes(least)})",
-                hint=f"--device-memory {least}",
+                allowed=f"at least {min_bytes} bytes ({format_bytes(min_bytes)})",
+                hint=f"--device-memory {min_bytes}",
             )
         return plans
 
@@ -190,7 +191,7 @@ class _TwoSteps:
         return max(captured.program.staging_bytes for captured in self._captured)
 
     def begin(self) -> None:
-        """Take the weights to where the plan of the prompt step has them."""
+        """Open the device under the plan of the prompt step."""
         if self.limits.flash is not None:
             self._files = self._stack.enter_context(run_folder(self.limits.flash, "generate"))
         self._device = PlannedDevice(
@@ -201,8 +202,8 @@ class _TwoSteps:
             arena_bytes=self._arena_bytes,
         )
 
-    def go_on(self) -> None:
-        """Go over to the plan of the decode step."""
+    def enter_decode(self) -> None:
+        """Move the state to the plan of the decode step, unless that is active."""
         assert self._device is not None
         if len(self._plans) > 1 and self._device.plan is self._plans[0]:
             self._device.hardware.reset_peaks()
@@ -212,18 +213,18 @@ class _TwoSteps:
                 self.limits.machine,
                 copies=self._device.copies,
                 flash=self._files,
-                before=self._device,
+                predecessor=self._device,
             )
             self._count({"device": self._device.hardware.gauge.peak_bytes})
 
     def close(self) -> None:
-        """Give the weights' bytes back to the model."""
+        """Return the weights' bytes to the model."""
         with self._stack:
             if self._device is not None:
                 self._device.close()
 
     def run(self, inputs: dict[str, Tensor]) -> Tensor:
-        """Logits of a step."""
+        """Run a step and return its logits."""
         assert self._device is not None
         measured: Measured
         logits, measured = self._device.step(inputs)
@@ -253,12 +254,12 @@ class PlannedGeneration(_TwoSteps):
         prompt_tokens: Length of the prompt.
         length: Slots of the cache: prompt and continuation.
         limits: Budget and machine.
-        device: Where the steps run; on a CPU the device is simulated.
+        device: Device of the steps; a CPU simulates one.
 
     Raises:
         CaptureUnsupported: HP511 when the model's steps cannot be recorded once and run at every position.
-        BudgetImpossible: HP402 with the least device bytes that prompt and decode step get by with.
-        TierFull: HP403 when DRAM and flash cannot hold what the device does not, with the DRAM that is enough.
+        BudgetImpossible: HP402 with the smallest sufficient device budget of both steps.
+        TierFull: HP403 when the offloaded bytes exceed DRAM and flash, with a sufficient DRAM size.
     """
 
     def __init__(
@@ -273,34 +274,36 @@ class PlannedGeneration(_TwoSteps):
         self.position = 0
 
     def prompt(self, ids: list[int]) -> Tensor:
-        """Logits [V] after the prompt."""
+        """Process the prompt and return the logits [V] after it."""
         self.begin()
         self.position = len(ids)
         return self.run(prompt_inputs(self.model, ids))
 
     def next(self, token: int) -> Tensor:
-        """Logits [V] after one more token."""
-        self.go_on()
+        """Process the next token and return the logits [V] after it."""
+        self.enter_decode()
         inputs = decode_inputs(self.model, token, self.position, self._fixed.length)
         self.position += 1
         return self.run(inputs)
 
 
 class PlannedSlots(Passes):
-    """Passes of some texts, each in its slot, under a device budget: all prompts are read, then all continued.
+    """Batched prompt and decode passes under a device budget, one slot per text; all prompts precede all decoding.
 
     Args:
         model: In host memory, in eval mode; its tensors are empty until `close`.
         fixed: Slots and lengths.
         limits: Budget and machine.
-        device: Where the steps run; on a CPU the device is simulated.
+        device: Device of the steps; a CPU simulates one.
 
     Attributes:
-        use: What was predicted and what was measured.
-        close: Gives the weights' bytes back to the model.
+        use: Predicted and measured memory use.
+        close: Returns the weights' bytes to the model.
 
     Raises:
-        CaptureUnsupported, BudgetImpossible, TierFull: As of `PlannedGeneration`.
+        CaptureUnsupported: See `PlannedGeneration`.
+        BudgetImpossible: See `PlannedGeneration`.
+        TierFull: See `PlannedGeneration`.
     """
 
     def __init__(
@@ -308,43 +311,47 @@ class PlannedSlots(Passes):
     ) -> None:
         self._planned = _TwoSteps(model, fixed, limits, device)
         super().__init__(model, fixed.slots)
-        self._fixed, self._at, self._begun = fixed, [*range(fixed.slots)], False
+        self._fixed, self._slots, self._begun = fixed, [*range(fixed.slots)], False
         self.use, self.close = self._planned.use, self._planned.close
 
     def feed(
         self, rows: Sequence[int], tokens: Sequence[Sequence[int]], starts: Sequence[int]
     ) -> Tensor:
-        """As in `Passes`; texts of more than one token only before the first pass of one token each."""
+        """Run a pass, see `Passes.feed`; all passes with more than one token per text precede the first decode pass."""
         prompt = not self._begun or max(map(len, tokens)) > 1
         if not self._begun:
             self._planned.begin()
             self._begun = True
         if not prompt:
-            self._planned.go_on()
-        at = [self._at[row] for row in rows]
-        inputs = self._fixed.inputs(self._model, at, tokens, starts, prompt=prompt)
-        return self._planned.run(inputs)[at]
+            self._planned.enter_decode()
+        slots = [self._slots[row] for row in rows]
+        inputs = self._fixed.inputs(self._model, slots, tokens, starts, prompt=prompt)
+        return self._planned.run(inputs)[slots]
 
     def move(self, source: int, target: int) -> None:
-        """As in `Passes`: every step has all slots, so that names change and nothing is copied."""
-        at = self._at
-        at[source], at[target] = at[target], at[source]
+        """Move a text, see `Passes.move`: every step has all slots, so rows are relabelled and nothing is copied."""
+        slots = self._slots
+        slots[source], slots[target] = slots[target], slots[source]
 
 
 def _dram_bytes(plans: list[MemoryPlan]) -> int:
-    """Bytes of the buffers, when each plan, and then the way to it, adds what those before it did not have."""
-    made, taken = Counter[int](), 0
+    """Return the bytes of the DRAM buffers of all plans and of the transitions between them."""
+    buffers, num_bytes = Counter[int](), 0
     for before, plan in pairwise((None, *plans)):
         assert plan is not None
-        made, taken = _with(plan.replayed.host_buffers, made, taken)
+        buffers, num_bytes = _add_buffers(plan.replayed.host_buffers, buffers, num_bytes)
         if before is not None:
-            made, taken = _with(Way(before, plan, made).buffers, made, taken)
-    return taken
+            buffers, num_bytes = _add_buffers(
+                RelocationPlan(before, plan, buffers).buffers, buffers, num_bytes
+            )
+    return num_bytes
 
 
-def _with(wanted: Mapping[int, int], made: Counter[int], taken: int) -> tuple[Counter[int], int]:
-    """Buffers and their bytes when these are there too."""
-    return made | Counter(wanted), taken + slab_bytes(Counter(wanted) - made)
+def _add_buffers(
+    wanted: Mapping[int, int], buffers: Counter[int], num_bytes: int
+) -> tuple[Counter[int], int]:
+    """Return buffers and their bytes after the wanted buffers were added."""
+    return buffers | Counter(wanted), num_bytes + slab_bytes(Counter(wanted) - buffers)
 
 
 def _record(
@@ -358,7 +365,7 @@ def _record(
 
 
 def _bind(captured: Captured, real: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> Captured:
-    """The recorded step with real tensors behind the names of its state."""
+    """Return the recorded step with real tensors as its named state."""
     owners = {**real, **inputs}
     state = {}
     for s in captured.state:
@@ -374,7 +381,7 @@ def _bind(captured: Captured, real: Mapping[str, Tensor], inputs: Mapping[str, T
 
 
 def _own_storages(model: Any) -> None:
-    """Copy what lies in a mapped file or in another library's memory: the device cannot empty that."""
+    """Copy tensors in a mapped file or in another library's memory, because their storages cannot be resized."""
     for tensor in (*model.parameters(), *model.buffers()):
         if not tensor.untyped_storage().resizable():
             tensor.data = tensor.data.clone()

@@ -1,4 +1,4 @@
-"""Where a plan runs: meters, buffers and copy lanes of one device, simulated on the CPU or with streams of its own."""
+"""Meters, buffers and copy lanes of one device, simulated on the CPU or with its own streams."""
 
 from __future__ import annotations
 
@@ -20,42 +20,43 @@ from hyper_parallel.memory import MemoryMachine
 
 
 class _Watch(TorchDispatchMode):
-    """Sees every operator of a planned step, whose tensors are plain ones.
+    """Mode that observes every operator of a planned step, whose tensors are plain ones.
 
     Args:
-        made: Called with what each of them gives.
+        on_results: Called with the outputs of each operator.
     """
 
-    def __init__(self, made: Callable[[Any], None]) -> None:
+    def __init__(self, on_results: Callable[[Any], None]) -> None:
         super().__init__()
-        self._made = made
+        self._count_results = on_results
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled in a planned step, and to say so takes longer than a small operator
+        return False  # a planned step compiles nothing, and the default takes longer than a small operator
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **kwargs) if kwargs else func(*args)
-        self._made(out)
+        self._count_results(out)
         return out
 
 
 class Hardware:
-    """The three tiers and the ways between them.
+    """The three memory tiers and the copy lanes between them.
 
     Args:
-        device: Where operators run.
+        device: Device of the operators.
         machine: Capacities.
         alignment_bytes: Rounding of every allocation.
-        copies: How copies of a simulated device move.
+        copies: Moment at which copies of a simulated device move their bytes.
         queues: Streams and events of the device; None: it is simulated.
 
     Attributes:
-        gauge: What the device gives: the arena and all storages that operators make, or an accelerator's allocator.
+        gauge: Allocated device bytes: the arena and all results of operators, or the count of an accelerator's
+            allocator.
         num_operators: Operators that the dispatcher has seen inside `watched`.
-        counts: It sees them.
-        inside: Bytes of the storages that are in the arena.
-        lanes: Running copies.
+        counts: True if the dispatcher observes the operators.
+        inside: Bytes of the storages in the arena.
+        lanes: Copies in flight.
         pool: DRAM buffers.
     """
 
@@ -70,7 +71,7 @@ class Hardware:
         self.device = device
         self.num_operators, self.counts = 0, False
         self._counts_results = True
-        self._mode = _Watch(self._made)
+        self._mode = _Watch(self._count_results)
         self._arena = range(0)  # its addresses
         self.dram = Meter("dram", alignment_bytes)
         self.flash = Meter("flash", alignment_bytes, machine.flash_bytes)
@@ -86,19 +87,19 @@ class Hardware:
 
     @property
     def timed(self) -> StreamLanes | None:
-        """The lanes that measure time themselves; None: a virtual clock keeps it."""
+        """Lanes that measure time by events; None: a virtual clock keeps it."""
         return self.lanes if isinstance(self.lanes, StreamLanes) else None
 
     def reserve(self, plan: MemoryPlan) -> None:
-        """Make the DRAM buffers that a plan needs.
+        """Allocate the DRAM buffers that a plan needs.
 
         Raises:
-            TierFull: HP403 when they take more than there is.
+            TierFull: HP403 when they exceed the capacity.
         """
         self.pool.reserve(plan.replayed.host_buffers)
 
     def arena(self, num_bytes: int) -> torch.UntypedStorage:
-        """The buffer on the device in which a plan's storages have their addresses."""
+        """Allocate the arena, the device buffer with the addresses of a plan's storages."""
         if isinstance(self.gauge, AllocatorGauge):
             return self.gauge.arena(num_bytes)
         base = torch.UntypedStorage(num_bytes, device=self.device)
@@ -108,10 +109,10 @@ class Hardware:
 
     @contextmanager
     def watched(self, every: bool) -> Iterator[None]:
-        """Around a step: count its operators, and on a simulated device the storages that they make.
+        """Count the operators of a step, and on a simulated device the storages that they allocate.
 
         Args:
-            every: Count on an accelerator too, where it takes the host's time.
+            every: Count on an accelerator too, where it costs host time.
         """
         self.counts = every or isinstance(self.gauge, Meter)
         with self._mode if self.counts else nullcontext():
@@ -119,15 +120,15 @@ class Hardware:
 
     @contextmanager
     def in_library(self) -> Iterator[None]:
-        """Around a collective: what gloo makes for it is its own, as are the buffers of an accelerator's library."""
+        """Exclude the buffers of a collective from the counts: they belong to gloo or the accelerator's library."""
         self._counts_results = False
         try:
             yield
         finally:
             self._counts_results = True
 
-    def _made(self, out: Any) -> None:
-        """An operator has run and gives this."""
+    def _count_results(self, out: Any) -> None:
+        """Count an operator and its results."""
         self.num_operators += 1
         if type(out) is torch.Tensor and out.data_ptr() in self._arena:
             return  # the usual case
@@ -138,7 +139,7 @@ class Hardware:
                 self.gauge.adopt(base)
 
     def in_dram(self, num_bytes: int) -> torch.UntypedStorage:
-        """A counted DRAM buffer.
+        """Return a counted DRAM buffer.
 
         Raises:
             TierFull: HP403 when the capacity is exceeded.
@@ -153,13 +154,13 @@ class Hardware:
         return base
 
     def reset_peaks(self) -> None:
-        """Measure peaks from here on."""
+        """Restart the measurement of all peaks."""
         for meter in (self.gauge, self.inside, self.dram, self.flash):
             meter.reset_peak()
 
     @property
     def peaks(self) -> dict[str, int]:
-        """Highest bytes per tier since `reset_peaks`; of the device those inside the arena."""
+        """Highest bytes per tier since `reset_peaks`; for the device, those of storages in the arena."""
         return {
             "device": self.inside.peak_bytes,
             "dram": self.dram.peak_bytes,
@@ -168,11 +169,11 @@ class Hardware:
 
     @property
     def live(self) -> tuple[tuple[str, int], ...]:
-        """Bytes taken now, per tier."""
+        """Bytes in use now, per tier."""
         return tuple((m.name, m.live_bytes) for m in (self.inside, self.dram, self.flash))
 
 
 def _take_workspaces(device: torch.device) -> None:
-    """Run a product, so that what its library takes for good counts as there before, not as a step's."""
+    """Run a matrix product, so that the permanent workspace of its library does not count as the step's."""
     small = torch.ones(16, 16, dtype=torch.bfloat16, device=device)
     torch.addmm(small[0], small, small @ small)

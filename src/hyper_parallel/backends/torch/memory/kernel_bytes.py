@@ -1,12 +1,11 @@
-"""Device bytes that an operator takes beside the addresses of its results, and how long it runs.
+"""Staging and workspace bytes of an operator on the device, and its kernel time.
 
-What a kernel takes for itself and gives back before it returns depends on the kernel that a device chooses: sums in
-float32, sorted rows, workspaces. So the allocator of an accelerator is asked while the step is recorded, and its
-events are put around every kernel.
+Workspace depends on the kernel that a device chooses: sums in float32, sorted rows, scratch buffers. On an accelerator
+the allocator measures it while the step is recorded, and events measure the time of every kernel.
 
-The gradient of an embedding is as large as the table and no kernel writes it at a given address, so it is made beside
-its address a few columns at a time. A column of it depends on the same column of the incoming gradient only and is
-added up in an order that the rows give, so columns made apart have the same bits.
+The gradient of an embedding is as large as the table, and no kernel writes it at a given address. So it is computed a
+few columns at a time in a staging buffer. A column depends only on the same column of the incoming gradient and is
+summed in the order of the rows, so columns that are computed separately have the same bits.
 """
 
 from __future__ import annotations
@@ -23,32 +22,32 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from hyper_parallel.backends.torch.memory._workspace import device_workspace
 from hyper_parallel.backends.torch.memory.operators import COMMUNICATION, Call, View
-from hyper_parallel.backends.torch.memory.out_variants import into
+from hyper_parallel.backends.torch.memory.out_variants import out_variant
 from hyper_parallel.backends.torch.memory.storages import Entry
 from hyper_parallel.backends.torch.memory.streams import DeviceApi
 from hyper_parallel.ir import GRADIENT_PIECES, Operator
 from hyper_parallel.units import KiB
 
-_LEAST: Final = 64 * KiB  # a smaller piece is not worth its launches
+_MIN_PIECE_BYTES: Final = 64 * KiB  # smaller pieces cost more in launches than they save
 
 
-def beside(call: Call, entries: Sequence[Entry]) -> tuple[int, ...]:
-    """Bytes of the results that a call makes elsewhere first."""
-    if not call.made or into(call) is not None:
+def staged_result_bytes(call: Call, entries: Sequence[Entry]) -> tuple[int, ...]:
+    """Return the bytes of the results that a call cannot write at their addresses."""
+    if not call.results or out_variant(call) is not None:
         return ()
     if pieces := columns(call):
         return piece_bytes(call, pieces)
-    return tuple(entries[view.storage].num_bytes for _, view in call.made)
+    return tuple(entries[view.storage].num_bytes for _, view in call.results)
 
 
 class Events(NamedTuple):
-    """Around an operator's kernels, on the stream that they run on.
+    """Events around the kernels of an operator, on their stream.
 
     Attributes:
-        begin: Before them.
-        end: After them.
-        issued_s: What the host took for the operator.
-        reached: The device came to it before that, and waited for the host.
+        begin: Event before the kernels.
+        end: Event after the kernels.
+        issued_s: Host seconds of issuing the operator.
+        reached: True if the device reached `begin` before the operator was issued, so it waited for the host.
     """
 
     begin: Any
@@ -58,10 +57,10 @@ class Events(NamedTuple):
 
 
 Timed = tuple[range, Events]
-"""Operators of the program that are the parts of one, and the events around it."""
+"""Operators of the program that one torch operator was split into, and the events around it."""
 
 
-def run(
+def run_measured(
     func: Any,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -76,8 +75,8 @@ def run(
         tensors: The tensors among them.
 
     Returns:
-        Its outputs, the bytes that its kernel had for itself beside them, and the events around it, on an accelerator.
-        The allocator's peak begins anew.
+        Outputs, workspace bytes of the kernel, and on an accelerator the events around it. The allocator's peak is
+        reset.
     """
     device = next((t.device for t in tensors if t.device.type != "cpu"), None)
     if device is None or func.namespace in COMMUNICATION:
@@ -85,52 +84,52 @@ def run(
     module: Any = torch.get_device_module(device)
     measurable = hasattr(module, "max_memory_allocated")
     if not measurable or any(isinstance(t, FakeTensor) for t in tensors):
-        taken = device_workspace(func, args, kwargs)
-        return func(*args, **kwargs), (taken,) if taken else (), None
+        workspace = device_workspace(func, args, kwargs)
+        return func(*args, **kwargs), (workspace,) if workspace else (), None
     event, stream = DeviceApi.of(device).event, module.current_stream(device)
     begin, end = event(enable_timing=True), event(enable_timing=True)
-    with _no_collection():
+    with _without_garbage_collection():
         module.reset_peak_memory_stats(device)
         begin.record(stream)
         start = time.perf_counter()
         out = func(*args, **kwargs)
         issued_s, reached = time.perf_counter() - start, bool(begin.query())
         end.record(stream)
-        # What stays is a result, or a workspace that a library keeps.
-        taken = int(module.max_memory_allocated(device) - module.memory_allocated(device))
-    return out, (taken,) if taken else (), Events(begin, end, issued_s, reached)
+        # Bytes that stay allocated are a result, or a permanent workspace of a library.
+        workspace = int(module.max_memory_allocated(device) - module.memory_allocated(device))
+    return out, (workspace,) if workspace else (), Events(begin, end, issued_s, reached)
 
 
 def kernel_seconds(
     operators: Sequence[Operator], timed: Sequence[Timed]
 ) -> tuple[float, ...] | None:
-    """Seconds of every operator by the events around it, 0 where there are none; None: there are none at all.
+    """Return the seconds of every operator by the events around it, 0 without events; None: no operator has any.
 
-    Where the device waited for the host, the time between the events is also what the host took; behind a longer kernel
-    it is not. A step whose kernels take less than the host takes as long as that.
+    If the device waited for the host, the time between the events includes the host's time, which is subtracted. If the
+    kernels of a step take less time than the host, every operator takes at least the median time of issuing one.
     """
     if not timed:
         return None
-    for _, events in timed:  # operators may be on several streams
+    for _, events in timed:  # of several streams
         events.end.synchronize()
     kernels = [
         max(float(e.begin.elapsed_time(e.end)) / 1e3 - e.issued_s * e.reached, 0.0)
         for _, e in timed
     ]
     issue_s = statistics.median(events.issued_s for _, events in timed)
-    least = issue_s if sum(kernels) < issue_s * len(timed) else 0.0
+    min_s = issue_s if sum(kernels) < issue_s * len(timed) else 0.0
     seconds = [0.0] * len(operators)
     for (parts, _), kernel in zip(timed, kernels, strict=True):
-        moved = sum(operators[at].access_bytes for at in parts)
-        for at in parts:
-            share = operators[at].access_bytes / moved if moved else 1 / len(parts)
-            seconds[at] = max(kernel, least) * share
+        access_bytes = sum(operators[index].access_bytes for index in parts)
+        for index in parts:
+            share = operators[index].access_bytes / access_bytes if access_bytes else 1 / len(parts)
+            seconds[index] = max(kernel, min_s) * share
     return tuple(seconds)
 
 
 @contextmanager
-def _no_collection() -> Iterator[None]:
-    """Garbage that is freed meanwhile would count as the kernel's."""
+def _without_garbage_collection() -> Iterator[None]:
+    """Disable garbage collection, because memory that it frees would distort the measured workspace."""
     before = gc.isenabled()
     gc.disable()
     try:
@@ -140,38 +139,47 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def of_piece(
-    call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], taken: tuple[int, ...]
+def piece_workspace(
+    call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], workspace: tuple[int, ...]
 ) -> tuple[int, ...]:
-    """What of `taken` remains where a plan runs the call in pieces: one of them is run."""
+    """Return the workspace of a call as a plan runs it: measured on one piece, if it runs in pieces."""
     pieces = columns(call)
-    if not taken or not pieces:
-        return taken
+    if not workspace or not pieces:
+        return workspace
     part = widest(pieces, args)
-    return run(call.func, part, kwargs, [t for t in part if isinstance(t, torch.Tensor)])[1]
+    return run_measured(call.func, part, kwargs, [t for t in part if isinstance(t, torch.Tensor)])[
+        1
+    ]
 
 
 def columns(call: Call) -> tuple[range, ...]:
-    """Columns of the pieces in which a call can make its result; fewer than two: it makes it as a whole."""
-    if call.func is not torch.ops.aten.embedding_dense_backward.default or len(call.made) != 1:
+    """Return the columns of the pieces in which a call can compute its result; empty: as a whole."""
+    if call.func is not torch.ops.aten.embedding_dense_backward.default or len(call.results) != 1:
         return ()
-    # Scaled by how often a row occurs: a kernel's last columns may be rounded differently.
-    scaled, table = call.args[4], call.made[0][1]
-    if scaled or table.num_bytes <= call.room_bytes:
+    # With scaling by the frequency of a row, a kernel may round its last columns differently.
+    scaled, table = call.args[4], call.results[0][1]
+    if scaled or table.num_bytes <= call.reusable_bytes:
         return ()
-    # Every piece sorts the rows again, so they are as wide as there is room.
-    every, most = table.size[1], min(GRADIENT_PIECES, table.num_bytes // _LEAST)
-    fitting = every * call.room_bytes // sum(piece_bytes(call, (range(every),)))
-    width = max(fitting, -(-every // max(most, 1)))
-    if width >= every:
+    # Every piece sorts the rows, so pieces are as wide as the reusable workspace allows.
+    num_columns, max_pieces = (
+        table.size[1],
+        min(GRADIENT_PIECES, table.num_bytes // _MIN_PIECE_BYTES),
+    )
+    fitting_columns = (
+        num_columns * call.reusable_bytes // sum(piece_bytes(call, (range(num_columns),)))
+    )
+    width = max(fitting_columns, -(-num_columns // max(max_pieces, 1)))
+    if width >= num_columns:
         return ()
-    return tuple(range(at, min(at + width, every)) for at in range(0, every, width))
+    return tuple(
+        range(start, min(start + width, num_columns)) for start in range(0, num_columns, width)
+    )
 
 
 def piece_bytes(call: Call, pieces: tuple[range, ...]) -> tuple[int, ...]:
-    """Bytes beside the arena at the same time: columns of the result and of the incoming gradient."""
+    """Return the staging bytes of one piece: columns of the result and of the incoming gradient."""
     width = max(map(len, pieces))
-    table, grad = call.made[0][1], call.args[0]
+    table, grad = call.results[0][1], call.args[0]
     assert isinstance(grad, View)
     rows = 1
     for size in grad.size[:-1]:
@@ -180,7 +188,7 @@ def piece_bytes(call: Call, pieces: tuple[range, ...]) -> tuple[int, ...]:
 
 
 def widest(pieces: tuple[range, ...], args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments of the operator for a piece that no other is larger than."""
+    """Return the arguments of the operator for the first piece, which is the widest."""
     return args[0][..., pieces[0].start : pieces[0].stop].contiguous(), *args[1:]
 
 
@@ -190,16 +198,16 @@ def in_pieces(
     kwargs: dict[str, Any],
     out: torch.Tensor,
 ) -> Callable[[], None]:
-    """What runs the operator piece by piece into `out` [rows, columns]."""
+    """Return a call that runs the operator piece by piece into `out` [rows, columns]."""
     op = torch.ops.aten.embedding_dense_backward.default
     grad, rest = args[0], args[1:]
     parts = [(grad[..., p.start : p.stop], out[:, p.start : p.stop]) for p in pieces]
 
     def run() -> None:
-        for given, target in parts:
-            mine = given.clone(memory_format=torch.contiguous_format)
-            made = op(mine, *rest, **kwargs)
-            target.copy_(made)
-            del mine, made  # before the next piece is made
+        for grad_part, target in parts:
+            contiguous = grad_part.clone(memory_format=torch.contiguous_format)
+            part = op(contiguous, *rest, **kwargs)
+            target.copy_(part)
+            del contiguous, part  # before the next piece is made
 
     return run

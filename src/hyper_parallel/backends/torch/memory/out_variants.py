@@ -1,8 +1,8 @@
-"""Results at given addresses: how an operator writes into tensors that exist already.
+"""Out variants: variants of recorded calls that write their results into existing tensors.
 
-Most operators of ATen have an `out` overload whose schema is their own plus the results; it runs the same kernel. What
-only makes or copies bytes is written as such. `out` overloads that torch generates compute elsewhere and copy, so they
-count as none. Everything here is decided on the recorded call, once; no tensor is needed for it.
+Most operators of ATen have an `out` overload whose schema is their own plus the results; it runs the same kernel.
+Operators that only allocate, fill or copy bytes have a variant of their own here. `out` overloads that torch generates
+compute into fresh tensors and copy, so they are not used. A variant depends only on the recorded call, not on tensors.
 """
 
 from __future__ import annotations
@@ -13,84 +13,84 @@ from typing import Any, Final
 
 import torch
 
-from hyper_parallel.backends.torch.memory._collectives import into_group
-from hyper_parallel.backends.torch.memory.operators import Call, Numbers, View
+from hyper_parallel.backends.torch.memory._collectives import bind_collective
+from hyper_parallel.backends.torch.memory.operators import Call, HostConstant, View
 
 Bound = Callable[[], Any]
-"""An operator with its tensors; calling it runs it."""
-_Into = Callable[[tuple[Any, ...], dict[str, Any], list[torch.Tensor]], Bound]
-"""(positional, named arguments, results) to the operator that writes them."""
+"""Call without arguments that runs an operator on bound tensors."""
+OutVariant = Callable[[tuple[Any, ...], dict[str, Any], list[torch.Tensor]], Bound]
+"""Binder: (positional arguments, keyword arguments, results) to the call that writes the results."""
 
 _OPTIONS: Final = frozenset({"dtype", "layout", "device", "pin_memory", "memory_format"})
-"""Arguments that only say how a result is made."""
-_NOTHING: Final = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided")
+"""Arguments that only describe the result tensor."""
+_ALLOCATIONS: Final = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided")
 _FILL: Final = {
     "zeros": 0, "zeros_like": 0, "new_zeros": 0, "ones": 1, "ones_like": 1, "new_ones": 1, "full": None,
     "full_like": None, "new_full": None, "scalar_tensor": None,
 }  # fmt: skip
-"""The value they fill their result with; None: it is an argument."""
+"""Fill value by operator; None: it is an argument."""
 _COPY: Final = ("clone", "_to_copy", "lift_fresh", "lift_fresh_copy")
 _IN_PLACE: Final = ("masked_fill", "index_put")
-"""These are a copy of their first argument, changed in place."""
+"""Operators that equal a copy of their first argument, changed in place."""
 _RESIZING: Final = (
     "mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "soft_margin_loss",
 )  # fmt: skip
-"""Their `out` kernels make the loss of every element in the result before they add up."""
+"""Operators whose `out` kernels resize the result for the loss of every element before they reduce it."""
 _NUMBERS: Final = ("mul.Scalar", "div.Scalar", "add.Scalar", "sub.Scalar")
-"""The same as with a tensor in place of the number."""
+"""Operators that equal their overload with a tensor in place of the number."""
 
 
-def into(call: Call) -> _Into | None:
-    """How a recorded call writes its results at given addresses; None: it cannot."""
-    func, made = call.func, call.made
-    if (begin := into_group(call)) is not None:
+def out_variant(call: Call) -> OutVariant | None:
+    """Return the out variant of a recorded call; None: it has none."""
+    func, results = call.func, call.results
+    if (begin := bind_collective(call)) is not None:
         return begin
-    if isinstance(func, Numbers):
-        return _giving(call)
-    if not made or getattr(func, "namespace", "") != "aten" or func._opname in _RESIZING:
+    if isinstance(func, HostConstant):
+        return _constant_variant(call)
+    if not results or getattr(func, "namespace", "") != "aten" or func._opname in _RESIZING:
         return None
-    name, views = func._opname, [view for _, view in made]
+    name, views = func._opname, [view for _, view in results]
     first = call.args[0] if call.args else None
-    single = len(views) == 1 and made[0][0] == 0
+    single = len(views) == 1 and results[0][0] == 0
     if single:
-        if name in _NOTHING:
-            return _nothing
+        if name in _ALLOCATIONS:
+            return _bind_nothing
         if name in _FILL:
-            return _filling(call, _FILL[name])
+            return _fill_variant(call, _FILL[name])
         if name in _COPY:
-            return _copying
+            return _bind_copy
         same = isinstance(first, View) and (first.dtype, first.size) == (
             views[0].dtype,
             views[0].size,
         )
         if name in _IN_PLACE and same:
-            change = _twin(func, f"{name}_")
-            return None if change is None else _changing(change)
+            change = _same_overload(func, f"{name}_")
+            return None if change is None else _in_place_variant(change)
         if name == "rsub":
-            return _subtracting
+            return _bind_rsub
         if func is torch.ops.aten.sum.default:
-            return _adding_up
+            return _bind_sum
         if name in ("slice_backward", "select_backward"):
-            return _scattering(name.removesuffix("_backward"))
+            return _scatter_variant(name.removesuffix("_backward"))
         if name == "constant_pad_nd" and min(call.args[1]) >= 0:
-            return _padding
-        if name == "embedding" and isinstance(call.args[1], View) and _dense(call.args[1]):
-            return _gathering
-    if torch.Tag.dynamic_output_shape in func.tags and not _fixed(call):
+            return _bind_pad
+        if name == "embedding" and isinstance(call.args[1], View) and _is_contiguous(call.args[1]):
+            return _bind_embedding
+    if torch.Tag.dynamic_output_shape in func.tags and not _has_fixed_size(call):
         return None
     if name == "native_batch_norm" and (
         not isinstance(first, View) or first.stride != views[0].stride
     ):
-        return None  # of what lies in another order its `out` kernel gives other sums
+        return None  # its `out` kernel sums in another order when the memory formats differ
     out = _out_overload(func)
-    if out is None or [at for at, _ in made] != list(range(len(out[1]))):
+    if out is None or [position for position, _ in results] != list(range(len(out[1]))):
         return None
-    return _writing(*out)
+    return _out_overload_variant(*out)
 
 
 @cache
 def _out_overload(func: Any) -> tuple[Any, tuple[str, ...], frozenset[str]] | None:
-    """The overload with `out` of an operator's schema, the names of its results, and the options it does not take."""
+    """Return an operator's `out` overload, the names of its results, and the options that it does not accept."""
     wanted = [(a.name, str(a.type)) for a in func._schema.arguments]
     plain = [pair for pair in wanted if pair[0] not in _OPTIONS]
     packet = func._overloadpacket
@@ -113,23 +113,23 @@ def _out_overload(func: Any) -> tuple[Any, tuple[str, ...], frozenset[str]] | No
     return *exact[full], frozenset() if full else _OPTIONS
 
 
-def _twin(func: Any, name: str) -> Any:
-    """The operator of another name with the same overload, or None."""
+def _same_overload(func: Any, name: str) -> Any:
+    """Return the operator of another name with the same overload, or None."""
     packet = getattr(torch.ops.aten, name, None)
     overload = func._overloadname or "default"
     return getattr(packet, overload) if packet and overload in packet.overloads() else None
 
 
-def _fixed(call: Call) -> bool:
-    """Its result's size depends on sizes only, although another call of the operator's may depend on values."""
+def _has_fixed_size(call: Call) -> bool:
+    """Return whether the result's size depends only on sizes in this call, not on values."""
     if call.func is not torch.ops.aten.index.Tensor:
         return False
     kinds = [v.dtype for v in call.args[1] if isinstance(v, View)]
     return torch.bool not in kinds and torch.uint8 not in kinds
 
 
-def _dense(view: View) -> bool:
-    """Its elements lie one after the other."""
+def _is_contiguous(view: View) -> bool:
+    """Return whether a view is contiguous."""
     steps, step = [], 1
     for size in reversed(view.size):
         steps.append(step)
@@ -137,7 +137,7 @@ def _dense(view: View) -> bool:
     return view.stride == tuple(reversed(steps))
 
 
-def _writing(func: Any, names: tuple[str, ...], without: frozenset[str]) -> _Into:
+def _out_overload_variant(func: Any, names: tuple[str, ...], without: frozenset[str]) -> OutVariant:
     op = func._op
 
     def bind(args: tuple[Any, ...], kwargs: dict[str, Any], outs: list[torch.Tensor]) -> Bound:
@@ -148,15 +148,15 @@ def _writing(func: Any, names: tuple[str, ...], without: frozenset[str]) -> _Int
     return bind
 
 
-def _nothing(args: Any, kwargs: Any, outs: list[torch.Tensor]) -> Bound:
+def _bind_nothing(args: Any, kwargs: Any, outs: list[torch.Tensor]) -> Bound:
     return lambda: None
 
 
-def _filling(call: Call, value: float | None) -> _Into:
+def _fill_variant(call: Call, value: float | None) -> OutVariant:
     names = [a.name for a in call.func._schema.arguments]
     if value is None:
-        at = names.index("s" if call.func._opname == "scalar_tensor" else "fill_value")
-        value = call.args[at]
+        position = names.index("s" if call.func._opname == "scalar_tensor" else "fill_value")
+        value = call.args[position]
 
     def bind(args: Any, kwargs: Any, outs: list[torch.Tensor]) -> Bound:
         return lambda: outs[0].fill_(value)
@@ -164,20 +164,20 @@ def _filling(call: Call, value: float | None) -> _Into:
     return bind
 
 
-def _giving(call: Call) -> _Into:
+def _constant_variant(call: Call) -> OutVariant:
     def bind(args: Any, kwargs: Any, outs: list[torch.Tensor]) -> Bound:
         return lambda: outs[0].copy_(call.func.values)
 
     return bind
 
 
-def _copying(args: tuple[Any, ...], kwargs: Any, outs: list[torch.Tensor]) -> Bound:
-    # Only towards the device: what comes to the host is read by the next operator.
-    alone = bool(kwargs.get("non_blocking")) and outs[0].device.type != "cpu"
-    return lambda: outs[0].copy_(args[0], non_blocking=alone)
+def _bind_copy(args: tuple[Any, ...], kwargs: Any, outs: list[torch.Tensor]) -> Bound:
+    # Non-blocking only towards the device: the next operator may read a copy to the host.
+    non_blocking = bool(kwargs.get("non_blocking")) and outs[0].device.type != "cpu"
+    return lambda: outs[0].copy_(args[0], non_blocking=non_blocking)
 
 
-def _changing(func: Any) -> _Into:
+def _in_place_variant(func: Any) -> OutVariant:
     op = func._op
 
     def bind(args: tuple[Any, ...], kwargs: dict[str, Any], outs: list[torch.Tensor]) -> Bound:
@@ -190,8 +190,8 @@ def _changing(func: Any) -> _Into:
     return bind
 
 
-def _scattering(name: str) -> _Into:
-    """The gradient of a slice: zeros, and the slice."""
+def _scatter_variant(name: str) -> OutVariant:
+    """Return the variant of a slice's gradient: zeros, and a copy into the slice."""
 
     def bind(args: tuple[Any, ...], kwargs: dict[str, Any], outs: list[torch.Tensor]) -> Bound:
         part = getattr(torch.ops.aten, name)(outs[0], *args[2:], **kwargs)
@@ -205,13 +205,13 @@ def _scattering(name: str) -> _Into:
     return bind
 
 
-def _padding(args: tuple[Any, ...], kwargs: dict[str, Any], outs: list[torch.Tensor]) -> Bound:
-    """A tensor with a border, given from the last dim on as (before, after)."""
+def _bind_pad(args: tuple[Any, ...], kwargs: dict[str, Any], outs: list[torch.Tensor]) -> Bound:
+    """Bind constant padding, whose argument has (before, after) from the last dim on."""
     inside, pad = outs[0], args[1]
     value = args[2] if len(args) > 2 else kwargs.get("value", 0)
-    for at in range(len(pad) // 2):
-        dim = args[0].dim() - 1 - at
-        inside = inside.narrow(dim, pad[2 * at], args[0].shape[dim])
+    for position in range(len(pad) // 2):
+        dim = args[0].dim() - 1 - position
+        inside = inside.narrow(dim, pad[2 * position], args[0].shape[dim])
 
     def run() -> None:
         outs[0].fill_(value)
@@ -220,22 +220,22 @@ def _padding(args: tuple[Any, ...], kwargs: dict[str, Any], outs: list[torch.Ten
     return run
 
 
-def _subtracting(args: tuple[Any, ...], kwargs: Any, outs: list[torch.Tensor]) -> Bound:
-    """The operands of a subtraction, the other way round."""
+def _bind_rsub(args: tuple[Any, ...], kwargs: Any, outs: list[torch.Tensor]) -> Bound:
+    """Bind `rsub` as a subtraction with exchanged operands."""
     left, right = args[1], args[0]
     alpha = args[2] if len(args) > 2 else kwargs.get("alpha", 1)
     op = torch.ops.aten.sub.out._op
     return lambda: op(left, right, alpha=alpha, out=outs[0])
 
 
-def _adding_up(args: tuple[Any, ...], kwargs: Any, outs: list[torch.Tensor]) -> Bound:
-    """A sum over everything is one over no dims in particular."""
+def _bind_sum(args: tuple[Any, ...], kwargs: Any, outs: list[torch.Tensor]) -> Bound:
+    """Bind a full sum as a sum over an empty list of dims."""
     op = torch.ops.aten.sum.IntList_out._op
     return lambda: op(args[0], [], False, out=outs[0], **kwargs)
 
 
-def _gathering(args: tuple[Any, ...], kwargs: Any, outs: list[torch.Tensor]) -> Bound:
-    """An embedding is its rows one after the other."""
+def _bind_embedding(args: tuple[Any, ...], kwargs: Any, outs: list[torch.Tensor]) -> Bound:
+    """Bind an embedding as `index_select` of its rows."""
     rows, width = args[1].reshape(-1), args[0].shape[1]
     table, flat = args[0], outs[0].view(-1, width)
     op = torch.ops.aten.index_select.out._op

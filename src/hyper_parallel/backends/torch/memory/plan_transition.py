@@ -1,6 +1,6 @@
-"""The way of a state from one plan to another: the same storages under another captured step, in the same arena.
+"""Transition of a state from one plan to another: the same storages under another captured step, in the same arena.
 
-The way is planned from both plans alone, and taken as it was planned: so what it takes of host memory is known before.
+The transition is planned from both plans alone and then executed as planned, so its use of host memory is known before.
 """
 
 from __future__ import annotations
@@ -9,27 +9,28 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
-from hyper_parallel.backends.torch.memory.arena_state import HeldState
+from hyper_parallel.backends.torch.memory.arena_state import ArenaState
+from hyper_parallel.backends.torch.memory.prepared_plan import StorageBytes
 from hyper_parallel.errors import TierFull
 from hyper_parallel.ir import MemoryPlan, MemoryTier
 
 
 @dataclass(slots=True)
-class _Moving:
-    """A storage on its way.
+class _PendingMove:
+    """Storage that has not reached its new home.
 
     Attributes:
-        old: Its number in the old step.
-        to: Its number in the new one.
-        size: Its bytes.
-        tier: Where it is now.
-        home: Where it belongs.
-        old_range: Where it is in the arena, when it is there.
-        new_range: Where it belongs there.
+        old: Number in the old step.
+        new: Number in the new step.
+        size: Bytes.
+        tier: Current tier.
+        home: Home tier of the new plan.
+        old_range: Current range in the arena; empty outside of it.
+        new_range: Range in the arena under the new plan; empty outside of it.
     """
 
     old: int
-    to: int
+    new: int
     size: int
     tier: MemoryTier
     home: MemoryTier
@@ -38,40 +39,40 @@ class _Moving:
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
-    """One storage to its new home, or out of the way of others into host memory.
+class Relocation:
+    """Move of one storage to its new home, or temporarily into host memory.
 
     Attributes:
-        old: Its number in the old step.
-        to: Its number in the new one.
-        tier: Where it is.
-        into: Where it goes.
-        ends: Its new home is reached.
+        old: Number in the old step.
+        new: Number in the new step.
+        tier: Source tier.
+        target: Target tier.
+        is_final: True if the target is the new home.
     """
 
     old: int
-    to: int
+    new: int
     tier: MemoryTier
-    into: MemoryTier
-    ends: bool
+    target: MemoryTier
+    is_final: bool
 
 
-class Way:
-    """What is moved between two plans, in order.
+class RelocationPlan:
+    """Ordered moves of the storages between two plans.
 
-    A storage moves inside the arena as soon as nothing else lies where it belongs; when none can, one of them waits in
-    DRAM, and only when no buffer of its size is free there another one is made.
+    A storage moves inside the arena as soon as its new range is free. When no storage can move, one is evicted to DRAM
+    temporarily. Another buffer is allocated there only when no buffer of its size is free.
 
     Args:
-        before: The old plan, between two steps; its persistent storages are known by name.
-        after: The new one.
-        made: DRAM buffers that there are, by size.
-        flash_bytes: Capacity of files; None: unlimited.
-        given: Storages of the old plan that stay with their owners.
+        before: The old plan, between two steps; its persistent storages are matched by name.
+        after: The new plan.
+        buffers: Number of existing DRAM buffers by size.
+        flash_bytes: Capacity of the file tier; None: unlimited.
+        input_storages: Storages of the old plan that the caller keeps.
 
     Attributes:
-        moves: All of them.
-        buffers: DRAM buffers that must exist, by size.
+        moves: Moves in order.
+        buffers: Number of required DRAM buffers by size.
 
     Raises:
         TierFull: HP403 when a storage cannot change its tier because both ends are full.
@@ -81,67 +82,67 @@ class Way:
         self,
         before: MemoryPlan,
         after: MemoryPlan,
-        made: Mapping[int, int],
+        dram_buffers: Mapping[int, int],
         flash_bytes: int | None = None,
-        given: Collection[int] = (),
+        input_storages: Collection[int] = (),
     ) -> None:
-        self.moves: list[Move] = []
-        self.buffers = Counter(made)
+        self.moves: list[Relocation] = []
+        self.buffers = Counter(dram_buffers)
         self._flash_room = flash_bytes
-        waiting = list(_on_the_move(before, after, given))
-        self._free = Counter(made)
+        waiting = list(_pending_moves(before, after, input_storages))
+        self._free = Counter(dram_buffers)
         self._free.subtract(Counter(m.size for m in waiting if m.tier == "dram"))
         if self._flash_room is not None:
             self._flash_room -= sum(m.size for m in waiting if m.tier == "flash")
         grow = False
         while waiting:
-            stuck = len(waiting)
-            for moving in list(waiting):
-                if self._move(moving, waiting, grow):
-                    waiting.remove(moving)
-            if len(waiting) < stuck or any(self._step_aside(m, grow) for m in waiting):
+            num_waiting = len(waiting)
+            for pending in list(waiting):
+                if self._move(pending, waiting, grow):
+                    waiting.remove(pending)
+            if len(waiting) < num_waiting or any(self._evict_temporarily(m, grow) for m in waiting):
                 grow = False
             elif not grow:
                 grow = True
             else:
                 raise TierFull(
-                    f"`{after.program.storages[waiting[0].to].name}` cannot change its tier between two steps: "
+                    f"`{after.program.storages[waiting[0].new].name}` cannot change its tier between two steps: "
                     "both ends are full",
                     hint="allow more DRAM or more device memory",
                 )
 
-    def _move(self, moving: _Moving, waiting: list[_Moving], grow: bool) -> bool:
-        """One storage to its new home; False when there is no room for it yet."""
-        now, home, size = moving.tier, moving.home, moving.size
+    def _move(self, pending: _PendingMove, waiting: list[_PendingMove], grow: bool) -> bool:
+        """Move one storage to its new home; return False when it does not fit yet."""
+        tier, home, size = pending.tier, pending.home, pending.size
         if home == "device" and any(
-            _overlap(m.old_range, moving.new_range)
+            _overlap(m.old_range, pending.new_range)
             for m in waiting
-            if m.tier == "device" and not (m is moving and m.old_range == m.new_range)
+            if m.tier == "device" and not (m is pending and m.old_range == m.new_range)
         ):
             return False
-        # Through DRAM, unless it is there or stays where it is.
-        passes = now != home and (home != "device" or now == "flash") and now != "dram"
-        room = self._flash_room
-        if home == "flash" != now and room is not None and room < size:
+        # The move needs a DRAM buffer unless the storage has one already or does not change its tier.
+        needs_buffer = tier != home and (home != "device" or tier == "flash") and tier != "dram"
+        flash_room = self._flash_room
+        if home == "flash" != tier and flash_room is not None and flash_room < size:
             return False
-        if passes and not self._take(size, grow):
+        if needs_buffer and not self._reserve_buffer(size, grow):
             return False
-        if room is not None:
-            self._flash_room = room + size * ((now == "flash") - (home == "flash"))
-        if home != "dram" and (passes or now == "dram"):
+        if flash_room is not None:
+            self._flash_room = flash_room + size * ((tier == "flash") - (home == "flash"))
+        if home != "dram" and (needs_buffer or tier == "dram"):
             self._free[size] += 1
-        self.moves.append(Move(moving.old, moving.to, now, home, True))
+        self.moves.append(Relocation(pending.old, pending.new, tier, home, True))
         return True
 
-    def _step_aside(self, moving: _Moving, grow: bool) -> bool:
-        """Let a storage that blocks others wait in DRAM; False when it cannot."""
-        if moving.tier != "device" or not self._take(moving.size, grow):
+    def _evict_temporarily(self, pending: _PendingMove, grow: bool) -> bool:
+        """Evict a blocking storage to DRAM temporarily; return False when that is impossible."""
+        if pending.tier != "device" or not self._reserve_buffer(pending.size, grow):
             return False
-        self.moves.append(Move(moving.old, moving.to, "device", "dram", False))
-        moving.tier = "dram"
+        self.moves.append(Relocation(pending.old, pending.new, "device", "dram", False))
+        pending.tier = "dram"
         return True
 
-    def _take(self, size: int, grow: bool) -> bool:
+    def _reserve_buffer(self, size: int, grow: bool) -> bool:
         if self._free[size] <= 0:
             if not grow:
                 return False
@@ -151,91 +152,116 @@ class Way:
         return True
 
 
-def _on_the_move(
-    before: MemoryPlan, after: MemoryPlan, given: Collection[int]
-) -> Iterator[_Moving]:
-    """The persistent storages where the old plan has them."""
+def _pending_moves(
+    before: MemoryPlan, after: MemoryPlan, input_storages: Collection[int]
+) -> Iterator[_PendingMove]:
+    """Yield the persistent storages in their place under the old plan."""
     old = {
         storage.name: s
         for s, storage in enumerate(before.program.storages)
-        if storage.persistent and s not in given
+        if storage.persistent and s not in input_storages
     }
-    begins = [
+    offsets = [
         {e.storage: e.offset_bytes for e in p.addresses if e.start == 0} for p in (before, after)
     ]
-    for to, storage in enumerate(after.program.storages):
+    for new, storage in enumerate(after.program.storages):
         s = old.get(storage.name)
         if s is None or not storage.persistent:
             continue
         ranges = [
-            range(begin[x], begin[x] + plan.program.spans[x]) if x in begin else range(0)
-            for plan, begin, x in ((before, begins[0], s), (after, begins[1], to))
+            range(offset[x], offset[x] + plan.program.spans[x]) if x in offset else range(0)
+            for plan, offset, x in ((before, offsets[0], s), (after, offsets[1], new))
         ]
         size = before.program.sizes[s]
-        yield _Moving(s, to, size, before.homes[s], after.homes[to], *ranges)
+        yield _PendingMove(s, new, size, before.homes[s], after.homes[new], *ranges)
 
 
 def _overlap(a: range, b: range) -> bool:
     return a.start < b.stop and b.start < a.stop
 
 
-def hand_over(before: HeldState, after: HeldState) -> None:
-    """Move a state to the homes of a new plan, storage by storage, within the capacities.
+def transfer_state(before: ArenaState, after: ArenaState) -> None:
+    """Move a state to the home tiers of a new plan, storage by storage, within the capacities.
 
-    The meters go on counting, so what the way between two plans takes is measured like everything else.
+    The meters continue to count, so the memory of the transition is measured.
 
     Args:
-        before: Between two steps, with an arena that both plans fit into. It is closed.
-        after: Under the new plan, without any bytes yet.
+        before: State between two steps, with an arena that fits both plans. It is closed.
+        after: State under the new plan, still without bytes.
 
     Raises:
-        TierFull: HP403 as of `Way`, or when host memory has not what the way takes; both can only be closed.
+        TierFull: HP403 when a storage cannot change its tier, or host memory does not fit the DRAM buffers. Both states
+            can then only be closed.
     """
     assert before.arena_bytes >= after.plan.arena_bytes
     after.arena_bytes = before.arena_bytes
-    given, pool = before.captured.given, after.hardware.pool
+    input_storages, pool = before.captured.input_storages, after.hardware.pool
     try:
-        way = Way(before.plan, after.plan, pool.made, after.machine.flash_bytes, given)
-        pool.reserve(way.buffers)
+        plan = RelocationPlan(
+            before.plan, after.plan, pool.buffers, after.machine.flash_bytes, input_storages
+        )
+        pool.reserve(plan.buffers)
     except TierFull:
         after.failed = before.failed = True
         raise
-    held = {s: before.on[tier][s] for tier in ("device", "dram") for s in before.on[tier]}
-    for s in before.on["device"].copy():
+    contents = {
+        s: before.storages[tier][s] for tier in ("device", "dram") for s in before.storages[tier]
+    }
+    for s in before.storages["device"].copy():
         before.leave(s)
-    before.on["dram"].clear()
+    before.storages["dram"].clear()
     after.arena, before.arena, before.actions = before.arena, None, []
     ranges = after.take_arena().at_start
-    for move in way.moves:
-        base = held.pop(move.old, None)
-        size = after.plan.program.storages[move.to].num_bytes
-        if move.tier == move.into == "flash":
-            after.files.adopt(move.to, before.files, move.old)
-            continue
-        if move.tier == "flash":
-            base = after.hardware.in_dram(size)
-            before.files.read(move.old, base)
-            before.files.drop(move.old)
-        assert base is not None
-        if move.tier == "device" and move.into != "device":
-            copy = after.hardware.in_dram(size)
-            base = copy.copy_(base)
-        if not move.ends:
-            held[move.old] = base
-        elif move.into == "device":
-            if base.data_ptr() != ranges[move.to].data_ptr():
-                ranges[move.to].copy_(base)
-            after.enter(move.to, ranges[move.to])
-        elif move.into == "dram":
-            after.on["dram"][move.to] = base
-        else:
-            after.files.take(move.to, size)
-            after.files.write(move.to, base)
-        del base
-    assert not held.keys() - set(given), "the next step does not know some of the state"
-    held.clear()
-    for s in after.captured.given:
+    for move in plan.moves:
+        _relocate(move, contents, ranges, before, after)
+    assert not contents.keys() - set(input_storages), (
+        "the next step does not know some of the state"
+    )
+    contents.clear()
+    for s in after.captured.input_storages:
         after.enter(s, ranges[s])
-    # The bytes are here now; closing the old device must not touch the tensors that own them.
+    # `after` owns the bytes now; closing the old device must not change the owner tensors.
     before.closed = True
-    before.owners.release()
+    before.owners.restore_tensors()
+
+
+def _relocate(
+    move: Relocation,
+    contents: StorageBytes,
+    ranges: StorageBytes,
+    before: ArenaState,
+    after: ArenaState,
+) -> None:
+    """Execute one move.
+
+    Args:
+        move: The move.
+        contents: Bytes by old number of the storages on the device and in DRAM that have not reached their new home.
+        ranges: Ranges in the arena by new number.
+        before: State under the old plan.
+        after: State under the new plan.
+    """
+    base = contents.pop(move.old, None)
+    size = after.plan.program.storages[move.new].num_bytes
+    if move.tier == move.target == "flash":
+        after.files.adopt(move.new, before.files, move.old)
+        return
+    if move.tier == "flash":
+        base = after.hardware.in_dram(size)
+        before.files.read(move.old, base)
+        before.files.drop(move.old)
+    assert base is not None
+    if move.tier == "device" and move.target != "device":
+        copy = after.hardware.in_dram(size)
+        base = copy.copy_(base)
+    if not move.is_final:
+        contents[move.old] = base
+    elif move.target == "device":
+        if base.data_ptr() != ranges[move.new].data_ptr():
+            ranges[move.new].copy_(base)
+        after.enter(move.new, ranges[move.new])
+    elif move.target == "dram":
+        after.storages["dram"][move.new] = base
+    else:
+        after.files.take(move.new, size)
+        after.files.write(move.new, base)

@@ -1,7 +1,7 @@
-"""The actions of a plan made ready to run many times: every tensor lies at its address before the first step.
+"""Prepared actions of a plan: every tensor is created at its address before the first step.
 
-A stay of a storage on the device is a range of the arena, so the tensors on it are the same in every step, and an
-operator is a call with nothing left to look up. Ranges own nothing and cannot be resized.
+A live range of a storage on the device has one address range in the arena. So its tensors are the same in every step,
+and an operator is a call on bound tensors. Address ranges own no memory and cannot be resized.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ from torch.utils._pytree import tree_map_only
 from hyper_parallel.backends.torch.memory._captured import Captured
 from hyper_parallel.backends.torch.memory.kernel_bytes import columns, in_pieces
 from hyper_parallel.backends.torch.memory.operators import Call, View
-from hyper_parallel.backends.torch.memory.out_variants import Bound, into
+from hyper_parallel.backends.torch.memory.out_variants import Bound, out_variant
 from hyper_parallel.ir import MemoryPlan
 
-_KEEPS: Final = {"mkldnn_rnn_layer": 4}
-"""Operators that give what their backward pass needs only while gradients are on, and so many results then."""
-Held = dict[int, torch.UntypedStorage]
+_RESULTS_WITH_GRADIENTS: Final = {"mkldnn_rnn_layer": 4}
+"""Operators that return tensors for backward only with gradients enabled, and their number of results then."""
+StorageBytes = dict[int, torch.UntypedStorage]
 """Bytes by storage."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """One operator at one place of the plan, with its tensors.
+    """Operator at one position of the plan, with its tensors.
 
     Attributes:
         func: The operator overload.
-        run: Runs it; the results are at their addresses, or when `staged` what it returns.
+        run: Runs the operator; results are at their addresses, or if `staged` the return value.
         results: (storage, its range) of every fresh result.
         staged: (flat output index, view, range) of every result that must be copied to its address.
-        communicates: Other ranks take part in it: it is only begun, and what it returns is what to wait for.
-        guards: (flat output index, value) of outputs that were seen as plain numbers.
-        plain: What it returns is of no interest.
-        dispatched: Torch's dispatcher sees it; not an allocation, which is an address here.
+        communicates: True for a collective: the call begins it and returns its work handle.
+        guards: (flat output index, value) of outputs that were read as plain numbers.
+        ignores_output: True if the return value is not used.
+        dispatched: True if the operator reaches torch's dispatcher; an allocation does not, it is only an address.
     """
 
     func: Any
@@ -46,21 +46,21 @@ class Prepared:
     staged: tuple[tuple[int, View, torch.UntypedStorage], ...]
     communicates: bool
     guards: tuple[tuple[int, Any], ...]
-    plain: bool
+    ignores_output: bool
     dispatched: bool
 
 
 class Addresses:
-    """Ranges of an arena, by the stays of a plan.
+    """Address ranges in the arena of the live ranges of a plan.
 
     Args:
         captured: The recorded step.
-        plan: A plan for it whose addresses are right.
-        arena: The device's buffer.
+        plan: Plan of the step, with valid addresses.
+        arena: The device buffer.
 
     Attributes:
-        at_start: Ranges of what is on the device between steps.
-        actions: For every action of the plan: an operator, the range of a copy or one that is given up, or None.
+        at_start: Ranges of the storages that are resident between steps.
+        actions: For every action of the plan: an operator, the range of a copy or of a release, or None.
     """
 
     def __init__(self, captured: Captured, plan: MemoryPlan, arena: torch.UntypedStorage) -> None:
@@ -68,21 +68,21 @@ class Addresses:
         self._offsets = {(e.storage, e.start): e.offset_bytes for e in plan.addresses}
         self._ranges: dict[tuple[int, int], torch.UntypedStorage] = {}
         self._tensors: dict[tuple[View, int], torch.Tensor] = {}
-        self._now: dict[int, int] = {}  # storages on the device -> offset
+        self._offsets_now: dict[int, int] = {}  # storages on the device -> offset
         for s, storage in enumerate(plan.program.storages):
             if storage.at_start and (not storage.persistent or plan.homes[s] == "device"):
                 self._place(s, 0)
-        self.at_start = {s: self._range(s) for s in self._now}
-        self.actions = [self._action(at) for at in range(len(plan.actions))]
+        self.at_start = {s: self._range(s) for s in self._offsets_now}
+        self.actions = [self._action(position) for position in range(len(plan.actions))]
         self._tensors.clear()
 
-    def _place(self, s: int, at: int) -> torch.UntypedStorage:
-        self._now[s] = self._offsets[s, at]
+    def _place(self, s: int, position: int) -> torch.UntypedStorage:
+        self._offsets_now[s] = self._offsets[s, position]
         return self._range(s)
 
     def _range(self, s: int) -> torch.UntypedStorage:
-        """Bytes of a storage where it is now; of one that never is on the device, its own."""
-        key = s, self._now[s]
+        """Return the current range of a storage; a storage in host memory has its own bytes."""
+        key = s, self._offsets_now[s]
         if key not in self._ranges:
             size = self._plan.program.storages[s].num_bytes
             if s in self._captured.on_host:
@@ -94,42 +94,42 @@ class Addresses:
         return self._ranges[key]
 
     def _tensor(self, view: View) -> torch.Tensor:
-        key = view, self._now[view.storage]
+        key = view, self._offsets_now[view.storage]
         if key not in self._tensors:
-            self._tensors[key] = view.on(self._range(view.storage))
+            self._tensors[key] = view.as_tensor(self._range(view.storage))
         return self._tensors[key]
 
-    def _action(self, at: int) -> Prepared | torch.UntypedStorage | None:
-        action = self._plan.actions[at]
+    def _action(self, position: int) -> Prepared | torch.UntypedStorage | None:
+        action = self._plan.actions[position]
         kind, s = action.kind, action.target
         if kind in ("run", "recompute"):
-            return self._operator(s, at)
+            return self._operator(s, position)
         if kind in ("prefetch", "store"):
-            return self._range(s) if s in self._now else self._place(s, at)
-        left = kind == "free" or (kind == "detach" and action.tier == "device")
-        if left and s in self._now:
-            return self._ranges[s, self._now.pop(s)]
+            return self._range(s) if s in self._offsets_now else self._place(s, position)
+        released = kind == "free" or (kind == "detach" and action.tier == "device")
+        if released and s in self._offsets_now:
+            return self._ranges[s, self._offsets_now.pop(s)]
         return None
 
-    def _operator(self, index: int, at: int) -> Prepared:
+    def _operator(self, index: int, position: int) -> Prepared:
         call, operator = self._captured.calls[index], self._plan.program.operators[index]
-        results = tuple((s, self._place(s, at)) for s in operator.allocs)
+        results = tuple((s, self._place(s, position)) for s in operator.allocs)
         args, kwargs = tree_map_only(View, self._tensor, (call.args, call.kwargs))
-        outs = [self._tensor(view) for _, view in call.made]
-        bind = into(call)
+        outs = [self._tensor(view) for _, view in call.results]
+        bind = out_variant(call)
         staged: tuple[tuple[int, View, torch.UntypedStorage], ...] = ()
         if bind is not None:
             run = bind(args, kwargs, outs)
         elif pieces := columns(call):
             run = in_pieces(pieces, args, kwargs, outs[0])
         else:
-            run = _calling(getattr(call.func, "_op", call.func), args, kwargs)
+            run = _bind_call(getattr(call.func, "_op", call.func), args, kwargs)
             if (
-                getattr(call.func, "_opname", "") in _KEEPS
-                and len(call.made) == _KEEPS[call.func._opname]
+                getattr(call.func, "_opname", "") in _RESULTS_WITH_GRADIENTS
+                and len(call.results) == _RESULTS_WITH_GRADIENTS[call.func._opname]
             ):
                 run = torch.enable_grad()(run)
-            staged = tuple((i, view, self._range(view.storage)) for i, view in call.made)
+            staged = tuple((i, view, self._range(view.storage)) for i, view in call.results)
         return Prepared(
             call.func,
             run,
@@ -142,11 +142,13 @@ class Addresses:
         )
 
 
-def _calling(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Bound:
+def _bind_call(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Bound:
     return lambda: op(*args, **kwargs)
 
 
-def in_host_memory(call: Call, held: Held) -> Bound:
-    """A recorded operator on bytes in host memory; its arguments there are made now."""
-    args, kwargs = tree_map_only(View, lambda v: v.on(held[v.storage]), (call.args, call.kwargs))
-    return _calling(getattr(call.func, "_op", call.func), args, kwargs)
+def in_host_memory(call: Call, contents: StorageBytes) -> Bound:
+    """Return a call of a recorded operator on bytes in host memory."""
+    args, kwargs = tree_map_only(
+        View, lambda v: v.as_tensor(contents[v.storage]), (call.args, call.kwargs)
+    )
+    return _bind_call(getattr(call.func, "_op", call.func), args, kwargs)

@@ -1,7 +1,7 @@
-"""The model and the optimizer that a step was recorded from: whether they are still as they were then.
+"""Model and optimizer of a recorded step, and detection of changes since the recording.
 
-A program repeats what was recorded. What the same Python code would do differently by now (another learning rate,
-`eval()`, a hook, a frozen parameter, one more group of parameters) is in no tensor, so the program cannot notice it.
+A program repeats the recorded step. Changes of Python state (a new learning rate, `eval()`, a hook, a frozen parameter,
+another parameter group) are in no tensor, so the program itself cannot notice them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ import numpy as np
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from hyper_parallel.backends.torch.memory._unseen import TORCH_KEEPS, kept
+from hyper_parallel.backends.torch.memory._untracked_effects import (
+    TORCH_ATTRIBUTES,
+    python_attributes,
+)
 from hyper_parallel.errors import StepChanged
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -31,61 +34,61 @@ _OF_GROUP = {
 _LISTS = (list, tuple, set, frozenset, deque)
 _CONTAINERS = (dict, *_LISTS)
 _Fact = tuple[tuple[str, ...], str, Any]
-"""(parts of the name of whose it is, what it is, its value)."""
+"""(parts of the owner's name, property, value)."""
 
 
 class CaptureSource:
-    """What a recorded step takes for granted of its model and its optimizer.
+    """Properties of model and optimizer that a recorded step depends on.
 
     Args:
-        model: The model of the step, right after it was recorded, or a `ModuleList` of several.
-        optimizers: Their optimizers; none: inference.
+        model: Model of the step, right after the recording, or a `ModuleList` of several.
+        optimizers: Optimizers of the models; none: inference.
     """
 
     def __init__(self, model: torch.nn.Module, *optimizers: torch.optim.Optimizer) -> None:
         self._model, self._optimizers = model, optimizers
-        self._refusing: list[RemovableHandle] = []
+        self._hooks: list[RemovableHandle] = []
         # A scheduler adds entries of its own.
-        self._keys = [[list(group) for group in one.param_groups] for one in optimizers]
-        self._then = list(self._facts({}))
-        self._holding: _Holding | None = None
+        self._keys = [[list(group) for group in item.param_groups] for item in optimizers]
+        self._recorded = list(self._facts({}))
+        self._stamp: _IdentityStamp | None = None
 
     def check(self) -> None:
-        """Everything is as it was when the step was recorded.
+        """Check that model and optimizers are as they were when the step was recorded.
 
         Raises:
-            StepChanged: HP512 with what is not.
+            StepChanged: HP512 with the first property that differs.
         """
-        if self._holding is not None and self._holding.same():
+        if self._stamp is not None and self._stamp.is_unchanged():
             return
         seen: dict[int, Any] = {}
         now = list(self._facts(seen))
-        if now == self._then:
-            self._holding = _Holding(self._model, self._optimizers, seen)
+        if now == self._recorded:
+            self._stamp = _IdentityStamp(self._model, self._optimizers, seen)
             return
-        pairs = zip(self._then, now, strict=False)
+        pairs = zip(self._recorded, now, strict=False)
         changed = next(((a, b) for a, b in pairs if a != b), None)
         if changed is None:
             raise StepChanged(
-                "the model or the optimizer has got or lost a part since the step was recorded",
+                "the model or the optimizer has gained or lost a part since the step was recorded",
                 hint=_RECAPTURE,
             )
-        (owner, what, then), (other, also, value) = changed
-        known = (owner, what) == (other, also)
+        (owner, prop, recorded), (other, other_prop, value) = changed
+        known = (owner, prop) == (other, other_prop)
         raise StepChanged(
-            f"{what} of {'.'.join(filter(None, owner)) or 'the model'} is not what it was when the step was recorded",
+            f"{prop} of {'.'.join(filter(None, owner)) or 'the model'} has changed since the step was recorded",
             got=value if known else None,
-            allowed=then if known else None,
-            hint=_OF_GROUP.get(what, _RECAPTURE)
+            allowed=recorded if known else None,
+            hint=_OF_GROUP.get(prop, _RECAPTURE)
             if owner[0].startswith("parameter group")
             else _RECAPTURE,
         )
 
     def _facts(self, seen: dict[int, Any]) -> Iterator[_Fact]:
-        """Tensors, modules and hooks by identity; `seen` gets the objects that were looked into."""
+        """Yield properties of modules, optimizers, tensors and hooks; add the inspected objects to `seen` by id."""
         for name, module in self._model.named_modules():
             yield (name,), "`training`", module.training
-            for key, value in kept(module, seen):
+            for key, value in python_attributes(module, seen):
                 yield (name, key), "the value", value
             yield (name,), "identity", id(module)
             hooks = [getattr(module, kind).items() for kind in _HOOKS]
@@ -98,45 +101,45 @@ class CaptureSource:
                     yield (name, key), "hooks", [k for kind in hooks for k in kind or ()]
             for key, buffer in module._buffers.items():
                 yield (name, key), "identity", id(buffer)
-        for one, keys in zip(self._optimizers, self._keys, strict=True):
-            for number, group in enumerate(one.param_groups):
+        for item, keys in zip(self._optimizers, self._keys, strict=True):
+            for number, group in enumerate(item.param_groups):
                 for key in keys[number] if number < len(keys) else group:
                     value = list(map(id, group[key])) if key == "params" else group[key]
                     tensor = isinstance(value, torch.Tensor)
                     yield (f"parameter group {number}",), key, id(value) if tensor else value
-            for number, slots in enumerate(one.state.values()):
+            for number, slots in enumerate(item.state.values()):
                 tensors = [id(v) for v in slots.values() if isinstance(v, torch.Tensor)]
                 yield ("the optimizer's parameter", str(number)), "identity of the state", tensors
 
-    def hold(self) -> None:
-        """A device has the state's bytes: from now on whoever uses, saves or loads what is not there is stopped."""
+    def block_use(self) -> None:
+        """Refuse to run, save or load model and optimizers while a device owns the state's bytes."""
         parts = self._model if isinstance(self._model, torch.nn.ModuleList) else ()
         for model in (self._model, *parts):
-            if next(model.parameters(), None) is not None:  # a loss has nothing to lose
-                self._refusing.append(model.register_forward_pre_hook(_refuse, prepend=True))
-            self._refusing.append(model.register_state_dict_pre_hook(_refuse))
-            self._refusing.append(model.register_load_state_dict_pre_hook(_refuse))
+            if next(model.parameters(), None) is not None:  # not a loss module, which has no state
+                self._hooks.append(model.register_forward_pre_hook(_refuse, prepend=True))
+            self._hooks.append(model.register_state_dict_pre_hook(_refuse))
+            self._hooks.append(model.register_load_state_dict_pre_hook(_refuse))
         for optimizer in self._optimizers:
-            self._refusing.append(optimizer.register_step_pre_hook(_refuse))
-            self._refusing.append(optimizer.register_state_dict_pre_hook(_refuse))
-            self._refusing.append(optimizer.register_load_state_dict_pre_hook(_refuse))
+            self._hooks.append(optimizer.register_step_pre_hook(_refuse))
+            self._hooks.append(optimizer.register_state_dict_pre_hook(_refuse))
+            self._hooks.append(optimizer.register_load_state_dict_pre_hook(_refuse))
 
-    def release(self) -> None:
-        """The bytes are back."""
-        for hook in self._refusing:
+    def allow_use(self) -> None:
+        """Allow the use of model and optimizers: they own their bytes."""
+        for hook in self._hooks:
             hook.remove()
-        self._refusing = []
+        self._hooks = []
 
 
-class _Holding:
-    """What facts are taken from, and the objects that it holds: as long as these are the same, so are the facts.
+class _IdentityStamp:
+    """Identities of all objects that the properties depend on: if they are unchanged, so are the properties.
 
-    Looked at in every step, where making all facts anew would take longer than a small step.
+    This is checked in every step, because computing all properties would take longer than a small step.
 
     Args:
         model: The model.
         optimizers: Its optimizers.
-        seen: Other objects that facts were taken from.
+        seen: Other objects that the properties depend on.
     """
 
     def __init__(
@@ -146,11 +149,13 @@ class _Holding:
         seen: dict[int, Any],
     ) -> None:
         self._modules, self._parameters = list(model.modules()), list(model.parameters())
-        # Of a module, beside what torch keeps in it but facts are not taken from; two, so that it is a tuple.
+        # Attributes of a module except torch's own irrelevant ones; at least two, so that `itemgetter` returns a tuple.
         wanted = {"training", "_parameters", "_buffers", "_modules", *_HOOKS}
-        self._get = [  # what `torch.compile` gives has its flag in the module that it wraps
-            itemgetter("_modules", *wanted.intersection(vars(one)), *(set(vars(one)) - TORCH_KEEPS))
-            for one in self._modules
+        self._get = [  # a module of `torch.compile` has its `training` flag in the wrapped module
+            itemgetter(
+                "_modules", *wanted.intersection(vars(item)), *(set(vars(item)) - TORCH_ATTRIBUTES)
+            )
+            for item in self._modules
         ]
         inside: list[Any] = list(seen.values())
         for module in self._modules:
@@ -162,36 +167,36 @@ class _Holding:
             groups = optimizer.param_groups
             inside += [optimizer, groups, *groups, *(group["params"] for group in groups)]
             inside += [optimizer.state, *optimizer.state.values()]
-        others = [one for one in inside if not isinstance(one, _CONTAINERS)]
-        self._owners = [one for one in others if hasattr(one, "__dict__")]
-        self._arrays = [(one, one.tobytes()) for one in others if isinstance(one, np.ndarray)]
-        containers = [one for one in inside if isinstance(one, _CONTAINERS)]
+        leaves = [item for item in inside if not isinstance(item, _CONTAINERS)]
+        self._owners = [item for item in leaves if hasattr(item, "__dict__")]
+        self._arrays = [(item, item.tobytes()) for item in leaves if isinstance(item, np.ndarray)]
+        containers = [item for item in inside if isinstance(item, _CONTAINERS)]
         containers += map(vars, self._owners)
-        self._empty = [one for one in containers if not one]
-        self._maps = [one for one in containers if one and isinstance(one, dict)]
-        self._lists = [one for one in containers if one and not isinstance(one, dict)]
-        self._held, self._sizes = list(self._objects()), self._sizes_now()
+        self._empty = [item for item in containers if not item]
+        self._maps = [item for item in containers if item and isinstance(item, dict)]
+        self._lists = [item for item in containers if item and not isinstance(item, dict)]
+        self._objects_before, self._sizes = list(self._objects()), self._sizes_now()
 
-    def same(self) -> bool:
-        """Nothing holds another object than before."""
+    def is_unchanged(self) -> bool:
+        """Return whether all references are to the same objects as before."""
         try:
             return (
                 not any(self._empty)
                 and self._sizes_now() == self._sizes
-                and all(map(is_, self._objects(), self._held))
-                and all(one.tobytes() == content for one, content in self._arrays)
+                and all(map(is_, self._objects(), self._objects_before))
+                and all(item.tobytes() == content for item, content in self._arrays)
             )
         except KeyError:  # an attribute is gone
             return False
 
     def _objects(self) -> Iterator[Any]:
-        of = chain.from_iterable
-        modules = (get(vars(one)) for get, one in zip(self._get, self._modules, strict=True))
-        maps = chain(of(self._maps), of(map(dict.values, self._maps)))
-        return chain(of(modules), map(vars, self._owners), maps, of(self._lists))
+        flatten = chain.from_iterable
+        modules = (get(vars(item)) for get, item in zip(self._get, self._modules, strict=True))
+        maps = chain(flatten(self._maps), flatten(map(dict.values, self._maps)))
+        return chain(flatten(modules), map(vars, self._owners), maps, flatten(self._lists))
 
     def _sizes_now(self) -> list[Any]:
-        """How much everything holds, and what torch keeps in a parameter itself."""
+        """Return the sizes of all containers, and the identities of each parameter's gradient and hooks."""
         own = [
             (id(p.grad), p.requires_grad, id(p._backward_hooks), id(p._post_accumulate_grad_hooks))
             for p in self._parameters
@@ -202,6 +207,6 @@ class _Holding:
 
 def _refuse(*_: Any, **__: Any) -> NoReturn:
     raise StepChanged(
-        "a planned device holds the bytes of this model and its optimizer, so their tensors are empty",
-        hint="use them inside `with device.lent():`, or close the device",
+        "a planned device owns the bytes of this model and its optimizer, so their tensors are empty",
+        hint="use them inside `with device.materialized():`, or close the device",
     )

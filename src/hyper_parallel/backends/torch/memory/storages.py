@@ -1,8 +1,8 @@
-"""Storages from birth to death: which live, what they hold, and how many bytes they take together.
+"""Live ranges, content and total bytes of storages.
 
-The unit is the storage (one allocation), followed with a weak reference: it is live exactly as long as Python and
-autograd keep it. A storage that its owner resizes (FSDP frees and refills gathered parameters that way) ends there and
-comes back as a fresh one.
+The unit is the storage (one allocation), tracked by a weak reference: it is live exactly as long as Python and autograd
+reference it. When its owner resizes a storage (FSDP frees and refills gathered parameters that way), it ends and a
+fresh one begins.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ _CPU = torch.device("cpu")
 
 @dataclass(slots=True)
 class Entry:
-    """What is known of a storage while a program is recorded.
+    """Properties of a storage of a program that is being recorded.
 
     Attributes:
-        name: Name of a parameter, or the operator that made it.
+        name: Name of a parameter, or the operator that allocated it.
         num_bytes: Bytes, 0 while its owner has emptied it.
-        kind: What it holds.
+        kind: Kind of its content.
         at_start: See `Storage`.
-        at_end: See there.
-        device: Where it lies.
+        at_end: See `Storage`.
+        device: Device of the storage.
         shape: Shape of the first tensor on it.
         dtype: Number format of that tensor.
-        recomputed: Recomputed inside backward.
-        sent: A collective read or wrote it.
-        resized: Its owner empties and refills it in place.
+        recomputed: True if it was recomputed inside backward.
+        sent: True if a collective read or wrote it.
+        resized: True if its owner empties and refills it in place.
     """
 
     name: str
@@ -52,12 +52,12 @@ class Entry:
 
     @property
     def storage(self) -> Storage:
-        """The same as part of a program."""
+        """Storage of the program with these properties."""
         return Storage(self.name, self.num_bytes, self.kind, self.at_start, self.at_end)
 
 
 class Storages:
-    """All storages that a recorded program has touched, numbered in the order of their birth.
+    """Storages that a recorded program has used, numbered in the order of their first use.
 
     Args:
         alignment_bytes: Every allocation is rounded up to a multiple of it: 1 counts requested bytes, 512 counts as the
@@ -65,8 +65,8 @@ class Storages:
         ended: Called with the number of every storage that ends.
 
     Attributes:
-        entries: What is known of each.
-        peak_bytes: Most bytes that were live at the same time.
+        entries: Properties of each storage, by number.
+        peak_bytes: Highest live bytes.
     """
 
     def __init__(self, alignment_bytes: int, ended: Callable[[int], None] | None = None) -> None:
@@ -83,16 +83,16 @@ class Storages:
         return self._live
 
     def find(self, tensor: Tensor) -> int | None:
-        """The number of a tensor's storage; None: it is not known."""
+        """Return the number of a tensor's storage; None: unknown."""
         return self._numbers.get(tensor.untyped_storage()._cdata)
 
     def add(self, tensor: Tensor, entry: Entry, *, watch: bool = False) -> int:
-        """Number a tensor's storage.
+        """Assign the next number to a tensor's storage and return it.
 
         Args:
             tensor: A tensor on it.
-            entry: What is known of it; its bytes and its device are filled in.
-            watch: Its owner may resize it: `resized` looks at it.
+            entry: Its properties; bytes and device are filled in.
+            watch: Its owner may resize it, so `end_resized` compares its size.
         """
         base = tensor.untyped_storage()
         key = base._cdata
@@ -100,13 +100,13 @@ class Storages:
         if key in self._numbers:
             self._end(key)
         if key not in self._refs:
-            self._refs[key] = weakref.ref(base, lambda _: self._gone(key))
+            self._refs[key] = weakref.ref(base, lambda _: self._on_destroyed(key))
         if watch or not base.nbytes():
             self._watched[key] = None
         return self.begin(key, entry)
 
     def begin(self, key: int, entry: Entry) -> int:
-        """Number a storage that exists and has ended, with the bytes that it has now."""
+        """Assign the next number to an existing storage whose former live range has ended, and return it."""
         base = self._refs[key]()
         entry.num_bytes = 0 if base is None else base.nbytes()
         number = self._numbers[key] = len(self.entries)
@@ -121,24 +121,27 @@ class Storages:
         if self._ended is not None:
             self._ended(number)
 
-    def _gone(self, key: int) -> None:
+    def _on_destroyed(self, key: int) -> None:
         del self._refs[key]
         self._watched.pop(key, None)
         if key in self._numbers:
             self._end(key)
 
     def end_resized(self, *, everywhere: bool = False) -> list[tuple[int, Entry, Any]]:
-        """Let storages end whose owner has changed their size.
+        """End the storages whose owner has changed their size.
 
         Args:
-            everywhere: Look at all living storages, not only at the watched ones.
+            everywhere: Compare all live storages, not only the watched ones.
 
         Returns:
-            Identity of each, what is known of it, and the storage itself, which may not end before it is taken up.
+            Key and properties of each, and a reference that keeps the storage alive until it is numbered again.
         """
         ended = []
         for key in list(self._numbers if everywhere else self._watched):
-            ref, number = self._refs.get(key), self._numbers.get(key)  # others end meanwhile
+            ref, number = (
+                self._refs.get(key),
+                self._numbers.get(key),
+            )  # None if it ended in this loop
             base = None if ref is None else ref()
             if base is None or number is None or base.nbytes() == self.entries[number].num_bytes:
                 continue
@@ -149,11 +152,11 @@ class Storages:
 
     @property
     def living(self) -> list[int]:
-        """Numbers of the storages that live now, oldest first."""
+        """Numbers of the live storages, oldest first."""
         return sorted(self._numbers.values())
 
     def restart(self) -> None:
-        """Forget what has ended; what lives was there at the start."""
+        """Drop the ended storages; live ones exist from the start."""
         renumbered = {old: new for new, old in enumerate(self.living)}
         self.entries = [replace(self.entries[old], at_start=True) for old in renumbered]
         self._numbers = {key: renumbered[old] for key, old in self._numbers.items()}

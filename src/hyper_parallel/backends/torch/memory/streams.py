@@ -1,12 +1,12 @@
-"""Copies on the streams of a device, ordered by events: the host waits for none of them.
+"""Copies on the streams of a device, ordered by events, without host synchronisation.
 
-A copy waits for everything the compute stream did before it was issued (it made what is copied, and it used the
-buffer that is filled). `wait` makes the compute stream wait for the copy. So what the compute stream does afterwards,
-above all giving a buffer back to an allocator that hands it out in the compute stream's order, comes after the copy.
-A valid plan drops nothing under a running copy, so no buffer needs `record_stream`.
+A copy waits for all work of the compute stream before its issue: that work wrote the source and used the target buffer.
+`wait` makes the compute stream wait for the copy. So later work of the compute stream, and above all the reuse of a
+freed buffer in the compute stream's order, follows the copy. A valid plan frees no buffer of a copy in flight, so no
+buffer needs `record_stream`.
 
-Files are read and written by host threads. A thread waits for the event of what it reads or overwrites; a copy to the
-device that follows a file is issued by the thread, and only the wait for it reaches the host.
+Host threads read and write files. A thread waits for the event of the storage that it reads or overwrites. It also
+issues a copy to the device that depends on a file, and only the wait for that copy involves the host.
 
 Only names that all device modules of torch share are used (`torch.get_device_module`: cuda, npu, xpu, and cpu, whose
 streams and events do nothing).
@@ -29,7 +29,7 @@ from hyper_parallel.ir.timeline import Span
 from hyper_parallel.memory import Copied
 
 _FILES = ("copy_in", "copy_out")
-_KEPT: Final = {
+_LANES: Final = {
     "wait": ("compute", "wait", "wait "),
     "join": ("compute", "wait", "wait "),
     "run": ("compute", "run", ""),
@@ -37,20 +37,20 @@ _KEPT: Final = {
     "communication": ("communication", "communication", ""),
     HOST: (HOST, "update", ""),
 }
-"""What is kept of a step beside copies: its lane, its category, and what its name begins with in a timeline."""
+"""Recorded events of a step other than copies: lane, category and prefix of the name in a timeline."""
 
 
 @dataclass(slots=True)
 class _Copies:
-    """Copies of one direction in a step, column by column: thousands of them are read at once, between two steps.
+    """Copies of one direction in a step, as columns: thousands of them are read at once, between two steps.
 
     Attributes:
-        storages: What is copied.
-        begins: Events after which each begins.
-        ends: Events that end them.
-        waited: Those that the compute stream waits for.
-        waits: Where it does.
-        num_bytes: Of all of them.
+        storages: Copied storages.
+        begins: Events before the copies.
+        ends: Events after the copies.
+        waited: Indices of the copies that the compute stream waits for.
+        waits: Events of these waits on the compute stream.
+        num_bytes: Total bytes.
     """
 
     storages: list[int] = field(default_factory=list)
@@ -61,7 +61,7 @@ class _Copies:
     num_bytes: int = 0
 
     def add(self, storage: int, begin: Any, end: Any, num_bytes: int) -> None:
-        """One more."""
+        """Add a copy."""
         self.storages.append(storage)
         self.begins.append(begin)
         self.ends.append(end)
@@ -69,9 +69,9 @@ class _Copies:
 
 
 class _HostEvent(torch.cpu.Event):
-    """An event of torch.cpu, which has no queue, with the time that it lacks."""
+    """Event of torch.cpu, which has no queue, extended by a time."""
 
-    __slots__ = ("_at_s",)  # some thousand are read between two steps
+    __slots__ = ("_at_s",)  # thousands are read between two steps
 
     def __init__(self, enable_timing: bool = False) -> None:
         self._at_s = 0.0
@@ -91,12 +91,12 @@ class _HostEvent(torch.cpu.Event):
 
 @dataclass(frozen=True)
 class DeviceApi:
-    """What the executor needs of a device's queues, under one set of names.
+    """Streams and events of a device, with the names that the executor uses.
 
     Attributes:
         module: `torch.cuda`, `torch.npu`, `torch.cpu`, ...
         device: The device.
-        event: Makes an event; `enable_timing=True` for one that knows its time.
+        event: Creates an event; `enable_timing=True` for one with a time.
     """
 
     module: Any
@@ -105,13 +105,13 @@ class DeviceApi:
 
     @classmethod
     def of(cls, device: torch.device) -> DeviceApi:
-        """The queues of a device."""
+        """Return the API of a device."""
         module = torch.get_device_module(device)
         timed = hasattr(module.Event, "elapsed_time")
         return cls(module, device, module.Event if timed else _HostEvent)
 
     def enter_thread(self) -> None:
-        """A new thread works on this device: it would begin on the first one, and make a context there."""
+        """Select this device in a new thread, which would otherwise create a context on the first device."""
         if self.device.index is not None:
             self.module.set_device(self.device)
 
@@ -128,13 +128,13 @@ class Times:
 
 
 class StreamLanes(HostTasks):
-    """The copies that are under way: one stream per direction, one thread for files in each direction.
+    """Copies in flight: one stream per direction, and one thread per direction of files.
 
-    Events are made once and recorded anew in every step, one for any number of things that begin at the same point of
-    the compute stream. A copy begins where it is issued or where the one before it on its stream ends.
+    Events are created once and reused in every step; all work issued at one point of the compute stream shares an
+    event. A copy begins when it is issued or when the preceding copy on its stream ends.
 
     Args:
-        api: The device's queues.
+        api: Streams and events of the device.
     """
 
     def __init__(self, api: DeviceApi) -> None:
@@ -151,28 +151,28 @@ class StreamLanes(HostTasks):
         self._compute: Any = None
         self._events: list[Any] = []
         self._copies: dict[str, _Copies] = {}
-        self._by_threads: list[tuple[str, int, Any, Any]] = []
-        self._kept: dict[str, list[tuple[str, Any, Any]]] = {}
+        self._thread_copies: list[tuple[str, int, Any, Any]] = []
+        self._recorded: dict[str, list[tuple[str, Any, Any]]] = {}
         self._trace = False
 
     def begin(self, program: MemoryProgram, trace: bool) -> None:
-        """A step starts on the compute stream, which is the current one."""
+        """Begin a step on the compute stream, which is the current stream."""
         self._program = program
         self._compute = self._api.module.current_stream(self._api.device)
         self._trace, self.position = trace, None
-        self._copies, self._by_threads = {lane: _Copies() for lane in self._streams}, []
-        self._kept = {what: [] for what in _KEPT}
-        self._begun: dict[int, Any] = {}
+        self._copies, self._thread_copies = {lane: _Copies() for lane in self._streams}, []
+        self._recorded = {kind: [] for kind in _LANES}
+        self._issue_events: dict[int, Any] = {}
         self._unused = iter(tuple(self._events))
         self._first, self._first_host = self.now(), _HostEvent.now()
 
     def start(self, storage: int, lane: str, move: Callable[[], Any], num_bytes: int) -> None:
-        """Issue a copy; `move` moves the bytes, on the current stream or by itself."""
+        """Issue a copy; `move` copies the bytes, on the current stream or synchronously."""
         src, dst = COPIES[lane]
-        before = self._running.get((storage, src))
-        change = self._changing.get(storage) if src == "dram" else None
+        source_copy = self._running.get((storage, src))
+        change = self._writers.get(storage) if src == "dram" else None
         issued = self.now()
-        if before is None and change is None and lane not in _FILES:
+        if source_copy is None and change is None and lane not in _FILES:
             end, copies = self._on_stream(lane, move, issued), self._copies[lane]
             self._running[storage, dst] = copies, len(copies.ends)
             copies.add(storage, issued, end, num_bytes)
@@ -181,53 +181,53 @@ class StreamLanes(HostTasks):
 
         def by_thread() -> Any:
             finish(change)
-            ahead = _end(before)
+            dependency = _end(source_copy)
             if lane not in _FILES:
                 stream = self._streams[lane]
-                if ahead is not None:
-                    stream.wait_event(ahead)
+                if dependency is not None:
+                    stream.wait_event(dependency)
                 stream.wait_event(issued)
-                late = self._mark(stream)
-                end = self._on_stream(lane, todo.pop(), late)
-                self._by_threads.append((lane, storage, late, end))
+                start_event = self._mark(stream)
+                end = self._on_stream(lane, todo.pop(), start_event)
+                self._thread_copies.append((lane, storage, start_event, end))
                 return end
             issued.synchronize()
-            if ahead is not None:
-                ahead.synchronize()
+            if dependency is not None:
+                dependency.synchronize()
             begin = _HostEvent.now()
-            # Let go of the buffers before the copy counts as done: the plan may free them right then.
+            # Drop the references to the buffers before the copy counts as done: the plan may free them then.
             todo.pop()()
-            self._by_threads.append((lane, storage, begin, _HostEvent.now()))
+            self._thread_copies.append((lane, storage, begin, _HostEvent.now()))
             return None
 
-        # A copy to the device that follows a file is issued where the file is read, one that follows an operator in
-        # host memory where that runs.
+        # A copy to the device that depends on a file is issued by the thread that reads the file; a copy that depends
+        # on an operator in host memory, by the thread of that operator.
         behind = "copy_in" if change is None else HOST
         self._running[storage, dst] = self._threads[lane if lane in _FILES else behind].submit(
             by_thread
         )
 
     def update(self, index: int, operator: Operator, run: Callable[[], None]) -> None:
-        """Begin an operator in host memory, behind what fills its operands there and the operators before it."""
-        # What it writes may still be on its way to the device, which the compute stream has been made to wait for.
+        """Begin an operator in host memory, after the copies of its operands and the earlier host operators."""
+        # A copy of its results to the device may still be in flight; the compute stream already waits for it.
         issued = self.now()
-        ahead = [self._running.get((s, "dram")) for s in operator.touched]
+        dependencies = [self._running.get((s, "dram")) for s in operator.touched]
         todo = [run]
 
         def by_thread() -> None:
             issued.synchronize()
-            for task in ahead:
+            for task in dependencies:
                 if (event := _end(task)) is not None:
                     event.synchronize()
-            ahead.clear()
+            dependencies.clear()
             begin = _HostEvent.now()
             todo.pop()()
-            self._kept[HOST].append((operator.name, begin, _HostEvent.now()))
+            self._recorded[HOST].append((operator.name, begin, _HostEvent.now()))
 
-        self._began(index, operator, self._threads[HOST].submit(by_thread))
+        self._register(index, operator, self._threads[HOST].submit(by_thread))
 
     def _on_stream(self, lane: str, move: Callable[[], Any], after: Any) -> Any:
-        """Copy on the stream of a direction, after an event; the event of its end."""
+        """Copy on the stream of a direction, after an event, and return the event of its end."""
         stream = self._streams[lane]
         stream.wait_event(after)
         with self._api.module.stream(stream):
@@ -235,51 +235,53 @@ class StreamLanes(HostTasks):
         return self._mark(stream)
 
     def wait(self, storage: int, tier: str) -> None:
-        """Let the compute stream go on only after the newest copy of a storage into a tier.
+        """Make the compute stream wait for the newest copy of a storage into a tier.
 
         The host waits for a file, not for a copy.
 
         Raises:
-            TransferFailed: HP513 when the copy could not be made.
+            TransferFailed: HP513 when the copy failed.
         """
         copy, begin = self._running.pop((storage, tier)), self.now()
         if (end := _end(copy)) is not None:
             self._compute.wait_event(end)
         self.position = None
         if isinstance(copy, Future):
-            self._kept["wait"].append((self._program.storages[storage].name, begin, self.now()))
+            self._recorded["wait"].append((self._program.storages[storage].name, begin, self.now()))
         else:
-            copies, at = copy
-            copies.waited.append(at)
+            copies, index = copy
+            copies.waited.append(index)
             copies.waits.append(begin)
 
     def ran(self, action: MemoryAction, begin: Any) -> None:
-        """An operator was issued after `begin`; kept for the timeline."""
+        """Record an operator that was issued after `begin` for the timeline."""
         operator = self._program.operators[action.target]
         if operator.group:
-            self._begun[action.target] = begin
+            self._issue_events[action.target] = begin
         else:
-            self._kept[action.kind].append((operator.name, begin, self.now()))
+            self._recorded[action.kind].append((operator.name, begin, self.now()))
 
     def joined(self, index: int, begin: Any) -> None:
-        """The compute stream was made to wait for an operator of a group after `begin`.
+        """Record a wait of the compute stream for a collective or an operator in host memory, issued after `begin`.
 
-        The collective library's stream is its own, so for the timeline the operator is under way until then.
+        A collective runs on a stream of its library, so in the timeline it is in flight until the wait.
         """
         self.position = None
         end, operator = self.now(), self._program.operators[index]
-        self._kept["join" if operator.group else "wait"].append((operator.name, begin, end))
-        if index in self._begun:
-            self._kept["communication"].append((operator.name, self._begun.pop(index), end))
+        self._recorded["join" if operator.group else "wait"].append((operator.name, begin, end))
+        if index in self._issue_events:
+            self._recorded["communication"].append(
+                (operator.name, self._issue_events.pop(index), end)
+            )
 
     def now(self) -> Any:
-        """An event at this point of the compute stream."""
+        """Return an event at this point of the compute stream."""
         if self.position is None:
             self.position = self._mark(self._compute)
         return self.position
 
     def seconds(self, event: Any) -> float:
-        """When an event of the compute stream happened, from the start of the step."""
+        """Return the seconds from the start of the step to an event of the compute stream."""
         return float(self._first.elapsed_time(event)) / 1e3
 
     def _mark(self, stream: Any) -> Any:
@@ -291,49 +293,49 @@ class StreamLanes(HostTasks):
         return event
 
     def times(self) -> Times:
-        """What the step took; waits for its end."""
+        """Wait for the end of the step and return its times."""
         last = self.now()
         for event in (last, *(copies.ends[-1] for copies in self._copies.values() if copies.ends)):
             event.synchronize()
-        for _, _, _, event in self._by_threads:
+        for _, _, _, event in self._thread_copies:
             event.synchronize()
         storages, copied = self._program.storages, dict.fromkeys(COPIES, Copied())
-        seconds = dict.fromkeys(self._kept, 0.0)
+        seconds = dict.fromkeys(self._recorded, 0.0)
         spans: list[Span] = []
         at_ms = self._first.elapsed_time
         for lane, copies in self._copies.items():
             stops = np.fromiter(map(at_ms, copies.ends), float, len(copies.ends))
             starts = np.fromiter(map(at_ms, copies.begins), float, len(stops))
             starts[1:] = np.maximum(starts[1:], stops[:-1])
-            asked = stops.copy()
-            asked[copies.waited] = list(map(at_ms, copies.waits))
-            reached = np.maximum(stops, asked)
+            wait_times = stops.copy()
+            wait_times[copies.waited] = list(map(at_ms, copies.waits))
+            resumed = np.maximum(stops, wait_times)
             busy_s = max(float((stops - starts).sum()), 0.0) / 1e3
             copied[lane] = Copied(len(stops), copies.num_bytes, busy_s)
-            seconds["wait"] += float((reached - asked).sum()) / 1e3
+            seconds["wait"] += float((resumed - wait_times).sum()) / 1e3
             if self._trace:
-                columns = (starts, stops - starts, asked, reached - asked)
+                columns = (starts, stops - starts, wait_times, resumed - wait_times)
                 rows = zip(copies.storages, *(column.tolist() for column in columns), strict=True)
                 for s, start, length, wait, waited in rows:
                     name = storages[s].name
                     spans.append(Span(lane, name, start / 1e3, length / 1e3, "copy"))
-                    at = Span("compute", f"wait {name}", wait / 1e3, waited / 1e3, "wait")
-                    spans.append(at)
-        for lane, s, begin, end in self._by_threads:
+                    span = Span("compute", f"wait {name}", wait / 1e3, waited / 1e3, "wait")
+                    spans.append(span)
+        for lane, s, begin, end in self._thread_copies:
             at_ms = (self._first_host if lane in _FILES else self._first).elapsed_time
             start, length = at_ms(begin) / 1e3, max(at_ms(end) - at_ms(begin), 0.0) / 1e3
-            old, known = copied[lane], storages[s]
-            num_bytes = old.num_bytes + known.num_bytes
-            copied[lane] = Copied(old.count + 1, num_bytes, old.seconds + length)
+            total, copied_storage = copied[lane], storages[s]
+            num_bytes = total.num_bytes + copied_storage.num_bytes
+            copied[lane] = Copied(total.count + 1, num_bytes, total.seconds + length)
             if self._trace:
-                spans.append(Span(lane, known.name, start, length, "copy"))
-        for what, kept in self._kept.items():
-            at_ms = (self._first_host if what == HOST else self._first).elapsed_time
-            lane, category, prefix = _KEPT[what]
-            for name, begin, end in kept:
+                spans.append(Span(lane, copied_storage.name, start, length, "copy"))
+        for kind, recorded in self._recorded.items():
+            at_ms = (self._first_host if kind == HOST else self._first).elapsed_time
+            lane, category, prefix = _LANES[kind]
+            for name, begin, end in recorded:
                 start, stop = at_ms(begin) / 1e3, at_ms(end) / 1e3
                 length = max(stop - start, 0.0)
-                seconds[what] += length
+                seconds[kind] += length
                 if self._trace:
                     spans.append(Span(lane, prefix + name, start, length, category))
         return Times(
@@ -342,14 +344,14 @@ class StreamLanes(HostTasks):
         )  # fmt: skip
 
     def close(self) -> None:
-        """End the threads, and wait for what the device still does."""
+        """End the threads, and synchronise the device."""
         for lane in self._threads.values():
             lane.shutdown()
         self._api.module.synchronize(self._api.device)
 
 
 def _end(copy: Future[Any] | tuple[_Copies, int] | None) -> Any:
-    """The event of the end of a copy; None: it has ended, or is none."""
+    """Return the event of the end of a copy; None: it has ended, or there is no copy."""
     if isinstance(copy, Future):
         return finish(copy)
     return None if copy is None else copy[0].ends[copy[1]]

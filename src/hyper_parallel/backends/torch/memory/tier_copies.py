@@ -1,4 +1,4 @@
-"""Running copies between tiers: begun when they are issued, surely done when they are waited for."""
+"""Copies between tiers: in flight from their issue until they are waited for."""
 
 from __future__ import annotations
 
@@ -14,68 +14,70 @@ from hyper_parallel.ir import COPIES, Operator
 from hyper_parallel.units import KiB
 
 Copies = Literal["at_issue", "at_wait", "threads"]
-"""When the bytes of a copy of the simulated device really move: when it is issued, at the last moment, or on one thread
-per direction (small ones when they are issued)."""
+"""Moment at which a copy of the simulated device moves its bytes: at its issue, at the last moment, or on one thread
+per direction (small copies at their issue)."""
 SMALL: Final = 256 * KiB
-"""Handing a copy between DRAM and device to a thread takes longer than moving so many bytes."""
+"""Limit of a small copy between DRAM and device: passing it to a thread takes longer than copying it."""
 HOST: Final = "host"
 """The lane of operators in host memory."""
 
 _Task = Callable[[], Any] | Future[Any]
-"""Work that goes on beside the operators of the device."""
+"""Work that is concurrent with the operators of the device."""
 
 
-class _Late:
-    """Work that is done when somebody needs it, once."""
+class _DeferredWork:
+    """Deferred work that runs once, on the first call."""
 
-    def __init__(self, ahead: list[_Task | None], move: Callable[[], Any]) -> None:
-        self._ahead, self._todo = ahead, [move]
+    def __init__(self, dependencies: list[_Task | None], move: Callable[[], Any]) -> None:
+        self._dependencies, self._pending = dependencies, [move]
 
     def __call__(self) -> None:
-        if self._todo:
-            move = self._todo.pop()
-            for task in self._ahead:
+        if self._pending:
+            move = self._pending.pop()
+            for task in self._dependencies:
                 finish(task)
-            self._ahead.clear()
+            self._dependencies.clear()
             with torch._C._DisableTorchDispatch():  # a copy is no operator of the step
                 move()
 
 
 class HostTasks:
-    """Operators in host memory that were begun and not joined, whatever runs them.
+    """Operators in host memory that have begun and are not joined.
 
     Attributes:
-        position: What stands for this point of the compute lane, until it goes on; None: nothing yet.
+        position: Event at the current point of the compute lane; None: not recorded yet.
     """
 
     def __init__(self) -> None:
         self.position: Any = None
         self._updates: dict[int, Any] = {}
-        self._changing: dict[int, Any] = {}  # storage -> the last of them that changes it
+        self._writers: dict[int, Any] = {}  # storage -> the last of them that changes it
 
-    def _began(self, index: int, operator: Operator, task: Any) -> None:
+    def _register(self, index: int, operator: Operator, task: Any) -> None:
         self._updates[index] = task
-        self._changing.update(dict.fromkeys(operator.writes, task))
+        self._writers.update(dict.fromkeys(operator.writes, task))
 
     def join(self, index: int, operator: Operator) -> None:
-        """Return when an operator in host memory is done: the host waits, also on an accelerator.
+        """Wait on the host, also on an accelerator, until an operator in host memory is done.
 
-        No stream can do it: an event must be recorded before it can be waited for, and a thread records none. The plan
-        gives up DRAM buffers here, which the next copy may fill.
+        A stream cannot wait for it, because a stream waits only for recorded events and the thread records none. The
+        plan frees DRAM buffers at this point, and the next copy may reuse them.
 
         Raises:
-            TransferFailed: HP513 when a copy that it needs could not be made.
+            TransferFailed: HP513 when a copy of its operands failed.
         """
         task = self._updates[index]
         finish(task)
-        del self._updates[index]  # not before: those begun after it find their place by it
+        del self._updates[
+            index
+        ]  # not before `finish`: later operators order themselves by this entry
         for s in operator.writes:
-            if self._changing.get(s) is task:
-                del self._changing[s]
+            if self._writers.get(s) is task:
+                del self._writers[s]
 
 
 class CopyLanes(HostTasks):
-    """The copies that are under way, and the operators in host memory.
+    """Copies in flight of the simulated device, and operators in host memory.
 
     Args:
         when: See `Copies`; operators in host memory run at the same moments, on a thread of their own.
@@ -92,22 +94,22 @@ class CopyLanes(HostTasks):
         )
 
     def start(self, storage: int, lane: str, move: Callable[[], Any], num_bytes: int) -> None:
-        """Issue a copy; `move` moves the bytes."""
+        """Issue a copy; `move` copies the bytes."""
         src, dst = COPIES[lane]
-        # What fills the source must be done first.
-        ahead = [self._running.get((storage, src))]
-        ahead += [self._changing.get(storage)] if src == "dram" else []
-        small = num_bytes <= SMALL and not any(ahead) and "flash" not in (src, dst)
-        self._running[storage, dst] = self._begin(lane, ahead, move, at_once=small)
+        # Work that writes the source must be done first.
+        dependencies = [self._running.get((storage, src))]
+        dependencies += [self._writers.get(storage)] if src == "dram" else []
+        small = num_bytes <= SMALL and not any(dependencies) and "flash" not in (src, dst)
+        self._running[storage, dst] = self._begin(lane, dependencies, move, immediate=small)
 
     def update(self, index: int, operator: Operator, run: Callable[[], None]) -> None:
-        """Begin an operator in host memory, behind what fills its operands there and the operators before it."""
-        ahead: list[_Task | None] = [partial(self._finish_before, index)]
-        ahead += [self._running.get((s, "dram")) for s in operator.touched]
-        self._began(index, operator, self._begin(HOST, ahead, run))
+        """Begin an operator in host memory, after the copies of its operands and the earlier host operators."""
+        dependencies: list[_Task | None] = [partial(self._finish_before, index)]
+        dependencies += [self._running.get((s, "dram")) for s in operator.touched]
+        self._register(index, operator, self._begin(HOST, dependencies, run))
 
     def _finish_before(self, index: int) -> None:
-        """Operators in host memory run in the order in which they were begun; a thread keeps it by itself."""
+        """Finish the earlier operators in host memory, so that they run in order; a thread is ordered anyway."""
         for other, task in list(self._updates.items()) if self._when == "at_wait" else ():
             if other == index:
                 return
@@ -116,28 +118,28 @@ class CopyLanes(HostTasks):
     def _begin(
         self,
         lane: str,
-        ahead: Sequence[_Task | None],
+        dependencies: Sequence[_Task | None],
         move: Callable[[], Any],
         *,
-        at_once: bool = False,
+        immediate: bool = False,
     ) -> _Task:
-        late = _Late(list(ahead), move)
-        if self._when == "at_issue" or (self._when == "threads" and at_once):
-            late()
-            return _nothing
-        # A thread lets go of the buffers before the copy counts as done: the plan may free them right then.
-        return late if self._when == "at_wait" else self._lanes[lane].submit(late)
+        work = _DeferredWork(list(dependencies), move)
+        if self._when == "at_issue" or (self._when == "threads" and immediate):
+            work()
+            return _no_op
+        # The work drops its references to the buffers before the copy counts as done: the plan may free them then.
+        return work if self._when == "at_wait" else self._lanes[lane].submit(work)
 
     def wait(self, storage: int, tier: str) -> None:
-        """Return when the newest copy of a storage into a tier is done.
+        """Wait until the newest copy of a storage into a tier is done.
 
         Raises:
-            TransferFailed: HP513 when it could not be made.
+            TransferFailed: HP513 when the copy failed.
         """
         finish(self._running.pop((storage, tier)))
 
     def refuse_failed(self) -> None:
-        """Raise the error of a copy that has failed already: until then it keeps its buffer."""
+        """Raise the error of a failed copy; until then it keeps its buffer."""
         for task in self._running.values():
             if isinstance(task, Future) and task.done():
                 finish(task)
@@ -148,12 +150,16 @@ class CopyLanes(HostTasks):
             lane.shutdown()
 
 
-def _nothing() -> None:
-    """A copy that is done."""
+def _no_op() -> None:
+    """Do nothing, as a copy that is done."""
 
 
 def finish(copy: _Task | None) -> Any:
-    """Complete a running copy, whatever carries it; what its thread returns."""
+    """Complete a copy in flight, deferred or on a thread, and return the result of its thread.
+
+    Raises:
+        TransferFailed: HP513 when the copy failed.
+    """
     try:
         if isinstance(copy, Future):
             return copy.result()

@@ -1,8 +1,8 @@
-"""What a step does without an operator that a capture could record, found while it is recorded.
+"""Detection of untracked effects: effects of a step that no recorded operator shows.
 
-a value is read       `tolist` and `numpy` make a guard: the program runs as long as the value is the recorded one
-bytes are written     by a kernel that was given a pointer, by an operator whose schema does not say so: refused
-Python keeps count    a number of a module or an optimizer changes, random numbers of Python are drawn: refused
+reads of values     `tolist` and `numpy` become a guard: the program runs as long as the value is the recorded one
+untracked writes    by a kernel with a raw pointer, or by an operator with an incomplete schema: refused
+Python state        a module or an optimizer changes a Python value, or Python random numbers are drawn: refused
 """
 
 from __future__ import annotations
@@ -34,17 +34,18 @@ _VALUES: Final = frozenset(("tolist", "numpy", "__array__"))
 _POINTERS: Final = _VALUES | {"data_ptr", "__dlpack__"}
 _PLAIN: Final = frozenset((Tensor, nn.Parameter))
 _DEPTH: Final = 4
-"""Levels of lists, dicts and objects below an attribute that are looked into."""
-TORCH_KEEPS: Final = frozenset(vars(nn.Module())) | {
+"""Levels of lists, dicts and objects below an attribute that are inspected."""
+TORCH_ATTRIBUTES: Final = frozenset(vars(nn.Module())) | {
     "_opt_called",
     "_need_device_dtype_check_for_fused",
 }
-"""Attributes that torch keeps in every module, a scheduler in an optimizer, a fused optimizer until its first step."""
+"""Attributes of every module of torch, of an optimizer with a scheduler, and of a fused optimizer before its first
+step."""
 _CODE: Final = (type, FunctionType, MethodType, ModuleType, nn.Module, torch.optim.Optimizer)
 
 
 def digest(base: torch.UntypedStorage) -> tuple[int, ...]:
-    """Sums of a storage's words: other bytes have other sums, but for odd chances; nothing is copied."""
+    """Return checksums of a storage's words, computed on its device; different bytes very rarely have equal ones."""
     with _disable_current_modes():
         words = base.nbytes() // 8
         empty = torch.empty(0, dtype=torch.int64, device=base.device)
@@ -56,170 +57,193 @@ def digest(base: torch.UntypedStorage) -> tuple[int, ...]:
         return tuple(map(int, sums))
 
 
-def written_unseen(name: str) -> CaptureUnsupported:
-    """The error of bytes that change although no operator writes them."""
+def untracked_write_error(name: str) -> CaptureUnsupported:
+    """Return the error of bytes that change although no operator writes them."""
     return CaptureUnsupported(
         f"`{name}` is written by code that torch's dispatcher does not see, so a plan would not run it",
         hint="wrap the kernel with `torch.library.custom_op(..., mutates_args=...)`, which names what it writes",
     )
 
 
-class TakenMode(TorchFunctionMode):
-    """Tells of tensors whose bytes Python code takes, and whether it sees their values."""
+class RawAccessMode(TorchFunctionMode):
+    """Mode that reports tensors whose values or address Python code reads.
 
-    def __init__(self, taken: Callable[[Tensor, bool], None]) -> None:
+    Args:
+        on_access: Called with the tensor, and True for a read of values, False for a pointer.
+    """
+
+    def __init__(self, on_access: Callable[[Tensor, bool], None]) -> None:
         super().__init__()
-        self._taken = taken
+        self._raw_access = on_access
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         name = getattr(func, "__name__", "")
         if name in _POINTERS and args and type(args[0]) in _PLAIN:
-            self._taken(args[0], name in _VALUES)
+            self._raw_access(args[0], name in _VALUES)
         return func(*args, **(kwargs or {}))
 
 
 @dataclass(slots=True)
-class _Inside:
-    """One call of an operator: whether it has drawn random numbers unsaid."""
+class _CallEffects:
+    """Observed effects of one operator call.
+
+    Attributes:
+        drew: True if it has drawn random numbers although its schema does not say so.
+    """
 
     drew: bool = False
 
 
-class Unseen:
-    """Watches a step that is recorded: use it around the step, and tell it of every operator.
+class UntrackedEffects:
+    """Context around a recorded step that detects its untracked effects; the recorder reports every operator to it.
 
     Args:
-        storages: The storages of the recording.
+        storages: Storages of the recording.
     """
 
     def __init__(self, storages: Storages) -> None:
         self._storages = storages
-        self._python, self._taken = PythonValues(), TakenMode(self._take)
-        self._inside = False  # what a kernel does is the operator's
-        self._state: dict[int, tuple[int, ...]] = {}  # digests of state, when the step met it
-        self._lent: dict[int, tuple[int, ...]] = {}  # digests of what other code has a pointer to
-        self._blank: set[int] = set()  # allocated, not yet written
+        self._python, self._raw_access = PythonValues(), RawAccessMode(self._on_raw_access)
+        self._inside = False  # effects inside a kernel belong to its operator
+        self._state: dict[int, tuple[int, ...]] = {}  # digests of state at its first use
+        self._exposed: dict[int, tuple[int, ...]] = {}  # digests of storages whose pointer was read
+        self._uninitialised: set[int] = set()  # allocated, not yet written
 
     def __enter__(self) -> Self:
         self._python.__enter__()
-        self._taken.__enter__()
+        self._raw_access.__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self._taken.__exit__(*error)
+        self._raw_access.__exit__(*error)
         self._python.__exit__(*error)
 
-    def _take(self, tensor: Tensor, values: bool) -> None:
-        """What Python sees becomes a guard, and nobody may write unseen where it has a pointer to."""
+    def _on_raw_access(self, tensor: Tensor, values: bool) -> None:
+        """Record a read of values as a guard, and watch a storage whose pointer was read for untracked writes."""
         if self._inside or isinstance(tensor, FakeTensor) or fake_mode() is not None:
             return
         if values:
             with _disable_current_modes():
                 seen = tensor.detach().clone()
             torch.equal(tensor.detach(), seen)  # recorded, with its result
-        if (known := self._storages.find(tensor)) is not None:
-            self._lent[known] = digest(tensor.untyped_storage())
+        if (storage := self._storages.find(tensor)) is not None:
+            self._exposed[storage] = digest(tensor.untyped_storage())
 
-    def meet(self, storage: int, base: torch.UntypedStorage) -> None:
-        """A storage that was there before the step."""
+    def register_state(self, storage: int, base: torch.UntypedStorage) -> None:
+        """Register a storage that existed before the step."""
         self._state[storage] = digest(base)
 
-    def use(self, tensors: Sequence[Tensor]) -> None:
-        """An operator is about to run on tensors."""
-        for tensor in tensors if self._lent else ():
+    def check_operands(self, tensors: Sequence[Tensor]) -> None:
+        """Refuse an operator on a tensor that was written through its pointer.
+
+        Raises:
+            CaptureUnsupported: HP511 with the name of the storage.
+        """
+        for tensor in tensors if self._exposed else ():
             storage = self._storages.find(tensor)
-            before = None if storage is None else self._lent.pop(storage, None)
+            before = None if storage is None else self._exposed.pop(storage, None)
             if before is not None and before != digest(tensor.untyped_storage()):
-                raise self._error(storage)
+                raise self._write_error(storage)
 
     @contextmanager
-    def inside(
-        self, func: Any, given: Sequence[Tensor], written: Sequence[Tensor]
-    ) -> Iterator[_Inside]:
-        """Around a call of an operator; one that is not torch's own is watched, whatever its schema says."""
-        call, said = _Inside(), {id(tensor) for tensor in written}
+    def observe(
+        self, func: Any, tensors: Sequence[Tensor], written: Sequence[Tensor]
+    ) -> Iterator[_CallEffects]:
+        """Observe a call of an operator; for one that is not torch's own, check reads and writes against its schema.
+
+        Raises:
+            CaptureUnsupported: HP511 when it writes an argument that its schema declares as read-only.
+        """
+        call, declared = _CallEffects(), {id(tensor) for tensor in written}
         foreign = func.namespace not in TORCH and fake_mode() is None
-        bases = [t.untyped_storage() for t in given if id(t) not in said] if foreign else []
-        states, before = generators(bases) if foreign else [], [digest(base) for base in bases]
-        fake_talk = func.namespace in COMMUNICATION and fake_mode() is not None
-        self._inside, numbers = True, random.getstate() if fake_talk else None
+        bases = [t.untyped_storage() for t in tensors if id(t) not in declared] if foreign else []
+        states, before = (
+            generator_states(bases) if foreign else [],
+            [digest(base) for base in bases],
+        )
+        fake_communication = func.namespace in COMMUNICATION and fake_mode() is not None
+        self._inside, random_state = True, random.getstate() if fake_communication else None
         try:
             yield call
         finally:
             self._inside = False
-            if numbers is not None:  # torch numbers collectives without bytes by random numbers
-                random.setstate(numbers)
+            if random_state is not None:  # torch draws random numbers as ids of fake collectives
+                random.setstate(random_state)
         if foreign:
-            call.drew = not all(map(torch.equal, states, generators(bases)))
+            call.drew = not all(map(torch.equal, states, generator_states(bases)))
             if before != [digest(base) for base in bases]:
-                raise written_unseen(f"an argument of {func}")
+                raise untracked_write_error(f"an argument of {func}")
 
-    def fill(
-        self, func: Any, reads: Sequence[int], writes: Sequence[int], made: Sequence[int]
+    def after_operator(
+        self, func: Any, reads: Sequence[int], writes: Sequence[int], allocated: Sequence[int]
     ) -> None:
-        """An operator has run on storages: what an allocation gives is written before it is read, or unseen."""
-        self._blank.difference_update(writes)
-        name, allocates = func._opname, "empty" in func._opname
-        # Of what they are like they read the shape only.
-        if not (allocates or name.startswith("new_") or name.endswith("_like")):
-            for storage in self._blank.intersection(reads):
-                raise self._error(storage)
-        if allocates:
-            self._blank.update(s for s in made if self._storages.entries[s].num_bytes)
+        """Update the uninitialised storages after an operator; refuse a read of one that no operator has written.
 
-    def refuse(
+        Raises:
+            CaptureUnsupported: HP511 with the name of the storage.
+        """
+        self._uninitialised.difference_update(writes)
+        name, allocates = func._opname, "empty" in func._opname
+        # `*_like` and `new_*` read only the shape of their argument.
+        if not (allocates or name.startswith("new_") or name.endswith("_like")):
+            for storage in self._uninitialised.intersection(reads):
+                raise self._write_error(storage)
+        if allocates:
+            self._uninitialised.update(s for s in allocated if self._storages.entries[s].num_bytes)
+
+    def refuse_state_changes(
         self,
         operators: Sequence[Operator],
         state: Mapping[int, Tensor],
-        bring: Callable[[Tensor], None],
+        make_resident: Callable[[Tensor], None],
     ) -> None:
-        """After the step: refuse what changed other than by its operators.
+        """Refuse, after the step, state that changed without an operator.
 
         Args:
-            operators: What ran.
-            state: What was there before, by storage.
-            bring: Brings a tensor's bytes to the device.
+            operators: Recorded operators.
+            state: State before the step, by storage.
+            make_resident: Makes a tensor resident.
 
         Raises:
-            CaptureUnsupported: HP511 with what changed.
+            CaptureUnsupported: HP511 with the name of the changed state.
         """
         read = {s for operator in operators for s in operator.reads}
         written = {s for operator in operators for s in operator.writes}
-        # What was made in the step and is held for a while is read where it was made.
+        # Only tensors from before the step matter: one from within the step is recorded where it is produced.
         self._python.refuse_changes(
             lambda tensor: self._storages.find(tensor) in read & self._state.keys()
         )
         for storage, before in self._state.items():
-            bring(state[storage])
+            make_resident(state[storage])
             if storage not in written and digest(state[storage].untyped_storage()) != before:
-                raise self._error(storage)
+                raise self._write_error(storage)
 
-    def _error(self, storage: int | None) -> CaptureUnsupported:
+    def _write_error(self, storage: int | None) -> CaptureUnsupported:
         assert storage is not None
-        return written_unseen(self._storages.entries[storage].name)
+        return untracked_write_error(self._storages.entries[storage].name)
 
 
-def generators(bases: Sequence[torch.UntypedStorage]) -> list[Tensor]:
-    """States of the random generators that an operator on these storages may use."""
+def generator_states(bases: Sequence[torch.UntypedStorage]) -> list[Tensor]:
+    """Return the states of the default random generators that an operator on these storages may use."""
     devices = {base.device for base in bases if base.device.type != "cpu"}
     states = [torch.get_device_module(device).get_rng_state(device) for device in devices]
     return [torch.get_rng_state(), *states]
 
 
 class PythonValues:
-    """Values that modules and optimizers keep in Python, as a step finds them and as it leaves them.
+    """Context that compares Python values of modules and optimizers before and after a step.
 
-    Inside its context every module and optimizer that runs is looked at before it does.
+    Every module and optimizer is inspected before it first runs inside the context.
     """
 
     def __init__(self) -> None:
-        self._found: dict[int, tuple[Any, str, dict[str, Any]]] = {}
+        self._inspected: dict[int, tuple[Any, str, dict[str, Any]]] = {}
         self._tensors: list[tuple[Any, str, str, Tensor]] = []
 
     def _module(self, root: nn.Module, _: Any) -> None:
-        if id(root) not in self._found:
+        if id(root) not in self._inspected:
             for name, module in root.named_modules():
                 self._add(module, name or type(root).__name__)
 
@@ -227,12 +251,14 @@ class PythonValues:
         self._add(optimizer, type(optimizer).__name__)
 
     def _add(self, owner: Any, name: str) -> None:
-        # Our own modules keep what a pass needs while it runs, and forget it afterwards.
-        if id(owner) in self._found or type(owner).__module__.startswith("hyper_parallel."):
+        # Modules of this package keep values of a pass only while it runs.
+        if id(owner) in self._inspected or type(owner).__module__.startswith("hyper_parallel."):
             return
-        self._found[id(owner)] = owner, name, dict(kept(owner))
-        held = {**vars(owner), **getattr(owner, "_buffers", {})}
-        self._tensors += [(owner, name, k, v) for k, v in held.items() if isinstance(v, Tensor)]
+        self._inspected[id(owner)] = owner, name, dict(python_attributes(owner))
+        attributes = {**vars(owner), **getattr(owner, "_buffers", {})}
+        self._tensors += [
+            (owner, name, k, v) for k, v in attributes.items() if isinstance(v, Tensor)
+        ]
 
     def __enter__(self) -> Self:
         self._random = _random_state()
@@ -262,8 +288,8 @@ class PythonValues:
                     f"the step replaces the tensor `{name}.{key}`, and the program would go on reading the old one",
                     hint=f"change it in place: `self.{key}.copy_(...)`",
                 )
-        for owner, name, before in self._found.values():
-            after = dict(kept(owner))
+        for owner, name, before in self._inspected.values():
+            after = dict(python_attributes(owner))
             changed = [key for key in before if before[key] != after.get(key)]
             if changed:
                 key = changed[0]
@@ -289,16 +315,16 @@ def _random_state() -> tuple[Any, ...]:
     return random.getstate(), drawn[1].tobytes(), drawn[2]
 
 
-def kept(owner: Any, seen: dict[int, Any] | None = None) -> Iterator[tuple[str, Any]]:
-    """What a module or an optimizer keeps in attributes beside tensors: (name, something to compare).
+def python_attributes(owner: Any, seen: dict[int, Any] | None = None) -> Iterator[tuple[str, Any]]:
+    """Yield (name, comparable value) of the attributes of a module or an optimizer that are no tensors.
 
     Args:
         owner: The module or optimizer.
-        seen: Objects that were looked into already, and are not once more.
+        seen: Objects that were inspected already, by id; they are skipped, and new ones are added.
     """
     seen = {} if seen is None else seen
     for key, value in vars(owner).items():
-        if key not in TORCH_KEEPS and not isinstance(value, Tensor):
+        if key not in TORCH_ATTRIBUTES and not isinstance(value, Tensor):
             if key == "param_groups":
                 value = [{k: v for k, v in group.items() if k != "params"} for group in value]
             yield key, _plain(list(value.values()) if key == "state" else value, _DEPTH, seen)
