@@ -27,10 +27,10 @@ from hyper_parallel.cost._copies import COPIES, Load, mixed_term, put_away
 from hyper_parallel.cost._machine import Machine, Ring
 from hyper_parallel.cost._memory import (
     RankStages,
-    few_layers,
     kept_bytes,
     memory_key,
     memory_terms,
+    min_recompute_layers,
     under,
 )
 from hyper_parallel.cost._numbers import ModelNumbers
@@ -76,11 +76,11 @@ __all__ = [
     "cut_layers",
     "device_card",
     "distinct",
-    "few_layers",
     "kept_bytes",
     "load_card",
     "memory_key",
     "memory_terms",
+    "min_recompute_layers",
     "mixed_term",
     "numbers_of",
     "offloaded_bytes",

@@ -159,7 +159,7 @@ def memory_terms(
     )  # fmt: skip
 
 
-def few_layers(s: Setting, kind: int, capacity_bytes: float) -> tuple[Array, Array]:
+def min_recompute_layers(s: Setting, kind: int, capacity_bytes: float) -> tuple[Array, Array]:
     """As few layers of a rank as have to be recomputed, all at most, and the peak bytes with them.
 
     Every phase of a step falls in a line with the layers, and all have to fit.
