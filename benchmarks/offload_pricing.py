@@ -43,7 +43,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hyper_parallel.backends.torch.memory import capture_training, training_step
-from hyper_parallel.cost import Load
+from hyper_parallel.cost import OffloadDemand
 from hyper_parallel.errors import BudgetImpossible
 from hyper_parallel.ir import MemoryProgram, Operator
 from hyper_parallel.memory import (
@@ -176,7 +176,7 @@ def refilled(program: MemoryProgram) -> MemoryProgram:
     return replace(program, storages=tuple(gone), operators=tuple(operators))
 
 
-def load_of(program: MemoryProgram, budget: float, channel: Channel, again: bool) -> Load:
+def load_of(program: MemoryProgram, budget: float, channel: Channel, again: bool) -> OffloadDemand:
     """The load of a step of one microbatch: bytes that rest at its peak, and the seconds before and after it.
 
     A lane's seconds are those before (after) which the bytes alive are as many as at the peak, or fewer by what it
@@ -230,7 +230,7 @@ def load_of(program: MemoryProgram, budget: float, channel: Channel, again: bool
         live[peak] - budget, (live - alive).max() - budget, program.staging_bytes, np.inf, *resting,
         passing[0], products[0], passing[1], products[1], forward, backward, update, 1.0, 1.0, 1.0, channel.bytes_s,
     )  # fmt: skip
-    return Load(*(np.full(1, float(v)) for v in values))
+    return OffloadDemand(*(np.full(1, float(v)) for v in values))
 
 
 def computed_again(
@@ -280,7 +280,7 @@ def rows_of(
         for again in (True, False):
             kind = "recompute" if again else "copies"
             load = load_of(program, budget, channel, again)
-            row[f"predicted_{kind}"] = float(load.best()[1][0]) / step_s
+            row[f"predicted_{kind}"] = float(load.cheapest()[1][0]) / step_s
             if load.missing_bytes[0] > 0:
                 row[f"predicted_{kind}"] = None
             if earlier is not None:

@@ -23,7 +23,7 @@ from hyper_parallel.cost import (
     DeviceCard,
     Machine,
     ModelNumbers,
-    Setting,
+    PricingCase,
     StackCard,
     device_card,
     stack_card,
@@ -246,7 +246,7 @@ def _pricer(
     def seconds(card: DeviceCard, stack: StackCard) -> Array:
         formats = {workload.compute_dtype for workload, *_ in prepared}
         on = {d: Machine.of(supernode, d, card=card, stack=stack) for d in formats}
-        settings = (Setting(numbers, on[w.compute_dtype], w, c) for w, numbers, c in prepared)
+        settings = (PricingCase(numbers, on[w.compute_dtype], w, c) for w, numbers, c in prepared)
         return np.array([float(step_seconds(s)[0]) for s in settings])
 
     return seconds

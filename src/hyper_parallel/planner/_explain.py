@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from hyper_parallel.cost import COPIES, LOCAL_CARD, UNFITTED_HALF_WIDTH, Load, stack_card
+from hyper_parallel.cost import COPIES, LOCAL_CARD, UNFITTED_HALF_WIDTH, OffloadDemand, stack_card
 from hyper_parallel.ir import Certificate, CostTerm, Plan, Sensitivity, Strategy
 from hyper_parallel.planner.pricing import PricedStrategy
 from hyper_parallel.planner.request import unimplemented
@@ -47,14 +47,14 @@ def half_width(plan: Plan) -> float | None:
 
 
 def slower_reason(
-    best: Sequence[CostTerm], best_s: float, loser: Sequence[CostTerm], loser_s: float
+    cheapest: Sequence[CostTerm], best_s: float, loser: Sequence[CostTerm], loser_s: float
 ) -> str:
     """Return why a strategy that fits lost: the slowdown for the same number of tokens, and the largest term of it."""
     share = loser_s / best_s - 1.0
     how_much = f"slower by {share:.1%}" if share < 0.1 else f"slower by {share:.0%}"
     if share < 5e-4:
         return "as fast, but not simpler (smaller tp, cp, pp, ep) or smaller in memory"
-    winner = {t.name: t.seconds for t in best}
+    winner = {t.name: t.seconds for t in cheapest}
     term = max(loser, key=lambda t: t.seconds - winner.get(t.name, 0.0))
     winner_s = winner.get(term.name, 0.0)
     return f"{how_much}: {term.name} {format_seconds(term.seconds)}" + (
@@ -86,9 +86,9 @@ def memory_reason(
     return reason if fitting is None else f"{reason}; fits at microbatch {fitting}"
 
 
-def barred_strategy_note(barred: PricedStrategy, best: PricedStrategy, reason: str) -> str:
+def barred_strategy_note(barred: PricedStrategy, cheapest: PricedStrategy, reason: str) -> str:
     """Return the note about a faster strategy that this version cannot run."""
-    share = 1.0 - barred.per_token_s / best.per_token_s
+    share = 1.0 - barred.per_token_s / cheapest.per_token_s
     return f"a step would be {share:.1%} shorter with {barred.strategy}, which this version cannot run: {reason}"
 
 
@@ -108,7 +108,7 @@ def offload_note(cost: Sequence[CostTerm], held_bytes: int) -> tuple[str, ...]:
     term = next((t for t in cost if t.name == COPIES), None)
     if term is None:
         return ()
-    offloaded, _ = Load.of_term(term).best()
+    offloaded, _ = OffloadDemand.of_term(term).cheapest()
     copied, recomputed = (
         float(offloaded.copied[0]),
         float(offloaded.passing[0] + offloaded.products[0]),
@@ -144,7 +144,7 @@ def _counted(reasons: Mapping[str, int]) -> str:
 
 
 def sensitivity(
-    best: PricedStrategy, runners_up: Sequence[PricedStrategy]
+    cheapest: PricedStrategy, runners_up: Sequence[PricedStrategy]
 ) -> tuple[Sensitivity, ...]:
     """Return the least change of every constant at which a runner-up overtakes the winner, the smallest change first.
 
@@ -152,11 +152,11 @@ def sensitivity(
     T + (1/f - 1) t_i; two strategies tie at 1/f - 1 = (T' - T) / (t_i - t_i').
     """
     changes: dict[str, Sensitivity] = {}
-    terms = {t.name: t.seconds for t in best.cost}
+    terms = {t.name: t.seconds for t in cheapest.cost}
     for loser in runners_up:
-        same = best.per_token_s / loser.per_token_s * loser.step_s / best.step_s
+        same = cheapest.per_token_s / loser.per_token_s * loser.step_s / cheapest.step_s
         rival = {t.name: t.seconds / same for t in loser.cost}
-        behind = sum(rival.values()) - best.step_s
+        behind = sum(rival.values()) - cheapest.step_s
         for name, constant in _CONSTANTS.items():
             advantage = terms.get(name, 0.0) - rival.get(name, 0.0)
             if not advantage or behind < 0:

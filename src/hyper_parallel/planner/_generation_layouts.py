@@ -10,7 +10,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from hyper_parallel.cost import Candidates, Setting
+from hyper_parallel.cost import Candidates, PricingCase
 from hyper_parallel.cost.generation_passes import LayerKind, cache_bytes, pass_bytes
 from hyper_parallel.errors import HyperParallelError
 from hyper_parallel.ir import GenerateWorkload, Strategy
@@ -81,10 +81,10 @@ def cut_into_stages(
     return StagedLayout(replace(s, stage_layers=cut if s.pp > 1 else ()), needed, *stage_bytes)
 
 
-def pricing_setting(r: PlanRequest, layouts: Sequence[StagedLayout], slots: Any = 1) -> Setting:
+def pricing_case(r: PlanRequest, layouts: Sequence[StagedLayout], slots: Any = 1) -> PricingCase:
     """Return layouts as columns for pricing, with `slots` sequences in flight per data share."""
     columns = {name: [getattr(x.strategy, name) for x in layouts] for name in LAYOUT_AXES}
-    return Setting(
+    return PricingCase(
         r.numbers, r.machine, r.workload, Candidates.of_columns(**columns, microbatch=slots)
     )
 
@@ -105,7 +105,7 @@ def pass_memory(
     Returns:
         Bytes other than weights and cache: fixed, and per sequence. Then the most sequences of a data share that fit.
     """
-    terms = pass_bytes(pricing_setting(r, layouts), work)
+    terms = pass_bytes(pricing_case(r, layouts), work)
     fixed, per_sequence = (np.broadcast_to(b, len(layouts)) for b in terms)
     rows, capacity = zip(layouts, fixed, per_sequence, strict=True), r.machine.memory_bytes
     max_sequences = [np.min((capacity - x.weights - f) // (x.cache + e)) for x, f, e in rows]

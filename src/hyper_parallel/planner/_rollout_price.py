@@ -19,7 +19,7 @@ from hyper_parallel.planner._generation_layouts import (
     layer_kinds_of,
     local_bytes,
     pass_memory,
-    pricing_setting,
+    pricing_case,
 )
 from hyper_parallel.planner.request import PlanRequest
 from hyper_parallel.units import DTYPE_BYTES
@@ -76,18 +76,18 @@ def _priced(
     r: PlanRequest, layouts: Sequence[StagedLayout], work: GenerateWorkload, slots: int
 ) -> Iterator[RolloutPrice]:
     """Yield the price of every layout."""
-    setting, w, num_layouts = pricing_setting(r, layouts, float(slots)), r.workload, len(layouts)
+    case, w, num_layouts = pricing_case(r, layouts, float(slots)), r.workload, len(layouts)
     prefill, decode = (
         sum((np.broadcast_to(v, num_layouts) for v in terms.values()), np.zeros(num_layouts))
-        for terms in pass_seconds(setting, [*layer_kinds_of(r)], work)
+        for terms in pass_seconds(case, [*layer_kinds_of(r)], work)
     )
     fixed, per_sequence, _ = pass_memory(r, work, layouts)
     passes = work.prompt_passes + work.new_tokens - 1
     stored_width, compute_width = DTYPE_BYTES[w.param_dtype], DTYPE_BYTES[w.compute_dtype]
     # Cast weights of the current and the next layer, embedding and head; gathered weights are in `fixed`.
-    inside = 2.0 * (setting.dense() + setting.experts()) + setting.ends(setting.outside)
+    inside = 2.0 * (case.dense() + case.experts()) + case.ends(case.outside)
     casts = float(stored_width != compute_width)
-    cast = compute_width * np.where(setting.c.dp_shard > 1, 0.0, inside) * casts
+    cast = compute_width * np.where(case.c.dp_shard > 1, 0.0, inside) * casts
     cast = np.broadcast_to(cast, num_layouts)
     for i, x in enumerate(layouts):
         weights = int(np.max(x.weights))

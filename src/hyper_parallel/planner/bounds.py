@@ -22,12 +22,12 @@ from hyper_parallel.cost import (
     BlockPrices,
     Candidates,
     Machine,
+    PricingCase,
     Ring,
-    Setting,
     min_recompute_layers,
     offloaded_bytes,
     step_seconds,
-    under,
+    with_choices,
 )
 from hyper_parallel.ir import Strategy, Workload
 from hyper_parallel.planner.strategy_space import Columns, Space
@@ -88,9 +88,9 @@ def ranked(rows: Columns) -> NDArray[np.intp]:
 def strategy_at(
     rows: Columns, position: int, base: Strategy, workload: Workload
 ) -> tuple[Strategy, Workload]:
-    """Return one complete strategy with its resolved workload; `base` and `workload` as in `Candidates.at`."""
+    """Return one complete strategy with its resolved workload; `base` and `workload` as in `Candidates.strategy_at`."""
     row = {n: rows[n][[position]] for n in rows if n in Candidates.__slots__}
-    strategy, resolved = Candidates.of_columns(**row).at(0, base, workload)
+    strategy, resolved = Candidates.of_columns(**row).strategy_at(0, base, workload)
     layers = int(rows["layers"][position])
     return replace(strategy, recompute_layers=layers if layers >= 0 else None), resolved
 
@@ -202,7 +202,7 @@ class Pricer:
         # Memory is least with parameters and gradients sharded, or with optimizer states alone sharded.
         self.leanest = [z for z in space.zeros if z in (3, 1)] or space.zeros
 
-    def setting(self, columns: Columns, **fixed: float) -> Setting:
+    def case(self, columns: Columns, **fixed: float) -> PricingCase:
         """Return the pricing case of some rows, with columns that are the same for all rows in `fixed`."""
         named: dict[str, Any] = columns | fixed
         named = {n: c for n, c in named.items() if n not in ("dp", "block")}
@@ -213,7 +213,7 @@ class Pricer:
         rows = Candidates.of_columns(**named)
         self.rows += len(rows)
         machine = self.machine if "order" in columns else self.relaxed
-        return Setting(self.request.numbers, machine, self.request.workload, rows)
+        return PricingCase(self.request.numbers, machine, self.request.workload, rows)
 
     def tokens(self, columns: Columns) -> Array:
         """Return the tokens per step of every row."""
@@ -227,10 +227,10 @@ class Pricer:
         fixed, blocks = dict(zip(FREED, map(float, choice), strict=True)), None
         if "block" in columns:
             index = self._pairs.index(choice[1:]), columns["block"].astype(np.intp)
-            blocks = self._blocks.at(self._priced, index)
+            blocks = self._blocks.take(self._priced, index)
         if "zero" in columns:
-            return step_seconds(self.setting(columns, **fixed), blocks=blocks)
-        return step_seconds(self.setting(columns, **fixed, dp_shard=1.0, zero=0.0), "pace", blocks)
+            return step_seconds(self.case(columns, **fixed), blocks=blocks)
+        return step_seconds(self.case(columns, **fixed, dp_shard=1.0, zero=0.0), "pace", blocks)
 
     def price_blocks(self, columns: Columns) -> Columns:
         """Price a slice of blocks; return it with column `block`, the index of each row's prices.
@@ -238,7 +238,7 @@ class Pricer:
         The prices are those that do not depend on pipeline and states. One slice is cached at a time: the search
         completes the deepest levels first, and complete strategies, whose groups have a placement, use no cached price.
         """
-        self._blocks = BlockPrices.of(under(self.setting(columns), self._pairs))
+        self._blocks = BlockPrices.of(with_choices(self.case(columns), self._pairs))
         self._priced = len(self._pairs), count(columns)
         return columns | {"block": np.arange(count(columns), dtype=np.float64)}
 
@@ -253,7 +253,7 @@ class Pricer:
         }
         starts = range(0, count(columns), _ROWS_IN_CACHE)
         parts = ({n: c[at : at + _ROWS_IN_CACHE] for n, c in columns.items()} for at in starts)
-        step = np.concatenate([step_seconds(self.setting(p, **fixed), "pace") for p in parts])
+        step = np.concatenate([step_seconds(self.case(p, **fixed), "pace") for p in parts])
         ranks = columns["tp_x"] * columns["tp_y"] * columns["cp"]
         tokens = self.request.num_devices * columns["microbatch"] * self.request.workload.seq_len
         return step / _MANY_MICROBATCHES * (1 - TIE) * ranks / tokens
@@ -264,7 +264,7 @@ class Pricer:
         for offload in self.space.offloads:
             options = [
                 offloaded_bytes(
-                    self.setting(columns, **zero_column, offload=float(offload)), self._pairs
+                    self.case(columns, **zero_column, offload=float(offload)), self._pairs
                 )
                 for zero_column in self._zero_choices(columns)
             ]
@@ -276,8 +276,8 @@ class Pricer:
         _, regather, kind = choice
         min_layers, peak = np.full(len(columns["pp"]), np.inf), np.zeros(len(columns["pp"]))
         for zero_column in self._zero_choices(columns):
-            setting = self.setting(columns, **zero_column, offload=0.0, regather=float(regather))
-            layers, peaks = min_recompute_layers(setting, kind, self.capacity)
+            case = self.case(columns, **zero_column, offload=0.0, regather=float(regather))
+            layers, peaks = min_recompute_layers(case, kind, self.capacity)
             peak, min_layers = (
                 np.where(layers < min_layers, peaks, peak),
                 np.minimum(layers, min_layers),

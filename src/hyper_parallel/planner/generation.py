@@ -32,7 +32,7 @@ from hyper_parallel.planner._generation_layouts import (
     layout_candidates,
     local_bytes,
     pass_memory,
-    pricing_setting,
+    pricing_case,
 )
 from hyper_parallel.planner._recipe import parse_strategy
 from hyper_parallel.planner.refusals import MAX_DOUBLINGS, check_degrees, check_legal
@@ -178,8 +178,8 @@ def _priced(
     largest: NDArray[np.float64],
 ) -> list[tuple[Strategy, GenerationLayout]]:
     """Return the predictions of layouts with `slots` sequences per data share; other columns as of `pass_memory`."""
-    setting = pricing_setting(r, layouts, slots.astype(np.float64))
-    terms = pass_seconds(setting, [*layer_kinds_of(r)], work)
+    case = pricing_case(r, layouts, slots.astype(np.float64))
+    terms = pass_seconds(case, [*layer_kinds_of(r)], work)
     priced = []
     for row, x in enumerate(layouts):
         count = int(slots[row])

@@ -15,13 +15,13 @@ from hyper_parallel.cost import (
     Candidates,
     LayerPrices,
     ModelNumbers,
+    PricingCase,
     RankStages,
     Scores,
-    Setting,
+    interpolate_copies,
     kept_bytes,
     memory_terms,
-    mixed_term,
-    put_away,
+    move_to_host,
     rank_model,
     score,
 )
@@ -100,9 +100,9 @@ def with_stage_memory(request: PlanRequest, priced: PricedStrategy) -> PricedStr
     candidate = Candidates.of(replace(s, recompute_layers=None), w)
     recomputed_layers = s.recompute_layers if s.recompute != "none" else None
     terms = memory_terms(
-        Setting(request.numbers, request.machine, w, candidate), recomputed_layers, ranks
+        PricingCase(request.numbers, request.machine, w, candidate), recomputed_layers, ranks
     )
-    return replace(priced, memory=tuple(t.at(0) for t in terms if t.bytes[0] > 0.0))
+    return replace(priced, memory=tuple(t.term_of(0) for t in terms if t.bytes[0] > 0.0))
 
 
 def price(request: PlanRequest, strategy: Strategy, workload: Workload) -> PricedStrategy:
@@ -114,19 +114,22 @@ def price(request: PlanRequest, strategy: Strategy, workload: Workload) -> Price
     """
     recomputed_layers, share = strategy.recompute_layers, 1.0
     candidate = Candidates.of(replace(strategy, recompute_layers=None), workload)
-    setting = plain = Setting(request.numbers, request.machine, workload, candidate)
-    scores = score(setting)
+    recomputed_case = plain = PricingCase(request.numbers, request.machine, workload, candidate)
+    scores = score(recomputed_case)
     cost, memory = scores.cost_at(0), scores.memory_at(0)
     layers = -(-request.model.num_layers // strategy.pp)
-    kept_per_layer = _scalar(kept_bytes(setting))
+    kept_per_layer = _scalar(kept_bytes(recomputed_case))
     if strategy.recompute != "none" and recomputed_layers is not None:
-        share, plain = recomputed_layers / layers, setting.under(recompute=np.zeros(1))
+        share, plain = (
+            recomputed_layers / layers,
+            recomputed_case.with_columns(recompute=np.zeros(1)),
+        )
         kept_per_layer = (1.0 - share) * _scalar(kept_bytes(plain)) + share * kept_per_layer
         cost = _mixed_time(score(plain), scores, share)
-        terms = memory_terms(setting, recomputed_layers)
-        memory = put_away(tuple(t.at(0) for t in terms if t.bytes[0] > 0.0), cost)
+        terms = memory_terms(recomputed_case, recomputed_layers)
+        memory = move_to_host(tuple(t.term_of(0) for t in terms if t.bytes[0] > 0.0), cost)
     sends = next(t for t in scores.time if t.name == "pipeline sends")
-    costs = _layer_seconds(request, setting, plain, share)
+    costs = _layer_seconds(request, recomputed_case, plain, share)
     stages = _stages(
         strategy, workload, cost, costs, _scalar(sends.inputs["send_s"]), layers * kept_per_layer
     )
@@ -153,9 +156,9 @@ def _mixed_time(plain: Scores, full: Scores, share: float) -> tuple[CostTerm, ..
     """Return the terms interpolated between two scores; `share` is the weight of `full`."""
     mixed = []
     for plain_term, full_term in zip(plain.time, full.time, strict=True):
-        term = full_term.at(0)
+        term = full_term.term_of(0)
         if term.name == COPIES:
-            copies = mixed_term(plain_term.at(0), term, share)
+            copies = interpolate_copies(plain_term.term_of(0), term, share)
             mixed += [] if copies is None else [copies]
             continue
         seconds = (1.0 - share) * float(plain_term.seconds[0]) + share * term.seconds
@@ -186,7 +189,7 @@ def pipeline_s(priced: PricedStrategy, pace: tuple[float, ...] = ()) -> float:
 
 
 def _layer_seconds(
-    request: PlanRequest, setting: Setting, plain: Setting, share: float
+    request: PlanRequest, recomputed_case: PricingCase, plain: PricingCase, share: float
 ) -> tuple[list[tuple[float, ...]], float, float]:
     """Return seconds of one microbatch: per decoder layer, of the head, and of exposed traffic outside the layers.
 
@@ -197,8 +200,8 @@ def _layer_seconds(
     head = outside = 0.0
     for layers, numbers in request.layer_kinds:
         parts = []
-        for case in (plain,) if plain is setting else (plain, setting):
-            prices = LayerPrices.of(replace(case, n=numbers))
+        for layer_case in (plain,) if plain is recomputed_case else (plain, recomputed_case):
+            prices = LayerPrices.of(replace(layer_case, n=numbers))
             w, c = prices.work, prices.comm
             head, outside = _scalar(prices.head), _scalar(c.outside)
             values = (

@@ -32,7 +32,7 @@ class HostMemory:
 
     num_bytes: float | None = None  # host memory per device; None: that of the topology
     bytes_s: float | None = None  # bandwidth of copies per direction; None: that of the topology
-    drops: bool = True  # whether results may also be dropped and recomputed
+    may_recompute: bool = True  # whether results may also be dropped and recomputed
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class PlanRequest:
             machine,
             host_bytes=machine.host_bytes if host.num_bytes is None else host.num_bytes,
             host_bytes_s=machine.host_bytes_s if host.bytes_s is None else host.bytes_s,
-            drops=host.drops,
+            may_recompute=host.may_recompute,
         )
 
     @property

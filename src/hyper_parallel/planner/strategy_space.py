@@ -333,7 +333,9 @@ class Space:
         key = (staged, shard, cp, x, y, *columns.values())
         if key not in self._refusals:
             row = Candidates.of_columns(pp=staged, dp_shard=shard, cp=cp, tp_x=x, tp_y=y, **columns)
-            strategy, _ = row.at(0, self.request.base, Workload(self.request.workload.seq_len))
+            strategy, _ = row.strategy_at(
+                0, self.request.base, Workload(self.request.workload.seq_len)
+            )
             self._refusals[key] = self.request.refusal(strategy)
         return self._refusals[key]
 
