@@ -4,9 +4,9 @@
     python benchmarks/offload_pricing.py --models llama-8b --links 50
     python benchmarks/offload_pricing.py --json --plans FILE          # simulated seconds of an earlier result
 
-For every model, link and budget: what `cost.Load` predicts a step to take longer, and what the plan of `plan_memory`
-takes longer in the simulator, with and without recomputation, as shares of the step with everything kept. The load is
-read off the captured program (bytes and seconds around its peak), so only the closed form is compared, not the cost
+For every model, link and budget: extra seconds of a step as predicted by `cost.OffloadDemand`, and those of the plan of
+`plan_memory` in the simulator, with and without recomputation, as shares of the step without offload. The demand is
+read from the captured program (bytes and seconds around its peak), so only the closed form is compared, not the cost
 model's sizes.
 
 llama-8b is the step of `_llama_8b.py` (450 TFLOP/s, 2.8 TB/s), also with 8 of its 32 layers, and with these, state in

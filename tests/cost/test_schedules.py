@@ -64,7 +64,7 @@ def test_layers_are_cut_so_that_the_slowest_stage_is_fastest():
         assert found.slowest[0] == pytest.approx(best)
         assert found.slowest[0] + found.remaining_s[0] == pytest.approx(30 + head)
     even = split_layers_closed_form(c, 30, one, 2.5 * one, even=True)
-    assert (even.most[0], even.last[0], even.slowest[0]) == (8, 6, 8.5)
+    assert (even.fullest[0], even.last[0], even.slowest[0]) == (8, 6, 8.5)
 
 
 def test_orders_start_with_the_mesh_and_keep_data_parallel_axes_together():

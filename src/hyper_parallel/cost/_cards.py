@@ -54,7 +54,7 @@ class DeviceCard:
     # 1 when launches run ahead of the device, so only work shorter than its launches waits
     launch_hidden: float
     context_bytes: float  # memory of driver context, communicators and workspaces
-    # memory the allocator holds but cannot use, as a share of transient bytes
+    # memory reserved by the allocator but unusable, as a share of transient bytes
     fragmentation: float
     latency: float = 1.0  # seconds of a collective with a tiny message against the topology's
     # share of a stack's growth by release (`moe_month`) on this device. The growth is fitted to runs on Blackwell, the
@@ -65,7 +65,7 @@ class DeviceCard:
     pace: Mapping[str, float] = field(default_factory=dict)
     # where each number comes from, by attribute (`matmul.bfloat16`)
     sources: Mapping[str, str] = field(default_factory=dict)
-    # what was believed before a number was fitted to runs, by attribute
+    # prior belief about a number before the fit to runs, by attribute
     priors: Mapping[str, float] = field(default_factory=dict)
 
     def source(self, name: str) -> str:
@@ -90,12 +90,12 @@ class StackCard:
     quantize_bytes: Mapping[str, float] = field(default_factory=dict)
     # 1 for fused attention; 0 writes the score matrix to memory and computes the masked half too
     flash: float = 1.0
-    # 1 where attention uses portable kernels instead of those made for the device
+    # 1 if attention uses portable kernels instead of device-specific ones
     portable: float = 0.0
     # 1 where tensor parallelism shards the sequence between blocks; 0 all-reduces
     sequence_parallel: float = 1.0
     dropout: float = 0.0  # 1 where dropout masks are kept
-    # 1 where gathered inputs are kept for backward; 0 gathers again behind the backward matmul
+    # 1 if gathered inputs are kept for backward; 0 re-gathers them, overlapped with the backward matmul
     keep_gathered: float = 1.0
     # 1 where every pipeline stage has as many layers; 0 where layers are cut by cost
     even_stages: float = 0.0
@@ -113,7 +113,7 @@ class StackCard:
     # tensors of a layer that ZeRO 1 reduces and gathers one by one; 0 where they share buckets
     tail_tensors: float = 0.0
     overlap_pp: float = 0.0  # share of pipeline sends that hides behind compute
-    # 1 where a token is sent once to a rank, and once to a domain, that holds several of its experts
+    # 1 if a token is sent once to a rank, and once to a domain, with several of its experts
     ep_dedup: float = 0.0
     # time of the experts' element-wise work (permutation, activation) against the formula
     moe: float = 1.0
@@ -122,11 +122,11 @@ class StackCard:
     # seconds that routing, sorting and permuting one copy of a token take longer in a release that is one square root
     # of a month older, where `moe_month` is 1
     moe_copy_s: float = 0.0
-    # growth of the two before with the square root of the months a release is older than `moe_release`
+    # growth of `moe_host_s` and `moe_copy_s` with the square root of a release's age in months before `moe_release`
     moe_month: float = 0.0
-    moe_release: float = 0.0  # release from which they hold, in months since 2020
+    moe_release: float = 0.0  # release of the fit, in months since 2020
     # rows at which an expert's matmul takes twice as long as that of many rows: ragged tiles and the ramp of many small
-    # matmuls; beside the device's saturation
+    # matmuls; in addition to the device's saturation
     expert_rows: float = 0.0
     # how often an element of a bias is moved per token by kernels that add it, clamp and reduce its gradient apart from
     # the matmul, forward and backward
@@ -143,21 +143,21 @@ class StackCard:
     straggle: float = 0.0  # slowdown per doubling of the devices
     logit_bytes: float = 10.0  # bytes per logit at the peak of the loss
     kept: float = 1.0  # activations kept for backward against the formula
-    # memory of workspaces and of the allocator's reserve, beside the context of the device
+    # memory of workspaces and of the allocator's reserve, without the device's context
     reserve_bytes: float = 0.0
     # 1 where operators are not fused, so that norms, gates and attention keep copies for backward
     eager: float = 0.0
-    # 1 where sharded training holds the terms of its fullest phase; 0 where all of them are added
+    # 1 if the peak of sharded training is its fullest phase; 0 if all terms are added
     phased: float = 0.0
     gradient_copy_bytes: float = 0.0  # bytes per parameter of a second copy of the gradients
     # 2 where embedding and head are gathered apart from each other, 1 where together
     vocabulary_groups: float = 1.0
     # half width of the interval of a prediction in log ratio, by kind of model (dense, moe); with `_unknown_stack`
-    # behind it where the card stands in for a stack that has none
+    # appended if the card substitutes for a stack without one
     interval: Mapping[str, float] = field(default_factory=dict)
     # where each number comes from, by attribute
     sources: Mapping[str, str] = field(default_factory=dict)
-    # what was believed before a number was fitted to runs, by attribute
+    # prior belief about a number before the fit to runs, by attribute
     priors: Mapping[str, float] = field(default_factory=dict)
 
     def half_width(self, kind: str) -> float:
@@ -212,9 +212,9 @@ class _Number(Section):
     value: float
     """The number."""
     source: str = Field(min_length=1)
-    """Where it comes from, one short phrase."""
+    """Source of the number, one short phrase."""
     prior: float | None = None
-    """What was believed before the number was fitted to runs; fitting starts there."""
+    """Prior belief about the number, where the fit to runs starts."""
 
 
 _Numbers = dict[str, _Number]
@@ -240,13 +240,13 @@ class _CardFile(_Part):
     name: str
     """Name of the card, printed with every term."""
     extends: str | None = None
-    """Shipped card whose numbers are taken where this file has none."""
+    """Shipped card with the defaults of this file."""
     devices: tuple[str, ...] = ()
-    """Globs over device names that a device card is for."""
+    """Globs over device names that a device card applies to."""
     ranks: int | None = Field(default=None, ge=1)
-    """Ranks that were at work when the numbers were measured. None: they hold for any number."""
+    """Number of concurrent ranks in the measurement. None: the numbers apply to any number."""
     fewer: dict[int, _Part] = Field(default_factory=dict)
-    """What differs while fewer ranks work, by their number."""
+    """Numbers that differ with fewer concurrent ranks, by their number."""
 
     def numbers(self) -> tuple[_Numbers, _Numbers]:
         """Return numbers of the file merged over those of the card it extends."""
@@ -333,7 +333,7 @@ def stack_card(name: str) -> StackCard:
     """Return a shipped stack card."""
     card = load_card(name)[1]
     if card is None:
-        raise CardUnreadable("the card holds no stack", got=name)
+        raise CardUnreadable("the card has no stack", got=name)
     return card
 
 
@@ -349,7 +349,7 @@ def _values(card: type[DeviceCard | StackCard], numbers: _Numbers, path: Path) -
         name, _, key = number.partition(".")
         if name not in known or bool(key) != ("Mapping" in str(known[name].type)):
             raise CardUnreadable(
-                "a card holds a number that nothing reads", where=str(path), got=number, allowed=sorted(known)
+                "a card has an unknown number", where=str(path), got=number, allowed=sorted(known)
             )  # fmt: skip
     values = by_field({key: number.value for key, number in numbers.items()})
     needed = {k for k, f in known.items() if f.default is MISSING and f.default_factory is MISSING}

@@ -180,20 +180,20 @@ def min_recompute_layers(s: PricingCase, kind: int, capacity_bytes: float) -> tu
     held_at = [np.broadcast_to(t, shape_of(end.c)) for t in total_bytes(memory_parts(end), end)]
     plain, whole, *except_last = zip(*held_at, strict=True)
     needed, peak = layers, np.max(whole, axis=0)
-    for other, limit in (
+    for alternative, limit in (
         (whole, layers - 1.0),
         *((o, layers - _NOT_RECOMPUTED * c.vpp) for o in except_last),
     ):
         num_layers, bytes_held = np.ones(1), np.full(1, -np.inf)
         with np.errstate(divide="ignore", invalid="ignore"):
-            for a, b in zip(plain, other, strict=True):
+            for a, b in zip(plain, alternative, strict=True):
                 fit = np.where(
                     a > b, np.ceil((a - capacity_bytes) / (a - b) * layers - _TIE), np.inf
                 )
                 num_layers = np.maximum(num_layers, np.where(a <= capacity_bytes, 1.0, fit))
-            if kind > 1 and other is whole:
+            if kind > 1 and alternative is whole:
                 num_layers = np.maximum(num_layers, layers - _NOT_RECOMPUTED * c.vpp + 1.0)
-            for a, b in zip(plain, other, strict=True):
+            for a, b in zip(plain, alternative, strict=True):
                 bytes_held = np.fmax(bytes_held, a - num_layers / layers * (a - b))
         fits = num_layers <= limit
         needed, peak = np.where(fits, num_layers, needed), np.where(fits, bytes_held, peak)
@@ -234,9 +234,9 @@ def fullest_phase(
     """Return the maximum over phases, and the first phase that has it."""
     shape = np.broadcast_shapes(totals[0].shape, shape)
     best, phase = np.broadcast_to(totals[0], shape), np.zeros(shape, dtype=np.intp)
-    for index, other in enumerate(totals[1:], 1):
-        better = other > best
-        best, phase = np.where(better, other, best), np.where(better, index, phase)
+    for index, total in enumerate(totals[1:], 1):
+        better = total > best
+        best, phase = np.where(better, total, best), np.where(better, index, phase)
     return best, phase
 
 
@@ -260,7 +260,7 @@ def total_bytes(parts: Sequence[Parts], s: PricingCase) -> list[Array]:
         if not sharded.all():
             first, *phased_totals = totals
             totals = [np.where(sharded, -np.inf, first)]
-            totals += [np.where(sharded, other, -np.inf) for other in phased_totals]
+            totals += [np.where(sharded, total, -np.inf) for total in phased_totals]
     return totals
 
 
@@ -327,29 +327,32 @@ def _rank_phases(s: PricingCase, stages: Sequence[RankStages]) -> list[Parts]:
 
 def _critical_stages(s: PricingCase, layer: LayerMemory) -> list[Parts]:
     """Return memory phases of the two stages that can hold the peak: first (embedding, most in flight), last (head)."""
-    n, c, one = s.n, s.c, s.c.pp <= 1
+    n, c, single_stage = s.n, s.c, s.c.pp <= 1
     flops = 6.0 * (n.attention_weights + n.mlp_weights + n.active_expert_weights)
     flops = flops + 3.0 * n.attention_flops(s.workload.seq_len)
     even, head = bool(s.machine.stack.even_stages), np.full(1, 6.0 * n.head_weights)
     cut = split_layers_closed_form(c, n.layers, np.full(1, flops), head, even)
     # Every stage has at least one layer.
-    last = np.where(one, n.layers, np.maximum(cut.last, 1.0))
-    limit = np.where(one, n.layers, np.ceil((n.layers - last) / np.maximum(c.pp - 1.0, 1.0)))
+    last = np.where(single_stage, n.layers, np.maximum(cut.last, 1.0))
+    first = np.where(
+        single_stage, n.layers, np.ceil((n.layers - last) / np.maximum(c.pp - 1.0, 1.0))
+    )
     all_elements = n.embedding_weights + n.head_params
     embedding, output = (
-        np.where(one, all_elements, part) * 1.0 for part in (n.embedding_weights, n.head_weights)
+        np.where(single_stage, all_elements, part) * 1.0
+        for part in (n.embedding_weights, n.head_weights)
     )
-    parts = phases(s, layer, limit, embedding, in_flight(c), np.where(one, s.logits, 0.0))
-    if one.all():  # the last stage is the first
+    parts = phases(s, layer, first, embedding, in_flight(c), np.where(single_stage, s.logits, 0.0))
+    if single_stage.all():  # the last stage is the first
         return list(parts)
-    num_in_flight = np.where(one, 1.0, in_flight_last(c))
+    num_in_flight = np.where(single_stage, 1.0, in_flight_last(c))
     return [*parts, *phases(s, layer, last, output, num_in_flight, s.logits)]
 
 
 def _summed_parts(s: PricingCase, layer: LayerMemory, saved: Array, logits: Array) -> Parts:
     """Return all parts, for a peak at which they coincide."""
     n, c, stack, width = s.n, s.c, s.machine.stack, s.machine.width
-    elements, one, vocabulary = stage_elements(s), s.dense() + s.experts(), s.ends(s.outside)
+    elements, mean_layer, vocabulary = stage_elements(s), s.dense() + s.experts(), s.ends(s.outside)
     states = state_bytes(s, elements)
     if stack.vocabulary_groups > 1:
         vocabulary = np.minimum(
@@ -362,11 +365,11 @@ def _summed_parts(s: PricingCase, layer: LayerMemory, saved: Array, logits: Arra
     return states | {
         "gradients": states["gradients"] + second_copy,
         "gathered parameters": np.where(
-            s.copies, (gathered_layers * one + vocabulary) * width, 0.0
+            s.copies, (gathered_layers * mean_layer + vocabulary) * width, 0.0
         ),
-        "gradient buffers": np.where(s.copies, np.maximum(one, vocabulary) * reduced, 0.0),
+        "gradient buffers": np.where(s.copies, np.maximum(mean_layer, vocabulary) * reduced, 0.0),
         "activations": saved + layer.recomputed,
-        # The backward of one layer holds the gradient of a gathered input.
+        # The backward of one layer has the gradient of a gathered input.
         "work space": np.where(c.tp > 1, s.tokens * n.hidden * width, 0.0),
         "exchange buffers": layer.exchange,
         "logits": logits,

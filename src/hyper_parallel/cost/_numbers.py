@@ -64,7 +64,7 @@ class Uncut:
     weights: float = 0.0  # matrix elements per layer, experts and routers apart
     attention: float = 0.0  # share of the matrix elements of attention
     mlp: float = 0.0  # share of those of the dense feed-forward part
-    stream: float = 0.0  # 1 where every rank holds the residual stream of all tokens between blocks
+    stream: float = 0.0  # 1 if every rank has the residual stream of all tokens between blocks
     vocabulary: bool = False  # whether embedding or head is whole
     outside: float = (
         0.0  # matrix elements outside of the layers, embedding and head apart: towers, projectors
@@ -107,13 +107,15 @@ class ModelNumbers:
     num_kv_heads: int  # key and value heads
     q_width: int  # width of all query heads
     k_width: int  # width of all key heads
-    v_width: int  # width of all value heads of the query side: what the output projection reads
+    v_width: int  # width of all value heads of the query side: input width of the output projection
     # number of layers and attention of each kind of layer
     attentions: tuple[tuple[int, AttentionSpec], ...]
     matmuls: tuple[Matmul, ...]  # the matmuls of a mean layer
     normed_width: float  # width of the query and key heads that a layer norms; 0 for most models
     head_norms: float  # norms of query and key heads of a mean layer
-    norm_bytes: float  # what norms keep per token unfused, in units of h, beyond `saved_elements`
+    norm_bytes: (
+        float  # bytes per token kept by unfused norms, in units of h, beyond `saved_elements`
+    )
     head_norm_bytes: float  # bytes of norms over heads, in units of their width
     latent_width: float  # width of the latents of attention that a mean layer norms
     # elements of latent attention's values beyond keys and values: their storage also contains keys
@@ -189,7 +191,7 @@ class ModelNumbers:
         head_params = sum(b.num_params for b in outside if b.name == "head")
         mlp = routed[0].mlp if routed else None
         # Gemma's norms multiply by their weight before rounding, so the normalized input stays in float32.
-        kept = 8.0 if "gemma" in model.family else 6.0
+        norm_kept_bytes = 8.0 if "gemma" in model.family else 6.0
         return cls(
             hidden=model.hidden_size,
             layers=layers,
@@ -203,8 +205,10 @@ class ModelNumbers:
             matmuls=_matmuls(decoders, layers, visits_all),
             normed_width=mean(b.count * sum(_head_norms(b)) for b in decoders),
             head_norms=mean(b.count * len(_head_norms(b)) for b in decoders),
-            norm_bytes=mean(b.count * _norm_bytes(b, model.hidden_size, kept) for b in decoders),
-            head_norm_bytes=kept,
+            norm_bytes=mean(
+                b.count * _norm_bytes(b, model.hidden_size, norm_kept_bytes) for b in decoders
+            ),
+            head_norm_bytes=norm_kept_bytes,
             latent_width=mean(b.count * _latent_width(b) for b in decoders),
             latent_rest=mean(b.count * _latent_rest(b) for b in decoders),
             sinks=mean(b.count for b in decoders if any("sinks" in p.name for p in b.params)),

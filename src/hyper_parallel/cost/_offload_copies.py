@@ -33,7 +33,7 @@ FORMULA: Final = (
     "update): bytes evicted, prefetched and written back during the work of m microbatches on a link of B, and "
     "recomputation"
 )
-SOURCE: Final = "topology; bytes that a lane carries beside the work, docs/explanation/planner.md"
+SOURCE: Final = "topology; copies that overlap the work, docs/explanation/planner.md"
 TERM_OF_KIND: Final = {
     "optimizer": "optimizer states",
     "parameters": "parameters",

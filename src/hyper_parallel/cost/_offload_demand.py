@@ -59,7 +59,7 @@ def offload_demand(s: PricingCase, parts: Sequence[Parts] | None = None) -> Offl
     transient = [np.maximum(transient_bytes(p) * frag - floor, 0.0) for p in parts]
     totals = total_bytes(parts, s)
     need, full = _excess(parts, totals, s)
-    # When activations are gone what stays must fit: states that are away free the most then.
+    # Without activations the persistent bytes must fit: evicted states save the most then.
     persistent = [
         total - transient_bytes for total, transient_bytes in zip(totals, transient, strict=True)
     ]
@@ -68,7 +68,7 @@ def offload_demand(s: PricingCase, parts: Sequence[Parts] | None = None) -> Offl
     staged = _staged(s) + np.zeros(shape)
     flight = np.broadcast_to(in_flight(c), shape)
     movable_share = np.broadcast_to(1.0 - 1.0 / np.maximum(layers, 1.0), shape)
-    # States of both moments: what only one of them has cannot help the other.
+    # Only states that exist in both phases count: others cannot help in the other phase.
     optimizer, parameters, gradients = (
         movable_share
         * np.minimum(*(select_phase([p[name] for p in parts], phase) for phase in (full, empty)))

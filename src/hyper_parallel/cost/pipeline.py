@@ -27,7 +27,7 @@ Speed = Callable[[Array], Array]
 class StageSplit:
     """Split of layers into pipeline stages, and the slowest stage."""
 
-    most: Array  # layers of the fullest stage without the head
+    fullest: Array  # layers of the fullest stage without the head
     last: Array  # layers of the stage with the head
     layers: Array  # layers of the slowest stage
     head: Array  # 1 if the slowest stage has the head
@@ -48,17 +48,17 @@ def split_layers_closed_form(
     With cores shared among ranks (`pace`), ranks use the cores that a light stage leaves idle. A round then takes the
     time of the mean stage at the greatest throughput of all ranks, or of the slowest stage alone.
     """
-    p, one = c.pp, c.pp <= 1
+    p, single_stage = c.pp, c.pp <= 1
     total = layers * layer_s + head_s
-    if one.all():
+    if single_stage.all():
         all_layers, nothing = np.full(1, float(layers)), np.zeros(1)
         return StageSplit(all_layers, all_layers, all_layers, np.ones(1), nothing, total)
 
     def slowest_of(last: Array) -> tuple[Array, Array]:
         # The other p - 1 stages share the rest; the fullest of them or the last stage is slowest.
         """Return the layers of the fullest stage without the head, and the seconds of the slowest stage."""
-        most = np.ceil((layers - last) / np.maximum(p - 1.0, 1.0))
-        return most, np.maximum(most * layer_s, last * layer_s + head_s)
+        fullest = np.ceil((layers - last) / np.maximum(p - 1.0, 1.0))
+        return fullest, np.maximum(fullest * layer_s, last * layer_s + head_s)
 
     # An even split puts the fewest layers on the stage with the head.
     last = np.maximum(layers - np.ceil(layers / p) * (p - 1.0), 0.0)
@@ -67,19 +67,19 @@ def split_layers_closed_form(
         for guess in (ideal, ideal + 1.0):
             clipped = np.clip(guess, 0.0, np.maximum(layers - (p - 1.0), 0.0))
             last = np.where(slowest_of(clipped)[1] < slowest_of(last)[1], clipped, last)
-    most = slowest_of(last)[0]
-    last, most = np.where(one, layers, last), np.where(one, layers, most)
-    with_head = one | (last * layer_s + head_s >= most * layer_s)
-    slowest = np.where(with_head, last * layer_s + head_s, most * layer_s)
+    fullest = slowest_of(last)[0]
+    last, fullest = np.where(single_stage, layers, last), np.where(single_stage, layers, fullest)
+    with_head = single_stage | (last * layer_s + head_s >= fullest * layer_s)
+    slowest = np.where(with_head, last * layer_s + head_s, fullest * layer_s)
     share = np.ones(1)
     if pace is not None:
         slowest_alone = _by_stages(p, lambda k: 1.0 / pace(k)[0])
         most_work = _by_stages(p, lambda k: np.max(k * pace(k)))
         share = np.maximum(slowest_alone, total / p / slowest / most_work)
     return StageSplit(
-        most,
+        fullest,
         last,
-        np.where(with_head, last, most) * share,
+        np.where(with_head, last, fullest) * share,
         np.where(with_head, 1.0, 0.0) * share,
         np.maximum(total - slowest * share, 0.0),
         slowest * share,
