@@ -4,9 +4,9 @@
     python benchmarks/offload_pricing.py --models llama-8b --links 50
     python benchmarks/offload_pricing.py --json --plans FILE          # simulated seconds of an earlier result
 
-For every model, link and budget: what `cost.Load` predicts a step to take longer, and what the plan of `plan_memory`
-takes longer in the simulator, with and without recomputation, as shares of the step with everything kept. The load is
-read off the captured program (bytes and seconds around its peak), so only the closed form is compared, not the cost
+For every model, link and budget: extra seconds of a step as predicted by `cost.OffloadDemand`, and those of the plan of
+`plan_memory` in the simulator, with and without recomputation, as shares of the step without offload. The demand is
+read from the captured program (bytes and seconds around its peak), so only the closed form is compared, not the cost
 model's sizes.
 
 llama-8b is the step of `_llama_8b.py` (450 TFLOP/s, 2.8 TB/s), also with 8 of its 32 layers, and with these, state in
@@ -43,7 +43,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hyper_parallel.backends.torch.memory import capture_training, training_step
-from hyper_parallel.cost import Load
+from hyper_parallel.cost import OffloadDemand
 from hyper_parallel.errors import BudgetImpossible
 from hyper_parallel.ir import MemoryProgram, Operator
 from hyper_parallel.memory import (
@@ -176,7 +176,7 @@ def refilled(program: MemoryProgram) -> MemoryProgram:
     return replace(program, storages=tuple(gone), operators=tuple(operators))
 
 
-def load_of(program: MemoryProgram, budget: float, channel: Channel, again: bool) -> Load:
+def load_of(program: MemoryProgram, budget: float, channel: Channel, again: bool) -> OffloadDemand:
     """The load of a step of one microbatch: bytes that rest at its peak, and the seconds before and after it.
 
     A lane's seconds are those before (after) which the bytes alive are as many as at the peak, or fewer by what it
@@ -230,7 +230,7 @@ def load_of(program: MemoryProgram, budget: float, channel: Channel, again: bool
         live[peak] - budget, (live - alive).max() - budget, program.staging_bytes, np.inf, *resting,
         passing[0], products[0], passing[1], products[1], forward, backward, update, 1.0, 1.0, 1.0, channel.bytes_s,
     )  # fmt: skip
-    return Load(*(np.full(1, float(v)) for v in values))
+    return OffloadDemand(*(np.full(1, float(v)) for v in values))
 
 
 def computed_again(
@@ -280,7 +280,7 @@ def rows_of(
         for again in (True, False):
             kind = "recompute" if again else "copies"
             load = load_of(program, budget, channel, again)
-            row[f"predicted_{kind}"] = float(load.best()[1][0]) / step_s
+            row[f"predicted_{kind}"] = float(load.cheapest()[1][0]) / step_s
             if load.missing_bytes[0] > 0:
                 row[f"predicted_{kind}"] = None
             if earlier is not None:

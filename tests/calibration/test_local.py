@@ -20,7 +20,7 @@ from hyper_parallel.cost import (
     Candidates,
     Machine,
     ModelNumbers,
-    Setting,
+    PricingCase,
     card_names,
     device_card,
     own_cards,
@@ -112,7 +112,7 @@ def test_launch_floor_and_rest_of_a_step_are_found_again():
         model = small_model(layers=layers, hidden=128)
         on = Machine.of(node, "float32", card=card, stack=stack)
         seconds = score(
-            Setting(ModelNumbers.of(model), on, workload, Candidates.of(strategy, workload))
+            PricingCase(ModelNumbers.of(model), on, workload, Candidates.of(strategy, workload))
         ).step_s[0]
         steps.append(MeasuredStep(model, strategy, workload, float(seconds)))
     fitted, own = fit_stack(steps, card, node, "test")
@@ -170,7 +170,7 @@ def probes(node, true):
 def seconds_of(step, node, card, stack):
     on = Machine.of(node, "float32", card=card, stack=stack)
     c = Candidates.of(step.strategy, step.workload)
-    return float(score(Setting(ModelNumbers.of(step.model), on, step.workload, c)).step_s[0])
+    return float(score(PricingCase(ModelNumbers.of(step.model), on, step.workload, c)).step_s[0])
 
 
 def test_probes_find_what_axes_cost_where_ranks_share_cores():
@@ -201,7 +201,9 @@ def test_ranks_that_share_cores_fill_each_others_bubbles():
         device = dataclasses.replace(node.device, ranks_per_core=ranks_per_core)
         on = Machine.of(dataclasses.replace(node, device=device), "float32")
         terms = score(
-            Setting(ModelNumbers.of(model), on, step.workload, Candidates.of(strategy, workload))
+            PricingCase(
+                ModelNumbers.of(model), on, step.workload, Candidates.of(strategy, workload)
+            )
         ).time
         return next(float(t.seconds[0]) for t in terms if t.name == "pipeline bubble")
 
@@ -254,7 +256,7 @@ def test_pipelines_fill_and_drain_at_the_pace_of_the_few_at_work():
     def terms(pace):
         card = dataclasses.replace(true_card(), pace=pace)
         on = Machine.of(local(2), "float32", card=card, stack=stack_card("cpu"))
-        found = score(Setting(ModelNumbers.of(model), on, workload, c)).time
+        found = score(PricingCase(ModelNumbers.of(model), on, workload, c)).time
         return {t.name: float(t.seconds[0]) for t in found}
 
     own, shared, none = terms({}), terms({"0.5": 1.25}), terms({"0.5": 4.0})

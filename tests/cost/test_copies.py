@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hyper_parallel.cost import COPIES, Load, peak_memory, step_cost
+from hyper_parallel.cost import COPIES, OffloadDemand, peak_memory, step_cost
 from hyper_parallel.ir import Strategy, Workload
 from hyper_parallel.memory import Channel, MemoryMachine, plan_memory, refine_order
 from hyper_parallel.memory.bound import reload_bound
@@ -32,7 +32,7 @@ def load(**given_values):
         "microbatches": 1.0, "in_flight": 1.0, "alternating": 1.0, "link_bytes_s": 10e9,
     }  # fmt: skip
     assert not set(given_values) - set(values)
-    return Load(**{k: np.full(1, float(v)) for k, v in {**values, **given_values}.items()})
+    return OffloadDemand(**{k: np.full(1, float(v)) for k, v in {**values, **given_values}.items()})
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def load(**given_values):
     ],
 )  # fmt: skip
 def test_what_no_work_hides_costs_time(values, seconds):
-    away, found = load(**values).best()
+    away, found = load(**values).cheapest()
     assert found[0] == pytest.approx(seconds, abs=1e-12)
     gone = away.copied + away.passing + away.products
     assert gone[0] == pytest.approx(
@@ -85,9 +85,9 @@ def test_a_shorter_step_with_its_copies_is_not_longer(
     long = load(**values, forward_s=forward, backward_s=backward)
     short = load(**values, forward_s=forward - shorter, backward_s=backward - shorter)
     gained = micro * 2 * shorter if flight == 1 else micro * shorter
-    assert short.best()[1][0] <= long.best()[1][0] + gained + 1e-9
+    assert short.cheapest()[1][0] <= long.cheapest()[1][0] + gained + 1e-9
     faster = dataclasses.replace(long, link_bytes_s=long.link_bytes_s * more)
-    assert faster.best()[1][0] <= long.best()[1][0] + 1e-9
+    assert faster.cheapest()[1][0] <= long.cheapest()[1][0] + 1e-9
 
 
 def gigabytes(most):
@@ -126,19 +126,19 @@ def any_load(values, need_share, end_share):
 def test_a_smaller_budget_or_a_slower_link_never_costs_less(values, need, end, less):
     one = any_load(values, need, end)
     slower = dataclasses.replace(one, link_bytes_s=one.link_bytes_s / less)
-    assert slower.best()[1][0] >= one.best()[1][0] - 1e-9
+    assert slower.cheapest()[1][0] >= one.cheapest()[1][0] - 1e-9
     taken = 0.1 * less * np.maximum(one.need_bytes, 0.0)
     larger = dataclasses.replace(
         one, need_bytes=one.need_bytes - taken, end_bytes=one.end_bytes - taken
     )
-    assert larger.best()[1][0] <= one.best()[1][0] + 1e-9
+    assert larger.cheapest()[1][0] <= one.cheapest()[1][0] + 1e-9
 
 
 @settings(max_examples=30, deadline=None)
 @given(values=ANY_LOAD, over=st.floats(0, 100e9))
 def test_what_fits_costs_nothing(values, over):
     values = {**values, "need_bytes": -over, "end_bytes": -over}
-    away, seconds = load(**values).best()
+    away, seconds = load(**values).cheapest()
     assert seconds[0] == 0.0
     assert all(getattr(away, f.name)[0] == 0.0 for f in dataclasses.fields(away))
 
@@ -184,7 +184,7 @@ def test_no_choice_is_much_cheaper(values, need, end):
     if one.missing_bytes[0] > 0:
         return
     step_s = values["microbatches"] * (values["forward_s"] + values["backward_s"])
-    least, found = cheapest(one), one.best()[1][0]
+    least, found = cheapest(one), one.cheapest()[1][0]
     assert least - 1e-5 * (step_s + least) <= found <= 1.001 * least + 0.05 * step_s
 
 
@@ -209,7 +209,7 @@ def test_the_price_lies_between_a_proven_bound_and_a_plan(bytes_s, share):
     price = load(
         need_bytes=live[peak] - budget, end_bytes=-1.0, activations_bytes=sum(resting), forward_s=ends_s[peak],
         backward_s=ends_s[-1] - ends_s[peak], link_bytes_s=bytes_s,
-    ).best()[1][0]  # fmt: skip
+    ).cheapest()[1][0]  # fmt: skip
     machine, priced_s = MemoryMachine(channel, channel), ends_s[-1] + price
     assert reload_bound(program, machine, order, priced_s).num_bytes <= budget
     plan = plan_memory(program, machine, budget_bytes=budget, recompute=False)
@@ -231,7 +231,7 @@ def test_terms_say_what_is_away():
     assert held == pytest.approx(capacity, rel=1e-6)
     cost = step_cost(model, supernode, moved, workload)
     (term,) = [t for t in cost if t.name == COPIES]
-    found, seconds = Load.of_term(term).best()
+    found, seconds = OffloadDemand.of_term(term).cheapest()
     assert seconds[0] == term.seconds
     again = float(found.passing[0] + found.products[0])
     # Beside its buffer a plan makes what attention gives, in the compute format; pieces of a gradient are smaller here.

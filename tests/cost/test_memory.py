@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from hyper_parallel.config import load_recipe
-from hyper_parallel.cost import Candidates, Machine, ModelNumbers, Setting, score, stack_card
+from hyper_parallel.cost import Candidates, Machine, ModelNumbers, PricingCase, score, stack_card
 from hyper_parallel.ir import Workload
 from hyper_parallel.model import load_model, read_preset, spec_from_config
 from hyper_parallel.planner import plan_recipe
@@ -53,7 +53,7 @@ def terms(name, sequence_parallel, recompute, **columns):
     }
     c = Candidates.of_columns(**(row | {"recompute": recompute} | columns))
     numbers = ModelNumbers.of(gpt(layers, hidden, heads))
-    scores = score(Setting(numbers, machine, Workload(2048), c))
+    scores = score(PricingCase(numbers, machine, Workload(2048), c))
     return {t.name: float(t.bytes[0]) / GiB for t in scores.memory}
 
 
@@ -97,7 +97,9 @@ def test_zero_stages_shard_more_and_more():
     numbers = ModelNumbers.of(load_model("llama-3-8b"))
     # Several microbatches: sharded gradients are there in every phase of a step.
     c = Candidates.of_columns(dp_shard=8, accumulation=2, zero=[0, 1, 2, 3])
-    found = {t.name: t.bytes for t in score(Setting(numbers, machine, Workload(4096), c)).memory}
+    found = {
+        t.name: t.bytes for t in score(PricingCase(numbers, machine, Workload(4096), c)).memory
+    }
     n = load_model("llama-3-8b").num_params
     assert found["parameters"] == pytest.approx([2 * n, 2 * n, 4 * n / 8, 4 * n / 8])
     assert found["gradients"] == pytest.approx([4 * n, 4 * n, 4 * n / 8, 4 * n / 8])

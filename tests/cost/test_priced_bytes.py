@@ -7,7 +7,14 @@ import dataclasses
 
 import pytest
 
-from hyper_parallel.cost import Candidates, Machine, ModelNumbers, Setting, score, step_collectives
+from hyper_parallel.cost import (
+    Candidates,
+    Machine,
+    ModelNumbers,
+    PricingCase,
+    score,
+    step_collectives,
+)
 from hyper_parallel.cost import device_card as shipped_device
 from hyper_parallel.cost import stack_card as shipped_stack
 from hyper_parallel.ir import Strategy, Workload
@@ -47,7 +54,7 @@ def compare(
     spec = model or small_model(layers=4, kv_heads=8)
     workload = Workload(512, microbatch=2, accumulation_steps=4).resolve(strategy.dp)
     scores = score(
-        Setting(ModelNumbers.of(spec), wires(), workload, Candidates.of(strategy, workload))
+        PricingCase(ModelNumbers.of(spec), wires(), workload, Candidates.of(strategy, workload))
     )
     priced = {t.name: float(t.seconds[0]) for t in scores.time}
     layouts = plan_layouts(

@@ -14,14 +14,14 @@ from hyper_parallel.cost import (
     Machine,
     ModelNumbers,
     Places,
-    Setting,
+    PricingCase,
     distinct,
     memory_key,
     offloaded_bytes,
     score,
     step_seconds,
 )
-from hyper_parallel.cost.pipeline import bubble_seconds, in_flight, lay_out
+from hyper_parallel.cost.pipeline import bubble_seconds, in_flight, split_layers_closed_form
 from hyper_parallel.ir import Strategy, Workload
 from hyper_parallel.ir.mesh import AXES
 from hyper_parallel.model import load_model
@@ -59,12 +59,12 @@ def test_microbatches_in_flight(schedule, vpp, held):
 def test_layers_are_cut_so_that_the_slowest_stage_is_fastest():
     c, one = Candidates.of_columns(pp=4, accumulation=8), np.ones(1)
     for head in (0.0, 0.4, 1.0, 2.5, 5.0, 30.0):
-        found = lay_out(c, 30, one, head * one, even=False)
+        found = split_layers_closed_form(c, 30, one, head * one, even=False)
         best = min(max(np.ceil((30 - last) / 3), last + head) for last in range(28))
         assert found.slowest[0] == pytest.approx(best)
-        assert found.slowest[0] + found.others[0] == pytest.approx(30 + head)
-    even = lay_out(c, 30, one, 2.5 * one, even=True)
-    assert (even.most[0], even.last[0], even.slowest[0]) == (8, 6, 8.5)
+        assert found.slowest[0] + found.remaining_s[0] == pytest.approx(30 + head)
+    even = split_layers_closed_form(c, 30, one, 2.5 * one, even=True)
+    assert (even.fullest[0], even.last[0], even.slowest[0]) == (8, 6, 8.5)
 
 
 def test_orders_start_with_the_mesh_and_keep_data_parallel_axes_together():
@@ -100,7 +100,7 @@ def test_an_axis_inside_a_node_is_faster_there():
     inside = ORDERS.index(("pp", "cp", "tp_x", "tp_y", "dp_replicate", "dp_shard"))
     c = Candidates.of_columns(dp_shard=8, tp_x=8, zero=3, order=[0, inside])
     found = score(
-        Setting(numbers, Machine.of(machine(num_devices=64), "bfloat16"), Workload(8192), c)
+        PricingCase(numbers, Machine.of(machine(num_devices=64), "bfloat16"), Workload(8192), c)
     )
     time = {t.name: t.seconds for t in found.time}
     assert time["tp communication"][1] > 3 * time["tp communication"][0]
@@ -121,8 +121,8 @@ def test_factorised_pricing_equals_pricing_one_by_one():
     c = Candidates.of_columns(**columns)
     numbers = ModelNumbers.of(load_model("mixtral-8x7b"))
     on = Machine.of(load_topology("dgx-h100"), "bfloat16")
-    together = score(Setting(numbers, on, Workload(2048), c))
-    apart = score(Setting(numbers, on, Workload(2048), c.take(np.arange(200))))
+    together = score(PricingCase(numbers, on, Workload(2048), c))
+    apart = score(PricingCase(numbers, on, Workload(2048), c.take(np.arange(200))))
     assert together.step_s[:200] == pytest.approx(apart.step_s, rel=1e-12)
     assert together.memory_bytes[:200] == pytest.approx(apart.memory_bytes, rel=1e-12)
 
@@ -146,18 +146,18 @@ def test_sums_of_a_search_are_the_sums_of_the_terms():
     on = Machine.of(load_topology("cloudmatrix384"), "bfloat16")
     choices = list(itertools.product((0, 1), (0, 1, 2)))
     bytes_ = offloaded_bytes(
-        Setting(numbers, on, workload, Candidates.of_columns(**columns)), choices
+        PricingCase(numbers, on, workload, Candidates.of_columns(**columns)), choices
     )
     first, index = distinct(memory_key(columns, workload.seq_len))
     assert len(first) < rows
     for (again, kind), found in zip(choices, bytes_, strict=True):
         c = Candidates.of_columns(**columns, regather=float(again), recompute=float(kind))
-        whole = score(Setting(numbers, on, workload, c))
-        assert step_seconds(Setting(numbers, on, workload, c)) == pytest.approx(
+        whole = score(PricingCase(numbers, on, workload, c))
+        assert step_seconds(PricingCase(numbers, on, workload, c)) == pytest.approx(
             whole.step_s, rel=1e-12
         )
         pace = sum(t.seconds for t in whole.time if t.name in PACE)
-        assert step_seconds(Setting(numbers, on, workload, c), "pace") == pytest.approx(
+        assert step_seconds(PricingCase(numbers, on, workload, c), "pace") == pytest.approx(
             pace, rel=1e-12
         )
         assert found == pytest.approx(whole.memory_bytes, rel=1e-12)
@@ -188,14 +188,14 @@ def test_an_open_grid_is_priced_without_being_written_out():
     on = Machine.of(machine(), "bfloat16")
     tp, m = np.asarray([[1.0], [2.0], [4.0]]), np.asarray([[1.0, 2.0, 8.0, 16.0]])
     grid = score(
-        Setting(numbers, on, Workload(512), Candidates.of_columns(tp_x=tp, accumulation=m))
+        PricingCase(numbers, on, Workload(512), Candidates.of_columns(tp_x=tp, accumulation=m))
     )
     assert grid.step_s.shape == (3, 4)
     flat = Candidates.of_columns(
         tp_x=np.repeat([1, 2, 4], 4), accumulation=np.tile([1, 2, 8, 16], 3)
     )
     assert grid.step_s.ravel() == pytest.approx(
-        score(Setting(numbers, on, Workload(512), flat)).step_s
+        score(PricingCase(numbers, on, Workload(512), flat)).step_s
     )
 
 
@@ -206,6 +206,6 @@ def test_a_strategy_survives_the_round_trip():
         reshard_after_forward=False,
     )  # fmt: skip
     workload = Workload(512, microbatch=1, accumulation_steps=4).resolve(strategy.dp)
-    again, resolved = Candidates.of(strategy, workload).at(0, Strategy(), workload)
+    again, resolved = Candidates.of(strategy, workload).strategy_at(0, Strategy(), workload)
     assert again == strategy
     assert resolved == workload

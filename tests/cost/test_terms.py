@@ -14,7 +14,7 @@ from hyper_parallel.cost import (
     Candidates,
     Machine,
     ModelNumbers,
-    Setting,
+    PricingCase,
     StackCard,
     device_card,
     peak_memory,
@@ -45,7 +45,7 @@ def fused(model, strategy, workload):
     """Activations with fused operators, everything at once: what the published formulas count."""
     on = Machine.of(machine(), "bfloat16", stack=StackCard("plain"))
     c = Candidates.of(strategy, workload.resolve(strategy.dp))
-    terms = score(Setting(ModelNumbers.of(model), on, workload, c)).memory
+    terms = score(PricingCase(ModelNumbers.of(model), on, workload, c)).memory
     return next(float(t.bytes[0]) for t in terms if t.name == "activations")
 
 

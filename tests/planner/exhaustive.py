@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from hyper_parallel.cost import SHAPES, Candidates, Setting, memory_terms, score
+from hyper_parallel.cost import SHAPES, Candidates, PricingCase, memory_terms, score
 from hyper_parallel.ir import AXES, Strategy
 from hyper_parallel.planner.pricing import price
 from hyper_parallel.planner.strategy_space import Space
@@ -91,7 +91,7 @@ def closed_forms(request):
     kinds = Space(request).recomputes
     scores = {
         k: score(
-            Setting(request.numbers, request.machine, request.workload,
+            PricingCase(request.numbers, request.machine, request.workload,
                     Candidates.of_columns(**columns, recompute=float(k)))
         )
         for k in {0, *kinds}
@@ -115,7 +115,7 @@ def closed_forms(request):
             if j > 0:
                 c = Candidates.of_columns(**columns, recompute=float(kind))
                 terms = memory_terms(
-                    Setting(request.numbers, request.machine, request.workload, c), j
+                    PricingCase(request.numbers, request.machine, request.workload, c), j
                 )
                 mixed = sum(t.bytes for t in terms)
                 memory = np.where((columns["offload"] == 0) & (j < layers), mixed, memory)
@@ -139,7 +139,7 @@ def least_refined(request):
         for i in np.flatnonzero(np.isfinite(value)):
             columns = dict(zip(COLUMNS, rows[i : i + 1].T, strict=True))
             candidate = Candidates.of_columns(**columns, recompute=float(kind))
-            strategy, workload = candidate.at(0, Strategy(), request.workload)
+            strategy, workload = candidate.strategy_at(0, Strategy(), request.workload)
             if kind and layers[i] >= 0:
                 strategy = replace(strategy, recompute_layers=int(layers[i]))
             best = min(best, price(request, strategy, workload).per_token_s)

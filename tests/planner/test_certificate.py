@@ -14,7 +14,7 @@ from hyper_parallel.planner import plan
 from hyper_parallel.planner.bounds import strategy_at
 from hyper_parallel.planner.pins import check_pins
 from hyper_parallel.planner.pricing import pipeline_s, price
-from hyper_parallel.planner.refinement import find
+from hyper_parallel.planner.refinement import find_best
 from hyper_parallel.planner.request import resolve
 from hyper_parallel.planner.search import BranchAndBound
 from hyper_parallel.planner.strategy_space import Space
@@ -170,7 +170,7 @@ def test_no_full_price_is_below_the_closed_form_that_bounds_it(seed):
     """Whatever is not simulated cannot be better than its closed form: the bound of the certificate."""
     model, supernode, _, _ = draw_case(seed)
     request = resolve(model, supernode, Workload(512, 512 * 32), 4)
-    rows = find(replace(request, pins={"pp": 2}), keep=20).search.rows
+    rows = find_best(replace(request, pins={"pp": 2}), keep=20).search.rows
     values = rows["per_token_s"]
     assert len(values) > 10
     for position in range(0, len(values), max(1, len(values) // 12)):

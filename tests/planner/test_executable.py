@@ -21,7 +21,7 @@ from hyper_parallel.model import spec_from_config
 from hyper_parallel.planner import plan, plan_recipe
 from hyper_parallel.planner.pins import check_pins
 from hyper_parallel.planner.plan_builder import search
-from hyper_parallel.planner.refinement import find
+from hyper_parallel.planner.refinement import find_best
 from hyper_parallel.planner.request import resolve
 from hyper_parallel.planner.strategy_space import Space
 from tests.cost.machines import machine, small_model
@@ -60,7 +60,7 @@ def request_of(name, supernode=None, **pins):
 def test_what_is_chosen_has_layouts_and_is_the_best_that_has(name, pins):
     request = request_of(name, machine(cluster_bytes_s=5e9), **pins)
     best = least(request)
-    outcome = find(request, keep=3)
+    outcome = find_best(request, keep=3)
     assert outcome.fits
     assert np.isfinite(best)
     assert outcome.search.rows["per_token_s"].min() == pytest.approx(best, rel=1e-9)

@@ -118,5 +118,5 @@ def test_the_note_of_offload_names_the_bytes_that_stay_on_the_device():
             model, "dgx-h100", Workload(512, 512 * 16), num_devices=2, offload=True, objective=objective,
         )  # fmt: skip
         notes = [note for note in made.notes if note.startswith("offload:")]
-        assert all(f"beside {format_bytes(made.memory_bytes)} on" in note for note in notes)
+        assert all(f"offload: {format_bytes(made.memory_bytes)} on" in note for note in notes)
         assert bool(notes) == (objective == "memory")

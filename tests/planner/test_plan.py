@@ -176,7 +176,7 @@ def test_edited_plan_is_priced_again():
     again = recheck(edited, small_model(), supernode)
     assert again.strategy.tp_x == 4
     assert again.step_s != first.step_s
-    assert any("made anew" in n for n in again.notes)
+    assert any("rebuilt" in n for n in again.notes)
     assert "strategy.tp_x: 1 -> 4" in first.diff(again)
     assert recheck(again, small_model(), supernode).layouts == again.layouts
 

@@ -155,7 +155,7 @@ def test_with_offload_auto_counts_on_host_memory(recipe, tmp_path):
     away = {t.name: t.bytes for t in chosen.memory if t.tier == "dram"}
     assert sum(away.values()) > 0
     assert any(t.name == "offload copies" for t in chosen.cost)
-    assert any("lie in host memory" in note for note in chosen.notes)
+    assert any("in host memory at the peak" in note for note in chosen.notes)
     with pytest.raises(DoesNotFit):
         plan_recipe(recipe(**machine(0.01, 0.01), offload=offload))
     with pytest.raises(DoesNotFit):

@@ -17,7 +17,7 @@ from hyper_parallel.planner import plan, plan_tasks, simulate_plan
 from hyper_parallel.planner.bounds import join, tuples
 from hyper_parallel.planner.pins import check_pins
 from hyper_parallel.planner.pricing import partition, price
-from hyper_parallel.planner.refinement import find
+from hyper_parallel.planner.refinement import find_best
 from hyper_parallel.planner.request import HostMemory, resolve
 from tests.cost.machines import machine, small_model
 from tests.planner.draws import draw_case
@@ -31,7 +31,7 @@ def test_search_equals_brute_force(seed, few_orders):
     model, supernode, workload, devices = draw_case(seed)
     request = resolve(model, supernode, workload, devices)
     best = least(request)
-    outcome = find(request)
+    outcome = find_best(request)
     assert outcome.fits == np.isfinite(best)
     if outcome.fits:
         assert outcome.search.rows["per_token_s"].min() == pytest.approx(best, rel=1e-9)
@@ -47,7 +47,7 @@ def test_search_of_all_orders_equals_brute_force(seed):
     supernode = dataclasses.replace(supernode, tiers=(inner, supernode.tiers[1]))
     request = resolve(model, supernode, Workload(512, 512 * 4), 4)
     request = dataclasses.replace(request, pins=check_pins({"microbatch": 1, "zero": 3}))
-    best, outcome = least(request), find(request)
+    best, outcome = least(request), find_best(request)
     assert outcome.search.rows["per_token_s"].min() == pytest.approx(best, rel=1e-9)
     priced = join([outcome.search.rows, outcome.search.slower])
     assert len({*priced["order"].tolist()}) > 1
@@ -64,7 +64,7 @@ def test_search_with_offload_equals_brute_force(seed, few_orders):
     request = resolve(model, supernode, workload, devices)
     request = dataclasses.replace(request, offload=host, capacity_bytes=budget)
     request = dataclasses.replace(request, executable=bool(seed % 2))
-    outcome = find(request)
+    outcome = find_best(request)
     best = outcome.search.rows["per_token_s"].min()
     assert best == pytest.approx(least(request), rel=1e-9)
     assert outcome.search.bound >= best * (1 - 1e-9)
@@ -94,7 +94,7 @@ def test_refined_search_equals_refined_brute_force(seed, pins, few_orders):
     request = resolve(model, supernode, workload, devices)
     request = dataclasses.replace(request, pins=check_pins(pins))
     best = least_refined(request)
-    outcome = find(request)
+    outcome = find_best(request)
     assert outcome.fits == np.isfinite(best)
     if outcome.fits:
         assert outcome.ranked[0].per_token_s == pytest.approx(best, rel=1e-9)
@@ -103,7 +103,7 @@ def test_refined_search_equals_refined_brute_force(seed, pins, few_orders):
 def test_executable_search_equals_brute_force():
     request = resolve(small_model(), machine(memory_gib=1.35), Workload(512, 512 * 16), 8)
     request = dataclasses.replace(request, executable=True)
-    outcome = find(request)
+    outcome = find_best(request)
     best = outcome.search.rows["per_token_s"].min()
     assert best == pytest.approx(least(request), rel=1e-9)
 
@@ -116,7 +116,7 @@ def test_runners_up_are_the_next_best_degrees(few_orders):
     for row, value in zip(rows[:, [0, 1, 2, 3, 4, 5, 8]].astype(int).tolist(), values, strict=True):
         best[tuple(row)] = min(value, best.get(tuple(row), np.inf))
     wanted = sorted(best.values())[:6]
-    outcome = find(request, keep=6)
+    outcome = find_best(request, keep=6)
     rows = outcome.search.rows
     closest: dict[tuple[int, ...], float] = {}
     for mesh, value in zip(tuples(rows), rows["per_token_s"], strict=True):
@@ -255,7 +255,7 @@ def test_pins_that_nothing_can_have_are_named_first(pins, why):
 def test_choices_that_are_pinned_have_their_own_price(pins):
     """What the search sorts by is what the strategy costs, and that differs from the price of the usual choice."""
     request = resolve("llama-3-8b", "dgx-h100", Workload(8192, 2**20), 16)
-    outcome = find(dataclasses.replace(request, pins=pins))
+    outcome = find_best(dataclasses.replace(request, pins=pins))
     best = outcome.ranked[0]
     assert best.per_token_s == pytest.approx(outcome.search.rows["per_token_s"].min())
     workload = Workload(8192, 2**20, best.workload.microbatch)
@@ -286,7 +286,7 @@ def test_inputs_gathered_again_and_scattered_tokens_equal_brute_force(
         request = resolve(model, machine(memory_gib=float(gib)), workload, 8)
         for executable in (False, True):
             request = dataclasses.replace(request, pins=check_pins(pins), executable=executable)
-            best, outcome = least(request), find(request)
+            best, outcome = least(request), find_best(request)
             assert outcome.fits == np.isfinite(best)
             if outcome.fits:
                 first = outcome.search.rows["per_token_s"].min()

@@ -56,7 +56,7 @@ def test_words_are_the_keys_of_a_recipe() -> None:
         ("tp", BadValue, "key=value"),
         ("tp=two", BadValue, "an integer >= 1"),
         ("tp=2 tp_x=4", BadValue, "two names of one degree"),
-        ("auto=true", BadValue, "nothing is searched"),
+        ("auto=true", BadValue, "needs explicit degrees"),
     ],
 )
 def test_wrong_words(words: str, error: type[HyperParallelError], says: str) -> None:

@@ -116,7 +116,7 @@ def test_host_memory_is_released_when_a_storage_is_forgotten():
     released = weakref.ref(content)
     spill.hold(base, KiB, content)
     del content
-    spill.bring_back()
+    spill.restore_all()
     assert base.nbytes() == KiB
     assert released() is None
 

@@ -22,7 +22,7 @@ from hyper_parallel.cost import (
     DeviceCard,
     Machine,
     ModelNumbers,
-    Setting,
+    PricingCase,
     StackCard,
     device_card,
     stack_card,
@@ -246,7 +246,9 @@ def _pricer(
     def seconds(card: DeviceCard, stack: StackCard) -> Array:
         formats = {workload.compute_dtype for workload, *_ in prepared}
         machines = {d: Machine.of(supernode, d, card=card, stack=stack) for d in formats}
-        settings = (Setting(numbers, machines[w.compute_dtype], w, c) for w, numbers, c in prepared)
+        settings = (
+            PricingCase(numbers, machines[w.compute_dtype], w, c) for w, numbers, c in prepared
+        )
         return np.array([float(step_seconds(s)[0]) for s in settings])
 
     return seconds

@@ -20,8 +20,8 @@ from hyper_parallel.cost import (
     DeviceCard,
     Machine,
     ModelNumbers,
+    PricingCase,
     Scores,
-    Setting,
     StackCard,
     card_names,
     device_card,
@@ -136,7 +136,7 @@ def machine_of(run: PublishedRun, cards: Cards) -> Machine:
 
 def setting_of(
     run: PublishedRun, numbers: ModelNumbers, machine: Machine, recompute: str
-) -> Setting:
+) -> PricingCase:
     """Return the case to price for a run; optimizer states and gradients are in float32."""
     d = run.degrees
     workload = Workload(
@@ -147,7 +147,7 @@ def setting_of(
         microbatch=run.microbatch, accumulation=run.accumulation, zero=run.zero,
         recompute=RECOMPUTE.index(recompute),
     )  # fmt: skip
-    return Setting(numbers, machine, workload, candidate)
+    return PricingCase(numbers, machine, workload, candidate)
 
 
 def predict(run: PublishedRun, cards: Cards | None = None) -> Prediction:

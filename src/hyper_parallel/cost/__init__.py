@@ -1,6 +1,5 @@
 """Cost model: step time, memory and communication of a strategy, each as terms with a formula and a source."""
 
-from hyper_parallel.cost._budget import offloaded_bytes
 from hyper_parallel.cost._candidates import (
     ORDERS,
     RECOMPUTE,
@@ -23,25 +22,31 @@ from hyper_parallel.cost._cards import (
     with_numbers,
 )
 from hyper_parallel.cost._collectives import LINEAR_ENTRY, Rows, step_collectives
-from hyper_parallel.cost._copies import COPIES, Load, mixed_term, put_away
 from hyper_parallel.cost._machine import Machine, Ring
 from hyper_parallel.cost._memory import (
     RankStages,
-    few_layers,
     kept_bytes,
     memory_key,
     memory_terms,
-    under,
+    min_recompute_layers,
+    with_choices,
 )
 from hyper_parallel.cost._numbers import ModelNumbers
+from hyper_parallel.cost._offload_copies import (
+    COPIES,
+    OffloadDemand,
+    interpolate_copies,
+    move_to_host,
+)
+from hyper_parallel.cost._offload_demand import offloaded_bytes
 from hyper_parallel.cost._own_cards import (
     LOCAL_CARD,
-    at_ranks,
+    cards_for_ranks,
     own_cards,
     own_cards_by_ranks,
     own_path,
 )
-from hyper_parallel.cost._setting import Places, Setting
+from hyper_parallel.cost._pricing_case import Places, PricingCase
 from hyper_parallel.cost._stages import check_stage_layers, cut_layers, rank_model, stage_layers
 from hyper_parallel.cost._step import BlockPrices, LayerPrices
 from hyper_parallel.cost._time import Scores, peak_memory, score, step_cost, step_seconds
@@ -59,36 +64,36 @@ __all__ = [
     "Candidates",
     "DeviceCard",
     "LayerPrices",
-    "Load",
     "Machine",
     "ModelNumbers",
+    "OffloadDemand",
     "Places",
+    "PricingCase",
     "RankStages",
     "Ring",
     "Rows",
     "Scores",
-    "Setting",
     "StackCard",
-    "at_ranks",
     "by_field",
     "card_names",
+    "cards_for_ranks",
     "check_stage_layers",
     "cut_layers",
     "device_card",
     "distinct",
-    "few_layers",
+    "interpolate_copies",
     "kept_bytes",
     "load_card",
     "memory_key",
     "memory_terms",
-    "mixed_term",
+    "min_recompute_layers",
+    "move_to_host",
     "numbers_of",
     "offloaded_bytes",
     "own_cards",
     "own_cards_by_ranks",
     "own_path",
     "peak_memory",
-    "put_away",
     "rank_model",
     "read_card",
     "score",
@@ -97,6 +102,6 @@ __all__ = [
     "step_collectives",
     "step_cost",
     "step_seconds",
-    "under",
+    "with_choices",
     "with_numbers",
 ]

@@ -1,8 +1,8 @@
-"""Cards: what a device and a training stack reach, as YAML with a source on every number.
+"""Cards: efficiency of a device and of a training stack, as YAML with a source for every number.
 
-A device card holds shares of the peaks that the topology states (how good the kernels are); a stack card holds how a
-training framework uses them (what hides behind what, what is redone, what it costs to start a kernel). Shipped cards
-lie in `cost/cards`; `hyper-parallel calibrate` writes cards of the same form.
+A device card has shares of the topology's peaks (kernel efficiency). A stack card describes a training framework:
+overlap, recomputation, launch costs. Shipped cards are in `cost/cards`; `hyper-parallel calibrate` writes cards of the
+same form.
 """
 
 from __future__ import annotations
@@ -22,79 +22,80 @@ from hyper_parallel.errors import CardUnreadable
 _FOLDER: Final = Path(__file__).with_name("cards")
 _NO_NUMBERS: Final = ("name", "devices", "sources", "priors")
 UNFITTED_HALF_WIDTH: Final = 0.2
-"""Half width of the interval of a prediction in log ratio with a card that was not fitted: wider than any shipped one
-for a known stack and a dense model."""
+"""Half width of a prediction's interval in log ratio, with a card that was not fitted. It is wider than that of any
+shipped card for a known stack and a dense model.
+"""
 _INTERPOLATED: Final = "not on the card: the share of bfloat16"
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceCard:
-    """How much of a device's peaks its kernels reach. Shares are of the peaks in the topology."""
+    """Efficiency of a device's kernels, as shares of the peaks in the topology."""
 
     name: str
-    devices: tuple[str, ...]  # globs over the device names of topologies that the card is for
+    devices: tuple[str, ...]  # globs over the device names that the card applies to
     matmul: Mapping[str, float]  # share of the peak FLOP/s of a large matmul, by dtype
-    # where a matmul's dimension reaches half of that, in units of peak FLOP/s / memory bytes/s
+    # matmul dimension with half of the `matmul` rate, in units of peak FLOP/s / memory bytes/s
     saturation: float
     # share of the peak FLOP/s of the two attention products on long sequences and wide heads, by dtype
     attention: Mapping[str, float]
-    # share of that which portable attention kernels reach, those not made for this device
+    # share of the `attention` rate of portable kernels, which are not specific to this device
     portable: float
-    attention_head: float  # head width at which attention reaches half of that
-    attention_len: float  # sequence length at which attention reaches half of that
+    attention_head: float  # head width with half of the `attention` rate
+    attention_len: float  # sequence length with half of the `attention` rate
     elementwise: float  # share of the memory bandwidth of element-wise and normalising kernels
-    stream: float  # share of the memory bandwidth of one long pass, as the optimizer makes
+    stream: float  # share of the memory bandwidth of one long pass, as in the optimizer
     link: float  # share of the bandwidth of the innermost links that collectives reach
-    network: float  # the same of the links of outer tiers that are not the innermost ones
+    network: float  # share of the bandwidth of the links of outer tiers that collectives reach
     exchange: float  # share of `network` that all-to-alls of long messages reach
-    # message length at which an all-to-all reaches half of that; a message is one token
+    # message length with half of the `exchange` rate; a message is one token
     message_bytes: float
     kernel_s: float  # seconds to launch one kernel or run one small operator
     # 1 when launches run ahead of the device, so only work shorter than its launches waits
     launch_hidden: float
     context_bytes: float  # memory of driver context, communicators and workspaces
-    # memory the allocator holds but cannot use, as a share of what comes and goes
+    # memory reserved by the allocator but unusable, as a share of transient bytes
     fragmentation: float
     latency: float = 1.0  # seconds of a collective with a tiny message against the topology's
-    # how much of a stack's growth by release (`moe_month`) shows on the device, against Blackwell, whose runs that
-    # growth is made of; fitted where a generation has runs of several releases
+    # share of a stack's growth by release (`moe_month`) on this device. The growth is fitted to runs on Blackwell, the
+    # share to generations with runs of several releases
     maturing: float = 1.0
-    # speed of a rank while a share of all ranks works, against all of them at work, by that share; for ranks that share
-    # cores, caches and memory
+    # speed of a rank by the share of running ranks, relative to all ranks running; for ranks that share cores, caches
+    # and memory
     pace: Mapping[str, float] = field(default_factory=dict)
     # where each number comes from, by attribute (`matmul.bfloat16`)
     sources: Mapping[str, str] = field(default_factory=dict)
-    # what was believed before a number was fitted to runs, by attribute
+    # prior belief about a number before the fit to runs, by attribute
     priors: Mapping[str, float] = field(default_factory=dict)
 
     def source(self, name: str) -> str:
-        """Where a number comes from: `matmul.bfloat16`, `link`."""
+        """Return the source of a number, such as `matmul.bfloat16` or `link`."""
         return f"device card {self.name}: {self.sources.get(name, _INTERPOLATED)}"
 
     def share(self, table: str, dtype: str) -> float:
-        """Entry of `matmul` or `attention` for a dtype; a dtype without one reaches the share of bfloat16."""
+        """Return the entry of `matmul` or `attention` for a dtype; the default is the share of bfloat16."""
         values: Mapping[str, float] = getattr(self, table)
         return values.get(dtype, values.get("bfloat16", next(iter(values.values()))))
 
 
 @dataclass(frozen=True, slots=True)
 class StackCard:
-    """How a training framework uses a device."""
+    """Behavior of a training framework on a device."""
 
     name: str
-    compute: float = 1.0  # time of all kernels against the device card
+    compute: float = 1.0  # time of all kernels relative to the device card
     # how often a layer's saved bytes are moved by element-wise kernels, forward and backward
     passes: float = 5.0
     # bytes moved per matmul input or output gradient that is cast to 8 or 4 bits
     quantize_bytes: Mapping[str, float] = field(default_factory=dict)
     # 1 for fused attention; 0 writes the score matrix to memory and computes the masked half too
     flash: float = 1.0
-    # 1 where attention uses portable kernels instead of those made for the device
+    # 1 if attention uses portable kernels instead of device-specific ones
     portable: float = 0.0
     # 1 where tensor parallelism shards the sequence between blocks; 0 all-reduces
     sequence_parallel: float = 1.0
     dropout: float = 0.0  # 1 where dropout masks are kept
-    # 1 where gathered inputs are kept for backward; 0 gathers again behind the backward matmul
+    # 1 if gathered inputs are kept for backward; 0 re-gathers them, overlapped with the backward matmul
     keep_gathered: float = 1.0
     # 1 where every pipeline stage has as many layers; 0 where layers are cut by cost
     even_stages: float = 0.0
@@ -107,12 +108,12 @@ class StackCard:
     # the same where interleaved chunks give it a forward and a backward at once to hide behind
     overlap_ep_chunks: float = 0.0
     overlap_dp: float = 0.9  # share of data-parallel traffic that hides behind compute
-    # share of the links' reach that the stack's collectives get, against the device card
+    # efficiency of the stack's collectives relative to the device card
     network: float = 1.0
     # tensors of a layer that ZeRO 1 reduces and gathers one by one; 0 where they share buckets
     tail_tensors: float = 0.0
     overlap_pp: float = 0.0  # share of pipeline sends that hides behind compute
-    # 1 where a token is sent once to a rank, and once to a domain, that holds several of its experts
+    # 1 if a token is sent once to a rank, and once to a domain, with several of its experts
     ep_dedup: float = 0.0
     # time of the experts' element-wise work (permutation, activation) against the formula
     moe: float = 1.0
@@ -121,11 +122,11 @@ class StackCard:
     # seconds that routing, sorting and permuting one copy of a token take longer in a release that is one square root
     # of a month older, where `moe_month` is 1
     moe_copy_s: float = 0.0
-    # growth of the two before with the square root of the months a release is older than `moe_release`
+    # growth of `moe_host_s` and `moe_copy_s` with the square root of a release's age in months before `moe_release`
     moe_month: float = 0.0
-    moe_release: float = 0.0  # release from which they hold, in months since 2020
+    moe_release: float = 0.0  # release of the fit, in months since 2020
     # rows at which an expert's matmul takes twice as long as that of many rows: ragged tiles and the ramp of many small
-    # matmuls; beside the device's saturation
+    # matmuls; in addition to the device's saturation
     expert_rows: float = 0.0
     # how often an element of a bias is moved per token by kernels that add it, clamp and reduce its gradient apart from
     # the matmul, forward and backward
@@ -138,33 +139,33 @@ class StackCard:
     # core seconds of the host work of an axis, by axis: per layer and microbatch; dp_replicate per layer and step, pp
     # per microbatch
     host_s: Mapping[str, float] = field(default_factory=dict)
-    step_s: float = 0.0  # seconds of every step that no term explains: data, logging, host
+    step_s: float = 0.0  # seconds per step not explained by other terms: data, logging, host
     straggle: float = 0.0  # slowdown per doubling of the devices
     logit_bytes: float = 10.0  # bytes per logit at the peak of the loss
     kept: float = 1.0  # activations kept for backward against the formula
-    # memory of workspaces and of the allocator's reserve, beside the context of the device
+    # memory of workspaces and of the allocator's reserve, without the device's context
     reserve_bytes: float = 0.0
     # 1 where operators are not fused, so that norms, gates and attention keep copies for backward
     eager: float = 0.0
-    # 1 where sharded training holds the terms of its fullest phase; 0 where all of them are added
+    # 1 if the peak of sharded training is its fullest phase; 0 if all terms are added
     phased: float = 0.0
     gradient_copy_bytes: float = 0.0  # bytes per parameter of a second copy of the gradients
     # 2 where embedding and head are gathered apart from each other, 1 where together
     vocabulary_groups: float = 1.0
     # half width of the interval of a prediction in log ratio, by kind of model (dense, moe); with `_unknown_stack`
-    # behind it where the card stands in for a stack that has none
+    # appended if the card substitutes for a stack without one
     interval: Mapping[str, float] = field(default_factory=dict)
     # where each number comes from, by attribute
     sources: Mapping[str, str] = field(default_factory=dict)
-    # what was believed before a number was fitted to runs, by attribute
+    # prior belief about a number before the fit to runs, by attribute
     priors: Mapping[str, float] = field(default_factory=dict)
 
     def half_width(self, kind: str) -> float:
-        """Half width of the interval of a prediction in log ratio, for a kind of model (dense, moe)."""
+        """Return half the width of a prediction's interval in log ratio, for a kind of model (dense, moe)."""
         return self.interval.get(kind, UNFITTED_HALF_WIDTH)
 
     def source(self, name: str) -> str:
-        """Where a number comes from."""
+        """Return the source of a number."""
         return f"stack card {self.name}: {self.sources.get(name, 'default')}"
 
 
@@ -172,13 +173,13 @@ C = TypeVar("C", DeviceCard, StackCard)
 
 
 def numbers_of(card: DeviceCard | StackCard) -> dict[str, float]:
-    """All numbers of a card by path: `link`, `matmul.bfloat16`."""
+    """Return all numbers of a card by path: `link`, `matmul.bfloat16`."""
     named = {f.name: getattr(card, f.name) for f in fields(card) if f.name not in _NO_NUMBERS}
     return _by_path(named)
 
 
 def _by_path(named: Mapping[str, Any]) -> dict[str, Any]:
-    """What is given by field, by path: the inverse of `by_field`."""
+    """Return values by path from values by field: the inverse of `by_field`."""
     flat: dict[str, Any] = {}
     for name, value in named.items():
         table = isinstance(value, Mapping)
@@ -187,7 +188,7 @@ def _by_path(named: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def by_field(values: Mapping[str, Any]) -> dict[str, Any]:
-    """What is given by path, by field of a card: `matmul.bfloat16` is an entry of `matmul`."""
+    """Return values by field of a card from values by path: `matmul.bfloat16` is an entry of `matmul`."""
     named: dict[str, Any] = {}
     for path, value in values.items():
         name, _, key = path.partition(".")
@@ -199,21 +200,21 @@ def by_field(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_numbers(card: C, values: Mapping[str, float]) -> C:
-    """A card with other numbers, by path."""
+    """Return a card with some numbers replaced, by path."""
     named = by_field(values)
     tables = {k: {**getattr(card, k), **v} for k, v in named.items() if isinstance(v, dict)}
     return replace(card, **(named | tables))
 
 
 class _Number(Section):
-    """One number of a card."""
+    """Number of a card."""
 
     value: float
     """The number."""
     source: str = Field(min_length=1)
-    """Where it comes from, one short phrase."""
+    """Source of the number, one short phrase."""
     prior: float | None = None
-    """What was believed before the number was fitted to runs; fitting starts there."""
+    """Prior belief about the number, where the fit to runs starts."""
 
 
 _Numbers = dict[str, _Number]
@@ -221,7 +222,7 @@ _Numbers = dict[str, _Number]
 
 
 class _Part(Section):
-    """Numbers of cards."""
+    """Numbers of a device card and of a stack card."""
 
     device: dict[str, _Number | dict[str, _Number]] = Field(default_factory=dict)
     """Numbers of the device card."""
@@ -229,33 +230,33 @@ class _Part(Section):
     """Numbers of the stack card."""
 
     def over(self, base: tuple[_Numbers, _Numbers]) -> tuple[_Numbers, _Numbers]:
-        """These numbers by path, of the device and of the stack, over those of other cards."""
+        """Return these numbers by path, of device and stack, merged over those of other cards."""
         return base[0] | _by_path(self.device), base[1] | _by_path(self.stack)
 
 
 class _CardFile(_Part):
-    """A card file: a device card, a stack card, or both."""
+    """Card file: a device card, a stack card, or both."""
 
     name: str
     """Name of the card, printed with every term."""
     extends: str | None = None
-    """Shipped card whose numbers are taken where this file has none."""
+    """Shipped card with the defaults of this file."""
     devices: tuple[str, ...] = ()
-    """Globs over device names that a device card is for."""
+    """Globs over device names that a device card applies to."""
     ranks: int | None = Field(default=None, ge=1)
-    """Ranks that were at work when the numbers were measured. None: they hold for any number."""
+    """Number of concurrent ranks in the measurement. None: the numbers apply to any number."""
     fewer: dict[int, _Part] = Field(default_factory=dict)
-    """What differs while fewer ranks work, by their number."""
+    """Numbers that differ with fewer concurrent ranks, by their number."""
 
     def numbers(self) -> tuple[_Numbers, _Numbers]:
-        """Numbers of the file over those of the card it extends."""
+        """Return numbers of the file merged over those of the card it extends."""
         base = _parsed(_FOLDER / f"{self.extends}.yaml").numbers() if self.extends else ({}, {})
         return self.over(base)
 
     def cards(
         self, numbers: tuple[_Numbers, _Numbers], path: Path
     ) -> tuple[DeviceCard | None, StackCard | None]:
-        """The cards that have numbers."""
+        """Return the device card and the stack card; None for one without numbers."""
         device, stack = numbers
         return (
             DeviceCard(self.name, self.devices, **_values(DeviceCard, device, path)) if device else None,
@@ -265,12 +266,12 @@ class _CardFile(_Part):
 
 @cache
 def card_names() -> tuple[str, ...]:
-    """Names of the shipped cards."""
+    """Return the names of the shipped cards."""
     return tuple(sorted(path.stem for path in _FOLDER.glob("*.yaml")))
 
 
 def read_card(path: str | Path) -> tuple[DeviceCard | None, StackCard | None]:
-    """The device card and the stack card of a file; one of them may be missing.
+    """Return the device card and the stack card of a file; one of them may be None.
 
     Raises:
         CardUnreadable: HP313 when the file is no YAML mapping or a number is missing or unknown.
@@ -282,7 +283,7 @@ def read_card(path: str | Path) -> tuple[DeviceCard | None, StackCard | None]:
 
 
 def read_cards_by_ranks(path: Path) -> dict[int, tuple[DeviceCard, StackCard]]:
-    """The cards of a file by the number of ranks at work, smallest first.
+    """Return the cards of a file by the number of concurrent ranks, smallest first.
 
     Raises:
         CardUnreadable: HP313 when the file is damaged, or lacks the device, the stack or the number of ranks.
@@ -306,14 +307,14 @@ def read_cards_by_ranks(path: Path) -> dict[int, tuple[DeviceCard, StackCard]]:
 
 @cache
 def load_card(name: str) -> tuple[DeviceCard | None, StackCard | None]:
-    """A shipped card by name; arguments and errors as for `read_card`."""
+    """Return a shipped card by name; result and errors as for `read_card`."""
     if name not in card_names():
         raise CardUnreadable("there is no card of this name", got=name, allowed=card_names())
     return read_card(_FOLDER / f"{name}.yaml")
 
 
 def device_card(device_name: str, kind: str) -> DeviceCard:
-    """The shipped device card for a device name; the one of its kind when no card names it.
+    """Return the shipped card of a device; without a matching card, the card of its kind.
 
     Args:
         device_name: Name of the device in its topology.
@@ -329,25 +330,26 @@ def device_card(device_name: str, kind: str) -> DeviceCard:
 
 
 def stack_card(name: str) -> StackCard:
-    """A shipped stack card."""
+    """Return a shipped stack card."""
     card = load_card(name)[1]
     if card is None:
-        raise CardUnreadable("the card holds no stack", got=name)
+        raise CardUnreadable("the card has no stack", got=name)
     return card
 
 
 def _parsed(path: Path) -> _CardFile:
+    """Return a parsed card file."""
     return read_section(path, _CardFile, CardUnreadable, "card")
 
 
 def _values(card: type[DeviceCard | StackCard], numbers: _Numbers, path: Path) -> dict[str, Any]:
-    """What a card is made of: its numbers, their sources and priors."""
+    """Return the fields of a card: its numbers, their sources and priors."""
     known = {f.name: f for f in fields(card) if f.name not in _NO_NUMBERS}
     for number in numbers:
         name, _, key = number.partition(".")
         if name not in known or bool(key) != ("Mapping" in str(known[name].type)):
             raise CardUnreadable(
-                "a card holds a number that nothing reads", where=str(path), got=number, allowed=sorted(known)
+                "a card has an unknown number", where=str(path), got=number, allowed=sorted(known)
             )  # fmt: skip
     values = by_field({key: number.value for key, number in numbers.items()})
     needed = {k for k, f in known.items() if f.default is MISSING and f.default_factory is MISSING}

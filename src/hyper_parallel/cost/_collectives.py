@@ -1,9 +1,9 @@
 """Communication of one optimizer step in bytes: the boundary table of `shard`, counted over the layers of one rank.
 
-The parity and dry-run tests compare what is listed here with the collectives of real and traced ranks, to the byte.
-The gradient norm, and gradients of parameters that tensor parallelism keeps whole, are summed once per step. With
-pipeline stages, and where only optimizer states are sharded (ZeRO-1), FSDP also reduces gradients once per step, and
-keeps what it does not free after forward gathered for all of it.
+Parity and dry-run tests compare this list with the collectives of real and traced ranks, to the byte. The gradient
+norm, and gradients of parameters that tensor parallelism replicates, are summed once per step. With pipeline stages,
+and with ZeRO-1, FSDP also reduces gradients once per step, and parameters not freed after forward stay gathered for the
+step.
 """
 
 from __future__ import annotations
@@ -50,20 +50,20 @@ LINEAR_ENTRY = (
     "deepseek_v3", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "gpt_oss", "llama", "mistral", "mixtral", "olmo2",
     "olmo3", "phi3", "qwen2", "qwen3", "qwen3_moe",
 )  # fmt: skip
-"""Families whose model code only scales the embedding before the first layer, so that its sum can wait until there."""
+"""Families whose model code only scales the embedding before the first layer, so its sum can be deferred until then."""
 
 _LAST_NORMS = ("post_feedforward", "post_mlp")
-"""Parts of the names of norms that end a layer."""
+"""Substrings in the names of norms that end a layer."""
 _TP = ("tp_x", "tp_y")
 _KEYS = ("k_proj", "v_proj")
 
 Entries = tuple[int, bool, Iterable[Boundary]]
-"""How many layers have some collectives, and whether backward recomputes them."""
+"""Number of layers with some collectives, whether backward recomputes these layers, and the collectives."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Rows one rank exchanged with other ranks in one layer and step, over all microbatches, forward only."""
+    """Rows that one rank exchanged with other ranks in one layer and step, over all microbatches, forward only."""
 
     sent: int  # rows to experts on other ranks
     received: int  # rows for experts of this rank
@@ -77,23 +77,27 @@ def step_collectives(
     rows: Mapping[int, Rows] | None = None,
     pp_rank: int = 0,
 ) -> tuple[Collective, ...]:
-    """All collectives of one optimizer step on a pipeline rank, at coordinate 0 of every other axis, the fullest.
+    """Return all collectives of one optimizer step on a pipeline rank, at coordinate 0 of every other axis.
 
-    One step is `accumulation_steps` microbatches (forward and backward), gradient clipping and the update. What a
-    trainer sends besides (token counts, losses to print) is not in it.
+    These ranks are the fullest. A step is `accumulation_steps` microbatches (forward and backward), gradient clipping
+    and the update. Other messages of a trainer (token counts, losses to print) are not included.
 
     Args:
         model: The model; its parameter names hold `*` for the layer index.
-        layouts: Layout of every parameter, as `shard.plan_layouts` gives them.
+        layouts: Layout of every parameter, as returned by `shard.plan_layouts`.
         strategy: Degrees of the axes.
         workload: Batch numbers resolved, and number formats.
-        rows: What experts of each layer were sent, for the bytes that really occurred; None: routing is even.
+        rows: Rows exchanged by the experts of each layer, for measured bytes; None: uniform routing.
         pp_rank: Coordinate on the axis `pp`, whose ranks hold different parts of the model.
     """
-    held = rank_model(model, strategy, workload.seq_len, pp_rank)
+    rank_part = rank_model(model, strategy, workload.seq_len, pp_rank)
     recomputed = recomputed_layers(model, strategy, workload.seq_len, pp_rank)
     step = _Step(
-        held, layouts, strategy, workload, tuple(split_recomputed(held.blocks, recomputed))
+        rank_part,
+        layouts,
+        strategy,
+        workload,
+        tuple(split_recomputed(rank_part.blocks, recomputed)),
     )
     return step.collectives(
         step.sharing(), step.tensor(), step.projections(), step.context(), step.experts(rows),
@@ -103,7 +107,7 @@ def step_collectives(
 
 @dataclass(frozen=True)
 class _Step:
-    """One rank's step; `model` is what the pipeline rank holds, `blocks` its blocks and whether they are recomputed."""
+    """Step of one rank: the model part of its pipeline rank, and its blocks with their recomputation."""
 
     model: ModelSpec
     layouts: Mapping[str, Layout]
@@ -112,7 +116,7 @@ class _Step:
     blocks: tuple[tuple[Block, bool], ...]
 
     def collectives(self, *parts: Iterable[Entries]) -> tuple[Collective, ...]:
-        """Calls and bytes of entries, summed by kind, axes and purpose."""
+        """Return calls and bytes of entries, summed by kind, axes and purpose."""
         w = self.workload
         compute, param = DTYPE_BYTES[w.compute_dtype], DTYPE_BYTES[w.param_dtype]
         widths = {
@@ -122,11 +126,13 @@ class _Step:
         regathers = self.strategy.gathered_inputs == "re-gather"
         total: dict[tuple[str, tuple[str, ...], Purpose], list[int]] = {}
         entries = itertools.chain.from_iterable(parts)
-        for layers, recomputed, b in ((n, again, b) for n, again, rows in entries for b in rows):
-            more = b.recomputed if recomputed else b.regathered if regathers else 0
-            count = layers * (self.microbatches * (b.forward + b.backward + more) + b.once)
+        for layers, recomputed, b in (
+            (n, is_recomputed, b) for n, is_recomputed, rows in entries for b in rows
+        ):
+            extra = b.recomputed if recomputed else b.regathered if regathers else 0
+            count = layers * (self.microbatches * (b.forward + b.backward + extra) + b.once)
             sent = int(count * b.sent_bytes(widths[b.format]))
-            # A rank without tokens sends nothing to experts, but calls.
+            # A rank without tokens for other ranks still calls the collective.
             if b.ranks > 1 and count and (sent or b.kind == "all_to_all"):
                 sums = total.setdefault((b.kind, self.axes(b.axes), b.purpose), [0, 0])
                 sums[0] += count
@@ -134,42 +140,46 @@ class _Step:
         return tuple(Collective(*key, count, sent) for key, (count, sent) in total.items())
 
     def axes(self, names: tuple[str, ...]) -> tuple[str, ...]:
-        """Axes of a group as the mesh names them: without those of one rank."""
+        """Return the axes of a group as the mesh names them, without those of one rank."""
         if {"ep", "edp"} & {*names}:
             return self.strategy.spanning_axes(names)
         return tuple(a for a in names if getattr(self.strategy, a) > 1)
 
     @cached_property
     def cut(self) -> TokenCut:
+        """Sharding of the tokens of a microbatch."""
         return TokenCut.of(self.strategy, self.workload)
 
     @property
     def microbatches(self) -> int:
+        """Number of microbatches."""
         return self.workload.accumulation_steps or 1
 
     def params(self, block: Block) -> list[ParamSpec]:
+        """Return the parameters of a block that are not tied to another."""
         return [p for p in block.params if p.tied_to is None]
 
-    def cuts(self, param: ParamSpec) -> set[str]:
+    def sharding_axes(self, param: ParamSpec) -> set[str]:
+        """Return the axes that shard a parameter."""
         return {*self.layouts[param.name].sharding_axes}
 
     def sharing(self) -> Iterator[Entries]:
-        """FSDP: a group for every decoder layer, one for the rest."""
+        """Yield FSDP collectives: one group per decoder layer, and one for the rest."""
         s = self.strategy
         rest: list[ParamSpec] = []
         for block in self.model.blocks:
             if not block.layers:
                 rest += self.params(block)
                 continue
-            yield block.count, False, self.shared(self.params(block), s.frees_gathered)
-        yield 1, False, self.shared(rest, False)  # empty on middle stages
+            yield block.count, False, self.fsdp_group(self.params(block), s.frees_gathered)
+        yield 1, False, self.fsdp_group(rest, False)  # empty on middle stages
 
-    def shared(self, params: Iterable[ParamSpec], freed: bool) -> Iterator[Boundary]:
-        """One FSDP group, dim 0 of every parameter padded to a multiple of the shards; columns divide."""
+    def fsdp_group(self, params: Iterable[ParamSpec], freed: bool) -> Iterator[Boundary]:
+        """Return collectives of one FSDP group; dim 0 of a parameter is padded to a multiple of the shards."""
         s, total = self.strategy, 0
         shards = s.dp_shard * s.cp
         for param in params:
-            if "ep" in self.cuts(param) or not param.shape:  # FSDP has no scalars
+            if "ep" in self.sharding_axes(param) or not param.shape:  # FSDP has no scalars
                 continue
             axes = self.layouts[param.name].axes
             rows, *columns = (
@@ -180,29 +190,29 @@ class _Step:
                 rows = -(-rows // shards) * shards
             total += rows * math.prod(columns)
         return sharing_boundaries(
-            total, s.fsdp_axes, shards, s.dp_replicate, s.zero_stage, self.once, freed
+            total, s.fsdp_axes, shards, s.dp_replicate, s.zero_stage, self.reduces_once, freed
         )
 
     @property
-    def once(self) -> bool:
-        """Whether gradients are reduced once per step."""
+    def reduces_once(self) -> bool:
+        """True if gradients are reduced once per step."""
         return self.strategy.reduces_once or self.strategy.zero_stage == 0
 
     def tensor(self) -> Iterator[Entries]:
-        """Tensor parallelism: embedding, head and loss; blocks of layers; gradients of whole parameters."""
+        """Yield tensor-parallel collectives: embedding, head and loss; blocks of layers; gradients of replicas."""
         if self.strategy.tp == 1:
             return
         hidden = self.model.hidden_size
         outside = {b.name: b for b in self.model.blocks if not b.layers}
         vocabulary = {
-            name: any(self.cuts(p) & {*_TP} for p in self.params(b) if len(p.shape) == 2)
+            name: any(self.sharding_axes(p) & {*_TP} for p in self.params(b) if len(p.shape) == 2)
             for name, b in outside.items()
         }
         embedding = vocabulary.get("embedding", False)
         head = vocabulary.get("head", False) or (self.model.tied_embeddings and embedding)
-        waits = self.model.family in LINEAR_ENTRY
+        sum_waits = self.model.family in LINEAR_ENTRY
         if embedding:
-            yield 1, False, embedding_boundaries(self.cut, hidden, waits)
+            yield 1, False, embedding_boundaries(self.cut, hidden, sum_waits)
         if "final_norm" in outside:  # else on another pipeline rank
             yield 1, False, head_boundaries(self.cut, hidden, head)
         for block, recomputed in self.blocks:
@@ -211,37 +221,37 @@ class _Step:
         elements: dict[tuple[str, ...], int] = {}
         for block in self.model.blocks:
             for p in self.params(block):
-                whole = tuple(a for a in self.axes(_TP) if a not in self.cuts(p))
-                if whole and "ep" not in self.cuts(p):
+                whole = tuple(a for a in self.axes(_TP) if a not in self.sharding_axes(p))
+                if whole and "ep" not in self.sharding_axes(p):
                     part = self.layouts[p.name].max_local_shape(p.shape, self.strategy.mesh())
                     size = block.count * math.prod(part)
                     elements[whole] = elements.get(whole, 0) + size
         for axes, size in elements.items():
             ranks = self.strategy.mesh().degree(axes)
-            yield _once("all_reduce", axes, ranks, size, Purpose.WHOLE_PARAMETERS)
+            yield _once_per_step("all_reduce", axes, ranks, size, Purpose.WHOLE_PARAMETERS)
 
     def norms(self, block: Block) -> int:
-        """Statistics that the norms of a block sum over y: one for each norm, two when it has a bias."""
+        """Return the number of statistics that the norms of a block sum over y: one per norm, two if it has a bias."""
         inside = {_parent(p.name) for p in self.params(block) if len(p.shape) == 2}
         return sum(
-            self.cuts(p) & {*_TP} == {"tp_y"} and _parent(p.name) not in inside
+            self.sharding_axes(p) & {*_TP} == {"tp_y"} and _parent(p.name) not in inside
             for p in self.params(block)
             if len(p.shape) == 1
         )
 
     @cached_property
     def hidden_cut(self) -> bool:
-        """Whether the residual stream is cut over y, which the layouts of its norms say."""
+        """True if the residual stream is sharded over y, according to the layouts of its norms."""
         return any(self.norms(block) for block in self.model.blocks)
 
     def layer(self, block: Block) -> Iterator[Boundary]:
-        """Blocks of a layer: modules that own matrices cut by tensor parallelism."""
+        """Yield collectives of the blocks of a layer: modules with matrices that tensor parallelism shards."""
         if not block.layers:
             return
         s = self.strategy
         modules: dict[str, list[ParamSpec]] = {}
         for p in self.params(block):
-            if len(p.shape) == 2 and self.cuts(p) & {*_TP}:
+            if len(p.shape) == 2 and self.sharding_axes(p) & {*_TP}:
                 modules.setdefault(_parent(p.name), []).append(p)
         last = next(reversed(modules), None)
         followed = any(norm in p.name for p in block.params for norm in _LAST_NORMS)
@@ -263,7 +273,7 @@ class _Step:
             )  # fmt: skip
 
     def projections(self) -> Iterator[Entries]:
-        """Packed projections whose columns change hands, and norms over all heads."""
+        """Yield exchanges of packed projections, and norms over all heads."""
         s, ranks = self.strategy, self.strategy.tp
         if ranks == 1:
             return
@@ -271,7 +281,7 @@ class _Step:
             for p in block.params if block.layers else ():
                 layout, parts = self.layouts[p.name], _stacked(p, block)
                 if parts and "tp_x" in layout.axes[0] and layout.parts_of(0) == 1:
-                    # Between blocks of two axes tokens are a padded list, which an MLP of all ranks works on as it is.
+                    # Between blocks of two axes tokens are a padded list, which an MLP of all ranks processes.
                     listed = s.tp_y > 1 and p.dims[0] == "gate_up"
                     tokens = ranks * self.cut.piece if listed else self.cut.tokens
                     yield block.count, recomputed, packed_boundaries(parts, ranks, tokens)
@@ -279,32 +289,34 @@ class _Step:
                     yield block.count, recomputed, head_norm_boundaries(self.cut)
 
     def context(self) -> Iterator[Entries]:
-        """Exchanges of attention over context-parallel ranks."""
+        """Yield exchanges of attention over context-parallel ranks."""
         for block, recomputed in self.blocks:
             if self.strategy.cp > 1 and block.attention is not None:
                 gather = self.strategy.cp_kind == "all_gather"
                 yield block.count, recomputed, context_boundaries(block.attention, self.cut, gather)
 
     def experts(self, rows: Mapping[int, Rows] | None) -> Iterator[Entries]:
-        """FSDP of expert parameters over `edp`, and what routed tokens send."""
+        """Yield FSDP collectives of expert parameters over `edp`, and exchanges of routed tokens."""
         s, mesh = self.strategy, self.strategy.expert_mesh()
         if s.ep == 1:
             return
         edp = mesh.degree("edp")
         for block in self.model.blocks:
-            params = [p for p in block.params if p.name in self.layouts and "ep" in self.cuts(p)]
+            params = [
+                p for p in block.params if p.name in self.layouts and "ep" in self.sharding_axes(p)
+            ]
             shapes = (self.layouts[p.name].max_local_shape(p.shape, mesh) for p in params)
             elements = edp * sum(math.prod(shape) for shape in shapes)
             yield block.count, False, sharing_boundaries(
-                elements, ("edp",), edp, s.dp_replicate, s.zero_stage, self.once, s.frees_gathered, experts=True
+                elements, ("edp",), edp, s.dp_replicate, s.zero_stage, self.reduces_once, s.frees_gathered, experts=True
             )  # fmt: skip
         tokens = -(-(self.workload.microbatch or 1) * self.workload.seq_len // (s.cp * s.tp))
         for block, recomputed in self.blocks:
             if block.mlp is None or not block.mlp.num_experts:
                 continue
-            chosen = tokens * block.mlp.experts_per_token
+            routed_rows = tokens * block.mlp.experts_per_token
             if rows is None:  # rounded down over the layers
-                even = block.count * chosen * (s.ep - 1) // s.ep
+                even = block.count * routed_rows * (s.ep - 1) // s.ep
                 moved = (Fraction(even, block.count),) * 2
             else:
                 calls = block.count * self.microbatches
@@ -312,11 +324,11 @@ class _Step:
                 sent, received = sum(r.sent for r in own), sum(r.received for r in own)
                 moved = Fraction(sent, calls), Fraction(received, calls)
             hidden, experts = self.model.hidden_size, block.mlp.num_experts
-            table = expert_boundaries(hidden, experts, s.ep, chosen, *moved)
+            table = expert_boundaries(hidden, experts, s.ep, routed_rows, *moved)
             yield block.count, recomputed, table
 
     def pipeline(self, whole: ModelSpec, pp_rank: int) -> Iterator[Entries]:
-        """Messages to other stages, and the gradient of a weight that the first and the last stage share."""
+        """Yield messages to other stages, and the gradient of a weight shared by the first and the last stage."""
         s = self.strategy
         if s.pp == 1:
             return
@@ -328,39 +340,40 @@ class _Step:
         yield 1, False, pipeline_boundaries(self.cut, self.model.hidden_size, onward, back)
         ends = {rank_of[0], rank_of[s.stages - 1]}
         if len(ends) == 2 and pp_rank in ends:
-            shared = sum(
+            fsdp_group = sum(
                 math.prod(self.layouts[p.tied_to].max_local_shape(p.shape, s.mesh()))
                 for block in whole.blocks
                 for p in block.params
                 if p.tied_to and not block.layers
             )
-            yield _once("send_recv", ("pp",), 2, shared, Purpose.SHARED_WEIGHT)
+            yield _once_per_step("send_recv", ("pp",), 2, fsdp_group, Purpose.SHARED_WEIGHT)
 
     def gradient_norm(self) -> Iterator[Entries]:
-        """One number summed over all ranks."""
+        """Yield the sum of one number over all ranks."""
         axes = tuple(name for name, degree in self.strategy.mesh().axes if degree > 1)
         ranks = self.strategy.mesh().degree(axes)
-        yield _once("all_reduce", axes, ranks, 1, Purpose.GRADIENT_NORM, "norm")
+        yield _once_per_step("all_reduce", axes, ranks, 1, Purpose.GRADIENT_NORM, "norm")
 
 
-def _once(
+def _once_per_step(
     kind: str, axes: tuple[str, ...], ranks: int, elements: int, purpose: Purpose, width: Format = "parameter"
 ) -> Entries:  # fmt: skip
+    """Return an entry with one call per step."""
     return 1, False, [Boundary(kind, axes, ranks, elements, purpose, width, once=1)]
 
 
 def _parent(name: str) -> str:
-    """Module that contains the module of a parameter."""
+    """Return the module that contains the module of a parameter."""
     return name.rsplit(".", 2)[0]
 
 
 def _leaf(name: str) -> str:
-    """Last part of the name of a parameter's module."""
+    """Return the last part of the name of a parameter's module."""
     return name.rsplit(".", 2)[-2]
 
 
 def _stacked(param: ParamSpec, block: Block) -> tuple[Part, ...]:
-    """The projections that a matrix stacks; () for one projection, and for experts."""
+    """Return the projections stacked in a matrix; () for one projection, and for experts."""
     if len(param.shape) != 2:
         return ()
     if param.dims[0] == "gate_up":

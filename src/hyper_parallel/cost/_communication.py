@@ -1,6 +1,7 @@
 """Seconds of communication over candidates: the boundary table of `shard`, on the links of a machine.
 
-One decoder layer and one microbatch on one rank, what of it nothing hides, and the data-parallel traffic of a step.
+The unit is one decoder layer and one microbatch on one rank, exposed communication only, plus the data-parallel traffic
+of a step.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import numpy as np
 from hyper_parallel.cost._candidates import SHAPES, Array
 from hyper_parallel.cost._layer import Compute
 from hyper_parallel.cost._numbers import ModelNumbers
-from hyper_parallel.cost._setting import Setting, plain
+from hyper_parallel.cost._pricing_case import PricingCase, collapse
 from hyper_parallel.ir import Purpose
 from hyper_parallel.model import AttentionSpec
 from hyper_parallel.shard import (
@@ -28,30 +29,30 @@ from hyper_parallel.shard import (
 )
 
 _MIRROR = {"reduce_scatter": "all_gather"}
-"""Kinds that take as long as another one."""
+"""Kinds of collectives with the same duration as another kind."""
 _PARAMETERS = (Purpose.FSDP_PARAMETERS, Purpose.EXPERT_PARAMETERS)
 
 
 @dataclass(frozen=True, slots=True)
 class BlockCommunication:
-    """Seconds of one layer and microbatch on one rank that its blocks and its sequences decide."""
+    """Seconds of one layer and microbatch on one rank that depend on its blocks and sequences only."""
 
-    tp: Array  # gathers and scatters of tensor parallelism beyond what hides behind matmuls
-    tp_whole: Array  # all of them
-    cp: Array  # key-value ring beyond the attention it hides behind, and head exchanges
-    cp_whole: Array  # all of it
+    tp: Array  # exposed gathers and scatters of tensor parallelism
+    tp_whole: Array  # gathers and scatters of tensor parallelism, hidden ones included
+    cp: Array  # exposed key-value ring, and head exchanges
+    cp_whole: Array  # key-value ring and head exchanges, hidden ones included
 
 
 @dataclass(frozen=True, slots=True)
 class Communication(BlockCommunication):
-    """Those, and what also depends on which ranks share states.
+    """Seconds of one layer and microbatch, including those that depend on the sharding of states.
 
-    A pipeline's gradients are added up whole and scattered once per step, see `step_tail`: there `fsdp_scatter` and
+    A pipeline accumulates unsharded gradients and reduces them once per step, see `step_tail`: `fsdp_scatter` and
     `outside` are 0, and so is `fsdp_gather` unless parameters are freed after forward.
     """
 
     ep: Array  # all dispatches and combines of experts
-    # parameter gathers and gradient scatters per microbatch beyond the layer they hide behind
+    # exposed parameter gathers and gradient scatters per microbatch
     fsdp: Array
     fsdp_gather: Array  # one gather of the layer's parameters
     fsdp_scatter: Array  # one scatter of its gradients
@@ -60,14 +61,14 @@ class Communication(BlockCommunication):
 
 
 def exposed(traffic: Array, work: Array, overlap: float) -> Array:
-    """Seconds of traffic that work does not hide: a share never hides, and what is longer than the work does not."""
+    """Return seconds of traffic not hidden by work: a fixed share, or the excess over the work if larger."""
     return np.maximum((1.0 - overlap) * traffic, traffic - work)
 
 
-def call_seconds(s: Setting, b: Boundary) -> Array:
-    """Seconds of one call of a collective.
+def call_seconds(s: PricingCase, b: Boundary) -> Array:
+    """Return seconds of one call of a collective.
 
-    A message to the next of g ranks is one of the g - 1 rounds of a gather. The relayouts of 2-D tensor parallelism are
+    A message to the next of g ranks is one of the g - 1 rounds of a gather. Relayouts of 2-D tensor parallelism are
     priced as scatters.
     """
     formats = {"reduce": s.reduce_width, "statistic": max(4.0, s.machine.width)}
@@ -78,7 +79,8 @@ def call_seconds(s: Setting, b: Boundary) -> Array:
     return s.priced_calls[key][1]
 
 
-def _call_seconds(s: Setting, b: Boundary, kind: str, size: Array) -> Array:
+def _call_seconds(s: PricingCase, b: Boundary, kind: str, size: Array) -> Array:
+    """Return uncached seconds of one call with messages of `size` bytes."""
     machine, places = s.machine, s.places
     if kind == "all_to_all" and b.axes == ("ep",):
         copies = s.n.experts_per_token / s.n.moe_share if machine.stack.ep_dedup else 1.0
@@ -93,67 +95,71 @@ def _call_seconds(s: Setting, b: Boundary, kind: str, size: Array) -> Array:
     return (2.0 if kind == "all_reduce" else 1.0) * ring.seconds(size)
 
 
-def block_communication(s: Setting, work: Compute) -> BlockCommunication:
-    """Communication inside the blocks of one mean layer, as far as it does not hide behind its compute."""
+def block_communication(s: PricingCase, work: Compute) -> BlockCommunication:
+    """Return the exposed communication inside the blocks of one mean layer."""
     tp = _tensor(s)
     cp_whole, cp = _context(s, work)
     hidden = exposed(tp, 3.0 * work.matmul, s.machine.stack.overlap_tp)
     return BlockCommunication(hidden, tp, cp, cp_whole)
 
 
-def layer_communication(s: Setting, work: Compute, blocks: BlockCommunication) -> Communication:
-    """All communication of one mean layer, as far as it does not hide behind its compute."""
+def layer_communication(s: PricingCase, work: Compute, blocks: BlockCommunication) -> Communication:
+    """Return all exposed communication of one mean layer."""
     n, stack = s.n, s.machine.stack
-    gather = scatter = again = outside = np.zeros(1)
-    for b in _layers_shared(s, 1.0):
+    gather = scatter = regather = outside = np.zeros(1)
+    for b in _layer_boundaries(s, 1.0):
         if np.any(b.forward + b.backward):
             seconds = call_seconds(s, b)
             if b.purpose in _PARAMETERS:
-                gather, again = gather + b.forward * seconds, again + b.backward * seconds
+                gather, regather = gather + b.forward * seconds, regather + b.backward * seconds
             else:
                 scatter = scatter + b.backward * seconds
     fsdp = exposed(gather, work.forward, stack.overlap_dp)
-    fsdp = fsdp + exposed(again + scatter, work.backward, stack.overlap_dp)
-    for b in _shared(s, s.ends(float(n.embedding_weights + n.head_params)), freed=False):
+    fsdp = fsdp + exposed(regather + scatter, work.backward, stack.overlap_dp)
+    for b in _sharing_boundaries(
+        s, s.ends(float(n.embedding_weights + n.head_params)), freed=False
+    ):
         if np.any(b.forward + b.backward):
             outside = outside + (b.forward + b.backward) * call_seconds(s, b)
     inside = (blocks.tp, blocks.tp_whole, blocks.cp, blocks.cp_whole)
     return Communication(*inside, _experts(s), fsdp, gather, scatter, outside)
 
 
-def forward_communication(s: Setting) -> tuple[Array, Array, Array, Array]:
-    """Seconds of one forward pass, nothing hidden.
+def forward_communication(s: PricingCase) -> tuple[Array, Array, Array, Array]:
+    """Return seconds of communication of one forward pass, without overlap.
 
-    Of a mean layer tensor-parallel collectives, those of experts and the gather of its parameters; and the gather of
-    embedding and head.
+    Returns:
+        Of a mean layer: tensor-parallel collectives, exchanges of experts, and the gather of its parameters. Then the
+            gather of embedding and head.
     """
     gathers: list[Array] = []
-    whole = s.ends(float(s.n.embedding_weights + s.n.head_params))
-    for rows in (_layers_shared(s, 1.0), _shared(s, whole, freed=True)):
+    outside_elements = s.ends(float(s.n.embedding_weights + s.n.head_params))
+    for rows in (_layer_boundaries(s, 1.0), _sharing_boundaries(s, outside_elements, freed=True)):
         own = [b for b in rows if b.purpose in _PARAMETERS and np.any(b.forward)]
         gathers.append(sum((call_seconds(s, b) for b in own), np.zeros(1)))
     return _tensor(s, 0.0), _experts(s, 0.0), gathers[0], gathers[1]
 
 
-def _tensor(s: Setting, backward: float = 1.0) -> Array:
-    """Seconds of tensor-parallel collectives; layers whose experts are spread by ep have none in that block.
+def _tensor(s: PricingCase, backward: float = 1.0) -> Array:
+    """Return seconds of tensor-parallel collectives; experts on the tokens of their rank need none in their block.
 
-    Stacks that gather an input again do so behind the backward matmul, so only 8 count in 1-D; where a strategy asks
-    our own runtime for it, 10. Recomputation is priced to the end of the layer. `backward` 0 leaves forward alone.
+    Stacks that re-gather an input overlap it with the backward matmul, so only 8 count in 1-D; a strategy that
+    re-gathers in our own runtime has 10. Recomputation is priced to the end of the layer. `backward` = 0 prices forward
+    alone.
     """
-    n, c, regathers = s.n, s.c, (1.0 - s.full) * plain(s.c.regather)
-    both = (c.attention_shape == SHAPES.index("2d")) & (c.mlp_shape == SHAPES.index("2d"))
+    n, c, regathers = s.n, s.c, (1.0 - s.full) * collapse(s.c.regather)
+    both_2d = (c.attention_shape == SHAPES.index("2d")) & (c.mlp_shape == SHAPES.index("2d"))
     flat = c.tp_y <= 1
     total: Array = np.zeros(1)
     if (c.tp <= 1).all():
         return total
-    alone = (c.ep > 1) | s.whole_experts  # experts work on the tokens of their rank
+    local_experts = (c.ep > 1) | s.whole_experts  # experts process the tokens of their rank
     for block, column, layers in (
         (_attention_widths(n), c.attention_shape, 1.0 - s.uncut.attention * s.keeps_whole),
         (
             _mlp_widths(n),
             c.mlp_shape,
-            1.0 - s.uncut.mlp * s.keeps_whole - np.where(alone, n.moe_share, 0.0),
+            1.0 - s.uncut.mlp * s.keeps_whole - np.where(local_experts, n.moe_share, 0.0),
         ),
     ):
         for index, shape in enumerate(SHAPES):
@@ -161,21 +167,21 @@ def _tensor(s: Setting, backward: float = 1.0) -> Array:
             if not used.any():
                 continue
             seconds: Array = np.zeros(1)
-            # The stream is cut over y when all matrices of the layers belong to 2d blocks; experts do not.
+            # The stream is sharded over y if all matrices of the layers belong to 2-D blocks; experts do not.
             for b in block_boundaries(
-                block, shape, s.cut, token_scatter=c.attention_tokens, hidden_cut=both & (not n.experts)
+                block, shape, s.cut, token_scatter=c.attention_tokens, hidden_cut=both_2d & (not n.experts)
             ):  # fmt: skip
-                again = b.backward + s.full * b.recomputed + regathers * b.regathered
-                times = b.forward + backward * again
+                backward_calls = b.backward + s.full * b.recomputed + regathers * b.regathered
+                times = b.forward + backward * backward_calls
                 if np.any(times):
                     seconds = seconds + times * call_seconds(s, b)
             total = total + layers * np.where(used, seconds, 0.0)
-    # What only one layout needs: a group of one rank costs nothing.
+    # A group of one rank costs nothing.
     return np.where(c.tp > 1, total, 0.0)
 
 
 def _attention_widths(n: ModelNumbers) -> BlockWidths:
-    """The attention block of a mean layer."""
+    """Return the widths of the attention block of a mean layer."""
     keys = Projection(2.0 * n.k_width, 2.0 * n.k_width * n.hidden, keys=True)
     out = Projection(n.v_width, n.v_width * n.hidden)
     query = Projection(n.q_width, n.attention_weights - keys.weights - out.weights)
@@ -183,7 +189,7 @@ def _attention_widths(n: ModelNumbers) -> BlockWidths:
 
 
 def _mlp_widths(n: ModelNumbers) -> BlockWidths:
-    """The feed-forward block of a mean layer: dense part, shared and visited experts."""
+    """Return the widths of the feed-forward block of a mean layer: dense part, shared and visited experts."""
     wide = [m for m in n.matmuls if m.part != "attention"]
     columns = sum(m.outputs * m.count for m in wide if not m.row)
     inputs = sum(m.inputs * m.count for m in wide if m.row)
@@ -192,14 +198,14 @@ def _mlp_widths(n: ModelNumbers) -> BlockWidths:
     return BlockWidths(n.hidden, (Projection(columns, weights),), (out,))
 
 
-def _context(s: Setting, work: Compute) -> tuple[Array, Array]:
-    """All context-parallel traffic of a layer and what attention does not hide: it hides the ring's."""
+def _context(s: PricingCase, work: Compute) -> tuple[Array, Array]:
+    """Return context-parallel traffic of a layer: all of it, and the exposed part; attention hides the ring's."""
     n, full = s.n, s.full
-    ahead = behind = bare = np.zeros(1)
+    ring_forward = ring_backward = unhidden = np.zeros(1)
     if (s.c.cp <= 1).all():
-        return bare, bare
+        return unhidden, unhidden
     kinds: dict[AttentionSpec, float] = {}
-    for count, attention in n.attentions:  # a window that leaves out rounds is priced as none
+    for count, attention in n.attentions:  # a window that skips rounds is priced without the window
         kind = replace(attention, window=None, kind="mla" if attention.kind == "mla" else "full")
         kinds[kind] = kinds.get(kind, 0.0) + count / n.layers
     for attention, share in kinds.items():
@@ -209,20 +215,23 @@ def _context(s: Setting, work: Compute) -> tuple[Array, Array]:
                 continue
             seconds = call_seconds(s, b)
             if b.kind == "send_recv":
-                ahead, behind = ahead + forward * seconds, behind + backward * seconds
+                ring_forward, ring_backward = (
+                    ring_forward + forward * seconds,
+                    ring_backward + backward * seconds,
+                )
             else:
-                bare = bare + (forward + backward) * seconds
-    overlap, redone = s.machine.stack.overlap_cp, 1.0 + full
-    hidden = redone * exposed(ahead / redone, work.attention, overlap)
-    hidden = hidden + exposed(behind, work.attention_backward, overlap)
-    return ahead + behind + bare, hidden + bare
+                unhidden = unhidden + (forward + backward) * seconds
+    overlap, forward_passes = s.machine.stack.overlap_cp, 1.0 + full
+    hidden = forward_passes * exposed(ring_forward / forward_passes, work.attention, overlap)
+    hidden = hidden + exposed(ring_backward, work.attention_backward, overlap)
+    return ring_forward + ring_backward + unhidden, hidden + unhidden
 
 
-def _experts(s: Setting, backward: float = 1.0) -> Array:
-    """Seconds of all dispatches and combines of a mean layer.
+def _experts(s: PricingCase, backward: float = 1.0) -> Array:
+    """Return seconds of all dispatches and combines of a mean layer.
 
-    Ranks that cut one expert gather each other's rows; without ep that is tensor parallelism's own gather. `backward` 0
-    leaves forward alone.
+    Ranks that shard one expert gather each other's rows; without ep that is part of tensor parallelism. `backward` = 0
+    prices forward alone.
     """
     n, c = s.n, s.c
     total: Array = np.zeros(1)
@@ -230,7 +239,9 @@ def _experts(s: Setting, backward: float = 1.0) -> Array:
         return total
     rows = s.tokens / c.tp * (n.experts_per_token / n.moe_share) * s.machine.stack.imbalance
     for b in expert_boundaries(n.hidden, n.experts, c.ep, rows, cut_experts=s.etp):
-        if b.purpose == Purpose.EXPERT_ROW_COUNTS:  # a few bytes; the router's host work is priced
+        if (
+            b.purpose == Purpose.EXPERT_ROW_COUNTS
+        ):  # a few bytes; the router's host work is a term of its own
             continue
         used = (c.ep > 1) & (b.ranks > 1)
         if used.any():
@@ -239,22 +250,22 @@ def _experts(s: Setting, backward: float = 1.0) -> Array:
     return total
 
 
-def hop_seconds(s: Setting) -> Array:
-    """Seconds of sending one microbatch's activations to the next stage, or their gradients to the one before."""
+def hop_seconds(s: PricingCase) -> Array:
+    """Return seconds to send one microbatch's activations, or their gradients, to an adjacent stage."""
     return call_seconds(s, next(pipeline_boundaries(s.cut, s.n.hidden, 1, 1)))
 
 
-def _layers_shared(s: Setting, layers: Array | float) -> Iterator[Boundary]:
-    """Data-parallel collectives of some mean layers: the part without experts, then experts."""
-    yield from _shared(s, s.dense(layers))
+def _layer_boundaries(s: PricingCase, layers: Array | float) -> Iterator[Boundary]:
+    """Yield data-parallel collectives of some mean layers: first the part without experts, then experts."""
+    yield from _sharing_boundaries(s, s.dense(layers))
     if s.n.experts:
-        yield from _shared(s, s.experts(layers), experts=True)
+        yield from _sharing_boundaries(s, s.experts(layers), experts=True)
 
 
-def _shared(
-    s: Setting, elements: Array, *, freed: bool = True, experts: bool = False
+def _sharing_boundaries(
+    s: PricingCase, elements: Array, *, freed: bool = True, experts: bool = False
 ) -> Iterator[Boundary]:
-    """Those of a group of parameters; embedding and head are never `freed` early."""
+    """Return data-parallel collectives of a group of parameters; embedding and head are never `freed` early."""
     c, ranks = s.c, s.shards
     if experts:
         ranks = ranks * c.tp / (c.ep * c.etp)
@@ -264,17 +275,18 @@ def _shared(
     )
 
 
-def step_tail(s: Setting) -> dict[str, Array]:
-    """Seconds of data-parallel traffic of the fullest stage once per step.
+def step_tail(s: PricingCase) -> dict[str, Array]:
+    """Return seconds of data-parallel traffic of the fullest stage once per step.
 
-    `scatter_s` is the reduction of gradients that the last microbatch's backward may hide, `gather_s` the gather of
-    updated parameters, `first_s` that of a pipeline's layers that are not freed after forward, which the first forward
-    may hide. Nothing hides `late_s`: the reduction of a pipeline's sharded gradients, and its embedding or head.
+    The last microbatch's backward may overlap `scatter_s`, the reduction of gradients. `gather_s` is the gather of
+    updated parameters. `first_s` gathers a pipeline's layers that are not freed after forward; the first forward may
+    overlap it. `late_s` is never overlapped: the reduction of a pipeline's sharded gradients, and its embedding or
+    head.
     """
     reduced = replicas = np.zeros(1)
     gathers = []
-    outside = _shared(s, s.ends(s.outside), freed=False)
-    for rows in (_layers_shared(s, s.layers), outside):
+    outside = _sharing_boundaries(s, s.ends(s.outside), freed=False)
+    for rows in (_layer_boundaries(s, s.layers), outside):
         gathered = np.zeros(1)
         for b in rows:
             if not np.any(b.once):
@@ -287,7 +299,7 @@ def step_tail(s: Setting) -> dict[str, Array]:
             else:
                 reduced = reduced + seconds
         gathers.append(gathered)
-    low = s.c.zero < 2  # else of a pipeline, and 0 without
+    low = s.c.zero < 2  # for ZeRO 2 and 3 only pipelines have such traffic
     return {
         "scatter_s": np.where(low, reduced, 0.0) + replicas,
         "gather_s": np.where(low, gathers[0] + gathers[1], 0.0),
@@ -296,12 +308,12 @@ def step_tail(s: Setting) -> dict[str, Array]:
     }
 
 
-def tensor_hops(s: Setting) -> Array:
-    """Seconds that ZeRO 1 spends in ring steps of tensors that are reduced and gathered one by one.
+def tensor_hops(s: PricingCase) -> Array:
+    """Return seconds of ZeRO-1 in ring steps of tensors that are reduced and gathered one by one.
 
-    A ring over g ranks takes g - 1 steps of the outermost tier's latency however small its tensor is; shards of one
+    A ring over g ranks takes g - 1 steps of the outermost tier's latency, however small its tensor. Shards of one
     tensor over hundreds of ranks are small.
     """
     steps = (s.shards - 1.0) * s.machine.tiers[-1].latency_s.value
-    many = s.layers * s.machine.stack.tail_tensors * steps
-    return np.where((s.c.zero == 1) & (s.shards > 1), many, 0.0)
+    seconds = s.layers * s.machine.stack.tail_tensors * steps
+    return np.where((s.c.zero == 1) & (s.shards > 1), seconds, 0.0)

@@ -1,4 +1,4 @@
-"""One decoder layer and one microbatch on one rank: seconds of compute, as arrays over candidates.
+"""Compute of one decoder layer and one microbatch on one rank: seconds, as arrays over candidates.
 
 Letters: T tokens of the microbatch in a tensor-parallel group, P tensor-parallel ranks, d FSDP ranks
 (dp_shard x cp), b bytes of the compute format; h, k, f, V as in `ModelNumbers`.
@@ -12,11 +12,12 @@ import numpy as np
 
 from hyper_parallel.cost._candidates import SHAPES, Array
 from hyper_parallel.cost._machine import Machine
-from hyper_parallel.cost._setting import Setting
+from hyper_parallel.cost._pricing_case import PricingCase
 
 SCORE_BYTES = 13.0
-"""Bytes per attention score that unfused attention moves in forward: the scores are written and read by the products
-(4), read and written by the softmax (4), and read, written and masked by dropout (5); half precision."""
+"""Bytes per attention score that unfused attention moves in forward. The products write and read the scores (4), the
+softmax reads and writes them (4), dropout reads, writes and masks them (5); half precision.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,24 +26,24 @@ class Compute:
 
     matmul: Array  # projections, feed-forward part and experts, forward; backward is twice that
     attention: Array  # scores and their product with the values, forward
-    attention_backward: Array  # the same backward
+    attention_backward: Array  # scores and their product with the values, backward
     elementwise: Array  # element-wise kernels, forward
-    elementwise_backward: Array  # the same backward
+    elementwise_backward: Array  # element-wise kernels, backward
     quantize: Array  # casting matmul inputs to 8 or 4 bits, forward
     quantize_backward: Array  # casting output gradients, backward
-    recompute: Array  # what recomputation adds
-    # launches and host work that do not hide behind the work, forward, backward and recompute
+    recompute: Array  # added by recomputation
+    # exposed launches and host work, forward, backward and recompute
     launch: Array
     saved_bytes: Array  # bytes kept for backward without recomputation
 
     @property
     def forward(self) -> Array:
-        """Work of the forward, launches apart."""
+        """Work of the forward, without launches."""
         return self.matmul + self.attention + self.elementwise + self.quantize
 
     @property
     def backward(self) -> Array:
-        """Work of the backward, launches and recomputation apart."""
+        """Work of the backward, without launches and recomputation."""
         products = 2.0 * self.matmul + self.attention_backward
         return products + self.elementwise_backward + self.quantize_backward
 
@@ -50,18 +51,18 @@ class Compute:
 def matmul_seconds(
     machine: Machine, rows: Array, outputs: Array | float, inputs: Array | float
 ) -> Array:
-    """Seconds of a matmul of [rows, inputs] with [inputs, outputs].
+    """Return seconds of a matmul of [rows, inputs] with [inputs, outputs].
 
-    The reached share of the peak is e0 M/(M+s) N/(N+s) K/(K+s), with s the same for all three dimensions: what loads
-    and stores cost when they overlap the products only in part.
+    The achieved share of the peak is e0 M/(M+s) N/(N+s) K/(K+s), with the same s for all three dimensions: loads and
+    stores overlap the products only in part.
     """
     s = machine.saturation
     stretch = (1.0 + s / rows) * (1.0 + s / outputs) * (1.0 + s / inputs)
     return 2.0 * rows * outputs * inputs / machine.matmul_flops * stretch
 
 
-def layer_compute(s: Setting) -> Compute:
-    """Compute of one mean layer."""
+def layer_compute(s: PricingCase) -> Compute:
+    """Return the compute of one mean layer."""
     n, machine, c, tokens = s.n, s.machine, s.c, s.tokens
     stack = machine.stack
     matmul = matmuls(s)
@@ -84,16 +85,18 @@ def layer_compute(s: Setting) -> Compute:
     quantize_backward = tokens / c.tp * outputs * cast
 
     full, selective = c.recompute > 1, c.recompute == 1
-    # Operator-level selective recomputation redoes cheap operators with the matmuls it redoes.
-    again = elementwise if stack.selective_matmul else 0.0
+    # Operator-level selective recomputation also recomputes the cheap operators around its matmuls.
+    redone_elementwise = elementwise if stack.selective_matmul else 0.0
     forward = matmul + attention + elementwise + quantize
-    part = stack.selective_matmul * matmul + stack.selective_attention * attention + again
+    part = (
+        stack.selective_matmul * matmul + stack.selective_attention * attention + redone_elementwise
+    )
     recompute = np.where(full, forward, np.where(selective, part, 0.0))
 
     backward = 2.0 * matmul + attention_backward + elementwise_backward + quantize_backward
     norms = n.head_norms * stack.kernels_norm
     launch = forward_launch(s, forward) * np.where(full, 2.0, 1.0)
-    launch = launch + _waiting(machine, backward, stack.kernels_backward + 0.75 * norms)
+    launch = launch + _exposed_launches(machine, backward, stack.kernels_backward + 0.75 * norms)
     copies = tokens * routed * n.experts_per_token
     launch = launch + n.moe_share * stack.moe_host_s + copies * stack.moe_copy_s
     return Compute(
@@ -102,24 +105,25 @@ def layer_compute(s: Setting) -> Compute:
     )  # fmt: skip
 
 
-def forward_launch(s: Setting, seconds: Array) -> Array:
-    """Launches of a layer's forward that do not hide behind so many seconds of its work."""
+def forward_launch(s: PricingCase, seconds: Array) -> Array:
+    """Return exposed launches of a layer's forward with `seconds` of work."""
     stack = s.machine.stack
     norms = s.n.head_norms * stack.kernels_norm
-    return _waiting(s.machine, seconds, stack.kernels_forward + 0.25 * norms)
+    return _exposed_launches(s.machine, seconds, stack.kernels_forward + 0.25 * norms)
 
 
-def _waiting(machine: Machine, seconds: Array, kernels: float) -> Array:
-    launches = np.full_like(seconds, kernels * machine.card.kernel_s * machine.crowd)
+def _exposed_launches(machine: Machine, seconds: Array, kernels: float) -> Array:
+    """Return seconds of kernel launches that the work does not hide."""
+    launches = np.full_like(seconds, kernels * machine.card.kernel_s * machine.ranks_per_core)
     return np.maximum(0.0, launches - seconds) if machine.card.launch_hidden else launches
 
 
-def matmuls(s: Setting, visited_experts: Array | None = None) -> Array:
-    """Seconds of the projections of one mean layer, forward.
+def matmuls(s: PricingCase, visited_experts: Array | None = None) -> Array:
+    """Return seconds of the projections of one mean layer, forward.
 
     Args:
-        s: What is priced.
-        visited_experts: Experts of a rank that get tokens; None: all.
+        s: Pricing case.
+        visited_experts: Experts per rank that receive tokens; None: all.
     """
     n, machine, c, tokens = s.n, s.machine, s.c, s.tokens
     visited = n.experts_per_token / max(n.moe_share, 1e-9)
@@ -129,7 +133,7 @@ def matmuls(s: Setting, visited_experts: Array | None = None) -> Array:
     uncut = {"attention": s.uncut.attention, "mlp": s.uncut.mlp}
     for m in n.matmuls:
         if m.part == "expert":
-            # Tokens spread evenly over the experts of the ranks that share them.
+            # Routing is uniform over the experts of the ranks that share them.
             copies = tokens * s.over_tp(s.uncut.stream)
             copies = copies * n.experts_per_token / max(n.moe_share, 1e-9)
             rows = copies * c.ep * s.etp / n.experts
@@ -145,32 +149,34 @@ def matmuls(s: Setting, visited_experts: Array | None = None) -> Array:
             total = total + seconds * share * stretch
             continue
         shape = x[m.part]
-        one, two = flat | (shape == SHAPES.index("1d")), shape == SHAPES.index("2d")
-        # Rows, outputs and inputs of the local matmul: 1-D cuts one width by P, 2-D both, weight-moving tokens by y.
-        rows = np.where(one | two, tokens, tokens / c.tp_y)
-        narrow = np.where(one, c.tp, c.tp_x)
-        other = np.where(~one & two, c.tp_y, 1.0)
-        cut_in, cut_out = (narrow, other) if m.row else (other, narrow)
+        is_1d, is_2d = flat | (shape == SHAPES.index("1d")), shape == SHAPES.index("2d")
+        # Rows, outputs and inputs of the local matmul: 1-D divides one width by P, 2-D both, weight-moving tokens by y.
+        rows = np.where(is_1d | is_2d, tokens, tokens / c.tp_y)
+        narrow = np.where(is_1d, c.tp, c.tp_x)
+        second_width = np.where(~is_1d & is_2d, c.tp_y, 1.0)
+        cut_in, cut_out = (narrow, second_width) if m.row else (second_width, narrow)
         seconds = matmul_seconds(machine, rows, m.outputs / cut_out, m.inputs / cut_in)
         if uncut[m.part]:
-            alone = matmul_seconds(machine, tokens, m.outputs, m.inputs)
+            uncut_seconds = matmul_seconds(machine, tokens, m.outputs, m.inputs)
             share = uncut[m.part] * s.keeps_whole
-            seconds = (1.0 - share) * seconds + share * alone
+            seconds = (1.0 - share) * seconds + share * uncut_seconds
         total = total + m.count * seconds
     return total
 
 
-def _attention(s: Setting) -> tuple[Array, Array]:
-    """Seconds of attention, forward and backward (2.5 times the products of forward, 5 matmuls against 2)."""
+def _attention(s: PricingCase) -> tuple[Array, Array]:
+    """Return seconds of attention, forward and backward (2.5 times the products of forward, 5 matmuls against 2)."""
     n, machine, seq_len = s.n, s.machine, s.workload.seq_len
     card, tokens, per_token = machine.card, s.tokens * s.over_tp(s.uncut.attention), 0.0
     if machine.stack.flash:
         for count, a in n.attentions:
-            seen = min(seq_len, a.window or seq_len)
+            num_keys = min(seq_len, a.window or seq_len)
             head = (a.qk_head_dim + a.v_head_dim) / 2.0
-            reach = head / (head + card.attention_head) * seen / (seen + card.attention_len)
+            efficiency = (
+                head / (head + card.attention_head) * num_keys / (num_keys + card.attention_len)
+            )
             flops = a.forward_flops_per_token(seq_len, causal=True)
-            per_token += count / n.layers * flops / (machine.attention_flops * reach)
+            per_token += count / n.layers * flops / (machine.attention_flops * efficiency)
         forward = tokens * per_token
         return forward, 2.5 * forward
     scores = 0.0

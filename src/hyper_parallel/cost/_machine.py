@@ -1,4 +1,4 @@
-"""The numbers of a machine that the cost formulas need: rates after efficiency, and the bandwidth of rank groups."""
+"""Machine numbers for the cost formulas: rates after efficiency, and the bandwidth of rank groups."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class Ring:
     size: Array  # ranks of a group
     rate: Array  # bytes/s of a rank
     delay: Array  # seconds of a collective with a tiny message
-    domain: float = np.inf  # ranks that one domain holds
-    outside_bytes_s: float = np.inf  # bytes/s of all of them together to other domains
+    domain: float = np.inf  # ranks of a domain
+    outside_bytes_s: float = np.inf  # total bytes/s of a domain to other domains
 
     def seconds(self, gathered_bytes: Array) -> Array:
-        """Seconds of one all-gather or reduce-scatter of so many bytes of the whole tensor.
+        """Return seconds of one all-gather or reduce-scatter of `gathered_bytes` of the whole tensor.
 
         A ring sends (g-1)/g of the gathered tensor at the rate of its slowest links, after the latency of the tiers.
 
@@ -38,14 +38,14 @@ class Ring:
         seconds = sent / self.rate + self.delay
         if not np.isfinite(self.outside_bytes_s):
             return seconds
-        # A group that no domain holds is as slow as a whole one's way out.
+        # A group larger than a domain is limited by the total bandwidth out of the domain.
         outside = np.maximum(seconds, sent / (self.domain * self.outside_bytes_s))
         return np.where(self.size > self.domain, outside, seconds)
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Rates of one device and of its links, and the cards that say how much of them is reached."""
+    """Rates of one device and of its links, and the cards with their efficiency."""
 
     peak_flops: float  # dense peak FLOP/s in the compute dtype
     matmul_peak: float  # dense peak FLOP/s in the format of matmul inputs
@@ -57,11 +57,11 @@ class Machine:
     # bytes/s per device and direction to host memory; 0 when the topology names none
     host_bytes_s: float
     tiers: tuple[Tier, ...]  # interconnect levels, inner to outer
-    card: DeviceCard  # what the device's kernels reach
+    card: DeviceCard  # efficiency of the device's kernels
     stack: StackCard  # how the training framework uses it
-    crowd: float = 1.0  # ranks that take turns on a core: where one waits another works
+    ranks_per_core: float = 1.0  # ranks that time-share a core: one runs while another waits
     host_bytes: float = np.inf  # host memory of one device
-    drops: bool = True  # a memory plan may drop results and compute them again
+    may_recompute: bool = True  # whether a memory plan may drop and recompute results
 
     @classmethod
     def of(
@@ -73,7 +73,7 @@ class Machine:
         card: DeviceCard | None = None,
         stack: StackCard | None = None,
     ) -> Machine:
-        """Read the numbers off a topology.
+        """Read the numbers of a topology.
 
         Args:
             supernode: The machine.
@@ -85,8 +85,8 @@ class Machine:
         """
         device = supernode.device
         matmul_dtype = matmul_dtype or compute_dtype
-        measured = supernode.name == "local" and card is None and stack is None
-        if measured and (own := own_cards(device.name, supernode.num_devices)):
+        use_own = supernode.name == "local" and card is None and stack is None
+        if use_own and (own := own_cards(device.name, supernode.num_devices)):
             card, stack = own
         return cls(
             _peak_flops(supernode, compute_dtype),
@@ -105,21 +105,21 @@ class Machine:
 
     @property
     def pace(self) -> Speed | None:
-        """Speed of a rank by the share of all ranks that work, against all of them at work.
+        """Speed of a rank by the share of running ranks, relative to all ranks running.
 
-        Measured where the card has it; else that of ranks that take turns on cores and share nothing but those. None
-        where every rank has its own.
+        It is measured if the card has it. Otherwise ranks that share cores are assumed to contend for cores only. None
+        if every rank has its own cores.
         """
-        if measured := self.card.pace:
-            shares = sorted((float(share), speed) for share, speed in measured.items())
+        if own := self.card.pace:
+            shares = sorted((float(share), speed) for share, speed in own.items())
             x, y = (np.log([*values, 1.0]) for values in zip(*shares, strict=True))
             return lambda share: np.exp(np.interp(np.log(share), x, y))
-        if self.crowd <= 1.0:
+        if self.ranks_per_core <= 1.0:
             return None
-        return lambda share: np.minimum(self.crowd, 1.0 / share)
+        return lambda share: np.minimum(self.ranks_per_core, 1.0 / share)
 
     def paces(self, ranks: int) -> tuple[float, ...]:
-        """`pace` of a pipeline rank while 1, 2, ... of them work; empty where every rank has its own cores."""
+        """Return the `pace` of a rank with 1, 2, ... ranks running; empty if every rank has its own cores."""
         if self.pace is None:
             return ()
         return tuple(self.pace(np.arange(1.0, ranks + 1.0) / ranks).tolist())
@@ -136,7 +136,7 @@ class Machine:
 
     @property
     def saturation(self) -> float:
-        """Rows, columns or depth at which a matmul reaches half of that: loads and stores as long as the products."""
+        """Rows, columns or depth at which a matmul reaches half of its FLOP/s: memory time equals compute time."""
         return self.card.saturation * self.peak_flops * self.width / 2.0 / self.memory_bytes_s
 
     @property
@@ -157,19 +157,22 @@ class Machine:
         return self.memory_bytes_s * self.card.stream
 
     def link_share(self, tier: Tier) -> float:
-        """Share of a tier's bandwidth that collectives reach: the innermost links, or those of the network."""
-        return self.card.link if self._inner(tier) else self.card.network * self.stack.network
+        """Return the share of a tier's bandwidth that collectives reach, of innermost or network links."""
+        return (
+            self.card.link if self._is_innermost(tier) else self.card.network * self.stack.network
+        )
 
-    def _inner(self, tier: Tier) -> bool:
+    def _is_innermost(self, tier: Tier) -> bool:
+        """Return whether a tier uses the innermost links."""
         return tier is self.tiers[0] or tier.shares_links
 
     def ring(self, *axes: Axis) -> Ring:
-        """The groups that some axes span, each as a ring.
+        """Return the groups that some axes span, each as a ring.
 
-        A rank sends at the least of g_local * bandwidth over the tiers. g_local ranks of the group lie in one domain
-        below the links of a tier and drive them in parallel; where the group does not divide over the domains the one
-        that holds the fewest decides. Times the link efficiency. Source: hierarchical
-        collectives, docs/explanation/topology.md.
+        A rank sends at the least of g_local * bandwidth over the tiers, times the link efficiency. The g_local ranks of
+        the group in one domain below the links of a tier drive these links in parallel. If the group does not divide
+        over the domains, the domain with the fewest ranks is the bottleneck. Source: hierarchical collectives,
+        docs/explanation/topology.md.
         """
         size = _product(axes)
         if (size == 1).all():
@@ -179,24 +182,25 @@ class Machine:
         for hop in hops:
             rest = np.mod(size, hop.below)
             local = np.where(rest > 0, rest, hop.below)
-            possible = local * hop.tier.bytes_s.value * self.link_share(hop.tier)
-            rate = np.where(hop.reached > hop.inside, np.minimum(rate, possible), rate)
+            bandwidth = local * hop.tier.bytes_s.value * self.link_share(hop.tier)
+            rate = np.where(hop.reached > hop.inside, np.minimum(rate, bandwidth), rate)
         return Ring(size, rate, self._delay(hops))
 
     def all_to_all_seconds(
         self, local_bytes: Array, *axes: Axis, copies: float = 1.0, message: float = np.inf
     ) -> Array:
-        """Seconds of one all-to-all in which every rank holds `local_bytes` for the whole group, itself included.
+        """Return seconds of one all-to-all in which every rank has `local_bytes` for the whole group, itself included.
 
-        Of a rank's bytes the share of the peers first met on a tier goes over that tier; tiers with links of their
-        own work at once, tiers that share links one after the other.
+        Bytes for peers whose closest common tier is t cross tier t. Tiers with their own links run concurrently, tiers
+        that share links sequentially.
 
         Args:
             local_bytes: Bytes of one rank.
             axes: Degree and stride of every axis of the group.
-            copies: Copies of one token among them that are sent once to each rank or domain that holds several of
-                its receivers: the expected number of distinct ones over the copies; 1 sends every copy.
-            message: Bytes that are sent in one piece; a network card sends so many pieces a second.
+            copies: Copies of one token that are sent once to each rank or domain with several of its receivers: the
+                expected
+                number of distinct ones over the copies; 1 sends every copy.
+            message: Bytes per message; a network card has a limited rate of messages.
         """
         size = _product(axes)
         slowest = busy = np.zeros(np.shape(size))  # seconds per byte
@@ -207,7 +211,7 @@ class Machine:
                 distinct = domains * (1.0 - (1.0 - 1.0 / domains) ** copies)
                 share = share * np.minimum(1.0, distinct / copies)
             reach = self.link_share(hop.tier)
-            if not self._inner(hop.tier):
+            if not self._is_innermost(hop.tier):
                 reach *= self.card.exchange / (1.0 + self.card.message_bytes / message)
             seconds = share / (hop.tier.bytes_s.value * reach)
             busy = busy + seconds if hop.tier.shares_links else seconds
@@ -215,30 +219,32 @@ class Machine:
         return local_bytes * slowest + self.latency(*axes)
 
     def latency(self, *axes: Axis) -> Array:
-        """Seconds of a collective with a tiny message: steps on every tier times its latency.
+        """Return seconds of a collective with a tiny message: steps on every tier times its latency.
 
         One step on a full mesh, a tree over a switch, a ring in both directions on a torus, a ring on one host.
         """
         return self._delay(list(self._hops(axes)))
 
     def _delay(self, hops: Sequence[_Hop]) -> Array:
+        """Return the latency over some hops."""
         total: Array = np.zeros(np.shape(hops[-1].reached))
         for hop in hops:
-            joined = np.ceil(hop.reached / hop.inside)
+            num_domains = np.ceil(hop.reached / hop.inside)
             if hop.tier.kind == "full_mesh":
                 steps = np.ones_like(total)
             elif hop.tier.kind == "switch":
-                steps = np.ceil(np.log2(np.maximum(joined, 2.0)))
+                steps = np.ceil(np.log2(np.maximum(num_domains, 2.0)))
             elif hop.tier.kind == "torus":
-                steps = np.maximum(1.0, joined // 2)
+                steps = np.maximum(1.0, num_domains // 2)
             else:
-                steps = joined - 1
+                steps = num_domains - 1
             crossed = hop.reached > hop.inside
             delay = hop.tier.latency_s.value * self.card.latency
             total = total + np.where(crossed, steps * delay, 0.0)
         return total
 
     def _hops(self, axes: tuple[Axis, ...]) -> Iterator[_Hop]:
+        """Yield every tier with the ranks of a group inside it."""
         size = _product(axes)
         inside = below = np.ones(np.shape(size))
         for index, tier in enumerate(self.tiers):
@@ -260,6 +266,7 @@ class Machine:
 
 
 def _product(axes: tuple[Axis, ...] | list[Axis]) -> Array:
+    """Return the product of degrees."""
     size: Array = np.ones(1)
     for degree, stride in axes:
         if degree.shape != stride.shape and stride.size > 1:
@@ -270,7 +277,7 @@ def _product(axes: tuple[Axis, ...] | list[Axis]) -> Array:
 
 @dataclass(frozen=True, slots=True)
 class _Hop:
-    """A tier and how many ranks of a group lie inside it."""
+    """Tier with the number of ranks of a group inside it."""
 
     tier: Tier
     inside: Array  # ranks of the group in one domain of the next inner tier
@@ -279,6 +286,6 @@ class _Hop:
 
 
 def _peak_flops(supernode: Supernode, dtype: str) -> float:
-    """Peak rate of a format; matrix units run both 16-bit formats at one rate, and cards name one of them."""
+    """Return the peak rate of a format; float16 defaults to bfloat16, which has the same rate in matrix units."""
     only_bfloat16 = dtype == "float16" and dtype not in supernode.device.peak_flops
     return supernode.peak_flops("bfloat16" if only_bfloat16 else dtype)

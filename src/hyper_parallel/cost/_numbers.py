@@ -1,4 +1,4 @@
-"""The numbers of a model that the cost formulas need, averaged over its layers.
+"""Model numbers for the cost formulas, averaged over its layers.
 
 Letters as in the literature: h hidden, a heads, k width of all key (or value) heads, f width of the feed-forward
 part, V vocabulary, L layers, E experts. Layers of different kinds (dense and mixture of experts, full and sliding
@@ -21,21 +21,21 @@ _ROW = re.compile(r"(o_proj|c_proj|out_proj|down_proj|dense_4h_to_h|fc2|w2)\b")
 _LATENT_NORM = re.compile(r"(q|kv)_a_layernorm\.weight$")
 """Norms of the latents of latent attention."""
 _LATENT_VALUES = re.compile(r"\bkv_b_proj\.weight$")
-"""Projections whose one output holds the values of all heads beside parts of their keys."""
+"""Projections whose output contains the values of all heads and parts of their keys."""
 
 _NORM_BYTES = 8.0
-"""Bytes per element of an unfused norm in bfloat16: its input in float32, the normalised one and its output."""
+"""Bytes per element of an unfused norm in bfloat16: its input in float32, the normalized input, and its output."""
 _CLAMPED = {"gpt_oss": 3.0}
-"""Widths of an expert that its activation keeps beside a plain gate, by family: clamped, shifted and sigmoid values."""
+"""Extra widths of an expert that its activation keeps, by family: clamped, shifted and sigmoid values."""
 _MEASURED = 1024
-"""Length of the sequences that activations are measured with, in the presence of masks."""
+"""Sequence length of measured activations, with masks."""
 _WIDE_COMBINE = ("deepseek_v2", "deepseek_v3", "glm4_moe", "glm4_moe_lite")
-"""Families whose router weights are float32, so that outputs of experts are weighted and summed in float32."""
+"""Families with float32 router weights, so that outputs of experts are weighted and summed in float32."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerElements:
-    """Parameters of one layer: matrices that tensor parallelism cuts, and keeps whole, vectors, and routed experts."""
+    """Parameters of one layer: matrices that tensor parallelism shards, and replicates, vectors, and routed experts."""
 
     dense: float
     whole: float
@@ -45,18 +45,18 @@ class LayerElements:
 
 @dataclass(frozen=True, slots=True)
 class Matmul:
-    """Projections of one layer that share their input, as one matmul."""
+    """Projections of one layer with a common input, as one matmul."""
 
     part: str  # attention, mlp or expert
-    inputs: int  # width a token brings; of one expert for experts
-    outputs: int  # width it leaves with
-    count: float  # how many such matmuls a mean layer has and one token meets
-    row: bool  # the matmul goes back to the residual width (row-parallel)
+    inputs: int  # input width of a token; of one expert for experts
+    outputs: int  # output width
+    count: float  # matmuls of this kind per token in a mean layer
+    row: bool  # whether the output has the residual width (row-parallel)
 
 
 @dataclass(frozen=True, slots=True)
 class Uncut:
-    """Parts of a mean layer that every tensor-parallel rank holds or computes whole, whatever the degree.
+    """Parts of a mean layer that every tensor-parallel rank holds or computes whole.
 
     All are 0 for models whose rules cover every module.
     """
@@ -64,7 +64,7 @@ class Uncut:
     weights: float = 0.0  # matrix elements per layer, experts and routers apart
     attention: float = 0.0  # share of the matrix elements of attention
     mlp: float = 0.0  # share of those of the dense feed-forward part
-    stream: float = 0.0  # 1 where every rank holds the residual stream of all tokens between blocks
+    stream: float = 0.0  # 1 if every rank has the residual stream of all tokens between blocks
     vocabulary: bool = False  # whether embedding or head is whole
     outside: float = (
         0.0  # matrix elements outside of the layers, embedding and head apart: towers, projectors
@@ -72,12 +72,12 @@ class Uncut:
 
     @classmethod
     def of(cls, model: ModelSpec, names: frozenset[str], stream: bool) -> Uncut:
-        """Sum up the matrices that stay whole, by name."""
+        """Sum the matrices that stay whole, by name."""
         decoders = [b for b in model.blocks if b.layers]
         layers = max(1, sum(b.count for b in decoders))
 
         def elements(part: str, among: frozenset[str] | None = None) -> float:
-            """Matrix elements of a part in all layers, or of those named; routers stay apart."""
+            """Return matrix elements of a part in all layers, or of some names; routers are excluded."""
             return math.fsum(
                 p.num_elements * b.count
                 for b in decoders
@@ -107,16 +107,18 @@ class ModelNumbers:
     num_kv_heads: int  # key and value heads
     q_width: int  # width of all query heads
     k_width: int  # width of all key heads
-    v_width: int  # width of all value heads of the query side: what the output projection reads
+    v_width: int  # width of all value heads of the query side: input width of the output projection
     # number of layers and attention of each kind of layer
     attentions: tuple[tuple[int, AttentionSpec], ...]
     matmuls: tuple[Matmul, ...]  # the matmuls of a mean layer
     normed_width: float  # width of the query and key heads that a layer norms; 0 for most models
     head_norms: float  # norms of query and key heads of a mean layer
-    norm_bytes: float  # what norms keep per token unfused, in units of h, beyond `saved_elements`
-    head_norm_bytes: float  # the same of norms over heads, in units of their width
+    norm_bytes: (
+        float  # bytes per token kept by unfused norms, in units of h, beyond `saved_elements`
+    )
+    head_norm_bytes: float  # bytes of norms over heads, in units of their width
     latent_width: float  # width of the latents of attention that a mean layer norms
-    # elements that the values of latent attention keep alive beyond keys and values: their storage holds keys too
+    # elements of latent attention's values beyond keys and values: their storage also contains keys
     latent_rest: float
     sinks: float  # share of the layers whose attention has sinks
     # width of the dense feed-forward part a token visits: dense MLPs and shared experts
@@ -130,7 +132,7 @@ class ModelNumbers:
     experts_per_token: float  # routed experts a token visits, mean over the layers
     moe_share: float  # share of the layers that have routed experts
     expert_saved_width: float  # elements per token that the backward of the routed experts needs
-    measured: KeptActivations | None  # activations that its forward keeps
+    measured: KeptActivations | None  # measured activations kept by forward
     measured_whole: (
         float  # bytes per token of them that tensor parallelism keeps whole, experts apart
     )
@@ -145,11 +147,13 @@ class ModelNumbers:
     embedding_weights: int  # elements of the embedding block
     head_weights: int  # elements of the output projection as a matmul, V h, tied or not
     head_params: int  # elements the head stores: 0 when tied
-    last_layers: tuple[LayerElements, ...]  # the last two layers, whose states move at the peak
+    last_layers: tuple[
+        LayerElements, ...
+    ]  # the last two layers, which are gathered and reduced at the peak
 
     @classmethod
     def of(cls, model: ModelSpec) -> ModelNumbers:
-        """Read the numbers off a model."""
+        """Read the numbers of a model."""
         decoders = [b for b in model.blocks if b.layers]
         layers = max(1, sum(b.count for b in decoders))
         attentions = tuple((b.count, b.attention) for b in decoders if b.attention)
@@ -165,9 +169,9 @@ class ModelNumbers:
             )
 
         saved = (b.count * _dense_width(b) * (3 if b.mlp.gated else 2) for b in decoders if b.mlp)
-        every = _visits_every_expert(model)
+        visits_all = _visits_every_expert(model)
         visits = [
-            (b, b.mlp, b.count * (b.mlp.num_experts if every else b.mlp.experts_per_token))
+            (b, b.mlp, b.count * (b.mlp.num_experts if visits_all else b.mlp.experts_per_token))
             for b in routed
             if b.mlp
         ]
@@ -186,8 +190,8 @@ class ModelNumbers:
         outside = [b for b in model.blocks if not b.layers]
         head_params = sum(b.num_params for b in outside if b.name == "head")
         mlp = routed[0].mlp if routed else None
-        # Gemma's norms multiply by their weight before they round, so what they normalised stays in float32.
-        kept = 8.0 if "gemma" in model.family else 6.0
+        # Gemma's norms multiply by their weight before rounding, so the normalized input stays in float32.
+        norm_kept_bytes = 8.0 if "gemma" in model.family else 6.0
         return cls(
             hidden=model.hidden_size,
             layers=layers,
@@ -198,11 +202,13 @@ class ModelNumbers:
             k_width=first.num_kv_heads * first.qk_head_dim,
             v_width=first.num_heads * first.v_head_dim,
             attentions=attentions,
-            matmuls=_matmuls(decoders, layers, every),
+            matmuls=_matmuls(decoders, layers, visits_all),
             normed_width=mean(b.count * sum(_head_norms(b)) for b in decoders),
             head_norms=mean(b.count * len(_head_norms(b)) for b in decoders),
-            norm_bytes=mean(b.count * _norm_bytes(b, model.hidden_size, kept) for b in decoders),
-            head_norm_bytes=kept,
+            norm_bytes=mean(
+                b.count * _norm_bytes(b, model.hidden_size, norm_kept_bytes) for b in decoders
+            ),
+            head_norm_bytes=norm_kept_bytes,
             latent_width=mean(b.count * _latent_width(b) for b in decoders),
             latent_rest=mean(b.count * _latent_rest(b) for b in decoders),
             sinks=mean(b.count for b in decoders if any("sinks" in p.name for p in b.params)),
@@ -231,12 +237,12 @@ class ModelNumbers:
         )
 
     def whole_bytes(self, uncut: Uncut, width: float, eager: float) -> float:
-        """Return the bytes per token, of `saved_elements` and `eager_bytes`, that tensor parallelism does not cut.
+        """Return the bytes per token, of `saved_elements` and `eager_bytes`, that tensor parallelism does not shard.
 
         Args:
             uncut: Parts that stay whole.
             width: Bytes of an activation.
-            eager: 1 where no compiler fuses operators, as in `eager_bytes`.
+            eager: 1 without operator fusion, as in `eager_bytes`.
         """
         own = uncut.stream * 4.0 * self.hidden + uncut.attention * self.attention_width
         own += uncut.mlp * self.mlp_saved_width
@@ -259,7 +265,7 @@ class ModelNumbers:
 
     @property
     def saved_elements(self) -> float:
-        """Elements per token that a layer keeps for backward, without recomputation and experts, before the cut by P.
+        """Elements per token that a layer keeps for backward, without recomputation and experts, before division by P.
 
         4h for the inputs of the two norms and of the two column matmuls, twice the query width for queries and
         attention output, keys and values, and the feed-forward part. With all query heads as wide as h: 6h + 2k + 3f.
@@ -274,11 +280,10 @@ class ModelNumbers:
         return self.q_width + self.v_width + 2.0 * self.k_width
 
     def eager_bytes(self, width: float) -> float:
-        """What operators keep per token and layer when nothing fuses them, beyond `saved_elements`.
+        """Return bytes per token and layer that unfused operators keep beyond `saved_elements`.
 
-        A norm what `_norm_bytes` says; attention a copy of its output in the order of tokens; a gated part the
-        activation of its gate; experts also their dispatched inputs and outputs; latent attention the storage that its
-        values are a view of.
+        A norm keeps `_norm_bytes`; attention a copy of its output in token order; a gated part its activated gate;
+        experts also their dispatched inputs and outputs; latent attention the storage that its values are a view of.
         """
         norms = self.norm_bytes * self.hidden + self.head_norm_bytes * self.normed_width
         return norms + width * (
@@ -287,73 +292,74 @@ class ModelNumbers:
 
     @property
     def known_bytes(self) -> float:
-        """Bytes per token that the formulas say a layer keeps in bfloat16, experts and scores apart."""
-        known = 2.0 * self.saved_elements + self.eager_bytes(2.0) + self.latent_bytes(2.0)
-        return known - 2.0 * self.expert_copies + 2.0 * self.repeated_elements(_MEASURED)
+        """Bytes per token that a layer keeps in bfloat16 according to the formulas, without experts and scores."""
+        formula_bytes = 2.0 * self.saved_elements + self.eager_bytes(2.0) + self.latent_bytes(2.0)
+        return formula_bytes - 2.0 * self.expert_copies + 2.0 * self.repeated_elements(_MEASURED)
 
     @property
     def unknown_share(self) -> float:
-        """How many times the formulas' activations a layer keeps, as measured, experts and scores apart."""
+        """Ratio of measured to predicted activations of a layer, without experts and scores."""
         if self.measured is None:
             return 1.0
         share = self.measured.layer[0] / self.known_bytes
-        # What routing keeps is partly that of experts: formulas alone know it then.
+        # Routing activations partly belong to experts, so the ratio is at least that of the formulas.
         return max(1.0, share) if self.experts else share
 
     @property
     def whole_share(self) -> float:
-        """Share of the measured activations of a mean layer that tensor parallelism keeps whole, experts apart."""
+        """Share of the measured activations of a mean layer that tensor parallelism does not shard, without experts."""
         if self.measured is None:
             return 0.0
         return min(1.0, self.measured_whole / max(1.0, self.measured.layer[0]))
 
     @property
     def fullest_bytes(self) -> float:
-        """Bytes per token in bfloat16 that the fullest layer keeps beyond a mean one, as measured, experts apart."""
+        """Bytes per token in bfloat16 of the fullest layer beyond a mean one, as measured, without experts."""
         if self.measured is None or self.measured.fullest is None:
             return 0.0
         return max(0.0, self.measured.fullest - self.measured.layer[0])
 
     @property
     def last_bytes(self) -> float:
-        """Bytes per token in bfloat16 that the last layer keeps beyond a mean one, as measured; negative: below it."""
+        """Bytes per token in bfloat16 of the last layer beyond a mean one, as measured; negative if it keeps less."""
         if self.measured is None or self.measured.last is None:
             return 0.0
         return self.measured.last - self.measured.layer[0]
 
     def unfused_scores(self, seq_len: int) -> float:
-        """Bytes per token of attention scores and what is made of them, of layers without sinks, as measured."""
+        """Return bytes per token of attention scores and derived results, as measured, for layers without sinks."""
         slope = 0.0 if self.measured is None or self.sinks else self.measured.layer[1]
         return max(0.0, slope * seq_len)
 
     @property
     def unknown_logit_bytes(self) -> float:
-        """Bytes per token that are kept behind the layers, such as capped logits, beyond what a norm keeps."""
+        """Bytes per token kept after the layers, such as capped logits, beyond those of a norm."""
         # Norms that multiply in float32 keep two bytes more (Gemma); measured is 8 h for Llama and 10 h for Gemma 3.
-        known = (_NORM_BYTES + 2.0) * self.hidden
-        return 0.0 if self.measured is None else max(0.0, self.measured.outside - known)
+        formula_bytes = (_NORM_BYTES + 2.0) * self.hidden
+        return 0.0 if self.measured is None else max(0.0, self.measured.outside - formula_bytes)
 
     def latent_bytes(self, width: float) -> float:
-        """Return what unfused norms of latents keep per token and layer: float32 inputs, normalised ones, outputs."""
+        """Return bytes per token and layer of unfused norms of latents: float32 inputs, normalized ones, outputs."""
         return (4.0 + 2.0 * width) * self.latent_width
 
     def repeated_elements(self, seq_len: int) -> float:
-        """Keys and values per token and mean layer that eager attention repeats for all query heads.
+        """Return elements per token and mean layer of keys and values that eager attention repeats for all query heads.
 
-        Under a mask, which layers with a window have from its length on, and beside sinks; else the kernel repeats.
+        They are repeated under a mask (layers with a window, from its length on) and with sinks; otherwise the kernel
+        broadcasts.
         """
         masked = (
             (count, a)
             for count, a in self.attentions
             if self.sinks or (a.window is not None and seq_len >= a.window)
         )
-        each = (
+        repeated = (
             n * (a.num_heads - a.num_kv_heads) * (a.qk_head_dim + a.v_head_dim) for n, a in masked
         )
-        return math.fsum(each) / self.layers
+        return math.fsum(repeated) / self.layers
 
     def attention_flops(self, seq_len: int) -> float:
-        """FLOPs per token and mean layer of the two attention products in forward, causal pairs only."""
+        """Return FLOPs per token and mean layer of the two attention products in forward, causal pairs only."""
         total = math.fsum(
             count * attention.forward_flops_per_token(seq_len, causal=True)
             for count, attention in self.attentions
@@ -362,7 +368,7 @@ class ModelNumbers:
 
 
 def _head_norms(block: Block) -> list[int]:
-    """Widths of the query and key heads that a layer norms."""
+    """Return the widths of the query and key heads that a layer normalizes."""
     a, names = block.attention, [p.name for p in block.params]
     if a is None:
         return []
@@ -371,10 +377,10 @@ def _head_norms(block: Block) -> list[int]:
 
 
 def _norm_bytes(block: Block, hidden: int, kept: float) -> float:
-    """What the norms of a layer keep, in units of h, beyond the inputs of two norms and two matmuls at two bytes.
+    """Return bytes of the norms of a layer, in units of h, beyond the inputs of two norms and two matmuls at two bytes.
 
-    A norm written in operators keeps its float32 input and the normalised one: `kept` bytes. One with a bias is torch's
-    own LayerNorm, which keeps its input alone; a layer that has one of them reads it twice, so it keeps 4h less.
+    A norm of separate operators keeps its float32 input and the normalized one: `kept` bytes. A norm with a bias is
+    torch's LayerNorm, which keeps its input alone. A layer with one of them reads it twice, so it keeps 4h less.
     """
     norms = [p for p in block.params if "norm" in p.name and p.shape == (hidden,)]
     fused = sum(p.name.endswith("bias") for p in norms)
@@ -384,19 +390,19 @@ def _norm_bytes(block: Block, hidden: int, kept: float) -> float:
 
 
 def _latent_width(block: Block) -> int:
-    """Return the width of the latents that the attention of a layer norms."""
+    """Return the width of the latents that the attention of a layer normalizes."""
     return sum(p.shape[0] for p in block.params if _LATENT_NORM.search(p.name))
 
 
 def _latent_rest(block: Block) -> int:
-    """Return how much wider the storage of latent attention's values is than keys of all heads."""
+    """Return the width of the storage of latent attention's values beyond that of the keys of all heads."""
     a = block.attention
     rows = sum(p.shape[0] for p in block.params if _LATENT_VALUES.search(p.name))
     return rows - a.num_kv_heads * a.qk_head_dim if a is not None and rows else 0
 
 
 def _uncut_names(model: ModelSpec) -> tuple[frozenset[str], bool]:
-    """Return `uncut_modules` of a model; the rules of families cover all of theirs."""
+    """Return `uncut_modules` of a model; the rules of a family cover all modules."""
     if model.rules is None:
         return frozenset(), False
     rules = tuple(Rule(pattern, style) for pattern, style in model.rules)
@@ -404,15 +410,15 @@ def _uncut_names(model: ModelSpec) -> tuple[frozenset[str], bool]:
 
 
 def _visits_every_expert(model: ModelSpec) -> bool:
-    """Return whether the forward gives every token to every expert, weighted by 0 where the router chose another."""
+    """Return whether forward sends every token to every expert, with weight 0 for experts that are not chosen."""
     rows = 0.0 if model.kept is None else model.kept.expert_rows
     return bool(model.num_experts > 1) and rows >= model.num_experts
 
 
 def _measured_whole(model: ModelSpec, names: frozenset[str], stream: bool) -> float:
-    """Return the bytes per token that modules keep which tensor parallelism leaves whole, of a mean layer.
+    """Return the bytes per token kept by modules that tensor parallelism does not shard, of a mean layer.
 
-    A module is as whole as its matrices; one without any, such as a norm, works on the residual stream.
+    A module is whole in proportion to its matrices; one without matrices, such as a norm, follows the residual stream.
     """
     if model.kept is None:
         return 0.0
@@ -432,7 +438,7 @@ def _measured_whole(model: ModelSpec, names: frozenset[str], stream: bool) -> fl
 def _last_layers(
     decoders: Iterable[Block], whole: frozenset[str] = frozenset()
 ) -> tuple[LayerElements, ...]:
-    """Return the parameters of the last two layers; matrices named in `whole` apart."""
+    """Return the parameters of the last two layers; matrices named in `whole` are counted separately."""
     last = sorted(((layer, b) for b in decoders for layer in b.layers), key=lambda pair: pair[0])
     parts = [
         [("whole" if p.name in whole else _part(p), p.num_elements) for p in b.params]
@@ -450,7 +456,7 @@ def _last_layers(
 
 
 def _bias_width(block: Block) -> int:
-    """Elements of biases that one token meets: of experts those it visits."""
+    """Return elements of biases per token; of experts only those it visits."""
     visited = block.mlp.experts_per_token if block.mlp else 0
     return sum(
         p.shape[-1] * (visited if p.is_expert else 1)
@@ -460,21 +466,22 @@ def _bias_width(block: Block) -> int:
 
 
 def _dense_width(block: Block) -> int:
+    """Return the width of the dense feed-forward part."""
     mlp = block.mlp
     if mlp is None:
         return 0
     return mlp.shared_intermediate_size if mlp.num_experts else mlp.intermediate_size
 
 
-def _matmuls(decoders: Iterable[Block], layers: int, every: bool) -> tuple[Matmul, ...]:
-    """Projections of the layers; those that read the same input are one.
+def _matmuls(decoders: Iterable[Block], layers: int, visits_all: bool) -> tuple[Matmul, ...]:
+    """Return the projections of the layers; those with a common input are one matmul.
 
     Args:
         decoders: Blocks of layers.
-        layers: Layers in all.
-        every: Whether a token visits every expert.
+        layers: Total number of layers.
+        visits_all: Whether a token visits every expert.
     """
-    found: dict[tuple[str, int, int, bool], float] = {}
+    counts: dict[tuple[str, int, int, bool], float] = {}
     for block in decoders:
         fused: dict[tuple[str, str, int], int] = {}
         for param in block.params:
@@ -483,7 +490,7 @@ def _matmuls(decoders: Iterable[Block], layers: int, every: bool) -> tuple[Matmu
                 continue
             row = _ROW.search(param.name) is not None
             first, second = param.shape[-2:]
-            # Linear layers store (out, in), Conv1D and some experts (in, out): the dim named embed tells.
+            # Linear layers store (out, in), Conv1D and some experts (in, out): the dim named embed decides.
             embed = param.dims[-2:].index("embed") if "embed" in param.dims[-2:] else 1
             inputs, outputs = (second, first) if (embed == 1) != row else (first, second)
             source = f"{part} row {outputs}" if row else f"..{param.name}".rsplit(".", 3)[-3] + part
@@ -491,20 +498,22 @@ def _matmuls(decoders: Iterable[Block], layers: int, every: bool) -> tuple[Matmu
             fused[key] = fused.get(key, 0) + outputs
         routed = 0
         if block.mlp and block.mlp.num_experts:
-            routed = block.mlp.num_experts if every else block.mlp.experts_per_token
+            routed = block.mlp.num_experts if visits_all else block.mlp.experts_per_token
         for (part, source, inputs), outputs in fused.items():
             times = block.count / layers * (routed if part == "expert" else 1)
             shape = (part, inputs, outputs, source == "row")
-            found[shape] = found.get(shape, 0.0) + times
-    return tuple(Matmul(part, i, o, n, row) for (part, i, o, row), n in found.items())
+            counts[shape] = counts.get(shape, 0.0) + times
+    return tuple(Matmul(part, i, o, n, row) for (part, i, o, row), n in counts.items())
 
 
 def _is_router(param: ParamSpec, block: Block) -> bool:
+    """Return whether a parameter belongs to a router."""
     experts = block.mlp.num_experts if block.mlp else 0
     return bool(experts) and experts in param.shape
 
 
 def _part(param: ParamSpec) -> str:
+    """Return the part of a layer that a parameter belongs to: attention, mlp, expert or vector."""
     if not param.is_matrix:
         return "vector"
     if param.is_expert:

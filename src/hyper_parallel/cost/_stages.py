@@ -1,9 +1,8 @@
-"""Where a model is cut into pipeline stages, what one pipeline rank holds, and what its backward recomputes.
+"""Split of a model into pipeline stages, the part of one pipeline rank, and the layers that its backward recomputes.
 
-The pace of a pipeline is that of its slowest stage, so the cut minimises the largest stage cost, and among the cuts
-that do, the sum of squares, which evens out the rest. Costs are training FLOPs of one token: matmul weights and causal
-attention of every layer, the output projection on the last stage. The embedding lookup multiplies nothing and counts
-nothing, as in `ModelSpec`.
+The slowest stage limits a pipeline, so the split minimizes the largest stage cost, and among the optimal splits the sum
+of squares, which balances the rest. Costs are training FLOPs of one token: matmul weights and causal attention of every
+layer, the output projection on the last stage. The embedding lookup has no FLOPs, as in `ModelSpec`.
 """
 
 from __future__ import annotations
@@ -20,16 +19,16 @@ from hyper_parallel.model import Block, ModelSpec
 
 
 def cut_layers(costs: Sequence[int], stages: int, first: int = 0, last: int = 0) -> tuple[int, ...]:
-    """Layers of each stage, at least one each, so that the most expensive stage is as cheap as possible.
+    """Return layers of each stage, at least one each, that minimize the cost of the most expensive stage.
 
-    Exact, by dynamic programming over (layer, stage): first the least maximum, then the least sum of squares under it;
-    of equal cuts the one with fewer layers in the earlier stages, which hold the most activations.
+    Exact, by dynamic programming over (layer, stage): first the least maximum, then the least sum of squares under it.
+    Ties prefer fewer layers in the earlier stages, which hold the most activations.
 
     Args:
         costs: Cost of every layer, first layer first; whole numbers, so that the result does not depend on rounding.
         stages: Number of stages.
-        first: Cost added to the first stage, for what stands before the layers.
-        last: Cost added to the last stage, for what stands after them.
+        first: Cost added to the first stage, for modules before the layers.
+        last: Cost added to the last stage, for modules after the layers.
 
     Raises:
         NotDivisible: HP203 for more stages than layers.
@@ -42,20 +41,24 @@ def cut_layers(costs: Sequence[int], stages: int, first: int = 0, last: int = 0)
             allowed=f"1 to {count} stages",
             changes={"parallel.pp": count, "parallel.virtual_stages": 1},
         )
-    before = [0, *accumulate(costs)]
+    prefix = [0, *accumulate(costs)]
 
     def cost(start: int, stop: int, stage: int) -> int:
         extra = (first if stage == 0 else 0) + (last if stage == stages - 1 else 0)
-        return before[stop] - before[start] + extra
+        return prefix[stop] - prefix[start] + extra
 
     def ends(start: int, stage: int) -> range:
-        """Where a stage that begins at `start` may stop, so that every later stage has a layer."""
-        left = stages - 1 - stage
-        return range(count, count + 1) if left == 0 else range(start + 1, count - left + 1)
+        """Return the possible ends of a stage that begins at `start`, with a layer for every later stage."""
+        later_stages = stages - 1 - stage
+        return (
+            range(count, count + 1)
+            if later_stages == 0
+            else range(start + 1, count - later_stages + 1)
+        )
 
     @cache
     def largest(start: int, stage: int) -> int:
-        """Least cost of the most expensive stage from here on."""
+        """Return the least cost of the most expensive stage from this one on."""
         if stage == stages:
             return 0
         stops = ends(start, stage)
@@ -65,7 +68,7 @@ def cut_layers(costs: Sequence[int], stages: int, first: int = 0, last: int = 0)
 
     @cache
     def squares(start: int, stage: int) -> tuple[float, int]:
-        """Least sum of squares from here on, no stage above the limit, and where this stage stops."""
+        """Return the least sum of squares from this stage on, no stage above the limit, and the end of this stage."""
         if stage == stages:
             return 0, count
         costs_to = {s: cost(start, s, stage) for s in ends(start, stage)}
@@ -82,15 +85,15 @@ def cut_layers(costs: Sequence[int], stages: int, first: int = 0, last: int = 0)
 
 @lru_cache(maxsize=256)
 def stage_layers(model: ModelSpec, strategy: Strategy, seq_len: int) -> tuple[int, ...]:
-    """Decoder layers of each (virtual) stage: those of the strategy, else cut by cost.
+    """Return decoder layers of each (virtual) stage: those of the strategy, else split by cost.
 
     Args:
         model: The model.
-        strategy: Stages, and `stage_layers` when the cut is given.
+        strategy: Stages, and `stage_layers` if explicit.
         seq_len: Tokens per sequence, for the cost of attention.
 
     Raises:
-        NotDivisible: HP203 for more stages than layers, or given numbers that do not add up to the layers.
+        NotDivisible: HP203 for more stages than layers, or explicit numbers that do not add up to the layers.
     """
     if strategy.stage_layers:
         check_stage_layers(strategy, model.num_layers)
@@ -102,31 +105,32 @@ def stage_layers(model: ModelSpec, strategy: Strategy, seq_len: int) -> tuple[in
 
 
 def check_stage_layers(strategy: Strategy, layers: int) -> None:
-    """Raise when the given cut does not fit a model of so many layers.
+    """Raise an error if the explicit split does not match a model of `layers` layers.
 
     Raises:
-        NotDivisible: HP203 with a cut that does.
+        NotDivisible: HP203 with a split that matches.
     """
-    stages, given = strategy.stages, strategy.stage_layers
-    if given and (len(given) != stages or sum(given) != layers or min(given) < 1):
+    stages, explicit = strategy.stages, strategy.stage_layers
+    if explicit and (len(explicit) != stages or sum(explicit) != layers or min(explicit) < 1):
         near = cut_layers([1] * layers, stages) if stages <= layers else ()
         raise NotDivisible(
             "`stage_layers` must give every stage at least one layer and every layer one stage",
             where="parallel.stage_layers",
-            got=f"{list(given)}: {len(given)} stages, {sum(given)} layers",
+            got=f"{list(explicit)}: {len(explicit)} stages, {sum(explicit)} layers",
             allowed=f"{stages} numbers that add up to {layers}",
             changes={"parallel.stage_layers": near} if near else None,
         )
 
 
 def _layer_flops(block: Block, seq_len: int) -> int:
+    """Return training FLOPs of one token in a layer."""
     attention = block.attention
     scores = attention.forward_flops_per_token(seq_len, causal=True) if attention else 0.0
     return 6 * block.num_matmul_params + round(3 * scores)
 
 
 def rank_model(model: ModelSpec, strategy: Strategy, seq_len: int, pp_rank: int) -> ModelSpec:
-    """The part of a model that a pipeline rank holds, as a model.
+    """Return the part of a model on a pipeline rank, as a model.
 
     Blocks keep the layers of the rank's stages. The embedding is on the first stage, final norm and head on the last;
     there a head that shares the embedding's weight holds it under the embedding's name.
@@ -139,8 +143,8 @@ def rank_model(model: ModelSpec, strategy: Strategy, seq_len: int, pp_rank: int)
     blocks = []
     for block in model.blocks:
         if block.layers:
-            kept = tuple(i for i in block.layers if i in layers)
-            blocks += [replace(block, layers=kept)] if kept else []
+            plain_layers = tuple(i for i in block.layers if i in layers)
+            blocks += [replace(block, layers=plain_layers)] if plain_layers else []
         elif block.name == "embedding":
             blocks += [block] if first else []
         elif last:
@@ -152,7 +156,7 @@ def rank_model(model: ModelSpec, strategy: Strategy, seq_len: int, pp_rank: int)
 def recomputed_layers(
     model: ModelSpec, strategy: Strategy, seq_len: int, pp_rank: int
 ) -> frozenset[int]:
-    """Decoder layers of a pipeline rank that backward recomputes; arguments as of `rank_model`."""
+    """Return decoder layers of a pipeline rank that backward recomputes; arguments as of `rank_model`."""
     if strategy.pp == 1:
         return strategy.recomputed([range(model.num_layers)])
     return strategy.recomputed(_stages(model, strategy, seq_len, pp_rank))
@@ -161,25 +165,25 @@ def recomputed_layers(
 def split_recomputed(
     blocks: Iterable[Block], recomputed: frozenset[int]
 ) -> Iterator[tuple[Block, bool]]:
-    """Every block, and whether backward recomputes it; a block with layers of both kinds comes twice."""
+    """Yield every block, and whether backward recomputes it; a block with layers of both kinds is split in two."""
     for block in blocks:
-        redone = tuple(i for i in block.layers if i in recomputed)
-        kept = tuple(i for i in block.layers if i not in recomputed)
-        if redone:
-            yield replace(block, layers=redone), True
-        if kept or not block.layers:
-            yield replace(block, layers=kept), False
+        redone_layers = tuple(i for i in block.layers if i in recomputed)
+        plain_layers = tuple(i for i in block.layers if i not in recomputed)
+        if redone_layers:
+            yield replace(block, layers=redone_layers), True
+        if plain_layers or not block.layers:
+            yield replace(block, layers=plain_layers), False
 
 
 def _stages(model: ModelSpec, strategy: Strategy, seq_len: int, pp_rank: int) -> list[range]:
-    """Layers of each stage of a pipeline rank."""
+    """Return layers of each stage of a pipeline rank."""
     per_stage = stage_layers(model, strategy, seq_len)
     ends = [sum(per_stage[:s]) for s in range(len(per_stage) + 1)]
     return [range(ends[s], ends[s + 1]) for s in strategy.stages_of(pp_rank)]
 
 
 def _untied(block: Block, model: ModelSpec) -> Block:
-    """A head apart from the embedding: a shared weight is its own, by the name of the first holder."""
+    """Return a head separate from the embedding: it owns a shared weight, by the name of its first owner."""
     params = {p.name: p for b in model.blocks for p in b.params}
     return replace(
         block,

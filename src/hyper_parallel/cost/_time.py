@@ -10,15 +10,15 @@ from typing import Final, Literal
 
 import numpy as np
 
-from hyper_parallel.cost._budget import away_from, copy_load
 from hyper_parallel.cost._candidates import Array, Candidates, shape_of
 from hyper_parallel.cost._communication import exposed, hop_seconds, step_tail, tensor_hops
-from hyper_parallel.cost._copies import COPIES, FORMULA, SOURCE, put_away
 from hyper_parallel.cost._machine import Machine
 from hyper_parallel.cost._memory import SpaceTerm, memory_terms
 from hyper_parallel.cost._numbers import ModelNumbers
-from hyper_parallel.cost._phases import moved_bytes, stage_elements
-from hyper_parallel.cost._setting import Setting
+from hyper_parallel.cost._offload_copies import COPIES, FORMULA, SOURCE, move_to_host
+from hyper_parallel.cost._offload_demand import resident_bytes, timed_offload_demand
+from hyper_parallel.cost._phases import optimizer_traffic, stage_elements
+from hyper_parallel.cost._pricing_case import PricingCase
 from hyper_parallel.cost._step import BlockPrices, Step
 from hyper_parallel.cost.pipeline import bubble_seconds
 from hyper_parallel.ir import AXES, CostTerm, MemoryTerm, Strategy, Workload
@@ -32,7 +32,7 @@ _FORMULAS: Final = {
     "element-wise": "m l passes * saved bytes / memory bandwidth",
     "casts": "m l bytes per cast element * T (inputs + output gradients of the matmuls) / P / memory bandwidth",
     "head and loss": "m (6 T h V / P / (peak * share) + 24 bytes per logit / memory bandwidth)",
-    "recompute": "m l what recomputation redoes of the forward",
+    "recompute": "m l recomputed forward",
     "kernel launches": "m l launches * seconds each, as far as they do not hide behind the work, and host work of "
     "expert layers",
     "host work of axes": "m l seconds of each axis that is used; replicas: l; pipeline: m per rank; experts: their "
@@ -64,7 +64,7 @@ Inputs = dict[str, Array | float]
 
 @dataclass(frozen=True, slots=True)
 class TimeTerm:
-    """One cause of step time over all candidates."""
+    """Cause of step time over all candidates."""
 
     name: str
     seconds: Array
@@ -73,112 +73,123 @@ class TimeTerm:
 
     @property
     def formula(self) -> str:
-        """The formula in words and symbols."""
+        """Formula in words and symbols."""
         return _FORMULAS[self.name]
 
-    def at(self, index: int) -> CostTerm:
-        """The term of one candidate."""
+    def term_of(self, index: int) -> CostTerm:
+        """Return the term of one candidate."""
         shape = self.seconds.shape
         inputs = {k: float(np.broadcast_to(v, shape)[index]) for k, v in self.inputs.items()}
         return CostTerm(self.name, float(self.seconds[index]), self.formula, inputs, self.source)
 
 
-def time_terms(s: Setting, blocks: BlockPrices | None = None) -> tuple[TimeTerm, ...]:
-    """All terms of the step time; their sum is the prediction."""
+def time_terms(s: PricingCase, blocks: BlockPrices | None = None) -> tuple[TimeTerm, ...]:
+    """Return all terms of the step time; their sum is the prediction."""
     step, stack, c = Step.of(s, blocks), s.machine.stack, s.c
-    terms = [*paced_terms(s, step), *rest_terms(s, step)]
+    terms = [*microbatch_terms(s, step), *step_terms(s, step)]
     total = sum((t.seconds for t in terms), np.zeros(1))
     noise = stack.straggle * np.log2(np.maximum(c.world_size, 1.0))
     devices: Inputs = {"devices": c.world_size}
     terms.append(TimeTerm("stragglers", noise * total, stack.source("straggle"), devices))
     if (c.offload > 0).any():
         optimizer = next(t.seconds for t in terms if t.name == "optimizer")
-        load = copy_load(s, step, optimizer)
-        terms.append(TimeTerm(COPIES, load.best()[1], SOURCE, load.inputs()))
+        demand = timed_offload_demand(s, step, optimizer)
+        terms.append(TimeTerm(COPIES, demand.cheapest()[1], SOURCE, demand.inputs()))
     named, shape = {t.name: t for t in terms}, shape_of(c)
     ordered = (named[name] for name in _FORMULAS if name in named)
     return tuple(replace(t, seconds=np.broadcast_to(t.seconds, shape)) for t in ordered)
 
 
 def step_seconds(
-    s: Setting, parts: Literal["all", "pace"] = "all", blocks: BlockPrices | None = None
+    s: PricingCase, parts: Literal["all", "pace"] = "all", blocks: BlockPrices | None = None
 ) -> Array:
-    """The sum of the time terms.
+    """Return the sum of the time terms.
 
     Args:
-        s: What is priced, columns of one length.
-        parts: `pace` leaves out what the sharing of states adds and what comes once per step.
-        blocks: Prices of their blocks when they are known.
+        s: Pricing case, columns of one length.
+        parts: `pace` omits costs of sharded states and costs that occur once per step.
+        blocks: Block prices, if already computed.
     """
-    terms = time_terms(s, blocks) if parts == "all" else paced_terms(s, Step.of(s, blocks))
+    terms = time_terms(s, blocks) if parts == "all" else microbatch_terms(s, Step.of(s, blocks))
     return np.broadcast_to(sum((t.seconds for t in terms), np.zeros(1)), shape_of(s.c))
 
 
-def paced_terms(s: Setting, step: Step) -> list[TimeTerm]:
-    """The terms of microbatches that go through the stages, without what the sharing of states adds."""
+def microbatch_terms(s: PricingCase, step: Step) -> list[TimeTerm]:
+    """Return the terms of microbatches that pass through the stages, without costs of sharded states."""
     n, c, machine, m, stages = s.n, s.c, s.machine, s.c.accumulation, step.stages
     card, stack, dtype = machine.card, machine.stack, machine.matmul_dtype
     work, comm = step.prices.work, step.prices.comm
     layers = stages.layers
-    each = m * layers
+    layer_passes = m * layers
     weights = n.attention_weights + n.mlp_weights + n.active_expert_weights
-    of: Inputs = {"T": s.tokens, "m": m, "l": layers, "P": c.tp}
+    common: Inputs = {"T": s.tokens, "m": m, "l": layers, "P": c.tp}
+    return [
+        TimeTerm(
+            "matmul", layer_passes * 3.0 * work.matmul, card.source(f"matmul.{dtype}"),
+            {**common, "W": weights, "peak_flops": machine.matmul_peak, "s": machine.saturation,
+             "share": card.share("matmul", dtype)},
+        ),
+        TimeTerm(
+            "attention", layer_passes * (work.attention + work.attention_backward),
+            f"Dao 2023 (FlashAttention-2), section 3; {card.source('attention.bfloat16')}",
+            {**common, "A": n.attention_flops(s.workload.seq_len), "reached_flops": machine.attention_flops,
+             "flash": stack.flash},
+        ),
+        TimeTerm(
+            "element-wise", layer_passes * (work.elementwise + work.elementwise_backward),
+            f"{stack.source('passes')}; {card.source('elementwise')}",
+            {**common, "saved_bytes": work.saved_bytes, "passes": stack.passes,
+             "memory_bytes_s": machine.passing_bytes_s},
+        ),
+        TimeTerm(
+            "casts", layer_passes * (work.quantize + work.quantize_backward), stack.source(f"quantize_bytes.{dtype}"),
+            {**common, "bytes": stack.quantize_bytes.get(dtype, 0.0)},
+        ),
+        TimeTerm(
+            "head and loss", m * step.prices.head * stages.head, card.source("matmul.bfloat16"),
+            {**common, "V": float(n.vocab)},
+        ),
+        TimeTerm(
+            "recompute", layer_passes * work.recompute,
+            f"Chen et al. 2016, section 3; {stack.source('selective_matmul')}", common,
+        ),
+        TimeTerm(
+            "kernel launches", layer_passes * work.launch, f"{card.source('kernel_s')}; {stack.source('moe_host_s')}",
+            {**common, "launches": stack.kernels_forward + stack.kernels_backward, "kernel_s": card.kernel_s},
+        ),
+        TimeTerm(
+            "tp communication", layer_passes * comm.tp,
+            f"Korthikanti et al. 2022, section 4.2.2; {stack.source('overlap_tp')}",
+            {**common, "x": c.tp_x, "y": c.tp_y, "layer_s": comm.tp_whole, "hidden_share": stack.overlap_tp},
+        ),
+        TimeTerm(
+            "cp communication", layer_passes * comm.cp,
+            f"Liu et al. 2023 (ring attention), section 3; {stack.source('overlap_cp')}",
+            {**common, "cp": c.cp, "ulysses": c.cp_ulysses, "layer_s": comm.cp_whole},
+        ),
+        TimeTerm(
+            "ep communication", layer_passes * step.ep,
+            f"Lepikhin et al. 2020 (GShard), section 3; {stack.source('overlap_ep')}",
+            {**common, "ep": c.ep, "exchange_s": comm.ep / (4.0 + 2.0 * s.full), "hidden_share": step.ep_hidden},
+        ),
+        *_pipeline_terms(s, step),
+    ]  # fmt: skip
+
+
+def _pipeline_terms(s: PricingCase, step: Step) -> list[TimeTerm]:
+    """Return the terms of pipelines: the bubble, and sends between stages."""
+    c, machine, m, stages = s.c, s.machine, s.c.accumulation, step.stages
+    stack, work, comm = machine.stack, step.prices.work, step.prices.comm
     bubble = sends = hop = np.zeros(1)
     if (c.pp > 1).any():
         traffic = (comm.tp + step.ep + comm.cp) / 2.0
         bubble = bubble_seconds(
-            c, stages.others + (c.pp - 1.0) * comm.outside, work.forward + work.launch / 3.0 + traffic,
+            c, stages.remaining_s + (c.pp - 1.0) * comm.outside, work.forward + work.launch / 3.0 + traffic,
             work.backward + work.recompute + work.launch / 1.5 + traffic, work.matmul, machine.pace,
         )  # fmt: skip
         hop = hop_seconds(s)
         sends = 2.0 * (m * c.vpp + c.pp - 1.0) * hop * (1.0 - stack.overlap_pp)
     return [
-        TimeTerm(
-            "matmul", each * 3.0 * work.matmul, card.source(f"matmul.{dtype}"),
-            {**of, "W": weights, "peak_flops": machine.matmul_peak, "s": machine.saturation,
-             "share": card.share("matmul", dtype)},
-        ),
-        TimeTerm(
-            "attention", each * (work.attention + work.attention_backward),
-            f"Dao 2023 (FlashAttention-2), section 3; {card.source('attention.bfloat16')}",
-            {**of, "A": n.attention_flops(s.workload.seq_len), "reached_flops": machine.attention_flops,
-             "flash": stack.flash},
-        ),
-        TimeTerm(
-            "element-wise", each * (work.elementwise + work.elementwise_backward),
-            f"{stack.source('passes')}; {card.source('elementwise')}",
-            {**of, "saved_bytes": work.saved_bytes, "passes": stack.passes, "memory_bytes_s": machine.passing_bytes_s},
-        ),
-        TimeTerm(
-            "casts", each * (work.quantize + work.quantize_backward), stack.source(f"quantize_bytes.{dtype}"),
-            {**of, "bytes": stack.quantize_bytes.get(dtype, 0.0)},
-        ),
-        TimeTerm(
-            "head and loss", m * step.prices.head * stages.head, card.source("matmul.bfloat16"),
-            {**of, "V": float(n.vocab)},
-        ),
-        TimeTerm(
-            "recompute", each * work.recompute, f"Chen et al. 2016, section 3; {stack.source('selective_matmul')}", of
-        ),
-        TimeTerm(
-            "kernel launches", each * work.launch, f"{card.source('kernel_s')}; {stack.source('moe_host_s')}",
-            {**of, "launches": stack.kernels_forward + stack.kernels_backward, "kernel_s": card.kernel_s},
-        ),
-        TimeTerm(
-            "tp communication", each * comm.tp,
-            f"Korthikanti et al. 2022, section 4.2.2; {stack.source('overlap_tp')}",
-            {**of, "x": c.tp_x, "y": c.tp_y, "layer_s": comm.tp_whole, "hidden_share": stack.overlap_tp},
-        ),
-        TimeTerm(
-            "cp communication", each * comm.cp,
-            f"Liu et al. 2023 (ring attention), section 3; {stack.source('overlap_cp')}",
-            {**of, "cp": c.cp, "ulysses": c.cp_ulysses, "layer_s": comm.cp_whole},
-        ),
-        TimeTerm(
-            "ep communication", each * step.ep,
-            f"Lepikhin et al. 2020 (GShard), section 3; {stack.source('overlap_ep')}",
-            {**of, "ep": c.ep, "exchange_s": comm.ep / (4.0 + 2.0 * s.full), "hidden_share": step.ep_hidden},
-        ),
         TimeTerm(
             "pipeline bubble", bubble, "Narayanan et al. 2021, section 2.2; Qi et al. 2023 (zero bubble)",
             {"p": c.pp, "v": c.vpp, "schedule": c.schedule, "microbatch_s": stages.slowest},
@@ -190,27 +201,27 @@ def paced_terms(s: Setting, step: Step) -> list[TimeTerm]:
     ]  # fmt: skip
 
 
-def rest_terms(s: Setting, step: Step) -> list[TimeTerm]:
-    """The terms of sharing states, of what comes once per step, and of host work."""
+def step_terms(s: PricingCase, step: Step) -> list[TimeTerm]:
+    """Return the terms of sharded states, of costs once per step, and of host work."""
     c, machine, m, layers = s.c, s.machine, s.c.accumulation, step.stages.layers
     card, stack = machine.card, machine.stack
     work, comm, overlap = step.prices.work, step.prices.comm, stack.overlap_dp
-    once, last = step_tail(s), work.backward * layers + step.prices.head
-    tail = exposed(once["scatter_s"], last, overlap) + once["late_s"]
-    tail = tail + exposed(once["gather_s"], last / 2.0, overlap)
-    tail = tail + exposed(once["first_s"], work.forward * layers, overlap) + tensor_hops(s)
+    tail_parts, last = step_tail(s), work.backward * layers + step.prices.head
+    tail = exposed(tail_parts["scatter_s"], last, overlap) + tail_parts["late_s"]
+    tail = tail + exposed(tail_parts["gather_s"], last / 2.0, overlap)
+    tail = tail + exposed(tail_parts["first_s"], work.forward * layers, overlap) + tensor_hops(s)
     norm = machine.ring(*s.places.group(AXES)).seconds(np.full(1, 4.0))
     elements = stage_elements(s)
-    moved = moved_bytes(s, elements)
-    added = (m > 1) & ((c.zero < 2) | ((c.pp > 1) & (s.shards > 1)))
-    sums = m * 8.0 * card.saturation * elements[0] / machine.stream_bytes_s
+    optimizer_bytes = optimizer_traffic(s, elements)
+    accumulates = (m > 1) & ((c.zero < 2) | ((c.pp > 1) & (s.shards > 1)))
+    accumulation_s = m * 8.0 * card.saturation * elements[0] / machine.stream_bytes_s
     return [
         TimeTerm(
-            "host work of axes", machine.crowd * _host_work(s, layers), stack.source("host_s.dp_shard"),
+            "host work of axes", machine.ranks_per_core * _host_work(s, layers), stack.source("host_s.dp_shard"),
             {"T": s.tokens, "m": m, "l": layers, "P": c.tp},
         ),
         TimeTerm(
-            "gradient accumulation", np.where(added, sums, 0.0), card.source("saturation"),
+            "gradient accumulation", np.where(accumulates, accumulation_s, 0.0), card.source("saturation"),
             {"m": m, "elements": elements[0]},
         ),
         TimeTerm(
@@ -222,19 +233,19 @@ def rest_terms(s: Setting, step: Step) -> list[TimeTerm]:
         TimeTerm(
             "data-parallel reduction", tail,
             f"ring collectives, Patarasuk and Yuan 2009; {stack.source('overlap_dp')}",
-            {"r": c.dp_replicate, "d": s.shards, **once},
+            {"r": c.dp_replicate, "d": s.shards, **tail_parts},
         ),
         TimeTerm("gradient norm", 2.0 * norm, "latency of the tiers", {"ranks": c.world_size}),
         TimeTerm(
-            "optimizer", moved / machine.stream_bytes_s, card.source("stream"),
-            {"bytes": moved, "memory_bytes_s": machine.stream_bytes_s},
+            "optimizer", optimizer_bytes / machine.stream_bytes_s, card.source("stream"),
+            {"bytes": optimizer_bytes, "memory_bytes_s": machine.stream_bytes_s},
         ),
         TimeTerm("every step", np.full(1, stack.step_s), stack.source("step_s")),
     ]  # fmt: skip
 
 
-def _host_work(s: Setting, layers: Array) -> Array:
-    """Core seconds of a step that a rank spends on starting what the axes do, beyond the time on the links."""
+def _host_work(s: PricingCase, layers: Array) -> Array:
+    """Return core seconds per step that a rank spends on launches of the axes' work, beyond time on the links."""
     c, seconds = s.c, s.machine.stack.host_s
     total: Array = np.zeros(1)
     if not seconds:
@@ -261,38 +272,40 @@ class Scores:
     """Prices of many candidates."""
 
     time: tuple[TimeTerm, ...]  # terms of the step time
-    memory: tuple[SpaceTerm, ...]  # terms of the peak memory, offloaded or not
+    memory: tuple[SpaceTerm, ...]  # terms of the peak memory, offloaded bytes included
     step_s: Array  # sum of the time terms
-    memory_bytes: Array  # their bytes on the device: their sum, less what is away
+    memory_bytes: Array  # sum of the memory terms without offloaded bytes
 
     def cost_at(self, index: int) -> tuple[CostTerm, ...]:
-        """Time terms of one candidate, those that are zero left out."""
-        return tuple(t.at(index) for t in self.time if t.seconds[index] > 0.0 or _moves(t, index))
+        """Return the nonzero time terms of one candidate."""
+        return tuple(
+            t.term_of(index) for t in self.time if t.seconds[index] > 0.0 or _is_copies(t, index)
+        )
 
     def memory_at(self, index: int) -> tuple[MemoryTerm, ...]:
-        """Memory terms of one candidate, those that are zero left out."""
-        held = tuple(t.at(index) for t in self.memory if t.bytes[index] > 0.0)
-        return put_away(held, self.cost_at(index))
+        """Return the nonzero memory terms of one candidate."""
+        terms_held = tuple(t.term_of(index) for t in self.memory if t.bytes[index] > 0.0)
+        return move_to_host(terms_held, self.cost_at(index))
 
 
-def _moves(term: TimeTerm, index: int) -> bool:
-    """Whether a term is that of copies, and there are any."""
+def _is_copies(term: TimeTerm, index: int) -> bool:
+    """Return whether a term is that of copies, and there are any."""
     if term.name != COPIES:
         return False
     return any(np.ravel(term.inputs[n])[index] > 0.0 for n in ("need_bytes", "end_bytes"))
 
 
-def score(s: Setting) -> Scores:
-    """Price candidates, columns of one length or an open grid; nothing is checked for legality here."""
+def score(s: PricingCase) -> Scores:
+    """Price candidates, columns of one length or an open grid; legality is not checked."""
     time, memory = time_terms(s), memory_terms(s)
-    held = away_from(sum((t.bytes for t in memory), np.zeros(1)), s)
-    return Scores(time, memory, sum((t.seconds for t in time), np.zeros(1)), held)
+    terms_held = resident_bytes(sum((t.bytes for t in memory), np.zeros(1)), s)
+    return Scores(time, memory, sum((t.seconds for t in time), np.zeros(1)), terms_held)
 
 
 def step_cost(
     model: ModelSpec, supernode: Supernode, strategy: Strategy, workload: Workload
 ) -> tuple[CostTerm, ...]:
-    """Terms of the step time of one strategy; their sum is the prediction.
+    """Return the terms of the step time of one strategy; their sum is the prediction.
 
     Args:
         model: The model.
@@ -306,13 +319,14 @@ def step_cost(
 def peak_memory(
     model: ModelSpec, supernode: Supernode, strategy: Strategy, workload: Workload
 ) -> tuple[MemoryTerm, ...]:
-    """Terms of the peak memory of the fullest device; arguments as for `step_cost`."""
+    """Return the terms of the peak memory of the fullest device; arguments as for `step_cost`."""
     return _single(model, supernode, strategy, workload).memory_at(0)
 
 
 def _single(
     model: ModelSpec, supernode: Supernode, strategy: Strategy, workload: Workload
 ) -> Scores:
+    """Return the prices of one strategy."""
     machine = Machine.of(supernode, workload.compute_dtype)
     candidate = Candidates.of(strategy, workload)
-    return score(Setting(ModelNumbers.of(model), machine, workload, candidate))
+    return score(PricingCase(ModelNumbers.of(model), machine, workload, candidate))

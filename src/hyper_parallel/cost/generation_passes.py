@@ -1,8 +1,8 @@
-"""Seconds and bytes of generation: passes over prompts (prefill), and one over a token of every sequence (decode).
+"""Seconds and bytes of generation: passes over prompts (prefill), and over one token of every sequence (decode).
 
-A kernel takes as long as its products or as what it reads, whichever is more, and kernels run one after the other. A
-pass reads the weights once, of experts those that its tokens choose, and the cache so far. The stages of a pipeline run
-in turn, so a pass takes the seconds of all layers. Imported by what plans generation only.
+A kernel takes the longer of its products and its reads, and kernels run sequentially. A pass reads the weights once,
+of experts those that its tokens choose, and the cache so far. Pipeline stages run one after the other, so a pass takes
+the seconds of all layers. Imported only by code that plans generation.
 """
 
 from __future__ import annotations
@@ -23,107 +23,127 @@ from hyper_parallel.cost._communication import (
 from hyper_parallel.cost._layer import forward_launch, layer_compute, matmul_seconds, matmuls
 from hyper_parallel.cost._memory import activation_bytes
 from hyper_parallel.cost._numbers import ModelNumbers
-from hyper_parallel.cost._setting import Setting
+from hyper_parallel.cost._pricing_case import PricingCase
 from hyper_parallel.ir import AXES, GenerateWorkload, Purpose
 from hyper_parallel.model import AttentionSpec
 from hyper_parallel.shard import Boundary, embedding_boundaries, head_boundaries
 from hyper_parallel.units import DTYPE_BYTES
 
 CHOICE_BYTES: Final = 48.0
-"""Bytes moved per logit by the choice of the most likely token, beside reading the logit twice: cast to float64 (8
-written), logarithmic softmax (8 read for the maximum, the sum and the result each, 8 written), one gathered (8)."""
+"""Bytes per logit moved by the choice of the most likely token, in addition to two reads: cast to float64 (8
+written), logarithmic softmax (8 read for the maximum, the sum and the result each, 8 written), one gathered (8).
+"""
 
 PassSeconds = dict[str, Array]
 """Seconds by cause."""
 LayerKind = tuple[int, ModelNumbers, tuple[int, ...] | None]
-"""Layers of one kind: their number, the numbers of a model of these alone, and the shape of the weight that makes keys
-and values of MLA's latent."""
+"""Layers of one kind: their number, the numbers of a model of this kind alone, and the shape of the weight that
+projects MLA's latent to keys and values.
+"""
 
 
 def cache_bytes(attention: AttentionSpec, ranks: int, work: GenerateWorkload, dtype: str) -> int:
-    """Bytes of keys and values of one layer and sequence on a rank, as the slots of `generate` allocate them.
+    """Return bytes of keys and values of one layer and sequence on a rank, as the slots of `generate` allocate them.
 
-    Of every position, in layers with a window too. With fewer heads than ranks a rank has one; every rank has the whole
-    latent of MLA.
+    Slots contain every position, also in layers with a window. With fewer heads than ranks a rank has one; every rank
+    has the whole latent of MLA.
     """
-    return int(_kept(attention, ranks)) * work.columns * DTYPE_BYTES[dtype]
+    return int(_cached_elements(attention, ranks)) * work.columns * DTYPE_BYTES[dtype]
 
 
-def _kept(a: AttentionSpec, ranks: Array | int) -> Array | float:
-    """Elements that the cache of a rank holds of a token."""
+def _cached_elements(a: AttentionSpec, ranks: Array | int) -> Array | float:
+    """Return cache elements per token on a rank."""
     if a.kind == "mla":
         return a.kv_cache_width
-    kept: Array | float = a.kv_cache_width / np.minimum(ranks, a.num_kv_heads)
-    return kept
+    elements: Array | float = a.kv_cache_width / np.minimum(ranks, a.num_kv_heads)
+    return elements
 
 
-def _expanded(a: AttentionSpec, ranks: Array | int) -> Array | float:
-    """Elements that attention makes of those: it writes and reads them.
+def _attention_elements(a: AttentionSpec, ranks: Array | int) -> Array | float:
+    """Return elements per token that attention derives from the cache; it writes and reads them.
 
-    Under the mask of slots transformers repeats keys and values for all query heads; MLA makes keys and values of its
-    latent, and copies the keys once more.
+    With masks of slots, transformers repeats keys and values for all query heads. MLA projects its latent to keys and
+    values, and copies the keys once more.
     """
     if a.kind == "mla":
         return a.num_heads * (2.0 * a.qk_head_dim + a.v_head_dim) / ranks
-    return 0.0 if a.num_heads == a.num_kv_heads else _kept(a, ranks) * a.num_heads / a.num_kv_heads
+    return (
+        0.0
+        if a.num_heads == a.num_kv_heads
+        else _cached_elements(a, ranks) * a.num_heads / a.num_kv_heads
+    )
 
 
 def pass_seconds(
-    s: Setting, kinds: Sequence[LayerKind], work: GenerateWorkload
+    s: PricingCase, kinds: Sequence[LayerKind], work: GenerateWorkload
 ) -> tuple[PassSeconds, PassSeconds]:
-    """Seconds of the prefill of all sequences in the slots, and of one decode pass at the mean length.
+    """Return seconds of the prefill of all sequences in the slots, and of one decode pass at the mean length.
 
     Args:
-        s: What is priced; its microbatch are the sequences of a data share at a time.
+        s: Pricing case; its microbatch is the number of sequences of a data share at a time.
         kinds: The layers.
         work: Lengths.
     """
     passes, prompt = work.prompt_passes, work.prompt_len
     whole, chunk, token = (_of_length(s, n) for n in (prompt, -(-prompt // passes), 1))
-    before, later = prompt * (passes + 1) / (2.0 * passes), prompt + work.new_tokens / 2.0
+    mean_prefill_length, mean_decode_length = (
+        prompt * (passes + 1) / (2.0 * passes),
+        prompt + work.new_tokens / 2.0,
+    )
     prefill: PassSeconds = {}
     decode: PassSeconds = {}
     for layers, n, latent in kinds:
-        products = layer_compute(replace(whole, n=n)).attention / passes
-        _add(prefill, layers * passes, _layer(replace(chunk, n=n), before, products, latent))
-        flops = sum(
-            count / n.layers * a.forward_flops_per_token(int(later)) for count, a in n.attentions
+        attention_s = layer_compute(replace(whole, n=n)).attention / passes
+        _add(
+            prefill,
+            layers * passes,
+            _layer(replace(chunk, n=n), mean_prefill_length, attention_s, latent),
         )
-        products = token.tokens / s.c.tp * flops / s.machine.attention_flops
-        _add(decode, layers, _layer(replace(token, n=n), later, products, latent))
+        flops = sum(
+            count / n.layers * a.forward_flops_per_token(int(mean_decode_length))
+            for count, a in n.attentions
+        )
+        attention_s = token.tokens / s.c.tp * flops / s.machine.attention_flops
+        _add(decode, layers, _layer(replace(token, n=n), mean_decode_length, attention_s, latent))
     _add(prefill, passes, _ends(chunk))
     _add(decode, 1, _ends(token))
     return prefill, decode
 
 
-def _of_length(s: Setting, tokens: int) -> Setting:
+def _of_length(s: PricingCase, tokens: int) -> PricingCase:
+    """Return the case with another sequence length."""
     return replace(s, workload=replace(s.workload, seq_len=tokens))
 
 
 def _add(total: PassSeconds, times: int, terms: PassSeconds) -> None:
+    """Add terms to a total, `times` times."""
     for name, seconds in terms.items():
         total[name] = total.get(name, np.zeros(1)) + times * seconds
 
 
 def _layer(
-    s: Setting, length: float, products: Array, latent: tuple[int, ...] | None
+    s: PricingCase, length: float, attention_s: Array, latent: tuple[int, ...] | None
 ) -> PassSeconds:
-    """A pass over a layer with so many tokens in the cache, and so many seconds of attention products."""
+    """Return a pass over a layer with `length` cached tokens per sequence and given seconds of attention products."""
     n, c, machine, rate = s.n, s.c, s.machine, s.machine.stream_bytes_s
     work, read, visited = layer_compute(s), s.dense(), None
     if n.experts:
-        # Expected number of distinct experts of a rank that the tokens of its group choose, all as likely.
-        missed = 1.0 - n.experts_per_token / n.moe_share / n.experts
-        visited = n.experts / c.ep * (1.0 - missed ** (s.tokens * c.ep * s.etp / c.tp))
+        # Expected number of distinct experts of a rank chosen by the tokens of its group, with uniform routing.
+        unvisited = 1.0 - n.experts_per_token / n.moe_share / n.experts
+        visited = n.experts / c.ep * (1.0 - unvisited ** (s.tokens * c.ep * s.etp / c.tp))
         read = read + s.experts() * visited * c.ep / n.experts
     matmul = np.maximum(matmuls(s, visited), read * machine.width / rate)
     moved = sum(
-        count / n.layers * (_kept(a, c.tp) + 2.0 * _expanded(a, c.tp)) for count, a in n.attentions
+        count / n.layers * (_cached_elements(a, c.tp) + 2.0 * _attention_elements(a, c.tp))
+        for count, a in n.attentions
     )
-    cached = c.microbatch * length
-    attention = np.maximum(products, cached * moved * machine.width / rate)
-    if latent is not None:  # of the whole cache, beside that of the new tokens
-        rows = (matmul_seconds(machine, r, latent[0] / c.tp, latent[1]) for r in (cached, s.tokens))
+    cached_tokens = c.microbatch * length
+    attention = np.maximum(attention_s, cached_tokens * moved * machine.width / rate)
+    if latent is not None:  # projection of the whole cache instead of the new tokens alone
+        rows = (
+            matmul_seconds(machine, r, latent[0] / c.tp, latent[1])
+            for r in (cached_tokens, s.tokens)
+        )
         attention = attention + next(rows) - next(rows)
     seconds = matmul + attention + work.elementwise
     tp, ep, gather, _ = forward_communication(s)
@@ -138,8 +158,8 @@ def _layer(
     }
 
 
-def _ends(s: Setting) -> PassSeconds:
-    """What a pass does once: head of one token a sequence, choice, messages between stages, agreement to go on."""
+def _ends(s: PricingCase) -> PassSeconds:
+    """Return the costs once per pass: head and choice of one token per sequence, messages between stages, agreement."""
     n, c, machine, rows = s.n, s.c, s.machine, s.c.microbatch
     vocab = n.vocab / c.tp
     reads = n.hidden * vocab * machine.width / machine.stream_bytes_s
@@ -151,29 +171,35 @@ def _ends(s: Setting) -> PassSeconds:
     calls.append(Boundary("all_gather", ("tp_x", "tp_y"), c.tp, rows * n.vocab, Purpose.LOGITS))
     tp: Array = sum((call_seconds(s, b) for b in calls), np.zeros(1))
     hops = (c.pp - 1.0) * hop_seconds(s) + machine.latency((c.pp, s.places.axis("pp")[1]))
-    # Ranks ask each other whether any has work; replicas of whole parameters need not.
-    asked = 2.0 * machine.ring(*s.places.group(AXES)).seconds(np.full(1, 8.0))
+    # Ranks agree on whether any has work; replicas of whole parameters need no agreement.
+    agreement = 2.0 * machine.ring(*s.places.group(AXES)).seconds(np.full(1, 8.0))
     return {
         "head and choice": head + choice,
         "tp communication": np.where(c.tp > 1, tp, 0.0),
         "fsdp communication": forward_communication(s)[3],
         "pipeline sends": np.where(c.pp > 1, hops, 0.0),
         "agreement": np.broadcast_to(
-            np.where(c.world_size > c.dp_replicate, asked, 0.0), shape_of(c)
+            np.where(c.world_size > c.dp_replicate, agreement, 0.0), shape_of(c)
         ),
     }
 
 
-def pass_bytes(s: Setting, work: GenerateWorkload) -> tuple[Array, Array]:
-    """Bytes on a rank beside weights and cache: for any number of sequences, and for each of them.
+def pass_bytes(s: PricingCase, work: GenerateWorkload) -> tuple[Array, Array]:
+    """Return bytes on a rank other than weights and cache: for any number of sequences, and per sequence.
 
     Parameters of two layers, embedding and head gathered; one layer's activations of a pass over prompts, counted as
-    if backward needed them, its keys and values for all query heads, and the logits with two copies in float64.
+    for backward, its keys and values for all query heads, and the logits with two copies in float64.
     """
     n, c, card, width = s.n, s.c, s.machine.card, s.machine.width
-    one = _of_length(s.under(microbatch=np.ones(1)), -(-work.prompt_len // work.prompt_passes))
-    expanded = sum(count / n.layers * _expanded(a, c.tp) for count, a in n.attentions)
-    each = activation_bytes(one) + work.columns * expanded * width + n.vocab * (width + 16.0)
+    single = _of_length(
+        s.with_columns(microbatch=np.ones(1)), -(-work.prompt_len // work.prompt_passes)
+    )
+    expanded = sum(count / n.layers * _attention_elements(a, c.tp) for count, a in n.attentions)
+    per_sequence = (
+        activation_bytes(single) + work.columns * expanded * width + n.vocab * (width + 16.0)
+    )
     gathered = (2.0 * (s.dense() + s.experts()) + s.ends(s.outside)) * width
-    moving = 1.0 + card.fragmentation
-    return card.context_bytes + moving * np.where(c.dp_shard > 1, gathered, 0.0), moving * each
+    overhead = 1.0 + card.fragmentation
+    return card.context_bytes + overhead * np.where(
+        c.dp_shard > 1, gathered, 0.0
+    ), overhead * per_sequence

@@ -1,18 +1,18 @@
-"""Sentences and numbers about a plan: why a strategy lost, what was searched, and what would change the choice."""
+"""Notes of a plan: reasons why strategies lost, counts of the search, and changes that would change the choice."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from hyper_parallel.cost import COPIES, LOCAL_CARD, UNFITTED_HALF_WIDTH, Load, stack_card
+from hyper_parallel.cost import COPIES, LOCAL_CARD, UNFITTED_HALF_WIDTH, OffloadDemand, stack_card
 from hyper_parallel.ir import Certificate, CostTerm, Plan, Sensitivity, Strategy
 from hyper_parallel.planner.pricing import PricedStrategy
-from hyper_parallel.planner.request import missing
+from hyper_parallel.planner.request import unimplemented
 from hyper_parallel.units import format_bytes, format_seconds
 
-MOST_FACTOR: Final = 2.0
-"""Constants are believed to be right within this factor; what only a larger error would change is not told."""
+MAX_FACTOR: Final = 2.0
+"""Constants are trusted within this factor; sensitivities to larger errors are omitted."""
 
 _CONSTANTS: Final = {
     "matmul": "speed of matmuls",
@@ -33,10 +33,10 @@ _CONSTANTS: Final = {
 
 
 def half_width(plan: Plan) -> float | None:
-    """Half width of the 80 % interval of a plan's step time, in log ratio; None for a machine that was not measured.
+    """Return half the width of the 80 % interval of a plan's step time, in log ratio; None for an unmeasured machine.
 
-    Runs of our own runtime are not among those that the cards of accelerators are fitted to, so the interval is that of
-    stacks that were left out of the fit.
+    The cards of accelerators are fitted to runs of other stacks, so the interval is that of stacks excluded from the
+    fit.
     """
     if any(f"device card {LOCAL_CARD}:" in term.source for term in plan.cost):
         return UNFITTED_HALF_WIDTH
@@ -46,23 +46,23 @@ def half_width(plan: Plan) -> float | None:
     return stack_card("megatron").interval[f"{kind}_unknown_stack"]
 
 
-def slower(
-    best: Sequence[CostTerm], best_s: float, other: Sequence[CostTerm], other_s: float
+def slower_reason(
+    cheapest: Sequence[CostTerm], best_s: float, loser: Sequence[CostTerm], loser_s: float
 ) -> str:
-    """Why a strategy that fits lost: how much slower for as many tokens, and the term that costs most of it."""
-    share = other_s / best_s - 1.0
+    """Return why a strategy that fits lost: the slowdown for the same number of tokens, and the largest term of it."""
+    share = loser_s / best_s - 1.0
     how_much = f"slower by {share:.1%}" if share < 0.1 else f"slower by {share:.0%}"
     if share < 5e-4:
         return "as fast, but not simpler (smaller tp, cp, pp, ep) or smaller in memory"
-    winner = {t.name: t.seconds for t in best}
-    term = max(other, key=lambda t: t.seconds - winner.get(t.name, 0.0))
-    against = winner.get(term.name, 0.0)
+    winner = {t.name: t.seconds for t in cheapest}
+    term = max(loser, key=lambda t: t.seconds - winner.get(t.name, 0.0))
+    winner_s = winner.get(term.name, 0.0)
     return f"{how_much}: {term.name} {format_seconds(term.seconds)}" + (
-        f" against {format_seconds(against)}" if against else ""
+        f" against {format_seconds(winner_s)}" if winner_s else ""
     )
 
 
-def too_big(
+def memory_reason(
     memory_bytes: int,
     least_bytes: int,
     capacity_bytes: int,
@@ -72,11 +72,11 @@ def too_big(
     """Return why a strategy that does not fit lost.
 
     Args:
-        memory_bytes: Its peak with nothing recomputed.
-        least_bytes: The peak with everything sharded and recomputed that may be.
+        memory_bytes: Its peak without recomputation.
+        least_bytes: Its peak with all allowed sharding and recomputation.
         capacity_bytes: Memory of a device.
         microbatch: Sequences of a microbatch.
-        fitting: A smaller microbatch with which its degrees fit; None: there is none.
+        fitting: Smaller microbatch with which its degrees fit; None: there is none.
     """
     least = f" ({format_bytes(least_bytes)} at its leanest)" if least_bytes < memory_bytes else ""
     reason = (
@@ -86,40 +86,43 @@ def too_big(
     return reason if fitting is None else f"{reason}; fits at microbatch {fitting}"
 
 
-def gained(barred: PricedStrategy, best: PricedStrategy, reason: str) -> str:
+def barred_strategy_note(barred: PricedStrategy, cheapest: PricedStrategy, reason: str) -> str:
     """Return the note about a faster strategy that this version cannot run."""
-    share = 1.0 - barred.per_token_s / best.per_token_s
+    share = 1.0 - barred.per_token_s / cheapest.per_token_s
     return f"a step would be {share:.1%} shorter with {barred.strategy}, which this version cannot run: {reason}"
 
 
-def not_executable(strategy: Strategy) -> str | None:
-    """The note of a plan that this version cannot run yet, or None."""
-    found = missing(strategy)
-    if not found:
+def not_executable_note(strategy: Strategy) -> str | None:
+    """Return the note of a plan that this version cannot run yet; None if it can."""
+    choices = unimplemented(strategy)
+    if not choices:
         return None
     return (
-        f"this version cannot run this plan yet ({', '.join(found)} not implemented): it is a prediction, and the "
+        f"this version cannot run this plan yet ({', '.join(choices)} not implemented): it is a prediction, and the "
         "layouts are left out"
     )
 
 
-def offloaded(cost: Sequence[CostTerm], held_bytes: int) -> tuple[str, ...]:
-    """Return the note about what a memory plan moves beside the bytes that a device holds; none where nothing moves."""
+def offload_note(cost: Sequence[CostTerm], held_bytes: int) -> tuple[str, ...]:
+    """Return the note about offloaded and recomputed bytes; empty without offload."""
     term = next((t for t in cost if t.name == COPIES), None)
     if term is None:
         return ()
-    away, _ = Load.of_term(term).best()
-    copied, again = float(away.copied[0]), float(away.passing[0] + away.products[0])
-    held, moved, redone = (format_bytes(int(b)) for b in (held_bytes, copied, again))
+    offloaded, _ = OffloadDemand.of_term(term).cheapest()
+    copied, recomputed = (
+        float(offloaded.copied[0]),
+        float(offloaded.passing[0] + offloaded.products[0]),
+    )
+    resident, moved, redone = (format_bytes(int(b)) for b in (held_bytes, copied, recomputed))
     return (
-        f"offload: beside {held} on a device, {moved} lie in host memory at the peak and {redone} are computed again, "
-        f"for {format_seconds(term.seconds)} per step; the memory plan decides before the first step whether its "
-        "budget can be kept",
+        f"offload: {resident} on a device, {moved} in host memory at the peak and {redone} recomputed, for "
+        f"{format_seconds(term.seconds)} per step; the memory plan decides before the first step whether its budget "
+        "is feasible",
     )
 
 
-def searched(certificate: Certificate) -> str:
-    """The note that says how the search went."""
+def search_note(certificate: Certificate) -> str:
+    """Return the note about completeness and size of the search."""
     c = certificate
     proof = "nothing better exists" if c.gap < 1e-9 else f"nothing is more than {c.gap:.2%} better"
     note = f"searched: {proof} within the cost model; {c.priced:,} strategies priced in full"
@@ -135,22 +138,25 @@ def searched(certificate: Certificate) -> str:
 
 
 def _counted(reasons: Mapping[str, int]) -> str:
+    """Return reasons with their counts, the most frequent first."""
     ordered = sorted(reasons.items(), key=lambda item: (-item[1], item[0]))
     return ", ".join(f"{reason} ({n:,})" for reason, n in ordered)
 
 
-def sensitivity(best: PricedStrategy, others: Sequence[PricedStrategy]) -> tuple[Sensitivity, ...]:
-    """For every constant the least change at which a runner-up overtakes the winner; the smallest change first.
+def sensitivity(
+    cheapest: PricedStrategy, runners_up: Sequence[PricedStrategy]
+) -> tuple[Sensitivity, ...]:
+    """Return the least change of every constant at which a runner-up overtakes the winner, the smallest change first.
 
     A term is inversely proportional to its constant. With the constant of term i times f, a step takes
-    T + (1/f - 1) t_i; two strategies are level where 1/f - 1 = (T' - T) / (t_i - t_i').
+    T + (1/f - 1) t_i; two strategies tie at 1/f - 1 = (T' - T) / (t_i - t_i').
     """
     changes: dict[str, Sensitivity] = {}
-    terms = {t.name: t.seconds for t in best.cost}
-    for other in others:
-        same = best.per_token_s / other.per_token_s * other.step_s / best.step_s
-        rival = {t.name: t.seconds / same for t in other.cost}
-        behind = sum(rival.values()) - best.step_s
+    terms = {t.name: t.seconds for t in cheapest.cost}
+    for loser in runners_up:
+        same = cheapest.per_token_s / loser.per_token_s * loser.step_s / cheapest.step_s
+        rival = {t.name: t.seconds / same for t in loser.cost}
+        behind = sum(rival.values()) - cheapest.step_s
         for name, constant in _CONSTANTS.items():
             advantage = terms.get(name, 0.0) - rival.get(name, 0.0)
             if not advantage or behind < 0:
@@ -159,13 +165,14 @@ def sensitivity(best: PricedStrategy, others: Sequence[PricedStrategy]) -> tuple
             if change <= 0:
                 continue
             factor = 1.0 / change
-            if not 1.0 / MOST_FACTOR <= factor <= MOST_FACTOR:
+            if not 1.0 / MAX_FACTOR <= factor <= MAX_FACTOR:
                 continue
-            known = changes.get(constant)
-            if known is None or _size(factor) < _size(known.factor):
-                changes[constant] = Sensitivity(constant, factor, other.strategy)
+            smallest = changes.get(constant)
+            if smallest is None or _size(factor) < _size(smallest.factor):
+                changes[constant] = Sensitivity(constant, factor, loser.strategy)
     return tuple(sorted(changes.values(), key=lambda s: (_size(s.factor), s.constant)))
 
 
 def _size(factor: float) -> float:
+    """Return the size of a change by a factor, at least 1."""
     return max(factor, 1.0 / factor)

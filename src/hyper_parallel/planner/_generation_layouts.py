@@ -1,4 +1,4 @@
-"""Layouts that generation runs in: all of some devices, their weights and cache by stage, and what a pass holds."""
+"""Layouts for generation: degrees over all devices, bytes of weights and cache by stage, and memory of a pass."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from hyper_parallel.cost import Candidates, Setting
+from hyper_parallel.cost import Candidates, PricingCase
 from hyper_parallel.cost.generation_passes import LayerKind, cache_bytes, pass_bytes
 from hyper_parallel.errors import HyperParallelError
 from hyper_parallel.ir import GenerateWorkload, Strategy
@@ -19,22 +19,22 @@ from hyper_parallel.planner.request import PlanRequest
 from hyper_parallel.planner.strategy_space import divisors
 from hyper_parallel.units import DTYPE_BYTES
 
-LAID_OUT: Final = ("pp", "dp_replicate", "dp_shard", "tp_x", "ep")
-"""Axes of such a layout."""
+LAYOUT_AXES: Final = ("pp", "dp_replicate", "dp_shard", "tp_x", "ep")
+"""Axes of a generation layout."""
 
 
 @dataclass(frozen=True, slots=True)
-class GenerationCut:
-    """A layout with its stages."""
+class StagedLayout:
+    """Layout with its pipeline stages."""
 
     strategy: Strategy
-    needed: int  # slots that all prompts need at once
+    needed: int  # slots for all prompts at once
     weights: NDArray[np.int64]  # [pp] bytes of a rank
     cache: NDArray[np.int64]  # [pp] bytes of a sequence on a rank
 
 
-def strategies_of(r: PlanRequest) -> Iterator[Strategy]:
-    """Every choice of degrees."""
+def layout_candidates(r: PlanRequest) -> Iterator[Strategy]:
+    """Yield every combination of degrees over all devices."""
     devices, experts = r.num_devices, r.experts or 1
     for pp in (d for d in divisors(devices) if d <= r.model.num_layers):
         for tp in divisors(devices // pp):
@@ -45,7 +45,10 @@ def strategies_of(r: PlanRequest) -> Iterator[Strategy]:
 
 
 def local_bytes(r: PlanRequest, s: Strategy) -> dict[str, int] | str:
-    """Bytes of every parameter on a rank by name, or why it is not priced; stages and replicas do not matter."""
+    """Return the bytes of every parameter on a rank, by name, or the reason why the layout has no price.
+
+    Stages and replicas do not change the result.
+    """
     try:
         shards = r.shard(s)
     except HyperParallelError as error:
@@ -59,14 +62,14 @@ def local_bytes(r: PlanRequest, s: Strategy) -> dict[str, int] | str:
     return sizes
 
 
-def laid_out(
+def cut_into_stages(
     r: PlanRequest, work: GenerateWorkload, s: Strategy, sizes: dict[str, int]
-) -> GenerationCut:
-    """A layout with its stages cut so that the fullest rank holds as little as it can."""
+) -> StagedLayout:
+    """Return a layout with stages that minimize the bytes of the fullest rank."""
     needed, dtype = -(-work.prompts // s.dp), r.workload.compute_dtype
     weights, cache = np.zeros((2, r.model.num_layers), dtype=np.int64)
     for block in r.model.blocks:
-        # A head that shares the embedding's weight has its own on another stage.
+        # A tied head has its own copy of the weight if it is on another stage.
         own = sum(sizes[p.name] for p in block.params if s.pp > 1 or not p.tied_to)
         place = [*block.layers] or [0 if block.name == "embedding" else -1]
         weights[place] += own
@@ -74,32 +77,36 @@ def laid_out(
             cache[place] = cache_bytes(block.attention, s.tp, work, dtype)
     cut = s.stage_layers or partition((weights + needed * cache).tolist(), s.pp)
     starts = [0, *accumulate(cut)][:-1]
-    held = (np.add.reduceat(weights, starts), np.add.reduceat(cache, starts))
-    return GenerationCut(replace(s, stage_layers=cut if s.pp > 1 else ()), needed, *held)
+    stage_bytes = (np.add.reduceat(weights, starts), np.add.reduceat(cache, starts))
+    return StagedLayout(replace(s, stage_layers=cut if s.pp > 1 else ()), needed, *stage_bytes)
 
 
-def setting_of(r: PlanRequest, layouts: Sequence[GenerationCut], slots: Any = 1) -> Setting:
-    """Layouts as columns, with so many sequences of a data share at a time."""
-    columns = {name: [getattr(x.strategy, name) for x in layouts] for name in LAID_OUT}
-    return Setting(
+def pricing_case(r: PlanRequest, layouts: Sequence[StagedLayout], slots: Any = 1) -> PricingCase:
+    """Return layouts as columns for pricing, with `slots` sequences in flight per data share."""
+    columns = {name: [getattr(x.strategy, name) for x in layouts] for name in LAYOUT_AXES}
+    return PricingCase(
         r.numbers, r.machine, r.workload, Candidates.of_columns(**columns, microbatch=slots)
     )
 
 
-def kinds_of(r: PlanRequest) -> Iterator[LayerKind]:
-    """The layers of the model, by kind."""
+def layer_kinds_of(r: PlanRequest) -> Iterator[LayerKind]:
+    """Yield the layers of the model, by kind."""
     for layers, numbers in r.layer_kinds:
         params = r.model.block_of(layers[0]).params
         latent = (p.shape for p in params if p.name.endswith("kv_b_proj.weight"))
         yield len(layers), numbers, next(latent, None)
 
 
-def held_bytes(
-    r: PlanRequest, work: GenerateWorkload, layouts: Sequence[GenerationCut]
+def pass_memory(
+    r: PlanRequest, work: GenerateWorkload, layouts: Sequence[StagedLayout]
 ) -> tuple[NDArray[np.float64], ...]:
-    """Bytes beside weights and cache, in all and for each sequence, and the most sequences of a data share that fit."""
-    both = pass_bytes(setting_of(r, layouts), work)
-    fixed, each = (np.broadcast_to(b, len(layouts)) for b in both)
-    rows, capacity = zip(layouts, fixed, each, strict=True), r.machine.memory_bytes
-    most = [np.min((capacity - x.weights - f) // (x.cache + e)) for x, f, e in rows]
-    return fixed, each, np.array(most)
+    """Return the memory of a pass, and the batch that fits, per layout.
+
+    Returns:
+        Bytes other than weights and cache: fixed, and per sequence. Then the most sequences of a data share that fit.
+    """
+    terms = pass_bytes(pricing_case(r, layouts), work)
+    fixed, per_sequence = (np.broadcast_to(b, len(layouts)) for b in terms)
+    rows, capacity = zip(layouts, fixed, per_sequence, strict=True), r.machine.memory_bytes
+    max_sequences = [np.min((capacity - x.weights - f) // (x.cache + e)) for x, f, e in rows]
+    return fixed, per_sequence, np.array(max_sequences)

@@ -1,4 +1,4 @@
-"""Launch settings of a plan as text: our recipe, or the flags of Megatron-LM."""
+"""Launch settings of a plan as text: a recipe of this framework, or flags of Megatron-LM."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _HEAD: Final = """\
 
 
 def launch_settings(plan: Plan, stack: str) -> str:
-    """Settings that start a run like the plan, as far as the stack can express it; what it cannot is a comment.
+    """Return settings that start a run with the plan; choices that the stack cannot express become comments.
 
     Args:
         plan: The plan.
@@ -33,12 +33,12 @@ def launch_settings(plan: Plan, stack: str) -> str:
     if stack not in STACKS:
         raise BadValue("there are no launch settings for that stack", got=stack, allowed=STACKS)
     settings = _recipe(plan) if stack == "ours" else _megatron(plan)
-    dropped = _not_in_a_recipe(plan) if stack == "ours" else _not_in_megatron(plan)
+    dropped = _not_in_recipe(plan) if stack == "ours" else _not_in_megatron(plan)
     return "\n".join([*(f"# not expressed: {text}" for text in dropped), settings]) + "\n"
 
 
 def recipe_values(plan: Plan) -> dict[str, Any]:
-    """Return layout, batch and formats of a plan as sections of a recipe, on the text of the standard library."""
+    """Return layout, batch and formats of a plan as recipe sections, with the standard library's source as data."""
     s, w = plan.strategy, plan.workload
     parallel: dict[str, object] = {
         name: degree for name, degree in s.degrees().items() if degree > 1
@@ -81,7 +81,7 @@ def recipe_values(plan: Plan) -> dict[str, Any]:
 
 
 def _recipe(plan: Plan) -> str:
-    """Return the recipe as text, with the keys that a plan cannot know named at its head."""
+    """Return the recipe as text; its head names the keys that a plan does not determine."""
     return (
         _HEAD.format(model=plan.model.name)
         + str(yaml.safe_dump(recipe_values(plan), sort_keys=False)).rstrip()
@@ -89,17 +89,18 @@ def _recipe(plan: Plan) -> str:
 
 
 def _host_bytes(plan: Plan) -> dict[str, int]:
-    """Bytes in host memory at the peak, by what they are."""
+    """Return bytes in host memory at the peak, by content."""
     return {t.name: t.bytes for t in plan.memory if t.tier == "dram"}
 
 
 def _layers_per_rank(plan: Plan) -> list[int]:
-    """Decoder layers of every pipeline rank, all its stages together."""
+    """Return the number of decoder layers of every pipeline rank, over all its stages."""
     s = plan.strategy
     return [sum(plan.stages[i].layers for i in s.stages_of(rank)) for rank in range(s.pp)]
 
 
 def _megatron(plan: Plan) -> str:
+    """Return a `torchrun` command with the flags of Megatron-LM."""
     s, w = plan.strategy, plan.workload
     sequences = (w.tokens_per_step or 0) // w.seq_len
     flags: list[str] = [
@@ -120,10 +121,10 @@ def _megatron(plan: Plan) -> str:
             flags.append(f"--hierarchical-context-parallel-sizes {s.cp_ulysses} {ring}")
     if s.pp > 1:
         first, *middle, last = _layers_per_rank(plan)
-        usual = (middle or [max(first, last)])[0]
-        if first != usual:
+        middle_layers = (middle or [max(first, last)])[0]
+        if first != middle_layers:
             flags.append(f"--decoder-first-pipeline-num-layers {first}")
-        if last != usual:
+        if last != middle_layers:
             flags.append(f"--decoder-last-pipeline-num-layers {last}")
     if s.schedule == "interleaved" and s.virtual_stages > 1:
         flags.append(f"--num-virtual-stages-per-pipeline-rank {s.virtual_stages}")
@@ -146,8 +147,8 @@ def _megatron(plan: Plan) -> str:
         flags.append("--recompute-granularity selective")
     offloaded = _host_bytes(plan)
     if set(offloaded) == {"optimizer states"}:
-        held = sum(t.bytes for t in plan.memory if t.name == "optimizer states")
-        share = offloaded["optimizer states"] / held
+        total = sum(t.bytes for t in plan.memory if t.name == "optimizer states")
+        share = offloaded["optimizer states"] / total
         flags += ["--optimizer-cpu-offload", f"--optimizer-offload-fraction {share:.2f}"]
     if w.compute_dtype in ("bfloat16", "float16"):
         flags.append("--bf16" if w.compute_dtype == "bfloat16" else "--fp16")
@@ -155,8 +156,8 @@ def _megatron(plan: Plan) -> str:
     return "\n".join([head, *(f"    {flag}" for flag in flags)])
 
 
-def _not_in_a_recipe(plan: Plan) -> Iterator[str]:
-    """Choices of a strategy that a recipe has no key for."""
+def _not_in_recipe(plan: Plan) -> Iterator[str]:
+    """Yield choices of a strategy without a recipe key."""
     s = plan.strategy
     if s.order != AXES:
         yield f"order of the axes {'>'.join(s.order)}"
@@ -167,19 +168,19 @@ def _not_in_a_recipe(plan: Plan) -> Iterator[str]:
 
 
 def _not_in_megatron(plan: Plan) -> Iterator[str]:
-    """Choices of a strategy that Megatron-LM has no flag for."""
+    """Yield choices of a strategy without a flag of Megatron-LM."""
     s = plan.strategy
     if s.order != AXES:
         yield f"order of the axes {'>'.join(s.order)} (its own order is tp-cp-ep-dp-pp)"
     if s.tp_y > 1:
-        yield f"two tensor-parallel axes {s.tp_x} x {s.tp_y}; {s.tp} ranks in one direction are given instead"
+        yield f"two tensor-parallel axes {s.tp_x} x {s.tp_y}; {s.tp} ranks on one axis are used instead"
     offloaded = _host_bytes(plan)
     if offloaded and set(offloaded) != {"optimizer states"}:
         yield "offload of " + ", ".join(
             f"{format_bytes(b)} of {name}" for name, b in offloaded.items()
         )
     if s.pp > 1 and s.schedule not in ("1f1b", "interleaved"):
-        yield f"schedule {s.schedule}; 1F1B is given instead"
+        yield f"schedule {s.schedule}; 1F1B is used instead"
     layers = _layers_per_rank(plan)
     if len({*layers[1:-1]}) > 1:
         yield f"layers of the pipeline ranks {layers}; those between first and last are equal there"

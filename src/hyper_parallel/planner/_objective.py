@@ -1,4 +1,4 @@
-"""plan(): the best strategy for an objective; each is a few searches for the fastest step under another limit."""
+"""plan(): the best strategy for an objective, by searches for the fastest step under different limits."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from hyper_parallel.errors import BadValue, DeadlineMissed, NoLegalStrategy, abb
 from hyper_parallel.ir import Plan, Strategy, Workload
 from hyper_parallel.model import ModelSpec
 from hyper_parallel.planner.pins import check_exclusions, check_pins
-from hyper_parallel.planner.plan_builder import evaluate, require, search, to_plan
-from hyper_parallel.planner.refinement import Outcome, find
+from hyper_parallel.planner.plan_builder import evaluate, require_fit, search, to_plan
+from hyper_parallel.planner.refinement import Outcome, find_best
 from hyper_parallel.planner.request import LOCAL, HostMemory, PlanRequest, resolve
 from hyper_parallel.planner.strategy_space import divisors
 from hyper_parallel.topology import Supernode
@@ -23,11 +23,11 @@ from hyper_parallel.units import format_seconds
 
 OBJECTIVES: Final = ("step-time", "tokens-per-device-second", "memory", "fewest-devices")
 MEMORY_STEPS: Final = 10
-"""Halvings of the memory interval in the search for the least memory: to a thousandth of a device."""
+"""Bisection steps in the search for the least memory: a resolution of 1/1000 of a device."""
 
 
 def _check_types(model: object, topology: object, workload: object) -> None:
-    """Refuse arguments of other types than `plan` takes.
+    """Refuse arguments of unsupported types.
 
     Raises:
         BadValue: HP102 naming the argument.
@@ -63,24 +63,24 @@ def plan(
     all_layouts: bool = False,
     memory_headroom: float | None = None,
 ) -> Plan:
-    """The best strategy of a model on a machine that fits in memory, as a Plan.
+    """Return the best strategy of a model on a machine that fits in memory, as a Plan.
 
     Args:
         model: Preset name, Hugging Face directory, config.json, or a ModelSpec.
         topology: Preset name, YAML file, `local` for this machine, or a Supernode.
-        workload: What a step is; None, or no batch number in it: assumed, and said in the notes.
+        workload: Training step; None, or a workload without batch numbers: assumed, with a note.
         num_devices: Devices to use; None: the product of the degrees of `strategy`, else all of the topology.
-        strategy: Price exactly this one instead of searching.
-        pins: What is fixed, such as `{"tp": 8}` (tp_x = 8, tp_y = 1) or `{"schedule": "zbv"}`. What this version
-            cannot run is priced, with a note, where pins ask for it; on `local` it is refused.
-        exclude: Axes that stay 1, and choices of `EXCLUDABLE` that stay as they usually are.
+        strategy: Price exactly this strategy instead of searching.
+        pins: Fixed choices, such as `{"tp": 8}` (tp_x = 8, tp_y = 1) or `{"schedule": "zbv"}`. Pinned choices that this
+            version cannot run are priced, with a note; on `local` they are refused.
+        exclude: Axes that stay 1, and choices of `EXCLUDABLE` that keep their default.
         objective: One of `OBJECTIVES`: the fastest step; the most tokens per second and device, on all of the devices
             or fewer; the least memory; the fewest devices that meet `deadline_s`.
         deadline_s: Longest step for `fewest-devices`, or for the least memory.
-        top: Runners-up to keep.
-        offload: What exceeds a device's memory may lie in host memory, or be computed again, by a memory plan; where
-            a strategy is given, its own `offload` says so.
-        all_layouts: Choose also what this version cannot run, for studies; the notes name it.
+        top: Number of runners-up to return.
+        offload: Allow a memory plan to offload to host memory, or to recompute, the bytes that exceed a device's
+            memory. A given strategy has its own `offload`.
+        all_layouts: Include strategies that this version cannot run, for studies; the notes name them.
         memory_headroom: Share of a device's memory that a search leaves free; None: 0.05 on accelerators, 0 on a CPU.
 
     Raises:
@@ -107,13 +107,13 @@ def plan(
     except NoLegalStrategy:
         if local or not pins or all_layouts:
             raise
-        with suppress(NoLegalStrategy):  # what pins ask for is priced although it cannot run
+        with suppress(NoLegalStrategy):  # pinned choices are priced although they cannot run
             return _best_for(replace(request, executable=False), objective, deadline_s, top)
         raise
 
 
 def _best_for(request: PlanRequest, objective: str, deadline_s: float | None, top: int) -> Plan:
-    """The best Plan for an objective; arguments and errors as for `plan`."""
+    """Return the best Plan for an objective; arguments and errors as for `plan`."""
     if objective not in OBJECTIVES:
         near = difflib.get_close_matches(objective, OBJECTIVES, 1) or OBJECTIVES
         raise BadValue(
@@ -131,63 +131,63 @@ def _best_for(request: PlanRequest, objective: str, deadline_s: float | None, to
     if objective == "step-time":
         return search(request, top)
     tokens = request.workload.tokens_per_step
-    most = deadline_s / tokens if deadline_s and tokens else None
+    limit = deadline_s / tokens if deadline_s and tokens else None
     if objective == "memory":
-        return _least_memory(request, deadline_s, most, top)
+        return _least_memory(request, deadline_s, limit, top)
     best: tuple[float, PlanRequest, Outcome] | None = None
     for devices in divisors(request.num_devices):
-        fewer = replace(request, num_devices=devices)
-        outcome = find(fewer, top + 1, most if best is None else best[0] / devices)
+        smaller = replace(request, num_devices=devices)
+        outcome = find_best(smaller, top + 1, limit if best is None else best[0] / devices)
         if not outcome.fits:
             continue
         first = outcome.ranked[0]
         if deadline_s is None:
             value = first.per_token_s * devices
             if best is None or value < best[0]:
-                best = value, fewer, outcome
+                best = value, smaller, outcome
         elif first.step_s <= deadline_s:
-            return to_plan(fewer, outcome, objective, top)
+            return to_plan(smaller, outcome, objective, top)
     if best is None:
         devices = request.num_devices
-        raise _missed(
+        raise _deadline_missed(
             request, f"number of devices up to {devices}", deadline_s, f" on {devices} devices"
         )
     return to_plan(best[1], best[2], objective, top)
 
 
 def _least_memory(
-    request: PlanRequest, deadline_s: float | None, most: float | None, top: int
+    request: PlanRequest, deadline_s: float | None, limit: float | None, top: int
 ) -> Plan:
-    """Halve the interval of memory between what is known to suffice and what is known not to."""
-    best = find(request, top + 1, most)
+    """Return the Plan with the least memory, by bisection between a sufficient and an insufficient capacity."""
+    best = find_best(request, top + 1, limit)
     if not best.fits and deadline_s is not None:
-        raise _missed(request, "strategy", deadline_s)
-    require(request, best)
+        raise _deadline_missed(request, "strategy", deadline_s)
+    require_fit(request, best)
     low, high = 0.0, float(best.ranked[0].memory_bytes)
     for _ in range(MEMORY_STEPS):
         middle = (low + high) / 2
-        outcome = find(replace(request, capacity_bytes=middle), top + 1, most)
+        outcome = find_best(replace(request, capacity_bytes=middle), top + 1, limit)
         if outcome.fits:
             best = outcome
             high = min(middle, float(outcome.ranked[0].memory_bytes))
         else:
             low = middle
-    made = to_plan(request, best, "memory", top)
-    assert made.certificate is not None
-    proved = replace(made.certificate, value=float(made.memory_bytes), bound=low)
-    return replace(made, certificate=proved)
+    result = to_plan(request, best, "memory", top)
+    assert result.certificate is not None
+    proved = replace(result.certificate, value=float(result.memory_bytes), bound=low)
+    return replace(result, certificate=proved)
 
 
-def _missed(
-    request: PlanRequest, nothing: str, deadline_s: float | None, where: str = ""
+def _deadline_missed(
+    request: PlanRequest, subject: str, deadline_s: float | None, where: str = ""
 ) -> DeadlineMissed:
-    """The error when no step is that short, with one that is; raises what `require` raises."""
-    outcome = find(request)
-    require(request, outcome)
-    reached = outcome.ranked[0].step_s
+    """Return the error for an unreachable deadline, with a reachable one; raise the errors of `require_fit`."""
+    outcome = find_best(request)
+    require_fit(request, outcome)
+    fastest_s = outcome.ranked[0].step_s
     return DeadlineMissed(
-        f"no {nothing} makes a step of {request.model.name} that short",
+        f"no {subject} makes a step of {request.model.name} that short",
         got=f"deadline {format_seconds(deadline_s or 0.0)}",
-        allowed=f"from {format_seconds(reached)}{where}",
-        hint=f"--deadline {reached * 1.01:.3g}",
+        allowed=f"from {format_seconds(fastest_s)}{where}",
+        hint=f"--deadline {fastest_s * 1.01:.3g}",
     )

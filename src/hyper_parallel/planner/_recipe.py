@@ -1,4 +1,4 @@
-"""The plan of a recipe: its explicit degrees, or with `parallel: auto` the planner's choice."""
+"""Plan of a recipe: its explicit degrees, or with `parallel: auto` the planner's choice."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from hyper_parallel.planner.request import HostMemory, PlanRequest, resolve
 from hyper_parallel.planner.trained_share import trained_share
 from hyper_parallel.received import LimitExceeded
 
-_SHARED: Final = tuple(
+_STRATEGY_KEYS: Final = tuple(
     f.name for f in fields(Strategy) if f.name in Parallel.model_fields and f.name != "rules"
 )
-"""Keys of a recipe's `parallel:` section that a strategy has under the same name."""
-_ASKED_APART: Final = ("zero", "cp_ulysses")
-"""Keys whose value may also mean that nothing was asked."""
-ONE_STAGE: Final = ("gpipe", "1f1b", "zb-h1")
-"""Schedules whose ranks hold one stage each."""
+"""Keys of a recipe's `parallel:` section that are fields of `Strategy` with the same name."""
+_PINNED_SEPARATELY: Final = ("zero", "cp_ulysses")
+"""Keys that also have a value for "not set"."""
+SINGLE_STAGE_SCHEDULES: Final = ("gpipe", "1f1b", "zb-h1")
+"""Schedules with one stage per rank."""
 
 
 def plan_recipe(
@@ -39,24 +39,24 @@ def plan_recipe(
     model: ModelSpec | None = None,
     trained: float | None = None,
 ) -> Plan:
-    """The plan that a recipe trains with.
+    """Return the plan of a recipe.
 
-    With explicit degrees exactly those are planned. With `parallel: auto` the degrees that the recipe does not name
-    are chosen, among the axes that this version can run, for the number of tokens that the recipe names; where it
-    names none, one sequence per rank and step, so that the choice of axes does not change the training.
+    Explicit degrees are planned as they are. With `parallel: auto` the planner chooses the other degrees, among the
+    axes that this version can run, for the recipe's tokens per step. Without batch numbers a step has one sequence per
+    rank, so that the choice of axes does not change the training.
 
     Args:
         recipe: The run.
-        world_size: Ranks that were already started and train, with `grpo.rollout_ranks: auto` all; None: the product
-            of explicit degrees; with auto `parallel.world_size`, else every accelerator of the topology, or 4 on a
-            machine without one.
-        where: Tells where the value of a key was set, for errors; `LoadedRecipe.where`.
-        model: The recipe's model, where it has been read already; None: it is read from `model.path`.
+        world_size: Started ranks that train, with `grpo.rollout_ranks: auto` all ranks; None: the product of explicit
+            degrees; with auto `parallel.world_size`, else every accelerator of the topology, or 4 on a machine without
+            one.
+        where: Returns the origin of a key's value, for errors; `LoadedRecipe.where`.
+        model: The recipe's model, if already read; None: it is read from `model.path`.
         trained: Elements with a gradient over the parameters of the model; None: estimated from the specification.
 
     Raises:
         DegreesMismatch: HP301 when explicit degrees do not multiply to the ranks.
-        HyperParallelError: What `plan` raises.
+        HyperParallelError: As raised by `plan`.
     """
     parallel = recipe.parallel
     strategy = _strategy(recipe)
@@ -66,7 +66,7 @@ def plan_recipe(
         check_degrees(strategy, world_size, culprit)
         request = _request(recipe, model, strategy.world_size, trained)
         if recipe.stage == "grpo":
-            request = request.beside(strategy.world_size + recipe.grpo.sampling_ranks)
+            request = request.sharing_cores_with(strategy.world_size + recipe.grpo.sampling_ranks)
         plan = evaluate(request, strategy, culprit, world_size or parallel.world_size)
         if recipe.stage == "grpo":
             from hyper_parallel.planner._roles import with_roles
@@ -81,7 +81,7 @@ def plan_recipe(
             allowed=world_size,
             changes={"parallel.world_size": world_size},
         )
-    # What no column of the search stands for.
+    # Choices without a column in the search.
     base = Strategy(
         rules=strategy.rules,
         schedule_file=strategy.schedule_file,
@@ -93,7 +93,7 @@ def plan_recipe(
     if recipe.stage == "grpo":
         from hyper_parallel.planner._roles import split_devices
 
-        # What samples: neither pipelines nor cut sequences, and one axis of tensor parallelism.
+        # Sampling supports no pipelines, no context parallelism, and one tensor-parallel axis.
         request = replace(request, pins={**pins, "pp": 1, "cp": 1, "tp_y": pins.get("tp_y", 1)})
         return split_devices(recipe, request.with_headroom(), where)
     return search(request.with_headroom())
@@ -102,17 +102,17 @@ def plan_recipe(
 def _request(
     recipe: Recipe, model: ModelSpec | None, num_devices: int | None, trained: float | None
 ) -> PlanRequest:
-    """Model, machine and work of a recipe; where it names no batch number, one sequence per rank and step.
+    """Return model, machine and workload of a recipe; without batch numbers, one sequence per rank and step.
 
-    With a goal of `offload` the budget is what a device may hold, and host memory holds the rest.
+    With `offload`, its budget limits the bytes of a device, and host memory holds the excess.
     """
     t, offload = recipe.training, recipe.offload
     stored = "float64" if t.dtype == "float64" else "float32"
-    given = any((t.tokens_per_step, t.microbatch, t.accumulation_steps))
+    has_batch = any((t.tokens_per_step, t.microbatch, t.accumulation_steps))
     workload = Workload(
         recipe.data.seq_len,
         tokens_per_step=t.tokens_per_step,
-        microbatch=t.microbatch if given else 1,
+        microbatch=t.microbatch if has_batch else 1,
         accumulation_steps=t.accumulation_steps,
         compute_dtype=t.dtype,
         param_dtype=stored,
@@ -126,12 +126,12 @@ def _request(
         note = f"{share:.3%} of the parameters are trained; passes are timed as if all were"
         request = replace(request, workload=workload, notes=(*request.notes, note))
     if recipe.stage == "grpo":
-        request = replace(request, together=recipe.grpo.num_generations)
-    if not given and recipe.parallel.auto:
-        tokens = workload.seq_len * request.num_devices * request.together
+        request = replace(request, group_sequences=recipe.grpo.num_generations)
+    if not has_batch and recipe.parallel.auto:
+        tokens = workload.seq_len * request.num_devices * request.group_sequences
         workload = replace(workload, tokens_per_step=tokens, microbatch=None)
-        each = "one sequence" if request.together == 1 else "one group of completions"
-        note = f"tokens per step assumed: {each} per rank, {tokens}"
+        unit = "one sequence" if request.group_sequences == 1 else "one group of completions"
+        note = f"tokens per step assumed: {unit} per rank, {tokens}"
         request = replace(request, workload=workload, notes=(*request.notes, note))
     if t.optimizer not in ("adamw", "adam"):
         note = f"optimizer states and time of {t.optimizer} are predicted as those of adamw: two per parameter"
@@ -150,28 +150,29 @@ def _request(
 
 
 def _pins(recipe: Recipe, strategy: Strategy, where: Callable[[str], str]) -> dict[str, int]:
-    """What a recipe with `parallel: auto` names, as pins of the search.
+    """Return the explicit choices of a recipe with `parallel: auto`, as pins of the search.
 
-    Choices that belong to an axis (shapes to tp_y, the kind to cp, the schedule to pp) say how it is used where the
-    search takes it.
+    Choices that depend on an axis apply if the search uses the axis: shapes to tp_y, the kind to cp, the schedule to
+    pp.
 
     Raises:
-        Contradiction: HP104 for choices that no degrees can have.
+        Contradiction: HP104 for choices that are illegal with all degrees.
         UnsupportedSharding: HP205 for virtual stages that the schedule does not have.
     """
-    p, given = recipe.parallel, recipe.parallel.model_fields_set
-    asked = [n for n in Parallel.model_fields if n in given & {*PINNABLE} - {*_ASKED_APART}]
-    named = {n: getattr(p, n) for n in asked}
+    p, explicit = recipe.parallel, recipe.parallel.model_fields_set
+    pinnable = explicit & {*PINNABLE} - {*_PINNED_SEPARATELY}
+    pinned_keys = [n for n in Parallel.model_fields if n in pinnable]
+    named = {n: getattr(p, n) for n in pinned_keys}
     if "recompute" in recipe.training.model_fields_set:
         named["recompute"] = recipe.training.recompute
-    # Every pipeline has the schedule of the recipe, 1F1B where it names none.
+    # Every pipeline has the schedule of the recipe, 1F1B by default.
     pins = check_pins({**named, "schedule": strategy.schedule})
     if p.zero is not None:
         pins["zero"] = p.zero
-    elif "reshard_after_forward" in given:
+    elif "reshard_after_forward" in explicit:
         pins["zero"] = 3 if p.reshard_after_forward else 2
     if p.cp_ulysses > 1:
-        if "cp_kind" in given and p.cp_kind != "hybrid":
+        if "cp_kind" in explicit and p.cp_kind != "hybrid":
             raise Contradiction(
                 "`cp_ulysses` is a choice of cp_kind=hybrid",
                 where=where("parallel.cp_ulysses"),
@@ -179,21 +180,23 @@ def _pins(recipe: Recipe, strategy: Strategy, where: Callable[[str], str]) -> di
                 changes={"parallel.cp_kind": "hybrid"},
             )
         pins["cp_ulysses"] = p.cp_ulysses
-    if "virtual_stages" in given:
+    if "virtual_stages" in explicit:
         check_virtual(strategy, where("parallel.virtual_stages"))
     key = "stage_layers" if p.stage_layers else "schedule_file"
     if getattr(p, key):
-        missing = "pp" if p.pp == 1 else "virtual_stages"
-        if p.pp == 1 or ("virtual_stages" not in given and p.schedule not in ONE_STAGE):
+        missing_key = "pp" if p.pp == 1 else "virtual_stages"
+        if p.pp == 1 or (
+            "virtual_stages" not in explicit and p.schedule not in SINGLE_STAGE_SCHEDULES
+        ):
             raise Contradiction(
-                f"`{key}` is made for certain stages, which `auto` may not choose",
+                f"`{key}` is valid for one number of stages only, so `auto` cannot choose it",
                 where=where(f"parallel.{key}"),
-                got=f"{key} without {missing}",
-                hint=f"parallel.{missing}=2",
+                got=f"{key} without {missing_key}",
+                hint=f"parallel.{missing_key}=2",
             )
         if p.stage_layers and len(p.stage_layers) != strategy.stages:
             raise Contradiction(
-                "`stage_layers` has one number for every stage",
+                "`stage_layers` needs one number per stage",
                 where=where("parallel.stage_layers"),
                 got=f"{len(p.stage_layers)} numbers, {strategy.stages} stages",
                 changes={"parallel.pp": max(1, len(p.stage_layers) // strategy.virtual_stages)},
@@ -203,13 +206,14 @@ def _pins(recipe: Recipe, strategy: Strategy, where: Callable[[str], str]) -> di
 
 
 def _culprit(strategy: Strategy) -> str:
-    """Key of the degree that an error of this strategy is most likely about."""
+    """Return the key of the degree that most likely causes an error of this strategy."""
     degrees = strategy.degrees()
     suspects = ("pp", "cp", "tp_y", "ep", "tp_x", "dp_shard", "dp_replicate")
     return "parallel." + next((axis for axis in suspects if degrees[axis] > 1), "dp_shard")
 
 
 def _strategy(recipe: Recipe) -> Strategy:
+    """Return the explicit strategy of a recipe."""
     t = recipe.training
     return strategy_of(
         recipe.parallel,
@@ -219,12 +223,12 @@ def _strategy(recipe: Recipe) -> Strategy:
     )
 
 
-def strategy_of(parallel: Parallel, **others: Any) -> Strategy:
-    """The strategy of a `parallel` section and what other sections say."""
+def strategy_of(parallel: Parallel, **choices: Any) -> Strategy:
+    """Return the strategy of a `parallel` section, with choices of other sections as keywords."""
     return Strategy(
-        **{name: getattr(parallel, name) for name in _SHARED},
+        **{name: getattr(parallel, name) for name in _STRATEGY_KEYS},
         rules=tuple(Rule(pattern, style) for pattern, style in parallel.rules.items()),
-        **others,
+        **choices,
     )
 
 
@@ -233,25 +237,25 @@ _PREFIXES = ("parallel.", "training.")
 
 
 class StrategyWords(Parallel):
-    """The keys of a strategy: those of a recipe's `parallel` section, and what its `training` says of recompute."""
+    """Keys of a strategy: a recipe's `parallel` section, and the recompute keys of its `training` section."""
 
     recompute: Literal["none", "selective", "full"] = "none"
-    """Activations redone in backward."""
+    """Activations recomputed in backward."""
     recompute_layers: int | None = Field(default=None, ge=1)
-    """Layers of every rank that it applies to. None: all."""
+    """Recomputed layers per rank. None: all."""
 
 
 def parse_strategy(text: str) -> Strategy:
-    """The strategy that words say.
+    """Return the strategy written as `key=value` words.
 
     Args:
-        text: Keys of a recipe as `key=value`, separated by spaces; values are YAML, and `parallel.` may be left out:
+        text: Keys of a recipe as `key=value`, separated by spaces; values are YAML, and `parallel.` is optional:
             `dp_shard=4 tp=2`, `pp=2 schedule=zb-h1 recompute=full`, `tp=2 rules.layers.*.up=colwise`.
 
     Raises:
         UnknownKey: HP101 with the nearest key. BadValue: HP102 for a word or value that is not allowed.
     """
-    given: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for word in shlex.split(text):
         key, equals, value = word.partition("=")
         if not (key and equals):
@@ -266,18 +270,18 @@ def parse_strategy(text: str) -> Strategy:
             key = key.removeprefix(prefix)
         rule = key.removeprefix("rules.")
         if rule == key:
-            given[key] = _value(key, value)
+            values[key] = _value(key, value)
         else:
-            given.setdefault("rules", {})[rule] = value
+            values.setdefault("rules", {})[rule] = value
     words = validated(
         StrategyWords,
-        given,
+        values,
         lambda key: f"{_WHERE}: {key}" if key else _WHERE,
         lambda key, value, _: f"{key}={value}",
     )
     if words.auto or words.world_size is not None:
         raise BadValue(
-            "a strategy names its degrees; nothing is searched",
+            "a strategy needs explicit degrees: no search runs",
             where=_WHERE,
             got=text,
             allowed="degrees, whose product is the number of ranks",
@@ -287,6 +291,7 @@ def parse_strategy(text: str) -> Strategy:
 
 
 def _value(key: str, text: str) -> Any:
+    """Return a YAML value; raise HP102 if the text is not YAML."""
     try:
         return parse_yaml(text)
     except (yaml.YAMLError, LimitExceeded) as cause:

@@ -1,25 +1,25 @@
-"""The roles of `stage: grpo`: seconds of a step that samples and learns, and how devices are split among both.
+"""Roles of `stage: grpo`: seconds of a step that samples and learns, and the split of devices among both.
 
-A step samples completions (the cost of generation, `cost.generation_passes`) and learns from them (the cost of
-training, and a forward for every pass beside it). With both a task graph of some steps, a lane per role, is simulated;
-its steady seconds per step are what a split is chosen by. The space is small, and all of it is priced: every number of
-ranks that only sample, every degree in which they share a copy, and of the ranks that learn every layout that the
-search of their number keeps, one for each of their degrees. Imported by what plans `stage: grpo` only.
+A step samples completions (priced by `cost.generation_passes`) and learns from them (priced as training, plus one
+forward per additional pass). With separate ranks, a task graph of several steps is simulated, with one lane per role;
+splits are compared by its steady seconds per step. The space is small and priced in full: every number of ranks that
+only sample, every tensor-parallel degree of a copy, and every learner layout that the search returns, one per
+combination of degrees. Imported only by code that plans `stage: grpo`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
 from hyper_parallel.config import Recipe
 from hyper_parallel.errors import DoesNotFit, HyperParallelError, UnsupportedSharding, overrides
 from hyper_parallel.ir import Plan
 from hyper_parallel.planner._role_prices import Learner, Roles, Split, rows_of
-from hyper_parallel.planner.plan_builder import require, search, to_plan
+from hyper_parallel.planner.plan_builder import require_fit, search, to_plan
 from hyper_parallel.planner.pricing import PricedStrategy
-from hyper_parallel.planner.refinement import Outcome, find
+from hyper_parallel.planner.refinement import Outcome, find_best
 from hyper_parallel.planner.refusals import check_legal
 from hyper_parallel.planner.request import PlanRequest
 from hyper_parallel.planner.strategy_space import divisors
@@ -29,42 +29,42 @@ from hyper_parallel.units import format_bytes, format_seconds
 def with_roles(
     recipe: Recipe, request: PlanRequest, plan: Plan, where: Callable[[str], str]
 ) -> Plan:
-    """The plan of given degrees, and the roles that the recipe names.
+    """Return the plan of explicit degrees with the roles of the recipe.
 
     Args:
         recipe: A recipe of `stage: grpo`.
-        request: What the plan was made of.
-        plan: The plan of the ranks that learn.
-        where: Tells where the value of a key was set.
+        request: Request of the plan.
+        plan: Plan of the ranks that learn.
+        where: Returns the origin of a key's value.
 
     Raises:
         DoesNotFit: HP401 when a rank that only samples has too little memory.
-        NotDivisible: HP203, UnsupportedSharding: HP205 for a layout that a copy which only samples cannot have.
+        NotDivisible: HP203, UnsupportedSharding: HP205 for an illegal layout of a copy that only samples.
     """
     ranks, tp = recipe.grpo.sampling_ranks, recipe.grpo.copy_tp
     roles = Roles(recipe, request, plan.strategy.world_size + ranks)
     if ranks:
         _check_copy(roles, tp, where)
     learner = Learner(plan.strategy, plan.workload, plan.step_s, plan.stages, plan.memory)
-    found = roles.split(ranks, tp, learner)
-    if isinstance(found, str):
-        return replace(plan, notes=(*plan.notes, f"the step is that of learning alone: {found}"))
-    if ranks and not found.fits(roles.capacity_bytes):
-        raise _too_big(roles, found, learner, where)
-    notes = [*plan.notes, *roles.notes(found)]
-    if not found.fits(roles.capacity_bytes):
-        held, capacity = format_bytes(found.held_bytes), format_bytes(int(roles.capacity_bytes))
-        notes.append(f"{held} while ranks sample exceed the device's {capacity}")
-    return replace(plan, roles=roles.plan_of(found, [found]), notes=tuple(notes))
+    split = roles.split(ranks, tp, learner)
+    if isinstance(split, str):
+        return replace(plan, notes=(*plan.notes, f"the step is that of learning alone: {split}"))
+    if ranks and not split.fits(roles.capacity_bytes):
+        raise _memory_error(roles, split, learner, where)
+    notes = [*plan.notes, *roles.notes(split)]
+    if not split.fits(roles.capacity_bytes):
+        memory, capacity = format_bytes(split.memory_bytes), format_bytes(int(roles.capacity_bytes))
+        notes.append(f"{memory} while ranks sample exceed the device's {capacity}")
+    return replace(plan, roles=roles.plan_of(split, [split]), notes=tuple(notes))
 
 
 def split_devices(recipe: Recipe, request: PlanRequest, where: Callable[[str], str]) -> Plan:
-    """The plan of the split with the least seconds per step, and of the best layout for it.
+    """Return the plan of the split with the least seconds per step, and of the best layout for it.
 
     Args:
         recipe: A recipe of `stage: grpo` with `parallel: auto`.
         request: With `rollout_ranks: auto` its devices are those of both roles, else those that learn.
-        where: Tells where the value of a key was set.
+        where: Returns the origin of a key's value.
 
     Raises:
         NoLegalStrategy: HP302. DoesNotFit: HP401 for either role.
@@ -74,75 +74,100 @@ def split_devices(recipe: Recipe, request: PlanRequest, where: Callable[[str], s
     if recipe.grpo.sampling_ranks and recipe.grpo.rollout_tp != "auto":
         _check_copy(roles, recipe.grpo.copy_tp, where)
     splits = [*roles.splits()]
-    found: list[tuple[Split, Outcome, PricedStrategy]] = []
-    large: list[tuple[Split, PricedStrategy]] = []
-    refused = "no split is legal"
-
-    def take(ranks: int, tp: int, outcome: Outcome) -> None:
-        nonlocal refused
-        # Ranks that only sample do not depend on the layout of the others, of which the first learns fastest.
-        for priced in outcome.ranked[:1] if ranks else outcome.ranked:
-            split = roles.split(ranks, tp, Learner.of(priced))
-            if isinstance(split, str):
-                refused = split
-            elif split.fits(roles.capacity_bytes):
-                found.append((split, outcome, priced))
-            else:
-                large.append((split, priced))
-
-    for ranks, tp in splits:
-        for outcome in roles.learners(roles.devices - ranks):
-            take(ranks, tp, outcome)
-    if (0, 1) in splits:
-        # In the layout that learns fastest sampling may be slow.
-        for outcome in roles.colocated(
-            lambda: min((s.step_s / s.tokens for s, *_ in found), default=math.inf)
-        ):
-            take(0, 1, outcome)
-    most = roles.devices - splits[0][0] if splits else roles.devices
-    if not found:
-        if large:
-            split, priced = min(large, key=lambda f: f[0].held_bytes)
-            raise _too_big(roles, split, Learner.of(priced), where)
-        require(roles.on(most), find(roles.on(most)))
-        if len(splits) != 1:
-            raise UnsupportedSharding(
-                f"the devices cannot be split among the roles: {refused}",
-                where=where("grpo.rollout_ranks"),
-                got="rollout_ranks=auto",
-                hint="grpo.rollout_ranks=0 grpo.rollout_tp=1",
-            )
-        plan = search(roles.on(most))
-        return replace(plan, notes=(*plan.notes, f"the step is that of learning alone: {refused}"))
-    best, outcome, priced = min(found, key=lambda f: f[0].rank)
+    prices = _price_splits(roles, splits)
+    if not prices.fitting:
+        return _plan_without_split(roles, splits, prices, where)
+    best, outcome, priced = min(prices.fitting, key=lambda f: f[0].sort_key)
     slower = [p for p in outcome.ranked if p.per_token_s >= priced.per_token_s and p is not priced]
     request = outcome.search.space.request
     plan = to_plan(request, replace(outcome, ranked=(priced, *slower)), "step-time")
     notes = [*roles.notes(best)]
-    first = min(
+    fastest = min(
         (o.ranked[0] for o in roles.learners(request.num_devices)), key=lambda p: p.per_token_s
     )
-    if first.per_token_s < priced.per_token_s:
+    if fastest.per_token_s < priced.per_token_s:
         notes.append(
-            f"{first.strategy} with {first.workload.microbatch} sequences at a time learns faster, in "
-            f"{format_seconds(first.step_s)}, but the step is not shorter"
+            f"{fastest.strategy} with {fastest.workload.microbatch} sequences at a time learns faster, in "
+            f"{format_seconds(fastest.step_s)}, but the step is not shorter"
         )
     if len(splits) > 1:
-        fit = len({(s.ranks, s.tp) for s, *_ in found})
+        fit = len({(s.ranks, s.tp) for s, *_ in prices.fitting})
         notes.append(
             f"{roles.devices} devices for both roles: of {len(splits)} ways to split them {fit} are legal and fit, and "
             "were priced"
         )
     return replace(
         plan,
-        roles=roles.plan_of(best, [split for split, *_ in found]),
+        roles=roles.plan_of(best, [split for split, *_ in prices.fitting]),
         notes=(*plan.notes, *notes),
     )
 
 
+@dataclass(slots=True)
+class _SplitPrices:
+    """Priced splits: fitting ones, ones that exceed memory, and the reason of the last one without a price."""
+
+    fitting: list[tuple[Split, Outcome, PricedStrategy]] = field(default_factory=list)
+    oversized: list[tuple[Split, PricedStrategy]] = field(default_factory=list)
+    reason: str = "no split is legal"
+
+    def add(self, roles: Roles, ranks: int, tp: int, outcome: Outcome) -> None:
+        """Price a split with the layouts of a search."""
+        # Ranks that only sample do not depend on the learners' layout, so the fastest learner suffices.
+        for priced in outcome.ranked[:1] if ranks else outcome.ranked:
+            split = roles.split(ranks, tp, Learner.of(priced))
+            if isinstance(split, str):
+                self.reason = split
+            elif split.fits(roles.capacity_bytes):
+                self.fitting.append((split, outcome, priced))
+            else:
+                self.oversized.append((split, priced))
+
+    def least_s_per_token(self) -> float:
+        """Return the seconds per token of the best split that fits."""
+        return min((s.step_s / s.tokens for s, *_ in self.fitting), default=math.inf)
+
+
+def _price_splits(roles: Roles, splits: Sequence[tuple[int, int]]) -> _SplitPrices:
+    """Return the prices of all splits; colocated roles with all layouts that may be best."""
+    prices = _SplitPrices()
+    for ranks, tp in splits:
+        for outcome in roles.learners(roles.devices - ranks):
+            prices.add(roles, ranks, tp, outcome)
+    if (0, 1) in splits:
+        # The fastest learner layout may sample slowly.
+        for outcome in roles.colocated(prices.least_s_per_token):
+            prices.add(roles, 0, 1, outcome)
+    return prices
+
+
+def _plan_without_split(
+    roles: Roles,
+    splits: Sequence[tuple[int, int]],
+    prices: _SplitPrices,
+    where: Callable[[str], str],
+) -> Plan:
+    """Return the plan of learning alone if the only split has no price; else raise an error."""
+    if prices.oversized:
+        split, priced = min(prices.oversized, key=lambda f: f[0].memory_bytes)
+        raise _memory_error(roles, split, Learner.of(priced), where)
+    request = roles.for_devices(roles.devices - splits[0][0] if splits else roles.devices)
+    require_fit(request, find_best(request))
+    if len(splits) != 1:
+        raise UnsupportedSharding(
+            f"the devices cannot be split among the roles: {prices.reason}",
+            where=where("grpo.rollout_ranks"),
+            got="rollout_ranks=auto",
+            hint="grpo.rollout_ranks=0 grpo.rollout_tp=1",
+        )
+    plan = search(request)
+    note = f"the step is that of learning alone: {prices.reason}"
+    return replace(plan, notes=(*plan.notes, note))
+
+
 def _check_copy(roles: Roles, tp: int, where: Callable[[str], str]) -> None:
-    """Refuse a layout that a copy which only samples cannot have."""
-    copy, numbers = roles.copy(tp), roles.request.numbers
+    """Refuse an illegal layout of a copy that only samples."""
+    copy, numbers = roles.sampler_strategy(tp), roles.request.numbers
     try:
         check_legal(numbers, roles.request.workload.resolve(1), copy)
         roles.request.shard(copy)
@@ -157,24 +182,24 @@ def _check_copy(roles: Roles, tp: int, where: Callable[[str], str]) -> None:
         raise
 
 
-def _too_big(
+def _memory_error(
     roles: Roles, split: Split, learner: Learner, where: Callable[[str], str]
 ) -> DoesNotFit:
-    """The error of ranks that have too little memory to sample, with a change that does."""
-    held, capacity = split.held_bytes, roles.capacity_bytes
+    """Return the error for ranks with too little memory to sample, with the nearest change that fits."""
+    memory, capacity = split.memory_bytes, roles.capacity_bytes
     hint = "a smaller model, or a machine with more memory"
     work, rows = learner.workload, rows_of(learner.workload) or 1
     if split.ranks:
         for tp in range(split.tp + 1, split.ranks + 1):
-            other = roles.split(split.ranks, tp, learner)
-            if not isinstance(other, str) and other.fits(capacity):
+            alternative = roles.split(split.ranks, tp, learner)
+            if not isinstance(alternative, str) and alternative.fits(capacity):
                 hint = f"grpo.rollout_tp={tp}"
                 break
     if hint.startswith("a "):
         for batch in reversed([b for b in divisors(rows) if b < (work.microbatch or 1)]):
-            fewer = replace(learner, workload=replace(work, microbatch=batch))
-            other = roles.split(split.ranks, split.tp, fewer)
-            if not isinstance(other, str) and other.fits(capacity):
+            smaller = replace(learner, workload=replace(work, microbatch=batch))
+            alternative = roles.split(split.ranks, split.tp, smaller)
+            if not isinstance(alternative, str) and alternative.fits(capacity):
                 hint = f"training.microbatch={batch}"
                 break
     s = split.sampling
@@ -182,9 +207,9 @@ def _too_big(
         f"{roles.request.model.name} does not fit on a rank that "
         + ("only samples" if split.ranks else "trains and samples"),
         where=where("grpo.rollout_ranks"),
-        got=f"{format_bytes(held)}: {format_bytes(held - s.beside_bytes)} of weights"
+        got=f"{format_bytes(memory)}: {format_bytes(memory - s.working_bytes)} of weights"
         + ("" if split.ranks else " and optimizer states")
-        + f", {format_bytes(s.beside_bytes)} of cache and a pass",
+        + f", {format_bytes(s.working_bytes)} of cache and a pass",
         allowed=f"up to {format_bytes(int(capacity))}",
         hint=hint,
     )

@@ -1,7 +1,7 @@
-"""plan_generation(): the layout in which prompts are continued fastest, of all that `generate --parallel` runs.
+"""plan_generation(): the layout with the fastest continuation of prompts, among all that `generate --parallel` runs.
 
-The space is small: every layout is made, those whose weights do not fit are left out, the others are priced at once and
-ranked. So the search is exact within the cost model.
+The space is small: every layout that fits is priced, in one vectorized call, and ranked. The search is exact within the
+cost model.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hyper_parallel.cost.generation_passes import pass_seconds
 from hyper_parallel.errors import (
@@ -24,50 +25,50 @@ from hyper_parallel.errors import (
 from hyper_parallel.ir import GenerateWorkload, Strategy, Workload
 from hyper_parallel.model import FAMILIES_READ, ModelSpec
 from hyper_parallel.planner._generation_layouts import (
-    LAID_OUT,
-    GenerationCut,
-    held_bytes,
-    kinds_of,
-    laid_out,
+    LAYOUT_AXES,
+    StagedLayout,
+    cut_into_stages,
+    layer_kinds_of,
+    layout_candidates,
     local_bytes,
-    setting_of,
-    strategies_of,
+    pass_memory,
+    pricing_case,
 )
 from hyper_parallel.planner._recipe import parse_strategy
-from hyper_parallel.planner.refusals import MOST_DOUBLINGS, check_degrees, check_legal
+from hyper_parallel.planner.refusals import MAX_DOUBLINGS, check_degrees, check_legal
 from hyper_parallel.planner.request import LOCAL, PlanRequest, resolve
 from hyper_parallel.topology import Supernode
 from hyper_parallel.units import format_bytes
 
 GENERATE_OBJECTIVES: Final = ("throughput", "latency")
 FORMATS: Final = ("float64", "float32", "bfloat16", "float16")
-"""Formats that generation runs in."""
+"""Number formats of generation."""
 _WHERE: Final = "--parallel"
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationLayout:
-    """What is predicted of one layout; bytes are those of the fullest device."""
+    """Predictions for one layout; bytes are those of the fullest device."""
 
-    parallel: str  # as `generate --parallel` takes it; "" for one device
-    slots: int  # sequences of a data share at a time, as `generate --slots` takes it
+    parallel: str  # value of `generate --parallel`; "" for one device
+    slots: int  # sequences of a data share at a time, value of `generate --slots`
     batch: int  # sequences at a time on all devices
     prefill_s: float  # until every sequence in the slots has its first token
-    token_s: float  # of one more token of every sequence, at the mean length
+    token_s: float  # decode step: one token of every sequence, at the mean length
     total_s: float  # from the prompts in the slots to the last new token
     tokens_s: float  # new tokens per second on all devices, prefill included
-    tokens_s_device: float  # the same per device
+    tokens_s_device: float  # new tokens per second per device
     weight_bytes: int
     cache_bytes: int  # keys and values of all slots
-    memory_bytes: int  # both, and what a pass needs
+    memory_bytes: int  # weights, cache, and memory of a pass
     largest_batch: int  # sequences at a time that fit, on all devices
-    prefill: dict[str, float]  # its seconds by cause
+    prefill: dict[str, float]  # seconds by cause
     decode: dict[str, float]  # seconds of a token by cause
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationPlan:
-    """The best layout for generation; every number in it is predicted."""
+    """Best layout for generation; every number in it is predicted."""
 
     model: str
     topology: str
@@ -93,7 +94,7 @@ def plan_generation(
     top: int = 5,
     memory_headroom: float | None = None,
 ) -> GenerationPlan:
-    """The layout that continues prompts fastest on a machine, of all that fit.
+    """Return the layout with the fastest continuation of prompts on a machine, among all that fit.
 
     Args:
         model: Preset name, Hugging Face directory, config.json, or a ModelSpec.
@@ -103,12 +104,13 @@ def plan_generation(
         strategy: Price exactly this layout, words as of `generate --parallel` or a `Strategy`.
         objective: `throughput`: the most new tokens per second, where prompts may wait for a slot; `latency`: the least
             seconds until the last token, with all prompts in slots at once.
-        top: Runners-up to keep.
+        top: Number of runners-up to return.
         memory_headroom: Share of a device's memory that is left free; None: 0.05 on accelerators, 0 on a CPU.
 
     Raises:
-        BadValue: HP102 for an objective or a format that does not exist, or lengths beyond the context.
-        UnsupportedSharding: HP205 for what generation does not run: cp, a model without slots, quantised weights.
+        BadValue: HP102 for an unknown objective or format, or lengths beyond the context.
+        UnsupportedSharding: HP205 for choices that generation does not run: cp, a model without slots, quantised
+            weights.
         DegreesMismatch: HP301 when the strategy does not multiply to `num_devices`.
         NoLegalStrategy: HP302 when no layout is legal.
         DoesNotFit: HP401 when none fits; the hint is a change that does.
@@ -120,61 +122,99 @@ def plan_generation(
             allowed=GENERATE_OBJECTIVES,
             hint="--objective throughput",
         )
-    given = parse_strategy(strategy) if isinstance(strategy, str) else strategy
-    if given is not None:
-        _check_axes(given)
-        check_degrees(given, num_devices, _WHERE)
-        num_devices = given.world_size
-    work, together = workload or GenerateWorkload(), objective == "latency"
+    chosen = parse_strategy(strategy) if isinstance(strategy, str) else strategy
+    if chosen is not None:
+        _check_axes(chosen)
+        check_degrees(chosen, num_devices, _WHERE)
+        num_devices = chosen.world_size
+    work, all_at_once = workload or GenerateWorkload(), objective == "latency"
     r = _request(model, topology, work, num_devices).with_headroom(memory_headroom)
     work, ruled_out = replace(work, dtype=r.workload.compute_dtype), Counter[str]()
-    if given is not None:
-        stepped = replace(r.workload, accumulation_steps=2 * given.stages)
-        check_legal(r.numbers, stepped, given, _WHERE)
-        r.shard(given, _WHERE)
-    layouts = [*_layouts(r, work, ruled_out, given)]
+    if chosen is not None:
+        stepped = replace(r.workload, accumulation_steps=2 * chosen.stages)
+        check_legal(r.numbers, stepped, chosen, _WHERE)
+        r.shard(chosen, _WHERE)
+    layouts = [*_layouts(r, work, ruled_out, chosen)]
     if not layouts:
-        raise _nothing_legal(r, work, ruled_out)
-    fixed, each, largest = held_bytes(r, work, layouts)
+        raise _no_legal_layout_error(r, work, ruled_out)
+    fixed, per_sequence, largest = pass_memory(r, work, layouts)
     needed = np.array([x.needed for x in layouts])
-    # A layout that is given is priced where it does not fit: predictions may be wrong, and nobody asked for a choice.
-    fits = (largest >= (needed if together else 1)) | (given is not None)
+    # An explicit layout is priced even if it does not fit: predictions may be wrong, and there is no choice to make.
+    fits = (largest >= (needed if all_at_once else 1)) | (chosen is not None)
     if not fits.any():
-        raise _nothing_fits(r, work, layouts, together)
+        raise _memory_error(r, work, layouts, all_at_once)
     ruled_out["memory"] += int((~fits).sum())
-    slots, kept = needed if together else np.clip(largest, 1, needed), np.flatnonzero(fits)
-    setting = setting_of(r, [layouts[i] for i in kept], slots[kept].astype(np.float64))
-    terms = pass_seconds(setting, [*kinds_of(r)], work)
+    slots = needed if all_at_once else np.clip(largest, 1, needed)
+    layouts = [layouts[i] for i in np.flatnonzero(fits)]
+    priced = _priced(
+        r,
+        work,
+        layouts,
+        slots[fits].astype(np.int64),
+        fixed[fits],
+        per_sequence[fits],
+        largest[fits],
+    )
+
+    def rank(item: tuple[Strategy, GenerationLayout]) -> tuple[float, ...]:
+        s, layout = item  # ties prefer the simpler layout
+        value = layout.total_s if all_at_once else -layout.tokens_s
+        return value, s.tp_x, s.pp, s.ep, s.dp_shard
+
+    best, *runners_up = (layout for _, layout in sorted(priced, key=rank))
+    return GenerationPlan(
+        r.model.name, r.supernode.name, r.num_devices, work, objective, r.machine.memory_bytes, best,
+        tuple(runners_up[:top]), len(priced), dict(+ruled_out), r.notes,
+    )  # fmt: skip
+
+
+def _priced(
+    r: PlanRequest,
+    work: GenerateWorkload,
+    layouts: Sequence[StagedLayout],
+    slots: NDArray[np.int64],
+    fixed: NDArray[np.float64],
+    per_sequence: NDArray[np.float64],
+    largest: NDArray[np.float64],
+) -> list[tuple[Strategy, GenerationLayout]]:
+    """Return the predictions of layouts with `slots` sequences per data share; other columns as of `pass_memory`."""
+    case = pricing_case(r, layouts, slots.astype(np.float64))
+    terms = pass_seconds(case, [*layer_kinds_of(r)], work)
     priced = []
-    for row, i in enumerate(kept):
-        x, count = layouts[i], int(slots[i])
+    for row, x in enumerate(layouts):
+        count = int(slots[row])
         by_cause = (
-            {k: float(np.broadcast_to(v, len(kept))[row]) for k, v in t.items()} for t in terms
+            {k: float(np.broadcast_to(v, len(layouts))[row]) for k, v in t.items()} for t in terms
         )
         prefill, decode = ({k: v for k, v in t.items() if v} for t in by_cause)
         batch, token_s = min(work.prompts, count * x.strategy.dp), sum(decode.values())
         total_s = sum(prefill.values()) + (work.new_tokens - 1) * token_s
-        speed, held = batch * work.new_tokens / total_s, x.weights + count * x.cache
-        full = int(np.argmax(held))
-        made = GenerationLayout(
-            _words(x.strategy), count, batch, sum(prefill.values()), token_s, total_s, speed, speed / r.num_devices,
-            int(x.weights[full]), int(count * x.cache[full]), int(held[full] + fixed[i] + count * each[i]),
-            max(0, int(largest[i])) * x.strategy.dp, prefill, decode,
-        )  # fmt: skip
-        s = x.strategy  # of equal values what is simpler
-        rank = (total_s if together else -speed, s.tp_x, s.pp, s.ep, s.dp_shard)
-        priced.append((rank, made))
-    best, *others = (made for _, made in sorted(priced, key=lambda p: p[0]))
-    return GenerationPlan(
-        r.model.name, r.supernode.name, r.num_devices, work, objective, r.machine.memory_bytes, best,
-        tuple(others[:top]), len(priced), dict(+ruled_out), r.notes,
-    )  # fmt: skip
+        tokens_s, rank_bytes = batch * work.new_tokens / total_s, x.weights + count * x.cache
+        full = int(np.argmax(rank_bytes))
+        layout = GenerationLayout(
+            parallel=_words(x.strategy),
+            slots=count,
+            batch=batch,
+            prefill_s=sum(prefill.values()),
+            token_s=token_s,
+            total_s=total_s,
+            tokens_s=tokens_s,
+            tokens_s_device=tokens_s / r.num_devices,
+            weight_bytes=int(x.weights[full]),
+            cache_bytes=int(count * x.cache[full]),
+            memory_bytes=int(rank_bytes[full] + fixed[row] + count * per_sequence[row]),
+            largest_batch=max(0, int(largest[row])) * x.strategy.dp,
+            prefill=prefill,
+            decode=decode,
+        )
+        priced.append((x.strategy, layout))
+    return priced
 
 
 def _request(
     model: str | Path | ModelSpec, topology: str | Supernode, work: GenerateWorkload, num_devices: int | None
 ) -> PlanRequest:  # fmt: skip
-    """Model and machine, with a workload that stands for the formats; refuses what does not generate."""
+    """Return model and machine, with a workload for the number formats; refuse models that cannot generate."""
     formats = Workload(work.prompt_len, microbatch=1)
     request = resolve(model, topology, formats, num_devices)
     spec = request.model
@@ -213,26 +253,26 @@ def _request(
 
 
 def _check_axes(strategy: Strategy) -> None:
-    """Refuse what generation does not run, or what is not priced for it."""
-    plain = Strategy(**{name: getattr(strategy, name) for name in (*LAID_OUT, "stage_layers")})
+    """Refuse choices that generation does not run or has no price for."""
+    plain = Strategy(**{name: getattr(strategy, name) for name in (*LAYOUT_AXES, "stage_layers")})
     names = [f.name for f in fields(Strategy)]
-    other = [n for n in names if getattr(strategy, n) != getattr(plain, n)]
+    unpriced = [n for n in names if getattr(strategy, n) != getattr(plain, n)]
     if strategy.cp > 1:
-        what = "generation has no cp: a step reads one token of a sequence, and there is nothing to cut"
-    elif other:
-        what = f"generation is not priced with {', '.join(other)}"
+        reason = "generation has no cp: a step reads one token of a sequence, and there is nothing to cut"
+    elif unpriced:
+        reason = f"generation is not priced with {', '.join(unpriced)}"
     else:
         return
     near = _words(plain) or f"tp={strategy.world_size}"
     raise UnsupportedSharding(
-        what, where=_WHERE, got=str(strategy), allowed="pp, dp_replicate, dp_shard, tp, ep, stage_layers",
+        reason, where=_WHERE, got=str(strategy), allowed="pp, dp_replicate, dp_shard, tp, ep, stage_layers",
         hint=f'--parallel "{near}"',
     )  # fmt: skip
 
 
 def _words(strategy: Strategy) -> str:
-    """A layout as `generate --parallel` takes it."""
-    named = ((name.removesuffix("_x"), getattr(strategy, name)) for name in LAID_OUT)
+    """Return a layout in the syntax of `generate --parallel`."""
+    named = ((name.removesuffix("_x"), getattr(strategy, name)) for name in LAYOUT_AXES)
     words = [f"{name}={degree}" for name, degree in named if degree > 1]
     if strategy.stage_layers:
         words.append(f"stage_layers=[{','.join(map(str, strategy.stage_layers))}]")
@@ -240,16 +280,16 @@ def _words(strategy: Strategy) -> str:
 
 
 def _layouts(
-    r: PlanRequest, work: GenerateWorkload, ruled_out: Counter[str], given: Strategy | None = None
-) -> Iterator[GenerationCut]:
-    """The layout that is given, or all that are legal; the others are counted by reason."""
+    r: PlanRequest, work: GenerateWorkload, ruled_out: Counter[str], chosen: Strategy | None = None
+) -> Iterator[StagedLayout]:
+    """Yield the chosen layout, or all legal ones; count the others by reason."""
     unsplit = dict(r.model.unsplit)
-    known: dict[tuple[int, ...], dict[str, int] | str] = {}
-    for s in strategies_of(r) if given is None else [given]:
+    cache: dict[tuple[int, ...], dict[str, int] | str] = {}
+    for s in layout_candidates(r) if chosen is None else [chosen]:
         key = (s.tp_x, s.dp_shard, s.ep)
-        if key not in known:
-            known[key] = local_bytes(r, Strategy(tp_x=s.tp_x, dp_shard=s.dp_shard, ep=s.ep))
-        sizes = known[key]
+        if key not in cache:
+            cache[key] = local_bytes(r, Strategy(tp_x=s.tp_x, dp_shard=s.dp_shard, ep=s.ep))
+        sizes = cache[key]
         if s.pp > 1 and "pp" in unsplit:
             ruled_out[unsplit["pp"]] += 1
         elif s.dp > work.prompts:
@@ -257,12 +297,13 @@ def _layouts(
         elif isinstance(sizes, str):
             ruled_out[sizes] += 1
         else:
-            yield laid_out(r, work, s, sizes)
+            yield cut_into_stages(r, work, s, sizes)
 
 
-def _nothing_legal(
+def _no_legal_layout_error(
     r: PlanRequest, work: GenerateWorkload, ruled_out: Counter[str]
 ) -> NoLegalStrategy:
+    """Return the error without a legal layout, with the nearest number of devices that has one."""
     fewer = (replace(r, num_devices=n) for n in range(r.num_devices - 1, 0, -1))
     near = next(q.num_devices for q in fewer if any(_layouts(q, work, Counter())))
     reasons = ", ".join(f"{reason} ({n})" for reason, n in ruled_out.items())
@@ -273,24 +314,26 @@ def _nothing_legal(
     )
 
 
-def _nothing_fits(
-    r: PlanRequest, work: GenerateWorkload, layouts: Sequence[GenerationCut], together: bool
+def _memory_error(
+    r: PlanRequest, work: GenerateWorkload, layouts: Sequence[StagedLayout], all_at_once: bool
 ) -> DoesNotFit:
-    """The error when no layout fits, with fewer prompts or the number of devices, by doubling, that would."""
+    """Return the error without a layout that fits, with fewer prompts or a doubled number of devices that fit."""
 
-    def most(r: PlanRequest, layouts: Sequence[GenerationCut]) -> int:
+    def max_prompts(r: PlanRequest, layouts: Sequence[StagedLayout]) -> int:
         return max(
             int(n) * x.strategy.dp
-            for n, x in zip(held_bytes(r, work, layouts)[2], layouts, strict=True)
+            for n, x in zip(pass_memory(r, work, layouts)[2], layouts, strict=True)
         )
 
     hint = "a smaller model, or a machine with more memory"
-    if together and (prompts := most(r, layouts)) > 0:
+    if all_at_once and (prompts := max_prompts(r, layouts)) > 0:
         hint = f"--prompts {prompts}"
     elif r.supernode.name != LOCAL:
-        more = (replace(r, num_devices=r.num_devices << n) for n in range(1, MOST_DOUBLINGS + 1))
-        enough = (q for q in more if (x := [*_layouts(q, work, Counter())]) and most(q, x) > 0)
-        hint = next((f"--devices {q.num_devices}" for q in enough), hint)
+        larger = (replace(r, num_devices=r.num_devices << n) for n in range(1, MAX_DOUBLINGS + 1))
+        fitting_requests = (
+            q for q in larger if (x := [*_layouts(q, work, Counter())]) and max_prompts(q, x) > 0
+        )
+        hint = next((f"--devices {q.num_devices}" for q in fitting_requests), hint)
     least = min(int(np.max(x.weights)) for x in layouts)
     return DoesNotFit(
         f"{r.model.name} does not generate on {r.num_devices} devices of {r.supernode.name}",

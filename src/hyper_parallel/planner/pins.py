@@ -1,7 +1,7 @@
-"""What a search may choose from: the table of keys that can be pinned, and pins as columns.
+"""Choices of a search: the table of keys that can be pinned, and pins as columns.
 
-The table is read off the recipe's sections: a key of `parallel:` or `training:` that is a column of `cost.Candidates`
-can be pinned, to the values that its section allows. What only a search may choose is named beside it.
+The table is derived from the recipe's sections. A key of `parallel:` or `training:` that is a column of
+`cost.Candidates` can be pinned to the values that its section allows. Choices that only a search has are listed here.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from hyper_parallel.errors import BadValue, UnknownKey
 
 @dataclass(frozen=True, slots=True)
 class Pinnable:
-    """A key that can be pinned.
+    """Key that can be pinned.
 
     Attributes:
-        name: What limits call it: the column of `cost.Candidates` where there is one.
-        recipe_key: Where a recipe says it, dotted; "" for what only a search chooses.
-        values: Values it may have, pinned as their index; (): any positive number.
+        name: Name in limits: the column of `cost.Candidates` if there is one.
+        recipe_key: Dotted key of a recipe; "" for choices that only a search has.
+        values: Allowed values, pinned as their index; (): any positive number.
     """
 
     name: str
@@ -32,7 +32,7 @@ class Pinnable:
     values: tuple[object, ...] = ()
 
     def shown(self, pinned: int) -> object:
-        """The value behind a pin."""
+        """Return the value of a pin."""
         return self.values[pinned] if self.values else pinned
 
 
@@ -43,27 +43,27 @@ _COLUMNS: Final = {
     "gathered_inputs": "regather",
     "cp_kind": "cp_gather",
 }
-"""Columns that stand for a key of another name."""
-_WIDER: Final = {"recompute": RECOMPUTE, "zero": (0, 1, 2, 3)}
-"""Choices that a search knows more values of than a recipe can run."""
-_SEARCHED: Final = (
+"""Columns with another name than their key."""
+_SEARCH_VALUES: Final = {"recompute": RECOMPUTE, "zero": (0, 1, 2, 3)}
+"""Choices with more values in a search than in a recipe."""
+_SEARCH_ONLY: Final = (
     Pinnable("tp", ""),
     Pinnable("etp", ""),
     Pinnable("order", "", tuple(">".join(order) for order in ORDERS)),
 )
-_RENAMED: Final = ("virtual_stages", "accumulation_steps")
+_COLUMN_NAMED: Final = ("virtual_stages", "accumulation_steps")
 
 
 def _literals(annotation: Any) -> tuple[object, ...]:
-    """Values of a literal type, or of those in a union; none of other types."""
+    """Return the values of a literal type, or of the literals in a union; empty for other types."""
     if get_origin(annotation) is Literal:
         return get_args(annotation)
     return tuple(value for part in get_args(annotation) for value in _literals(part))
 
 
 def _table() -> Mapping[str, Pinnable]:
-    """Every name that a pin may have."""
-    table = {key.name: key for key in _SEARCHED}
+    """Return the table of pins, by name."""
+    table = {key.name: key for key in _SEARCH_ONLY}
     for section, fields in (
         ("parallel", Parallel.model_fields),
         ("training", Training.model_fields),
@@ -72,35 +72,35 @@ def _table() -> Mapping[str, Pinnable]:
             column = _COLUMNS.get(name, name)
             if column not in Candidates.__slots__:
                 continue
-            own = column if name in _RENAMED else name
-            values = _WIDER.get(name, _literals(info.annotation))
+            own = column if name in _COLUMN_NAMED else name
+            values = _SEARCH_VALUES.get(name, _literals(info.annotation))
             table[name] = table[own] = Pinnable(own, f"{section}.{name}", values)
     return MappingProxyType(table)
 
 
 PINNABLE: Final = _table()
-"""Keys that can be pinned, by every name they have."""
+"""Keys that can be pinned, by each of their names."""
 
 EXCLUDABLE: Final = ("attention_scatter", "gathered_inputs", "recompute", "offload")
-"""Choices that can be excluded like an axis: the first of their values is taken."""
+"""Choices that can be excluded like an axis: they are pinned to their first value."""
 
 
 def check_pins(pins: Mapping[str, int | str] | None) -> dict[str, int]:
-    """Pins by the name of `Pinnable`: numbers as they are, choices as their index.
+    """Return pins by the name of `Pinnable`: numbers unchanged, choices as their index.
 
-    As in a recipe `tp` is `tp_x`: pinned alone there is no second axis.
+    As in a recipe `tp` is `tp_x`: pinned alone, it excludes a second axis.
 
     Raises:
         UnknownKey: HP101 for a name that is neither an axis nor a choice.
-        BadValue: HP102 for a value that it cannot have.
+        BadValue: HP102 for a value that is not allowed.
     """
     checked: dict[str, int] = {}
-    given = dict(pins or {})
-    if "tp" in given and "tp_y" not in given:
-        given["tp_y"] = 1
-    elif "tp" in given:
-        given.setdefault("tp_x", given.pop("tp"))
-    for name, value in given.items():
+    named = dict(pins or {})
+    if "tp" in named and "tp_y" not in named:
+        named["tp_y"] = 1
+    elif "tp" in named:
+        named.setdefault("tp_x", named.pop("tp"))
+    for name, value in named.items():
         key = PINNABLE.get(name)
         if key is None:
             near = get_close_matches(name, PINNABLE, 1)
@@ -120,10 +120,10 @@ def check_pins(pins: Mapping[str, int | str] | None) -> dict[str, int]:
 
 
 def check_exclusions(excluded: Sequence[str], pins: Mapping[str, int | str]) -> dict[str, int]:
-    """Excluded axes as pins to 1, excluded choices as pins to the first of their values.
+    """Return excluded axes as pins to 1, and excluded choices as pins to their first value.
 
     Raises:
-        BadValue: HP102 for what cannot be excluded, or is pinned to something else.
+        BadValue: HP102 for a name that cannot be excluded, or is pinned to another value.
     """
     checked = {}
     for axis in excluded:
@@ -144,5 +144,5 @@ def check_exclusions(excluded: Sequence[str], pins: Mapping[str, int | str]) -> 
 
 
 def shown_pin(name: str, pinned: int) -> str:
-    """A pin as it is written: `schedule=zbv`."""
+    """Return a pin as text: `schedule=zbv`."""
     return f"{name}={PINNABLE[name].shown(pinned) if name in PINNABLE else pinned}"

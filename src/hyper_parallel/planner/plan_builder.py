@@ -1,4 +1,4 @@
-"""Plans: of one given strategy, of the best of a search, and of a file, priced again."""
+"""Construction of plans: of a given strategy, of the best strategy of a search, and of a loaded plan."""
 
 from __future__ import annotations
 
@@ -21,21 +21,25 @@ from hyper_parallel.ir import (
 from hyper_parallel.model import ModelSpec
 from hyper_parallel.mpmd import step_schedule
 from hyper_parallel.planner._explain import (
-    not_executable,
-    offloaded,
-    searched,
+    not_executable_note,
+    offload_note,
+    search_note,
     sensitivity,
 )
-from hyper_parallel.planner._runners_up import barred_note, runner_up, too_big_strategies
+from hyper_parallel.planner._runners_up import (
+    barred_note,
+    faster_oversized_strategies,
+    rejected_runner_up,
+)
 from hyper_parallel.planner.bounds import join, ranked, strategy_at
 from hyper_parallel.planner.pricing import PricedStrategy, price, with_stage_memory
-from hyper_parallel.planner.refinement import Outcome, find
+from hyper_parallel.planner.refinement import Outcome, find_best
 from hyper_parallel.planner.refusals import (
     check_degrees,
     check_legal,
+    does_not_fit_error,
     follow_changes,
-    nothing_fits,
-    nothing_legal,
+    no_legal_strategy_error,
 )
 from hyper_parallel.planner.request import LOCAL, PlanRequest, resolve
 from hyper_parallel.planner.search import BranchAndBound
@@ -49,7 +53,14 @@ def evaluate(
     where: str | None = None,
     num_devices: int | None = None,
 ) -> Plan:
-    """The Plan of exactly one strategy, whose degrees multiply to `num_devices`, if given; `where` is for errors."""
+    """Return the Plan of exactly one strategy.
+
+    Args:
+        request: Model, machine and workload.
+        strategy: The strategy.
+        where: Origin of the strategy, for errors.
+        num_devices: Expected product of the degrees; None: not checked.
+    """
 
     def check(strategy: Strategy, workload: Workload) -> None:
         check_degrees(strategy, num_devices, where)
@@ -67,7 +78,7 @@ def evaluate(
     notes = []
     if priced.memory_bytes > request.machine.memory_bytes:
         notes.append(_exceeds(priced, request.machine.memory_bytes))
-    return _make(request, priced, notes=tuple(notes), where=where)
+    return _build_plan(request, priced, notes=tuple(notes), where=where)
 
 
 def _exceeds(priced: PricedStrategy, capacity_bytes: int) -> str:
@@ -79,14 +90,14 @@ def _exceeds(priced: PricedStrategy, capacity_bytes: int) -> str:
 
 
 def search(request: PlanRequest, top: int = 5) -> Plan:
-    """The fastest Plan of a request, with so many runners-up."""
-    outcome = find(request, top + 1)
-    require(request, outcome)
+    """Return the fastest Plan of a request, with up to `top` runners-up."""
+    outcome = find_best(request, top + 1)
+    require_fit(request, outcome)
     return to_plan(request, outcome, "step-time", top)
 
 
-def require(request: PlanRequest, outcome: Outcome) -> None:
-    """Raise when nothing was found.
+def require_fit(request: PlanRequest, outcome: Outcome) -> None:
+    """Raise an error if a search has no result.
 
     Raises:
         NoLegalStrategy: HP302. DoesNotFit: HP401.
@@ -94,53 +105,53 @@ def require(request: PlanRequest, outcome: Outcome) -> None:
     if outcome.fits:
         return
     least_bytes = outcome.search.completer.least_bytes
-    if not outcome.search.legal or outcome.search.refused or np.isinf(least_bytes):
-        raise nothing_legal(request, outcome.search.space.ruled_out)
-    raise nothing_fits(request, int(least_bytes))
+    if not outcome.search.legal or outcome.search.num_refused or np.isinf(least_bytes):
+        raise no_legal_strategy_error(request, outcome.search.space.ruled_out)
+    raise does_not_fit_error(request, int(least_bytes))
 
 
 def to_plan(request: PlanRequest, outcome: Outcome, objective: str, top: int = 5) -> Plan:
-    """The Plan of the best strategy of a search."""
-    best, *others = outcome.ranked
-    rejected = [runner_up(best, other) for other in others[:top]]
-    found = outcome.search
-    faster = too_big_strategies(found.space.request, found, best)
+    """Return the Plan of the best strategy of a search."""
+    best, *runners_up = outcome.ranked
+    rejected = [rejected_runner_up(best, loser) for loser in runners_up[:top]]
+    result = outcome.search
+    faster = faster_oversized_strategies(result.space.request, result, best)
     tokens = best.workload.tokens_per_step or 1
     certificate = Certificate(
         objective,
         best.step_s,
         min(best.step_s, outcome.bound * tokens),
-        found.completer.priced,
+        result.completer.priced,
         outcome.simulated,
-        dict(found.completer.cut),
-        dict(found.space.ruled_out),
+        dict(result.completer.cut),
+        dict(result.space.ruled_out),
     )
-    notes: tuple[str, ...] = (searched(certificate), outcome.searched_space)
+    notes: tuple[str, ...] = (search_note(certificate), outcome.space_note)
     if best.strategy.recompute != "none" and "recompute" not in request.pins:
         notes += ("activations are recomputed because it is the fastest choice that fits",)
     if best.strategy.gathered_inputs == "re-gather" and "gathered_inputs" not in request.pins:
-        notes += ("inputs are gathered again because it is the fastest choice that fits",)
+        notes += ("inputs are re-gathered because it is the fastest choice that fits",)
     shown = best if objective == "memory" else with_stage_memory(request, best)
     if shown.memory_bytes > request.device_bytes:
         notes += (_exceeds(shown, request.device_bytes),)
-    made = _make(request, shown, (*faster, *rejected), notes)
+    plan = _build_plan(request, shown, (*faster, *rejected), notes)
     return replace(
-        made,
-        notes=(*barred_note(found.space.request, found, best), *made.notes),
+        plan,
+        notes=(*barred_note(result.space.request, result, best), *plan.notes),
         certificate=certificate,
-        pareto=_pareto(request, found, shown),
-        sensitivity=sensitivity(best, others),
+        pareto=_pareto(request, result, shown),
+        sensitivity=sensitivity(best, runners_up),
     )
 
 
 def _pareto(
-    request: PlanRequest, found: BranchAndBound, best: PricedStrategy
+    request: PlanRequest, result: BranchAndBound, best: PricedStrategy
 ) -> tuple[Alternative, ...]:
-    """The front of time and memory among the strategies that were completed, fastest first, the chosen one left out."""
-    front, least, rows = [], float(best.memory_bytes), join([found.rows, found.slower])
+    """Return the Pareto front of time and memory of all completed strategies except the chosen one, fastest first."""
+    front, least, rows = [], float(best.memory_bytes), join([result.rows, result.slower])
     for position in ranked(rows).tolist():
         memory = float(rows["memory_bytes"][position])
-        if memory < least * (1 - 1e-3) and found.runs(rows, position):
+        if memory < least * (1 - 1e-3) and result.is_executable(rows, position):
             least = memory
             strategy, workload = strategy_at(rows, position, request.base, request.workload)
             seconds = float(rows["per_token_s"][position]) * (workload.tokens_per_step or 1)
@@ -151,39 +162,40 @@ def _pareto(
 def _layouts(
     request: PlanRequest, strategy: Strategy, where: str | None
 ) -> tuple[dict[str, Layout], tuple[str, ...]]:
-    """Layouts and their notes; none, with a note, for what this version only predicts.
+    """Return layouts and their notes; for a strategy that this version only prices, a note without layouts.
 
-    What is meant to run now (`where` is given, or the machine is this one) is refused instead.
+    If the plan must run (`where` is given, or the machine is this one), the strategy is refused instead.
     """
     must_run = where is not None or request.supernode.name == LOCAL
-    later = not_executable(strategy)
-    if later is not None and not must_run:
-        return {}, (later,)
+    note = not_executable_note(strategy)
+    if note is not None and not must_run:
+        return {}, (note,)
     try:
         sharded = request.shard(strategy, where)
     except UnsupportedSharding as error:
         if must_run:
             raise
         return {}, (
-            f"this version cannot run this plan yet ({error.what}): the layouts are left out",
+            f"this version cannot run this plan yet ({error.what}): the layouts are omitted",
         )
     return sharded.layouts, sharded.notes
 
 
-def _make(
+def _build_plan(
     request: PlanRequest,
     priced: PricedStrategy,
     rejected: tuple[Rejected, ...] = (),
     notes: tuple[str, ...] = (),
     where: str | None = None,
 ) -> Plan:
+    """Return the Plan of a priced strategy."""
     strategy, workload = priced.strategy, priced.workload
     if strategy.pp > 1:
         strategy = replace(strategy, stage_layers=tuple(stage.layers for stage in priced.stages))
-    layouts, told = _layouts(request, strategy, where)
-    told += offloaded(priced.cost, priced.memory_bytes)
+    layouts, layout_notes = _layouts(request, strategy, where)
+    layout_notes += offload_note(priced.cost, priced.memory_bytes)
     if strategy.pp > 1 and layouts:
-        # Verified before any process starts.
+        # Verify the schedule before any process starts.
         step_schedule(strategy, workload.accumulation_steps or 1)
     collectives = step_collectives(request.model, layouts, strategy, workload) if layouts else ()
     return Plan(
@@ -201,47 +213,47 @@ def _make(
         rejected=rejected,
         stages=priced.stages,
         pace=request.machine.paces(strategy.pp),
-        notes=(*request.notes, *told, *notes),
+        notes=(*request.notes, *layout_notes, *notes),
     )
 
 
 def recheck(
     plan: Plan, model: str | Path | ModelSpec, topology: str | Supernode | None = None
 ) -> Plan:
-    """A plan priced and checked again, for one that was loaded from a file and may have been edited.
+    """Return a plan priced and checked again, after it was loaded from a file and may have been edited.
 
-    Degrees, recompute and the batch may be edited; layouts, cost and memory follow from them and are made anew.
+    Degrees, recompute and the batch may be edited; layouts, cost and memory are computed from them.
 
     Args:
         plan: The plan as loaded.
-        model: The model it is going to be applied to.
-        topology: The machine; None: the one the plan names.
+        model: The model to apply it to.
+        topology: The machine; None: the machine of the plan.
 
     Raises:
         PlanMismatch: HP307 when the plan was made for another model or another machine.
-        HyperParallelError: What `plan` raises for an illegal strategy.
+        HyperParallelError: As raised by `plan` for an illegal strategy.
     """
     strategy = plan.strategy
-    # Accumulation follows from the other two numbers, so editing a degree needs no second edit.
+    # Accumulation follows from the other two numbers, so edits of a degree remain consistent.
     workload = replace(plan.workload, accumulation_steps=None)
     machine = topology if topology is not None else plan.topology
-    again = evaluate(resolve(model, machine, workload, strategy.world_size), strategy)
-    if again.model.fingerprint != plan.model.fingerprint:
+    rechecked = evaluate(resolve(model, machine, workload, strategy.world_size), strategy)
+    if rechecked.model.fingerprint != plan.model.fingerprint:
         raise PlanMismatch(
             "the plan was made for another model",
             got=f"plan for {plan.model.name} ({plan.model.fingerprint})",
-            allowed=f"{again.model.name} ({again.model.fingerprint})",
-            hint=f"hyper-parallel plan {again.model.name} -o plan.json",
+            allowed=f"{rechecked.model.name} ({rechecked.model.fingerprint})",
+            hint=f"hyper-parallel plan {rechecked.model.name} -o plan.json",
         )
-    if again.topology != plan.topology:
+    if rechecked.topology != plan.topology:
         raise PlanMismatch(
             "the plan was made for another machine",
             got=plan.topology,
-            allowed=again.topology,
-            hint=f"hyper-parallel plan {again.model.name} --topology {again.topology} -o plan.json",
+            allowed=rechecked.topology,
+            hint=f"hyper-parallel plan {rechecked.model.name} --topology {rechecked.topology} -o plan.json",
         )
-    same = {**dict.fromkeys(plan.notes), **dict.fromkeys(again.notes)}
-    notes = tuple(same)
-    if again.layouts != plan.layouts:
-        notes += ("layouts were made anew for the degrees in the file",)
-    return replace(again, rejected=plan.rejected, notes=notes)
+    merged = {**dict.fromkeys(plan.notes), **dict.fromkeys(rechecked.notes)}
+    notes = tuple(merged)
+    if rechecked.layouts != plan.layouts:
+        notes += ("layouts were rebuilt for the degrees in the file",)
+    return replace(rechecked, rejected=plan.rejected, notes=notes)

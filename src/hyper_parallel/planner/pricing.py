@@ -1,4 +1,4 @@
-"""One strategy with its full price: every term, stages, and the simulated schedule."""
+"""Full price of one strategy: every term, stages, and the simulated schedule."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from hyper_parallel.cost import (
     Candidates,
     LayerPrices,
     ModelNumbers,
+    PricingCase,
     RankStages,
     Scores,
-    Setting,
+    interpolate_copies,
     kept_bytes,
     memory_terms,
-    mixed_term,
-    put_away,
+    move_to_host,
     rank_model,
     score,
 )
@@ -29,19 +29,25 @@ from hyper_parallel.ir import CostTerm, MemoryTerm, Stage, StageCost, Strategy, 
 from hyper_parallel.mpmd import makespan_s, schedule_name
 from hyper_parallel.planner.request import PlanRequest
 
-ONCE: Final = ("data-parallel reduction", "gradient norm", "optimizer", COPIES, "every step")
-"""Terms that come once per step, after the last microbatch."""
-MOST_ACTIONS: Final = 20_000
-"""Computations that one simulation may have; longer steps are simulated for fewer microbatches and continued."""
-LONGEST_S: Final = 1e8
+ONCE_PER_STEP: Final = (
+    "data-parallel reduction",
+    "gradient norm",
+    "optimizer",
+    COPIES,
+    "every step",
+)
+"""Terms that occur once per step, after the last microbatch."""
+MAX_ACTIONS: Final = 20_000
+"""Computations of one simulation; longer steps are simulated for fewer microbatches and extrapolated."""
+MAX_SIMULATED_S: Final = 1e8
 """Seconds of a step, three years, beyond which its schedule is not simulated: nanoseconds would exceed 64 bits."""
-WORTH: Final = 1e-4
-"""Share of the step below which a simulation agrees with the closed form: the rest is rounding and links."""
+MIN_SCHEDULE_SHARE: Final = 1e-4
+"""Share of the step below which a simulation agrees with the closed form: rounding and links explain the difference."""
 
 
 @dataclass(frozen=True, slots=True)
 class PricedStrategy:
-    """A strategy and what it costs.
+    """Strategy with its price.
 
     Attributes:
         strategy: Degrees and choices.
@@ -74,10 +80,10 @@ class PricedStrategy:
 
 
 def with_stage_memory(request: PlanRequest, priced: PricedStrategy) -> PricedStrategy:
-    """Return a priced pipeline with the peak memory of the stages that it has.
+    """Return a priced pipeline with the peak memory of its actual stages.
 
-    The search, which knows no stages, cuts layers by FLOPs for memory; the stages are cut by seconds, or given. What
-    lies in host memory stays as it was priced.
+    The search has no stages and splits layers by FLOPs for memory. Actual stages are split by seconds, or explicit.
+    With bytes in host memory the price is unchanged.
     """
     w, model = priced.workload, request.model
     s = replace(priced.strategy, stage_layers=tuple(stage.layers for stage in priced.stages))
@@ -92,70 +98,80 @@ def with_stage_memory(request: PlanRequest, priced: PricedStrategy) -> PricedStr
         for rank in range(s.pp)
     ]
     candidate = Candidates.of(replace(s, recompute_layers=None), w)
-    again = s.recompute_layers if s.recompute != "none" else None
-    held = memory_terms(Setting(request.numbers, request.machine, w, candidate), again, ranks)
-    return replace(priced, memory=tuple(t.at(0) for t in held if t.bytes[0] > 0.0))
+    recomputed_layers = s.recompute_layers if s.recompute != "none" else None
+    terms = memory_terms(
+        PricingCase(request.numbers, request.machine, w, candidate), recomputed_layers, ranks
+    )
+    return replace(priced, memory=tuple(t.term_of(0) for t in terms if t.bytes[0] > 0.0))
 
 
 def price(request: PlanRequest, strategy: Strategy, workload: Workload) -> PricedStrategy:
-    """Terms, stages and simulated schedule of one legal strategy with resolved batch numbers.
+    """Return terms, stages and simulated schedule of one legal strategy with resolved batch numbers.
 
-    With recomputation of some layers, time and memory lie between those of none and all. What the simulated schedule
-    takes longer than the closed form (uneven layers, full links) is a term of its own; where it takes less, the closed
-    form stands, so that the search, which knows only the closed form, never misses a better strategy.
+    With partial recomputation, time and memory are interpolated between no and full recomputation. If the simulated
+    schedule is slower than the closed form (uneven layers, full links), the difference is a term of its own. If it is
+    faster, the closed form counts, so that it remains a lower bound and the search misses no better strategy.
     """
-    again, share = strategy.recompute_layers, 1.0
+    recomputed_layers, share = strategy.recompute_layers, 1.0
     candidate = Candidates.of(replace(strategy, recompute_layers=None), workload)
-    setting = plain = Setting(request.numbers, request.machine, workload, candidate)
-    scores = score(setting)
+    recomputed_case = plain = PricingCase(request.numbers, request.machine, workload, candidate)
+    scores = score(recomputed_case)
     cost, memory = scores.cost_at(0), scores.memory_at(0)
     layers = -(-request.model.num_layers // strategy.pp)
-    kept = _one(kept_bytes(setting))
-    if strategy.recompute != "none" and again is not None:
-        share, plain = again / layers, setting.under(recompute=np.zeros(1))
-        kept = (1.0 - share) * _one(kept_bytes(plain)) + share * kept
+    kept_per_layer = _scalar(kept_bytes(recomputed_case))
+    if strategy.recompute != "none" and recomputed_layers is not None:
+        share, plain = (
+            recomputed_layers / layers,
+            recomputed_case.with_columns(recompute=np.zeros(1)),
+        )
+        kept_per_layer = (1.0 - share) * _scalar(kept_bytes(plain)) + share * kept_per_layer
         cost = _mixed_time(score(plain), scores, share)
-        held = memory_terms(setting, again)
-        memory = put_away(tuple(t.at(0) for t in held if t.bytes[0] > 0.0), cost)
+        terms = memory_terms(recomputed_case, recomputed_layers)
+        memory = move_to_host(tuple(t.term_of(0) for t in terms if t.bytes[0] > 0.0), cost)
     sends = next(t for t in scores.time if t.name == "pipeline sends")
-    costs = _layer_seconds(request, setting, plain, share)
-    stages = _stages(strategy, workload, cost, costs, _one(sends.inputs["send_s"]), layers * kept)
+    costs = _layer_seconds(request, recomputed_case, plain, share)
+    stages = _stages(
+        strategy, workload, cost, costs, _scalar(sends.inputs["send_s"]), layers * kept_per_layer
+    )
     priced = PricedStrategy(strategy, workload, cost, memory, stages)
-    closed = sum(t.seconds for t in cost if t.name not in (*ONCE, "stragglers"))
-    if strategy.pp == 1 or closed > LONGEST_S:
+    closed = sum(t.seconds for t in cost if t.name not in (*ONCE_PER_STEP, "stragglers"))
+    if strategy.pp == 1 or closed > MAX_SIMULATED_S:
         return priced
     longer = pipeline_s(priced, request.machine.paces(strategy.pp)) - closed
-    if longer <= max(0.0, WORTH * priced.step_s):
+    if longer <= max(0.0, MIN_SCHEDULE_SHARE * priced.step_s):
         return priced
-    told = "simulated schedule - its closed form: uneven layers, full links"
-    more = CostTerm("schedule", longer, told, {"stages": float(len(stages))}, "event simulation")
-    return replace(priced, cost=(*cost, more))
+    formula = "simulated schedule - its closed form: uneven layers, full links"
+    schedule_term = CostTerm(
+        "schedule", longer, formula, {"stages": float(len(stages))}, "event simulation"
+    )
+    return replace(priced, cost=(*cost, schedule_term))
 
 
-def _one(column: ArrayLike) -> float:
-    """The value of the only candidate."""
+def _scalar(column: ArrayLike) -> float:
+    """Return the value of the only candidate."""
     return float(np.ravel(column)[0])
 
 
 def _mixed_time(plain: Scores, full: Scores, share: float) -> tuple[CostTerm, ...]:
+    """Return the terms interpolated between two scores; `share` is the weight of `full`."""
     mixed = []
-    for one, other in zip(plain.time, full.time, strict=True):
-        term = other.at(0)
+    for plain_term, full_term in zip(plain.time, full.time, strict=True):
+        term = full_term.term_of(0)
         if term.name == COPIES:
-            copies = mixed_term(one.at(0), term, share)
+            copies = interpolate_copies(plain_term.term_of(0), term, share)
             mixed += [] if copies is None else [copies]
             continue
-        seconds = (1.0 - share) * float(one.seconds[0]) + share * term.seconds
+        seconds = (1.0 - share) * float(plain_term.seconds[0]) + share * term.seconds
         if seconds > 0.0:
             mixed.append(replace(term, seconds=seconds))
     return tuple(mixed)
 
 
 def pipeline_s(priced: PricedStrategy, pace: tuple[float, ...] = ()) -> float:
-    """Seconds of the simulated schedule, from the first forward to the last backward.
+    """Return the seconds of the simulated schedule, from the first forward to the last backward.
 
-    A step of very many microbatches is simulated for one and two rounds of one per rank, and continued in a straight
-    line: once the pipeline is full every round takes the same time.
+    A step of very many microbatches is simulated for one and two rounds of one microbatch per rank and extrapolated
+    linearly: in a full pipeline every round takes the same time.
     """
     s, m = priced.strategy, priced.workload.accumulation_steps or 1
     name, costs = schedule_name(s), [stage.cost for stage in priced.stages]
@@ -164,40 +180,40 @@ def pipeline_s(priced: PricedStrategy, pace: tuple[float, ...] = ()) -> float:
         return makespan_s(name, s.pp, microbatches, s.virtual_stages, costs, pace)
 
     per_round = 3 * s.pp * s.pp * s.virtual_stages
-    rounds = min(3, MOST_ACTIONS // per_round)
+    rounds = min(3, MAX_ACTIONS // per_round)
     if m <= max(2, rounds + 1) * s.pp:
         return seconds(m)
-    few = max(1, rounds) * s.pp + m % s.pp
-    first, second = seconds(few), seconds(few + s.pp)
-    return first + (second - first) * (m - few) / s.pp
+    simulated = max(1, rounds) * s.pp + m % s.pp
+    first, second = seconds(simulated), seconds(simulated + s.pp)
+    return first + (second - first) * (m - simulated) / s.pp
 
 
 def _layer_seconds(
-    request: PlanRequest, setting: Setting, plain: Setting, share: float
+    request: PlanRequest, recomputed_case: PricingCase, plain: PricingCase, share: float
 ) -> tuple[list[tuple[float, ...]], float, float]:
-    """Seconds of one microbatch: of every decoder layer, of the head, and exposed traffic outside of the layers.
+    """Return seconds of one microbatch: per decoder layer, of the head, and of exposed traffic outside the layers.
 
-    Those of a layer are its forward, both halves of its backward, and what is exposed beside each direction. A share
-    of the layers is recomputed as in `setting`, the others as in `plain`.
+    A layer has its forward, the two halves of its backward, and the exposed communication per direction. A `share` of
+    the layers is recomputed as in `setting`, the others as in `plain`.
     """
-    known: dict[int, tuple[float, ...]] = {}
+    by_layer: dict[int, tuple[float, ...]] = {}
     head = outside = 0.0
     for layers, numbers in request.layer_kinds:
         parts = []
-        for chosen in (plain,) if plain is setting else (plain, setting):
-            prices = LayerPrices.of(replace(chosen, n=numbers))
+        for layer_case in (plain,) if plain is recomputed_case else (plain, recomputed_case):
+            prices = LayerPrices.of(replace(layer_case, n=numbers))
             w, c = prices.work, prices.comm
-            head, outside = _one(prices.head), _one(c.outside)
+            head, outside = _scalar(prices.head), _scalar(c.outside)
             values = (
                 w.forward + w.launch / 3.0,
                 w.backward - w.matmul + w.recompute + w.launch / 3.0,
                 w.matmul + w.launch / 3.0,
                 (c.tp + c.cp + c.ep + c.fsdp) / 2.0,
             )
-            parts.append(np.array([_one(v) for v in values]))
+            parts.append(np.array([_scalar(v) for v in values]))
         mixed = parts[0] if len(parts) == 1 else (1.0 - share) * parts[0] + share * parts[1]
-        known.update(dict.fromkeys(layers, tuple(mixed.tolist())))
-    return [known[layer] for layer in sorted(known)], head, outside
+        by_layer.update(dict.fromkeys(layers, tuple(mixed.tolist())))
+    return [by_layer[layer] for layer in sorted(by_layer)], head, outside
 
 
 def _stages(
@@ -208,26 +224,28 @@ def _stages(
     send_s: float,
     activation_bytes: float,
 ) -> tuple[Stage, ...]:
-    """The stages, cut so that the slowest is as fast as it can be; of `_layer_seconds` and what a rank keeps."""
+    """Return stages that minimize the time of the slowest one, from `_layer_seconds` and the kept activation bytes."""
     terms = {t.name: t.seconds for t in cost}
     share, count = 1.0 / strategy.virtual_stages, strategy.pp * strategy.virtual_stages
     added = sum(terms.get(n, 0.0) for n in ("gradient accumulation", "host work of axes"))
     added = added / (workload.accumulation_steps or 1)
     reduce_s = terms.pop("data-parallel reduction", 0.0)
-    update_s = sum(terms.get(n, 0.0) for n in (*ONCE, "stragglers"))
+    update_s = sum(terms.get(n, 0.0) for n in (*ONCE_PER_STEP, "stragglers"))
     layers, head, outside = seconds
     totals = [forward + inputs + weights + out + out for forward, inputs, weights, out in layers]
     cut = strategy.stage_layers or partition(totals, count, last=head)
     per_layer = activation_bytes / max(1.0, len(layers) / strategy.pp)
     ranges = [range(end - size, end) for end, size in zip(accumulate(cut), cut, strict=True)]
-    again: set[int] = set()
-    if strategy.recompute != "none":  # whole or selective
+    recomputed_layers: set[int] = set()
+    if strategy.recompute != "none":  # full or selective
         for rank in range(strategy.pp):
             own = strategy.stages_of(rank) if strategy.pp > 1 else (0,)
-            again |= replace(strategy, recompute="full").recomputed([ranges[s] for s in own])
+            recomputed_layers |= replace(strategy, recompute="full").recomputed(
+                [ranges[s] for s in own]
+            )
     stages = []
-    for index, mine in enumerate(ranges):
-        columns = zip(*(layers[layer] for layer in mine), strict=True)
+    for index, layer_range in enumerate(ranges):
+        columns = zip(*(layers[layer] for layer in layer_range), strict=True)
         forward, inputs, weights, exposed = (sum(column) for column in columns)
         extra = head / 3.0 if index == count - 1 else 0.0
         exposed = exposed + outside * share / 2.0
@@ -237,30 +255,38 @@ def _stages(
             weight_grad_s=weights + extra + added * share,
             send_forward_s=send_s if index < count - 1 else 0.0,
             send_backward_s=send_s if index else 0.0,
-            activation_bytes=round(per_layer * len(mine)),
+            activation_bytes=round(per_layer * len(layer_range)),
             exposed_forward_s=exposed,
             exposed_backward_s=exposed,
             reduce_grad_s=reduce_s * share,
             update_s=update_s * share,
         )
-        stages.append(Stage(mine.start, len(mine), len(again.intersection(mine)), times))
+        stages.append(
+            Stage(
+                layer_range.start,
+                len(layer_range),
+                len(recomputed_layers.intersection(layer_range)),
+                times,
+            )
+        )
     return tuple(stages)
 
 
 def partition(costs: Sequence[float], parts: int, *, last: float = 0.0) -> tuple[int, ...]:
-    """Contiguous parts of at least one element, so that the greatest sum is as small as it can be.
+    """Partition costs into contiguous parts of at least one element that minimize the greatest sum.
 
     Args:
         costs: Cost of every element, in order.
-        parts: How many parts, at most as many as elements.
+        parts: Number of parts, at most the number of elements.
         last: Extra cost of the last part.
 
     Returns:
-        Number of elements of every part. Of the cuts with the least greatest sum the one that fills from the end, so
-        that the first stages, which hold most activations, are light.
+        Number of elements of every part. Among optimal partitions, the one that fills from the end, because the first
+        stages hold the most activations.
 
-    Cost: the sums of all runs are the only values the greatest sum can have; a binary search over them, each tried
-        greedily: O(n^2 log n) to sort, O(n log n) to search. Exact for contiguous parts.
+    Cost: only sums of contiguous runs are candidates for the greatest sum. A binary search over them tests each
+    greedily:
+        O(n^2 log n) to sort, O(n log n) to search. Exact for contiguous parts.
     """
     n = len(costs)
     prefix = np.array([0.0, *accumulate(costs)])
@@ -269,7 +295,7 @@ def partition(costs: Sequence[float], parts: int, *, last: float = 0.0) -> tuple
     values = np.sort(np.concatenate([sums[upper], prefix[n] - prefix[:n] + last]))
 
     def cut(limit: float) -> list[int] | None:
-        found, end = [], n
+        sizes, end = [], n
         for part in range(parts, 0, -1):
             room = limit - (last if part == parts else 0.0)
             start = end - 1
@@ -277,9 +303,9 @@ def partition(costs: Sequence[float], parts: int, *, last: float = 0.0) -> tuple
                 start -= 1
             if start < part - 1 or prefix[end] - prefix[start] > room * (1 + 1e-12):
                 return None
-            found.append(end - start)
+            sizes.append(end - start)
             end = start
-        return found[::-1] if end == 0 else None
+        return sizes[::-1] if end == 0 else None
 
     low, high = 0, len(values) - 1
     while low < high:
@@ -289,5 +315,5 @@ def partition(costs: Sequence[float], parts: int, *, last: float = 0.0) -> tuple
         else:
             high = middle
     best = cut(float(values[low]))
-    assert best is not None, "one part can hold everything that is left"
+    assert best is not None, "the greatest candidate admits every partition"
     return tuple(best)

@@ -1,4 +1,4 @@
-"""Refusals with a remedy: whether a strategy is legal, what to change when it is not, and when nothing is or fits."""
+"""Refusals with a remedy: legality of a strategy, changes that make it legal, and errors if none is legal or fits."""
 
 from __future__ import annotations
 
@@ -26,29 +26,31 @@ from hyper_parallel.planner.search import BranchAndBound
 from hyper_parallel.planner.strategy_space import Space, divisors
 from hyper_parallel.units import format_bytes
 
-MOST_DOUBLINGS: Final = 7
-MOST_REFUSALS: Final = 12
+MAX_DOUBLINGS: Final = 7
+"""Doublings of the number of devices that are tried for a hint."""
+MAX_REFUSALS: Final = 12
+"""Refusals that are followed to a legal strategy."""
 
 
 def check_degrees(strategy: Strategy, num_devices: int | None, where: str | None = None) -> None:
-    """Raise when the degrees do not multiply to the number of devices.
+    """Raise an error if the degrees do not multiply to the number of devices.
 
     Raises:
-        DegreesMismatch: HP301 with the degree of dp_shard that would fit, or the number of devices.
+        DegreesMismatch: HP301 with the degree of dp_shard that fits, or the number of devices.
     """
     size = strategy.world_size
     if num_devices is None or size == num_devices:
         return
-    others = size // strategy.dp_shard
+    rest = size // strategy.dp_shard
     shown = " * ".join(f"{k}={v}" for k, v in strategy.mesh().axes if v > 1) or "all 1"
     raise DegreesMismatch(
         f"the degrees multiply to {size}, but there are {num_devices} ranks",
         where=where,
         got=shown,
         allowed=f"a product of {num_devices}",
-        changes=None if num_devices % others else {"parallel.dp_shard": num_devices // others},
+        changes=None if num_devices % rest else {"parallel.dp_shard": num_devices // rest},
         hint=f"start {size} ranks, or lower the degrees to divisors of {num_devices}"
-        if num_devices % others
+        if num_devices % rest
         else None,
     )
 
@@ -56,9 +58,9 @@ def check_degrees(strategy: Strategy, num_devices: int | None, where: str | None
 def check_legal(
     numbers: ModelNumbers, workload: Workload, strategy: Strategy, where: str | None = None
 ) -> None:
-    """Raise when a strategy has no exact meaning for a model and a resolved workload.
+    """Raise an error if a strategy is illegal for a model and a resolved workload.
 
-    Heads and widths are left to the layouts (`shard.plan_layouts`), which know the parameters.
+    Heads and widths are checked by the layouts (`shard.plan_layouts`), which have the parameters.
 
     Raises:
         UnsupportedSharding: HP205 for expert parallelism without experts, and for virtual stages that the schedule
@@ -88,17 +90,17 @@ def follow_changes(
     workload: Workload,
     check: Callable[[Strategy, Workload], None],
 ) -> dict[str, object]:
-    """Recipe keys and values that make a refused strategy legal by `check`; empty where refusals do not lead there."""
+    """Return recipe keys and values that make a refused strategy legal by `check`; empty if there are none."""
     changes: dict[str, object] = {}
-    for _ in range(MOST_REFUSALS):
+    for _ in range(MAX_REFUSALS):
         if not error.changes:
             return {}
         strategy, workload = _changed(strategy, workload, error.changes)
         changes |= error.changes
         try:
             check(strategy, workload)
-        except HyperParallelError as refused:
-            error = refused
+        except HyperParallelError as refusal:
+            error = refusal
         else:
             return changes
     return {}
@@ -107,6 +109,7 @@ def follow_changes(
 def _changed(
     strategy: Strategy, workload: Workload, changes: Mapping[str, Any]
 ) -> tuple[Strategy, Workload]:
+    """Return a strategy and a workload with changes of recipe keys applied."""
     for key, value in changes.items():
         section, _, name = key.partition(".")
         if section == "training":
@@ -116,8 +119,8 @@ def _changed(
     return strategy, workload
 
 
-def nothing_legal(request: PlanRequest, ruled_out: Mapping[str, int]) -> NoLegalStrategy:
-    """The error when no combination of degrees is legal, with the smallest change that makes one so."""
+def no_legal_strategy_error(request: PlanRequest, ruled_out: Mapping[str, int]) -> NoLegalStrategy:
+    """Return the error for a request without legal degrees, with the smallest change that makes some legal."""
     workload, devices, pins = request.workload, request.num_devices, request.pins
     shown = ", ".join(shown_pin(*pin) for pin in pins.items()) or "no pins"
     counted = [f"{reason} ({n})" for reason, n in ruled_out.items()]
@@ -139,9 +142,9 @@ def nothing_legal(request: PlanRequest, ruled_out: Mapping[str, int]) -> NoLegal
     if hint is None and request.supernode.name != LOCAL:
         # The nearest number of devices, fewer first.
         near_by = (n for d in range(1, devices) for n in (devices - d, devices + d))
-        for other in near_by:
-            if _any_legal(replace(request, num_devices=other)):
-                hint = request.hint("--devices ", "parallel.world_size", other)
+        for near_devices in near_by:
+            if _any_legal(replace(request, num_devices=near_devices)):
+                hint = request.hint("--devices ", "parallel.world_size", near_devices)
                 break
     return NoLegalStrategy(
         f"no combination of degrees is legal for {request.model.name} on {devices} devices"
@@ -153,7 +156,7 @@ def nothing_legal(request: PlanRequest, ruled_out: Mapping[str, int]) -> NoLegal
 
 
 def _impossible_pins(request: PlanRequest) -> Iterator[str]:
-    """Pins that no combination can have, whatever else is chosen."""
+    """Yield pins that are illegal with all other choices."""
     experts = request.experts
     for name, value in request.pins.items():
         if name not in (*DEGREES, "tp"):
@@ -165,21 +168,22 @@ def _impossible_pins(request: PlanRequest) -> Iterator[str]:
 
 
 def _legal_values(request: PlanRequest, name: str) -> list[int]:
-    """Values of a pin that are legal together with the others."""
+    """Return the values of a pin that are legal with the other pins."""
     values = [*range(len(PINNABLE[name].values))]
     if not values:
-        most = max(request.num_devices, request.model.num_layers)
-        values = sorted({*divisors(most), *divisors(request.num_devices)})
-    others = [v for v in values if v != request.pins[name]]
-    return [v for v in others if _any_legal(_pinned(request, name, v))]
+        largest = max(request.num_devices, request.model.num_layers)
+        values = sorted({*divisors(largest), *divisors(request.num_devices)})
+    rest = [v for v in values if v != request.pins[name]]
+    return [v for v in rest if _any_legal(_pinned(request, name, v))]
 
 
 def _pinned(request: PlanRequest, name: str, value: int) -> PlanRequest:
-    """The request with one pin changed."""
+    """Return the request with one pin changed."""
     return replace(request, pins={**request.pins, name: value})
 
 
 def _any_legal(request: PlanRequest) -> bool:
+    """Return whether any combination of degrees is legal and executable."""
     space = Space(request)
     meshes = tuples(space.meshes(), ("pp", "tp_x", "tp_y", "cp", "dp", "accumulation"))
     return any(
@@ -192,21 +196,21 @@ def _any_legal(request: PlanRequest) -> bool:
     )
 
 
-def nothing_fits(request: PlanRequest, least_bytes: int) -> DoesNotFit:
-    """The error when no legal strategy fits, with the nearest changes that do."""
+def does_not_fit_error(request: PlanRequest, least_bytes: int) -> DoesNotFit:
+    """Return the error for a request without a strategy that fits, with the nearest change that fits."""
     return DoesNotFit(
         f"{request.model.name} does not fit on {request.num_devices} devices of {request.supernode.name}",
         got=f"{format_bytes(least_bytes)} on the fullest device at best",
         allowed=f"up to {format_bytes(request.machine.memory_bytes)}",
         hint=next(
-            _changes(request),
+            _fitting_changes(request),
             "take a smaller model, or plan without pins and with a shorter sequence on more devices",
         ),
     )
 
 
-def _changes(request: PlanRequest) -> Iterator[str]:
-    """Changes that make a plan fit, the smallest first."""
+def _fitting_changes(request: PlanRequest) -> Iterator[str]:
+    """Yield changes that make a plan fit, the smallest first."""
     pins, workload = request.pins, request.workload
     if request.headroom and not request.from_recipe and fits(replace(request, headroom=0.0)):
         yield "--memory-headroom 0%"
@@ -218,17 +222,17 @@ def _changes(request: PlanRequest) -> Iterator[str]:
         elif name == "microbatch" and fits(_pinned(request, name, 1)):
             yield request.hint("--pin microbatch=", "training.microbatch", 1)
         else:
-            what = "pin or exclusion" if name in DEGREES and pins[name] == 1 else "pin"
-            yield f"leave out the {what} {shown_pin(name, pins[name])}"
+            kind = "pin or exclusion" if name in DEGREES and pins[name] == 1 else "pin"
+            yield f"leave out the {kind} {shown_pin(name, pins[name])}"
     smaller = replace(request, workload=replace(workload, microbatch=1))
     if workload.microbatch not in (None, 1) and fits(smaller):
         yield request.hint("--pin microbatch=", "training.microbatch", 1)
     if request.supernode.name != LOCAL:
-        # As many tokens per device, on the least multiple of the devices that fits.
-        for factor in (1 << doubling for doubling in range(1, MOST_DOUBLINGS + 1)):
+        # The same tokens per device, on the least power-of-two multiple of the devices that fits.
+        for factor in (1 << doubling for doubling in range(1, MAX_DOUBLINGS + 1)):
             devices, tokens = request.num_devices * factor, workload.tokens_per_step
-            more = replace(workload, tokens_per_step=tokens * factor if tokens else None)
-            if fits(replace(request, num_devices=devices, workload=more)):
+            scaled = replace(workload, tokens_per_step=tokens * factor if tokens else None)
+            if fits(replace(request, num_devices=devices, workload=scaled)):
                 yield request.hint("--devices ", "parallel.world_size", devices)
                 break
     while workload.seq_len >= 512 and workload.seq_len % 2 == 0:

@@ -1,4 +1,4 @@
-"""What one planning call works on: model, machine, workload and limits, resolved from what the user gave."""
+"""Resolved inputs of one planning call: model, machine, workload and limits."""
 
 from __future__ import annotations
 
@@ -19,71 +19,74 @@ from hyper_parallel.units import format_bytes
 LOCAL = "local"
 TOKENS_PER_DEVICE = 8192
 TOKENS_PER_CPU_RANK = 1024
-MOST_TOKENS_PER_STEP = 2**24
+MAX_TOKENS_PER_STEP = 2**24
 HEADROOM = 0.05
-"""Share of an accelerator's memory that stays free: the formulas are off by some percent of published peaks, and an
-allocator at its limit flushes its cache and retries, which costs more than the last percent of memory gives."""
+"""Share of an accelerator's memory that stays free. The formulas are off by some percent of published peaks. An
+allocator at its limit flushes its cache and retries, which costs more than the last percent of memory gains.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class HostMemory:
-    """What a memory plan may use beside the device."""
+    """Resources of a memory plan other than the device."""
 
-    num_bytes: float | None = None  # host memory of one device; None: what the topology says
-    bytes_s: float | None = None  # copies per direction; None: what the topology says
-    drops: bool = True  # results may also be dropped and computed again
+    num_bytes: float | None = None  # host memory per device; None: that of the topology
+    bytes_s: float | None = None  # bandwidth of copies per direction; None: that of the topology
+    may_recompute: bool = True  # whether results may also be dropped and recomputed
 
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """Everything a planning call has read: model, machine, work, and what a search may choose from."""
+    """Resolved inputs of a planning call: model, machine, workload, and the allowed choices."""
 
     model: ModelSpec
     supernode: Supernode
-    workload: Workload  # number formats and the batch numbers that are given
+    workload: Workload  # number formats and the explicit batch numbers
     num_devices: int  # the degrees multiply to it
-    notes: tuple[str, ...] = ()  # sentences about what was assumed
+    notes: tuple[str, ...] = ()  # assumptions, as sentences
     from_recipe: bool = False  # hints are overrides of a recipe, not options of the plan command
-    offload: HostMemory | None = None  # what may lie in host memory; None: nothing
-    capacity_bytes: float | None = None  # memory of a device that may be used; None: all of it
+    offload: HostMemory | None = None  # limits of offload to host memory; None: no offload
+    capacity_bytes: float | None = None  # usable memory of a device; None: all of it
     headroom: float = 0.0  # share of the device's memory that a search leaves free
-    # what is fixed, see `check_pins`; `tp` is the product of tp_x and tp_y
+    # fixed choices, see `check_pins`; `tp` is the product of tp_x and tp_y
     pins: Mapping[str, int] = field(default_factory=dict)
-    executable: bool = False  # only what this version can run
-    base: Strategy = field(default_factory=Strategy)  # keeps its rules and its cut of the layers
-    together: int = 1  # sequences of a step that stay on one data-parallel rank
+    executable: bool = False  # restricts the search to strategies that this version can run
+    base: Strategy = field(
+        default_factory=Strategy
+    )  # source of the rules and of the layers per stage
+    group_sequences: int = 1  # sequences of a step that stay on one data-parallel rank
 
     def allows(self, name: str, value: float) -> bool:
-        """Whether a column may have a value, as far as pins say."""
+        """Return whether the pins allow a value of a column."""
         return self.pins.get(name, value) == value
 
     @cached_property
     def numbers(self) -> ModelNumbers:
-        """The numbers of the model that the cost formulas need."""
+        """Numbers of the model for the cost formulas."""
         return ModelNumbers.of(self.model)
 
     @cached_property
     def layer_kinds(self) -> tuple[tuple[tuple[int, ...], ModelNumbers], ...]:
-        """Layers of every kind, and the numbers of a model whose layers are all of that kind."""
-        others = tuple(b for b in self.model.blocks if not b.layers)
+        """Layers of every kind, each with the numbers of a model whose layers are all of that kind."""
+        other_blocks = tuple(b for b in self.model.blocks if not b.layers)
         return tuple(
-            (tuple(b.layers), ModelNumbers.of(replace(self.model, blocks=(*others, b))))
+            (tuple(b.layers), ModelNumbers.of(replace(self.model, blocks=(*other_blocks, b))))
             for b in self.model.blocks
             if b.layers
         )
 
     @cached_property
     def experts(self) -> int:
-        """Routed experts; 0 for a dense model."""
+        """Number of routed experts; 0 for a dense model."""
         return max((b.mlp.num_experts for b in self.model.blocks if b.mlp), default=0)
 
     def hint(self, option: str, key: str, value: object) -> str:
-        """A change that can be pasted: an option of `plan`, or an override of the recipe."""
+        """Return a change that can be pasted: an option of `plan`, or an override of the recipe."""
         return f"{key}={value}" if self.from_recipe else f"{option}{value}"
 
     @cached_property
     def machine(self) -> Machine:
-        """The numbers of the machine that the cost formulas need."""
+        """Numbers of the machine for the cost formulas."""
         machine = Machine.of(self.supernode, self.workload.compute_dtype)
         usable = machine.memory_bytes * (1.0 - self.headroom)
         machine = replace(machine, memory_bytes=int(self.capacity_bytes or usable))
@@ -94,34 +97,34 @@ class PlanRequest:
             machine,
             host_bytes=machine.host_bytes if host.num_bytes is None else host.num_bytes,
             host_bytes_s=machine.host_bytes_s if host.bytes_s is None else host.bytes_s,
-            drops=host.drops,
+            may_recompute=host.may_recompute,
         )
 
     @property
     def device_bytes(self) -> int:
-        """Memory of a device, headroom included; where a budget is given, that."""
+        """Memory of a device, headroom included, or the budget if one is set."""
         return int(self.capacity_bytes or self.supernode.device.memory_bytes.value)
 
     def with_headroom(self, share: float | None = None) -> PlanRequest:
-        """The request that leaves a share of the memory free; None: as is usual on the device."""
+        """Return the request with a free share of the memory; None: the device's default share."""
         if share is None:
             share = 0.0 if self.supernode.device.kind == "cpu" else HEADROOM
         if not share or self.capacity_bytes is not None:
             return replace(self, headroom=0.0)
-        free = (
+        note = (
             f"{share:.3%}".replace(".000", "")
             + f" of {format_bytes(self.device_bytes)} per device are left free"
         )
-        return replace(self, headroom=share, notes=(*self.notes, free))
+        return replace(self, headroom=share, notes=(*self.notes, note))
 
-    def beside(self, ranks: int) -> PlanRequest:
-        """The request where so many ranks are there in all: on this machine they share its cores and memory."""
+    def sharing_cores_with(self, ranks: int) -> PlanRequest:
+        """Return the request for `ranks` ranks in total, which share cores and memory on this machine."""
         if self.supernode.name != LOCAL or self.supernode.num_devices == ranks:
             return self
         return replace(self, supernode=detect_local(ranks))
 
     def model_ref(self) -> ModelRef:
-        """What the plan remembers of the model."""
+        """Return the plan's reference to the model."""
         return ModelRef(
             name=self.model.name,
             family=self.model.family,
@@ -132,7 +135,7 @@ class PlanRequest:
         )
 
     def shard(self, strategy: Strategy, where: str | None = None) -> ShardPlan:
-        """Layouts of the model under a strategy; raises what `shard.plan_layouts` raises."""
+        """Return layouts of the model under a strategy; raise the errors of `shard.plan_layouts`."""
         params = {p.name: p for b in self.model.blocks for p in b.params}
         attention = next((b.attention for b in self.model.blocks if b.attention), None)
         return plan_layouts(
@@ -148,7 +151,7 @@ class PlanRequest:
         )
 
     def refusal(self, strategy: Strategy) -> str | None:
-        """Why the layouts cannot have a strategy; None when they can."""
+        """Return why the layouts refuse a strategy; None if they do not."""
         try:
             self.shard(strategy)
         except HyperParallelError as error:
@@ -157,7 +160,7 @@ class PlanRequest:
 
 
 def rules_of(model: ModelSpec) -> tuple[Rule, ...]:
-    """Which modules of a model tensor and expert parallelism divide: its own rules, or those of its family."""
+    """Return the sharding rules of a model: its own, or those of its family."""
     if model.rules is None:
         return family_rules(model.family)
     return tuple(Rule(pattern, style) for pattern, style in model.rules)
@@ -205,14 +208,14 @@ def default_workload(
     seq_len: int | None = None,
     tokens_per_step: int | None = None,
 ) -> Workload:
-    """A plausible training step where nothing is said: bfloat16 with float32 states.
+    """Return a default training step: bfloat16 with float32 states.
 
     Args:
-        model: Sequences are as long as it is made for, at most 8192 tokens, on a CPU at most 512.
+        model: Model; its context, at most 8192 tokens (512 on a CPU), is the default sequence length.
         supernode: The machine.
         num_devices: Devices to use; None: all of the machine.
-        seq_len: Tokens of a sequence, where it is given.
-        tokens_per_step: Tokens of a step, where it is given; else 8192 a device (1024 a CPU rank).
+        seq_len: Tokens of a sequence; None: the default.
+        tokens_per_step: Tokens of a step; None: 8192 per device (1024 per CPU rank).
     """
     longest = 512 if supernode.device.kind == "cpu" else 8192
     seq_len = seq_len or min(longest, model.max_position_embeddings or longest)
@@ -223,27 +226,28 @@ def default_workload(
 
 
 def default_tokens(supernode: Supernode, num_devices: int, seq_len: int) -> int:
-    """Tokens of a step: 8192 a device (1024 a CPU rank) in whole sequences per device, halved while above 16 Mi.
+    """Return tokens per step: 8192 per device (1024 per CPU rank), as whole sequences per device.
 
-    A whole number of sequences for every device divides over every data-parallel degree.
+    A whole number of sequences per device divides over every data-parallel degree. The number is halved while it
+    exceeds 16 Mi tokens.
     """
     per_device = TOKENS_PER_CPU_RANK if supernode.device.kind == "cpu" else TOKENS_PER_DEVICE
     sequences = num_devices * max(1, math.ceil(per_device / seq_len))
-    while sequences * seq_len > MOST_TOKENS_PER_STEP and sequences % 2 == 0:
+    while sequences * seq_len > MAX_TOKENS_PER_STEP and sequences % 2 == 0:
         sequences //= 2
     return sequences * seq_len
 
 
-def missing(strategy: Strategy) -> list[str]:
-    """Choices of a strategy that this version can price and cannot run; what layouts refuse is not among them."""
+def unimplemented(strategy: Strategy) -> list[str]:
+    """Return choices of a strategy that this version can price and cannot run, except those that layouts refuse."""
     s = strategy
-    found = []
+    choices = []
     if s.order != AXES:
-        found.append("order of the axes")
+        choices.append("order of the axes")
     if s.dp_shard * s.cp > 1 and (s.zero == 0 or (s.zero == 1 and s.pp > 1)):
-        found.append(f"zero={s.zero}" + (" with pipeline stages" if s.zero else ""))
+        choices.append(f"zero={s.zero}" + (" with pipeline stages" if s.zero else ""))
     if s.etp is not None:
-        found.append(f"etp={s.etp}")
+        choices.append(f"etp={s.etp}")
     if s.recompute == "selective":
-        found.append("selective recomputation")
-    return found
+        choices.append("selective recomputation")
+    return choices

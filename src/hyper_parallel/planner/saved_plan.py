@@ -1,4 +1,4 @@
-"""A saved plan applied to a recipe: its layout and batch as overrides, and the checks that both belong together."""
+"""Application of a saved plan to a recipe: its layout and batch as overrides, and checks that both match."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ def plan_overrides(plan: Plan, recipe: Recipe, where: Callable[[str], str], file
 
     Args:
         plan: The saved plan.
-        recipe: The recipe without them.
+        recipe: The recipe without the overrides.
         where: Origin of a key of the recipe.
         file: Path of the plan, for errors.
 
     Raises:
-        PlanMismatch: HP307 when the recipe's sequences, batch or formats are others than the plan's.
+        PlanMismatch: HP307 when sequences, batch or formats of recipe and plan differ.
     """
     work, training = plan.workload, recipe.training
     tokens = training.tokens_per_step
@@ -39,22 +39,26 @@ def plan_overrides(plan: Plan, recipe: Recipe, where: Callable[[str], str], file
     values = recipe_values(plan)
     degrees = dict.fromkeys(DEGREES, 1) | plan.strategy.degrees()
     parallel = {name: degree for name, degree in degrees.items() if name in DEGREES}
-    given: dict[str, object] = {f"parallel.{k}": v for k, v in parallel.items()}
-    given |= {f"parallel.{k}": v for k, v in values["parallel"].items()}
+    overrides: dict[str, object] = {f"parallel.{k}": v for k, v in parallel.items()}
+    overrides |= {f"parallel.{k}": v for k, v in values["parallel"].items()}
     own_keys = ("microbatch", "accumulation_steps", "recompute", "recompute_layers")
-    given |= {f"training.{k}": values["training"].get(k) for k in own_keys}
-    given |= {"parallel.auto": False, "parallel.world_size": None, "training.tokens_per_step": None}
+    overrides |= {f"training.{k}": values["training"].get(k) for k in own_keys}
+    overrides |= {
+        "parallel.auto": False,
+        "parallel.world_size": None,
+        "training.tokens_per_step": None,
+    }
     if plan.strategy.offload and not recipe.offload.on:
-        given["offload.budget"] = "auto"
-    return [f"{key}={_as_yaml(value)}" for key, value in given.items()]
+        overrides["offload.budget"] = "auto"
+    return [f"{key}={_as_yaml(value)}" for key, value in overrides.items()]
 
 
-def check_saved_plan(saved: Plan, made: Plan, file: str) -> None:
-    """Refuse a run whose plan is another one than the saved plan.
+def check_saved_plan(saved: Plan, run_plan: Plan, file: str) -> None:
+    """Refuse a run whose plan differs from the saved plan.
 
     Args:
         saved: The saved plan.
-        made: The plan of the run, made with the overrides of the saved one.
+        run_plan: The plan of the run, with the overrides of the saved plan.
         file: Path of the saved plan.
 
     Raises:
@@ -64,13 +68,13 @@ def check_saved_plan(saved: Plan, made: Plan, file: str) -> None:
     facts: Mapping[str, tuple[object, object]] = {
         "model": (
             f"{saved.model.name}, {saved.model.num_params:,} parameters",
-            f"{made.model.name}, {made.model.num_params:,} parameters",
+            f"{run_plan.model.name}, {run_plan.model.num_params:,} parameters",
         )
-        if any(getattr(saved.model, n) != getattr(made.model, n) for n in sizes)
+        if any(getattr(saved.model, n) != getattr(run_plan.model, n) for n in sizes)
         else (0, 0),
-        "ranks": (saved.strategy.world_size, made.strategy.world_size),
-        "tokens per step": (saved.workload.tokens_per_step, made.workload.tokens_per_step),
-        "layout": (str(saved.strategy), str(made.strategy)),
+        "ranks": (saved.strategy.world_size, run_plan.strategy.world_size),
+        "tokens per step": (saved.workload.tokens_per_step, run_plan.workload.tokens_per_step),
+        "layout": (str(saved.strategy), str(run_plan.strategy)),
     }
     for name, (planned, own) in facts.items():
         if planned != own:
@@ -83,6 +87,7 @@ def check_saved_plan(saved: Plan, made: Plan, file: str) -> None:
 
 
 def _as_yaml(value: object) -> str:
+    """Return a value as YAML text."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     return str(value)

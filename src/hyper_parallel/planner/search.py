@@ -1,19 +1,19 @@
-"""Exact search: branch and bound over the levels of the space, many partial strategies at once.
+"""Exact search: vectorized branch and bound over the levels of the strategy space.
 
-A partial strategy has a lower bound on the seconds per token and on the memory of everything that can become of it.
-What is bounded above the best strategies found, or above the memory of a device, is cut; the rest is completed, the
-most promising first. When nothing is left, the best found is the best there is within the cost model: that is the
-certificate. The bounds hold because they price the partial strategy with what is still open at its best:
+A partial strategy has lower bounds on the seconds per token and on the memory of all its completions. A bound above the
+best strategies so far, or above the memory of a device, prunes it; the most promising of the others are completed
+first. When no partial strategy is open, the best strategy is optimal within the cost model: that is the certificate.
+The bounds hold because they price a partial strategy with the best value of every open choice:
 
     blocks     tp_x, tp_y, cp, sequences per microbatch, shapes, ep, etp, Ulysses: computation and communication of the
-               layers, any group on the best links of the machine, every stage as full as the average
-    pipeline   also pp, the schedule and its bubble; nothing of data parallelism, nothing recomputed; memory with
-               everything sharded, offloaded and recomputed that may be
-    states     also data parallelism and recomputation; any group on the best links of the machine
-    order      complete: the price itself
+               layers, every group on the best links of the machine, every stage as full as the average
+    pipeline   adds pp, the schedule and its bubble; no data-parallel cost and no recomputation; memory with all
+               allowed sharding, offload and recomputation
+    states     adds data parallelism and recomputation; every group on the best links of the machine
+    order      complete strategy: the price itself
 
-Recomputation is solved inside a strategy: of every kind as few layers as make it fit, with gathered inputs kept or
-gathered again.
+Recomputation is solved per strategy: for every kind, the smallest number of layers that fits, with gathered inputs kept
+or re-gathered.
 """
 
 from __future__ import annotations
@@ -46,266 +46,292 @@ from hyper_parallel.planner.strategy_space import BLOCKS, Columns, Space
 
 Array = NDArray[np.float64]
 
-TOO_BIG_KEPT: Final = 2
-TOO_BIG_PRICED: Final = 64
+MISSES_PER_BATCH: Final = 2
+"""Strategies exceeding device memory that are reported per batch of pruned rows."""
+MAX_MISSES: Final = 64
+"""Strategies exceeding device memory that are kept per batch of pruned rows."""
 SLICE: Final = 768
-"""Partial strategies that are completed at once: many, since a price has a fixed part."""
+"""Partial strategies per call, large because each call has a fixed cost."""
 MOST_ROWS: Final = 2_500_000
-"""Prices after which a search ends with what it has; the certificate then tells the gap."""
+"""Priced rows after which a search stops with its best strategies; the certificate then states the gap."""
 
-_Waiting: TypeAlias = tuple[float, int, Columns, NDArray[np.intp], Array]
-"""Partial strategies by their least bound and a serial number: columns, rows by their bound, and the bounds."""
-_PLAIN: Final = tuple(SCHEDULES.index(s) for s in ("gpipe", "1f1b", "interleaved"))
-_FIRST: Final = ("tp_x", "tp_y", "cp", "microbatch")
-_HELD: Final = ("tp_x", "cp", "microbatch", "ep", "etp")
-_PIPELINE: Final = ("pp", "dp", "accumulation", "schedule", "vpp")
-_STATES: Final = ("dp_replicate", "dp_shard", "zero")
-_LAID_OUT: Final = ("dp_shard", "cp", "tp_x", "tp_y", *BLOCKS)
+_OpenNode: TypeAlias = tuple[float, int, Columns, NDArray[np.intp], Array]
+"""Partial strategies in a queue: least bound, serial number, columns, row indices sorted by bound, and the bounds."""
+_BUBBLE_SCHEDULES: Final = tuple(SCHEDULES.index(s) for s in ("gpipe", "1f1b", "interleaved"))
+_MESH_COLUMNS: Final = ("tp_x", "tp_y", "cp", "microbatch")
+_MEMORY_COLUMNS: Final = ("tp_x", "cp", "microbatch", "ep", "etp")
+_PIPELINE_COLUMNS: Final = ("pp", "dp", "accumulation", "schedule", "vpp")
+_STATE_COLUMNS: Final = ("dp_replicate", "dp_shard", "zero")
+_LAYOUT_COLUMNS: Final = ("dp_shard", "cp", "tp_x", "tp_y", *BLOCKS)
 
 
 def closed_form_s(rows: Columns, position: int) -> float:
-    """Seconds per token of one row as the search prices it."""
+    """Return the closed-form seconds per token of one row."""
     return float(rows["per_token_s"][position])
 
 
 class BranchAndBound:
-    """The state of one search: what is still open, the best so far, and counts.
+    """State of one search: open partial strategies, the best strategies so far, and counts.
 
     Attributes:
-        rows: The complete strategies within the limits, unsorted: all of them whose price is at most `bound`.
-        slower: Other complete strategies that were priced; whether this version runs them was not asked.
-        bound: Seconds per token that everything that was not completed exceeds.
-        legal: Whether there is a legal combination of degrees and microbatch.
-        refused: Complete strategies that fit and whose layouts this version cannot run.
-        barred: Those of them whose closed form was at most the best price known then.
+        rows: Complete strategies within the limits, unsorted; includes every strategy with a price of at most `bound`.
+        slower: Other priced complete strategies; they may include strategies that this version cannot run.
+        bound: Lower bound of the seconds per token of all strategies that were not completed.
+        legal: Whether a legal combination of degrees and microbatch exists.
+        num_refused: Number of complete strategies that fit and whose layouts this version cannot run.
+        barred: Refused strategies whose closed form was at most the best price at that time.
     """
 
     def __init__(
         self,
         space: Space,
         keep: int = 1,
-        at_most_s_per_token: float | None = None,
+        max_s_per_token: float | None = None,
         full_s: Callable[[Columns, int], float] = closed_form_s,
     ) -> None:
-        """Search for so many strategies of distinct degrees, none slower than the limit.
+        """Search for the best strategies.
 
-        `full_s` is the full price of a row, seconds per token, never less than the closed form of the search.
+        Args:
+            space: Space of strategies.
+            keep: Number of strategies of distinct degrees.
+            max_s_per_token: Limit of the seconds per token; None: no limit.
+            full_s: Full price of a row in seconds per token, at least its closed form.
         """
         self.space, self.keep, self.full_s = space, keep, full_s
         self.pricer = Pricer(space)
-        self.completer = Completer(self.pricer, at_most_s_per_token or np.inf)
+        self.completer = Completer(self.pricer, max_s_per_token or np.inf)
         self.domains = link_domains(self.pricer.machine)
         self.rows = self.slower = self.barred = join([])
-        self.refused = 0
-        self._found: list[Columns] = []
+        self.num_refused = 0
+        self._completed: list[Columns] = []
         self._barred: list[Columns] = []
         self._slower: list[Columns] = []
-        self._lost: list[Columns] = []
+        self._misses: list[Columns] = []
         self._best: dict[tuple[int, ...], float] = {}
         self._incumbent = np.inf
-        self._known: dict[tuple[Any, ...], Array] = {}
+        self._cache: dict[tuple[Any, ...], Array] = {}
         self.meshes = space.meshes()
         self.legal = count(self.meshes) > 0
-        # Where tp ranks may be cut as tp_x and tp_y, they may be so in every pipeline.
-        self._pipes: dict[tuple[int, ...], dict[tuple[int, ...], None]] = {}
-        for x, y, *key, pp, dp, steps in tuples(self.meshes, (*_FIRST, *_PIPELINE[:3])):
-            self._pipes.setdefault((x * y, *key), {})[pp, dp, steps] = None
+        # Every legal split of tp into tp_x and tp_y is legal in every pipeline.
+        self._pipelines_of_mesh: dict[tuple[int, ...], dict[tuple[int, ...], None]] = {}
+        for x, y, *key, pp, dp, steps in tuples(
+            self.meshes, (*_MESH_COLUMNS, *_PIPELINE_COLUMNS[:3])
+        ):
+            self._pipelines_of_mesh.setdefault((x * y, *key), {})[pp, dp, steps] = None
         self.bound = self._run()
 
     def _run(self) -> float:
-        """Complete partial strategies, the deepest and most promising first, until none is left."""
+        """Complete partial strategies, the deepest and most promising first, until none is open; return the bound."""
         levels = (
             self._pipelines,
             self._states,
-            partial(self._ordered, inner=True),
-            partial(self._ordered, inner=False),
+            partial(self._with_orders, inner=True),
+            partial(self._with_orders, inner=False),
         )
         last = len(levels) - 1
-        open_: list[list[_Waiting]] = [[] for _ in levels]
+        queues: list[list[_OpenNode]] = [[] for _ in levels]
         serial = itertools.count()
 
-        def wait(level: int, columns: Columns, order: NDArray[np.intp], bound: Array) -> None:
+        def enqueue(level: int, columns: Columns, order: NDArray[np.intp], bound: Array) -> None:
             if len(order):
-                waiting = float(bound[0]), next(serial), columns, order, bound
-                heapq.heappush(open_[level], waiting)
+                node = float(bound[0]), next(serial), columns, order, bound
+                heapq.heappush(queues[level], node)
 
         def push(level: int, columns: Columns, bound: Array) -> None:
             order = np.argsort(bound, kind="stable")
-            wait(level, columns, order, bound[order])
+            enqueue(level, columns, order, bound[order])
 
         push(0, *self._blocks())
-        while any(open_) and self.pricer.rows < MOST_ROWS:
-            # Orders that are seldom of use come when the best is known.
-            level = max((i for i in range(last) if open_[i]), default=last)
-            _, _, columns, order, bound = heapq.heappop(open_[level])
+        while any(queues) and self.pricer.rows < MOST_ROWS:
+            # The last level, orders that rarely win, comes after all others.
+            level = max((i for i in range(last) if queues[i]), default=last)
+            _, _, columns, order, bound = heapq.heappop(queues[level])
             fast = self.completer.faster(bound)
             order, bound = order[fast], bound[fast]
-            wait(level, columns, order[SLICE:], bound[SLICE:])
+            enqueue(level, columns, order[SLICE:], bound[SLICE:])
             if len(order):
                 columns = select(columns, order[:SLICE])
                 columns, bound = levels[level](columns, bound[:SLICE])
                 if level < last:
                     push(level + 1, columns, bound)
-        self.rows, self.slower = join(self._found), join(self._slower)
+        self.rows, self.slower = join(self._completed), join(self._slower)
         self.barred = join(self._barred)
-        left = [waiting[0][0] for waiting in open_ if waiting]
-        return min([self.completer.threshold, *left])
+        open_bounds = [node[0][0] for node in queues if node]
+        return min([self.completer.threshold, *open_bounds])
 
-    def _grow(
+    def _expand(
         self,
         columns: Columns,
         names: Sequence[str],
         options: Callable[..., Sequence[Any]],
         *keys: Array,
     ) -> Columns:
-        """Every row once for each of the options of its key; many rows share them."""
+        """Return every row repeated for each option of its key; options are cached by key."""
         first, index = distinct(keys)
         parts = []
         for values in np.column_stack(keys)[first].astype(int).tolist():
-            known = (options, *values)
-            if known not in self._known:
-                found = np.array(options(*values), dtype=np.float64)
-                self._known[known] = found.reshape(-1, len(names))
-            parts.append(self._known[known])
-        offered, source = _repeated(names, parts, index)
-        return {**select(columns, source), **offered}
+            cache_key = (options, *values)
+            if cache_key not in self._cache:
+                table = np.array(options(*values), dtype=np.float64)
+                self._cache[cache_key] = table.reshape(-1, len(names))
+            parts.append(self._cache[cache_key])
+        added, source = _expand_rows(names, parts, index)
+        return {**select(columns, source), **added}
 
     def _blocks(self) -> tuple[Columns, Array]:
-        """Degrees with their blocks, bounded by computation and communication of the layers."""
-        first, _ = distinct([self.meshes[n] for n in _FIRST])
-        columns = {n: self.meshes[n][np.sort(first)] for n in _FIRST}
-        inner = [columns[n] for n in _FIRST[:3]]
+        """Return degrees with their blocks, and bounds by computation and communication of the layers."""
+        first, _ = distinct([self.meshes[n] for n in _MESH_COLUMNS])
+        columns = {n: self.meshes[n][np.sort(first)] for n in _MESH_COLUMNS}
+        inner = [columns[n] for n in _MESH_COLUMNS[:3]]
         ranks = self.space.request.num_devices // np.prod(inner, axis=0)
-        grown = self._grow(columns, BLOCKS, self.space.blocks, *inner, ranks)
-        return grown, self.pricer.microbatch_s(grown) if count(grown) else np.empty(0)
+        expanded = self._expand(columns, BLOCKS, self.space.blocks, *inner, ranks)
+        return expanded, self.pricer.microbatch_s(expanded) if count(expanded) else np.empty(0)
 
     def _pipelines(self, columns: Columns, bound: Array) -> tuple[Columns, Array]:
-        """Blocks with pp and a schedule, bounded by the pipeline; what cannot fit is cut.
+        """Return blocks with pp and a schedule, and their bounds; prune rows that cannot fit.
 
-        Many blocks are the same to memory, so what fits is known before rows are made of what does not.
+        Many blocks need the same memory, so the memory check comes before rows are built.
         """
         tp = columns["tp_x"] * columns["tp_y"]
-        keys = dict(zip(_HELD, (tp, *(columns[n] for n in _HELD[1:])), strict=True))
+        keys = dict(
+            zip(_MEMORY_COLUMNS, (tp, *(columns[n] for n in _MEMORY_COLUMNS[1:])), strict=True)
+        )
         first, index = distinct([*keys.values()])
-        names = (*_PIPELINE, "filled", "fits")
-        offered, source = _repeated(names, self._pipelines_of(select(keys, first)), index)
-        bound = bound[source] * offered.pop("filled")
-        fast, fits = self.completer.faster(bound), offered.pop("fits") > 0.0
-        offered |= {"dp_replicate": np.ones(len(bound)), "dp_shard": offered["dp"]}
-        lost, kept = np.flatnonzero(fast & ~fits), np.flatnonzero(fast & fits)
-        self.completer.cut["does not fit in memory"] += len(lost)
-        lost = lost[:TOO_BIG_PRICED]
-        self._lost.append({**select(columns, source[lost]), **select(offered, lost)})
+        names = (*_PIPELINE_COLUMNS, "filled", "fits")
+        added, source = _expand_rows(names, self._pipelines_of(select(keys, first)), index)
+        bound = bound[source] * added.pop("filled")
+        fast, fits = self.completer.faster(bound), added.pop("fits") > 0.0
+        added |= {"dp_replicate": np.ones(len(bound)), "dp_shard": added["dp"]}
+        misses, accepted = np.flatnonzero(fast & ~fits), np.flatnonzero(fast & fits)
+        self.completer.cut["does not fit in memory"] += len(misses)
+        misses = misses[:MAX_MISSES]
+        self._misses.append({**select(columns, source[misses]), **select(added, misses)})
         columns = self.pricer.price_blocks(columns)
-        rows = self.completer.complete({**select(columns, source[kept]), **select(offered, kept)})
-        return _without(rows, *PRICES, *FREED), rows["per_token_s"] * (1 - TIE)
+        rows = self.completer.complete(
+            {**select(columns, source[accepted]), **select(added, accepted)}
+        )
+        return _drop_columns(rows, *PRICES, *FREED), rows["per_token_s"] * (1 - TIE)
 
     def _pipelines_of(self, columns: Columns) -> list[Array]:
-        """Pipelines of rows of `_HELD`, tp_x all of tp: `_PIPELINE`, what filling multiplies a step by, what fits."""
-        keys = tuples(columns, _HELD)
-        new = [row for row, key in enumerate(keys) if key not in self._known]
+        """Return the pipelines of rows of `_MEMORY_COLUMNS` with tp_x = tp.
+
+        Columns are `_PIPELINE_COLUMNS`, the factor of the step time for filling, and whether the row fits.
+        """
+        keys = tuples(columns, _MEMORY_COLUMNS)
+        new = [row for row, key in enumerate(keys) if key not in self._cache]
         if new:
             kinds = select(columns, np.array(new))
             kinds |= {"kind": np.arange(float(len(new))), "tp_y": np.ones(len(new))}
-            grown = self._grow(kinds, _PIPELINE, self._schedules, *(kinds[n] for n in _HELD[:3]))
-            ranks = grown["dp"] * grown["tp_x"] * grown["cp"]
-            grown = select(grown, ranks % (grown["ep"] * grown["etp"]) == 0)
-            # 1F1B fills and drains p - 1 microbatches, interleaved a v-th of that; the others at least nothing.
-            plain = np.isin(grown["schedule"], _PLAIN)
-            idle = np.where(plain, (grown["pp"] - 1.0) / grown["vpp"], 0.0) / grown["accumulation"]
-            # What is held grows with the padding of sequences, which is least where all of cp exchanges heads.
-            grown |= {"dp_shard": grown["dp"], "cp_ulysses": grown["cp"]}
-            _, fits = self.completer.fit(_without(grown, "kind"))
-            table = np.column_stack([*(grown[n] for n in _PIPELINE), 1.0 + idle, fits])
-            ends = np.searchsorted(grown["kind"], np.arange(1, len(new)))
+            expanded = self._expand(
+                kinds, _PIPELINE_COLUMNS, self._schedules, *(kinds[n] for n in _MEMORY_COLUMNS[:3])
+            )
+            ranks = expanded["dp"] * expanded["tp_x"] * expanded["cp"]
+            expanded = select(expanded, ranks % (expanded["ep"] * expanded["etp"]) == 0)
+            # 1F1B fills and drains p - 1 microbatches, interleaved 1/v of that; for other schedules the bound is 0.
+            plain = np.isin(expanded["schedule"], _BUBBLE_SCHEDULES)
+            idle = (
+                np.where(plain, (expanded["pp"] - 1.0) / expanded["vpp"], 0.0)
+                / expanded["accumulation"]
+            )
+            # Memory grows with the padding of sequences, which is least if all of cp exchanges heads.
+            expanded |= {"dp_shard": expanded["dp"], "cp_ulysses": expanded["cp"]}
+            _, fits = self.completer.fit(_drop_columns(expanded, "kind"))
+            table = np.column_stack([*(expanded[n] for n in _PIPELINE_COLUMNS), 1.0 + idle, fits])
+            ends = np.searchsorted(expanded["kind"], np.arange(1, len(new)))
             for row, part in zip(new, np.split(table, ends), strict=True):
-                self._known[keys[row]] = part
-        return [self._known[key] for key in keys]
+                self._cache[keys[row]] = part
+        return [self._cache[key] for key in keys]
 
     def _schedules(self, *key: int) -> list[tuple[int, ...]]:
-        """Rows of `_PIPELINE` for tp, cp and sequences per microbatch."""
-        rows = self._pipes[key]
-        return [(*row, *way) for row in rows for way in self.space.schedules(row[0], row[2])]
+        """Return the rows of `_PIPELINE_COLUMNS` for tp, cp and sequences per microbatch."""
+        rows = self._pipelines_of_mesh[key]
+        return [
+            (*row, *schedule) for row in rows for schedule in self.space.schedules(row[0], row[2])
+        ]
 
     def _states(self, columns: Columns, bound: Array) -> tuple[Columns, Array]:
-        """Pipelines with data parallelism and recomputation, complete but for the order of the axes."""
+        """Return pipelines with data parallelism and recomputation, complete except for the order, and their bounds."""
         inner = columns["tp_x"] * columns["tp_y"] * columns["cp"]
         keys = (columns["pp"], columns["dp"], inner, columns["ep"] * columns["etp"])
-        grown = self._grow(columns, _STATES, self.space.states, *keys)
-        grown = select(grown, self.space.shards(grown))
-        if not count(grown):
-            return grown, np.empty(0)
-        rows = self.completer.complete(grown)
-        return _without(rows, *PRICES, *FREED), rows["per_token_s"] * (1 - TIE)
+        expanded = self._expand(columns, _STATE_COLUMNS, self.space.states, *keys)
+        expanded = select(expanded, self.space.shards(expanded))
+        if not count(expanded):
+            return expanded, np.empty(0)
+        rows = self.completer.complete(expanded)
+        return _drop_columns(rows, *PRICES, *FREED), rows["per_token_s"] * (1 - TIE)
 
-    def _ordered(self, columns: Columns, bound: Array, inner: bool) -> tuple[Columns, Array]:
-        """Complete strategies under the orders of the axes that make a difference; the rows go on, for the others."""
+    def _with_orders(self, columns: Columns, bound: Array, inner: bool) -> tuple[Columns, Array]:
+        """Complete strategies with the distinct orders of the axes; return the rows unchanged for the next level."""
         keys = (*(columns[n] for n in AXES), np.full(len(bound), float(inner)))
-        grown = self._grow(_without(columns, "block"), ("order",), self._orders_of, *keys)
-        if count(grown):
-            self._take(self.completer.complete(grown))
+        expanded = self._expand(_drop_columns(columns, "block"), ("order",), self._orders_of, *keys)
+        if count(expanded):
+            self._record(self.completer.complete(expanded))
         return columns, bound
 
     def _orders_of(self, *key: int) -> list[int]:
+        """Return the orders to try for the degrees and the `inner` flag in a key."""
         return self.space.orders(key[:-1], self.domains, bool(key[-1]))
 
-    def runs(self, rows: Columns, position: int) -> bool:
-        """Whether this version can run a strategy; counted when it cannot."""
+    def is_executable(self, rows: Columns, position: int) -> bool:
+        """Return whether this version can run a strategy; count it if it cannot."""
         reason = self.refusal(rows, position)
         if reason is not None:
-            self.space.refused(reason)
-            self.refused += 1
+            self.space.rule_out(reason)
+            self.num_refused += 1
         return reason is None
 
     def refusal(self, rows: Columns, position: int) -> str | None:
         """Return why this version cannot run a strategy; None if it can."""
-        degrees = (int(rows[name][position]) for name in _LAID_OUT)
+        degrees = (int(rows[name][position]) for name in _LAYOUT_COLUMNS)
         return self.space.refusal_of(*degrees, pp=int(rows["pp"][position]))
 
-    def _take(self, rows: Columns) -> None:
-        """Keep what runs and can be among the best, fastest first; each lowers what the others must beat.
+    def _record(self, rows: Columns) -> None:
+        """Record executable rows that can be among the best, fastest first, and lower the threshold with each.
 
-        That is the best full price, and the closed forms of as many degrees as are kept.
+        The threshold is the best full price, or the closed form of the last of `keep` distinct degrees if larger.
         """
         value, degrees = rows["per_token_s"].tolist(), tuples(rows)
         order = sorted(range(len(value)), key=value.__getitem__)
-        kept, barred, tried = [], [], set()
+        accepted, barred, priced_schedules = [], [], set()
         while order and value[order[0]] <= self.completer.threshold * (1 + TIE):
             position = order.pop(0)
-            if not self.runs(rows, position):
+            if not self.is_executable(rows, position):
                 barred.append(position)
                 continue
-            kept.append(position)
+            accepted.append(position)
             better = value[position] < self._best.get(degrees[position], np.inf)
             if better:
                 self._best[degrees[position]] = value[position]
-            # Schedules differ most in what their simulation adds: the best row of each is tried.
-            first = rows["schedule"][position] not in tried
-            tried.add(rows["schedule"][position])
+            # Simulation adds different amounts to different schedules, so the best row of each is simulated.
+            first = rows["schedule"][position] not in priced_schedules
+            priced_schedules.add(rows["schedule"][position])
             if first and value[position] < self._incumbent * (1 - TIE):
                 self._incumbent = min(self._incumbent, self.full_s(rows, position))
             if (better or first) and len(self._best) >= self.keep:
-                most = heapq.nsmallest(self.keep, self._best.values())[-1]
-                most = max(most, self._incumbent)
-                self.completer.threshold = min(self.completer.threshold, most)
-        self._found.append(select(rows, np.array(kept, dtype=np.intp)))
+                limit = heapq.nsmallest(self.keep, self._best.values())[-1]
+                limit = max(limit, self._incumbent)
+                self.completer.threshold = min(self.completer.threshold, limit)
+        self._completed.append(select(rows, np.array(accepted, dtype=np.intp)))
         self._slower.append(select(rows, np.array(order, dtype=np.intp)))
         if barred:
             self._barred.append(select(rows, np.array(barred, dtype=np.intp)))
 
-    def too_big(self) -> Columns:
-        """Of what does not fit in any way a few of each batch that would be fastest, as lean as they get."""
-        batch = np.repeat(np.arange(len(self._lost)), [count(part) for part in self._lost])
+    def closest_misses(self) -> Columns:
+        """Return the fastest strategies of each batch that exceed device memory under every choice.
+
+        They have the choice with the least memory, and serve the refusal message and the list of rejected strategies.
+        """
+        batch = np.repeat(np.arange(len(self._misses)), [count(part) for part in self._misses])
         if not len(batch):
             return join([])
-        columns, pricer = join(self._lost), self.pricer
-        per_token = pricer.seconds(columns, pricer.usual) / pricer.tokens(columns)
+        columns, pricer = join(self._misses), self.pricer
+        per_token = pricer.seconds(columns, pricer.fastest_choice) / pricer.tokens(columns)
         place = np.arange(len(batch)) - np.searchsorted(batch, batch)
-        which = np.lexsort((per_token, batch))[place < TOO_BIG_KEPT]
-        columns = select(columns, which)
+        indices = np.lexsort((per_token, batch))[place < MISSES_PER_BATCH]
+        columns = select(columns, indices)
         offload, regather, kind = pricer.choices[-1]
-        # What is made again gathers its inputs anyway.
-        regather = regather if kind != FULL else pricer.usual[1]
+        # Full recomputation re-gathers its inputs in any case.
+        regather = regather if kind != FULL else pricer.fastest_choice[1]
         chosen = {
             "zero": pricer.leanest[0],
             "order": self.space.request.pins.get("order", 0),
@@ -314,25 +340,25 @@ class BranchAndBound:
             "regather": regather,
         }
         memory = pricer.peak(columns)[-1]
-        columns |= {n: np.full(len(which), float(v)) for n, v in chosen.items()}
+        columns |= {n: np.full(len(indices), float(v)) for n, v in chosen.items()}
         return columns | dict(
-            zip(PRICES, (per_token[which], memory, -np.ones(len(which))), strict=True)
+            zip(PRICES, (per_token[indices], memory, -np.ones(len(indices))), strict=True)
         )
 
 
-def _repeated(
+def _expand_rows(
     names: Sequence[str], parts: Sequence[Array], index: NDArray[np.intp]
 ) -> tuple[Columns, NDArray[np.intp]]:
-    """For every row all of the part that its index names, as columns, and the row that each of them is for."""
+    """Return the columns of `parts[index]` of every row, concatenated, and the source row of each entry."""
     sizes = np.array([len(part) for part in parts], dtype=np.intp)
     counts, starts = sizes[index], np.cumsum(sizes) - sizes
     source = np.repeat(np.arange(len(index)), counts)
-    # A part lies together, and what a row has of it is counted from its start.
-    before = np.cumsum(counts) - counts
-    place = np.arange(len(source)) + (starts[index] - before)[source]
+    # A part is contiguous in the table; entries of a row count from the start of its part.
+    row_starts = np.cumsum(counts) - counts
+    place = np.arange(len(source)) + (starts[index] - row_starts)[source]
     table = np.concatenate([np.empty((0, len(names))), *parts])[place]
     return dict(zip(names, table.T, strict=True)), source
 
 
-def _without(rows: Columns, *names: str) -> Columns:
+def _drop_columns(rows: Columns, *names: str) -> Columns:
     return {name: column for name, column in rows.items() if name not in names}

@@ -1,14 +1,14 @@
-"""The space of strategies: which degrees and choices are legal, written down once, as tables of numbers.
+"""Space of strategies: legal degrees and choices, as tables of numbers.
 
 A strategy is chosen level by level, so the space is a few tables instead of one product:
 
     mesh       pp, tp_x, tp_y, cp, the data-parallel ranks, sequences per microbatch
     blocks     shapes of attention and MLP, ep and etp, Ulysses ranks inside cp
-    states     dp_replicate x dp_shard, and what is sharded (zero)
+    states     dp_replicate x dp_shard, and the sharded states (zero)
     schedule   pipeline schedule and virtual stages
-    order      axes outer to inner, as far as they cross different tiers
+    order      axes outer to inner, one order per distinct placement on the tiers
 
-What is not legal is counted by reason when its level is made.
+Illegal combinations are counted by reason when their level is built.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from hyper_parallel.cost import ORDERS, RECOMPUTE, SCHEDULES, SHAPES, Candidates
 from hyper_parallel.ir import AXES, Strategy, Workload
 from hyper_parallel.planner.pins import PINNABLE
-from hyper_parallel.planner.request import PlanRequest, missing
+from hyper_parallel.planner.request import PlanRequest, unimplemented
 from hyper_parallel.shard import legal_tp
 
 TENSOR_INNERMOST: Final = frozenset(
@@ -36,10 +36,10 @@ TENSOR_INNERMOST: Final = frozenset(
 
 
 def distinct_orders(degrees: tuple[int, ...], tiers: tuple[int, ...]) -> list[int]:
-    """One order of every kind, as indices into `cost.ORDERS`; where there is one, with tensor parallelism innermost.
+    """Return one order per equivalence class, as indices into `cost.ORDERS`; tensor parallelism innermost if possible.
 
-    Two orders are the same when every axis has the same share of its ranks in every domain of links; `tiers` are the
-    devices of the domains beyond which other links are used, inner to outer.
+    Two orders are equivalent if every axis has the same share of its ranks in every domain of links. `tiers` are the
+    numbers of devices per domain with links of its own, inner to outer.
     """
     indices, axes = _permutations(tuple(i for i, d in enumerate(degrees) if d > 1))
     ranks = np.array(degrees)[axes]
@@ -56,7 +56,7 @@ def distinct_orders(degrees: tuple[int, ...], tiers: tuple[int, ...]) -> list[in
 
 @lru_cache(maxsize=64)  # one for every set of axes
 def _permutations(axes: tuple[int, ...]) -> tuple[tuple[int, ...], NDArray[np.intp]]:
-    """The orders that permute some axes of `ir.AXES`: an index of each, and the axes inner to outer, [orders, axes]."""
+    """Return orders that permute some axes of `ir.AXES`: indices, and axes inner to outer, [orders, axes]."""
     first: dict[tuple[int, ...], int] = {}
     for index in sorted(range(len(ORDERS)), key=lambda i: i not in TENSOR_INNERMOST):
         places = (AXES.index(axis) for axis in reversed(ORDERS[index]))
@@ -75,74 +75,80 @@ Columns: TypeAlias = dict[str, NDArray[np.float64]]
 
 
 def divisors(number: int) -> list[int]:
-    """Divisors, ascending."""
+    """Return the divisors of a number, ascending."""
     small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
     return sorted({*small, *(number // d for d in small)})
 
 
 class Space:
-    """The levels of the space, made on demand.
+    """Levels of the strategy space, built on demand.
 
     Attributes:
         request: Model, machine, workload and pins.
-        ruled_out: How many combinations were ruled out, by reason; grows as levels are made.
-        zeros: What may be sharded, most first: 3 parameters, 2 gradients, 1 optimizer states, 0 nothing.
-        recomputes: Kinds of recomputation that may be chosen, as indices into `cost.RECOMPUTE`.
-        regathers: Whether gathered inputs may be gathered again in backward instead of kept; kept first, it is faster.
-        offloads: Whether what exceeds the device may lie in host memory.
+        ruled_out: Number of illegal combinations, by reason; grows as levels are built.
+        zeros: Allowed sharding, most first: 3 parameters, 2 gradients, 1 optimizer states, 0 nothing.
+        recomputes: Allowed kinds of recomputation, as indices into `cost.RECOMPUTE`.
+        regathers: Whether gathered inputs may be re-gathered in backward; 0 (keep them, faster) first.
+        offloads: Whether bytes that exceed the device may be offloaded to host memory.
     """
 
     def __init__(self, request: PlanRequest) -> None:
         self.request, self.ruled_out = request, Counter[str]()
         runs, model = request.executable, request.model
 
-        def may(**choice: Any) -> bool:
-            return not runs or not missing(Strategy(**choice))
+        def runnable(**choice: Any) -> bool:
+            return not runs or not unimplemented(Strategy(**choice))
 
-        self.zeros = self._values("zero", [z for z in (3, 2, 1, 0) if may(dp_shard=2, zero=z)])
-        kinds = [i for i, kind in enumerate(RECOMPUTE) if may(recompute=kind)]
-        self.recomputes = self._values("recompute", kinds)
-        self._orders = self._values("order", range(len(ORDERS) if may(order=ORDERS[1]) else 1))
-        self._any_etp, self._zero_1_staged = may(etp=2), may(pp=2, dp_shard=2, zero=1)
-        self.regathers = self._values("gathered_inputs", (0, 1))
+        self.zeros = self._allowed(
+            "zero", [z for z in (3, 2, 1, 0) if runnable(dp_shard=2, zero=z)]
+        )
+        kinds = [i for i, kind in enumerate(RECOMPUTE) if runnable(recompute=kind)]
+        self.recomputes = self._allowed("recompute", kinds)
+        self._orders = self._allowed(
+            "order", range(len(ORDERS) if runnable(order=ORDERS[1]) else 1)
+        )
+        self._any_etp, self._zero_1_staged = runnable(etp=2), runnable(pp=2, dp_shard=2, zero=1)
+        self.regathers = self._allowed("gathered_inputs", (0, 1))
         host = request.offload is not None and request.machine.host_bytes_s > 0
-        self.offloads = self._values("offload", (0, 1)) if host else [0]
+        self.offloads = self._allowed("offload", (0, 1)) if host else [0]
         legal = legal_tp(model.num_heads, model.num_kv_heads, *model.intermediate_sizes)
         self._tp = {t for t in legal if not runs or request.refusal(Strategy(tp_x=t)) is None}
         self._ep: dict[int, bool] = {1: True}
         self._refusals: dict[tuple[int, ...], str | None] = {}
 
-    def _values(self, name: str, values: Sequence[int]) -> list[int]:
-        """Those of the values of a choice that a pin leaves: a pin adds nothing to what there is without it."""
+    def _allowed(self, name: str, values: Sequence[int]) -> list[int]:
+        """Return the values of a column that the pins allow."""
         return [value for value in values if self.request.allows(name, value)]
 
     def _divisors(self, axis: str, number: int) -> list[int]:
+        """Return the divisors of a number that the pins of an axis allow."""
         return [d for d in divisors(number) if self.request.allows(axis, d)]
 
-    def refused(self, reason: str, number: int = 1) -> bool:
-        """Count what is refused; whether anything is."""
+    def rule_out(self, reason: str, number: int = 1) -> bool:
+        """Count illegal combinations by reason; return whether there are any."""
         if number:
             self.ruled_out[reason] += number
         return number > 0
 
     def meshes(self) -> Columns:
-        """Level one: (pp, tp_x, tp_y, cp, dp, microbatch, accumulation), one row each."""
+        """Return level one: (pp, tp_x, tp_y, cp, dp, microbatch, accumulation), one row each."""
         table = np.array(list(self._meshes()), dtype=np.float64).reshape(-1, 5)
         rows = np.concatenate([self._batched(table, micro) for micro in self.microbatches()])
         names = ("pp", "tp_x", "tp_y", "cp", "dp", "microbatch", "accumulation")
         return dict(zip(names, rows.T, strict=True))
 
     def _meshes(self) -> Iterator[tuple[int, ...]]:
-        r, refused = self.request, self.refused
-        tokens, seq_len = r.workload.tokens_per_step, r.workload.seq_len * r.together
+        """Yield legal (pp, tp_x, tp_y, cp, dp)."""
+        r, rule_out = self.request, self.rule_out
+        tokens, seq_len = r.workload.tokens_per_step, r.workload.seq_len * r.group_sequences
         unsplit = dict(r.model.unsplit)
         for pp in self._divisors("pp", r.num_devices):
-            if refused("more pipeline stages than layers", pp > r.model.num_layers):
+            if rule_out("more pipeline stages than layers", pp > r.model.num_layers):
                 continue
-            if pp > 1 and "pp" in unsplit and refused(unsplit["pp"], True):
+            if pp > 1 and "pp" in unsplit and rule_out(unsplit["pp"], True):
                 continue
             runs = self.zeros_of(pp) and self.recomputes and self._orders
-            if refused("this version does not run what is pinned", not runs):
+            if rule_out("this version does not run the pinned choices", not runs):
                 continue
             for tp in self._divisors("tp", r.num_devices // pp):
                 for y in self._divisors("tp_y", tp):
@@ -151,66 +157,66 @@ class Space:
                         continue
                     legal = x in self._tp if y == 1 else all(self.shapes(x, y))
                     axes = "tp does" if y == 1 else "tp_x and tp_y do"
-                    if refused(f"{axes} not divide heads or widths", not legal):
+                    if rule_out(f"{axes} not divide heads or widths", not legal):
                         continue
                     for cp in self._divisors("cp", r.num_devices // pp // tp):
-                        if cp > 1 and "cp" in unsplit and refused(unsplit["cp"], True):
+                        if cp > 1 and "cp" in unsplit and rule_out(unsplit["cp"], True):
                             continue
                         dp = r.num_devices // pp // tp // cp
                         uneven = tokens is not None and tokens % (seq_len * dp) > 0
                         reason = "tokens per step do not divide over the data-parallel ranks"
-                        if not refused(reason, uneven) and self._splits(dp):
+                        if not rule_out(reason, uneven) and self._splits(dp):
                             yield pp, x, y, cp, dp
 
     def _splits(self, dp: int) -> list[tuple[int, int]]:
-        """(dp_replicate, dp_shard) of so many data-parallel ranks."""
-        shards = [s for s in self._values("dp_shard", divisors(dp)) if dp % s == 0]
+        """Return the allowed (dp_replicate, dp_shard) of `dp` data-parallel ranks."""
+        shards = [s for s in self._allowed("dp_shard", divisors(dp)) if dp % s == 0]
         return [(dp // s, s) for s in shards if self.request.allows("dp_replicate", dp // s)]
 
     def microbatches(self) -> Sequence[int | None]:
-        """Sequences per microbatch; None where they follow from the other batch numbers."""
+        """Return sequences per microbatch; None if they follow from the other batch numbers."""
         w = self.request.workload
-        given = self.request.pins.get("microbatch", w.microbatch)
-        if given or w.tokens_per_step is None or w.accumulation_steps is not None:
-            return [given]
+        microbatch = self.request.pins.get("microbatch", w.microbatch)
+        if microbatch or w.tokens_per_step is None or w.accumulation_steps is not None:
+            return [microbatch]
         return divisors(max(1, w.tokens_per_step // w.seq_len))
 
     def _batched(self, table: NDArray[np.float64], microbatch: int | None) -> NDArray[np.float64]:
-        """Meshes with sequences per microbatch and microbatches per step, those that divide."""
-        w, whole = self.request.workload, np.ones(len(table))
-        steps = whole * (w.accumulation_steps or 1)
+        """Return meshes with sequences per microbatch and microbatches per step, where the batch divides."""
+        w, ones = self.request.workload, np.ones(len(table))
+        steps = ones * (w.accumulation_steps or 1)
         if w.tokens_per_step is None:
-            micro = whole * (microbatch or 1)
+            micro = ones * (microbatch or 1)
         elif microbatch is None:
             micro = w.tokens_per_step / w.seq_len / table[:, 4] / steps
         else:
-            micro = whole * microbatch
+            micro = ones * microbatch
             steps = w.tokens_per_step / w.seq_len / table[:, 4] / micro
         divides = (micro == np.floor(micro)) & (steps == np.floor(steps)) & (micro >= 1)
         if w.microbatch and w.accumulation_steps:
             divides &= (micro == w.microbatch) & (steps == w.accumulation_steps)
         divides &= steps == self.request.pins.get("accumulation", steps)
         enough = steps >= table[:, 0]
-        self.refused("the batch does not divide", int((~divides).sum()))
-        self.refused("fewer microbatches than pipeline stages", int((divides & ~enough).sum()))
+        self.rule_out("the batch does not divide", int((~divides).sum()))
+        self.rule_out("fewer microbatches than pipeline stages", int((divides & ~enough).sum()))
         keep = divides & enough
         return np.column_stack([table[keep], micro[keep], steps[keep]])
 
     def kv_legal(self, ranks: int) -> bool:
-        """Key and value heads divide over the ranks, or each is on several of them."""
+        """Return whether key and value heads divide over the ranks, or replicate over them evenly."""
         heads = self.request.model.num_kv_heads
         return heads % ranks == 0 or ranks % heads == 0
 
     def whole_heads(self, ranks: int) -> bool:
-        """Every rank has whole query heads; 2-D attention on x y ranks that have none scatters tokens instead."""
+        """Return whether every rank has whole query heads; without them 2-D attention scatters tokens instead."""
         return self.request.model.num_heads % ranks == 0 and self.kv_legal(ranks)
 
     def shapes(self, x: int, y: int) -> tuple[list[int], list[int]]:
-        """Legal shapes of attention and MLP on x times y ranks, as indices into `cost.SHAPES`.
+        """Return legal shapes of attention and MLP on x times y ranks, as indices into `cost.SHAPES`.
 
-        1-D needs heads and widths to divide by x y; 2-D attention heads by x (see `whole_heads`) and the residual
-        width by x and y, a 2-D MLP its widths by x; weight-moving attention heads by x, a weight-moving MLP widths by
-        x y, and both the residual width by y.
+        1-D requires heads and widths divisible by x y. 2-D attention requires heads divisible by x (see `whole_heads`)
+        and the residual width by x and y; a 2-D MLP requires widths divisible by x. Weight-moving attention requires
+        heads divisible by x, a weight-moving MLP widths by x y, and both the residual width by y.
         """
         h, widths = self.request.model.hidden_size, self.request.model.intermediate_sizes
         by_x, by_y, narrow = h % x == 0, h % y == 0, all(w % (x * y) == 0 for w in widths)
@@ -227,26 +233,26 @@ class Space:
         return [s for s, legal in attention.items() if legal], [s for s, ok in mlp.items() if ok]
 
     def blocks(self, x: int, y: int, cp: int, dp: int) -> list[tuple[int, ...]]:
-        """Level two of a mesh: rows of `BLOCKS`.
+        """Return level two of a mesh: rows of `BLOCKS`.
 
-        A ring of keys and values sends no more than gathering all of them, whose gradients are summed in float32, and
-        may hide: all are gathered only where a pin says so.
+        Ring attention sends at most as much as an all-gather of keys and values, whose gradients are summed in float32,
+        and it may overlap. So all-gather is a choice only if it is pinned.
         """
         r, names = self.request, BLOCKS[:2]
         on_tokens = self._tokens(x, y, cp)
         if y > 1:
-            # Both blocks 1-D is tp_x = tp without a second axis: taken only when somebody asked for it.
-            asked = all(name in r.pins for name in names)
+            # Both blocks 1-D equals tp_x = tp without a second axis, so it is a choice only if pinned.
+            pinned = all(name in r.pins for name in names)
             shapes = [
                 s
                 for s in itertools.product(*self.shapes(x, y))
-                if (asked or s != (_ONE, _ONE)) and all(map(r.allows, names, s))
+                if (pinned or s != (_ONE, _ONE)) and all(map(r.allows, names, s))
                 if on_tokens is not None or s[0] != _TWO
             ]
         else:
             shapes = [(r.pins.get(names[0], _TWO), r.pins.get(names[1], _TWO))]
         gathered = int(self._cp_kind() == "all_gather")
-        # With expert parallelism little of the feed-forward part is left for tp: it follows attention's shape.
+        # With expert parallelism the MLP has little tensor-parallel work, so its shape follows attention's.
         return [
             (*s, ep, etp, u, on_tokens or 0 if s[0] == _TWO else 0, gathered)
             for s, (ep, etp), u in itertools.product(
@@ -256,48 +262,50 @@ class Space:
         ]
 
     def _experts(self, tp: int, ranks: int) -> list[tuple[int, int]]:
-        """(ep, etp): the ranks that share the experts, and those that share each one."""
+        """Return legal (ep, etp): ranks that share the experts, and ranks that share each expert."""
         r, inner = (
             self.request,
             math.gcd(self.request.experts, ranks) if self.request.experts else 1,
         )
-        cut = not r.experts or all(w % tp == 0 for w in r.model.intermediate_sizes)
+        divisible = not r.experts or all(w % tp == 0 for w in r.model.intermediate_sizes)
         free = r.experts and self._any_etp
         return [
             (ep, etp)
-            for ep in self._values("ep", divisors(inner))
+            for ep in self._allowed("ep", divisors(inner))
             if inner % ep == 0 and (not r.executable or self._runs_with(ep))
             for etp in sorted({1, tp} if free else {1 if ep > 1 else tp})
-            if ranks % (ep * etp) == 0 and (etp == 1 or cut) and r.allows("etp", etp)
+            if ranks % (ep * etp) == 0 and (etp == 1 or divisible) and r.allows("etp", etp)
         ]
 
     def _runs_with(self, ep: int) -> bool:
-        """Whether this version makes layouts for so many expert-parallel ranks."""
+        """Return whether this version can make layouts for `ep` expert-parallel ranks."""
         if ep not in self._ep:
             self._ep[ep] = self.request.refusal(Strategy(dp_shard=ep, ep=ep)) is None
         return self._ep[ep]
 
     def _cp_kind(self) -> str:
-        """The kind of context parallelism that is asked for; "": any."""
+        """Return the pinned kind of context parallelism; "": any."""
         pinned = self.request.pins.get("cp_kind")
         return "" if pinned is None else str(PINNABLE["cp_kind"].shown(pinned))
 
     def _ulysses(self, tp: int, cp: int) -> list[int]:
-        """Context-parallel ranks that may exchange heads; the kind has no effect without context parallelism."""
+        """Return context-parallel ranks that may exchange heads; without context parallelism the kind has no effect."""
         r, kind = self.request, self._cp_kind()
         local, kv = r.model.num_heads // tp, max(1, r.model.num_kv_heads // tp)
-        most = {"ulysses": [cp], "hybrid": divisors(cp)[1:-1], "": divisors(cp)}.get(kind, [1])
+        candidates = {"ulysses": [cp], "hybrid": divisors(cp)[1:-1], "": divisors(cp)}.get(
+            kind, [1]
+        )
         return [
             u
-            for u in (most if cp > 1 else [1])
+            for u in (candidates if cp > 1 else [1])
             if local % u == 0 and (kv % u == 0 or u % kv == 0) and r.allows("cp_ulysses", u)
         ]
 
     def _tokens(self, x: int, y: int, cp: int) -> int | None:
-        """Whether 2-D attention on x y ranks scatters tokens over y instead of heads; None where it can do neither.
+        """Return whether 2-D attention on x y ranks scatters tokens over y (1) or heads (0); None if neither is legal.
 
-        On tokens it sends at least as much, so it is taken where heads do not divide or a pin says so. The sequence
-        cannot be cut by context parallelism as well.
+        Scattering tokens sends at least as much, so it is chosen only if heads do not divide or if it is pinned. It
+        excludes context parallelism.
         """
         pinned = self.request.pins.get("attention_scatter")
         if pinned != 1 and self.whole_heads(x * y):
@@ -309,8 +317,8 @@ class Space:
     ) -> str | None:
         """Return why this version cannot run strategies with these degrees and a row of `blocks`; None if it can.
 
-        FSDP and a ring cut whatever parameters there are: without experts and a second axis only tp_x and whether
-        there is a pipeline decide about layouts, and a row of `blocks` has only Ulysses ranks that divide the heads.
+        FSDP and ring attention apply to all parameters. Without experts and a second axis, layouts depend only on tp_x
+        and on the presence of a pipeline; rows of `blocks` have only Ulysses degrees that divide the heads.
         """
         if not self.request.executable:
             return None
@@ -320,68 +328,75 @@ class Space:
             shard = 1
             if y == 1:
                 cp, columns = 1, {}
-        # Layouts read whether there are pipeline stages, not how many.
+        # Layouts depend on the presence of pipeline stages, not on their number.
         staged = min(pp, 2)
         key = (staged, shard, cp, x, y, *columns.values())
         if key not in self._refusals:
             row = Candidates.of_columns(pp=staged, dp_shard=shard, cp=cp, tp_x=x, tp_y=y, **columns)
-            strategy, _ = row.at(0, self.request.base, Workload(self.request.workload.seq_len))
+            strategy, _ = row.strategy_at(
+                0, self.request.base, Workload(self.request.workload.seq_len)
+            )
             self._refusals[key] = self.request.refusal(strategy)
         return self._refusals[key]
 
     def states(self, pp: int, dp: int, inner: int, fold: int) -> list[tuple[int, ...]]:
-        """Level three: (dp_replicate, dp_shard, zero) of ranks on which ep x etp folds over dp_shard x cp x tp."""
+        """Return level three: (dp_replicate, dp_shard, zero), where ep x etp folds over dp_shard x cp x tp."""
         splits = [s for s in self._splits(dp) if (s[1] * inner) % fold == 0]
         return [(*split, zero) for split in splits for zero in self.zeros_of(pp)]
 
     def zeros_of(self, pp: int) -> list[int]:
-        """What may be sharded; what runs has no ZeRO-1 in pipelines."""
+        """Return the allowed ZeRO stages; pipelines have no executable ZeRO-1."""
         return [z for z in self.zeros if z != 1 or pp == 1 or self._zero_1_staged]
 
     def shards(self, rows: Columns) -> NDArray[np.bool_]:
-        """Rows whose `zero` is a choice of its own.
+        """Return the mask of rows whose `zero` is a distinct choice.
 
-        The gradients of a single microbatch are reduced layer by layer: nothing is left for ZeRO-1 there. One rank
-        shares nothing, so that ZeRO-0 is ZeRO-1. Of a pinned stage all rows are kept that have it.
+        Gradients of a single microbatch are reduced layer by layer, so ZeRO-1 gains nothing there. On one rank ZeRO-0
+        equals ZeRO-1. With a pinned stage, all rows with that stage are kept.
         """
         if "zero" in self.request.pins:
-            meant: NDArray[np.bool_] = self.has_pinned_zero(rows["dp_shard"] * rows["cp"])
+            has_pinned: NDArray[np.bool_] = self.has_pinned_zero(rows["dp_shard"] * rows["cp"])
             reason = f"zero={self.request.pins['zero']} shards nothing where dp_shard * cp is 1"
-            self.refused(reason, int((~meant).sum()))
-            return meant
-        once, alone = rows["accumulation"] == 1, rows["dp_shard"] * rows["cp"] == 1
-        own: NDArray[np.bool_] = ~((rows["zero"] == 1) & once) & ~((rows["zero"] == 0) & alone)
-        return own
+            self.rule_out(reason, int((~has_pinned).sum()))
+            return has_pinned
+        single_microbatch, single_shard = (
+            rows["accumulation"] == 1,
+            rows["dp_shard"] * rows["cp"] == 1,
+        )
+        distinct: NDArray[np.bool_] = ~((rows["zero"] == 1) & single_microbatch) & ~(
+            (rows["zero"] == 0) & single_shard
+        )
+        return distinct
 
     def has_pinned_zero(self, shards: NDArray[np.float64]) -> NDArray[np.bool_]:
-        """Return whether strategies on so many ranks of dp_shard x cp have the stage of ZeRO that is pinned.
+        """Return whether strategies with this many ranks of dp_shard x cp satisfy a pinned ZeRO stage.
 
-        A recipe says how states are shared where they are; a pin of a plan asks for a strategy that shares them.
+        A recipe's stage applies only if there are ranks to shard over; a pin of the plan command requires such ranks.
         """
-        asked = self.request.pins.get("zero", 0) > 0 and not self.request.from_recipe
-        return np.asarray((shards > 1) | (not asked))
+        pinned = self.request.pins.get("zero", 0) > 0 and not self.request.from_recipe
+        return np.asarray((shards > 1) | (not pinned))
 
     def schedules(self, pp: int, microbatches: int) -> list[tuple[int, int]]:
-        """Level four: (schedule, vpp)."""
+        """Return level four: (schedule, vpp)."""
         layers = self.request.model.num_layers
-        found = [("1f1b", 1)]
+        options = [("1f1b", 1)]
         if pp > 1:
-            found += [("gpipe", 1), ("zb-h1", 1)]
+            options += [("gpipe", 1), ("zb-h1", 1)]
             if 2 * pp <= layers:
-                found += [("zbv", 2), *[("dualpipev", 2)] * (microbatches >= 2 * pp)]
+                options += [("zbv", 2), *[("dualpipev", 2)] * (microbatches >= 2 * pp)]
             if microbatches % pp == 0:
-                most = divisors(-(-layers // pp))
-                found += [("interleaved", v) for v in most if v > 1 and v * pp <= layers]
-            found = [
+                candidates = divisors(-(-layers // pp))
+                options += [("interleaved", v) for v in candidates if v > 1 and v * pp <= layers]
+            options = [
                 (s, v)
-                for s, v in found
+                for s, v in options
                 if self.request.allows("schedule", SCHEDULES.index(s))
                 and self.request.allows("vpp", v)
             ]
-        return [(SCHEDULES.index(s), v) for s, v in found]
+        return [(SCHEDULES.index(s), v) for s, v in options]
 
     def orders(self, degrees: tuple[int, ...], tiers: tuple[int, ...], inner: bool) -> list[int]:
-        """Level five: `distinct_orders`; `inner` ones have tensor parallelism innermost, which communicates most."""
+        """Return level five: `distinct_orders`; `inner` selects those with tensor parallelism innermost."""
         if len(self._orders) == 1:
             return self._orders if inner else []
         return [i for i in distinct_orders(degrees, tiers) if (i in TENSOR_INNERMOST) == inner]

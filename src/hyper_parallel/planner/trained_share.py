@@ -1,4 +1,4 @@
-"""How much of a model a recipe trains, by the names of its parameters: what `freeze` and `lora` leave."""
+"""Trained share of a model, from the names of its parameters and the recipe's `freeze` and `lora`."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from hyper_parallel.model import ModelSpec, ParamSpec
 
 
 def trained_share(model: ModelSpec, recipe: Recipe) -> float:
-    """Estimate the elements that have a gradient, adapters among them, over all parameters of the model.
+    """Return the number of elements with a gradient, adapters included, over all parameters of the model.
 
-    A specification holds no classes of modules: with `all-linear` every matrix of a layer counts as a linear module
-    that is no routed expert. Where the module itself is at hand, count its parameters instead.
+    It is an estimate, because a specification has no module classes: with `all-linear`, every matrix of a layer that is
+    no routed expert counts as a linear module. If the module itself is available, count its parameters instead.
 
     Args:
         model: The recipe's model.
-        recipe: Its `lora` and `training.freeze` count.
+        recipe: Recipe with `lora` and `training.freeze`.
     """
     lora, patterns = recipe.lora, recipe.training.freeze
     if lora is None and not patterns:
@@ -42,7 +42,7 @@ def trained_share(model: ModelSpec, recipe: Recipe) -> float:
 
 
 def _parameters(model: ModelSpec) -> Iterator[tuple[str, ParamSpec, bool]]:
-    """Yield every parameter under its own name, and whether it is outside of embedding and head."""
+    """Yield every parameter with its name, and whether it is outside embedding and head."""
     for block in model.blocks:
         for param in block.params:
             for layer in block.layers or (None,):
@@ -52,6 +52,7 @@ def _parameters(model: ModelSpec) -> Iterator[tuple[str, ParamSpec, bool]]:
 
 
 def _has_adapter(module: str, inside: bool, lora: Lora) -> bool:
+    """Return whether a module has an adapter."""
     if lora.target_modules == "all-linear":
         return inside
     if isinstance(lora.target_modules, str):
@@ -60,4 +61,5 @@ def _has_adapter(module: str, inside: bool, lora: Lora) -> bool:
 
 
 def _is_one_of(module: str, ends: tuple[str, ...]) -> bool:
+    """Return whether a module's name ends with one of some names."""
     return any(module == end or module.endswith(f".{end}") for end in ends)

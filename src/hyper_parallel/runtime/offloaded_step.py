@@ -8,9 +8,10 @@ ranks, each plans its own step; collectives start in recorded order.
 from __future__ import annotations
 
 import os
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial, update_wrapper
 from typing import Any, Final, Self
@@ -295,6 +296,11 @@ class OffloadedStep:
         else:
             with self._device[1].materialized():
                 yield
+
+    def lent(self) -> AbstractContextManager[None]:
+        """Return `materialized()`, under its former name."""
+        warnings.warn("`lent()` is now `materialized()`", DeprecationWarning, stacklevel=2)
+        return self.materialized()
 
     def close(self) -> None:
         """Restore the values of model and optimizer; a later call empties them again."""

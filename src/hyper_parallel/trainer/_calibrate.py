@@ -31,9 +31,9 @@ from hyper_parallel.cost import (
     DeviceCard,
     Machine,
     ModelNumbers,
-    Setting,
+    PricingCase,
     StackCard,
-    at_ranks,
+    cards_for_ranks,
     device_card,
     own_cards_by_ranks,
     own_path,
@@ -215,7 +215,7 @@ def _check(
     spec = read_spec(loaded.recipe.model.path)
     ranks = plan.strategy.world_size
     machine = detect_local(ranks)
-    for name, cards in (("before", _shipped(machine)), ("after", at_ranks(by_ranks, ranks))):
+    for name, cards in (("before", _shipped(machine)), ("after", cards_for_ranks(by_ranks, ranks))):
         predicted = _predicted(spec, plan, machine, *cards)
         yield f"  predicted {name}: {predicted:.4g} s, {predicted / measured - 1.0:+.1%} of the measured"
 
@@ -225,4 +225,6 @@ def _predicted(
 ) -> float:
     machine = Machine.of(supernode, plan.workload.compute_dtype, card=device, stack=stack)
     candidate = Candidates.of(plan.strategy, plan.workload)
-    return float(step_seconds(Setting(ModelNumbers.of(spec), machine, plan.workload, candidate))[0])
+    return float(
+        step_seconds(PricingCase(ModelNumbers.of(spec), machine, plan.workload, candidate))[0]
+    )

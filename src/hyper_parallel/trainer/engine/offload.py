@@ -142,17 +142,11 @@ class PlannedSteps:
         for line in self._assumed.notes:
             self._note(line)
         self._spill.require(largest_update_bytes(self._model, self._optimizer))
-<<<<<<< HEAD
-        plain, empty = self._run_and_roll_back(first)
+        eager, empty = self._run_and_roll_back(first)
         # Kernels of an accelerator may reduce in a different order every time.
-        self._expected = PlainStep(
-            plain, None if self._on_cpu else self._run_and_roll_back(first)[0]
+        self._expected = ReferenceStep(
+            eager, None if self._on_cpu else self._run_and_roll_back(first)[0]
         )
-=======
-        plain, empty = self._rehearsed(first)
-        # Kernels of an accelerator may add in another order every time.
-        self._expected = ReferenceStep(plain, None if self._on_cpu else self._rehearsed(first)[0])
->>>>>>> r-tmem
         if spread := self._expected.spread:
             self._say(
                 f"offload: two eager steps differ by {spread['loss']:.1e} in the loss, because some kernels are not "
@@ -198,13 +192,8 @@ class PlannedSteps:
     def _rollback(self) -> Iterator[None]:
         """Roll back all changes of a step at the end of the context."""
         self._reshard()
-<<<<<<< HEAD
         # In host memory, as the device may lack memory for a second copy.
-        home = self._spill.at_home
-=======
-        # In host memory: the device may have no room for a second copy.
         home = self._spill.on_current_tier
->>>>>>> r-tmem
         before = {name: home(t).to("cpu", copy=True) for name, t in self._state().items()}
         is_new = not self._optimizer.state
         devices = [] if self._on_cpu else [self._torch_device]
@@ -281,11 +270,7 @@ class PlannedSteps:
             expected=self._expected,
             spill=self._spill,
         )
-<<<<<<< HEAD
-        self._spill.bring_back()  # tensors that are not state
-=======
-        self._spill.restore_all()  # what is no state
->>>>>>> r-tmem
+        self._spill.restore_all()  # tensors that are not state
         self._expected = None
         self._traced = False
 
@@ -375,13 +360,8 @@ class PlannedSteps:
         except HyperParallelError as error:
             self._say(f"offload: waits are longer than planned, and no new plan fits: {error.what}")
             return False
-<<<<<<< HEAD
         previous = self._device
-        previous.state.lend(self._spill)
-=======
-        before = self._device
-        before.state.materialize_on_use(self._spill)
->>>>>>> r-tmem
+        previous.state.materialize_on_use(self._spill)
         self.plan = plan
         self._open_device()
         previous.state.end()
@@ -396,17 +376,11 @@ class PlannedSteps:
         """
         with self._device.materialized(self._spill), self._spill:
             yield
-<<<<<<< HEAD
             self._reshard()  # parameters gathered by an evaluation
-        self._spill.bring_back()
-        self._record_outside_peak("an evaluation")
-=======
-            self._reshard()  # what an evaluation has gathered
         self._spill.restore_all()
-        self._count("an evaluation")
->>>>>>> r-tmem
+        self._record_outside_peak("an evaluation")
 
-    def at_home(self, tensor: Tensor) -> Tensor:
+    def on_current_tier(self, tensor: Tensor) -> Tensor:
         """Return a tensor of model or optimizer on its home tier, between steps or after the last one."""
         if self._device.state.arena is None:
             return self._spill.on_current_tier(tensor)
@@ -415,13 +389,8 @@ class PlannedSteps:
         return self._device.state.on_home_tier(tensor)
 
     def finish(self) -> None:
-<<<<<<< HEAD
         """Release the device after the last step; the state stays on its tiers."""
-        self._device.state.lend(self._spill)
-=======
-        """After the last step: the device is free, and the state stays where it is."""
         self._device.state.materialize_on_use(self._spill)
->>>>>>> r-tmem
 
     def close(self) -> None:
         """Release all resources."""

@@ -304,7 +304,7 @@ class TorchEngine:
     def _resident(self, tensor: Tensor) -> Tensor:
         """Return a tensor of model or optimizer, between steps, with its bytes on its home tier."""
         owner = self._planned or self._spill
-        return tensor.detach() if owner is None else owner.at_home(tensor)
+        return tensor.detach() if owner is None else owner.on_current_tier(tensor)
 
     def timeline(self) -> Timeline | None:
         """Return the measured timeline of all ranks on rank 0; None on other ranks."""

@@ -1,4 +1,4 @@
-"""What every formula reads: a model, a machine, number formats and candidates, and what follows from them alone."""
+"""Inputs of every formula: a model, a machine, number formats and candidates, and values derived from them alone."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from hyper_parallel.shard import TokenCut
 from hyper_parallel.units import DTYPE_BYTES
 
 _LOSS_BLOCK: Final = float(1 << 24)
-"""Logits that our runtime's loss converts to float32 at a time; `logsumexp` takes as much beside them."""
+"""Logits that our runtime's loss converts to float32 per block; `logsumexp` needs a second buffer of that size."""
 _FOLDED = ("dp_shard", "cp", "tp_x", "tp_y")
-_LIES_INSIDE: Final = {
+_IS_INSIDE: Final = {
     (a, b): np.array([order.index(a) > order.index(b) for order in ORDERS])
     for a in AXES
     for b in AXES
 }
-"""Whether axis a lies inside axis b, for every order."""
+"""Whether axis a is inside axis b, for every order."""
 
 
 class Places:
-    """The axes of every candidate, and the groups of experts that fold over several of them."""
+    """Placement of the axes of every candidate, and of the groups of experts that fold over several axes."""
 
     def __init__(self, c: Candidates) -> None:
         order = np.asarray(c.order, dtype=np.intp)
@@ -38,16 +38,16 @@ class Places:
         self._axes: dict[str, Axis] = {}
 
     def axis(self, name: str) -> Axis:
-        """An axis of the mesh."""
+        """Return an axis of the mesh."""
         if name not in self._axes:
             self._axes[name] = getattr(self._c, name), self._inside(name, AXES)
         return self._axes[name]
 
     def group(self, axes: Sequence[str]) -> tuple[Axis, ...]:
-        """A group of the boundary table by the names of its axes.
+        """Return a group of the boundary table by the names of its axes.
 
-        Of cp alone those that pass keys around a ring, outside the ranks that exchange heads; of pp a stage and the
-        next one.
+        The group ("cp",) contains the ranks of a key-value ring, outside the ranks that exchange heads. The group
+        ("pp",) contains two adjacent stages.
         """
         if axes == ("pp",):
             return ((np.minimum(self._c.pp, 2.0), self.axis("pp")[1]),)
@@ -60,26 +60,26 @@ class Places:
 
     @cached_property
     def experts(self) -> dict[str, tuple[Axis, ...]]:
-        """Parts of dp_shard, cp, tp_x and tp_y whose ranks cut one expert (etp), hold all experts (ep) or the same."""
+        """Factors of dp_shard, cp, tp_x and tp_y: ranks that shard one expert (etp), hold all (ep), replicate (edp)."""
         c, parts = self._c, []
         for name in _FOLDED:
             degree, stride = self.axis(name)
-            # Experts take the inner ranks first: what is left of them for this axis is what the inner ones lack.
+            # Experts fold over the inner ranks first; this axis provides the remaining factor.
             inner = self._inside(name, _FOLDED)
             etp = np.clip(c.etp / inner, 1.0, degree)
-            taken = np.clip(c.etp * c.ep / inner, 1.0, degree)
+            etp_ep = np.clip(c.etp * c.ep / inner, 1.0, degree)
             parts.append(
-                ((etp, stride), (taken / etp, stride * etp), (degree / taken, stride * taken))
+                ((etp, stride), (etp_ep / etp, stride * etp), (degree / etp_ep, stride * etp_ep))
             )
         return dict(zip(("etp", "ep", "edp"), zip(*parts, strict=True), strict=True))
 
-    def _inside(self, name: str, among: Sequence[str]) -> Array:
-        """Product of the degrees of the axes that lie inside an axis."""
+    def _inside(self, name: str, axes: Sequence[str]) -> Array:
+        """Return the product of the degrees of the axes inside an axis."""
         product: Array = np.ones(1)
-        for other in among:
-            lies = _LIES_INSIDE[other, name][self._order]
-            if lies.any():
-                product = product * np.where(lies, getattr(self._c, other), 1.0)
+        for axis in axes:
+            is_inside = _IS_INSIDE[axis, name][self._order]
+            if is_inside.any():
+                product = product * np.where(is_inside, getattr(self._c, axis), 1.0)
         return product
 
 
@@ -87,12 +87,12 @@ _ALL_CUT: Final = Uncut()
 
 
 @dataclass(frozen=True)
-class Setting:
+class PricingCase:
     """Candidates for a model on a machine; properties are columns over the candidates."""
 
     n: ModelNumbers
     machine: Machine
-    workload: Workload  # sequence length and number formats; batch numbers are the candidates'
+    workload: Workload  # sequence length and number formats; the candidates have the batch numbers
     c: Candidates
     _rings: dict[tuple[str, ...], Ring] = field(default_factory=dict, init=False, repr=False)
     # kind, axes, width and identity of the elements of a collective -> these elements and its seconds
@@ -100,13 +100,13 @@ class Setting:
         default_factory=dict, init=False, repr=False
     )
 
-    def under(self, **columns: Array) -> Setting:
-        """The same with some columns of the candidates replaced."""
+    def with_columns(self, **columns: Array) -> PricingCase:
+        """Return the case with some columns of the candidates replaced."""
         return replace(self, c=replace(self.c, **columns))
 
     @cached_property
     def places(self) -> Places:
-        """Where the axes lie."""
+        """Placement of the axes."""
         return Places(self.c)
 
     @cached_property
@@ -116,7 +116,7 @@ class Setting:
 
     @cached_property
     def layers(self) -> Array:
-        """Layers of the fullest stage when they are cut evenly."""
+        """Layers of the fullest stage with equal stages."""
         return np.ceil(self.n.layers / self.c.pp)
 
     @cached_property
@@ -126,37 +126,37 @@ class Setting:
 
     @cached_property
     def cut(self) -> TokenCut:
-        """How the tokens of a microbatch are cut; padding of the pieces between blocks is left out."""
+        """Sharding of the tokens of a microbatch; without padding of the pieces between blocks."""
         c, tokens = self.c, self.tokens
         ring = c.cp / c.cp_ulysses
         return TokenCut(c.tp_x, c.tp_y, tokens, tokens / c.tp, tokens, ring, c.cp_ulysses)
 
     @cached_property
     def full(self) -> Array | float:
-        """1 where layers are recomputed in full; a number where that is so for all or none of the candidates."""
-        return plain(np.where(self.c.recompute > 1, 1.0, 0.0))
+        """1 for candidates with full recomputation, else 0; a scalar if all candidates agree."""
+        return collapse(np.where(self.c.recompute > 1, 1.0, 0.0))
 
     def dense(self, layers: Array | float = 1.0) -> Array:
-        """Parameters of mean layers on a tensor-parallel rank, without experts."""
+        """Return parameters of mean layers on a tensor-parallel rank, without experts."""
         n, whole = self.n, self.uncut.weights
         cut = (n.attention_weights + n.mlp_weights - whole) / self.c.tp
         return layers * (cut + whole * self.over_tp(1.0) + n.vector_weights)
 
     @property
     def uncut(self) -> Uncut:
-        """Parts that tensor parallelism keeps whole in our own stack; others cut what ours does not."""
+        """Parts that tensor parallelism replicates in our own stack; other stacks are assumed to shard them."""
         return self.n.uncut if self.machine.stack.phased else _ALL_CUT
 
     def over_tp(self, uncut: float) -> Array:
-        """Share of some work of a layer that one tensor-parallel rank does, where a share of it stays whole."""
-        kept = uncut * self.keeps_whole
-        return (1.0 - kept) / self.c.tp + kept
+        """Return the share of a layer's work on one tensor-parallel rank, if the share `uncut` of it stays whole."""
+        whole_share = uncut * self.keeps_whole
+        return (1.0 - whole_share) / self.c.tp + whole_share
 
     @cached_property
     def keeps_whole(self) -> Array:
-        """1 for candidates whose uncut parts stay whole; 0 for those that layouts refuse, priced as if all were cut.
+        """1 for candidates whose uncut parts stay whole; 0 if layouts refuse that, priced as if all were sharded.
 
-        A whole residual stream goes with one axis of tensor parallelism, without ep and pp (`keep_whole`).
+        A whole residual stream requires one axis of tensor parallelism, without ep and pp (`keep_whole`).
         """
         c = self.c
         if not self.uncut.stream:
@@ -165,24 +165,24 @@ class Setting:
 
     @cached_property
     def etp(self) -> Array:
-        """Ranks that cut one expert; in our own stack tensor parallelism leaves experts whole."""
+        """Ranks that shard one expert; in our own stack tensor parallelism keeps experts whole."""
         return np.where(self.whole_experts, 1.0, self.c.etp)
 
     @cached_property
     def whole_experts(self) -> NDArray[np.bool_]:
-        """Whether every tensor-parallel rank has all experts: in our own stack, without expert parallelism."""
+        """True if every tensor-parallel rank has all experts: in our own stack, without expert parallelism."""
         return np.asarray((self.c.ep <= 1) & bool(self.machine.stack.phased))
 
     def experts(self, layers: Array | float = 1.0) -> Array:
-        """Parameters of the experts of mean layers on an expert-parallel rank."""
+        """Return parameters of the experts of mean layers on an expert-parallel rank."""
         return layers * self.n.expert_weights / (self.c.ep * self.etp)
 
     @cached_property
     def last_layer(self) -> tuple[Array, Array]:
-        """Parameters of the larger of the last two layers on a rank before data sharding: all but experts, experts.
+        """Parameters of the larger of the last two layers on a rank before data sharding: without experts, and experts.
 
-        At the peak these layers are gathered and their gradients reduced; a mean over all layers is less where the
-        first ones have no experts.
+        At the peak these layers are gathered and their gradients reduced. A mean over all layers would be too small if
+        the first layers have no experts.
         """
         ranks = self.c.ep * self.etp
         dense, experts = self.dense(), self.experts()
@@ -195,12 +195,12 @@ class Setting:
 
     @cached_property
     def expert_shards(self) -> Array:
-        """Ranks that share the states of the same experts: what ep and the cut of an expert leave."""
+        """Ranks that share the states of the same experts, after ep and etp."""
         return np.maximum(1.0, self.shards * self.c.tp / (self.c.ep * self.c.etp))
 
     @cached_property
     def outside(self) -> Array:
-        """Parameters of embedding and head in the stage that holds more of them, before any cut."""
+        """Parameters of embedding and head in the stage with more of them, before any sharding."""
         n = self.n
         largest = max(n.embedding_weights, n.head_weights)
         return np.where(self.c.pp > 1, largest, n.embedding_weights + n.head_params) * 1.0
@@ -212,9 +212,9 @@ class Setting:
 
     @cached_property
     def vocabulary_ranks(self) -> Array:
-        """Ranks that share the rows of embedding and head: 1 where tensor parallelism cannot cut these.
+        """Ranks that share the rows of embedding and head: 1 if tensor parallelism cannot shard them.
 
-        Of stacks that are not our own, which pad the vocabulary, all ranks of tensor parallelism.
+        Stacks other than our own pad the vocabulary, so all ranks of tensor parallelism share it.
         """
         c, n = self.c, self.n
         if not self.machine.stack.phased:
@@ -227,19 +227,19 @@ class Setting:
     def logit_ranks(self) -> Array:
         """Ranks that share the logits of a tensor-parallel group.
 
-        Without the stream of all tokens, a whole head works on the tokens of its rank.
+        Without the stream of all tokens, a whole head processes the tokens of its rank.
         """
         return np.where(self.uncut.stream * self.keeps_whole, self.vocabulary_ranks, self.c.tp)
 
     def ends(self, elements: Array | float) -> Array:
-        """Elements on a rank of embedding, head and other parameters outside of the layers, before data sharding."""
+        """Return elements on a rank of embedding, head and other parameters outside layers, before data sharding."""
         whole = min(self.uncut.outside, float(np.min(elements)))
         cut = (elements - whole) / self.vocabulary_ranks
         return np.asarray(cut + whole * self.over_tp(1.0))
 
     @property
     def scores(self) -> float:
-        """Bytes of attention probabilities per token of a mean layer that no kernel fuses: of layers with sinks."""
+        """Bytes of attention probabilities per token of a mean layer in unfused attention: of layers with sinks."""
         n, stack = self.n, self.machine.stack
         return stack.eager * n.sinks * self.machine.width * n.num_heads * self.workload.seq_len
 
@@ -257,20 +257,20 @@ class Setting:
 
     @cached_property
     def sharded(self) -> NDArray[np.bool_]:
-        """Whether gradients, and parameters at home, are shards."""
+        """True if gradients, and parameters between uses, are shards."""
         return (self.shards > 1) & (self.c.zero > 1)
 
     @cached_property
     def copies(self) -> NDArray[np.bool_]:
-        """Whether matmuls read copies of parameters: gathered, in another format, or of replicas.
+        """True if matmuls read copies of parameters: gathered, in another format, or of replicas.
 
-        FSDP, which sums the gradients of replicas, copies what it manages even where a group has one rank.
+        FSDP, which sums the gradients of replicas, copies its parameters even in a group of one rank.
         """
         another = self.machine.width != self.param_width
         return (self.c.zero > 1) & (self.sharded | another | (self.c.dp_replicate > 1))
 
     def ring(self, axes: tuple[str, ...]) -> Ring:
-        """The ring over a group, by the names that the boundary table gives its axes."""
+        """Return the ring over a group, by the axis names of the boundary table."""
         if axes not in self._rings:
             self._rings[axes] = self.machine.ring(*self.places.group(axes))
         return self._rings[axes]
@@ -282,17 +282,17 @@ class Setting:
 
     @property
     def reduce_width(self) -> float:
-        """Bytes of an element of a gradient while it is reduced."""
+        """Bytes of an element of a gradient in reduction."""
         return float(DTYPE_BYTES[self.workload.reduce_dtype])
 
 
 def positions(cp: Array, cp_ulysses: Array | float, seq_len: int) -> Array:
-    """Positions of a sequence on one context-parallel rank, as `SequenceCut` pads them."""
+    """Return positions of a sequence on one context-parallel rank, with the padding of `SequenceCut`."""
     chunks = np.where((cp > cp_ulysses) & (cp_ulysses % 2 > 0), 2.0, 1.0)
     return chunks * np.ceil(seq_len / (cp * chunks))
 
 
-def plain(column: Array) -> Array | float:
-    """A column, or its one value: arithmetic on numbers is much faster than on short arrays."""
+def collapse(column: Array) -> Array | float:
+    """Return a column, or its value if it is constant: scalar arithmetic is much faster than that of short arrays."""
     same = column.size > 0 and bool((column == column.flat[0]).all())
     return float(column.flat[0]) if same else column

@@ -1,0 +1,366 @@
+"""Extra seconds of a step under a memory plan that keeps it within the device's memory.
+
+Bytes that exceed the memory are offloaded to host memory while idle, or dropped and recomputed. Copies overlap the
+work, with one lane per direction; only the excess over the work costs time. Per microbatch:
+
+    activations, gradients   out in forward, before the peak; in again in backward
+    parameters               resident in host memory: in for forward, dropped, in again for backward; once out, updated
+    optimizer states         in during the last backward, out after the update
+    recomputed               element-wise results, and matmul results, at the seconds of their forward
+
+A global-norm clip needs every gradient, so no state is updated or evicted before the last backward ends. With several
+microbatches in flight forward and backward alternate, and a lane overlaps both. The offloaded and recomputed fractions
+minimize the cost. The model has lanes only: no latency, no early or late copies, no fragmentation between addresses,
+and no indivisible storages.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass, fields, replace
+from typing import Final
+
+import numpy as np
+
+from hyper_parallel.cost._candidates import Array
+from hyper_parallel.ir import CostTerm, MemoryTerm
+
+COPIES: Final = "offload copies"
+"""Name of the term."""
+FORMULA: Final = (
+    "m (max(0, out / B - forward) + max(0, in / B - backward - recomputed) + recomputed) + max(0, updated / B - "
+    "update): bytes evicted, prefetched and written back during the work of m microbatches on a link of B, and "
+    "recomputation"
+)
+SOURCE: Final = "topology; copies that overlap the work, docs/explanation/planner.md"
+TERM_OF_KIND: Final = {
+    "optimizer": "optimizer states",
+    "parameters": "parameters",
+    "gradients": "gradients",
+    "activations": "activations",
+}
+"""Kinds of offloaded bytes, and the memory terms that contain them."""
+
+HIDDEN_FIRST, STATES_FIRST, ACTIVATIONS_FIRST = range(3)
+"""Copy orders: overlapped bytes first; states, exposed in the last microbatch only, first; activations first."""
+
+PERSISTENT_TERMS: Final = ("device context",)
+"""Memory terms that no plan offloads."""
+
+
+@dataclass(frozen=True, slots=True)
+class Offloaded:
+    """Bytes absent from the device at the peak, by kind; `passing` and `products` are recomputed, the others copied."""
+
+    optimizer: Array
+    parameters: Array
+    gradients: Array
+    activations: Array
+    passing: Array
+    products: Array
+
+    @property
+    def copied(self) -> Array:
+        """Bytes in host memory."""
+        return self.optimizer + self.parameters + self.gradients + self.activations
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadDemand:
+    """Inputs of the cost of offload: bytes over the budget, offloadable bytes, and seconds that overlap copies."""
+
+    need_bytes: Array  # bytes over the budget at the peak, `staged_bytes` included
+    end_bytes: Array  # bytes over the budget in phases without activations
+    staged_bytes: Array  # staging buffers outside the arena
+    host_bytes: Array
+    optimizer_bytes: Array  # offloadable optimizer states
+    parameters_bytes: Array  # offloadable parameters
+    gradients_bytes: Array  # offloadable gradients
+    activations_bytes: Array  # offloadable activations, of all microbatches in flight
+    passing_bytes: Array  # activations written by element-wise kernels
+    products_bytes: Array  # activations written by matmuls
+    passing_s: Array  # seconds to recompute `passing_bytes`, per microbatch
+    products_s: Array  # seconds to recompute `products_bytes`, per microbatch
+    forward_s: Array  # work that overlaps eviction, per microbatch
+    backward_s: Array  # work that overlaps prefetch, per microbatch
+    update_s: Array  # work that overlaps the eviction of updated states
+    microbatches: Array  # microbatches of a step
+    in_flight: Array  # microbatches with activations at the peak
+    # 1 if forward and backward of a microbatch alternate, 0 if both lanes are always busy
+    alternating: Array
+    link_bytes_s: Array  # bytes/s to host memory, per direction
+
+    @classmethod
+    def of_term(cls, term: CostTerm) -> OffloadDemand:
+        """Return the demand of a term, from its inputs."""
+        return cls(**{f.name: np.full(1, term.inputs[f.name]) for f in fields(cls)})
+
+    def interpolate(self, target: OffloadDemand, share: float) -> OffloadDemand:
+        """Return the demand with a share of the layers as in `target`; all fields are linear in the layers."""
+        values = {
+            f.name: (1.0 - share) * getattr(self, f.name) + share * getattr(target, f.name)
+            for f in fields(self)
+        }
+        return OffloadDemand(**values)
+
+    def inputs(self) -> dict[str, Array | float]:
+        """Return all fields, as the inputs of a term."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+    @property
+    def missing_bytes(self) -> Array:
+        """Bytes over the budget that can be neither offloaded nor dropped; at most 0 if a plan is feasible."""
+        states = self.optimizer_bytes + self.parameters_bytes + self.gradients_bytes
+        recomputed = np.minimum(self.passing_bytes + self.products_bytes, self.activations_bytes)
+        limit = np.minimum(states + self.activations_bytes, self.host_bytes + recomputed)
+        least = np.minimum(states, self.host_bytes)
+        return np.maximum(self.need_bytes - limit, self.end_bytes - least)
+
+    def cheapest(self) -> tuple[Offloaded, Array]:
+        """Return the cheapest offload and recomputation, and its seconds."""
+        options = self._options()
+        seconds = self.seconds(options)
+        cheapest_option = np.expand_dims(np.argmin(seconds, axis=0), 0)
+
+        def of(values: Array) -> Array:
+            allocate_kinds = np.broadcast_to(values, seconds.shape)
+            selected: Array = np.take_along_axis(allocate_kinds, cheapest_option, axis=0)[0]
+            return selected
+
+        return Offloaded(**{f.name: of(getattr(options, f.name)) for f in fields(Offloaded)}), of(
+            seconds
+        )
+
+    def _options(self) -> Offloaded:
+        """Return ways to keep the budget, along a first axis; the cheapest is among them, or close to one.
+
+        Lanes are independent, and each costs the excess over its seconds. For a given amount of recomputation the
+        cheapest copies are known: first those that overlap completely, then those exposed in the last update only, then
+        those exposed in every microbatch. The cost is convex and piecewise linear in the recomputed bytes, so only its
+        corners are evaluated.
+        """
+        link, micro = self.link_bytes_s, self.in_flight
+        alternates = self.alternating > 0
+        first, passing, products = self._corners()
+        fill = _GreedyOffload(self, passing, products)
+        forward_s = self._lanes_s(passing, products)[0]
+        allocated = fill.bytes
+
+        def forward_room() -> Array:
+            """Return bytes of a microbatch whose eviction forward still overlaps."""
+            host_room = link * forward_s - allocated["activations"] / micro - allocated["gradients"]
+            return np.maximum(host_room, 0.0)
+
+        def update_room() -> Array:
+            """Return updated bytes whose eviction the update still overlaps."""
+            host_room: Array = (
+                link * self.update_s - allocated["optimizer"] - allocated["parameters"]
+            )
+            return host_room
+
+        def stream_room() -> Array:
+            """Return parameters whose prefetch forward still overlaps."""
+            return np.where(
+                alternates, link * forward_s - allocated["parameters"], forward_room() / 2.0
+            )
+
+        def allocate_kinds(remaining: Array, *kinds: str) -> None:
+            """Allocate the remaining bytes to some kinds, the least exposed copies first."""
+
+            def allocate(name: str, limit: Array | None = None) -> None:
+                if name in kinds:
+                    fill.allocate(name, remaining, limit)
+
+            hidden_first, unlimited = first == HIDDEN_FIRST, first == ACTIVATIONS_FIRST
+            limit = np.where(unlimited, np.inf, hidden_first * micro * forward_room())
+            allocate("activations", limit)
+            allocate("gradients", np.where(unlimited, np.inf, hidden_first * forward_room()))
+            allocate("optimizer", np.where(first == STATES_FIRST, np.inf, update_room()))
+            allocate("activations", micro * forward_room())
+            allocate("gradients", forward_room())
+            allocate("parameters", np.minimum(stream_room(), update_room()))
+            allocate("optimizer")
+            allocate("parameters", stream_room())
+            # Exposed evictions overlap with exposed prefetches of parameters.
+            waiting = allocated["parameters"] - link * forward_s
+            allocate("activations", np.where(alternates, micro * waiting, 0.0))
+            allocate("parameters", np.where(alternates, remaining / 2.0, 0.0))
+            for name in ("activations", "gradients", "parameters"):
+                allocate(name)
+
+        zero = np.zeros(passing.shape)
+        if (self.end_bytes > 0.0).any():
+            allocate_kinds(np.maximum(self.end_bytes, zero), "optimizer", "parameters", "gradients")
+        allocate_kinds(np.maximum(self.need_bytes - fill.total(), zero), *TERM_OF_KIND)
+        return Offloaded(**allocated)
+
+    def _corners(self) -> tuple[Array, Array, Array]:
+        """Return the copy order, and the recomputed bytes of element-wise kernels and of matmuls, along a first axis.
+
+        Corners of the cost are where a lane is just fully overlapped, or where a kind is completely offloaded. Omitted
+        pairs of corner and copy order never improve the cost by more than a hundredth of the step.
+        """
+        need, end, link = self.need_bytes, np.maximum(self.end_bytes, 0.0), self.link_bytes_s
+        limit = np.minimum(self.passing_bytes + self.products_bytes, self.activations_bytes)
+        passing = np.minimum(self.passing_bytes, limit)
+        passing_s_per_byte = self.passing_s / np.maximum(self.passing_bytes, 1.0)
+        products_s_per_byte = self.products_s / np.maximum(self.products_bytes, 1.0)
+        # Bytes of all microbatches in flight that are prefetched per second of backward.
+        rate = self.in_flight * link
+
+        def recompute_to_return(states: Array, overlapped: Array) -> Array:
+            """Return recomputed bytes for which backward overlaps the prefetch of all bytes except states."""
+            over = need - states - self.in_flight * (link * self.backward_s - overlapped)
+            some = over / (1.0 + rate * passing_s_per_byte)
+            more = (over - passing * (1.0 + rate * passing_s_per_byte)) / (
+                1.0 + rate * products_s_per_byte
+            )
+            return np.where(some <= passing, some, passing + more)
+
+        zero, optimizer = 0.0 * need, self.optimizer_bytes
+        leaving, update_room = rate * self.forward_s, link * self.update_s
+        states = optimizer + np.minimum(self.parameters_bytes, link * self.forward_s)
+        corner_sets = {
+            HIDDEN_FIRST: (
+                zero, passing, need - end, recompute_to_return(end, end),
+                recompute_to_return(np.maximum(end, np.minimum(optimizer, update_room)), zero),
+                need - leaving - np.minimum(np.maximum(end, update_room), states),
+                need - leaving - np.maximum(end, optimizer), need - leaving - np.maximum(end, states),
+            ),
+            STATES_FIRST: (passing, need - end, recompute_to_return(optimizer, zero)),
+            ACTIVATIONS_FIRST: (passing, need - end),
+        }  # fmt: skip
+        first = np.repeat(list(corner_sets), [len(corners) for corners in corner_sets.values()])
+        recomputed = np.stack(
+            np.broadcast_arrays(*itertools.chain.from_iterable(corner_sets.values()))
+        )
+        # Bytes that exceed host memory must be recomputed.
+        recomputed = np.maximum(
+            np.minimum(np.maximum(recomputed, need - self.host_bytes), limit), 0.0
+        )
+        return (
+            first.reshape(-1, *(1,) * (recomputed.ndim - 1)), np.minimum(recomputed, passing),
+            np.maximum(recomputed - passing, 0.0),
+        )  # fmt: skip
+
+    def _lanes_s(self, passing: Array, products: Array) -> tuple[Array, Array, Array]:
+        """Return seconds of both lanes in forward and backward, and of recomputation.
+
+        Recomputation is work of backward, so copies overlap it.
+        """
+        recomputed = passing / np.maximum(self.passing_bytes, 1.0) * self.passing_s
+        recomputed = recomputed + products / np.maximum(self.products_bytes, 1.0) * self.products_s
+        backward_s = self.backward_s + recomputed
+        return np.where(self.alternating > 0, self.forward_s, backward_s), backward_s, recomputed
+
+    def seconds(self, a: Offloaded) -> Array:
+        """Return seconds of recomputation and of exposed copies."""
+        link, m = self.link_bytes_s, self.microbatches
+        host_terms = a.activations / self.in_flight + a.gradients
+        alternates = self.alternating > 0
+        forward_s, backward_s, recomputed = self._lanes_s(a.passing, a.products)
+        going = np.maximum(host_terms, np.where(alternates, a.parameters, 0.0)) / link
+        coming = (host_terms + np.where(alternates, 1.0, 2.0) * a.parameters) / link
+        forward = np.maximum(going - forward_s, 0.0)
+        microbatch = np.maximum(coming - backward_s, 0.0)
+        last = np.maximum(coming + a.optimizer / link - backward_s, 0.0)
+        update_room = np.maximum((a.optimizer + a.parameters) / link - self.update_s, 0.0)
+        lanes = np.where(
+            alternates,
+            m * forward + (m - 1.0) * microbatch + last,
+            (m - 1.0) * np.maximum(forward, microbatch) + np.maximum(forward, last),
+        )
+        return lanes + m * recomputed + update_room
+
+
+class _GreedyOffload:
+    """Greedy allocation of offloaded bytes, with fixed recomputed bytes.
+
+    Attributes:
+        bytes: Allocated bytes, by field of `Offloaded`.
+        available: Bytes that may still be offloaded, by field.
+        host_room: Free host memory.
+    """
+
+    def __init__(self, load: OffloadDemand, passing: Array, products: Array) -> None:
+        shape = passing.shape
+        copied = {name: getattr(load, name + "_bytes") for name in TERM_OF_KIND}
+        self.bytes = {name: np.zeros(shape) for name in TERM_OF_KIND}
+        self.bytes |= {"passing": passing, "products": products}
+        self.available = {
+            name: np.broadcast_to(size, shape).copy() for name, size in copied.items()
+        }
+        self.available["activations"] -= passing
+        self.available["activations"] -= products
+        self.host_room = np.broadcast_to(load.host_bytes, shape).copy()
+
+    def total(self) -> Array:
+        """Return the bytes of all kinds."""
+        return np.asarray(sum(self.bytes.values()))
+
+    def allocate(self, name: str, wanted: Array, limit: Array | None = None) -> None:
+        """Allocate up to `wanted` bytes of a kind, at most `limit`; `wanted` decreases in place by the result."""
+        size = np.minimum(wanted, self.available[name])
+        np.minimum(size, self.host_room, out=size)
+        if limit is not None:
+            np.minimum(size, limit, out=size)
+        np.maximum(size, 0.0, out=size)
+        for remaining in (wanted, self.available[name], self.host_room):
+            remaining -= size
+        self.bytes[name] += size
+
+
+def interpolate_copies(plain: CostTerm, target: CostTerm, share: float) -> CostTerm | None:
+    """Return the term with a share of the layers as in `other`; None without offload."""
+    load = OffloadDemand.of_term(plain).interpolate(OffloadDemand.of_term(target), share)
+    if load.need_bytes[0] <= 0.0 and load.end_bytes[0] <= 0.0:
+        return None
+    inputs = {name: float(np.ravel(value)[0]) for name, value in load.inputs().items()}
+    return replace(plain, seconds=float(load.cheapest()[1][0]), inputs=inputs)
+
+
+def move_to_host(
+    memory: tuple[MemoryTerm, ...], cost: tuple[CostTerm, ...]
+) -> tuple[MemoryTerm, ...]:
+    """Return memory terms with offloaded bytes in host memory and without recomputed bytes.
+
+    Args:
+        memory: Terms of a step without offload.
+        cost: Terms of its time; without one named `COPIES` nothing is offloaded.
+    """
+    term = next((t for t in cost if t.name == COPIES), None)
+    if term is None:
+        return memory
+    offloaded, _ = OffloadDemand.of_term(term).cheapest()
+    total = {TERM_OF_KIND[name]: float(getattr(offloaded, name)[0]) for name in TERM_OF_KIND}
+    host_terms = tuple(
+        MemoryTerm(
+            name,
+            "dram",
+            math.ceil(size),
+            "offloaded at the peak: bytes beyond the device's budget",
+        )
+        for name, size in total.items()
+        if size >= 1.0
+    )
+    staged = float(OffloadDemand.of_term(term).staged_bytes[0])
+    if staged >= 1.0:
+        formula = "staging outside the arena, before a copy into it: the largest result without a planned address"
+        host_terms = (MemoryTerm("staged results", "hbm", math.floor(staged), formula), *host_terms)
+    # Subtract from activations first, then from other transient terms.
+    total["activations"] += float(offloaded.passing[0] + offloaded.products[0])
+    passing = total.pop("activations")
+    terms = []
+    for memory_term in sorted(memory, key=lambda t: t.name != "activations"):
+        if memory_term.name in total:
+            size = total[memory_term.name]
+        elif memory_term.name in PERSISTENT_TERMS:
+            size = 0.0
+        else:
+            size = min(passing, float(memory_term.bytes))
+            passing -= size
+        terms.append(replace(memory_term, bytes=max(0, memory_term.bytes - math.ceil(size))))
+    order = [t.name for t in memory]
+    terms.sort(key=lambda t: order.index(t.name))
+    return (*(t for t in terms if t.bytes), *host_terms)
