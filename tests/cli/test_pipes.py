@@ -41,7 +41,7 @@ def test_a_process_goes_on_when_the_reader_of_its_output_has_left():
 
 FULL = """
 import os, sys
-from hyper_parallel.cli import app
+from hyper_parallel.cli import app as frame
 from hyper_parallel.cli.pipes import broken_pipe_safe_output
 import typer
 
@@ -59,7 +59,7 @@ def go_on() -> None:
 
 app = typer.Typer()
 app.command()(go_on)
-_frame.run(app)
+frame.run(app)
 """
 
 

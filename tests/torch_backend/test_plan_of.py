@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -64,7 +66,8 @@ def test_wrong_words(words: str, error: type[HyperParallelError], says: str) -> 
         hp.plan_of(_qwen(), words)
     hint = raised.value.hint
     if hint is not None:
-        parse_strategy(hint.removeprefix("write `").removesuffix("`"))
+        quoted = re.search("`(.*)`", hint)
+        parse_strategy(quoted[1] if quoted else hint)
 
 
 def test_degrees_that_do_not_fit_name_some_that_do() -> None:

@@ -263,7 +263,7 @@ def _item_problems(
             allowed=allowed,
             hint=f"give `{main_key}` a value",
         )
-    elif item["loc"][-1] == "[key]" and field is not None:
+    elif item["loc"][-1:] == ("[key]",) and field is not None:
         problem = _unknown_name(field, path, data, pasteable)
     elif item["type"] == "value_error":
         message = item["msg"].removeprefix("Value error, ")
