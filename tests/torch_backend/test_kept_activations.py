@@ -6,6 +6,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
+    Gemma3TextConfig,
     Lfm2Config,
     Llama4TextConfig,
     LlamaConfig,
@@ -110,3 +111,14 @@ def test_rows_of_experts_tell_whether_every_expert_sees_every_token():
     every = Llama4TextConfig(**sizes, interleave_moe_layer_step=1)
     assert measure_kept(model_of(every)).expert_rows == 4
     assert measure_kept(model_of(MixtralConfig(**SIZES, num_local_experts=4))).expert_rows == 1
+
+
+@pytest.mark.parametrize("window", [512, 1024, 8192])
+def test_a_window_between_the_measured_lengths_is_not_a_slope(window):
+    """From the window on, attention takes a mask and saves repeated keys: one step, not growth with the length."""
+    config = Gemma3TextConfig(
+        **SIZES,
+        sliding_window=window,
+        layer_types=["sliding_attention"] * SIZES["num_hidden_layers"],
+    )
+    assert measure_kept(model_of(config)).layer[1] == 0.0

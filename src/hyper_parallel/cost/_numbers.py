@@ -419,6 +419,7 @@ def _measured_whole(model: ModelSpec, names: frozenset[str], stream: bool) -> fl
     """Return the bytes per token kept by modules that tensor parallelism does not shard, of a mean layer.
 
     A module is whole in proportion to its matrices; one without matrices, such as a norm, follows the residual stream.
+    So do the inputs of attention and MLP, which are saved by their projections.
     """
     if model.kept is None:
         return 0.0
@@ -432,6 +433,8 @@ def _measured_whole(model: ModelSpec, names: frozenset[str], stream: bool) -> fl
         whole = sum(n for name, n in sizes.items() if name in names)
         share = whole / matrices if matrices else float(stream)
         total += share * kept
+        if matrices and stream:
+            total += (1.0 - share) * min(kept, 2.0 * model.hidden_size)
     return total
 
 

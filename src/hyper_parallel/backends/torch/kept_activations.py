@@ -61,8 +61,9 @@ def measure_kept(model: nn.Module) -> KeptActivations | None:
         return None
     lengths = _SHORT
     if runs[1].operators < _LOOPS * runs[0].operators:
-        longer = _two_runs(model, layers, kinds, _LONG)
-        runs, lengths = (runs, lengths) if longer is None else (longer, _LONG)
+        long = _long_lengths(model)
+        longer = _two_runs(model, layers, kinds, long)
+        runs, lengths = (runs, lengths) if longer is None else (longer, long)
     found = {
         key: _line(
             *((run.counts.bytes.get(key, 0.0) / n) for run, n in zip(runs, lengths, strict=True)),
@@ -86,6 +87,18 @@ def measure_kept(model: nn.Module) -> KeptActivations | None:
         modules=tuple(sorted(modules.items())),
         expert_rows=runs[1].rows / lengths[1],
     )
+
+
+def _long_lengths(model: nn.Module) -> tuple[int, int]:
+    """Return two lengths on the same side of the sliding window.
+
+    From the window on, attention takes a mask and saves repeated keys and values. A window between the two lengths
+    would make this step look like a slope.
+    """
+    window = getattr(text_config(model), "sliding_window", None)
+    if isinstance(window, int) and _LONG[0] < window <= _LONG[1]:
+        return _LONG[1], 2 * _LONG[1]
+    return _LONG
 
 
 def _line(short: float, long: float, lengths: tuple[int, int]) -> tuple[float, float]:
