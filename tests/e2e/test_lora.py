@@ -169,11 +169,11 @@ def test_an_imported_adapter_keeps_its_scale(place, tmp_path):
     ("words", "error", "says"),
     [
         (("lora.target_modules=[q_prj]",), BadValue, "q_proj"),
-        (("lora.target_modules=(q",), BadValue, "no regular expression"),
+        (("lora.target_modules=(q",), BadValue, "is not a regular expression"),
         (("lora.target_modules=[embed_tokens]",), UnsupportedSharding, "embed_tokens"),
         (("lora.r=2", "lora.modules_to_save=[embed_tokens]"), UnsupportedSharding, "share"),
         (("lora.r=2", "parallel.tp_x=2", "parallel.tp_y=2", "parallel.mlp_shape=weight"), UnsupportedSharding, "tp_y"),
-        (("lora.r=2", "model.init=random"), Contradiction, "beside the weights"),
+        (("lora.r=2", "model.init=random"), Contradiction, "with the weights it was trained on"),
         (("training.freeze=[model.layer.0.*]",), BadValue, "model.layers.0"),
         (('training.freeze=["*"]',), BadValue, "nothing is left"),
     ],

@@ -52,7 +52,7 @@ def test_names_shapes_and_ties_are_those_transformers_builds(case):
     }
     assert {(n, p.tied_to) for n, p in read if p.tied_to} == shared
     assert spec.num_params == sum(p.numel() for p in model.parameters())
-    assert spec.notes == ()
+    assert not [note for note in spec.notes if "were not measured" not in note]
 
 
 def test_the_module_is_read_as_the_config_is(case):
@@ -93,7 +93,7 @@ def test_saved_weights_agree_with_the_spec(case, sharded, tmp_path):
     model.save_pretrained(tmp_path, max_shard_size="20KB" if sharded else "1GB")
     checked = load_model(tmp_path)
     assert (tmp_path / "model.safetensors.index.json").exists() == sharded
-    assert checked.notes == ()
+    assert not [note for note in checked.notes if "were not measured" not in note]
     assert checked.dtype == "bfloat16"
     assert checked.fingerprint == spec.fingerprint
 

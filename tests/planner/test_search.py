@@ -301,14 +301,16 @@ def test_gathering_again_is_chosen_pinned_excluded_and_told():
     pins = {"tp_x": 2, "tp_y": 2, "pp": 1, "cp": 1, "zero": 2}
     free = plan("llama-3-8b", pins=pins, **asked)
     assert free.strategy.gathered_inputs == "re-gather"
-    assert any("inputs are gathered again" in note for note in free.notes)
+    assert any("inputs are re-gathered because it is the fastest" in note for note in free.notes)
     assert "gathered_inputs=re-gather" in str(free.strategy)
     kept = plan("llama-3-8b", pins=pins, exclude=["gathered_inputs"], **asked)
     assert kept.strategy.gathered_inputs == "keep"
     assert free.step_s < kept.step_s
     again = plan("llama-3-8b", pins={**pins, "gathered_inputs": "re-gather"}, **asked)
     assert again.strategy == free.strategy
-    assert not any("inputs are gathered again" in note for note in again.notes)
+    assert not any(
+        "inputs are re-gathered because it is the fastest" in note for note in again.notes
+    )
     with pytest.raises(BadValue, match="pinned and excluded"):
         plan(
             "llama-3-8b",

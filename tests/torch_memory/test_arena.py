@@ -19,6 +19,7 @@ from hyper_parallel.backends.torch.memory.operators import Call, View
 from hyper_parallel.backends.torch.memory.out_variants import out_variant
 from hyper_parallel.errors import MemoryPlanInvalid
 from hyper_parallel.memory import plan_memory, wrong_address
+from hyper_parallel.topology.cpu_machine import read_cpu
 from tests.torch_memory.test_parity import (
     MACHINE,
     ROOFLINE,
@@ -85,7 +86,11 @@ def test_with_its_kernels_measured_a_step_allocates_what_is_predicted():
     training_step(model, optimizer, batch(0))
     captured = capture_training(model, optimizer, batch(1))
     metered = with_kernel_bytes(captured)
-    assert metered.program.staging_bytes > 1.5 * captured.program.staging_bytes
+    packs = (
+        read_cpu().has_bfloat16
+    )  # without these instructions, products allocate no packed operands
+    least = 1.5 * captured.program.staging_bytes if packs else 0.0
+    assert metered.program.staging_bytes > least
     plan = plan_memory(ROOFLINE.annotate(metered.program), MACHINE, max_slowdown=0.05)
     with PlannedDevice(metered, plan, MACHINE, copies="at_issue") as device:
         device.step(batch(2))
