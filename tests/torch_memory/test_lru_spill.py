@@ -104,7 +104,7 @@ def no_collections():
 @pytest.mark.usefixtures("no_collections")
 def test_host_memory_is_released_when_a_storage_is_forgotten():
     """Or a pool of DRAM buffers would lack them until the next garbage collection."""
-    spill, owned = LruSpillMode(1 * KiB, CPU, stays_away=True), torch.ones(256)
+    spill, owned = LruSpillMode(1 * KiB, CPU, keep_offloaded=True), torch.ones(256)
     base, content = owned.untyped_storage(), torch.UntypedStorage(KiB)
     released = weakref.ref(content)
     base.resize_(0)
