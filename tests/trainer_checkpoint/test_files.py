@@ -255,7 +255,7 @@ def test_a_full_disk_leaves_the_older_checkpoints_and_no_half_one(tmp_path, asyn
         # The state of the last step is nowhere: that is no success.
         with pytest.raises(OutputNotWritable):
             goes_on.finish()
-    assert "goes on without" in caplog.text
+    assert "continues without" in caplog.text
     assert [p.name for p in place.iterdir()] == ["step_00000001"]
     assert checkpointer(place).load(model, optimizer)[0] == 1
 

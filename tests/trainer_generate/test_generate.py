@@ -399,7 +399,7 @@ def test_the_command_continues_a_file_of_prompts_and_its_own_output(run_dir, tmp
         run("--prompts", str(prompts))
     foreign = {**made[1], "token_ids": [5, 320], "logprobs": [0, 0]}
     prompts.write_text(json.dumps(foreign))
-    with pytest.raises(BadValue, match="the model has not"):
+    with pytest.raises(BadValue, match="outside the vocabulary"):
         run("--prompts", str(prompts))
     prompts.write_text(json.dumps({**foreign, "logprobs": []}))
     with pytest.raises(BadValue, match=r"prompts\.jsonl:1"):
