@@ -146,7 +146,7 @@ def test_rollouts_end_where_an_answer_of_generate_ends(run_dir, tmp_path):
         read = map(torch.from_numpy, job.packed.train.read(np.arange(2)))
         rows = [dict(zip(names, read, strict=True))]
         made = sampler.complete(rows, 1, 0, 2, Weights())
-        batch = PromptBatch(generator._texts, ["a"], Sampling(4), chat=True)
+        batch = PromptBatch(generator._codec, ["a"], Sampling(4), chat=True)
         assert stop_ids(sampler.tokenizer, sampler.eos) == batch.stops
         return made.tokens, sampler.prompts(rows)[1], made.ends
 

@@ -191,7 +191,10 @@ def copy_tokenizer(source: str | Path, target: Path) -> None:
     copy_files(source, target, tokenizer_files(source))
     if not has_tokenizer(source) or _same_pipelines(source, target):
         return
-    original = load_tokenizer(source)
+    try:
+        original = load_tokenizer(source)
+    except NoData:  # files that no class reads are copied as they are: nothing was trained with them
+        return
     difference = _difference(original, target)
     if difference is None and not _has_code(target):
         return
