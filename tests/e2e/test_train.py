@@ -141,7 +141,9 @@ def test_parity_proves_a_layout_and_names_the_parameter_that_a_fault_changes(pla
 
     monkeypatch.setattr(step_loop, "forward_backward", local_mean)
     for axis in ("dp_replicate", "cp"):
-        with pytest.raises(LayoutDiffers, match=r"`model.embed_tokens.weight` of the layout differs"):
+        with pytest.raises(
+            LayoutDiffers, match=r"`model.embed_tokens.weight` of the layout differs"
+        ):
             command(*words, *uneven, f"parallel.{axis}=2")
 
 

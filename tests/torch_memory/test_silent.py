@@ -277,7 +277,9 @@ def test_a_plan_that_computes_something_else_is_refused_by_its_first_step(
     net, optimizer = trainer(lambda net, h: h, {})
     monkeypatch.setattr(Addresses, "_operator", wrong)
     with (
-        pytest.raises(StepChanged, match=f"(?s)results differ from the eager step's.*--> {differs}"),
+        pytest.raises(
+            StepChanged, match=f"(?s)results differ from the eager step's.*--> {differs}"
+        ),
         opened(net, optimizer) as device,
     ):
         device.step(batch(2))

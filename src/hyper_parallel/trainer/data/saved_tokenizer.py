@@ -193,7 +193,9 @@ def copy_tokenizer(source: str | Path, target: Path) -> None:
         return
     try:
         original = load_tokenizer(source)
-    except NoData:  # files that no class reads are copied as they are: nothing was trained with them
+    except (
+        NoData
+    ):  # files that no class reads are copied as they are: nothing was trained with them
         return
     difference = _difference(original, target)
     if difference is None and not _has_code(target):
