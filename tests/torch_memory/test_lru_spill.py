@@ -108,13 +108,13 @@ def test_host_memory_is_released_when_a_storage_is_forgotten():
     base, content = owned.untyped_storage(), torch.UntypedStorage(KiB)
     released = weakref.ref(content)
     base.resize_(0)
-    spill.hold(base, KiB, content)
-    assert spill.take(base) is content
+    spill.track_offloaded(base, KiB, content)
+    assert spill.pop_content(base) is content
     del content
     assert released() is None
     content = torch.UntypedStorage(KiB)
     released = weakref.ref(content)
-    spill.hold(base, KiB, content)
+    spill.track_offloaded(base, KiB, content)
     del content
     spill.restore_all()
     assert base.nbytes() == KiB
