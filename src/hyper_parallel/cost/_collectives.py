@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
 
@@ -150,6 +150,18 @@ class _Step:
         """Sharding of the tokens of a microbatch."""
         return TokenCut.of(self.strategy, self.workload)
 
+    @cached_property
+    def parts(self) -> int:
+        """Number of parts of a microbatch, which layers run one after the other."""
+        w = self.workload
+        return self.strategy.overlap.parts(w.microbatch or 1, w.seq_len)
+
+    @cached_property
+    def part_cut(self) -> TokenCut:
+        """Sharding of the tokens of a part of a microbatch."""
+        sequences = (self.workload.microbatch or 1) // self.parts
+        return TokenCut.of(self.strategy, replace(self.workload, microbatch=sequences))
+
     @property
     def microbatches(self) -> int:
         """Number of microbatches."""
@@ -212,11 +224,18 @@ class _Step:
         head = vocabulary.get("head", False) or (self.model.tied_embeddings and embedding)
         sum_waits = self.model.family in LINEAR_ENTRY
         if embedding:
-            yield 1, False, embedding_boundaries(self.cut, hidden, sum_waits)
+            parts, cut = (self.parts, self.part_cut) if sum_waits else (1, self.cut)
+            yield parts, False, embedding_boundaries(cut, hidden, sum_waits)
         if "final_norm" in outside:  # else on another pipeline rank
-            yield 1, False, head_boundaries(self.cut, hidden, head)
+            stream, loss = (head_boundaries(c, hidden, head) for c in (self.part_cut, self.cut))
+            once = (Purpose.LOSS, Purpose.LOSS_STATISTICS)
+            yield self.parts, False, (b for b in stream if b.purpose not in once)
+            yield 1, False, (b for b in loss if b.purpose in once)
         for block, recomputed in self.blocks:
-            yield block.count, recomputed, norm_boundaries(self.cut, self.norms(block))
+            layers = block.count * self.parts
+            yield layers, recomputed, norm_boundaries(self.part_cut, self.norms(block))
+            # Recomputation ends with the last tensor that backward needs, which is one of the last part.
+            yield layers - block.count, recomputed, self.layer(block, may_end=False)
             yield block.count, recomputed, self.layer(block)
         elements: dict[tuple[str, ...], int] = {}
         for block in self.model.blocks:
@@ -244,7 +263,7 @@ class _Step:
         """True if the residual stream is sharded over y, according to the layouts of its norms."""
         return any(self.norms(block) for block in self.model.blocks)
 
-    def layer(self, block: Block) -> Iterator[Boundary]:
+    def layer(self, block: Block, may_end: bool = True) -> Iterator[Boundary]:
         """Yield collectives of the blocks of a layer: modules with matrices that tensor parallelism shards."""
         if not block.layers:
             return
@@ -268,8 +287,8 @@ class _Step:
                 attention.num_kv_heads if attention else 0,
             )
             yield from block_boundaries(
-                widths, shape if s.tp_y > 1 else "1d", self.cut, token_scatter=s.attention_scatter == "token",
-                hidden_cut=self.hidden_cut, ends_layer=name == last and not attention and not followed,
+                widths, shape if s.tp_y > 1 else "1d", self.part_cut, token_scatter=s.attention_scatter == "token",
+                hidden_cut=self.hidden_cut, ends_layer=may_end and name == last and not attention and not followed,
             )  # fmt: skip
 
     def projections(self) -> Iterator[Entries]:
@@ -280,20 +299,22 @@ class _Step:
         for block, recomputed in self.blocks:
             for p in block.params if block.layers else ():
                 layout, parts = self.layouts[p.name], _stacked(p, block)
+                layers, cut = block.count * self.parts, self.part_cut
                 if parts and "tp_x" in layout.axes[0] and layout.parts_of(0) == 1:
                     # Between blocks of two axes tokens are a padded list, which an MLP of all ranks processes.
                     listed = s.tp_y > 1 and p.dims[0] == "gate_up"
-                    tokens = ranks * self.cut.piece if listed else self.cut.tokens
-                    yield block.count, recomputed, packed_boundaries(parts, ranks, tokens)
+                    tokens = ranks * cut.piece if listed else cut.tokens
+                    yield layers, recomputed, packed_boundaries(parts, ranks, tokens)
                 elif p.name.endswith("_norm.weight") and p.dims[0] in ("heads", "kv_heads"):
-                    yield block.count, recomputed, head_norm_boundaries(self.cut)
+                    yield layers, recomputed, head_norm_boundaries(cut)
 
     def context(self) -> Iterator[Entries]:
         """Yield exchanges of attention over context-parallel ranks."""
         for block, recomputed in self.blocks:
             if self.strategy.cp > 1 and block.attention is not None:
                 gather = self.strategy.cp_kind == "all_gather"
-                yield block.count, recomputed, context_boundaries(block.attention, self.cut, gather)
+                layers = block.count * self.parts
+                yield layers, recomputed, context_boundaries(block.attention, self.part_cut, gather)
 
     def experts(self, rows: Mapping[int, Rows] | None) -> Iterator[Entries]:
         """Yield FSDP collectives of expert parameters over `edp`, and exchanges of routed tokens."""
@@ -310,7 +331,9 @@ class _Step:
             yield block.count, False, sharing_boundaries(
                 elements, ("edp",), edp, s.dp_replicate, s.zero_stage, self.reduces_once, s.frees_gathered, experts=True
             )  # fmt: skip
-        tokens = -(-(self.workload.microbatch or 1) * self.workload.seq_len // (s.cp * s.tp))
+        chunks, parts = s.overlap.ep_chunks, self.parts
+        sequences = (self.workload.microbatch or 1) // parts
+        tokens = -(-sequences * self.workload.seq_len // (s.cp * s.tp))
         for block, recomputed in self.blocks:
             if block.mlp is None or not block.mlp.num_experts:
                 continue
@@ -319,13 +342,13 @@ class _Step:
                 even = block.count * routed_rows * (s.ep - 1) // s.ep
                 moved = (Fraction(even, block.count),) * 2
             else:
-                calls = block.count * self.microbatches
+                calls = block.count * self.microbatches * parts
                 own = [rows[layer] for layer in block.layers]
                 sent, received = sum(r.sent for r in own), sum(r.received for r in own)
                 moved = Fraction(sent, calls), Fraction(received, calls)
             hidden, experts = self.model.hidden_size, block.mlp.num_experts
-            table = expert_boundaries(hidden, experts, s.ep, routed_rows, *moved)
-            yield block.count, recomputed, table
+            table = expert_boundaries(hidden, experts * chunks, s.ep, routed_rows, *moved)
+            yield block.count * parts, recomputed, _in_chunks(table, chunks)
 
     def pipeline(self, whole: ModelSpec, pp_rank: int) -> Iterator[Entries]:
         """Yield messages to other stages, and the gradient of a weight shared by the first and the last stage."""
@@ -353,6 +376,17 @@ class _Step:
         axes = tuple(name for name, degree in self.strategy.mesh().axes if degree > 1)
         ranks = self.strategy.mesh().degree(axes)
         yield _once_per_step("all_reduce", axes, ranks, 1, Purpose.GRADIENT_NORM, "norm")
+
+
+def _in_chunks(table: Iterable[Boundary], chunks: int) -> Iterator[Boundary]:
+    """Yield boundaries with every exchange of expert rows in equal chunks; row counts are exchanged once."""
+    for b in table:
+        if b.purpose is not Purpose.EXPERT_ROWS or chunks == 1:
+            yield b
+            continue
+        calls = {n: getattr(b, n) * chunks for n in ("forward", "backward", "recomputed")}
+        sent = None if b.sent is None else Fraction(b.sent) / chunks
+        yield replace(b, elements=b.elements / chunks, sent=sent, **calls)
 
 
 def _once_per_step(

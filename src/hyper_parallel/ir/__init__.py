@@ -55,7 +55,14 @@ from hyper_parallel.ir.replay import replay
 from hyper_parallel.ir.roles import RejectedRoles, RolesPlan, role_tasks, steady_step_s
 from hyper_parallel.ir.schedule import Action, ActionKind, Schedule, grid
 from hyper_parallel.ir.sequence import Interval, SequenceCut, sees_all, sees_some
-from hyper_parallel.ir.strategy import BLOCK_SHAPES, BlockShape, Rule, Strategy, ulysses_degree
+from hyper_parallel.ir.strategy import (
+    BLOCK_SHAPES,
+    BlockShape,
+    Overlap,
+    Rule,
+    Strategy,
+    ulysses_degree,
+)
 from hyper_parallel.ir.taskgraph import Cores, Task, TaskGraph, peaks, simulate
 from hyper_parallel.ir.timeline import Counter, Span, Timeline, joined
 from hyper_parallel.ir.workload import PROMPT_CHUNK, GenerateWorkload, Workload
@@ -93,6 +100,7 @@ __all__ = [
     "Mesh",
     "ModelRef",
     "Operator",
+    "Overlap",
     "Part",
     "Partial",
     "Phase",

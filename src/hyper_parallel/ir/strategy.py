@@ -35,6 +35,37 @@ class Rule:
 
 
 @dataclass(frozen=True, slots=True)
+class Overlap:
+    """Communication inside of a layer that runs while the same rank computes.
+
+    Attributes:
+        half_batch: Decoder layers run on two halves of the sequences of a microbatch, which take turns: one computes
+            while the collectives of the other are in flight.
+        tp_chunks: Chunks of tokens of a tensor-parallel matmul: one is multiplied while another is gathered or reduced.
+        ep_chunks: Chunks of tokens of the experts: one is computed while the rows of another are exchanged.
+    """
+
+    half_batch: bool = False
+    tp_chunks: int = 1
+    ep_chunks: int = 1
+
+    def parts(self, sequences: int, length: int) -> int:
+        """Return the number of parts that layers run a microbatch of [sequences, length] tokens in.
+
+        A batch with as many sequences as tokens per sequence stays whole: sizes do not tell which dim is which.
+        """
+        return 2 if self.half_batch and sequences % 2 == 0 and sequences != length else 1
+
+    def __str__(self) -> str:
+        shown = {
+            "half-batch": self.half_batch,
+            f"tp-chunks:{self.tp_chunks}": self.tp_chunks > 1,
+            f"ep-chunks:{self.ep_chunks}": self.ep_chunks > 1,
+        }
+        return ",".join(text for text, is_on in shown.items() if is_on) or "none"
+
+
+@dataclass(frozen=True, slots=True)
 class Strategy:
     """Degrees of the mesh axes, outer to inner, and related choices.
 
@@ -65,6 +96,7 @@ class Strategy:
         recompute_layers: Number of layers per rank that `recompute` applies to, from the first of each stage; None:
             all.
         offload: Whether a memory plan offloads to host memory what exceeds device memory.
+        overlap: Communication that runs during computation.
         order: Mesh axes, outer to inner.
     """
 
@@ -92,6 +124,7 @@ class Strategy:
     zero: Literal[0, 1] | None = None
     recompute_layers: int | None = None
     offload: bool = False
+    overlap: Overlap = Overlap()
     order: tuple[str, ...] = AXES
 
     def __post_init__(self) -> None:
@@ -228,6 +261,7 @@ class Strategy:
             f"zero={self.zero_stage}": self.dp_shard * self.cp > 1 and self.zero_stage != 3,
             f"recompute={self.recompute}{some}": self.recompute != "none",
             "offload": self.offload,
+            f"overlap={self.overlap}": self.overlap != Overlap(),
             f"order={'>'.join(order)}": order != wide,
         }
         return " ".join(text for text, says in shown.items() if says) or "one device"

@@ -30,6 +30,7 @@ from hyper_parallel.backends.torch.forward_variants import (
     loop_over_experts,
     recompute_layers,
 )
+from hyper_parallel.backends.torch.half_batch import HalfBatch
 from hyper_parallel.backends.torch.layer_flow import follow
 from hyper_parallel.backends.torch.model_layouts import is_reversible, resolve_layouts
 from hyper_parallel.backends.torch.model_structure import decoder_of, layers_of
@@ -151,6 +152,7 @@ def apply_plan(
         ranks.world_group,
         strategy.pp > 1,
         ranks.device,
+        strategy.overlap.ep_chunks,
     )
     calls = count_attention_calls(model, strategy)
     trial = _tensor_trial(model, shard_plan, strategy)
@@ -174,10 +176,14 @@ def apply_plan(
     if context is None and decoder is not None:
         mask_documents(decoder[0], compute)
     by_modules = tp is not None and (decoder is None or tp.replicated_activations)
-    if tp is not None and by_modules:
-        apply_tensor_parallel(model, decoder, shard_plan.styles, tp, strategy, trial)
     by_stage = [layers_of(model)] if stages is None else list(stages.layers.values())
     tokens = Tokens(None if tp is not None and tp.replicated_activations else tp, context)
+    halves = None
+    if strategy.overlap.half_batch:
+        halves = HalfBatch(strategy.overlap, tp, tokens)
+        halves.install([layer for stage in by_stage for layer in stage])
+    if tp is not None and by_modules:
+        apply_tensor_parallel(model, decoder, shard_plan.styles, tp, strategy, trial)
     watch_padding(model, tokens)
     recompute_layers(by_stage, strategy, tp, context, compute == torch.float64, tokens)
     if compute == torch.float64:

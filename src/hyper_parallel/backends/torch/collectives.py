@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import torch
@@ -95,6 +96,58 @@ def all_to_all(
     return out
 
 
+def launch_all_to_all(
+    out: Tensor,
+    x: Tensor,
+    group: dist.ProcessGroup,
+    name: Purpose,
+    receive: list[int] | None = None,
+    send: list[int] | None = None,
+    *,
+    async_op: bool,
+) -> Callable[[], Tensor]:
+    """Issue `all_to_all` and return the function that waits for it and returns `out`."""
+    with purpose(name):
+        work = dist.all_to_all_single(out, x, receive, send, group=group, async_op=async_op)
+    return partial(_wait, work, out, x)
+
+
+def launch_gather_rows(
+    x: Tensor, group: dist.ProcessGroup, name: Purpose, *, async_op: bool
+) -> Callable[[], Tensor]:
+    """Issue `gather_rows` and return the function that waits for it and returns its result."""
+    out, x = x.new_empty(group.size() * x.shape[0], *x.shape[1:]), x.contiguous()
+    with purpose(name):
+        work = _all_gather(out, x, group=group, async_op=async_op)
+    return partial(_wait, work, out.view(group.size(), *x.shape), x)
+
+
+def launch_reduce_into(
+    out: Tensor, rows: Tensor, group: dist.ProcessGroup, name: Purpose, *, async_op: bool
+) -> Callable[[], Tensor]:
+    """Issue `reduce_into` and return the function that waits for it and returns `out`."""
+    with purpose(name):
+        work = _reduce_scatter(out, rows, group=group, async_op=async_op)
+    return partial(_wait, work, out, rows)
+
+
+def launch_all_reduce(
+    x: Tensor, group: dist.ProcessGroup, name: Purpose, *, async_op: bool
+) -> Callable[[], Tensor]:
+    """Issue a sum over ranks of a copy and return the function that waits for it and returns the sum."""
+    out = x.contiguous().clone()
+    with purpose(name):
+        work = dist.all_reduce(out, group=group, async_op=async_op)
+    return partial(_wait, work, out, out)
+
+
+def _wait(work: dist.Work | None, out: Tensor, sent: Tensor) -> Tensor:
+    """Wait for a collective; `sent` is an argument to keep it alive until then."""
+    if work is not None:
+        work.wait()
+    return out
+
+
 def gather_rows(x: Tensor, group: dist.ProcessGroup, name: Purpose) -> Tensor:
     """Stack every rank's tensor along a new first dim; no gradient."""
     out = x.new_empty(group.size() * x.shape[0], *x.shape[1:])
@@ -130,26 +183,3 @@ def send_receive(
             work.wait()
 
     return came, wait
-
-
-def _same(x: Tensor) -> Tensor:
-    return x.view_as(x)
-
-
-def _summed(group: dist.ProcessGroup, name: Purpose) -> Callable[[Tensor], Tensor]:
-    return lambda x: all_reduce(x.contiguous().clone(), group, name)
-
-
-def sum_forward(x: Tensor, group: dist.ProcessGroup, name: Purpose) -> Tensor:
-    """Sum over ranks; the gradient, equal on all ranks, passes unchanged."""
-    return paired(_summed(group, name), _same, x)
-
-
-def sum_backward(x: Tensor, group: dist.ProcessGroup, name: Purpose) -> Tensor:
-    """The same values; the ranks' gradients are summed."""
-    return paired(_same, _summed(group, name.backward), x)
-
-
-def sum_both(x: Tensor, group: dist.ProcessGroup, name: Purpose) -> Tensor:
-    """Sum over ranks, forward and backward."""
-    return paired(_summed(group, name), _summed(group, name.backward), x)

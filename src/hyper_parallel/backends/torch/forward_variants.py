@@ -129,7 +129,7 @@ def recompute(
 
     @functools.wraps(inner)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        batch = tp.batch if tp is not None else ()
+        shape = tp.shape if tp is not None else None
         view = context.view if context is not None else None
         padding = tokens.padding if tokens is not None else None
 
@@ -138,8 +138,8 @@ def recompute(
                 context.view = view
             if tokens is not None:
                 tokens.padding = padding
-            if tp is not None:
-                tp.batch = batch  # another batch may have passed before backward runs this again
+            if tp is not None and shape is not None:
+                tp.shape = shape  # another batch may have passed before backward runs this again
                 tp.recomputed = True
             try:
                 with _KeepFloat64() if exact else nullcontext():

@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hyper_parallel.backends.torch._loss_tap import cut_batch
-from hyper_parallel.backends.torch.collectives import purpose, sum_forward
+from hyper_parallel.backends.torch.collectives import purpose
+from hyper_parallel.backends.torch.in_flight import sum_forward
 from hyper_parallel.backends.torch.parallel_handle import Handle, handle
 from hyper_parallel.backends.torch.token_rows import TOKEN_MASK
 from hyper_parallel.backends.torch.token_scores import scores_tokens

@@ -18,7 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from hyper_parallel.backends.torch.collectives import gather_rows, sum_forward
+from hyper_parallel.backends.torch.collectives import gather_rows
+from hyper_parallel.backends.torch.in_flight import sum_forward
 from hyper_parallel.backends.torch.tensor.state import TpState
 from hyper_parallel.errors import NoLoss
 from hyper_parallel.ir import Purpose

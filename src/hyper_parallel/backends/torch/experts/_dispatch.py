@@ -20,8 +20,10 @@ gradients are scattered without atomic additions, and sums have one fixed order 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial, reduce
+from operator import add
 from typing import Any
 
 import torch
@@ -29,8 +31,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hyper_parallel.backends.torch.collectives import all_to_all, paired
+from hyper_parallel.backends.torch.collectives import all_to_all, launch_all_to_all, paired
 from hyper_parallel.backends.torch.experts.routing import LayerRouting, is_first_forward
+from hyper_parallel.backends.torch.in_flight import Launch, Pending, collective, start
 from hyper_parallel.ir import Purpose
 
 
@@ -93,20 +96,36 @@ def _scatter(rows: Tensor, index: Tensor, size: int, overflow_row: bool) -> Tens
     return out[:size] if overflow_row else out
 
 
+def _launch_exchange(
+    rows: Tensor,
+    *,
+    send: list[int],
+    receive: list[int],
+    group: dist.ProcessGroup,
+    async_op: bool,
+) -> Callable[[], Tensor]:
+    out = rows.new_empty(sum(receive), *rows.shape[1:])
+    return launch_all_to_all(
+        out, rows.contiguous(), group, Purpose.EXPERT_ROWS, receive, send, async_op=async_op
+    )
+
+
+def _exchange_pair(
+    send: list[int], receive: list[int], group: dist.ProcessGroup
+) -> tuple[Launch, Launch]:
+    """Return the all-to-all of rows and its transpose; `send` and `receive` are the numbers of rows per rank."""
+    forward = partial(_launch_exchange, send=send, receive=receive, group=group)
+    return forward, partial(_launch_exchange, send=receive, receive=send, group=group)
+
+
 def _exchange(
     rows: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup | None
 ) -> Tensor:
     """Run an all-to-all of rows; `send` and `receive` are the numbers of rows per rank."""
     if group is None:
         return rows
-
-    def exchange(rows: Tensor, send: list[int], receive: list[int]) -> Tensor:
-        out = rows.new_empty(sum(receive), *rows.shape[1:])
-        return all_to_all(out, rows.contiguous(), group, Purpose.EXPERT_ROWS, receive, send)
-
-    return paired(
-        lambda x: exchange(x, send, receive), lambda grad: exchange(grad, receive, send), rows
-    )
+    result: Tensor = collective(*_exchange_pair(send, receive, group), rows)
+    return result
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,10 +154,10 @@ class Capacity:
 
 @dataclass(frozen=True, slots=True)
 class _Assignment:
-    """Slots of the sorted rows in the send buffer, and sizes of the exchange.
+    """Slots of the rows of one chunk of tokens in the send buffer, and sizes of the exchange.
 
     Attributes:
-        sorted_slot: Slot of each row, in expert order; `num_slots` for rows that are not sent.
+        slot: Slot of each row; `num_slots` for rows that are not sent.
         num_slots: Rows of the send buffer.
         send: Rows sent to each rank.
         receive: Rows received from each rank.
@@ -146,7 +165,7 @@ class _Assignment:
         num_kept: Number of rows that are not dropped.
     """
 
-    sorted_slot: Tensor
+    slot: Tensor
     num_slots: int
     send: list[int]
     receive: list[int]
@@ -154,62 +173,88 @@ class _Assignment:
     num_kept: int | Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class _SortedRows:
+    """Rows of one chunk of tokens by expert.
+
+    Attributes:
+        expert: Expert of each row; the number of experts for rows that are not computed.
+        order: Rows in expert order.
+        counts: Rows of each expert.
+    """
+
+    expert: Tensor
+    order: Tensor
+    counts: Tensor
+
+    @classmethod
+    def from_choices(cls, index: Tensor, num_experts: int, computed: Tensor | None) -> _SortedRows:
+        """Sort the choices `index` [N, k] of tokens, of which the `computed` ones [N] take part; None: all."""
+        expert = index.reshape(-1)
+        if computed is not None:
+            skipped = ~computed.unsqueeze(1).expand_as(index).reshape(-1)
+            expert = expert.masked_fill(skipped, num_experts)
+        order = torch.argsort(expert, stable=True)
+        counts = torch.bincount(expert, minlength=num_experts + 1)[:num_experts]
+        return cls(expert, order, counts)
+
+    def slots(self, sorted_slot: Tensor) -> Tensor:
+        """Return the slot of each row, given the slots in expert order."""
+        return torch.empty_like(self.expert).index_copy_(0, self.order, sorted_slot)
+
+
 def _assign_uneven(
-    sorted_slot: Tensor,
-    counts: Tensor,
-    expert: Tensor,
-    group: dist.ProcessGroup,
-    load: Tensor | None,
-) -> _Assignment:
-    """Exchange the row counts and send exactly these rows.
+    chunks: Sequence[_SortedRows], group: dist.ProcessGroup, load: Tensor | None
+) -> list[_Assignment]:
+    """Assign all rows of each chunk of tokens, after one exchange of the numbers of rows per rank.
 
     Args:
-        sorted_slot: Index of each row in expert order.
-        counts: Rows of each expert on this rank.
-        expert: Local experts, once per rank.
+        chunks: Rows of each chunk.
         group: Expert-parallel ranks.
         load: Rows of each expert to count; None: all.
     """
-    received_counts = all_to_all(torch.empty_like(counts), counts, group, Purpose.EXPERT_ROW_COUNTS)
-    # One transfer to the host for both lists of splits, which an uneven all-to-all reads there.
-    by_rank = [c.view(group.size(), -1).sum(1) for c in (counts, received_counts)]
-    send, receive = torch.stack(by_rank).tolist()
-    num_slots = sum(send)
-    sorted_slot = sorted_slot.clamp(max=num_slots)
-    num_kept: int | Tensor = num_slots if load is None else load.sum()
-    local_expert = expert.repeat_interleave(received_counts, output_size=sum(receive))
-    return _Assignment(sorted_slot, num_slots, send, receive, local_expert, num_kept)
+    degree = group.size()
+    counts = torch.stack([c.counts.view(degree, -1) for c in chunks], dim=1)
+    received = all_to_all(torch.empty_like(counts), counts, group, Purpose.EXPERT_ROW_COUNTS)
+    # One transfer to the host for all lists of splits, which an uneven all-to-all reads there.
+    send, receive = torch.stack([c.sum(2).t() for c in (counts, received)]).tolist()
+    local = torch.arange(counts.shape[2], device=counts.device).repeat(degree)
+    assigned = []
+    for i, rows in enumerate(chunks):
+        num_slots = sum(send[i])
+        sorted_slot = torch.arange(len(rows.expert), device=counts.device).clamp(max=num_slots)
+        # A given load covers all chunks; it is counted with the first one.
+        num_kept = num_slots if load is None else load.sum() if i == 0 else 0
+        local_expert = local.repeat_interleave(
+            received[:, i].reshape(-1), output_size=sum(receive[i])
+        )
+        slot = rows.slots(sorted_slot)
+        assigned.append(_Assignment(slot, num_slots, send[i], receive[i], local_expert, num_kept))
+    return assigned
 
 
-def _assign_capacity(
-    sorted_slot: Tensor,
-    counts: Tensor,
-    expert: Tensor,
-    sorted_expert: Tensor,
-    capacity: Capacity,
-    degree: int,
-) -> _Assignment:
+def _assign_capacity(rows: _SortedRows, capacity: Capacity, degree: int) -> _Assignment:
     """Assign the rows of each expert to its slots, in token order; sizes do not depend on the data.
 
     Args:
-        sorted_slot: Index of each row in expert order.
-        counts: Rows of each expert on this rank.
-        expert: Local experts, once per rank.
-        sorted_expert: Expert of each row in expert order; number of experts for rows that are not computed.
+        rows: Rows of all tokens.
         capacity: Slots of an expert.
         degree: Number of expert-parallel ranks.
     """
-    num_experts = len(counts)
+    counts, num_experts = rows.counts, len(rows.counts)
     num_slots, limit = num_experts * capacity.slots, capacity.limit
     num_kept = counts.clamp(max=limit).sum()
+    sorted_expert = rows.expert[rows.order]
     is_computed = sorted_expert < num_experts
     sorted_expert = sorted_expert.clamp(max=num_experts - 1)
+    sorted_slot = torch.arange(len(rows.expert), device=counts.device)
     rank_in_expert = sorted_slot - (torch.cumsum(counts, 0) - counts)[sorted_expert]
     slot = sorted_expert * capacity.slots + rank_in_expert
     sorted_slot = torch.where(is_computed & (rank_in_expert < limit), slot, num_slots)
     splits = [num_slots // degree] * degree
-    local_expert = expert.repeat_interleave(capacity.slots)
-    return _Assignment(sorted_slot, num_slots, splits, splits, local_expert, num_kept)
+    local = torch.arange(num_experts // degree, device=counts.device).repeat(degree)
+    local_expert = local.repeat_interleave(capacity.slots)
+    return _Assignment(rows.slots(sorted_slot), num_slots, splits, splits, local_expert, num_kept)
 
 
 def dispatch(
@@ -222,6 +267,7 @@ def dispatch(
     work: Callable[[Tensor, Tensor], Tensor],
     computed: Tensor | None = None,
     load: Tensor | None = None,
+    chunks: int = 1,
 ) -> Tensor:
     """Compute the expert results [N k, D] of tokens [N, D]; zero for dropped rows.
 
@@ -235,29 +281,69 @@ def dispatch(
         work: Function of rows [R, D] and their experts [R], counted from this rank's first one; returns [R, D].
         computed: Mask [N] of the tokens to compute; None: all.
         load: Rows of each expert to count; None: all computed rows.
+        chunks: Number of chunks of tokens: rows of one travel while those of another are computed. 1 with a capacity.
     """
-    flat = index.reshape(-1)
-    if computed is not None:
-        skipped = ~computed.unsqueeze(1).expand_as(index).reshape(-1)
-        flat = flat.masked_fill(skipped, num_experts)
-    order = torch.argsort(flat, stable=True)
-    counts = torch.bincount(flat, minlength=num_experts + 1)[:num_experts]
+    masks = [None] * chunks if computed is None else computed.tensor_split(chunks)
+    sorted_rows = [
+        _SortedRows.from_choices(part, num_experts, mask)
+        for part, mask in zip(index.tensor_split(chunks), masks, strict=True)
+    ]
     degree, rank = (1, 0) if group is None else (group.size(), group.rank())
-    expert = torch.arange(num_experts // degree, device=flat.device).repeat(degree)
-    sorted_slot = torch.arange(len(flat), device=flat.device)
     if capacity is None:
         assert group is not None
-        assigned = _assign_uneven(sorted_slot, counts, expert, group, load)
+        assigned = _assign_uneven(sorted_rows, group, load)
     else:
-        assigned = _assign_capacity(sorted_slot, counts, expert, flat[order], capacity, degree)
-    send, receive, num_slots = assigned.send, assigned.receive, assigned.num_slots
+        assigned = [_assign_capacity(sorted_rows[0], capacity, degree)]
     if is_first_forward():
-        load = counts if load is None else load
-        routing.add(load, assigned.num_kept, sum(send) - send[rank], sum(receive) - receive[rank])
-    slot = torch.empty_like(flat).index_copy_(0, order, assigned.sorted_slot)
-    rows = hidden.unsqueeze(1).expand(-1, index.shape[1], -1).reshape(-1, hidden.shape[-1])
+        load = reduce(add, (r.counts for r in sorted_rows)) if load is None else load
+        sent = sum(sum(a.send) - a.send[rank] for a in assigned)
+        received = sum(sum(a.receive) - a.receive[rank] for a in assigned)
+        routing.add(load, reduce(add, (a.num_kept for a in assigned)), sent, received)
     overflow_row = capacity is not None or computed is not None
-    rows = _MoveRows.apply(rows, slot, num_slots, overflow_row, False)
-    results = work(_exchange(rows, send, receive, group), assigned.local_expert)
-    results = _exchange(results, receive, send, group)
-    return _MoveRows.apply(results, slot, num_slots, overflow_row, True)
+    choices = index.shape[1]
+
+    def rows_to_send(tokens: Tensor, assignment: _Assignment) -> Tensor:
+        rows = tokens.unsqueeze(1).expand(-1, choices, -1).reshape(-1, hidden.shape[-1])
+        return _MoveRows.apply(rows, assignment.slot, assignment.num_slots, overflow_row, False)
+
+    pieces = zip(hidden.tensor_split(chunks), assigned, strict=True)
+    sends = (partial(rows_to_send, tokens, a) for tokens, a in pieces)
+    results = [
+        _MoveRows.apply(result, a.slot, a.num_slots, overflow_row, True)
+        for a, result in zip(
+            assigned, _exchange_and_work(sends, assigned, group, work), strict=True
+        )
+    ]
+    return results[0] if chunks == 1 else torch.cat(results)
+
+
+def _exchange_and_work(
+    sends: Iterator[Callable[[], Tensor]],
+    assigned: Sequence[_Assignment],
+    group: dist.ProcessGroup | None,
+    work: Callable[[Tensor, Tensor], Tensor],
+) -> list[Tensor]:
+    """Return the results of each chunk, in the slots of its send buffer.
+
+    With several chunks, the rows of the next one and the results of the previous one are in flight during `work`.
+    """
+    if len(assigned) == 1:
+        (send,), (a,) = sends, assigned
+        results = work(_exchange(send(), a.send, a.receive, group), a.local_expert)
+        return [_exchange(results, a.receive, a.send, group)]
+    assert group is not None
+    arriving, returning = _start_next(sends, assigned[0], group), []
+    for i, a in enumerate(assigned):
+        following = assigned[i + 1] if i + 1 < len(assigned) else None
+        next_arriving = None if following is None else _start_next(sends, following, group)
+        assert arriving is not None
+        results = work(arriving.finish(), a.local_expert)
+        returning.append(start(*_exchange_pair(a.receive, a.send, group), results))
+        arriving = next_arriving
+    return [pending.finish() for pending in returning]
+
+
+def _start_next(
+    sends: Iterator[Callable[[], Tensor]], a: _Assignment, group: dist.ProcessGroup
+) -> Pending:
+    return start(*_exchange_pair(a.send, a.receive, group), next(sends)())

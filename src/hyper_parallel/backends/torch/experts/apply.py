@@ -46,6 +46,7 @@ def expert_state(
     world_group: dist.ProcessGroup | None,
     staged: bool,
     device: torch.device,
+    chunks: int = 1,
 ) -> ExpertState | None:
     """Return the experts of a complete model, before it is sharded; None if it has none.
 
@@ -57,6 +58,7 @@ def expert_state(
         world_group: All ranks; None for one rank.
         staged: Whether the model will be split into pipeline stages.
         device: Device of this rank.
+        chunks: Chunks of tokens, see `dispatch`.
     """
 
     def count_experts(module: nn.Module) -> int:
@@ -68,7 +70,9 @@ def expert_state(
     modules = dict(model.named_modules())
     names = [n for n, style in styles.items() if style == "experts" and n in modules]
     counts = {n: count_experts(modules[n]) for n in names}
-    return ExpertState(counts, routing, group, world_group, staged, device) if counts else None
+    if not counts:
+        return None
+    return ExpertState(counts, routing, group, world_group, staged, device, chunks=chunks)
 
 
 def apply_to_experts(
@@ -218,7 +222,10 @@ class _Forward:
                 self.module.num_experts = num_experts
 
         layer = self.state.layers[self.name]
-        results = dispatch(hidden, index, num_experts, group, capacity, layer, work, computed, load)
+        chunks = 1 if capacity is not None else self.state.chunks
+        results = dispatch(
+            hidden, index, num_experts, group, capacity, layer, work, computed, load, chunks
+        )
         results = results.view(*index.shape, hidden.shape[1])
         return (results * weights.unsqueeze(-1)).sum(1).to(hidden.dtype)
 

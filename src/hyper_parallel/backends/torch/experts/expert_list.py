@@ -180,7 +180,16 @@ class ListBlock:
             return out
 
         layer, count = self.state.layers[self.name], len(self.experts)
-        results = dispatch(hidden, index.unsqueeze(1), count, self.state.group, None, layer, work)
+        results = dispatch(
+            hidden,
+            index.unsqueeze(1),
+            count,
+            self.state.group,
+            None,
+            layer,
+            work,
+            chunks=self.state.chunks,
+        )
         parts = results.split(sizes) if sizes else ()
         return results, [p.view_as(r) for p, r in zip(parts, calls.rows, strict=True)]
 

@@ -81,6 +81,7 @@ class ExpertState:
         modules: Names of the modules on this rank.
         tokens: This rank's tokens.
         layers: Rows routed since the last step, by name of the module.
+        chunks: Chunks of tokens, of which one is computed while another is exchanged.
     """
 
     num_experts: dict[str, int]
@@ -92,6 +93,7 @@ class ExpertState:
     modules: tuple[str, ...] = ()
     tokens: Tokens = field(default_factory=Tokens)
     layers: dict[str, LayerRouting] = field(default_factory=dict)
+    chunks: int = 1
 
     @property
     def width(self) -> int:

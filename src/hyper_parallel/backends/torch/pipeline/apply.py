@@ -24,7 +24,7 @@ from hyper_parallel.backends.torch.data.fsdp import defer_reductions, end_backwa
 from hyper_parallel.backends.torch.experts.balance_loss import BalanceLoss
 from hyper_parallel.backends.torch.pipeline._split_backward import input_gradient
 from hyper_parallel.backends.torch.pipeline.stages import StageModules
-from hyper_parallel.backends.torch.tensor.state import TpState
+from hyper_parallel.backends.torch.tensor.state import PassShape, TpState
 from hyper_parallel.backends.torch.weights.shard_ranges import local
 from hyper_parallel.ir import Action, Purpose, Schedule, Strategy
 from hyper_parallel.mpmd import forward_schedule, one_by_one, step_schedule
@@ -266,7 +266,7 @@ class _PipelinePass:
         pipeline = self._pipeline
         if pipeline.tp is not None:
             # Set by the model's first layer otherwise, which may be on another stage.
-            pipeline.tp.batch = pipeline.tokens(batch)
+            pipeline.tp.shape = PassShape(pipeline.tokens(batch))
         running = pipeline.stages.running
         with running.run(stage, received):
             if stage == last:

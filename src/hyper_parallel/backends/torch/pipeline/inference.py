@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from hyper_parallel.backends.torch.collectives import purpose
 from hyper_parallel.backends.torch.pipeline.apply import Pipeline
+from hyper_parallel.backends.torch.tensor.state import PassShape
 from hyper_parallel.ir import Purpose
 
 
@@ -28,7 +29,9 @@ def run_stages(pipeline: Pipeline, model: nn.Module, inputs: Mapping[str, Any]) 
             hidden = pipeline.message(inputs)
             dist.recv(hidden, group=pipeline.group, group_src=source)
         if pipeline.tp is not None:
-            pipeline.tp.batch = pipeline.tokens(inputs)  # set by the model's first layer otherwise
+            pipeline.tp.shape = PassShape(
+                pipeline.tokens(inputs)
+            )  # set by the model's first layer otherwise
         with stages.running.run(stage, hidden):
             output = model(**inputs)
             hidden = stages.running.output

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from hyper_parallel.backends.torch.collectives import sum_both, sum_forward
+from hyper_parallel.backends.torch.in_flight import sum_both, sum_forward
 from hyper_parallel.backends.torch.regather import RegatherScope
 from hyper_parallel.backends.torch.tensor._span_attention import SpanAttention
 from hyper_parallel.backends.torch.tensor.collectives import gather, padded, reshard, scatter
@@ -37,6 +37,25 @@ Program = Mapping[Purpose, Boundary]
 
 
 @dataclass(slots=True)
+class RegionPass:
+    """Values of a region during one forward of its module; two half-batches are in the module at the same time.
+
+    Attributes:
+        scope: Scope of the tensors to gather again in backward.
+        gathered: Gathered input that replaces the input of the projections.
+        block_input: With replicated activations: the input of the column-parallel projections.
+        block_input_summed_grad: The same tensor; its gradient is summed over the ranks.
+        padded_rows: Rows of the gathered tokens, padding included.
+    """
+
+    scope: RegatherScope | None = None
+    gathered: Tensor | None = None
+    block_input: Tensor | None = None
+    block_input_summed_grad: Tensor | None = None
+    padded_rows: int = 0
+
+
+@dataclass(slots=True)
 class Region:
     """Attention or MLP module: its input tokens are gathered, its output tokens are scattered.
 
@@ -47,11 +66,7 @@ class Region:
         key_program: Collectives of key and value projections.
         kv_heads: Key and value heads of the model; 0 for a module that accepts tokens in any order.
         spans: Attention on one span of every sequence, or None.
-        scope: Scope of the tensors to gather again in backward, during the module's forward.
-        gathered: Gathered input that replaces the input of the projections, during forward.
-        block_input: With replicated activations: the input of the column-parallel projections.
-        block_input_summed_grad: The same tensor; its gradient is summed over the ranks.
-        padded_rows: Rows of the gathered tokens, padding included.
+        passes: Values of the running forward, per half-batch.
     """
 
     state: TpState
@@ -60,11 +75,14 @@ class Region:
     key_program: Program = field(default_factory=dict)
     kv_heads: int = 0
     spans: SpanAttention | None = None
-    scope: RegatherScope | None = None
-    gathered: Tensor | None = None
-    block_input: Tensor | None = None
-    block_input_summed_grad: Tensor | None = None
-    padded_rows: int = 0
+    passes: tuple[RegionPass, RegionPass] = field(
+        default_factory=lambda: (RegionPass(), RegionPass())
+    )
+
+    @property
+    def current(self) -> RegionPass:
+        """Values of the forward of the half-batch that computes now."""
+        return self.passes[self.state.half]
 
     def group(self, purpose: Purpose) -> ProcessGroup:
         """Return the process group of a collective of the program."""
@@ -95,21 +113,22 @@ class Region:
             # From this rank's tokens with all features to all tokens with this rank's features.
             (part,) = reshard((part,), 2, 1, self.group(Purpose.RELAYOUT), Purpose.RELAYOUT)
         gathers_weights = Purpose.WEIGHT_GATHER in self.program and not state.recomputed
-        self.scope = RegatherScope() if state.regathers or gathers_weights else None
-        with nullcontext() if self.scope is None else self.scope.open():
+        current = self.current
+        current.scope = RegatherScope() if state.regathers or gathers_weights else None
+        with nullcontext() if current.scope is None else current.scope.open():
             out = state.with_gathered(self._gather, part, run, self.input_scope)
-        self.gathered = self.scope = None
+        current.gathered = current.scope = None
         return out.squeeze(0) if flat else out
 
     @property
     def input_scope(self) -> RegatherScope | None:
         """Scope of gathered inputs; None: they are saved for backward."""
-        return self.scope if self.state.regathers else None
+        return self.current.scope if self.state.regathers else None
 
     def _gather(self, part: Tensor) -> Tensor:
         """Gather tokens as [B, S, .] sequences or spans; an MLP on two axes gets them as one unordered list."""
         tokens = gather(part, 1, self.group(Purpose.SEQUENCE_GATHER), Purpose.SEQUENCE_GATHER)
-        self.padded_rows = tokens.shape[1]
+        self.current.padded_rows = tokens.shape[1]
         if not self.kv_heads and Y in self.state.groups:
             return tokens
         grid = self.state.grid
@@ -123,13 +142,13 @@ class Region:
         """
         if self.spans is None or Purpose.HEAD_SCATTER not in self.program:
             return tokens
-        self.gathered = tokens
+        self.current.gathered = tokens
         empty = tokens.new_full((1, 1, 1), float("nan"))
         return empty.expand(tokens.shape[0], self.state.grid.span, tokens.shape[2])
 
     def scatter(self, out: Tensor) -> Tensor:
         """Reduce-scatter the output over the ranks and return this rank's tokens."""
-        tokens = padded(out.reshape(1, -1, out.shape[-1]), self.padded_rows)
+        tokens = padded(out.reshape(1, -1, out.shape[-1]), self.current.padded_rows)
         return scatter(tokens, 1, self.group(Purpose.SEQUENCE_SCATTER), Purpose.SEQUENCE_SCATTER)
 
     def with_weight(self, module: nn.Module, use: Callable[[Tensor], Tensor]) -> Tensor:
@@ -139,7 +158,7 @@ class Region:
             return use(weight)
         y = self.group(Purpose.WEIGHT_GATHER)
         return self.state.with_gathered(
-            lambda part: gather(part, 0, y, Purpose.WEIGHT_GATHER), weight, use, self.scope
+            lambda part: gather(part, 0, y, Purpose.WEIGHT_GATHER), weight, use, self.current.scope
         )
 
     def adapter(
@@ -193,7 +212,8 @@ def colwise(module: nn.Module, name: str, region: Region, rows: slice | None = N
     is_adapted = LORA_A in module._parameters
 
     def forward(x: Tensor) -> Tensor:
-        x = x if region.gathered is None else region.gathered
+        gathered = region.current.gathered
+        x = x if gathered is None else gathered
         bias = state.local(module.bias, rows)
 
         def product(weight: Tensor) -> Tensor:
@@ -220,7 +240,7 @@ def rowwise(module: nn.Module, name: str, region: Region) -> None:
     is_adapted = LORA_A in module._parameters
 
     def forward(x: Tensor) -> Tensor:
-        region.block_input = region.block_input_summed_grad = None
+        region.current.block_input = region.current.block_input_summed_grad = None
 
         def product(weight: Tensor) -> Tensor:
             def linear(columns: Tensor) -> Tensor:

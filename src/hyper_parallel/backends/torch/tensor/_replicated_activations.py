@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from hyper_parallel.backends.torch.collectives import sum_backward
+from hyper_parallel.backends.torch.in_flight import sum_backward
 from hyper_parallel.backends.torch.model_structure import layers_of
 from hyper_parallel.backends.torch.tensor._projections import Region
 from hyper_parallel.backends.torch.tensor.collectives import join
@@ -40,10 +40,11 @@ def call_with_summed_input_grad(
     """
     if region is None:
         return inner(sum_backward(x, group, Purpose.ACTIVATIONS))
-    if region.block_input is not x or region.block_input_summed_grad is None:
-        region.block_input = x
-        region.block_input_summed_grad = sum_backward(x, group, Purpose.ACTIVATIONS)
-    return inner(region.block_input_summed_grad)
+    current = region.current
+    if current.block_input is not x or current.block_input_summed_grad is None:
+        current.block_input = x
+        current.block_input_summed_grad = sum_backward(x, group, Purpose.ACTIVATIONS)
+    return inner(current.block_input_summed_grad)
 
 
 def share_random_numbers(group: ProcessGroup, device: torch.device) -> None:

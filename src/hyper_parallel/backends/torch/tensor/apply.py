@@ -21,8 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from hyper_parallel.backends.torch.collectives import sum_both, sum_forward
 from hyper_parallel.backends.torch.dropout import has_dropout
+from hyper_parallel.backends.torch.in_flight import sum_both, sum_forward
 from hyper_parallel.backends.torch.model_structure import final_norm
 from hyper_parallel.backends.torch.tensor._packed import exchange_packed, set_local_head_counts
 from hyper_parallel.backends.torch.tensor._projections import (
@@ -47,7 +47,7 @@ from hyper_parallel.backends.torch.tensor.partial_gradients import (
     TensorTrial,
 )
 from hyper_parallel.backends.torch.tensor.sharded_norm import ShardedNorm
-from hyper_parallel.backends.torch.tensor.state import TP, TpState, X, Y
+from hyper_parallel.backends.torch.tensor.state import TP, PassShape, TpState, X, Y
 from hyper_parallel.backends.torch.token_scores import head_of
 from hyper_parallel.cost import LINEAR_ENTRY
 from hyper_parallel.errors import UnsupportedSharding
@@ -356,8 +356,12 @@ class TensorParallel:
 
     def _enter(self, inner: Forward, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Shard the residual stream at the first layer."""
-        self.state.batch = tuple(hidden_states.shape[:-1])
-        return inner(self.state.enter(hidden_states), *args, **kwargs)
+        state = self.state
+        batch, parts = tuple(hidden_states.shape[:-1]), 1
+        if state.parts_of_pass is not None:
+            parts = state.parts_of_pass(batch, (hidden_states, *args), kwargs)
+        state.shape = PassShape((batch[0] // parts, *batch[1:]), parts)
+        return inner(state.enter(hidden_states), *args, **kwargs)
 
     def _guard(self) -> None:
         """Register hooks on the root module: refuse sharded outputs before forward, gather logits after it."""

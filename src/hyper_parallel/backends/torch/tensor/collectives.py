@@ -10,6 +10,7 @@ Slices are equal: tokens are padded before they are sharded, see `TokenGrid`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -19,10 +20,11 @@ from torch.distributed import ProcessGroup
 
 from hyper_parallel.backends.torch.collectives import (
     all_to_all,
-    gather_rows,
+    launch_gather_rows,
+    launch_reduce_into,
     paired,
-    reduce_into,
 )
+from hyper_parallel.backends.torch.in_flight import Launch, collective
 from hyper_parallel.ir import Purpose
 
 
@@ -39,14 +41,24 @@ def padded(tokens: Tensor, rows: int) -> Tensor:
 
 def gather(x: Tensor, dim: int, group: ProcessGroup, name: Purpose) -> Tensor:
     """Gather slices of a dim; backward is a reduce-scatter, for ranks that compute differently on the result."""
-    back = partial(_scatter, dim=dim, group=group, name=name.backward)
-    return paired(partial(_gather, dim=dim, group=group, name=name), back, x)
+    return collective(*gather_pair(dim, group, name), x)  # type: ignore[no-any-return]
+
+
+def gather_pair(dim: int, group: ProcessGroup, name: Purpose) -> tuple[Launch, Launch]:
+    """Return the collective of `gather` and its transpose."""
+    back = partial(_launch_scatter, dim=dim, group=group, name=name.backward)
+    return partial(_launch_gather, dim=dim, group=group, name=name), back
 
 
 def scatter(x: Tensor, dim: int, group: ProcessGroup, name: Purpose) -> Tensor:
     """Reduce-scatter along a dim; backward is an all-gather."""
-    back = partial(_gather, dim=dim, group=group, name=name.backward)
-    return paired(partial(_scatter, dim=dim, group=group, name=name), back, x)
+    return collective(*scatter_pair(dim, group, name), x)  # type: ignore[no-any-return]
+
+
+def scatter_pair(dim: int, group: ProcessGroup, name: Purpose) -> tuple[Launch, Launch]:
+    """Return the collective of `scatter` and its transpose."""
+    back = partial(_launch_gather, dim=dim, group=group, name=name.backward)
+    return partial(_launch_scatter, dim=dim, group=group, name=name), back
 
 
 def join(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
@@ -55,7 +67,11 @@ def join(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     def select_slice(grad: Tensor) -> Tensor:
         return grad.chunk(group.size(), dim)[group.rank()].contiguous()
 
-    return paired(partial(_gather, dim=dim, group=group, name=Purpose.LOGITS), select_slice, x)
+    def whole(x: Tensor) -> Tensor:
+        result: Tensor = _launch_gather(x, dim, group, Purpose.LOGITS, async_op=False)()
+        return result
+
+    return paired(whole, select_slice, x)  # type: ignore[no-any-return]
 
 
 def reshard(
@@ -102,11 +118,17 @@ def reshard(
     return paired(forward, partial(exchange, gather_dim, shard_dim, name.backward), *tensors)  # type: ignore[no-any-return]
 
 
-def _gather(x: Tensor, dim: int, group: ProcessGroup, name: Purpose) -> Tensor:
+def _launch_gather(
+    x: Tensor, dim: int, group: ProcessGroup, name: Purpose, *, async_op: bool
+) -> Callable[[], Tensor]:
     dim %= x.dim()
-    return gather_rows(x, group, name).movedim(0, dim).flatten(dim, dim + 1)
+    wait = launch_gather_rows(x, group, name, async_op=async_op)
+    return lambda: wait().movedim(0, dim).flatten(dim, dim + 1)
 
 
-def _scatter(x: Tensor, dim: int, group: ProcessGroup, name: Purpose) -> Tensor:
+def _launch_scatter(
+    x: Tensor, dim: int, group: ProcessGroup, name: Purpose, *, async_op: bool
+) -> Callable[[], Tensor]:
     parts = x.unflatten(dim, (group.size(), -1)).movedim(dim % x.dim(), 0).contiguous()
-    return reduce_into(parts.new_empty(parts.shape[1:]), parts.flatten(0, 1), group, name)
+    out = parts.new_empty(parts.shape[1:])
+    return launch_reduce_into(out, parts.flatten(0, 1), group, name, async_op=async_op)

@@ -73,19 +73,28 @@ def use_local_parameters(
         modules: Modules whose parameters are replaced; None: only `module`.
     """
     inner = module.forward
+    originals: list[dict[str, Any]] = []
+    # Calls that run now: the second of two half-batches begins while the first one is suspended, and ends after it.
+    running = 0
 
     @functools.wraps(inner)
     def forward(*args: Any, **kwargs: Any) -> Any:
+        nonlocal running
         holders = (module,) if modules is None else modules
-        originals = [m._parameters for m in holders]
-        for m, params in zip(holders, originals, strict=True):
-            m.__dict__["_parameters"] = {n: to_local(p, owner, rows) for n, p in params.items()}
+        if running == 0:
+            originals[:] = [m._parameters for m in holders]
+            for m, params in zip(holders, originals, strict=True):
+                m.__dict__["_parameters"] = {n: to_local(p, owner, rows) for n, p in params.items()}
+        running += 1
         try:
             with inside():
                 return inner(*args, **kwargs)
         finally:
-            for m, params in zip(holders, originals, strict=True):
-                m.__dict__["_parameters"] = params
+            running -= 1
+            if running == 0:
+                for m, params in zip(holders, originals, strict=True):
+                    m.__dict__["_parameters"] = params
+                originals.clear()
 
     module.forward = forward
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from hyper_parallel.backends.torch.collectives import sum_both
+from hyper_parallel.backends.torch.in_flight import blocking_sum
 from hyper_parallel.errors import UnsupportedSharding
 from hyper_parallel.ir import Purpose
 
@@ -68,7 +68,7 @@ class ShardedNorm(TorchFunctionMode):
         self.seen = True
         wide = torch.promote_types(x.dtype, torch.float32)
         local = x.to(wide).mean(-1, keepdim=True)
-        return (sum_both(local, self.group, self.purpose) / self.group.size()).to(x.dtype)
+        return (blocking_sum(local, self.group, self.purpose) / self.group.size()).to(x.dtype)
 
     def _rms_norm(
         self, x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -20,6 +21,19 @@ X, Y = ("tp_x",), ("tp_y",)
 TP = (*X, *Y)
 
 
+@dataclass(frozen=True, slots=True)
+class PassShape:
+    """Shape of a forward pass.
+
+    Attributes:
+        batch: Tokens of the pass, (B, S), or of each of its parts.
+        parts: Parts of the pass along its sequences, 2 for half-batches; the stream holds one after the other.
+    """
+
+    batch: tuple[int, ...] = ()
+    parts: int = 1
+
+
 @dataclass(slots=True)
 class TpState:
     """Tensor-parallel state of one model.
@@ -31,7 +45,10 @@ class TpState:
         replicated_activations: True if every rank holds the residual stream of all tokens.
         regather: True if gathered inputs are gathered again in backward instead of being saved.
         gradients: Reducer of the gradients of replicated parameters.
-        batch: Shape of the tokens of the running forward pass, (B, S); set at the first decoder layer.
+        parts_of_pass: Function of the tokens (B, S) of a pass and of the arguments of its first layer that returns the
+            number of parts; None: one.
+        shape: Shape of the running forward pass; set at the first decoder layer.
+        half: Index of the half-batch that computes now.
         head_batch: Shape of the head's input tokens, if the head shards them.
         partial_embedding: True if the embedding returned partial sums that are not reduced yet.
         loss_taken: True if the loss function has consumed this pass's logits.
@@ -47,7 +64,9 @@ class TpState:
     replicated_activations: bool = False
     regather: bool = False
     gradients: TpGradients = field(default_factory=TpGradients)
-    batch: tuple[int, ...] = ()
+    parts_of_pass: Callable[[tuple[int, ...], tuple[Any, ...], dict[str, Any]], int] | None = None
+    shape: PassShape = field(default_factory=PassShape)
+    half: int = 0
     head_batch: tuple[int, ...] = ()
     partial_embedding: bool = False
     loss_taken: bool = False
@@ -55,6 +74,11 @@ class TpState:
     recomputed: bool = False
     same_random: bool = False
     streams: RandomStreams | None = None
+
+    @property
+    def batch(self) -> tuple[int, ...]:
+        """Shape of the tokens of the running pass, or of each of its halves."""
+        return self.shape.batch
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -94,11 +118,15 @@ class TpState:
 
     def enter(self, full: Tensor) -> Tensor:
         """Shard the stream [B, S, D] and return this rank's part; reduces the embedding's partial sums, if any."""
-        parts, summand = self.grid.parts(full), self.partial_embedding
-        self.partial_embedding = False
+        summand, self.partial_embedding = self.partial_embedding, False
+        pieces = [self._enter(part, summand) for part in full.chunk(self.shape.parts)]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1)
+
+    def _enter(self, full: Tensor, is_summand: bool) -> Tensor:
+        parts = self.grid.parts(full)
         return (
             scatter(parts, 1, self.group, Purpose.SEQUENCE_SCATTER)
-            if summand
+            if is_summand
             else self.local_part(parts)
         )
 
@@ -108,7 +136,11 @@ class TpState:
 
     def leave(self, part: Tensor) -> Tensor:
         """Gather the stream [B, S, D] on every rank."""
-        return self.grid.whole(gather(part, 1, self.group, Purpose.SEQUENCE_GATHER))
+        pieces = [
+            self.grid.whole(gather(piece, 1, self.group, Purpose.SEQUENCE_GATHER))
+            for piece in part.chunk(self.shape.parts, 1)
+        ]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
     def local(self, param: Any, rows: slice | None = None) -> Any:
         """Call `to_local` with this state's gradient reducer."""
@@ -122,15 +154,15 @@ class TpState:
         scope: RegatherScope | None,
     ) -> Any:
         """Return `use(gather(piece))`; with a scope, backward gathers again instead of saving the result."""
-        whole, saved, batch = gather(piece), piece.detach(), self.batch
+        whole, saved, shape = gather(piece), piece.detach(), self.shape
 
         def regather() -> Tensor:
             # Backward may run during another forward pass.
-            running, self.batch = self.batch, batch
+            running, self.shape = self.shape, shape
             try:
                 return gather(saved)
             finally:
-                self.batch = running
+                self.shape = running
 
         with instead_of(scope, whole, regather):
             return use(whole)

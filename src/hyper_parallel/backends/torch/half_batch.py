@@ -1,0 +1,176 @@
+"""Half-batches: decoder layers run on two halves of the sequences of a microbatch, which take turns.
+
+While one half waits for a collective, the other one computes, in forward and, by the order of autograd, in backward.
+The layer's code is not changed: its forward is called once per half. The halves meet again at the end of the layer, so
+data parallelism, recomputation and the rest of the model see one call.
+
+A pass whose sequences cannot be halved runs whole, which `HalfBatch.whole_layers` counts.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from hyper_parallel.backends.torch.in_flight import interleave
+from hyper_parallel.backends.torch.tensor.state import TpState
+from hyper_parallel.backends.torch.token_rows import Padding, Tokens
+from hyper_parallel.errors import UnsupportedSharding
+from hyper_parallel.ir import Overlap
+
+_PACKED_ARGUMENTS: Final = ("cu_seq", "max_length", "seq_idx")
+"""Prefixes of arguments that describe packed documents over all sequences, in the names of transformers 5."""
+
+
+class HalfBatch:
+    """Runs layers on two half-batches.
+
+    Attributes:
+        halved_layers: Layers run on half-batches since the last `take_counts`.
+        whole_layers: Layers run on whole batches.
+    """
+
+    def __init__(self, overlap: Overlap, tp: TpState | None, tokens: Tokens) -> None:
+        self._overlap = overlap
+        self._tp = None if tp is None or tp.replicated_activations else tp
+        self._state, self._tokens = tp, tokens
+        if tp is not None:
+            tp.parts_of_pass = self.parts
+        self.halved_layers = self.whole_layers = 0
+
+    def install(self, layers: Sequence[nn.Module]) -> None:
+        """Wrap the forward of decoder layers."""
+        for layer in layers:
+            layer.forward = functools.wraps(layer.forward)(partial(self._forward, layer.forward))
+
+    def parts(self, batch: tuple[int, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+        """Return the number of parts of a pass over (B, S) tokens, given the arguments of its first layer."""
+        parts = self._overlap.parts(*batch) if len(batch) == 2 else 1
+        return 1 if _halves(_without_hidden(args, kwargs), batch[0]) is None else parts
+
+    def take_counts(self) -> tuple[int, int]:
+        """Return the numbers of halved and of whole layers, and begin to count anew."""
+        counts = self.halved_layers, self.whole_layers
+        self.halved_layers = self.whole_layers = 0
+        return counts
+
+    def _forward(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        by_keyword = "hidden_states" in kwargs
+        hidden = kwargs["hidden_states"] if by_keyword else args[0]
+        batch = self._batch(hidden)
+        halves = None if batch is None else _halves(_without_hidden(args, kwargs), batch)
+        if halves is None and batch is not None and self._tp is not None:
+            raise UnsupportedSharding(
+                "this layer has arguments that the first layer does not have, and they cannot be halved",
+                where=type(getattr(inner, "__self__", inner)).__name__,
+                got=", ".join(kwargs),
+                hint="overlap=none",
+            )
+        if halves is None:
+            self.whole_layers += 1
+            return inner(*args, **kwargs)
+        self.halved_layers += 1
+        dim = 0 if self._tp is None else 1
+
+        def call(index: int) -> Any:
+            own_args, own_kwargs = halves[index]
+            own = hidden.chunk(2, dim)[index]
+            if by_keyword:
+                return inner(*own_args, **own_kwargs, hidden_states=own)
+            return inner(own, *own_args[1:], **own_kwargs)
+
+        outputs = self._take_turns([partial(call, index) for index in range(2)])
+        return _joined(outputs, dim, type(inner).__name__)
+
+    def _batch(self, hidden: Tensor) -> int | None:
+        """Return the number of sequences; None: they cannot be halved."""
+        if self._tp is not None:
+            return 2 * self._tp.batch[0] if self._tp.shape.parts == 2 else None
+        sequences, length = hidden.shape[:2]
+        return sequences if self._overlap.parts(sequences, length) == 2 else None
+
+    def _take_turns(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
+        """Return the results of two calls, with the state of each half while it computes."""
+        state, tokens = self._state, self._tokens
+        whole = tokens.padding
+        paddings = [whole, whole]
+        if whole is not None:
+            paddings = [Padding(real, whole.unread) for real in whole.real.chunk(2)]
+
+        def on_turn(index: int) -> None:
+            tokens.padding = paddings[index]
+            if state is not None:
+                state.half = index
+
+        try:
+            return interleave(calls, on_turn)
+        finally:
+            tokens.padding = whole
+            if state is not None:
+                state.half = 0
+
+
+def _without_hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """Return the arguments of a layer with None for its hidden states."""
+    if "hidden_states" in kwargs:
+        return args, {k: v for k, v in kwargs.items() if k != "hidden_states"}
+    return (None, *args[1:]), kwargs
+
+
+def _halves(arguments: Any, batch: int) -> tuple[Any, Any] | None:
+    """Return the arguments of each half; None: the sequences of an argument cannot be told.
+
+    A tensor whose first dim counts the sequences is halved. One that is broadcast over them, with a first dim of 1 or
+    no dim of that size, is shared.
+    """
+    if isinstance(arguments, Tensor):
+        if batch not in arguments.shape or arguments.shape[0] == 1:
+            return arguments, arguments
+        if arguments.shape[0] != batch:
+            return None
+        first, second = arguments.chunk(2)
+        return first, second
+    if isinstance(arguments, Mapping):
+        if any(
+            value is not None and name.startswith(_PACKED_ARGUMENTS)
+            for name, value in arguments.items()
+        ):
+            return None
+        halves = {name: _halves(value, batch) for name, value in arguments.items()}
+        if any(h is None for h in halves.values()):
+            return None
+        return tuple({k: h[i] for k, h in halves.items() if h is not None} for i in range(2))  # type: ignore[return-value]
+    if isinstance(arguments, tuple | list):
+        each = [_halves(value, batch) for value in arguments]
+        if any(h is None for h in each):
+            return None
+        return tuple(type(arguments)(h[i] for h in each if h is not None) for i in range(2))  # type: ignore[return-value]
+    if arguments is None or isinstance(arguments, bool | int | float | str):
+        return arguments, arguments
+    return None  # a cache of keys and values, say
+
+
+def _joined(outputs: Sequence[Any], dim: int, name: str) -> Any:
+    """Return the output of a layer for both halves."""
+    first = outputs[0]
+    if isinstance(first, Tensor):
+        return torch.cat(list(outputs), dim)
+    if isinstance(first, tuple):
+        parts = [
+            _joined(part, dim if i == 0 else 0, name)
+            for i, part in enumerate(zip(*outputs, strict=True))
+        ]
+        return tuple(parts)
+    if first is None:
+        return None
+    raise UnsupportedSharding(
+        "a decoder layer returns a value that cannot be joined from two half-batches",
+        where=name,
+        got=type(first).__name__,
+        hint="overlap=none",
+    )

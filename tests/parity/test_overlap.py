@@ -1,0 +1,81 @@
+"""Layers whose communication overlaps with computation, against one device: loss, every gradient, calls and bytes."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+
+from hyper_parallel.ir import Overlap, Strategy
+from hyper_parallel.runtime import World, launch
+from tests.parity.universal import FAMILIES, Reference, Setup, check
+
+pytestmark = pytest.mark.parity
+
+S = Strategy
+HALVES = Overlap(half_batch=True)
+CHUNKS = Overlap(ep_chunks=3)
+BOTH = Overlap(half_batch=True, ep_chunks=2)
+QWEN, DEEPSEEK = Setup("qwen3_moe", sequences=4), Setup("deepseek_v3", sequences=4)
+GPT_OSS = Setup("gpt_oss", sequences=4)
+ODD = Setup("llama", sequences=3)
+"""Cannot be halved: runs whole."""
+FEW_TOKENS = Setup("qwen3_moe", sequences=2, seq_len=3)
+"""Three tokens on a rank in five chunks, so that some are empty."""
+
+TWO: dict[Setup, tuple[Strategy, ...]] = {
+    QWEN: (
+        S(dp_shard=2, ep=2, overlap=CHUNKS),
+        S(dp_shard=2, ep=2, overlap=HALVES),
+        S(tp_x=2, ep=2, overlap=BOTH),
+        S(tp_x=2, ep=2, recompute="full", overlap=BOTH),
+    ),
+    DEEPSEEK: (S(dp_shard=2, ep=2, overlap=BOTH),),
+    GPT_OSS: (S(tp_x=2, ep=2, overlap=BOTH),),
+    FEW_TOKENS: (S(dp_shard=2, ep=2, overlap=Overlap(ep_chunks=5)),),
+    ODD: (S(tp_x=2, overlap=HALVES),),
+    Setup("llama", sequences=4, tied=True): (S(tp_x=2, recompute="full", overlap=HALVES),),
+    Setup("llama", sequences=8, accumulation=2): (S(tp_x=2, overlap=HALVES),),
+    Setup("llama", sequences=4, seq_len=15): (S(tp_x=2, overlap=HALVES),),
+    **{
+        Setup(family, sequences=4): (S(tp_x=2, overlap=HALVES),)
+        for family in FAMILIES
+        if family not in ("qwen3_moe", "deepseek_v3", "gpt_oss")
+    },
+}
+FOUR = {
+    QWEN: (S(dp_shard=4, ep=4, overlap=CHUNKS), S(dp_shard=4, ep=2, overlap=CHUNKS)),
+    Setup("qwen3_moe", sequences=8): (S(tp_x=2, dp_shard=2, ep=4, overlap=BOTH),),
+    Setup("qwen3_moe", sequences=8, accumulation=2): (
+        S(pp=2, dp_shard=2, ep=2, overlap=CHUNKS, schedule="zb-h1"),
+        S(cp=2, dp_shard=2, ep=2, overlap=CHUNKS),
+    ),
+    Setup("qwen3", sequences=8): (S(tp_x=2, dp_shard=2, overlap=HALVES),),
+}
+
+
+@functools.cache
+def reference(setup: Setup) -> Reference:
+    return Reference(setup)
+
+
+@pytest.mark.parametrize(("ranks", "cases"), [(2, TWO), (4, FOUR)])
+def test_an_overlapped_step_equals_one_device(
+    ranks: int, cases: dict[Setup, tuple[Strategy, ...]]
+) -> None:
+    for setup in cases:
+        reference(setup)
+
+    def rank(_: int) -> list[str]:
+        failures = []
+        with World.join("cpu") as world:
+            for setup, strategies in cases.items():
+                for strategy in strategies:
+                    try:
+                        check(reference(setup), strategy, world)
+                    except AssertionError as error:
+                        failures.append(f"{setup.family}: {error}")
+        return failures
+
+    failures = [text for texts in launch(rank, ranks, timeout_s=200) for text in texts]
+    assert not failures, "\n".join(failures)
