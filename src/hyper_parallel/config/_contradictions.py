@@ -117,6 +117,25 @@ def _check_data(recipe: Recipe, conflict: _Conflict) -> None:
         )
 
 
+def _check_overlap(recipe: Recipe, conflict: _Conflict) -> None:
+    """Check overlap against the routing of experts."""
+    overlap, capacity = recipe.overlap, recipe.moe.capacity_factor
+    if overlap.ep == "chunks" and capacity is not None:
+        conflict(
+            "overlap.ep",
+            "a capacity counts the rows of all tokens, so tokens cannot be exchanged in chunks",
+            f"overlap.ep=chunks, moe.capacity_factor={capacity:g}",
+            "set `overlap.ep=none`, or `moe.capacity_factor=null`",
+        )
+    elif "half-batch" in (overlap.tp, overlap.ep) and capacity is not None:
+        conflict(
+            "overlap",
+            "a capacity counts the rows of all tokens, which half-batches do not see",
+            f"overlap=half-batch, moe.capacity_factor={capacity:g}",
+            "set `overlap=none`, or `moe.capacity_factor=null`",
+        )
+
+
 def _check_run_length(recipe: Recipe, conflict: _Conflict) -> None:
     """Check steps, epochs, warm-up and decay."""
     training = recipe.training
@@ -412,6 +431,7 @@ def _check_launch(recipe: Recipe, conflict: _Conflict) -> None:
 _CHECKS: Final = (
     _check_stage,
     _check_data,
+    _check_overlap,
     _check_run_length,
     _check_schedule,
     _check_run_control,

@@ -16,6 +16,7 @@ from hyper_parallel.config._sections import (
     Data,
     Model,
     Moe,
+    Overlap,
     Parallel,
     Section,
     Training,
@@ -57,6 +58,8 @@ class Recipe(Section):
     """Low-rank adapters; the weights of the base model are frozen. None: train all weights."""
     moe: Moe = Field(default_factory=Moe)
     """Routing of tokens to experts."""
+    overlap: Overlap = Field(default_factory=Overlap)
+    """Communication that runs during computation."""
     offload: Offload = Field(default_factory=Offload)
     """Planned device memory: offload and recomputation."""
     checkpoint: Checkpoint = Field(default_factory=Checkpoint)

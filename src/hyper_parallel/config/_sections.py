@@ -412,6 +412,24 @@ class Moe(Section):
     token is dropped."""
 
 
+class Overlap(Section):
+    """Communication inside of a layer that runs while the same rank computes. `overlap: none` is the default."""
+
+    tp: Literal["none", "half-batch"] = "none"
+    """Collectives of tensor parallelism. half-batch: layers run on two halves of the sequences of a microbatch, and one
+    half computes while a collective of the other is in flight."""
+    ep: Literal["none", "chunks", "half-batch"] = "none"
+    """Exchange of tokens between experts. chunks: rows of one chunk of tokens travel while those of another are
+    computed. half-batch: as for `tp`; one setting covers both."""
+    chunks: int = Field(default=4, ge=2, le=64)
+    """Chunks of tokens, for `ep: chunks`."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _off(cls, data: object) -> object:
+        return {} if data == "none" else data
+
+
 class Checkpoint(Section):
     """Checkpoints, snapshots, resuming, and export."""
 

@@ -12,7 +12,7 @@ from pydantic import Field
 
 from hyper_parallel.config import Parallel, Recipe, parse_yaml, validated
 from hyper_parallel.errors import BadValue, Contradiction, DegreesMismatch
-from hyper_parallel.ir import Plan, Rule, Strategy, Workload
+from hyper_parallel.ir import Overlap, Plan, Rule, Strategy, Workload
 from hyper_parallel.model import ModelSpec
 from hyper_parallel.mpmd import check_virtual
 from hyper_parallel.planner.pins import PINNABLE, check_pins
@@ -86,6 +86,7 @@ def plan_recipe(
         rules=strategy.rules,
         schedule_file=strategy.schedule_file,
         stage_layers=strategy.stage_layers,
+        overlap=strategy.overlap,
     )
     request = _request(recipe, model, world_size or parallel.world_size, trained)
     pins = _pins(recipe, strategy, where)
@@ -220,6 +221,16 @@ def _strategy(recipe: Recipe) -> Strategy:
         recompute=t.recompute,
         recompute_layers=t.recompute_layers,
         offload=recipe.offload.on,
+        overlap=_overlap(recipe),
+    )
+
+
+def _overlap(recipe: Recipe) -> Overlap:
+    """Return the overlap of a recipe; `overlap.tp` and `overlap.ep` share half-batches."""
+    section = recipe.overlap
+    return Overlap(
+        half_batch="half-batch" in (section.tp, section.ep),
+        ep_chunks=section.chunks if section.ep == "chunks" else 1,
     )
 
 

@@ -13,6 +13,7 @@ from hyper_parallel.ir import (
     Alternative,
     Certificate,
     Layout,
+    Overlap,
     Plan,
     Rejected,
     Strategy,
@@ -43,6 +44,7 @@ from hyper_parallel.planner.refusals import (
 )
 from hyper_parallel.planner.request import LOCAL, PlanRequest, resolve
 from hyper_parallel.planner.search import BranchAndBound
+from hyper_parallel.shard import check_overlap
 from hyper_parallel.topology import Supernode
 from hyper_parallel.units import format_bytes
 
@@ -192,7 +194,10 @@ def _build_plan(
     strategy, workload = priced.strategy, priced.workload
     if strategy.pp > 1:
         strategy = replace(strategy, stage_layers=tuple(stage.layers for stage in priced.stages))
+    check_overlap(strategy, workload)
     layouts, layout_notes = _layouts(request, strategy, where)
+    if strategy.overlap != Overlap():
+        notes += ("overlap is not priced: times are those of the same step without it",)
     layout_notes += offload_note(priced.cost, priced.memory_bytes)
     if strategy.pp > 1 and layouts:
         # Verify the schedule before any process starts.

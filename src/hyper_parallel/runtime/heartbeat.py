@@ -213,7 +213,9 @@ def _communication(frame: FrameType | None) -> str:
     while frame is not None:
         file, name = frame.f_code.co_filename, frame.f_code.co_name
         if any(part in file for part in _COMMUNICATION):
-            if not name.startswith(_NO_CALLS):
+            if name == _AWAIT:
+                calls.append(str(frame.f_locals["kind"]))
+            elif not name.startswith(_NO_CALLS):
                 calls.append(name)
             for key, fact in _facts(frame.f_locals):
                 facts.setdefault(key, fact)
@@ -228,6 +230,8 @@ def _communication(frame: FrameType | None) -> str:
     return f"waits for {_PLAIN.get(calls[0], calls[0])}{purpose}{group}{layer}"
 
 
+_AWAIT: Final = "await_collective"
+"""Function of `backends.torch.collectives` that waits for a collective in flight."""
 _NO_CALLS: Final = ("_", "wrapper", "wait", "<")
 _PLAIN: Final = {
     "foreach_all_gather": "all_gather",

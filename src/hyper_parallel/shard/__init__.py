@@ -20,7 +20,7 @@ from hyper_parallel.shard._rules import (
     match,
     normalise_plan,
 )
-from hyper_parallel.shard._sizes import legal_tp
+from hyper_parallel.shard._sizes import check_overlap, legal_tp
 from hyper_parallel.shard._table import (
     block_boundaries,
     block_program,
@@ -47,6 +47,7 @@ __all__ = [
     "TokenCut",
     "block_boundaries",
     "block_program",
+    "check_overlap",
     "completed_rules",
     "context_boundaries",
     "covers",

@@ -12,13 +12,14 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 from hyper_parallel.errors import NotDivisible, RuleError, UnsupportedSharding
 from hyper_parallel.ir import (
     BLOCK_SHAPES,
     Part,
     Strategy,
+    Workload,
     equal_parts,
     gate_up_parts,
     qkv_parts,
@@ -46,6 +47,62 @@ def legal_tp(num_heads: int, num_kv_heads: int, *widths: int) -> list[int]:
     """
     whole = divisors(math.gcd(num_heads, *widths))
     return [t for t in whole if num_kv_heads % t == 0 or t % num_kv_heads == 0]
+
+
+def check_overlap(strategy: Strategy, workload: Workload) -> None:
+    """Raise HP205 if layers cannot overlap communication as a strategy says.
+
+    Args:
+        strategy: The strategy.
+        workload: Batch numbers resolved.
+    """
+    s, overlap = strategy, strategy.overlap
+
+    def refuse(problem: str, got: str, **changes: object) -> NoReturn:
+        named = {key.replace("__", "."): value for key, value in changes.items()}
+        raise UnsupportedSharding(problem, where="overlap", got=got, changes=named)
+
+    if overlap.ep_chunks > 1 and s.ep == 1:
+        refuse("`overlap.ep=chunks` needs expert parallelism", f"ep={s.ep}", overlap__ep="none")
+    if not overlap.half_batch:
+        return
+    if s.tp == 1 and s.ep == 1:
+        refuse(
+            "half-batches need tensor or expert parallelism: a layer has no other communication",
+            f"tp={s.tp}, ep={s.ep}",
+            overlap="none",
+        )
+    illegal = {
+        "pipeline parallelism": (s.pp > 1, f"pp={s.pp}"),
+        "context parallelism": (s.cp > 1, f"cp={s.cp}"),
+        "a second tensor-parallel axis": (s.tp_y > 1, f"tp_y={s.tp_y}"),
+        "re-gathered inputs": (s.gathered_inputs == "re-gather", "gathered_inputs=re-gather"),
+        "a memory plan": (s.offload, "offload"),
+        "experts sharded over data-parallel ranks": (
+            s.ep > 1 and s.expert_mesh().degree("edp") > 1 and s.zero_stage > 0,
+            f"ep={s.ep}, dp_shard={s.dp_shard}",
+        ),
+    }
+    for feature, (is_used, got) in illegal.items():
+        if is_used:
+            changes = (
+                {"overlap.ep": "chunks", "overlap.tp": "none"} if s.ep > 1 else {"overlap": "none"}
+            )
+            raise UnsupportedSharding(
+                f"half-batches do not work with {feature}",
+                where="overlap",
+                got=got,
+                changes=changes,
+            )
+    sequences = workload.microbatch or 1
+    if overlap.parts(sequences, workload.seq_len) == 1:
+        refuse(
+            "a microbatch of this size cannot be halved",
+            f"microbatch={sequences}, seq_len={workload.seq_len}",
+            training__microbatch=2 * sequences
+            if 2 * sequences != workload.seq_len
+            else sequences + 2,
+        )
 
 
 def check_context(strategy: Strategy, num_heads: int) -> None:

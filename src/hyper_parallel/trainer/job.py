@@ -323,7 +323,7 @@ def _check_weights(loaded: LoadedRecipe) -> Path | None:
 
 def _check_model(loaded: LoadedRecipe, plan: Plan, model: Any) -> tuple[Plan, str | None]:
     """Check the model with recipe and plan; return the plan with measured properties, and the router loss in words."""
-    from hyper_parallel.backends.torch import check_flow, check_routing
+    from hyper_parallel.backends.torch import check_flow, check_half_batches, check_routing
     from hyper_parallel.trainer.engine.offload_machine import check_offload
     from hyper_parallel.trainer.engine.optimizer import check_optimizer
     from hyper_parallel.trainer.engine.recipe_model import (
@@ -343,6 +343,7 @@ def _check_model(loaded: LoadedRecipe, plan: Plan, model: Any) -> tuple[Plan, st
     router_loss = check_routing(model, routing_of(recipe), loaded.where("moe"))
     check_positions(model, recipe.data.seq_len, loaded.where("data.seq_len"))
     plan = replace(plan, properties=check_properties(loaded, plan))
+    check_half_batches(model, plan.strategy, router_loss is not None)
     check_flow(model, plan)
     if recipe.stage in PREFERENCE_STAGES:
         check_rows(loaded, plan)

@@ -75,7 +75,8 @@ def check_properties(loaded: LoadedRecipe, plan: Plan) -> ModelProperties:
         plan: Plan of the run.
 
     Raises:
-        Contradiction: HP104 when packed documents would attend to each other, or when a token sees its label.
+        Contradiction: HP104 when packed documents would attend to each other, when a token sees its label, or when
+            half-batches would see each other.
     """
     recipe = loaded.recipe
     trusted, scores = recipe.model.trust_remote_code, recipe.stage == "rm"
@@ -101,6 +102,13 @@ def check_properties(loaded: LoadedRecipe, plan: Plan) -> ModelProperties:
             got=f"{properties.model_class}, data.packing=true, independent: {measured}",
             allowed="data.packing=false, or data.mask_documents=false to let them see each other",
             hint="data.packing=false",
+        )
+    if plan.strategy.overlap.half_batch and not properties.rows_independent.holds:
+        raise Contradiction(
+            "half-batches need sequences that do not see each other, and in this model they do",
+            where=loaded.where("overlap"),
+            got=f"{properties.model_class}, independent: {properties.rows_independent}",
+            hint="overlap=none",
         )
     attention, rows = recipe.model.attn_implementation, plan.workload.microbatch or 1
     flash = attention is not None and "flash" in attention and plan.strategy.cp == 1

@@ -31,11 +31,17 @@ from hyper_parallel.backends.torch.experts.routing import (
     check_routing,
     routing_statistics,
 )
+from hyper_parallel.backends.torch.half_batch import check_half_batches
 from hyper_parallel.backends.torch.kept_activations import FusedAttention, measure_kept
 from hyper_parallel.backends.torch.memory import CommCounter, cpu_workspace, device_workspace
 from hyper_parallel.backends.torch.model_layouts import resolve_layouts
 from hyper_parallel.backends.torch.module_spec import read_model
-from hyper_parallel.backends.torch.parallel_handle import Handle, Ranks, handle
+from hyper_parallel.backends.torch.parallel_handle import (
+    Handle,
+    Ranks,
+    half_batch_counts,
+    handle,
+)
 from hyper_parallel.backends.torch.token_rows import TOKEN_MASK
 from hyper_parallel.backends.torch.user_objective import token_logprobs
 from hyper_parallel.backends.torch.vocab_parallel_loss import cross_entropy_sum, shifted
@@ -58,6 +64,7 @@ __all__ = [
     "apply_plan",
     "audit",
     "check_flow",
+    "check_half_batches",
     "check_pretrained",
     "check_routing",
     "clip_grad_norm_",
@@ -69,6 +76,7 @@ __all__ = [
     "end_step",
     "forward_backward",
     "forward_loss",
+    "half_batch_counts",
     "handle",
     "load_pretrained",
     "local",

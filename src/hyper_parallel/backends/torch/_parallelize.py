@@ -30,7 +30,7 @@ from hyper_parallel.backends.torch.forward_variants import (
     loop_over_experts,
     recompute_layers,
 )
-from hyper_parallel.backends.torch.half_batch import HalfBatch
+from hyper_parallel.backends.torch.half_batch import HalfBatch, check_half_batches
 from hyper_parallel.backends.torch.layer_flow import follow
 from hyper_parallel.backends.torch.model_layouts import is_reversible, resolve_layouts
 from hyper_parallel.backends.torch.model_structure import decoder_of, layers_of
@@ -141,6 +141,7 @@ def apply_plan(
     balance = BalanceLoss.from_model(
         model, routing, strategy, mesh, ranks.world_group, ranks.device
     )
+    check_half_batches(model, strategy, balance is not None)
     disable_model_router_loss(model, routing, strategy)
     refuse_random_modules(model, strategy)
     expert_group = None if ranks.expert_mesh is None else ranks.expert_mesh["ep"].get_group()
@@ -224,7 +225,7 @@ def apply_plan(
     if tp is not None:
         watch_gradients(model, layouts, tp, trial)
 
-    rooms = (tp, context, experts, balance, pipeline, fsdp, tap)
+    rooms = (tp, context, experts, balance, pipeline, fsdp, tap, halves)
     attach(model, Handle(plan, ranks, layouts, shapes, *rooms, average))
     audit(model)
     return model

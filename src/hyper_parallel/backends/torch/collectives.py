@@ -109,7 +109,7 @@ def launch_all_to_all(
     """Issue `all_to_all` and return the function that waits for it and returns `out`."""
     with purpose(name):
         work = dist.all_to_all_single(out, x, receive, send, group=group, async_op=async_op)
-    return partial(_wait, work, out, x)
+    return partial(await_collective, "all_to_all", work, out, x, group, name)
 
 
 def launch_gather_rows(
@@ -119,7 +119,8 @@ def launch_gather_rows(
     out, x = x.new_empty(group.size() * x.shape[0], *x.shape[1:]), x.contiguous()
     with purpose(name):
         work = _all_gather(out, x, group=group, async_op=async_op)
-    return partial(_wait, work, out.view(group.size(), *x.shape), x)
+    stacked = out.view(group.size(), *x.shape)
+    return partial(await_collective, "all_gather", work, stacked, x, group, name)
 
 
 def launch_reduce_into(
@@ -128,7 +129,7 @@ def launch_reduce_into(
     """Issue `reduce_into` and return the function that waits for it and returns `out`."""
     with purpose(name):
         work = _reduce_scatter(out, rows, group=group, async_op=async_op)
-    return partial(_wait, work, out, rows)
+    return partial(await_collective, "reduce_scatter", work, out, rows, group, name)
 
 
 def launch_all_reduce(
@@ -138,11 +139,21 @@ def launch_all_reduce(
     out = x.contiguous().clone()
     with purpose(name):
         work = dist.all_reduce(out, group=group, async_op=async_op)
-    return partial(_wait, work, out, out)
+    return partial(await_collective, "all_reduce", work, out, out, group, name)
 
 
-def _wait(work: dist.Work | None, out: Tensor, sent: Tensor) -> Tensor:
-    """Wait for a collective; `sent` is an argument to keep it alive until then."""
+def await_collective(
+    kind: str,
+    work: dist.Work | None,
+    out: Tensor,
+    sent: Tensor,
+    group: dist.ProcessGroup,
+    name: Purpose,
+) -> Tensor:
+    """Wait for a collective and return `out`.
+
+    `sent` is an argument to keep it alive until then; a monitor reads `kind`, `group` and `name` of a rank that hangs.
+    """
     if work is not None:
         work.wait()
     return out

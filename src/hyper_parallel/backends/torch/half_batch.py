@@ -17,14 +17,45 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from hyper_parallel.backends.torch.dropout import has_dropout
 from hyper_parallel.backends.torch.in_flight import interleave
 from hyper_parallel.backends.torch.tensor.state import TpState
 from hyper_parallel.backends.torch.token_rows import Padding, Tokens
 from hyper_parallel.errors import UnsupportedSharding
-from hyper_parallel.ir import Overlap
+from hyper_parallel.ir import Overlap, Strategy
 
 _PACKED_ARGUMENTS: Final = ("cu_seq", "max_length", "seq_idx")
 """Prefixes of arguments that describe packed documents over all sequences, in the names of transformers 5."""
+
+
+def check_half_batches(model: nn.Module, strategy: Strategy, has_balance_loss: bool) -> None:
+    """Refuse a model whose result on two half-batches is not that on the whole batch.
+
+    Args:
+        model: The model.
+        strategy: The strategy.
+        has_balance_loss: True if training adds a loss of the load of experts over all tokens.
+
+    Raises:
+        UnsupportedSharding: HP205 naming the reason.
+    """
+    if not strategy.overlap.half_batch:
+        return
+    reasons = {
+        "dropout, which would draw other numbers": has_dropout(model),
+        "a load-balancing loss over all tokens": has_balance_loss,
+    }
+    for reason, applies in reasons.items():
+        if applies:
+            ep = strategy.ep > 1
+            raise UnsupportedSharding(
+                f"half-batches do not work with {reason}",
+                where="overlap",
+                got=type(model).__name__,
+                changes={"overlap.ep": "chunks", "overlap.tp": "none"}
+                if ep
+                else {"overlap": "none"},
+            )
 
 
 class HalfBatch:
@@ -53,9 +84,9 @@ class HalfBatch:
         parts = self._overlap.parts(*batch) if len(batch) == 2 else 1
         return 1 if _halves(_without_hidden(args, kwargs), batch[0]) is None else parts
 
-    def take_counts(self) -> tuple[int, int]:
-        """Return the numbers of halved and of whole layers, and begin to count anew."""
-        counts = self.halved_layers, self.whole_layers
+    def take_counts(self) -> dict[str, int]:
+        """Return the layers run on half-batches and on whole batches since the last call, recomputation included."""
+        counts = {"halved_layers": self.halved_layers, "whole_layers": self.whole_layers}
         self.halved_layers = self.whole_layers = 0
         return counts
 

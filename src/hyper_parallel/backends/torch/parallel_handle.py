@@ -13,6 +13,7 @@ from hyper_parallel.backends.torch._loss_tap import LossTap
 from hyper_parallel.backends.torch.context.state import ContextState
 from hyper_parallel.backends.torch.experts.balance_loss import BalanceLoss
 from hyper_parallel.backends.torch.experts.routing import ExpertState
+from hyper_parallel.backends.torch.half_batch import HalfBatch
 from hyper_parallel.backends.torch.pipeline.apply import Pipeline
 from hyper_parallel.backends.torch.tensor.state import TpState
 from hyper_parallel.backends.torch.weights.pretrained import HANDLE
@@ -55,6 +56,7 @@ class Handle:
         pipeline: Runs this rank's pipeline stages; None without a pipeline.
         fsdp: Modules that FSDP manages, root last.
         loss: The loss function of a causal language model, in whose place an objective takes the logits; or None.
+        halves: Runs layers on half-batches, or None.
         average: Gradients of a plain backward pass are averaged over the shares of the data, not summed.
     """
 
@@ -69,6 +71,7 @@ class Handle:
     pipeline: Pipeline | None
     fsdp: tuple[nn.Module, ...]
     loss: LossTap | None
+    halves: HalfBatch | None
     average: bool = False
 
     @property
@@ -126,3 +129,9 @@ def handle(model: nn.Module) -> Handle:
     if found is None:
         raise TypeError(f"{type(model).__name__} did not pass through parallelize")
     return found
+
+
+def half_batch_counts(model: nn.Module) -> dict[str, int] | None:
+    """Return the layers run on half-batches and on whole batches since the last call; None without half-batches."""
+    known = attached(model)
+    return None if known is None or known.halves is None else known.halves.take_counts()

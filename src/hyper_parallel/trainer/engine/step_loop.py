@@ -26,6 +26,7 @@ from hyper_parallel.backends.torch import (
     count_routing,
     forward_backward,
     forward_loss,
+    half_batch_counts,
     handle,
     local,
     purpose,
@@ -211,6 +212,8 @@ class Loop:
         self.recorder.memory(self.gauge.samples)
         seconds = time.perf_counter() - start
         result = output.result(int(inputs.valid_tokens), seconds, routing)
+        if (counts := half_batch_counts(self.model)) is not None:
+            result = replace(result, overlap=counts)
         if self.stage is not None:
             result = replace(result, **self.stage.record())
         skipped = self.policy.after(output, step, bool(rejected))

@@ -1,0 +1,372 @@
+"""Overlap of communication and computation inside of a layer, against the same step without it, on a throttled link.
+
+Two ranks with one core each train one model by several strategies in turn, forward and backward, round after round.
+They talk over the loopback of a network namespace of their own, with a token bucket as its link: time on the wire is
+then time off the processor, as it is on an accelerator. Needs the right to make namespaces (`unshare -rn`).
+
+    python benchmarks/overlap.py                  # a table
+    python benchmarks/overlap.py --json           # the same as JSON, with every sample
+    python benchmarks/overlap.py --case experts --rate 1000    # one model, 1000 Mbit/s
+
+Masking by two definitions:
+
+* `wait`: 1 - seconds blocked in collectives / seconds blocked in the serial step.
+* `timeline`: of the seconds in which a collective is in flight, the part in which the rank does not wait for one.
+
+Exit status 1 when a bar is missed, 2 when the machine was too busy for a verdict (pressure above `QUIET`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+import torch.distributed as dist
+from _machine import machine
+from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen2MoeConfig, Qwen3Config
+
+from hyper_parallel.backends.torch import collectives
+from hyper_parallel.cost import step_collectives
+from hyper_parallel.ir import ModelRef, Overlap, Plan, Strategy, Workload
+from hyper_parallel.model import spec_from_config
+from hyper_parallel.runtime import World, forward_backward, launch, parallelize
+from hyper_parallel.shard import family_rules, plan_layouts
+
+INSIDE = "--inside-namespace"
+QUIET = 0.05
+"""Share of the time in which a process may wait for a core, in /proc/pressure/cpu, for a valid measurement."""
+EXPERTS_BAR, TENSOR_BAR = 1.4, 1.25
+"""Serial over overlapped step time that issue-free overlap reaches, at the shares of communication in `BAR_SHARES`."""
+BALANCED_MASKING = 0.92
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """Model, batch and strategies of one comparison; the first strategy is serial.
+
+    Attributes:
+        config: Config of a Hugging Face model.
+        sequences: Sequences per data rank.
+        seq_len: Tokens per sequence.
+        strategies: Name to strategy.
+        rate: Default rate of the link in Mbit/s.
+        bar: Step time of the serial strategy over that of the best other one.
+    """
+
+    config: PretrainedConfig
+    sequences: int
+    seq_len: int
+    strategies: dict[str, Strategy]
+    rate: int
+    bar: float
+
+
+def cases() -> dict[str, Case]:
+    """Comparisons by name."""
+    experts = Strategy(dp_shard=2, ep=2)
+    tensor = Strategy(tp_x=2)
+
+    def replaced(strategy: Strategy, **overlap: Any) -> Strategy:
+        return dataclasses.replace(strategy, overlap=Overlap(**overlap))
+
+    common = {
+        "vocab_size": 512, "hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 8,
+        "num_hidden_layers": 3, "max_position_embeddings": 1024,
+    }  # fmt: skip
+    moe = Qwen2MoeConfig(
+        **common, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=1024,
+        shared_expert_intermediate_size=1024, decoder_sparse_step=1, mlp_only_layers=[], output_router_logits=False,
+    )  # fmt: skip
+    dense = Qwen3Config(**common, intermediate_size=2048, head_dim=64)
+    return {
+        "experts": Case(
+            moe, 4, 512,
+            {
+                "serial": experts,
+                "chunks 4": replaced(experts, ep_chunks=4),
+                "half-batch": replaced(experts, half_batch=True),
+                "half-batch, chunks 2": replaced(experts, half_batch=True, ep_chunks=2),
+            },
+            1000, EXPERTS_BAR,
+        ),
+        "tensor": Case(
+            dense, 8, 256,
+            {"serial": tensor, "half-batch": replaced(tensor, half_batch=True)},
+            1000, TENSOR_BAR,
+        ),
+    }  # fmt: skip
+
+
+class Meter:
+    """Seconds that this rank is blocked in collectives, and when collectives were in flight."""
+
+    def __init__(self) -> None:
+        self.blocked: list[tuple[float, float]] = []
+        self.in_flight: list[tuple[float, float]] = []
+
+    def clear(self) -> None:
+        """Forget what was measured."""
+        self.blocked, self.in_flight = [], []
+
+    @contextmanager
+    def install(self) -> Iterator[None]:
+        """Measure the collectives that layers issue."""
+        names = ("_all_gather", "_reduce_scatter")
+        originals = {name: getattr(collectives, name) for name in names}
+        exchange = dist.all_to_all_single
+        for name in names:
+            setattr(collectives, name, self._measured(originals[name]))
+        dist.all_to_all_single = self._measured(exchange)
+        try:
+            yield
+        finally:
+            for name, function in originals.items():
+                setattr(collectives, name, function)
+            dist.all_to_all_single = exchange
+
+    def _measured(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, async_op: bool = False, **kwargs: Any) -> Any:
+            begin = time.perf_counter()
+            work = function(*args, async_op=async_op, **kwargs)
+            if async_op:
+                return _MeasuredWork(work, begin, self)
+            now = time.perf_counter()
+            self.blocked.append((begin, now))
+            self.in_flight.append((begin, now))
+            return None
+
+        return call
+
+
+class _MeasuredWork:
+    def __init__(self, work: Any, begin: float, meter: Meter) -> None:
+        self._work, self._begin, self._meter, self._end = work, begin, meter, 0.0
+        with suppress(RuntimeError):  # gloo's reduce-scatter has no future: it counts as in flight until its wait ends
+            work.get_future().add_done_callback(self._done)
+
+    def _done(self, _: Any) -> None:
+        self._end = time.perf_counter()
+
+    def wait(self) -> None:
+        begin = time.perf_counter()
+        self._work.wait()
+        now = time.perf_counter()
+        self._meter.blocked.append((begin, now))
+        self._meter.in_flight.append((self._begin, min(self._end or now, now)))
+
+
+def union(intervals: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Return disjoint intervals that cover the same time."""
+    merged: list[tuple[float, float]] = []
+    for begin, end in sorted(intervals):
+        if merged and begin <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(end, merged[-1][1])
+        else:
+            merged.append((begin, end))
+    return merged
+
+
+def common_seconds(a: list[tuple[float, float]], b: list[tuple[float, float]]) -> float:
+    """Return the seconds that lie in both unions."""
+    total, rest = 0.0, list(union(b))
+    for begin, end in union(a):
+        total += sum(max(0.0, min(end, e) - max(begin, s)) for s, e in rest)
+    return total
+
+
+def make_plan(case: Case, strategy: Strategy) -> Plan:
+    """Return the plan of a strategy, without a search."""
+    spec = spec_from_config(case.config.to_dict(), name="benchmark")
+    parameters = {p.name: p for b in spec.blocks for p in b.params}
+    attention = next(b.attention for b in spec.blocks if b.attention)
+    planned = plan_layouts(
+        [(p.name, p.shape, p.dims) for p in parameters.values()], family_rules(spec.family), strategy,
+        num_heads=attention.num_heads, num_kv_heads=attention.num_kv_heads, head_dim=attention.qk_head_dim,
+        vocab_size=spec.vocab_size, tied={p.name: p.tied_to for p in parameters.values() if p.tied_to},
+    )  # fmt: skip
+    tokens = case.sequences * case.seq_len * strategy.dp
+    workload = Workload(
+        seq_len=case.seq_len, tokens_per_step=tokens, microbatch=case.sequences,
+        compute_dtype="float32", param_dtype="float32", reduce_dtype="float32",
+    ).resolve(strategy.dp)  # fmt: skip
+    reference = ModelRef("benchmark", spec.family, spec.num_params, spec.num_params, 0.0, "")
+    return Plan(
+        reference, "local", 0.0, workload, strategy, planned.layouts, 0.0, (), (), 0,
+        collectives=step_collectives(spec, planned.layouts, strategy, workload),
+    )  # fmt: skip
+
+
+def measure(case: Case, rounds: int) -> dict[str, dict[str, Any]]:
+    """Return samples per strategy: step seconds, blocked seconds, masking by timeline, and the loss."""
+    torch.manual_seed(0)
+    models = {name: AutoModelForCausalLM.from_config(case.config) for name in case.strategies}
+    first = next(iter(models.values())).state_dict()
+    for model in models.values():
+        model.load_state_dict(first)
+    plans = {name: make_plan(case, s) for name, s in case.strategies.items()}
+
+    def rank(index: int) -> dict[str, dict[str, Any]]:
+        os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[index]})
+        torch.set_num_threads(1)
+        meter = Meter()
+        samples: dict[str, dict[str, Any]] = {
+            name: {"step_s": [], "blocked_s": [], "timeline": [], "loss": None, "pressure": []}
+            for name in models
+        }
+        with World.join("cpu") as world, meter.install():
+            ready = {name: parallelize(m, plans[name], world) for name, m in models.items()}
+            generator = torch.Generator().manual_seed(
+                index if plans["serial"].strategy.dp > 1 else 0
+            )
+            ids = torch.randint(
+                case.config.vocab_size, (case.sequences, case.seq_len), generator=generator
+            )
+            batch = {"input_ids": ids, "labels": ids}
+            tokens = ids.numel() * plans["serial"].strategy.dp
+            for turn in range(rounds + 1):
+                for name, model in ready.items():
+                    model.zero_grad()
+                    dist.barrier()
+                    meter.clear()
+                    before, begin = cpu_pressure(), time.perf_counter()
+                    loss = forward_backward(model, [batch], tokens)
+                    dist.barrier()
+                    seconds = time.perf_counter() - begin
+                    pressure = (cpu_pressure() - before) / seconds
+                    if turn == 0:  # memory is allocated and kernels are chosen
+                        samples[name]["loss"] = float(loss)
+                        continue
+                    blocked = sum(e - s for s, e in meter.blocked)
+                    flying = sum(e - s for s, e in union(meter.in_flight))
+                    waited = common_seconds(meter.in_flight, meter.blocked)
+                    samples[name]["step_s"].append(seconds)
+                    samples[name]["blocked_s"].append(blocked)
+                    samples[name]["timeline"].append(1 - waited / flying if flying else 0.0)
+                    samples[name]["pressure"].append(pressure)
+        return samples
+
+    ranks = launch(rank, 2, timeout_s=600)
+    return {
+        name: {
+            "step_s": ranks[0][name]["step_s"],
+            "pressure": ranks[0][name]["pressure"],
+            "blocked_s": _mean(r[name]["blocked_s"] for r in ranks),
+            "timeline": _mean(r[name]["timeline"] for r in ranks),
+            "loss": sum(r[name]["loss"] for r in ranks),
+        }
+        for name in models
+    }
+
+
+def _mean(columns: Any) -> list[float]:
+    return [statistics.fmean(values) for values in zip(*columns, strict=True)]
+
+
+def cpu_pressure() -> float:
+    """Return the seconds since boot in which some process waited for a core; 0 where the kernel does not count them."""
+    try:
+        text = Path("/proc/pressure/cpu").read_text(encoding="ascii")
+    except OSError:
+        return 0.0
+    return int(text.splitlines()[0].rpartition("total=")[2]) / 1e6
+
+
+def summary(case: Case, samples: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Return medians of each strategy, over the calmest half of the rounds."""
+    worst = [
+        max(s["pressure"][i] for s in samples.values())
+        for i in range(len(samples["serial"]["step_s"]))
+    ]
+    calm = sorted(range(len(worst)), key=worst.__getitem__)[: max(1, len(worst) // 2)]
+
+    def median(name: str, key: str) -> float:
+        return statistics.median(samples[name][key][i] for i in calm)
+
+    serial_s, alone_s = median("serial", "step_s"), median("serial", "blocked_s")
+    rows = {}
+    for name in samples:
+        ratios = [samples["serial"]["step_s"][i] / samples[name]["step_s"][i] for i in calm]
+        rows[name] = {
+            "step_s": median(name, "step_s"),
+            "speedup": statistics.median(ratios),
+            "blocked_s": median(name, "blocked_s"),
+            "masking_wait": 1 - median(name, "blocked_s") / alone_s,
+            "masking_timeline": median(name, "timeline"),
+            "loss_difference": samples[name]["loss"] - samples["serial"]["loss"],
+        }
+    return {
+        "communication_share": alone_s / serial_s,
+        "pressure": max(worst[i] for i in calm),
+        "strategies": rows,
+        "best_speedup": max(r["speedup"] for n, r in rows.items() if n != "serial"),
+        "bar": case.bar,
+    }
+
+
+def in_namespace(arguments: list[str], rate: int) -> int:
+    """Run this script in a network namespace whose loopback has a rate in Mbit/s."""
+    if shutil.which("unshare") is None or shutil.which("tc") is None:
+        print("needs unshare (util-linux) and tc (iproute2)", file=sys.stderr)
+        return 2
+    link = f"ip link set lo mtu 9000 up && tc qdisc add dev lo root tbf rate {rate}mbit burst 64kb latency 400ms"
+    command = f'{link} && exec "$0" "$@"'
+    words = [sys.executable, __file__, INSIDE, *arguments]
+    return subprocess.run(["unshare", "-rn", "bash", "-c", command, *words], check=False).returncode
+
+
+def main() -> int:
+    """Print one table per case and return the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--case", choices=sorted(cases()), action="append")
+    parser.add_argument("--rate", type=int, help="Mbit/s of the link")
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument(INSIDE, action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    names = args.case or sorted(cases())
+    if not args.inside_namespace:
+        status = 0
+        for name in names:
+            rate = args.rate or cases()[name].rate
+            words = ["--case", name, "--rate", str(rate), "--rounds", str(args.rounds)]
+            status = max(status, in_namespace([*words, *["--json"] * args.json], rate))
+        return status
+    (name,) = names
+    case = cases()[name]
+    result = summary(case, samples := measure(case, args.rounds))
+    busy = result["pressure"] > QUIET
+    if args.json:
+        facts = {"case": name, "rate_mbit": args.rate, "machine": machine(), "quiet": not busy}
+        print(json.dumps({**facts, **result, "samples": samples}))
+    else:
+        share = result["communication_share"]
+        print(
+            f"{name}: {args.rate} Mbit/s, communication {share:.0%} of the serial step,"
+            f" pressure {result['pressure']:.0%}"
+        )
+        for key, row in result["strategies"].items():
+            print(
+                f"  {key:22} {row['step_s'] * 1e3:8.1f} ms  {row['speedup']:5.2f}x  masked {row['masking_wait']:5.0%}"
+                f" (waits) {row['masking_timeline']:5.0%} (timeline)  loss {row['loss_difference']:+.1e}"
+            )
+    if busy:
+        return 2
+    return int(result["best_speedup"] < case.bar)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,92 @@
+"""Recipes whose layers overlap communication: what is refused, and that the hint of a refusal works."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hyper_parallel.config import load_recipe
+from hyper_parallel.errors import HyperParallelError
+from hyper_parallel.ir import Overlap
+from hyper_parallel.planner import plan_recipe
+
+pytestmark = pytest.mark.unit
+
+MOE = {
+    "model_type": "qwen3_moe", "vocab_size": 1024, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8, "num_experts": 8, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32, "max_position_embeddings": 512, "mlp_only_layers": [],
+}  # fmt: skip
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    (tmp_path / "model.json").write_text(json.dumps(MOE))
+    path = tmp_path / "recipe.yaml"
+    path.write_text(
+        f"model: {{path: {tmp_path / 'model.json'}, init: random}}\n"
+        "data: {source: python-stdlib, seq_len: 64}\n"
+        "training: {microbatch: 2, accumulation_steps: 1}\n"
+    )
+    return path
+
+
+def planned(recipe: Path, overrides: list[str]) -> Overlap:
+    return plan_recipe(load_recipe(recipe, overrides).recipe).strategy.overlap
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["parallel.tp=2", "overlap.tp=half-batch"], Overlap(half_batch=True)),
+        (["parallel.dp_shard=2", "parallel.ep=2", "overlap.ep=chunks"], Overlap(ep_chunks=4)),
+        (
+            ["parallel.tp=2", "parallel.ep=2", "overlap={tp: half-batch, ep: chunks, chunks: 2}"],
+            Overlap(half_batch=True, ep_chunks=2),
+        ),
+        (["parallel.tp=2", "overlap=none"], Overlap()),
+    ],
+)
+def test_a_recipe_sets_the_overlap_of_its_plan(
+    recipe: Path, overrides: list[str], expected: Overlap
+) -> None:
+    assert planned(recipe, overrides) == expected
+
+
+@pytest.mark.parametrize(
+    ("code", "overrides"),
+    [
+        ("HP205", ["parallel.tp=2", "parallel.pp=2", "overlap.tp=half-batch"]),
+        ("HP205", ["parallel.tp=2", "parallel.cp=2", "overlap.tp=half-batch"]),
+        ("HP205", ["parallel.tp_x=2", "parallel.tp_y=2", "parallel.ep=4", "overlap.tp=half-batch"]),
+        ("HP205", ["parallel.tp=2", "overlap.tp=half-batch", "training.microbatch=1"]),
+        ("HP205", ["parallel.dp_shard=2", "overlap.tp=half-batch"]),
+        ("HP205", ["parallel.dp_shard=2", "overlap.ep=chunks"]),
+        ("HP205", ["parallel.dp_shard=4", "parallel.ep=2", "overlap.ep=half-batch"]),
+        (
+            "HP205",
+            ["parallel.tp=2", "parallel.gathered_inputs=re-gather", "overlap.tp=half-batch"],
+        ),
+    ],
+)
+def test_what_cannot_overlap_is_refused_with_a_hint_that_plans(
+    recipe: Path, code: str, overrides: list[str]
+) -> None:
+    with pytest.raises(HyperParallelError) as caught:
+        planned(recipe, overrides)
+    assert caught.value.code == code
+    assert caught.value.hint
+    planned(recipe, [*overrides, *caught.value.hint.split()])
+
+
+def test_a_capacity_excludes_chunks(recipe: Path) -> None:
+    overrides = [
+        "parallel.ep=2",
+        "parallel.dp_shard=2",
+        "overlap.ep=chunks",
+        "moe.capacity_factor=2",
+    ]
+    with pytest.raises(HyperParallelError, match="capacity"):
+        load_recipe(recipe, overrides)
