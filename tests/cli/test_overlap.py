@@ -58,7 +58,15 @@ def test_a_recipe_sets_the_overlap_of_its_plan(
 @pytest.mark.parametrize(
     ("code", "overrides"),
     [
-        ("HP205", ["parallel.tp=2", "parallel.pp=2", "overlap.tp=half-batch"]),
+        (
+            "HP205",
+            [
+                "parallel.pp=2",
+                "training.accumulation_steps=2",
+                "parallel.tp=2",
+                "overlap.tp=half-batch",
+            ],
+        ),
         ("HP205", ["parallel.tp=2", "parallel.cp=2", "overlap.tp=half-batch"]),
         ("HP205", ["parallel.tp_x=2", "parallel.tp_y=2", "parallel.ep=4", "overlap.tp=half-batch"]),
         ("HP205", ["parallel.tp=2", "overlap.tp=half-batch", "training.microbatch=1"]),
