@@ -21,6 +21,7 @@ from pydantic import (
 )
 
 from hyper_parallel.config._maxima import (
+    MOST_CHUNKS,
     MOST_LAYERS,
     MOST_RANKS,
     MOST_SECONDS,
@@ -421,7 +422,7 @@ class Overlap(Section):
     ep: Literal["none", "chunks", "half-batch"] = "none"
     """Exchange of tokens between experts. chunks: rows of one chunk of tokens travel while those of another are
     computed. half-batch: as for `tp`; one setting covers both."""
-    chunks: int = Field(default=4, ge=2, le=64)
+    chunks: int = Field(default=4, ge=2, le=MOST_CHUNKS)
     """Chunks of tokens, for `ep: chunks`."""
 
     @model_validator(mode="before")

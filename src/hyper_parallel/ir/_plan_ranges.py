@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 _MOST_RANKS: Final = 1 << 20
 _MOST_STAGES: Final = 1 << 16
 _MOST_TOKENS: Final = 1 << 48
+_MOST_CHUNKS: Final = 64
 _DEGREES: Final = (
     "pp", "dp_replicate", "dp_shard", "cp", "tp_x", "tp_y", "ep", "cp_ulysses", "virtual_stages", "etp",
 )  # fmt: skip
@@ -46,6 +47,8 @@ def _of_strategy(path: str, strategy: Strategy) -> Iterator[str]:
         degree = getattr(strategy, name)
         if degree is not None and not 1 <= degree <= _MOST_RANKS:
             yield f"{path}.{name}: {degree}, not 1 to {_MOST_RANKS}"
+    if not 1 <= strategy.overlap.ep_chunks <= _MOST_CHUNKS:
+        yield f"{path}.overlap.ep_chunks: {strategy.overlap.ep_chunks}, not 1 to {_MOST_CHUNKS}"
     if strategy.world_size > _MOST_RANKS:
         yield f"{path}: degrees of {strategy.world_size} ranks, more than {_MOST_RANKS}"
     if strategy.stages > _MOST_STAGES:

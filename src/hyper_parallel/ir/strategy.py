@@ -41,12 +41,10 @@ class Overlap:
     Attributes:
         half_batch: Decoder layers run on two halves of the sequences of a microbatch, which take turns: one computes
             while the collectives of the other are in flight.
-        tp_chunks: Chunks of tokens of a tensor-parallel matmul: one is multiplied while another is gathered or reduced.
         ep_chunks: Chunks of tokens of the experts: one is computed while the rows of another are exchanged.
     """
 
     half_batch: bool = False
-    tp_chunks: int = 1
     ep_chunks: int = 1
 
     def parts(self, sequences: int, length: int) -> int:
@@ -59,8 +57,7 @@ class Overlap:
     def __str__(self) -> str:
         shown = {
             "half-batch": self.half_batch,
-            f"tp-chunks:{self.tp_chunks}": self.tp_chunks > 1,
-            f"ep-chunks:{self.ep_chunks}": self.ep_chunks > 1,
+            f"chunks:{self.ep_chunks}": self.ep_chunks > 1,
         }
         return ",".join(text for text, is_on in shown.items() if is_on) or "none"
 
