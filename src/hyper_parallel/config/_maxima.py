@@ -30,4 +30,4 @@ MOST_WEIGHT: Final = 1e9
 """Weight of a mixed source; its inverse is the minimum. Within these bounds float64 sums and shares are exact
 enough."""
 MOST_CHUNKS: Final = 64
-"""Chunks of the tokens of one rank. Each is a collective of its own, so even large batches become slower long before."""
+"""Chunks of the tokens of one rank. Each is a collective of its own: large batches become slower long before."""

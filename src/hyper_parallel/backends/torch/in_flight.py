@@ -95,10 +95,14 @@ class Pending:
         self._flight, self._transpose = _Flight(), transpose
         self._started = _Start.apply(self._flight, launch, *tensors)
 
-    def finish(self) -> Any:
-        """Return the result, a tensor or a tuple; another half-batch computes while the collective is in flight."""
+    def finish(self, *, leads_to_start: bool = False) -> Any:
+        """Return the result, a tensor or a tuple; another half-batch computes while the collective is in flight.
+
+        Args:
+            leads_to_start: The next collective starts after little computation, see `offer_turn`.
+        """
         if (halves := _interleaved.get()) is not None:
-            halves.switch()
+            halves.switch(leads_to_start)
         return _Finish.apply(self._flight, self._transpose, *self._started)
 
 
@@ -113,14 +117,26 @@ def start(launch: Launch, transpose: Launch, *tensors: Tensor) -> Pending:
     return Pending(launch, transpose, *tensors)
 
 
-def collective(launch: Launch, transpose: Launch, *tensors: Tensor) -> Any:
-    """Return the result of a collective; arguments as in `start`.
+def collective(
+    launch: Launch, transpose: Launch, *tensors: Tensor, leads_to_start: bool = False
+) -> Any:
+    """Return the result of a collective; arguments as in `start` and `Pending.finish`.
 
     It is in flight while another half-batch computes, inside of `interleave`; elsewhere the call blocks.
     """
     if _interleaved.get() is not None:
-        return start(launch, transpose, *tensors).finish()
+        return start(launch, transpose, *tensors).finish(leads_to_start=leads_to_start)
     return _blocking(launch, transpose, *tensors)
+
+
+def offer_turn() -> None:
+    """Let another half-batch go on if it soon starts its next collective, in the middle of a long computation.
+
+    Without this, a half whose collective is complete would not start the next one before the computation ends, and the
+    link would be idle.
+    """
+    if (halves := _interleaved.get()) is not None:
+        halves.offer()
 
 
 def _blocking(launch: Launch, transpose: Launch, *tensors: Tensor) -> Any:
@@ -167,34 +183,43 @@ class _Interleaved:
     def __init__(self, on_turn: Callable[[int], None]) -> None:
         self._on_turn = on_turn
         self._scheduler = getcurrent()
+        self._running = 0
+        self._soon_starting: set[int] = set()
 
-    def switch(self) -> None:
+    def switch(self, leads_to_start: bool = False) -> None:
         """Suspend the running call until the others had their turn."""
+        index = self._running
+        if leads_to_start:
+            self._soon_starting.add(index)
         self._scheduler.switch()
+        self._soon_starting.discard(index)
+
+    def offer(self) -> None:
+        """Suspend the running call if another one soon starts its next collective."""
+        if self._soon_starting - {self._running}:
+            self._scheduler.switch()
 
     def run(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
+        """Return the results of the calls."""
         results: list[Any] = [None] * len(calls)
 
         def keep_result(index: int) -> None:
             results[index] = calls[index]()
 
-        running = []
-        for index in range(len(calls)):
-            call = greenlet(keep_result)
-            call.gr_context = contextvars.copy_context()
-            running.append((index, call))
+        turns = [greenlet(partial(keep_result, index)) for index in range(len(calls))]
+        for turn in turns:
+            turn.gr_context = contextvars.copy_context()
         try:
-            first = dict.fromkeys(range(len(calls)), True)
-            while running:
-                for index, call in list(running):
-                    self._on_turn(index)
-                    call.switch(index) if first.pop(index, False) else call.switch()
-                    if call.dead:
-                        running.remove((index, call))
+            while any(not turn.dead for turn in turns):
+                for index, turn in enumerate(turns):
+                    if not turn.dead:
+                        self._running = index
+                        self._on_turn(index)
+                        turn.switch()
         finally:
-            for _, call in running:
-                if call:  # suspended when another one failed
-                    call.throw()
+            for turn in turns:
+                if turn:  # suspended when another one failed
+                    turn.throw()
         return results
 
 

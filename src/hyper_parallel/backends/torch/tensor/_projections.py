@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from hyper_parallel.backends.torch.in_flight import sum_both, sum_forward
+from hyper_parallel.backends.torch.in_flight import offer_turn, sum_both, sum_forward
 from hyper_parallel.backends.torch.regather import RegatherScope
 from hyper_parallel.backends.torch.tensor._span_attention import SpanAttention
 from hyper_parallel.backends.torch.tensor.collectives import gather, padded, reshard, scatter
@@ -149,7 +149,9 @@ class Region:
     def scatter(self, out: Tensor) -> Tensor:
         """Reduce-scatter the output over the ranks and return this rank's tokens."""
         tokens = padded(out.reshape(1, -1, out.shape[-1]), self.current.padded_rows)
-        return scatter(tokens, 1, self.group(Purpose.SEQUENCE_SCATTER), Purpose.SEQUENCE_SCATTER)
+        group = self.group(Purpose.SEQUENCE_SCATTER)
+        # A norm follows, and then the next block gathers its input.
+        return scatter(tokens, 1, group, Purpose.SEQUENCE_SCATTER, leads_to_start=True)
 
     def with_weight(self, module: nn.Module, use: Callable[[Tensor], Tensor]) -> Tensor:
         """Return `use(weight)`; the program may gather the weight, and a gathered weight is not saved for backward."""
@@ -240,6 +242,7 @@ def rowwise(module: nn.Module, name: str, region: Region) -> None:
     is_adapted = LORA_A in module._parameters
 
     def forward(x: Tensor) -> Tensor:
+        offer_turn()
         region.current.block_input = region.current.block_input_summed_grad = None
 
         def product(weight: Tensor) -> Tensor:

@@ -50,9 +50,11 @@ def gather_pair(dim: int, group: ProcessGroup, name: Purpose) -> tuple[Launch, L
     return partial(_launch_gather, dim=dim, group=group, name=name), back
 
 
-def scatter(x: Tensor, dim: int, group: ProcessGroup, name: Purpose) -> Tensor:
-    """Reduce-scatter along a dim; backward is an all-gather."""
-    return collective(*scatter_pair(dim, group, name), x)  # type: ignore[no-any-return]
+def scatter(
+    x: Tensor, dim: int, group: ProcessGroup, name: Purpose, *, leads_to_start: bool = False
+) -> Tensor:
+    """Reduce-scatter along a dim; backward is an all-gather; `leads_to_start` as in `Pending.finish`."""
+    return collective(*scatter_pair(dim, group, name), x, leads_to_start=leads_to_start)  # type: ignore[no-any-return]
 
 
 def scatter_pair(dim: int, group: ProcessGroup, name: Purpose) -> tuple[Launch, Launch]:
