@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from hyper_parallel import plan
 from hyper_parallel.errors import HyperParallelError
-from hyper_parallel.ir import BLOCK_SHAPES, Plan, Strategy
+from hyper_parallel.ir import BLOCK_SHAPES, Overlap, Plan, Strategy
 from hyper_parallel.runtime import World, launch
 from tests.parity.universal import FAMILIES, Reference, Setup, check
 
@@ -108,6 +108,10 @@ def cases(draw: st.DrawFn, twos: int = 3, grid: bool = False) -> Case:
         recompute_layers=draw(st.sampled_from((None, 1, 2))) if again == "full" else None,
         reshard_after_forward=zero != 2,
         zero=1 if zero == 1 else None,
+        overlap=Overlap(
+            half_batch=draw(st.sampled_from((False, False, True))),
+            ep_chunks=draw(st.sampled_from((1, 3))) if size["ep"] > 1 else 1,
+        ),
     )
     layers = size["pp"] * virtual + draw(st.integers(0, 1))
     rounds = 2 if schedule == "dualpipev" else 1

@@ -82,7 +82,7 @@ class HalfBatch:
     def parts(self, batch: tuple[int, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         """Return the number of parts of a pass over (B, S) tokens, given the arguments of its first layer."""
         parts = self._overlap.parts(*batch) if len(batch) == 2 else 1
-        return 1 if _halves(_without_hidden(args, kwargs), batch[0]) is None else parts
+        return 1 if _halves(*_without_hidden(args, kwargs), batch[0]) is None else parts
 
     def take_counts(self) -> dict[str, int]:
         """Return the layers run on half-batches and on whole batches since the last call, recomputation included."""
@@ -94,7 +94,7 @@ class HalfBatch:
         by_keyword = "hidden_states" in kwargs
         hidden = kwargs["hidden_states"] if by_keyword else args[0]
         batch = self._batch(hidden)
-        halves = None if batch is None else _halves(_without_hidden(args, kwargs), batch)
+        halves = None if batch is None else _halves(*_without_hidden(args, kwargs), batch)
         if halves is None and batch is not None and self._tp is not None:
             raise UnsupportedSharding(
                 "this layer has arguments that the first layer does not have, and they cannot be halved",
@@ -146,44 +146,56 @@ class HalfBatch:
                 state.half = 0
 
 
-def _without_hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+def _without_hidden(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments of a layer with None for its hidden states."""
     if "hidden_states" in kwargs:
         return args, {k: v for k, v in kwargs.items() if k != "hidden_states"}
     return (None, *args[1:]), kwargs
 
 
-def _halves(arguments: Any, batch: int) -> tuple[Any, Any] | None:
-    """Return the arguments of each half; None: the sequences of an argument cannot be told.
+def _halves(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], batch: int
+) -> tuple[tuple[tuple[Any, ...], dict[str, Any]], ...] | None:
+    """Return the arguments of each half; None: the sequences of an argument cannot be told."""
+    if any(v is not None and n.startswith(_PACKED_ARGUMENTS) for n, v in kwargs.items()):
+        return None
+    positional = [_halved(value, batch) for value in args]
+    named = {name: _halved(value, batch) for name, value in kwargs.items()}
+    if any(pair is None for pair in (*positional, *named.values())):
+        return None
+    return tuple(
+        (
+            tuple(pair[i] for pair in positional if pair is not None),
+            {name: pair[i] for name, pair in named.items() if pair is not None},
+        )
+        for i in range(2)
+    )
+
+
+def _halved(value: Any, batch: int) -> tuple[Any, Any] | None:
+    """Return an argument of each half; None: it cannot be told.
 
     A tensor whose first dim counts the sequences is halved. One that is broadcast over them, with a first dim of 1 or
-    no dim of that size, is shared.
+    no dim of that size, is shared. Lists, dicts and other objects may pass values from layer to layer.
     """
-    if isinstance(arguments, Tensor):
-        if batch not in arguments.shape or arguments.shape[0] == 1:
-            return arguments, arguments
-        if arguments.shape[0] != batch:
+    if isinstance(value, Tensor):
+        if batch not in value.shape or value.shape[0] == 1:
+            return value, value
+        if value.shape[0] != batch:
             return None
-        first, second = arguments.chunk(2)
+        first, second = value.chunk(2)
         return first, second
-    if isinstance(arguments, Mapping):
-        if any(
-            value is not None and name.startswith(_PACKED_ARGUMENTS)
-            for name, value in arguments.items()
-        ):
+    if isinstance(value, tuple):
+        pairs = [_halved(item, batch) for item in value]
+        if any(pair is None for pair in pairs):
             return None
-        halves = {name: _halves(value, batch) for name, value in arguments.items()}
-        if any(h is None for h in halves.values()):
-            return None
-        return tuple({k: h[i] for k, h in halves.items() if h is not None} for i in range(2))  # type: ignore[return-value]
-    if isinstance(arguments, tuple | list):
-        each = [_halves(value, batch) for value in arguments]
-        if any(h is None for h in each):
-            return None
-        return tuple(type(arguments)(h[i] for h in each if h is not None) for i in range(2))  # type: ignore[return-value]
-    if arguments is None or isinstance(arguments, bool | int | float | str):
-        return arguments, arguments
-    return None  # a cache of keys and values, say
+        first, second = (tuple(pair[i] for pair in pairs if pair is not None) for i in range(2))
+        return first, second
+    if value is None or isinstance(value, bool | int | float | str):
+        return value, value
+    return None
 
 
 def _joined(outputs: Sequence[Any], dim: int, name: str) -> Any:
