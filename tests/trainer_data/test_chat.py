@@ -5,7 +5,7 @@ import pytest
 from hyper_parallel.errors import BadValue
 from hyper_parallel.trainer.data import CHATML, PLAIN, load_tokenizer, stop_ids
 from hyper_parallel.trainer.data.chat import assistant_spans, encode_conversation
-from hyper_parallel.trainer.data.conversation import Conversation
+from hyper_parallel.trainer.data.document import Conversation
 
 pytestmark = pytest.mark.torch
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from hyper_parallel.errors import BadValue
 from hyper_parallel.trainer.data import CHATML, load_tokenizer, render, stop_ids
 from hyper_parallel.trainer.data.chat import RAW, encode_conversation, encode_pair, encode_prompt
-from hyper_parallel.trainer.data.conversation import Conversation
+from hyper_parallel.trainer.data.document import Conversation
 from hyper_parallel.trainer.text_codec import TextCodec
 
 pytestmark = pytest.mark.torch

@@ -11,8 +11,8 @@ from hyper_parallel.config import Data
 from hyper_parallel.errors import BadValue, NoData
 from hyper_parallel.trainer.data import StreamBatches
 from hyper_parallel.trainer.data.chat import assistant_spans
-from hyper_parallel.trainer.data.conversation import Conversation
 from hyper_parallel.trainer.data.counts import EMPTY_ANSWERS
+from hyper_parallel.trainer.data.document import Conversation
 from hyper_parallel.trainer.data.sources import resolve
 
 U, A = {"role": "user", "content": "q"}, {"role": "assistant", "content": "an answer"}

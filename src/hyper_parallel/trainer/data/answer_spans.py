@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from hyper_parallel.errors import BadValue, abbreviated
-from hyper_parallel.trainer.data.conversation import Conversation, Message
+from hyper_parallel.trainer.data.document import Conversation, Message
 from hyper_parallel.trainer.data.placeholders import (
     PLACEHOLDER,
     Placeholders,

@@ -19,7 +19,7 @@ from typing import Any
 
 from hyper_parallel.errors import BadValue
 from hyper_parallel.trainer.data.answer_spans import locate_answers, render_text
-from hyper_parallel.trainer.data.conversation import Conversation, Message
+from hyper_parallel.trainer.data.document import Conversation, Message
 from hyper_parallel.trainer.data.span_tokens import ids_of, tokens_of_spans
 from hyper_parallel.trainer.data.template_properties import properties_of
 

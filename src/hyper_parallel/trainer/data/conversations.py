@@ -15,7 +15,7 @@ from pydantic import Field, StrictBool, TypeAdapter, ValidationError
 
 from hyper_parallel.config import PAIRED_STAGES
 from hyper_parallel.errors import NoData, abbreviated
-from hyper_parallel.trainer.data.conversation import Conversation, Message
+from hyper_parallel.trainer.data.document import Conversation, Message
 from hyper_parallel.trainer.data.record_keys import (
     ANSWERS,
     LABELS,

@@ -12,8 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from hyper_parallel.trainer.data.conversation import says_something
-from hyper_parallel.trainer.data.document import Document
+from hyper_parallel.trainer.data.document import Document, has_content
 
 NO_ANSWER: Final = "no turn of the assistant"
 PROMPT_ONLY: Final = "no turn of the assistant behind the prompt"
@@ -201,4 +200,4 @@ def missing_target(document: Document, stage: str) -> str:
     if all(i in one.untrained for i in later):
         return ALL_UNTRAINED
     trained = (one.messages[i] for i in later if i not in one.untrained)
-    return NO_TARGET if any(map(says_something, trained)) else EMPTY_ANSWERS
+    return NO_TARGET if any(map(has_content, trained)) else EMPTY_ANSWERS

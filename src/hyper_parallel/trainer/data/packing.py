@@ -19,15 +19,13 @@ from numpy.typing import NDArray
 from hyper_parallel.config import PAIRED_STAGES, Data
 from hyper_parallel.errors import NoData
 from hyper_parallel.trainer.data._cache import byte_bar
-from hyper_parallel.trainer.data._row_facts import DocumentFacts
-from hyper_parallel.trainer.data._sequences import IGNORE_INDEX, PackedSequences
+from hyper_parallel.trainer.data._sequences import IGNORE_INDEX, DocumentFacts, PackedSequences
 from hyper_parallel.trainer.data.chat import (
     complete_text,
     encode_conversation,
     encode_pair,
     encode_prompt,
 )
-from hyper_parallel.trainer.data.conversation import Conversation
 from hyper_parallel.trainer.data.counts import (
     ALLOWED,
     BEHIND_SEQ_LEN,
@@ -35,7 +33,7 @@ from hyper_parallel.trainer.data.counts import (
     DataCounts,
     missing_target,
 )
-from hyper_parallel.trainer.data.document import Document
+from hyper_parallel.trainer.data.document import Conversation, Document
 from hyper_parallel.trainer.data.sources import Source, with_mismatched
 from hyper_parallel.trainer.data.tokenizer import Tokenizer
 from hyper_parallel.trainer.data.tokenizer_limits import tokenizing

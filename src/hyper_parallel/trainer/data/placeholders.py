@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from hyper_parallel.trainer.data.conversation import Message
+from hyper_parallel.trainer.data.document import Message
 
 PLACEHOLDER: Final = re.compile(r"Qz(\d+)zQ")
 

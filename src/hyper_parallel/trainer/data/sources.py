@@ -20,7 +20,6 @@ from hyper_parallel.config import PREFERENCE_STAGES, Data
 from hyper_parallel.errors import Contradiction, HyperParallelError, NoData
 from hyper_parallel.trainer.data._parquet import records_too_long
 from hyper_parallel.trainer.data._tables import Table, is_table, open_table, refuse_outside
-from hyper_parallel.trainer.data.conversation import Conversation, says_something
 from hyper_parallel.trainer.data.conversations import (
     CONVERSATIONS,
     check_flags,
@@ -40,7 +39,7 @@ from hyper_parallel.trainer.data.data_files import (
     nearest,
     open_bytes,
 )
-from hyper_parallel.trainer.data.document import Document
+from hyper_parallel.trainer.data.document import Conversation, Document, has_content
 from hyper_parallel.trainer.data.record_keys import Record, RecordRules
 from hyper_parallel.trainer.data.records import read_records, text_of
 from hyper_parallel.units import MiB
@@ -205,7 +204,7 @@ class Source:
         count = num_context(one, self.stage)
         check_flags(one, count, record, where, self.rules)
         answers = _answers(one, count)
-        empty = [i for i in answers if not says_something(one.messages[i])]
+        empty = [i for i in answers if not has_content(one.messages[i])]
         if self.stage == "grpo" or not 0 < len(empty) < len(answers):
             return one
         self.counts.remarks[_WORDLESS] += 1
@@ -340,7 +339,7 @@ def _has_empty_answers(document: Document) -> bool:
     """Return whether a conversation has answers to train on, and none of them has words."""
     one = document.conversation or Conversation(())
     answers = _answers(one, document.num_context)
-    return bool(answers) and not any(says_something(one.messages[i]) for i in answers)
+    return bool(answers) and not any(has_content(one.messages[i]) for i in answers)
 
 
 def _answers(one: Conversation, num_context: int) -> list[int]:

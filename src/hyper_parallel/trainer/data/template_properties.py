@@ -24,7 +24,7 @@ from hyper_parallel.errors import BadValue
 from hyper_parallel.received import Limits, read_json
 from hyper_parallel.trainer.data._template import rendered, variables_of
 from hyper_parallel.trainer.data._template_work import TemplateBudget
-from hyper_parallel.trainer.data.conversation import Message
+from hyper_parallel.trainer.data.document import Message
 from hyper_parallel.trainer.data.tokenizer_limits import tokenizing
 
 _ASKED, _SAID, _MORE, _NAME, _VALUE, _RESULT = (f"Qzp{i}zQ" for i in range(6))

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from hyper_parallel.errors import NoData, abbreviated
 from hyper_parallel.received import LimitExceeded, Limits, parse_json
-from hyper_parallel.trainer.data.conversation import Conversation, Message
+from hyper_parallel.trainer.data.document import Conversation, Message
 from hyper_parallel.trainer.data.record_keys import TOOLS, RecordRules, is_empty
 
 _ROLE: Final = ("role", "from")
