@@ -17,7 +17,6 @@ from hyper_parallel.trainer.data.encoding_helpers import (
     count_unit,
     encoded_units,
 )
-from hyper_parallel.trainer.data.preparation import open_sources
 from hyper_parallel.trainer.data.preview import (
     Example,
     LengthHistogram,
@@ -27,6 +26,7 @@ from hyper_parallel.trainer.data.preview import (
 )
 from hyper_parallel.trainer.data.sources import Source
 from hyper_parallel.trainer.data.summary import notes, summary_rows
+from hyper_parallel.trainer.data.tokenizer import open_sources
 from hyper_parallel.trainer.hub_models import with_hub_models
 from hyper_parallel.units import MiB
 
