@@ -233,7 +233,10 @@ def test_what_would_be_lost_is_refused(tmp_path, record, stage, says):
             '{"system": "s", "data": [{"prompt": "q", "completion": "r"}]}',
             "keys that are not part of any record",
         ),
-        ('{"data": [{"prompt": "q", "completion": "r"}], "weight": 0}', "keys that are not part of any record"),
+        (
+            '{"data": [{"prompt": "q", "completion": "r"}], "weight": 0}',
+            "keys that are not part of any record",
+        ),
         ('{\n"messages": [\n{"role": "user", "content": "q"}\n]\n}', "one turn"),
     ],
 )
