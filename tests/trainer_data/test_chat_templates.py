@@ -352,7 +352,7 @@ REFUSED = [
         "words of another turn",
         2,
     ),
-    ("{{ messages | length }}" + CHATML, PAIR, "differently once more turns follow", 2),
+    ("{{ messages | length }}" + CHATML, PAIR, "differently when more turns follow", 2),
     (
         loop("<|assistant|>{% generation %}{{ m.content[:2] }}{% endgeneration %}{{ m.content[2:] }}<|end|>"),
         PAIR,

@@ -289,7 +289,7 @@ class TemplateProperties:
         return self._ends(*self._text_after_words)
 
     def _ends(self, last: str, later: str) -> tuple[EndMarker, EndMarker]:
-        shared = _common_prefix(last, later)
+        shared = common_prefix(last, later)
         text = self._first_stop(shared) or self._last_tag(self._before_opener(shared))
         if text is not None:
             end = EndMarker(_only_tags(self, text))
@@ -335,7 +335,7 @@ class TemplateProperties:
         token = self.end_token(self.ends[0]) if self.ends[0].is_written else None
         if token is not None and token in later:
             return EndMarker(token)
-        shared = _common_prefix(last, later)
+        shared = common_prefix(last, later)
         stop = self._first_stop(later)
         if stop is None and not self.ends[0].is_written:
             # The beginning of the next turn ends an answer.
@@ -383,7 +383,8 @@ def unfinished(text: str) -> str:
     return _UNFINISHED_TAG.sub("", text)
 
 
-def _common_prefix(one: str, other: str) -> str:
+def common_prefix(one: str, other: str) -> str:
+    """Return the longest common prefix of two texts."""
     pairs = enumerate(zip(one, other, strict=False))
     return one[: next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))]
 
