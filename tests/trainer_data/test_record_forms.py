@@ -125,7 +125,7 @@ REFUSED = {
     "key of a call": ({"messages": [U, {**A, "tool_calls": [{**CALL, "mood": 1}]}]}, "call", "data.ignore_keys=[mood]"),
     "images": ({"messages": [U, A], "images": ["x.png"]}, "`images`.*not supported", "data.ignore_keys=[images]"),
     "part of a picture": ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}, A]}, "`image_url`", None),
-    "two conversations": ({"messages": [U, A], "conversations": [GPT]}, "something else",
+    "two conversations": ({"messages": [U, A], "conversations": [GPT]}, "differs from the turns",
                           "data.ignore_keys=[messages]"),
     "two systems": ({"messages": [{"role": "system", "content": "s"}, U, A], "system": "t"}, "`system`.*different",
                     "data.ignore_keys=[system]"),
@@ -211,8 +211,8 @@ def test_a_column_that_no_record_has_is_named(tmp_path):
     [
         ({"messages": [{"role": "user", "name": "bo", "content": "q"}, A]}, "sft", "`name`"),
         ({"messages": [{"role": "user", "from": "alice", "content": "q"}, A]}, "sft", "role"),
-        ({"role": "user", "content": "q"}, "sft", "one turn"),
-        ({"from": "human", "value": "q"}, "sft", "one turn"),
+        ({"role": "user", "content": "q"}, "sft", "single turn"),
+        ({"from": "human", "value": "q"}, "sft", "single turn"),
         ({"chosen": [U, A], "rejected": [{"role": "user", "content": "z"}, A]}, "dpo", "in common"),
     ],
 )
@@ -237,7 +237,7 @@ def test_what_would_be_lost_is_refused(tmp_path, record, stage, says):
             '{"data": [{"prompt": "q", "completion": "r"}], "weight": 0}',
             "keys that are not part of any record",
         ),
-        ('{\n"messages": [\n{"role": "user", "content": "q"}\n]\n}', "one turn"),
+        ('{\n"messages": [\n{"role": "user", "content": "q"}\n]\n}', "single turn"),
     ],
 )
 def test_a_file_that_loses_words_is_refused(tmp_path, text, says):

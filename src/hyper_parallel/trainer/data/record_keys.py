@@ -1,4 +1,4 @@
-"""Keys of records: synonyms, keys that are ignored, and errors for unknown keys.
+"""Keys of records: synonyms, ignored keys, errors for unknown keys, and readers of labels, margins and columns.
 
 Every key of a record, of a turn and of a tool call has a meaning, is ignored and counted, or raises an error. A key
 that a recipe names in `data.ignore_keys` is ignored at every depth.
@@ -9,7 +9,9 @@ from __future__ import annotations
 import shlex
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Annotated, Any, Final
+
+from pydantic import Field, StrictBool, TypeAdapter, ValidationError
 
 from hyper_parallel.config import Data
 from hyper_parallel.errors import NoData, abbreviated
@@ -242,3 +244,59 @@ def ignore_hint(keys: Iterable[str]) -> str:
     quoted = (key if key.isidentifier() else f"'{key}'" for key in sorted(keys))
     override = f"data.ignore_keys=[{','.join(quoted)}]"
     return override if all(key.isidentifier() for key in keys) else shlex.quote(override)
+
+
+_LABEL: Final = TypeAdapter(bool)
+_MARGIN: Final[TypeAdapter[float | bool]] = TypeAdapter(
+    StrictBool | Annotated[float, Field(allow_inf_nan=False)]
+)
+
+
+_ROLLED_OUT: Final = ("prompt", "completion", "completion_ids")
+
+
+def label_of(record: Record, where: str) -> bool:
+    """Return whether a record's answer is a good one: its key `label` (TRL) or `kto_tag` (LlamaFactory).
+
+    Raises:
+        NoData: HP602 without a Boolean label.
+    """
+    labels = [record[key] for key in LABELS if record.get(key) is not None]
+    try:
+        return _LABEL.validate_python(labels[0] if labels else None)
+    except ValidationError as error:
+        raise NoData(
+            "a record does not say whether its answer is good",
+            where=where,
+            got=f"{labels[0]!r:.60}" if labels else sorted(record),
+            allowed=f"true or false under {' or '.join(LABELS)}",
+        ) from error
+
+
+def margin_of(record: Record, where: str) -> float | None:
+    """Return the required score margin of a pair for a reward model: its key `margin` (TRL); None without the key.
+
+    Raises:
+        NoData: HP602 when the value is not a finite number.
+    """
+    value = record.get("margin")
+    if value is None:
+        return None
+    try:
+        margin = _MARGIN.validate_python(value)
+    except ValidationError:
+        margin = True
+    if isinstance(margin, bool):
+        raise NoData(
+            "the margin of a pair is not a finite number",
+            where=where,
+            got=f"margin: {value!r:.60}",
+            allowed="a finite number under `margin` in every record, or in none",
+        )
+    return margin
+
+
+def columns_of(record: Record, rules: RecordRules) -> dict[str, Any]:
+    """Return the keys of a record that rewards may read: all except those that rollouts replace, as in TRL."""
+    named = ((rules.columns.get(key, key), value) for key, value in record.items())
+    return {str(k): v for k, v in named if k not in _ROLLED_OUT and k not in rules.ignored}

@@ -23,11 +23,8 @@ from hyper_parallel.trainer.data._tables import Table, is_table, open_table, ref
 from hyper_parallel.trainer.data.conversations import (
     CONVERSATIONS,
     check_flags,
-    columns_of,
     conversations_of,
     is_text_pair,
-    label_of,
-    margin_of,
     num_context,
     shape_of,
 )
@@ -40,7 +37,13 @@ from hyper_parallel.trainer.data.data_files import (
     open_bytes,
 )
 from hyper_parallel.trainer.data.document import Conversation, Document, has_content
-from hyper_parallel.trainer.data.record_keys import Record, RecordRules
+from hyper_parallel.trainer.data.record_keys import (
+    Record,
+    RecordRules,
+    columns_of,
+    label_of,
+    margin_of,
+)
 from hyper_parallel.trainer.data.records import read_records, text_of
 from hyper_parallel.units import MiB
 
