@@ -170,7 +170,7 @@ def test_keys_without_influence_are_counted_and_placeholders_are_never_letters(t
     _, source = read(
         tmp_path, {"messages": [U, A], "id": 1}, {"messages": [U, A], "id": 2, "score": 1}
     )
-    assert source.counts.notes == ["keys passed over: id (2), score (1)"]
+    assert source.counts.notes == ["ignored keys: id (2), score (1)"]
     assert source.counts.losses == []
     record = {"messages": [{"role": "user", "content": "<image>q"}, A], "images": ["x.png"]}
     with pytest.raises(NoData, match="`<image>` stands for") as caught:

@@ -67,7 +67,7 @@ class _Renderer:
             self.template = properties_of(tokenizer, tools=bool(conversation.tools))
             self._forms = [self.template.form(message) for message in conversation.messages]
         except Exception as error:
-            raise self._refused(error.__cause__ or error) from error
+            raise self._template_error(error.__cause__ or error) from error
 
     def text(self, count: int | None = None, *, prompt: bool = False) -> str:
         """Return the text of the first `count` turns."""
@@ -114,9 +114,9 @@ class _Renderer:
                 marks=marks,
             )
         except Exception as error:  # a template is a program and may raise any error
-            raise self._refused(error) from error
+            raise self._template_error(error) from error
 
-    def _refused(self, error: BaseException) -> BadValue:
+    def _template_error(self, error: BaseException) -> BadValue:
         roles = [message["role"] for message in self._conversation.messages]
         return BadValue(
             "the chat template of the tokenizer refuses a conversation",
@@ -124,7 +124,7 @@ class _Renderer:
             got=f"{str(error)[:500] or type(error).__name__}; roles: {', '.join(roles[:20])}",
         )
 
-    def refusal(self, problem: str, turn: int | None = None, **details: Any) -> BadValue:
+    def error(self, problem: str, turn: int | None = None, **details: Any) -> BadValue:
         """Return an error about the conversation or one of its turns."""
         where = self._where or "chat template"
         if turn is not None:
@@ -136,13 +136,13 @@ class _Renderer:
         """Raise for variables of the record that the template does not read, or that a record cannot set."""
         for name in self._conversation.template_values:
             if name in _RESERVED:
-                raise self.refusal(
+                raise self.error(
                     f"a record cannot set the variable `{name}` of the chat template",
                     allowed="variables other than " + ", ".join(_RESERVED),
                     hint=None,
                 )
             if name not in self.template.variables:
-                raise self.refusal(
+                raise self.error(
                     f"the chat template does not read the variable `{name}` of the record",
                     got=name,
                     allowed=", ".join(sorted(self.template.variables - {*_RESERVED})),
@@ -156,7 +156,7 @@ class _Renderer:
         without = self.without_tools()
         missing = [name for name in names if text.count(name) <= without.count(name)]
         if missing or text == without:
-            raise self.refusal(
+            raise self.error(
                 "the chat template does not write the tools of the conversation",
                 got=", ".join(missing or names)[:200],
             )
@@ -214,7 +214,7 @@ def _find_words(
     """Return the placeholders that reproduce the text, and the places of all words in it."""
     collision = PLACEHOLDER.search(text)
     if collision:
-        raise renderer.refusal(
+        raise renderer.error(
             "a conversation contains a text that is reserved as a placeholder",
             got=collision.group(),
             hint=None,
@@ -247,12 +247,12 @@ def _raise_changed(renderer: _Renderer, conversation: Conversation, text: str) -
     for i, message in enumerate(conversation.messages):
         words = (message.get("content") or "").strip()
         if words and not any(form in text for form in forms_of(words)):
-            raise renderer.refusal(
+            raise renderer.error(
                 "words of a turn do not appear in the text that the chat template writes",
                 i,
                 got=abbreviated(words),
             )
-    raise renderer.refusal(
+    raise renderer.error(
         "the chat template writes other text around the turns when their words change, so the assistant's "
         "tokens cannot be identified",
         got=abbreviated(text[-80:]),
@@ -275,7 +275,7 @@ def _check_words(
         is_answer = conversation.messages[i]["role"] == "assistant"
         if not count and (words.kind != "reasoning" or i in trained):
             if words.kind == "name" and renderer.template.writes_call_ids:
-                raise renderer.refusal(
+                raise renderer.error(
                     "the chat template writes the `id` of a tool call instead of its name, but the `id` of the call "
                     "does not contain the name",
                     i,
@@ -284,9 +284,9 @@ def _check_words(
                     "the turn of the tool",
                     hint=None,
                 )
-            raise renderer.refusal(_DROPPED[words.kind], i, got=abbreviated(words.text))
+            raise renderer.error(_DROPPED[words.kind], i, got=abbreviated(words.text))
         if count > 1 and is_answer and words.kind != "name":
-            raise renderer.refusal(
+            raise renderer.error(
                 "the chat template writes the words of an answer more than once",
                 i,
                 got=abbreviated(words.text),
@@ -295,13 +295,13 @@ def _check_words(
         for i, message in enumerate(conversation.messages):
             core = (message.get("content") or "").strip()
             if message["role"] != "assistant" and not any(f in text for f in forms_of(core)):
-                raise renderer.refusal(_DROPPED["content"], i, got=abbreviated(core))
+                raise renderer.error(_DROPPED["content"], i, got=abbreviated(core))
     turns = [
         turn for p in places if (turn := shape.words[p.number].turn) in trained
         and shape.words[p.number].kind != "name"
     ]  # fmt: skip
     if turns != sorted(turns):
-        raise renderer.refusal("the chat template writes the answers in another order")
+        raise renderer.error("the chat template writes the answers in another order")
 
 
 _DROPPED: Final = {
@@ -360,7 +360,7 @@ class _Search:
                     foreign.add(turn)
         if foreign:
             turn = min(foreign)
-            raise self._renderer.refusal(
+            raise self._renderer.error(
                 "the chat template writes words of another turn within an answer",
                 i,
                 got=f"turn {turn + 1} ({self._messages[turn]['role']})",
@@ -374,7 +374,7 @@ class _Search:
         for tag in set(self._shape.tags.findall(content)):
             written = self._text[max(0, start - 2 * len(tag)) : end]
             if written.count(tag) - written.endswith(tag) < content.count(tag):
-                raise self._renderer.refusal(_DROPPED["content"], i, got=tag)
+                raise self._renderer.error(_DROPPED["content"], i, got=tag)
 
     def _start(self, i: int) -> int:
         own = self.words_of(i)
@@ -392,7 +392,7 @@ class _Search:
         before = [p.end for p in self._places if self._shape.words[p.number].turn < i]
         end = max(before, default=0)
         if prompt is not None and not prompt.startswith(self._text[:end]):
-            raise self._renderer.refusal(
+            raise self._renderer.error(
                 "the chat template writes the turns before an answer differently when more turns follow, so training "
                 "and generation would have different prompts",
                 i,
@@ -424,7 +424,7 @@ class _Search:
         shared = header if shared == header else unfinished(shared)
         is_header = own or not header[len(shared) :][:1].isalnum()
         if not shared or not is_header:
-            raise self._renderer.refusal(
+            raise self._renderer.error(
                 "the chat template writes a turn differently from the prompt of generation", i
             )
         return previous + len(shared)
@@ -444,11 +444,11 @@ class _Search:
         rest = self._text[words_end:limit]
         content = (self._messages[i].get("content") or "").strip()
         if content and not own and content not in rest:  # the content consists of tags only
-            raise self._renderer.refusal(_DROPPED["content"], i, got=abbreviated(content))
+            raise self._renderer.error(_DROPPED["content"], i, got=abbreviated(content))
         is_last = i == len(self._messages) - 1
         is_call = bool(own) and self._shape.words[own[-1].number].kind in ("name", "argument")
         if self._messages[i].get("tool_calls") and not is_call and not self._calls_shown(i):
-            raise self._renderer.refusal(_DROPPED["name"], i)
+            raise self._renderer.error(_DROPPED["name"], i)
         if is_call:
             self._check_values(i, own)
             length = self._call_end(rest, is_last)
@@ -456,7 +456,7 @@ class _Search:
             has_words = bool(own) and self._shape.words[own[-1].number].kind == "content"
             length = self._words_end(rest, is_last, has_words)
         if length is None:
-            raise self._renderer.refusal(
+            raise self._renderer.error(
                 "the chat template writes no marker after an answer at which generation stops",
                 i,
                 got=abbreviated(rest),
@@ -475,7 +475,7 @@ class _Search:
             for key, value in _leaves(call["function"].get("arguments")):
                 is_shown = isinstance(value, str) or str(value) in text or json.dumps(value) in text
                 if not is_shown or not any(form in text for form in forms_of(key)):
-                    raise self._renderer.refusal(_DROPPED["argument"], i, got=f"{key}: {value!r:.60}")  # fmt: skip
+                    raise self._renderer.error(_DROPPED["argument"], i, got=f"{key}: {value!r:.60}")  # fmt: skip
 
     def _words_end(self, rest: str, is_last: bool, has_words: bool) -> int | None:
         """Return the number of characters from the end of words to the end of the marker; None without a marker."""
@@ -532,7 +532,7 @@ def _narrowed(
     inside = [(max(a, span[0]), min(b, span[1])) for a, b in marks if a < span[1] and b > span[0]]
     own = search.words_of(i)
     if not inside or (own and (inside[0][0] > own[0].start or inside[-1][1] < own[-1].end)):
-        raise renderer.refusal(
+        raise renderer.error(
             "the marks of the chat template (`generation`) leave out words of an answer", i
         )
     # Some templates leave the marker at which generation stops out of their marks; the span includes it.

@@ -15,7 +15,7 @@ from typing import Any, Final
 from hyper_parallel.trainer.data.document import Document, has_content
 
 NO_ANSWER: Final = "no turn of the assistant"
-PROMPT_ONLY: Final = "no turn of the assistant behind the prompt"
+PROMPT_ONLY: Final = "no turn of the assistant after the prompt"
 ALL_UNTRAINED: Final = "every answer is excluded from training by the record"
 EMPTY_ANSWERS: Final = "every answer is empty"
 NO_TARGET: Final = "the chat template writes no token of an answer"
@@ -25,7 +25,7 @@ NO_PROMPT: Final = "no turn before the answer"
 UNKNOWN: Final = "its token for unknown words is trained in their place"
 ALLOWED: Final = {
     NO_ANSWER: "conversations with a turn of the assistant",
-    PROMPT_ONLY: "conversations with a turn of the assistant behind the prompt",
+    PROMPT_ONLY: "conversations with a turn of the assistant after the prompt",
     ALL_UNTRAINED: "conversations with an answer whose flag (`weight`, `train`, ...) is not 0 or false",
     EMPTY_ANSWERS: "answers with words",
     NO_TARGET: "a chat template that writes the words of answers",
@@ -164,7 +164,7 @@ class DataCounts:
         if not self.ignored_keys:
             return []
         keys = ", ".join(f"{key} ({n:,})" for key, n in sorted(self.ignored_keys.items()))
-        return [f"keys passed over: {keys}"]
+        return [f"ignored keys: {keys}"]
 
     @property
     def losses(self) -> list[str]:

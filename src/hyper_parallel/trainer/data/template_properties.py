@@ -27,7 +27,7 @@ from hyper_parallel.trainer.data._template_work import TemplateBudget
 from hyper_parallel.trainer.data.document import Message
 from hyper_parallel.trainer.data.tokenizer_limits import tokenizing
 
-_ASKED, _SAID, _MORE, _NAME, _VALUE, _RESULT = (f"Qzp{i}zQ" for i in range(6))
+_QUESTION, _ANSWER, _FOLLOW_UP, _NAME, _VALUE, _RESULT = (f"Qzp{i}zQ" for i in range(6))
 """Words of the probes."""
 _KEY: Final = "city"
 _TOOLS: Final[tuple[dict[str, Any], ...]] = (
@@ -158,29 +158,34 @@ class TemplateProperties:
                 shaped["content"] = self._calls[1]
         return shaped
 
+    @cached_property
+    def _question(self) -> Message:
+        """User turn of the probes, in the template's form."""
+        return self.form({"role": "user", "content": _QUESTION})
+
     def _takes_parts(self, role: str) -> bool:
         """Return whether the template reads the content of a role only as a list of parts."""
         if role not in self._parts:
-            parts = [{"type": "text", "text": _SAID}]
+            parts = [{"type": "text", "text": _ANSWER}]
             before: list[Message] = []
             if role not in ("system", "user", "developer"):
-                before = [{"role": "user", "content": _ASKED}]
+                before = [{"role": "user", "content": _QUESTION}]
                 if self._takes_parts("user"):
-                    before = [{"role": "user", "content": [{"type": "text", "text": _ASKED}]}]
+                    before = [{"role": "user", "content": [{"type": "text", "text": _QUESTION}]}]
             after: list[Message] = []
             if role in ("system", "developer"):
-                after = [{"role": "user", "content": _MORE}]
-            as_text = self._probe(*before, {"role": role, "content": _SAID}, *after)
-            is_text = _SAID in as_text and "'text':" not in as_text
+                after = [{"role": "user", "content": _FOLLOW_UP}]
+            as_text = self._probe(*before, {"role": role, "content": _ANSWER}, *after)
+            is_text = _ANSWER in as_text and "'text':" not in as_text
             as_parts = self._probe(*before, {"role": role, "content": parts}, *after)
-            self._parts[role] = not is_text and _SAID in as_parts and "'text':" not in as_parts
+            self._parts[role] = not is_text and _ANSWER in as_parts and "'text':" not in as_parts
         return self._parts[role]
 
     @cached_property
     def _developer(self) -> str:
         """Role under which the template writes a developer's turn."""
-        turn, asked = {"role": "developer", "content": _SAID}, {"role": "user", "content": _ASKED}
-        if _SAID in self._probe(turn, self.form(asked)):
+        turn = {"role": "developer", "content": _ANSWER}
+        if _ANSWER in self._probe(turn, self._question):
             return "developer"
         return "system"
 
@@ -198,11 +203,12 @@ class TemplateProperties:
 
         If the template reads no reasoning, the first of `_REASONING_KEYS`.
         """
-        asked = self.form({"role": "user", "content": _ASKED})
-        answer = self.form({"role": "assistant", "content": _SAID})
+        answer = self.form({"role": "assistant", "content": _ANSWER})
         for key in (*_REASONING_KEYS, ""):
-            text = self._probe(asked, {**answer, **self._reasoning(_MORE, answer["content"], key)})
-            is_read = 0 <= text.find(_MORE) < text.rfind(_SAID) and "'text':" not in text
+            text = self._probe(
+                self._question, {**answer, **self._reasoning(_FOLLOW_UP, answer["content"], key)}
+            )
+            is_read = 0 <= text.find(_FOLLOW_UP) < text.rfind(_ANSWER) and "'text':" not in text
             if is_read:
                 return key
         return _REASONING_KEYS[0]
@@ -220,14 +226,13 @@ class TemplateProperties:
     @cached_property
     def _calls(self) -> tuple[bool, Any]:
         """Form of tool calls: True if arguments are a text, and the content of a turn that has only calls."""
-        asked = self.form({"role": "user", "content": _ASKED})
         empty = [{"type": "text", "text": ""}]
         forms = [(text, content) for content in ("", None, empty) for text in (False, True)]
         for as_text, content in forms:
             turn = self._call_turn(as_text, content)
             for after in ((), (self._tool_turn,)):
-                text = self._probe(asked, turn, *after, tools=_TOOLS)
-                answer = text.partition(_ASKED)[2]
+                text = self._probe(self._question, turn, *after, tools=_TOOLS)
+                answer = text.partition(_QUESTION)[2]
                 shown = _NAME in answer and _VALUE in answer and "None" not in answer
                 if shown and f"'{_KEY}':" not in answer and f'\\"{_KEY}\\"' not in answer:
                     return as_text, content
@@ -247,9 +252,8 @@ class TemplateProperties:
     def writes_call_ids(self) -> bool:
         """True if the template writes the identifier of a tool call instead of its function name."""
         as_text, content = self._calls
-        asked = self.form({"role": "user", "content": _ASKED})
-        text = self._probe(asked, self._call_turn(as_text, content), tools=_TOOLS)
-        answer = text.partition(_ASKED)[2]
+        text = self._probe(self._question, self._call_turn(as_text, content), tools=_TOOLS)
+        answer = text.partition(_QUESTION)[2]
         return _CALL_ID in answer and _NAME not in answer
 
     @property
@@ -260,12 +264,11 @@ class TemplateProperties:
     @cached_property
     def keeps_space(self) -> bool:
         """True if the template keeps white space before the words of an answer."""
-        asked = self.form({"role": "user", "content": _ASKED})
         plain, spaced = (
-            self._probe(asked, self.form({"role": "assistant", "content": words}))
-            for words in (_SAID, f" {_SAID}")
+            self._probe(self._question, self.form({"role": "assistant", "content": words}))
+            for words in (_ANSWER, f" {_ANSWER}")
         )
-        return spaced == plain.replace(_SAID, f" {_SAID}")
+        return spaced == plain.replace(_ANSWER, f" {_ANSWER}")
 
     # Markers that end an answer
 
@@ -277,11 +280,11 @@ class TemplateProperties:
     @cached_property
     def _text_after_words(self) -> tuple[str, str]:
         """Text after the words of the last answer, and after those of an answer that a user's turn follows."""
-        asked = self.form({"role": "user", "content": _ASKED})
-        answer = self.form({"role": "assistant", "content": _SAID})
-        more = self.form({"role": "user", "content": _MORE})
-        last = self._probe(asked, answer).rpartition(_SAID)[2]
-        return last, self._probe(asked, answer, more).partition(_SAID)[2].partition(_MORE)[0]
+        answer = self.form({"role": "assistant", "content": _ANSWER})
+        follow_up = self.form({"role": "user", "content": _FOLLOW_UP})
+        last = self._probe(self._question, answer).rpartition(_ANSWER)[2]
+        later = self._probe(self._question, answer, follow_up).partition(_ANSWER)[2]
+        return last, later.partition(_FOLLOW_UP)[0]
 
     @cached_property
     def ends(self) -> tuple[EndMarker, EndMarker]:
@@ -317,7 +320,7 @@ class TemplateProperties:
 
     def _before_opener(self, text: str) -> str:
         """Return a text up to the token that begins a turn, which some templates write after the last turn."""
-        opening = self._probe(self.form({"role": "user", "content": _ASKED})).partition(_ASKED)[0]
+        opening = self._probe(self._question).partition(_QUESTION)[0]
         names = [opening[slice(*span)] for span in self._added_ends(opening)]
         names = [name for name in names if name != self._special.get("bos_token")]
         end = text.find(names[0]) if names else -1
@@ -327,11 +330,10 @@ class TemplateProperties:
     def call_end(self) -> EndMarker:
         """Marker of an answer that ends with a tool call, without the text that closes the call itself."""
         as_text, content = self._calls
-        asked = self.form({"role": "user", "content": _ASKED})
         turn = self._call_turn(as_text, content)
-        last = self._probe(asked, turn, tools=_TOOLS).rpartition(_VALUE)[2]
-        text = self._probe(asked, turn, self._tool_turn, tools=_TOOLS)
-        later = text.partition(_ASKED)[2].partition(_VALUE)[2].partition(_RESULT)[0] or last
+        last = self._probe(self._question, turn, tools=_TOOLS).rpartition(_VALUE)[2]
+        text = self._probe(self._question, turn, self._tool_turn, tools=_TOOLS)
+        later = text.partition(_QUESTION)[2].partition(_VALUE)[2].partition(_RESULT)[0] or last
         token = self.end_token(self.ends[0]) if self.ends[0].is_written else None
         if token is not None and token in later:
             return EndMarker(token)
