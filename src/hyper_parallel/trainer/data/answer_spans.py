@@ -340,7 +340,7 @@ class _Search:
         return [self._places[index] for index in self._of_turn.get(i, ())]
 
     def span(self, i: int) -> tuple[int, int]:
-        """Return the characters of the answer of turn `i`."""
+        """Return the [start, end) characters of the answer of turn `i`."""
         start = self._start(i)
         end = self._end(i, start)
         self._check_tags(i, start, end)

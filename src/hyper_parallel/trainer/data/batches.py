@@ -87,7 +87,7 @@ class Batches:
         sequences: Sequences of one source or of several.
         sequences_per_step: Sequences of one step over all data-parallel ranks.
         seed: Seed of the order.
-        shuffle: False: the order on disk, in every epoch.
+        shuffle: Whether each epoch has its own order; else every epoch has the order on disk.
         tail: Behaviour when an epoch ends inside a step. `wrap`: the step continues with the next epoch (training).
             `pad`: the step is filled with dummy rows without labels and the next step starts the next epoch
             (evaluation: every sequence exactly once, the same number of microbatches on every rank).

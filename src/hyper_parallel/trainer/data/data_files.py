@@ -95,7 +95,7 @@ def open_bytes(path: Path) -> Iterator[IO[bytes]]:
 
 @contextmanager
 def open_text(path: Path, newline: str | None = None) -> Iterator[IO[str]]:
-    """Open a data file of UTF-8 text; arguments and errors as of `open_bytes`."""
+    """Open a data file of UTF-8 text; arguments and errors as for `open_bytes`."""
     with (
         open_bytes(path) as file,
         io.TextIOWrapper(file, encoding="utf-8-sig", newline=newline) as text,  # type: ignore[arg-type]

@@ -112,6 +112,7 @@ def prepare(
         Contradiction: HP104 when the stage does not suit the records.
         OutputNotWritable: HP105 when the cache cannot be written.
     """
+    cache = cache_root(data.cache_dir)
     tokenizer, sources = open_sources(
         data,
         stage=stage,
@@ -120,7 +121,6 @@ def prepare(
         vocab_limit=vocab_limit,
         model_config=model_config,
     )
-    cache = cache_root(data.cache_dir)
     setup = _Setup(tokenizer, tokenizer.fingerprint, stage, seed, cache, progress)
     validation = None if data.validation is None else _pack_validation(data, setup)
     if validation is not None:

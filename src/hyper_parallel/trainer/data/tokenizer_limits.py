@@ -64,7 +64,7 @@ def check_parts(backend: Any, where: str) -> None:
 
     Args:
         backend: `tokenizers.Tokenizer`.
-        where: Its directory, for errors.
+        where: Directory of the tokenizer, for errors.
 
     Raises:
         BadValue: HP102 naming the part.
@@ -80,7 +80,7 @@ def check_parts(backend: Any, where: str) -> None:
                 raise Unbounded(f"makes more than {_MOST_GROWTH} characters of one")
         except (ValueError, RecursionError, binascii.Error) as error:
             raise BadValue(
-                f"the {name} of the tokenizer is not one that can be trusted with a text",
+                f"the {name} of the tokenizer may take unbounded time or memory",
                 where=where,
                 got=str(error)[:300],
                 hint="data.tokenizer=<a tokenizer that is published as tokenizer.json>",
@@ -88,7 +88,7 @@ def check_parts(backend: Any, where: str) -> None:
     longest = getattr(backend.model, "max_input_chars_per_word", 0) or 0
     if longest > _MOST_TEXT * 40:
         raise BadValue(
-            "the tokenizer looks for the parts of words of any length",
+            "the tokenizer splits words of unbounded length",
             where=where,
             got=f"max_input_chars_per_word={longest}",
             allowed=f"at most {_MOST_TEXT * 40}",

@@ -80,7 +80,7 @@ def read_tools(values: Mapping[str, Any], rules: RecordRules, where: str) -> tup
     """Return the tools of a record: a list of JSON schemas, or its JSON text.
 
     Raises:
-        NoData: HP602 for anything else.
+        NoData: HP602 for any other value.
     """
     tools = rules.one_of(values, TOOLS, where)
     if is_empty(tools):
