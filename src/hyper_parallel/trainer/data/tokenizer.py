@@ -105,7 +105,7 @@ def open_sources(
     vocab_limit: int | None,
     model_config: Mapping[str, Any] | None = None,
 ) -> tuple[Tokenizer, list[tuple[Data, Source]]]:
-    """Return the tokenizer of a recipe and its sources, each with its section; arguments and errors as for `prepare`."""
+    """Return the tokenizer of a recipe and its sources with their sections; arguments and errors as for `prepare`."""
     sections = [section for section, _ in data.parts()]
     sources = [resolve(section, stage) for section in sections]
     cache = cache_root(data.cache_dir)
