@@ -141,7 +141,7 @@ class Job:
             weights=self.packed.weights,
             repeats=grpo.num_generations if self.recipe.stage == "grpo" else 1,
             iterations=grpo.num_iterations,
-            together=2 if self.recipe.stage in PAIRED_STAGES else 1,
+            group_size=2 if self.recipe.stage in PAIRED_STAGES else 1,
         )
 
     def epochs_at(self, step: int, batches: Batches | StreamBatches) -> float | None:
@@ -168,7 +168,7 @@ class Job:
             shuffle=False,
             tail="pad",
             limit=count,
-            together=rows,
+            group_size=rows,
         )
 
     def write(self, plan: Plan) -> None:
