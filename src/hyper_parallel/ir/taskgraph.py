@@ -116,26 +116,11 @@ def simulate(graph: TaskGraph) -> Timeline:
     tasks = graph.tasks
     lanes = {name: i for i, name in enumerate(dict.fromkeys(t.executor for t in tasks))}
     lane_of = [lanes[t.executor] for t in tasks]
-    ready: list[list[tuple[int, int, int]]] = [[] for _ in lanes]
-    waiting = [len(t.deps) for t in tasks]
-    followers: list[list[int]] = [[] for _ in tasks]
-    last: dict[str, int] = {}
-    for number, task in enumerate(tasks):
-        for dep in task.deps:
-            followers[dep].append(number)
-        if graph.policies.get(task.executor) != "priority":
-            # To keep to the order of the list is to wait for the task before.
-            if task.executor in last:
-                followers[last[task.executor]].append(number)
-                waiting[number] += 1
-            last[task.executor] = number
-        if not waiting[number]:
-            heappush(ready[lane_of[number]], (task.priority, 0, number))
-
+    ready, waiting, followers = _initial_queues(graph, lane_of, len(lanes))
     started: list[int] = []
     begin, end = [0] * len(tasks), [0] * len(tasks)
-    held = dict(graph.initial_bytes)
-    samples = [Counter(lane, 0.0, value) for lane, value in held.items()]
+    lane_bytes = dict(graph.initial_bytes)
+    samples = [Counter(lane, 0.0, value) for lane, value in lane_bytes.items()]
     busy = [False] * len(lanes)
     clock = _Clock(graph.cores, tuple(lanes))
     touched = set(range(len(lanes)))
@@ -143,8 +128,8 @@ def simulate(graph: TaskGraph) -> Timeline:
 
     def change_memory(effects: tuple[tuple[str, int], ...]) -> None:
         for lane, delta in effects:
-            held[lane] = held.get(lane, 0) + delta
-            samples.append(Counter(lane, now / 1e9, held[lane]))
+            lane_bytes[lane] = lane_bytes.get(lane, 0) + delta
+            samples.append(Counter(lane, now / 1e9, lane_bytes[lane]))
 
     while True:
         for lane in sorted(touched):
@@ -178,6 +163,32 @@ def simulate(graph: TaskGraph) -> Timeline:
         for n, t in ((n, tasks[n]) for n in started)
     )
     return Timeline("simulated", spans, tuple(samples))
+
+
+def _initial_queues(
+    graph: TaskGraph, lane_of: list[int], num_lanes: int
+) -> tuple[list[list[tuple[int, int, int]]], list[int], list[list[int]]]:
+    """Return the ready queue of every lane at time 0, and the number of dependencies and the followers of every task.
+
+    Entries of a ready queue are (priority, time at which the task became ready, number of the task). On an executor
+    that keeps to the order of the list, each task also depends on the task before.
+    """
+    tasks = graph.tasks
+    ready: list[list[tuple[int, int, int]]] = [[] for _ in range(num_lanes)]
+    waiting = [len(t.deps) for t in tasks]
+    followers: list[list[int]] = [[] for _ in tasks]
+    last: dict[str, int] = {}
+    for number, task in enumerate(tasks):
+        for dep in task.deps:
+            followers[dep].append(number)
+        if graph.policies.get(task.executor) != "priority":
+            if task.executor in last:
+                followers[last[task.executor]].append(number)
+                waiting[number] += 1
+            last[task.executor] = number
+        if not waiting[number]:
+            heappush(ready[lane_of[number]], (task.priority, 0, number))
+    return ready, waiting, followers
 
 
 class _Clock:
