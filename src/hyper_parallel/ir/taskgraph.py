@@ -158,11 +158,13 @@ def simulate(graph: TaskGraph) -> Timeline:
                     touched.add(lane)
                     heappush(ready[lane], (tasks[follower].priority, now, follower))
     assert len(started) == len(tasks), "a graph in dependency order cannot get stuck"
-    spans = tuple(
-        Span(t.executor, t.name, begin[n] / 1e9, (end[n] - begin[n]) / 1e9, t.kind)
-        for n, t in ((n, tasks[n]) for n in started)
-    )
+    spans = tuple(_span(tasks[n], begin[n], end[n]) for n in started)
     return Timeline("simulated", spans, tuple(samples))
+
+
+def _span(task: Task, begin_ns: int, end_ns: int) -> Span:
+    """Return the span of a task that ran."""
+    return Span(task.executor, task.name, begin_ns / 1e9, (end_ns - begin_ns) / 1e9, task.kind)
 
 
 def _initial_queues(

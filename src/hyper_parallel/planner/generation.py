@@ -134,17 +134,18 @@ def plan_generation(
     # An explicit layout is priced even if it does not fit: predictions may be wrong, and there is no choice to make.
     priced = _price_fitting(r, work, layouts, all_at_once, keep_all=explicit is not None)
     ruled_out["memory"] += len(layouts) - len(priced)
-
-    def rank(item: tuple[Strategy, GenerationLayout]) -> tuple[float, ...]:
-        s, layout = item  # ties prefer the simpler layout
-        value = layout.total_s if all_at_once else -layout.tokens_s
-        return value, s.tp_x, s.pp, s.ep, s.dp_shard
-
-    best, *runners_up = (layout for _, layout in sorted(priced, key=rank))
+    ranked = sorted(priced, key=lambda item: _rank_key(*item, all_at_once))
+    best, *runners_up = (layout for _, layout in ranked)
     return GenerationPlan(
         r.model.name, r.supernode.name, r.num_devices, work, objective, r.machine.memory_bytes, best,
         tuple(runners_up[:top]), len(priced), dict(+ruled_out), r.notes,
     )  # fmt: skip
+
+
+def _rank_key(s: Strategy, layout: GenerationLayout, all_at_once: bool) -> tuple[float, ...]:
+    """Return the sort key of a layout, best first; ties prefer the simpler layout."""
+    value = layout.total_s if all_at_once else -layout.tokens_s
+    return value, s.tp_x, s.pp, s.ep, s.dp_shard
 
 
 def _check_objective(objective: str) -> None:
