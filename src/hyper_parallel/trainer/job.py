@@ -269,14 +269,22 @@ def prepare_job(
         trained,
         router_loss=router_loss,
     )
-    batches, _ = job.train_batches(), job.holdout_batches()
-    if (epochs := recipe.training.epochs) is not None and isinstance(batches, Batches):
-        rows = epochs * batches.num_sequences * batches.unit
-        steps = math.ceil(rows / batches.sequences_per_step) * recipe.grpo.num_iterations
-        loaded = with_steps(loaded, steps)
-        job = replace(job, recipe=loaded.recipe)
-    check_newest(job, loaded)
+    resolved = _resolve_epochs(loaded, job)
+    if resolved is not loaded:
+        job = replace(job, recipe=resolved.recipe)
+    check_newest(job, resolved)
     return job
+
+
+def _resolve_epochs(loaded: LoadedRecipe, job: Job) -> LoadedRecipe:
+    """Return the recipe with epochs replaced by steps; also check the batches of the job."""
+    recipe = job.recipe
+    batches, _ = job.train_batches(), job.holdout_batches()
+    if (epochs := recipe.training.epochs) is None or not isinstance(batches, Batches):
+        return loaded
+    rows = epochs * batches.num_sequences * batches.unit
+    steps = math.ceil(rows / batches.sequences_per_step) * recipe.grpo.num_iterations
+    return with_steps(loaded, steps)
 
 
 def _check_outputs(loaded: LoadedRecipe) -> LoadedRecipe:

@@ -181,11 +181,7 @@ class PlannedDevice:
                 with hardware.watched(self._check or trace):
                     samples = self._apply_all(clock, trace)
                 peaks, device_bytes = hardware.peaks, hardware.gauge.peak_bytes
-                outputs = tree_map_only(
-                    View,
-                    lambda v: v.as_tensor(self._base(v.storage)).clone(),
-                    self.captured.outputs,
-                )
+                outputs = self._outputs()
             times = clock if timed is None else timed.times()
         except BaseException:
             self.state.failed = True
@@ -204,6 +200,12 @@ class PlannedDevice:
             times.join_s,
             times.copied,
             self._timeline(samples) if trace else None,
+        )
+
+    def _outputs(self) -> Any:
+        """Return copies of the outputs of the step."""
+        return tree_map_only(
+            View, lambda v: v.as_tensor(self._base(v.storage)).clone(), self.captured.outputs
         )
 
     def _timeline(self, samples: list[_Sample]) -> Timeline:
