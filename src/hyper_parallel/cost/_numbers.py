@@ -399,17 +399,17 @@ def _head_norms(block: Block) -> list[int]:
     return [w for norm, w in widths.items() if any(f".{norm}." in name for name in names)]
 
 
-def _norm_bytes(block: Block, hidden: int, kept: float) -> float:
+def _norm_bytes(block: Block, hidden: int, norm_kept_bytes: float) -> float:
     """Return bytes of the norms of a layer, in units of h, beyond the inputs of two norms and two matmuls at two bytes.
 
-    A norm of separate operators keeps its float32 input and the normalized one: `kept` bytes. A norm with a bias is
-    torch's LayerNorm, which keeps its input alone. A layer with one of them reads it twice, so it keeps 4h less.
+    A norm of separate operators keeps its float32 input and the normalized one: `norm_kept_bytes`. A norm with a bias
+    is torch's LayerNorm, which keeps its input alone. A layer with one of them reads it twice, so it keeps 4h less.
     """
     norms = [p for p in block.params if "norm" in p.name and p.shape == (hidden,)]
     fused = sum(p.name.endswith("bias") for p in norms)
     if fused and 2 * fused == len(norms):
         return 4.0 * fused - 8.0
-    return kept * max(2, len(norms)) - 4.0
+    return norm_kept_bytes * max(2, len(norms)) - 4.0
 
 
 def _latent_width(block: Block) -> int:
@@ -448,16 +448,16 @@ def _measured_whole(model: ModelSpec, names: frozenset[str], stream: bool) -> fl
         return 0.0
     params = [p for b in model.decoder_blocks for p in b.params if p.is_matrix and not p.is_expert]
     total = 0.0
-    for module, kept in model.kept.modules:
+    for module, module_bytes in model.kept.modules:
         if module.endswith(".experts"):
             continue
         sizes = {p.name: p.num_elements for p in params if p.name.startswith(f"{module}.")}
         matrices = 0 if module.endswith(".*") else sum(sizes.values())
         whole = sum(n for name, n in sizes.items() if name in names)
         share = whole / matrices if matrices else float(stream)
-        total += share * kept
+        total += share * module_bytes
         if matrices and stream:
-            total += (1.0 - share) * min(kept, 2.0 * model.hidden_size)
+            total += (1.0 - share) * min(module_bytes, 2.0 * model.hidden_size)
     return total
 
 

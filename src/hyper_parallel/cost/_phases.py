@@ -98,8 +98,8 @@ def optimizer_traffic(s: PricingCase, elements: tuple[Array, Array]) -> Array:
 class LayerMemory:
     """Bytes of one mean layer and microbatch."""
 
-    kept: Array  # kept from forward to backward
-    freed: Array  # part of `kept` that is freed after the backward of the last layer
+    saved: Array  # saved from forward to backward
+    freed: Array  # part of `saved` that is freed after the backward of the last layer
     recomputed: Array  # recomputed activations
     exchange: Array  # dispatched tokens
     combine: Array  # outputs of experts, weighted and summed in float32
@@ -112,9 +112,9 @@ def _saved_activations(
     n, c, width, tokens, piped = s.n, s.c, s.machine.width, s.tokens, s.c.pp > 1
     # Stages keep the received message of every microbatch in flight, plus one incoming and one outgoing message.
     message = np.where(piped, tokens * n.hidden * width / c.tp, 0.0)
-    saved = layers * flight * layer.kept
+    saved = layers * flight * layer.saved
     # If all forwards precede the first backward, the sums replace activations of the first microbatch.
-    overlapped = np.maximum(saved - sums, layers * (flight - 1.0) * layer.kept)
+    overlapped = np.maximum(saved - sums, layers * (flight - 1.0) * layer.saved)
     saved = np.where(piped & (flight >= c.accumulation), overlapped, saved)
     return saved + message * (flight + 2.0)
 
@@ -318,6 +318,6 @@ def _activations(stage: _Stage, layer: LayerMemory, flight: Array, logits: Array
     )
     saved = _saved_activations(s, layer, layers, flight, stage.sums)
     after_last = np.maximum(saved - layer.freed, 0.0) + layer.recomputed
-    remaining = layers * (flight - 1.0) * layer.kept + np.minimum(2.0, layers) * layer.kept
+    remaining = layers * (flight - 1.0) * layer.saved + np.minimum(2.0, layers) * layer.saved
     remaining = np.minimum(after_last, remaining + layer.recomputed)
     return saved + final, saved + layer.recomputed, after_last, remaining, zeros, zeros

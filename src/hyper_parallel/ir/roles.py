@@ -76,8 +76,8 @@ def role_tasks(
     for step in range(steps):
         ahead = max_staleness or 0
         before = learned[step - 1 - ahead] if step > ahead else ()
-        made = add("sample", learners if max_staleness is None else samplers, sample_s, before)
-        learned.append(add("learn", learners, learn_s, made))
+        sampling = add("sample", learners if max_staleness is None else samplers, sample_s, before)
+        learned.append(add("learn", learners, learn_s, sampling))
     return TaskGraph(tuple(tasks))
 
 
