@@ -108,7 +108,7 @@ class _Search:
 
     @property
     def is_default(self) -> bool:
-        """Whether every choice that affects the best plan has its default."""
+        """True if every choice that affects the best plan has its default."""
         choices = (self.pins, self.exclude, self.deadline_s, self.offload, self.all_layouts)
         return not any(choices) and self.objective == "step-time" and self.memory_headroom is None
 

@@ -32,7 +32,7 @@ MemoryActionKind = Literal[
 
 MEMORY_TIERS: tuple[MemoryTier, ...] = get_args(MemoryTier)
 GRADIENT_PIECES = 16
-"""Parts of its columns in which the gradient of an embedding is made beside the arena, one after the other."""
+"""Parts of its columns in which the gradient of an embedding is computed outside the arena, one after the other."""
 COPIES: dict[str, tuple[MemoryTier, MemoryTier]] = {
     "prefetch": ("dram", "device"),
     "store": ("device", "dram"),
@@ -177,7 +177,7 @@ class MemoryProgram:
 
     @property
     def communicates(self) -> bool:
-        """Whether other ranks take part in some operator."""
+        """True if an operator communicates with other ranks."""
         return any(op.group for op in self.operators)
 
     @property
