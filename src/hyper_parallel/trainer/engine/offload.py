@@ -267,8 +267,8 @@ class PlannedSteps:
             self._assumed.actual,
             copies="threads",
             flash=self._flash,
-            expected=self._expected,
-            spill=self._spill,
+            check=True if self._expected is None else self._expected,
+            source=self._spill,
         )
         self._spill.restore_all()  # tensors that are not state
         self._expected = None
