@@ -20,7 +20,7 @@ MAX_LINES = 60
 MAX_PARAMETERS = 7
 """Parameters of a constructor, without `self`."""
 MAX_SIBLINGS = 8
-"""Modules of its own folder that a file imports."""
+"""Modules of its own folder that a file imports; `__init__.py`, the interface of the folder, imports any number."""
 PHRASES = re.compile(r"\bmade again\b|\bbeside\b|\bat home\b|\btalk", re.IGNORECASE)
 FIRST_WORDS = re.compile(
     r"(What|Whether|Those|These|As|Of|Where|Which|How|Who|Nothing|None|It|One|More|All|Everything)\b"
@@ -48,7 +48,7 @@ def shape_findings(name: str, tree: ast.Module) -> Iterator[Finding]:
         elif isinstance(node, ast.ImportFrom) and node.module:
             folder, _, module = node.module.rpartition(".")
             siblings.update([module] if folder == room else [])
-    if len(siblings) > MAX_SIBLINGS:
+    if len(siblings) > MAX_SIBLINGS and not name.endswith("__init__.py"):
         yield "imports of siblings", f"{name}: {len(siblings)}"
 
 
