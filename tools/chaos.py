@@ -185,7 +185,7 @@ def crash(run: Run, draw: random.Random) -> str:
 
 
 def second(run: Run, draw: random.Random) -> str:
-    """Start the same command in the same directory while the run continues; it is refused, and the run is unaffected."""
+    """Start the same command in the same directory during the run; it is refused, and the run is unaffected."""
     os.killpg(run.pid, signal.SIGSTOP)  # or it would have ended by then
     other = Run(run.place, f"{run.out.name}_second", run.out)
     ended = other.until(lambda: False, "the refusal of a second run")

@@ -90,7 +90,7 @@ def _is_section(annotation: Any) -> bool:
 
 
 def _meanings(section: type[Section]) -> dict[str, str]:
-    """Return the docstring of every field, read from the source: a section that read its own would be slow to import."""
+    """Return the docstring of every field; read here, as a section that reads its own source is slow to import."""
     (defined,) = ast.parse(textwrap.dedent(inspect.getsource(section))).body
     assert isinstance(defined, ast.ClassDef)
     return {
