@@ -60,7 +60,7 @@ class Cores:
     executors: frozenset[str]
 
     def rate(self, busy: int) -> Fraction:
-        """Rate of each of so many executors at work."""
+        """Return the rate of each executor while `busy` of them work."""
         most = len(self.rates)
         return self.rates[busy - 1] if busy <= most else self.rates[-1] * most / busy
 
@@ -194,54 +194,54 @@ def _initial_queues(
 
 
 class _Clock:
-    """When running tasks end: at once known with a core of their own, else after so much work of the shared cores.
+    """Clock of running tasks: the end of a task is known at its start, except on shared cores.
 
-    All tasks on shared cores progress alike, so the work that each of them has been given since the beginning is one
-    number; a task ends when that number has grown by its duration. It is kept in whole nanoseconds, rounded down at
-    every event, and times are rounded up, so a task is never given less than its duration.
+    All tasks on shared cores progress alike, so the work done by each of them since the beginning is one number. A task
+    ends when that number has grown by its duration. The number is in whole nanoseconds, rounded down at every event,
+    and times are rounded up, so no task ends before its duration.
     """
 
     def __init__(self, cores: Cores | None, lanes: tuple[str, ...]) -> None:
         self.now = 0
         self._shared = [cores is not None and name in cores.executors for name in lanes]
         self._cores = cores
-        self._given = 0
+        self._shared_work_ns = 0
         self._own: list[tuple[int, int]] = []
         self._sharing: list[tuple[int, int]] = []
 
     @property
     def idle(self) -> bool:
-        """Return whether no task is running."""
+        """True if no task is running."""
         return not self._own and not self._sharing
 
     def start(self, lane: int, number: int, duration_ns: int) -> None:
         """Start a task now."""
         if self._shared[lane]:
-            heappush(self._sharing, (self._given + duration_ns, number))
+            heappush(self._sharing, (self._shared_work_ns + duration_ns, number))
         else:
             heappush(self._own, (self.now + duration_ns, number))
 
     def advance(self) -> list[int]:
-        """Go to the next instant at which tasks end, and return them in the order of the list."""
+        """Advance to the next instant at which tasks end, and return these tasks in the order of the list."""
         instant = self._own[0][0] if self._own else None
         if self._sharing:
             assert self._cores is not None, "only shared cores have lanes that share"
             up, down = self._cores.rate(len(self._sharing)).as_integer_ratio()
-            shared = self.now - (self._given - self._sharing[0][0]) * down // up
+            shared = self.now - (self._shared_work_ns - self._sharing[0][0]) * down // up
             instant = shared if instant is None else min(instant, shared)
-            self._given += (instant - self.now) * up // down
+            self._shared_work_ns += (instant - self.now) * up // down
         assert instant is not None, "something runs"
         self.now = instant
         ended = []
         while self._own and self._own[0][0] == self.now:
             ended.append(heappop(self._own)[1])
-        while self._sharing and self._sharing[0][0] <= self._given:
+        while self._sharing and self._sharing[0][0] <= self._shared_work_ns:
             ended.append(heappop(self._sharing)[1])
         return sorted(ended)
 
 
 def peaks(timeline: Timeline) -> dict[str, float]:
-    """Highest value of every counter lane."""
+    """Return the highest value of every counter lane."""
     result: dict[str, float] = {}
     for sample in timeline.counters:
         result[sample.lane] = max(result.get(sample.lane, sample.value), sample.value)
