@@ -220,7 +220,7 @@ class _Problem:
 
     start: Cards  # cards with the prior values
     constants: Sequence[Constant]
-    cases: Sequence[_Case]
+    cases: list[_Case]
     votes: Array  # weight of every run
 
     @property

@@ -134,7 +134,7 @@ def plan_generation(
     # An explicit layout is priced even if it does not fit: predictions may be wrong, and there is no choice to make.
     priced = _price_fitting(r, work, layouts, all_at_once, keep_all=explicit is not None)
     ruled_out["memory"] += len(layouts) - len(priced)
-    ranked = sorted(priced, key=lambda item: _rank_key(*item, all_at_once))
+    ranked = sorted(priced, key=lambda item: _rank_key(item[0], item[1], all_at_once))
     best, *runners_up = (layout for _, layout in ranked)
     return GenerationPlan(
         r.model.name, r.supernode.name, r.num_devices, work, objective, r.machine.memory_bytes, best,
@@ -162,7 +162,7 @@ def _check_objective(objective: str) -> None:
 def _price_fitting(
     r: PlanRequest,
     work: GenerateWorkload,
-    layouts: Sequence[StagedLayout],
+    layouts: list[StagedLayout],
     all_at_once: bool,
     keep_all: bool,
 ) -> list[tuple[Strategy, GenerationLayout]]:
