@@ -83,7 +83,7 @@ OVERRIDES: Final = (
 
 
 def cli(*words: object) -> Any:
-    """The command in this process: its status; what it raises is raised, files that the system refuses with a code."""
+    """Run the command in this process and return its status; its errors are raised, those of the system with a code."""
     from hyper_parallel.cli import application
     from hyper_parallel.cli.app import coded
 
