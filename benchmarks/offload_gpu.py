@@ -238,14 +238,14 @@ def planned(case: Case, link: Channel, share: float | None) -> dict[str, Any]:
         goal = {"budget_bytes": int(share * captured.eager_peak_bytes)}
     plan = plan_memory(program, memory, **goal)
     planned_s = time.perf_counter() - start - captured_s
-    with PlannedDevice(captured, plan, memory, queues=queues, check=False) as device:
+    with PlannedDevice(captured, plan, memory, copies=queues, check=False) as device:
         for number in (2, 3):
             losses[number], trial = device.step(case.batch(number))
     rates = [trial.copied[kind].bytes_s(link.latency_s) for kind in ("store", "prefetch")]
     memory = MemoryMachine(*(replace(link, bytes_s=rate or link.bytes_s) for rate in rates))
     plan = plan_memory(program, memory, **goal)
     seconds = []
-    with PlannedDevice(captured, plan, memory, queues=queues) as device:
+    with PlannedDevice(captured, plan, memory, copies=queues) as device:
         for number in range(4, 5 + case.steps):
             batch = case.batch(number)
             case.module.synchronize(case.device)

@@ -157,8 +157,9 @@ def generate(family: str, dtype: torch.dtype) -> dict[str, dict[str, Any]]:
         planned.begin()
         inputs = prompt_inputs(model, list(range(3, 3 + TOKENS)))
         for name, unmetered in zip(("prefill", "decode"), planned.unmetered, strict=True):
-            device, arena = planned._device, planned._arena_bytes
+            device = planned._device
             assert device is not None
+            arena = device.state.arena_bytes
             found[name] = cell(device, arena, unmetered, lambda at=inputs: planned.run(at))
             if name == "prefill":
                 planned.enter_decode()

@@ -142,7 +142,7 @@ class _Host:
         goal: dict[str, Any] = {"max_slowdown": 0.3} if offload else {"budget_bytes": 1 << 50}
         self.plan = plan_memory(program, AT_ONCE, recompute=False, reorder=offload, **goal)
         device = PlannedDevice(
-            captured, self.plan, AT_ONCE, copies="at_issue", queues=_streams() if streams else None
+            captured, self.plan, AT_ONCE, copies=_streams() if streams else "at_issue"
         )
         self.device = stack.enter_context(device)
         for number in (2, 3):

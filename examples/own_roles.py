@@ -95,7 +95,7 @@ class Learner(Policy):
 
 
 def train(controller: hp.Controller, folder: str, steps: int, staleness: int, ranks: int) -> list:
-    """The program: who is asked what, and in which order."""
+    """Run the program: start the roles and call them in turn."""
     # Sampling may be `staleness` versions behind, and a learner that is lost goes one back.
     learner = controller.start(Learner, folder, f"dp_shard={ranks}", staleness + 2, ranks=ranks)
     sampler = controller.start(Sampler, folder)

@@ -22,6 +22,9 @@ gc.disable()  # until the tests are collected: imports leave nothing to collect
 os.environ.setdefault(
     "HF_HUB_OFFLINE", "1"
 )  # no test reads the hub but those with one of their own
+# Tests fork, and OpenMP's threads do not survive a fork: a child that asks for them waits for ever. Two test processes
+# with a thread per core each would also spin against each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # `nohup` ignores it, and tests send it to their runs
 
 RANKS = ("e2e", "parity", "dist")

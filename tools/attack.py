@@ -40,8 +40,8 @@ import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable
-from contextlib import redirect_stderr, redirect_stdout, suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass, field
 from io import StringIO
 from pathlib import Path
@@ -83,7 +83,7 @@ OVERRIDES: Final = (
 
 
 def cli(*words: object) -> Any:
-    """The command in this process: its status; what it raises is raised, files that the system refuses with a code."""
+    """Run the command in this process and return its status; its errors are raised, those of the system with a code."""
     from hyper_parallel.cli import application
     from hyper_parallel.cli.app import coded
 
@@ -608,15 +608,30 @@ class Attack:
             path.write_text("mine")
 
 
+@contextmanager
+def _own_folders(root: Path) -> Iterator[None]:
+    """Direct caches and temporary files of this process into folders below `root`."""
+    keys = ("XDG_CACHE_HOME", "TMPDIR")
+    before = {key: os.environ.get(key) for key in keys}
+    for key in keys:
+        place = root / key.lower()
+        place.mkdir()
+        os.environ[key] = str(place)
+    tempfile.tempdir = None  # read from TMPDIR once more
+    try:
+        yield
+    finally:
+        tempfile.tempdir = None
+        for key, value in before.items():
+            os.environ.pop(key, None)
+            if value is not None:
+                os.environ[key] = value
+
+
 def attack(kinds: list[str], seed: int, numbers: Iterable[int], kept: Path) -> dict[str, Any]:
     """Read the inputs of these numbers; how many of each kind there were, and what came of them."""
     start = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="attack_") as name:
-        tempfile.tempdir = None  # read from TMPDIR once more
-        for key in ("XDG_CACHE_HOME", "TMPDIR"):
-            place = Path(name) / key.lower()
-            place.mkdir()
-            os.environ[key] = str(place)
+    with tempfile.TemporaryDirectory(prefix="attack_") as name, _own_folders(Path(name)):
         (Path(name) / "root").mkdir()
         run = Attack(Path(name) / "root", Path(name) / "victim", kept, kinds)
         run.prepare()

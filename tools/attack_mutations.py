@@ -223,7 +223,7 @@ def replaced(path: Path, others: list[Path], victim: Path, draw: random.Random) 
 
 
 def mutated(path: Path, raw: bytes, draw: random.Random) -> bytes:
-    """The file with one to three mutations: of its values where they are known, or of its bytes."""
+    """Return the file with one to three mutations: of its values if they are known, else of its bytes."""
     if (text := mutate_text(path, raw, draw)) is not None:
         return text
     for _ in range(draw.choice([1, 1, 2, 3])):

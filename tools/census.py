@@ -56,7 +56,7 @@ MOST_PARAMETERS = 4_000_000
 
 
 def auto_class(name: str) -> Any:
-    """The class of transformers that makes a model of this type."""
+    """Return the class of transformers that builds a model of this type."""
     import transformers
 
     causal = name in transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -91,7 +91,7 @@ def one_line(error: BaseException) -> str:
 
 
 def recipe(weights: Path, folder: Path) -> dict[str, Any]:
-    """The run of a cell."""
+    """Return the recipe of a cell's run."""
     return {
         "model": {"path": str(weights), "init": "pretrained"},
         "data": {
@@ -110,7 +110,7 @@ def recipe(weights: Path, folder: Path) -> dict[str, Any]:
 
 
 def save_plain(config: dict[str, Any], weights: Path) -> Any:
-    """A model of plain transformers in float64, saved with its random weights."""
+    """Save a model of plain transformers in float64 with its random weights, and return it."""
     import torch
     from transformers import AutoConfig
 
@@ -255,7 +255,7 @@ def row(name: str, axes: list[str], folder: Path) -> dict[str, str]:
 
 
 def write_tokenizer(folder: Path) -> None:
-    """A byte-level BPE of fewer tokens than the models have, as transformers loads it."""
+    """Write a byte-level BPE of fewer tokens than the models have, as transformers loads it."""
     from tokenizers import ByteLevelBPETokenizer
     from transformers import PreTrainedTokenizerFast
 
@@ -311,7 +311,7 @@ def record(name: str, cells: dict[str, str]) -> None:
 
 
 def lacks(name: str, axes: list[str]) -> list[str]:
-    """The axes of which the page's file says nothing, where there is something to say."""
+    """Return the axes that apply to a type but are missing in the page's file."""
     rows = json.loads(PAGE.read_text())["types"] if PAGE.exists() else {}
     cells = rows.get(name)
     if cells is None or cells.get("one rank") == "ok":

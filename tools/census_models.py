@@ -25,7 +25,7 @@ CAUSAL: dict[str, dict[str, Any]] = {
 
 
 def tiny(name: str) -> dict[str, Any]:
-    """The config of a model type, shrunk."""
+    """Return the config of a model type, shrunk."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     own = FAMILY_SIZES.get(name, {}) | CAUSAL.get(name, {})
@@ -34,7 +34,7 @@ def tiny(name: str) -> dict[str, Any]:
 
 
 def shrunk(cls: type[Any], own: dict[str, Any], unused: Iterator[int], base: Any = None) -> Any:
-    """A config of a class with small sizes, its parts (text, vision, audio) shrunk likewise.
+    """Return a config of a class with small sizes; its parts (text, vision, audio) are shrunk likewise.
 
     Args:
         cls: The configuration class.

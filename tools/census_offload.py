@@ -37,7 +37,7 @@ ROWS = 2
 
 
 def made(config: dict[str, Any]) -> tuple[Any, Any]:
-    """The model with its random weights, and its optimizer."""
+    """Return the model with its random weights, and its optimizer."""
     import torch
     from transformers import AutoConfig
 
@@ -47,7 +47,7 @@ def made(config: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def step_of(model: Any, optimizer: Any) -> Any:
-    """A training step as a user writes it."""
+    """Return a training step as a user writes it."""
 
     def step(ids: Any) -> Any:
         loss = model(input_ids=ids, labels=ids, use_cache=False).loss
@@ -79,7 +79,7 @@ def bits(model: Any, optimizer: Any) -> dict[str, Any]:
 
 
 def differing(plain: dict[str, Any], planned: dict[str, Any]) -> str | None:
-    """What has other bits; None: nothing."""
+    """Return the name of a tensor with other bits; None: all are equal."""
     import torch
 
     if plain.keys() != planned.keys():
@@ -136,7 +136,7 @@ def cell(name: str) -> dict[str, Any]:
 
 
 def in_process(name: str) -> dict[str, Any]:
-    """The outcome of a type from a process of its own, which may crash or not end."""
+    """Return the outcome of a type from a separate process, which may crash or not end."""
     with tempfile.NamedTemporaryFile() as file:
         result = Path(file.name)
         result.write_text(json.dumps({"outcome": "uncoded", "why": f"crash, or over {SECONDS} s"}))

@@ -33,7 +33,7 @@ EQUAL = Path(__file__).parents[1] / "benchmarks" / "results" / "offload_census_c
 
 
 def wrapped(model: Any, how: str) -> Any:
-    """The model on the ranks, by torch."""
+    """Return the model on the ranks, parallelized by torch."""
     from torch import nn
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard

@@ -68,7 +68,7 @@ class Run:
     def again(
         self, reader: Callable[[int, int], None] | None = None, output: str = "", tmp: str = ""
     ) -> None:
-        """The command in a process of its own.
+        """Start the command in a separate process.
 
         Args:
             reader: Reads its output, and passes on what it wants to.
@@ -111,7 +111,7 @@ class Run:
             os._exit(status)
 
     def ranks(self) -> list[int]:
-        """Processes of the ranks, in their order."""
+        """Return the processes of the ranks, in rank order."""
         with suppress(psutil.NoSuchProcess):
             children = psutil.Process(self.pid).children()
             return sorted(child.pid for child in children)[-2:]  # before them, who reads the output
@@ -124,7 +124,7 @@ class Run:
         return 0
 
     def saved(self) -> list[Path]:
-        """Published checkpoints, the newest last, without those that were damaged and not saved again since."""
+        """Return published checkpoints, the newest last, without those that were damaged and not saved again since."""
         folder = self.out / "checkpoints"  # from which steps go at any time
         found = {Path(e.path): e.inode() for e in os.scandir(folder)} if folder.is_dir() else {}
         return sorted(p for p in found if self.damaged.get(p) != found[p] and p.name[:5] == "step_")
@@ -155,21 +155,21 @@ class Run:
 
 
 def kill(run: Run, draw: random.Random) -> str:
-    """A rank is killed, as by a lack of memory; the launcher starts the ranks again."""
+    """Kill a rank, as by a lack of memory; the launcher restarts the ranks."""
     rank = draw.randrange(2)
     os.kill(run.ranks()[rank], signal.SIGKILL)
     return rf"\[HP601\] rank {rank} failed \(killed by SIGKILL\)"
 
 
 def stop(run: Run, draw: random.Random) -> str:
-    """A rank freezes; the launcher notices, names it, and starts the ranks again."""
+    """Freeze a rank; the launcher detects and names it, and restarts the ranks."""
     rank = draw.randrange(2)
     os.kill(run.ranks()[rank], signal.SIGSTOP)
     return rf"\[HP620\] rank {rank} is stopped by a signal"
 
 
 def slow(run: Run, draw: random.Random) -> str:
-    """A rank pauses for less than the time-out; nothing happens."""
+    """Pause a rank for less than the time-out; nothing happens."""
     rank = run.ranks()[draw.randrange(2)]
     os.kill(rank, signal.SIGSTOP)
     time.sleep(TIMEOUT_S / 3)
@@ -178,14 +178,14 @@ def slow(run: Run, draw: random.Random) -> str:
 
 
 def crash(run: Run, draw: random.Random) -> str:
-    """The machine loses power: launcher and ranks are gone; the same command goes on."""
+    """Kill launcher and ranks, as by a loss of power; the same command resumes the run."""
     run.end()
     run.again()
     return ""
 
 
 def second(run: Run, draw: random.Random) -> str:
-    """The same command in the same directory while the run goes on; it is refused, and nothing happens to the run."""
+    """Start the same command in the same directory during the run; it is refused, and the run is unaffected."""
     os.killpg(run.pid, signal.SIGSTOP)  # or it would have ended by then
     other = Run(run.place, f"{run.out.name}_second", run.out)
     ended = other.until(lambda: False, "the refusal of a second run")
@@ -198,7 +198,7 @@ def second(run: Run, draw: random.Random) -> str:
 
 
 def pipe(run: Run, draw: random.Random) -> str:
-    """The output goes to a reader that leaves when the run goes on again; the run does not notice.
+    """Close the reader of the output after the run has resumed; the run is unaffected.
 
     Then it is started with its log again, where later faults look for words.
     """
@@ -228,7 +228,7 @@ def _ends(run: Run, says: str) -> None:
 
 
 def full(run: Run, draw: random.Random) -> str:
-    """The disk takes no file of the size of a checkpoint; the run ends with a coded error, and the command goes on."""
+    """Refuse files of the size of a checkpoint; the run ends with a coded error, and the command resumes it."""
     for rank in run.ranks():
         with suppress(psutil.NoSuchProcess):
             psutil.Process(rank).rlimit(psutil.RLIMIT_FSIZE, (MOST_BYTES, 1 << 40))
@@ -238,7 +238,7 @@ def full(run: Run, draw: random.Random) -> str:
 
 
 def disk(run: Run, draw: random.Random) -> str:
-    """The disk is full from some write of the command on: at its start, in a step, a checkpoint, or at its end.
+    """Fill the disk from some write of the command on: at its start, in a step, a checkpoint, or at its end.
 
     The run ends with the coded error, or without an output that it can do without, which is said the same way. When
     there is space again, the command goes on.
@@ -259,7 +259,7 @@ def disk(run: Run, draw: random.Random) -> str:
 
 
 def full_tmp(run: Run, draw: random.Random) -> str:
-    """The directory of temporary files is full while the command goes on; the run does not notice."""
+    """Fill the directory of temporary files while the command continues; the run is unaffected."""
     run.end()
     place = run.place / f"{run.out.name}.tmp"
     place.mkdir(exist_ok=True)
@@ -269,7 +269,7 @@ def full_tmp(run: Run, draw: random.Random) -> str:
 
 
 def full_output(run: Run, draw: random.Random) -> str:
-    """The output goes to a full disk; the run does not notice. Then it is started with its log again."""
+    """Send the output to a full disk; the run is unaffected. Then it is started with its log again."""
     run.end()
     run.again(output="/dev/full")
     reached = run.step() + 2
@@ -279,7 +279,7 @@ def full_output(run: Run, draw: random.Random) -> str:
 
 
 def nan(run: Run, draw: random.Random) -> str:
-    """A gradient is NaN; the run ends before its step with the parameter's name, and the command goes on."""
+    """Set a gradient to NaN; the run ends before its step with the parameter's name, and the command resumes it."""
     run.poison.write_text("")
     _ends(run, r"error\[HP604\](.|\n)*gradient of parameter `model.embed_tokens.weight` has NaN")
     run.poison.unlink()
@@ -294,7 +294,7 @@ def _recording(run: Run) -> None:
 
 
 def moved(run: Run, draw: random.Random) -> str:
-    """The run directory is renamed; the run ends with the place of what is saved, and goes on when it is back."""
+    """Rename the run directory; the run ends and names the saved checkpoint, and resumes when the directory is back."""
     _recording(run)
     aside = run.out.with_name(f"{run.out.name}_moved")
     run.out.rename(aside)
@@ -309,7 +309,7 @@ def moved(run: Run, draw: random.Random) -> str:
 
 
 def removed(run: Run, draw: random.Random) -> str:
-    """The run directory is removed; the run ends and leaves none, and the same command begins at step 1."""
+    """Remove the run directory; the run ends without a directory, and the same command begins at step 1."""
     _recording(run)
     while run.out.exists():  # the run may write another file meanwhile
         shutil.rmtree(run.out, ignore_errors=True)
@@ -355,7 +355,7 @@ def _flip(path: Path, draw: random.Random) -> None:
 
 
 def torn(run: Run, draw: random.Random) -> str:
-    """A file of the newest checkpoint is cut short; the run goes on from the one before."""
+    """Truncate a file of the newest checkpoint; the run resumes from the previous one."""
     return flip(run, draw, lambda path, _: os.truncate(path, path.stat().st_size // 2))
 
 

@@ -144,13 +144,13 @@ class Notes:
         self.numbers: dict[str, int] = {}
 
     def shown(self, value: str) -> str:
-        """A cell as it is printed."""
+        """Return the printed form of a cell."""
         if value in ("", "ok") or NUMBER.fullmatch(value):
             return value
         return f"({self.numbers.setdefault(value, len(self.numbers) + 1)})"
 
     def lines(self) -> str:
-        """The sentences."""
+        """Return the sentences."""
         return "\n".join(f"{n}. {sentence}" for sentence, n in self.numbers.items())
 
 
@@ -164,7 +164,7 @@ def table(rows: dict[str, dict[str, str]], columns: tuple[str, ...], notes: Note
 
 
 def counted(rows: dict[str, dict[str, str]], notes: Notes) -> str:
-    """The table of model types that train in plain transformers, under what its axes add up to."""
+    """Return the table of model types that train in plain transformers, below the totals of its axes."""
     trained = {name: cells for name, cells in rows.items() if cells["plain"] == "ok"}
     lines = [f"{len(trained)} of {len(rows)} types train in plain transformers. Of these:", ""]
     lines += ["| axis | ok | refused | differs or fails | not run |", "|---|---|---|---|---|"]
@@ -176,14 +176,14 @@ def counted(rows: dict[str, dict[str, str]], notes: Notes) -> str:
 
 
 def kind(cell: str) -> str:
-    """What a cell of the census is."""
+    """Return the state of a cell of the census."""
     if not cell:
         return "not run"
     return "ok" if cell == "ok" else "refused" if re.match(r"HP\d+:", cell) else "wrong"
 
 
 def page(data: dict[str, Any]) -> str:
-    """The page as Markdown."""
+    """Return the page as Markdown."""
     notes, images = Notes(), set(data["image_text"])
     types: dict[str, dict[str, str]] = data["types"]
     causal = counted({n: c for n, c in types.items() if n not in images}, notes)

@@ -90,7 +90,7 @@ def _is_section(annotation: Any) -> bool:
 
 
 def _meanings(section: type[Section]) -> dict[str, str]:
-    """The docstring under every field; read here, for a section that reads its own source is slow to import."""
+    """Return the docstring of every field; read here, as a section that reads its own source is slow to import."""
     (defined,) = ast.parse(textwrap.dedent(inspect.getsource(section))).body
     assert isinstance(defined, ast.ClassDef)
     return {

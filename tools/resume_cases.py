@@ -135,7 +135,7 @@ def digits(completions, bonus, **_):
 
 
 def lines_of(count: int, factor: int = 1) -> str:
-    """A text of small functions."""
+    """Return a text of small functions."""
     return "\n\n".join(
         f"def f{i:03}(x):\n    return x * {i * factor:05} + {i % 7}" for i in range(count)
     )
@@ -154,7 +154,7 @@ def text_scene(place: Place) -> None:
 
 
 def stream_scene(place: Place) -> None:
-    """A streamed file of records: two steps end in the second block of documents, four in the third."""
+    """Write a streamed file of records: two steps end in the second block of documents, four in the third."""
     place.write("model.json", json.dumps(MODEL))
     texts = [{"text": f"a{i} b{i % 7} c" * 3} for i in range(600)]
     place.write("text.jsonl", records_of(texts))
@@ -232,7 +232,7 @@ def rollout_scene(place: Place) -> None:
 
 
 def optimizer_scene(place: Place) -> None:
-    """An optimizer of the user's own."""
+    """Write an optimizer of the user."""
     text_scene(place)
     place.write("own_optimizer.py", OPTIMIZER)
     place.recipe(training={"optimizer": "own_optimizer.Descent"})
@@ -284,7 +284,7 @@ def weights(name: str, factor: float = 1.5, dtype: str | None = None) -> Callabl
 
 
 def shards(place: Place) -> None:
-    """The same weights in two files with an index."""
+    """Write the same weights in two files with an index."""
     from safetensors.torch import load_file, save_file
 
     path = place.root / "base" / "model.safetensors"
@@ -300,7 +300,7 @@ def shards(place: Place) -> None:
 
 
 def moved(source: str, target: str, *overrides: str) -> Callable[[Place], list[str]]:
-    """A file or folder under another name."""
+    """Return a change that renames a file or folder."""
 
     def change(place: Place) -> list[str]:
         (place.root / source).rename(place.root / target)
@@ -322,7 +322,7 @@ def array(name: str) -> Callable[[Place], None]:
 
 
 def reference_model(place: Place) -> None:
-    """The reference of another run, intact in itself."""
+    """Write the reference of another run, which is intact."""
     other = Place(place.root / "other", place.base, place.reward)
     rollout_scene(other)
     weights("base/model.safetensors")(other)
@@ -365,7 +365,7 @@ def nothing(_: Place) -> None:
 
 
 def swapped(old: str) -> str:
-    """The first line behind the second."""
+    """Return the text with its first two lines exchanged."""
     first, second, rest = old.split("\n", 2)
     return "\n".join([second, first, rest])
 

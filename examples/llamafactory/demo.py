@@ -23,7 +23,7 @@ SHAPE = {
 
 
 def prepare(folder: Path) -> None:
-    """A tiny random Llama with a tokenizer, and chats in the format of Alpaca."""
+    """Write a tiny random Llama with a tokenizer, and chats in the format of Alpaca."""
     from tokenizers import ByteLevelBPETokenizer
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed
 

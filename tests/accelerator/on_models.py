@@ -117,7 +117,7 @@ def on_bytes_that_a_kernel_takes_for_itself(knobs, folder):
 
     recorded = record(step, inputs, {"weight": (weight, "weight")}, name="loss", training=True)
     (loss,) = (op for op in recorded.program.operators if op.name.startswith("binary_cross"))
-    assert sum(loss.beside) >= 2 * 4 * 4096
+    assert sum(loss.scratch_bytes) >= 2 * 4 * 4096
     plan = plan_memory(ROOFLINE.annotate(recorded.program), MACHINE, max_slowdown=1.0)
     with PlannedDevice(recorded, plan, MACHINE) as device:
         _, measured = device.step(inputs)

@@ -278,7 +278,7 @@ def test_the_budget_auto_is_said(train):
 @pytest.mark.parametrize(
     ("overrides", "error", "text"),
     [
-        (["offload.budget=1MiB", "offload.max_slowdown=0.02"], Contradiction, "two goals"),
+        (["offload.budget=1MiB", "offload.max_slowdown=0.02"], Contradiction, "one goal"),
         (["offload.dram=1GiB"], Contradiction, "no effect"),
         (["offload.budget=1MiB", "offload.flash=1GiB"], Contradiction, "directory"),
         (["offload.budget=1MiB", "training.compile=true"], Contradiction, "compiled"),

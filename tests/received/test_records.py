@@ -102,7 +102,7 @@ def test_a_saved_table_that_expands_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "word"),
     [
-        ("a.jsonl", '{"text": [' + "[]," * 6 * MIB + "[]]}\n", "more values than text"),
+        ("a.jsonl", '{"text": [' + "[]," * 6 * MIB + "[]]}\n", "too many values"),
         ("a.csv", "text\n" + "," * 9 * MIB + "\n", "millions of columns"),
     ],
 )

@@ -7,7 +7,7 @@ pytest.importorskip("transformers")
 
 from hyper_parallel.trainer.data import CHATML, PLAIN, render, stop_ids  # noqa: E402
 from hyper_parallel.trainer.data.chat import encode_conversation  # noqa: E402
-from hyper_parallel.trainer.data.conversation import Conversation  # noqa: E402
+from hyper_parallel.trainer.data.document import Conversation  # noqa: E402
 from tests.received.bounds import refusal, within_bounds  # noqa: E402
 from tests.received.tokenizers import small, with_template  # noqa: E402
 

@@ -123,7 +123,7 @@ def test_culprits(notes, states, culprits, says) -> None:
     found = hang([_beat(n) for n in notes], [9.0, 8.0, 7.0], dict(enumerate(states)), first=4)
     assert found.culprits == tuple(4 + slot for slot in culprits)
     assert found.description.startswith(says)
-    assert len(found.others) == (2 if culprits else 3)
+    assert len(found.other_states) == (2 if culprits else 3)
 
 
 def test_a_pause_of_the_whole_machine_is_no_hang(tmp_path: Path, monkeypatch) -> None:

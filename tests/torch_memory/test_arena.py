@@ -67,7 +67,7 @@ def test_a_model_allocates_what_is_counted():
     _, _, captured = captured_training("llama")
     program = ROOFLINE.annotate(captured.program)
     plan = plan_memory(program, MACHINE, max_slowdown=0.05)
-    staged = [op for op in program.operators if op.beside]
+    staged = [op for op in program.operators if op.scratch_bytes]
     made = [op for op in program.operators if op.allocs]
     assert len(staged) < 0.05 * len(made)
     with PlannedDevice(captured, plan, MACHINE, copies="at_issue") as device:

@@ -81,7 +81,7 @@ def rank_body(_):
         with CommCounter(Strategy(dp_shard=2).mesh(), dist.get_rank()) as counter:
             step(w.clone(), inputs(1))
         assert sum(op.access_bytes for op in talks) == sum(counter.sent_bytes.values())
-        assert not any(op.beside for op in talks)
+        assert not any(op.scratch_bytes for op in talks)
         assert not any("wait_tensor" in op.name for op in captured.program.operators)
         program = Roofline(1e9, 1e9, 1e-6).annotate(captured.program)
         operators = [

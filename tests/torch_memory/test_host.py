@@ -65,7 +65,7 @@ def test_on_streams_updates_wait_for_the_events_of_their_gradients():
     model, optimizer, captured = captured_training("llama")
     plan = planned(captured)
     queues = DeviceApi.of(torch.device("cpu"))
-    with PlannedDevice(captured, plan, HOST, queues=queues) as device:
+    with PlannedDevice(captured, plan, HOST, copies=queues) as device:
         for step in range(2, 8):
             loss, measured = device.step(batch(step), trace=True)
             assert measured.peak_bytes == plan.peak_bytes

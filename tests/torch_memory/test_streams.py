@@ -101,7 +101,7 @@ def test_streams_give_the_bits_and_the_predicted_peaks(tmp_path, flash):
     reference = Net()
     reference.step(**batch(0))
     queues, kinds = DeviceApi.of(CPU), [action.kind for action in plan.actions]
-    with PlannedDevice(captured, plan, machine, flash=tmp_path, queues=queues) as device:
+    with PlannedDevice(captured, plan, machine, flash=tmp_path, copies=queues) as device:
         for number in range(1, 5):
             loss, measured = device.step(batch(number), trace=number == 1)
             assert torch.equal(loss, reference.step(**batch(number)))
@@ -163,7 +163,7 @@ def ordered(folder, monkeypatch, flash, drop=None, anywhere=True, plan=None, hos
         patch.setattr(FileTier, "write", writing)
         # The order is watched, not the values: a wrong order must not end in another refusal first.
         device = PlannedDevice(
-            captured, plan or known, machine, flash=folder, queues=order.api(), check=False
+            captured, plan or known, machine, flash=folder, copies=order.api(), check=False
         )
         with device:
             with Watch(order):
@@ -245,7 +245,7 @@ def test_updates_in_host_memory_are_ordered_and_a_missing_wait_is_found(tmp_path
 
 def test_a_file_that_is_cut_short_stops_the_step_with_streams(tmp_path):
     _, captured, plan, machine = made(flash=True)
-    device = PlannedDevice(captured, plan, machine, flash=tmp_path, queues=DeviceApi.of(CPU))
+    device = PlannedDevice(captured, plan, machine, flash=tmp_path, copies=DeviceApi.of(CPU))
     next(p for p in tmp_path.iterdir() if p.stat().st_size > 64).write_bytes(b"short")
     with pytest.raises(TransferFailed, match="wrong size"):
         device.step(batch(1))

@@ -16,10 +16,9 @@ from hyper_parallel.planner import plan as make_plan
 from hyper_parallel.runtime import World, launch, parallelize
 from hyper_parallel.topology import detect_local
 from hyper_parallel.trainer.data import Batch
-from hyper_parallel.trainer.engine.loss_scale import LossScale
 from hyper_parallel.trainer.engine.optimizer import build_optimizer
 from hyper_parallel.trainer.engine.step_gauges import MemoryGauge, SpanRecorder
-from hyper_parallel.trainer.engine.step_loop import Loop
+from hyper_parallel.trainer.engine.step_loop import Loop, LossScale
 from tests.e2e.runs import CONFIG
 
 

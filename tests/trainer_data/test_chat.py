@@ -5,7 +5,7 @@ import pytest
 from hyper_parallel.errors import BadValue
 from hyper_parallel.trainer.data import CHATML, PLAIN, load_tokenizer, stop_ids
 from hyper_parallel.trainer.data.chat import assistant_spans, encode_conversation
-from hyper_parallel.trainer.data.conversation import Conversation
+from hyper_parallel.trainer.data.document import Conversation
 
 pytestmark = pytest.mark.torch
 
@@ -75,7 +75,7 @@ def test_a_template_that_drops_words_of_earlier_answers_is_refused(tokenizer):
 
 def test_a_template_without_stable_beginnings_is_refused(tokenizer):
     tokenizer.chat_template = UNSTABLE
-    with pytest.raises(BadValue, match="differently once more turns follow"):
+    with pytest.raises(BadValue, match="differently when more turns follow"):
         assistant_spans(tokenizer, MESSAGES, "chat.jsonl:7")
 
 
@@ -173,7 +173,7 @@ def test_a_marked_template_that_changes_the_prompt_afterwards_is_refused(tokeniz
         "{% generation %}",
         "{% generation %}{% if loop.index < 3 and messages|length > 4 %}gone{% endif %}",
     )
-    with pytest.raises(BadValue, match="differently once more turns follow"):
+    with pytest.raises(BadValue, match="differently when more turns follow"):
         encode_conversation(
             tokenizer, Conversation(tuple(MESSAGES[1:] + MESSAGES[3:])), "chat.jsonl:7", 3
         )

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from hyper_parallel.errors import BadValue
 from hyper_parallel.trainer.data import CHATML, load_tokenizer, render, stop_ids
 from hyper_parallel.trainer.data.chat import RAW, encode_conversation, encode_pair, encode_prompt
-from hyper_parallel.trainer.data.conversation import Conversation
+from hyper_parallel.trainer.data.document import Conversation
 from hyper_parallel.trainer.text_codec import TextCodec
 
 pytestmark = pytest.mark.torch
@@ -336,7 +336,7 @@ REFUSED = [
     (loop("<|assistant|>{{ m.content }}<|end|>", ONE_OF_USER), SYSTEM, "words of a turn", 1),
     (loop("<|assistant|>{{ m.content }}<|end|>", NO_SYSTEM), SYSTEM, "refuses a conversation", 0),
     (CHATML, replace(PAIR, template_values={"enable_thinking": False}), "`enable_thinking`", 0),
-    (CHATML, replace(PAIR, template_values={"messages": []}), "`messages` is no variable", 0),
+    (CHATML, replace(PAIR, template_values={"messages": []}), "cannot set the variable `messages`", 0),
     (loop("A: {{ m.content }}\n", "U: {{ m.content }}\n", "A: "), PAIR, "no marker", 2),
     (loop("<|assistant|>{{ m.content | upper }}<|end|>"), PAIR, "words of a turn", 2),
     (loop("<|assistant|>{{ m.content * 2 }}<|end|>"), PAIR, "more than once", 2),
@@ -352,7 +352,7 @@ REFUSED = [
         "words of another turn",
         2,
     ),
-    ("{{ messages | length }}" + CHATML, PAIR, "differently once more turns follow", 2),
+    ("{{ messages | length }}" + CHATML, PAIR, "differently when more turns follow", 2),
     (
         loop("<|assistant|>{% generation %}{{ m.content[:2] }}{% endgeneration %}{{ m.content[2:] }}<|end|>"),
         PAIR,

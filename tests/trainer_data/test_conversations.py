@@ -98,7 +98,7 @@ def test_the_prompt_of_a_pair_may_be_in_other_keys(record, wanted):
 @pytest.mark.parametrize(
     ("record", "match"),
     [
-        ({"chosen": "x", "rejected": "y"}, "a text needs a prompt beside it"),
+        ({"chosen": "x", "rejected": "y"}, "a text needs a prompt under its own key"),
         ({"prompt": "q", "chosen": turns("u:p a:x"), "rejected": turns("u:p a:y")}, "not the prompt"),
         ({"prompt": "q", "chosen": turns("a:x"), "rejected": turns("u:p a:y")}, "not the prompt"),
         ({"instruction": "q", "chosen": turns("u:p a:x"), "rejected": turns("u:p a:y")}, "not the prompt"),

@@ -125,9 +125,9 @@ REFUSED = {
     "key of a call": ({"messages": [U, {**A, "tool_calls": [{**CALL, "mood": 1}]}]}, "call", "data.ignore_keys=[mood]"),
     "images": ({"messages": [U, A], "images": ["x.png"]}, "`images`.*not supported", "data.ignore_keys=[images]"),
     "part of a picture": ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}, A]}, "`image_url`", None),
-    "two conversations": ({"messages": [U, A], "conversations": [GPT]}, "something else",
+    "two conversations": ({"messages": [U, A], "conversations": [GPT]}, "differs from the turns",
                           "data.ignore_keys=[messages]"),
-    "two systems": ({"messages": [{"role": "system", "content": "s"}, U, A], "system": "t"}, "`system`.*different",
+    "two systems": ({"messages": [{"role": "system", "content": "s"}, U, A], "system": "t"}, "`system`.*differs",
                     "data.ignore_keys=[system]"),
     "two answers": ({"question": "q", "answer": "r", "solution": "long"}, "`answer` and `solution`",
                     "data.ignore_keys=[solution]"),
@@ -136,7 +136,7 @@ REFUSED = {
     "two reasonings": ({"messages": [U, {**A, "reasoning": "t", "thinking": "u"}]}, "`reasoning` and `thinking`",
                        "data.ignore_keys=[thinking]"),
     "half a weight": ({"messages": [U, {**A, "weight": 0.5}]}, "`weight`.*not 0 or 1", None),
-    "a question that is trained": ({"messages": [{**U, "train": True}, A]}, "role user is to be trained", None),
+    "a question that is trained": ({"messages": [{**U, "train": True}, A]}, "role user as trained on", None),
     "flags that differ": ({"messages": [U, {**A, "train": True, "weight": 0}]}, "`train` and `weight`", None),
     "arguments that are no JSON": ({"messages": [U, {**A, "tool_calls": [{"name": "f", "arguments": "{x"}]}]},
                                    "`arguments`.*not JSON", None),
@@ -170,7 +170,7 @@ def test_keys_without_influence_are_counted_and_placeholders_are_never_letters(t
     _, source = read(
         tmp_path, {"messages": [U, A], "id": 1}, {"messages": [U, A], "id": 2, "score": 1}
     )
-    assert source.counts.notes == ["keys passed over: id (2), score (1)"]
+    assert source.counts.notes == ["ignored keys: id (2), score (1)"]
     assert source.counts.losses == []
     record = {"messages": [{"role": "user", "content": "<image>q"}, A], "images": ["x.png"]}
     with pytest.raises(NoData, match="`<image>` stands for") as caught:
@@ -211,8 +211,8 @@ def test_a_column_that_no_record_has_is_named(tmp_path):
     [
         ({"messages": [{"role": "user", "name": "bo", "content": "q"}, A]}, "sft", "`name`"),
         ({"messages": [{"role": "user", "from": "alice", "content": "q"}, A]}, "sft", "role"),
-        ({"role": "user", "content": "q"}, "sft", "one turn"),
-        ({"from": "human", "value": "q"}, "sft", "one turn"),
+        ({"role": "user", "content": "q"}, "sft", "single turn"),
+        ({"from": "human", "value": "q"}, "sft", "single turn"),
         ({"chosen": [U, A], "rejected": [{"role": "user", "content": "z"}, A]}, "dpo", "in common"),
     ],
 )
@@ -231,10 +231,13 @@ def test_what_would_be_lost_is_refused(tmp_path, record, stage, says):
         ),
         (
             '{"system": "s", "data": [{"prompt": "q", "completion": "r"}]}',
-            "keys that no record gets",
+            "keys that are not part of any record",
         ),
-        ('{"data": [{"prompt": "q", "completion": "r"}], "weight": 0}', "keys that no record gets"),
-        ('{\n"messages": [\n{"role": "user", "content": "q"}\n]\n}', "one turn"),
+        (
+            '{"data": [{"prompt": "q", "completion": "r"}], "weight": 0}',
+            "keys that are not part of any record",
+        ),
+        ('{\n"messages": [\n{"role": "user", "content": "q"}\n]\n}', "single turn"),
     ],
 )
 def test_a_file_that_loses_words_is_refused(tmp_path, text, says):

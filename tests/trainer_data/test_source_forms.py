@@ -150,7 +150,7 @@ def test_prepared_data_and_streams_count_alike(tmp_path, make, streaming):
     assert counts.ignored_keys == {"id": 4}
     if not streaming:
         assert packed.notes == tuple(counts.losses)
-        assert counts.notes == [*counts.losses, "keys passed over: id (4)"]
+        assert counts.notes == [*counts.losses, "ignored keys: id (4)"]
         _, labels = packed.train.read(np.arange(len(packed.train)))
         assert counts.target_tokens == (labels >= 0).sum()
         again = make(path, **values)

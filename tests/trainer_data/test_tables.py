@@ -69,7 +69,7 @@ def test_a_name_is_read_from_the_cache_and_one_that_is_not_there_says_what_was_t
     assert texts("user/name") == texts("user/name", name="main", split="train") == TEXTS
     assert texts("user/name", split="train[1:2]") == TEXTS[1:2]
     for values in ({"name": "other"}, {"split": "tests"}):
-        with pytest.raises(NoData, match="cannot be had") as caught:
+        with pytest.raises(NoData, match="cannot be loaded") as caught:
             texts("user/name", **values)
         assert "main" in caught.value.got or "train" in caught.value.got
     with pytest.raises(NoData, match="HP602") as caught:
@@ -78,14 +78,14 @@ def test_a_name_is_read_from_the_cache_and_one_that_is_not_there_says_what_was_t
 
 
 def test_a_split_that_is_not_there_names_those_there_are(saved):
-    with pytest.raises(NoData, match="cannot be had") as caught:
+    with pytest.raises(NoData, match="cannot be loaded") as caught:
         texts(saved / "dict", split="dev")
     assert (caught.value.allowed, caught.value.hint) == (["test", "train"], "data.split=test")
 
 
 def test_a_split_of_what_is_no_dataset_is_refused(tmp_path):
     (tmp_path / "a.txt").write_text("text")
-    with pytest.raises(Contradiction, match="belongs to a dataset"):
+    with pytest.raises(Contradiction, match="selects a part of a dataset"):
         texts(tmp_path / "a.txt", split="train")
 
 

@@ -11,8 +11,8 @@ from hyper_parallel.config import Data
 from hyper_parallel.errors import BadValue, NoData
 from hyper_parallel.trainer.data import StreamBatches
 from hyper_parallel.trainer.data.chat import assistant_spans
-from hyper_parallel.trainer.data.conversation import Conversation
 from hyper_parallel.trainer.data.counts import EMPTY_ANSWERS
+from hyper_parallel.trainer.data.document import Conversation
 from hyper_parallel.trainer.data.sources import resolve
 
 U, A = {"role": "user", "content": "q"}, {"role": "assistant", "content": "an answer"}
@@ -98,7 +98,7 @@ IN_PROMPT = {
 @pytest.mark.parametrize("stage", sorted(IN_PROMPT))
 def test_a_flag_of_the_prompt_is_not_ignored(tmp_path, stage):
     path = write(tmp_path / "a.jsonl", [IN_PROMPT[stage]])
-    with pytest.raises(NoData, match="a turn of the prompt is to be trained on") as caught:
+    with pytest.raises(NoData, match="a flag marks a turn of the prompt as trained on") as caught:
         list(resolve(Data(source=str(path)), stage).documents())
     assert caught.value.where == f"{path}:1, turn 2"
     assert caught.value.hint == "data.ignore_keys=[weight]"
@@ -208,7 +208,7 @@ def test_turns_that_are_a_text_of_json_are_read(tmp_path):
         (
             "a.jsonl",
             json.dumps({"messages": [U, A]}, indent=2),
-            "one turn",
+            "single turn",
             "jq -c . {} > lines.jsonl",
         ),
         ("a.json", json.dumps(SPLITS), "several lists", "jq -c '.[\"train\"][]' {} > train.jsonl"),
@@ -278,7 +278,7 @@ def test_a_template_that_writes_the_ids_of_calls_names_its_need(tmp_path, make):
 
     for call in ({}, {"id": "call_1"}):
         with pytest.raises(
-            BadValue, match="writes the `id` of a tool call in place of its name"
+            BadValue, match="writes the `id` of a tool call instead of its name"
         ) as caught:
             spans(**call)
         assert "functions.look_up:0" in caught.value.allowed

@@ -180,63 +180,104 @@ def fit_runs(
     runs = tuple(case.run for case in cases)
     sizes = Counter(run.group for run in runs)
     votes = np.asarray([1.0 / sizes[run.group] for run in runs])
-    widths = np.asarray([c.sd for c in constants])
-    uses = [case.card_names(start) for case in cases]
-
-    def residuals(factors: Array) -> Array:
-        cards = apply(start, factors, constants)
-        return np.asarray([case.log_ratio(cards) for case in cases])
-
-    factors = np.zeros(len(constants))
-    before = now = residuals(factors)
-    slopes = np.zeros((len(cases), len(constants)))
-    for _ in range(_ROUNDS):
-        for j, constant in enumerate(constants):
-            moved = factors.copy()
-            moved[j] += _STEP
-            cards = apply(start, moved, constants)
-            for i, used in enumerate(uses):
-                if not used.isdisjoint(constant.cards):
-                    slopes[i, j] = (cases[i].log_ratio(cards) - now[i]) / _STEP
-        last, factors = factors, _solve(now, slopes, factors, votes, widths)
-        now = residuals(factors)
-        if np.abs((factors - last) / widths).max() < _SETTLED:
-            break
-
+    problem = _Problem(start, constants, cases, votes)
+    before = problem.residuals(np.zeros(len(constants)))
+    solution = problem.solve(before)
     folds = {k: np.asarray([fold(run) for run in runs]) for k, fold in FOLDS.items()}
+    left_out = unseen = strange = solution.residuals
+    if leave_out:
+        left_out = problem.residuals_left_out(solution, folds[leave_out])
+        # A new run usually has a model that no earlier run has, and sometimes a stack that none has.
+        unseen = problem.residuals_left_out(solution, folds["model"])
+        strange = problem.residuals_left_out(solution, folds["stack"], unknown_stack=True)
+    interval, covered = dict[str, float](), dict[str, float]()
+    for kind in sorted({run.kind for run in runs}):
+        of_kind = np.asarray([run.kind == kind for run in runs])
+        width = half_width(unseen[of_kind], votes[of_kind], folds["model"][of_kind])
+        stack_width = half_width(strange[of_kind], votes[of_kind], folds["stack"][of_kind])
+        interval |= {kind: width, f"{kind}_unknown_stack": max(width, stack_width)}
+        if leave_out and len(set(folds[leave_out][of_kind])) > 1:
+            labels = folds[leave_out][of_kind]
+            covered[kind] = coverage(left_out[of_kind], votes[of_kind], labels)
+    fitted = _memory_not_too_low(apply(start, solution.factors, constants), runs)
+    cards = _described(start, fitted, constants, interval)
+    factors = {c.name: float(f) for c, f in zip(constants, solution.factors, strict=True)}
+    return Fit(cards, factors, runs, before, solution.residuals, left_out, interval, covered)
 
-    def without(fold: str, unknown_stack: bool = False) -> Array:
-        """Return the residual of each run by cards fitted without its fold; linear in the factors at the full fit."""
-        left_out = now.copy()
-        for name in dict.fromkeys(folds[fold]):
+
+@dataclass(frozen=True)
+class _Solution:
+    """Log factors that minimise the residuals, the residuals, and their slopes [runs, constants]."""
+
+    factors: Array
+    residuals: Array
+    slopes: Array
+
+
+@dataclass(frozen=True)
+class _Problem:
+    """Least-squares problem: log factors of constants that explain the step times of runs."""
+
+    start: Cards  # cards with the prior values
+    constants: Sequence[Constant]
+    cases: list[_Case]
+    votes: Array  # weight of every run
+
+    @property
+    def widths(self) -> Array:
+        """Widths of the priors."""
+        return np.asarray([c.sd for c in self.constants])
+
+    def residuals(self, factors: Array) -> Array:
+        """Return the log ratio of predicted over measured step time of every run."""
+        cards = apply(self.start, factors, self.constants)
+        return np.asarray([case.log_ratio(cards) for case in self.cases])
+
+    def solve(self, before: Array) -> _Solution:
+        """Return the solution by Gauss-Newton steps from the prior values, whose residuals are `before`."""
+        uses = [case.card_names(self.start) for case in self.cases]
+        factors, residuals, widths = np.zeros(len(self.constants)), before, self.widths
+        slopes = np.zeros((len(self.cases), len(self.constants)))
+        for _ in range(_ROUNDS):
+            for j, constant in enumerate(self.constants):
+                moved = factors.copy()
+                moved[j] += _STEP
+                cards = apply(self.start, moved, self.constants)
+                for i, used in enumerate(uses):
+                    if not used.isdisjoint(constant.cards):
+                        slopes[i, j] = (self.cases[i].log_ratio(cards) - residuals[i]) / _STEP
+            last, factors = factors, _solve(residuals, slopes, factors, self.votes, widths)
+            residuals = self.residuals(factors)
+            if np.abs((factors - last) / widths).max() < _SETTLED:
+                break
+        return _Solution(factors, residuals, slopes)
+
+    def residuals_left_out(
+        self, solution: _Solution, folds: Names, unknown_stack: bool = False
+    ) -> Array:
+        """Return the residual of each run by cards fitted without its fold; linear in the factors at the full fit.
+
+        Args:
+            solution: Solution with all runs.
+            folds: Fold of every run; runs of the fold "" are never left out.
+            unknown_stack: Whether to price the runs left out as runs of an unknown stack.
+        """
+        left_out = solution.residuals.copy()
+        for name in dict.fromkeys(folds):
             if not name:
                 continue
-            mine = folds[fold] == name
-            cards = apply(start, _solve(now, slopes, factors, votes * ~mine, widths), constants)
-            for i in np.flatnonzero(mine):
-                case = cases[i]
+            in_fold = folds == name
+            votes = self.votes * ~in_fold
+            factors = _solve(
+                solution.residuals, solution.slopes, solution.factors, votes, self.widths
+            )
+            cards = apply(self.start, factors, self.constants)
+            for i in np.flatnonzero(in_fold):
+                case = self.cases[i]
                 if unknown_stack:
                     case = replace(case, run=case.run.priced_as_unknown())
                 left_out[i] = case.log_ratio(cards)
         return left_out
-
-    left_out = unseen = strange = now
-    if leave_out:
-        left_out = without(leave_out)
-        # A new run usually has a model that no earlier run has, and sometimes a stack that none has.
-        unseen, strange = without("model"), without("stack", unknown_stack=True)
-    interval, covered = dict[str, float](), dict[str, float]()
-    for kind in sorted({run.kind for run in runs}):
-        mine = np.asarray([run.kind == kind for run in runs])
-        width = half_width(unseen[mine], votes[mine], folds["model"][mine])
-        other = half_width(strange[mine], votes[mine], folds["stack"][mine])
-        interval |= {kind: width, f"{kind}_unknown_stack": max(width, other)}
-        if leave_out and len(set(folds[leave_out][mine])) > 1:
-            covered[kind] = coverage(left_out[mine], votes[mine], folds[leave_out][mine])
-    fitted = _memory_not_too_low(apply(start, factors, constants), runs)
-    cards = _described(start, fitted, constants, interval)
-    named = {c.name: float(f) for c, f in zip(constants, factors, strict=True)}
-    return Fit(cards, named, runs, before, now, left_out, interval, covered)
 
 
 def _solve(now: Array, slopes: Array, factors: Array, votes: Array, widths: Array) -> Array:

@@ -6,96 +6,43 @@ import json
 import os
 import signal
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
+from hyper_parallel.cli import generate_options as options
 from hyper_parallel.cli.app import NoCode, collect_cycles, say
 from hyper_parallel.errors import BadValue, Contradiction
 
 if TYPE_CHECKING:
-    from hyper_parallel.trainer.generation import Sampling
+    from hyper_parallel.trainer.generation import Generator, Sampling
     from hyper_parallel.trainer.generation_memory import DeviceMemory
 
 
 def generate(
-    run_dir: Annotated[
-        Path, typer.Argument(help="Directory of a run, or a Hugging Face model directory.")
-    ],
-    prompt: Annotated[str | None, typer.Option(help="Text to continue.")] = None,
-    prompts: Annotated[
-        Path | None,
-        typer.Option(
-            help='File of many prompts instead: JSON lines with "prompt".', dir_okay=False
-        ),
-    ] = None,
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            "--output", "-o", help="With --prompts: JSON lines file to write. Default: stdout."
-        ),
-    ] = None,
-    slots: Annotated[
-        int, typer.Option(help="With --prompts: sequences decoded at a time.", min=1)
-    ] = 32,
-    parallel: Annotated[
-        str,
-        typer.Option(
-            help='With --prompts: layout, with keys of the section `parallel`: "tp=2", "pp=2".'
-        ),
-    ] = "",
-    max_new_tokens: Annotated[
-        int, typer.Option(help="Maximum tokens of the continuation.", min=1)
-    ] = 128,
-    temperature: Annotated[
-        float, typer.Option(help="Sampling temperature. 0: most likely token.", min=0.0)
-    ] = 0.8,
-    top_p: Annotated[
-        float, typer.Option(help="Sample from the most likely tokens up to this probability.")
-    ] = 0.95,
-    top_k: Annotated[
-        int, typer.Option(help="Sample from this many most likely tokens; 0: all.", min=0)
-    ] = 0,
-    stop: Annotated[
-        list[str] | None, typer.Option(help="Text that ends the continuation; may be repeated.")
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Same seed, same text.")] = 0,
-    chat: Annotated[
-        bool,
-        typer.Option(
-            "--chat", help="Treat the prompt as a user's message. Without a prompt: interactive."
-        ),
-    ] = False,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
-    dtype: Annotated[
-        str | None, typer.Option(help="float32, bfloat16, ... Default: as stored.")
-    ] = None,
-    device_memory: Annotated[
-        str | None,
-        typer.Option(
-            help="Device memory to use, such as 4GiB; other data is streamed from DRAM. On a CPU: simulated."
-        ),
-    ] = None,
-    dram: Annotated[
-        str | None,
-        typer.Option(help="With --device-memory: DRAM to use. Default: unlimited."),
-    ] = None,
-    flash_dir: Annotated[
-        Path | None,
-        typer.Option(help="With --device-memory: folder for data that exceeds DRAM."),
-    ] = None,
-    topology: Annotated[
-        str, typer.Option(help="With --device-memory: machine to plan for.")
-    ] = "local",
-    trust_remote_code: Annotated[
-        bool,
-        typer.Option("--trust-remote-code", help="Run Python code in the model directory."),
-    ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object with text, tokens and time.")
-    ] = False,
+    run_dir: options.RunDir,
+    prompt: options.Prompt = None,
+    prompts: options.Prompts = None,
+    output: options.Output = None,
+    slots: options.Slots = 32,
+    parallel: options.Parallel = "",
+    max_new_tokens: options.MaxNewTokens = 128,
+    temperature: options.Temperature = 0.8,
+    top_p: options.TopP = 0.95,
+    top_k: options.TopK = 0,
+    stop: options.Stop = None,
+    seed: options.Seed = 0,
+    chat: options.Chat = False,
+    device: options.Device = "auto",
+    dtype: options.Dtype = None,
+    device_memory: options.DeviceMemory = None,
+    dram: options.Dram = None,
+    flash_dir: options.FlashDir = None,
+    topology: options.Topology = "local",
+    trust_remote_code: options.TrustRemoteCode = False,
+    as_json: options.AsJson = False,
     no_code: NoCode = False,
 ) -> None:
     """Continue a prompt with the model of a run; text is printed on stdout as it is generated.
@@ -105,62 +52,80 @@ def generate(
     `text`, `token_ids`, `logprobs` and `finish`. Output lines of an interrupted run can be given as input again and are
     completed.
     """
-    from hyper_parallel.trainer.generation import Generator, Sampling
-    from hyper_parallel.trainer.generation_memory import describe_use
+    from hyper_parallel.trainer.generation import Sampling
 
-    if no_code and trust_remote_code:
+    _check_code_options(run_dir, no_code, trust_remote_code)
+    collect_cycles()
+    memory = _memory(device_memory, dram, flash_dir, topology)
+    sampling = Sampling(max_new_tokens, temperature, top_p, seed, top_k, tuple(stop or ()))
+    source = _ModelSource(run_dir, device, dtype, trust_remote_code, memory, topology)
+    if prompts is not None:
+        if prompt is not None or as_json or (parallel and memory is not None):
+            raise _prompts_conflict(source, prompts, parallel)
+        _continue_file(source, prompts, output, sampling, parallel, chat=chat, slots=slots)
+    elif prompt is None and chat and not (as_json or output is not None or parallel):
+        from hyper_parallel.cli.chat_session import converse
+
+        converse(source.load(), sampling)
+    elif prompt is None or output is not None or parallel:
+        raise BadValue(
+            "no prompt is given" if prompt is None else "-o and --parallel need --prompts",
+            hint='--prompt "Once"' if prompt is None else "--prompts FILE.jsonl",
+        )
+    else:
+        _continue_prompt(source, prompt, sampling, chat=chat, as_json=as_json)
+
+
+@dataclass(frozen=True, slots=True)
+class _ModelSource:
+    """Directory of a model, and the way to load it."""
+
+    run_dir: Path
+    device: str
+    dtype: str | None
+    trusted: bool
+    memory: DeviceMemory | None
+    topology: str
+
+    def load(self) -> Generator:
+        """Return a generator with the loaded model."""
+        from hyper_parallel.trainer.generation import Generator
+
+        return Generator(
+            self.run_dir,
+            device=self.device,
+            dtype=self.dtype,
+            memory=self.memory,
+            trusted=self.trusted,
+        )
+
+
+def _check_code_options(run_dir: Path, no_code: bool, trusted: bool) -> None:
+    """Raise Contradiction (HP104) if code is both forbidden and allowed."""
+    if no_code and trusted:
         raise Contradiction(
             "--trust-remote-code allows code that --no-code forbids",
             got="--no-code --trust-remote-code",
             hint=f"hyper-parallel generate {run_dir} --no-code",
         )
-    collect_cycles()
-    memory = _memory(device_memory, dram, flash_dir, topology)
-    sampling = Sampling(max_new_tokens, temperature, top_p, seed, top_k, tuple(stop or ()))
-    if prompts is not None:
-        if prompt is not None or as_json or (parallel and memory is not None):
-            problem = "--prompt and --json apply to a single prompt"
-            if parallel and memory is not None:
-                problem = "--device-memory applies to a single device"
-            raise Contradiction(
-                problem,
-                got=f"--prompts, --parallel {parallel}" if parallel else "--prompts",
-                hint=f"hyper-parallel generate {run_dir} --prompts {prompts} -o OUT.jsonl",
-            )
-        place = {"device": device, "dtype": dtype, "trusted": trust_remote_code}
-        chosen = {"chat": chat, "slots": slots, "parallel": parallel}
-        _many(run_dir, prompts, output, sampling, memory, topology, **chosen, **place)
-        return
-    if prompt is None and chat and not (as_json or output is not None or parallel):
-        from hyper_parallel.cli.chat_session import converse
 
-        place = {"device": device, "dtype": dtype, "memory": memory}
-        converse(Generator(run_dir, trusted=trust_remote_code, **place), sampling)
-        return
-    if prompt is None or output is not None or parallel:
-        raise BadValue(
-            "no prompt is given" if prompt is None else "-o and --parallel need --prompts",
-            hint='--prompt "Once"' if prompt is None else "--prompts FILE.jsonl",
-        )
-    model = Generator(run_dir, device=device, dtype=dtype, memory=memory, trusted=trust_remote_code)
-    if as_json:
-        say(json.dumps(asdict(model.generate(prompt, sampling, chat=chat))))
-        return
-    pieces = model.stream(prompt, sampling, chat=chat)
-    if not chat:
-        say(prompt, nl=False)
-    for piece in pieces:
-        say(piece, nl=False)
-        sys.stdout.flush()
-    say()
-    if model.memory_use is not None:
-        for line in describe_use(model.memory_use, topology):
-            say(line, err=True)
+
+def _prompts_conflict(source: _ModelSource, prompts: Path, parallel: str) -> Contradiction:
+    """Return the error for options that do not apply to a file of prompts."""
+    problem = "--prompt and --json apply to a single prompt"
+    if parallel and source.memory is not None:
+        problem = "--device-memory applies to a single device"
+    return Contradiction(
+        problem,
+        got=f"--prompts, --parallel {parallel}" if parallel else "--prompts",
+        hint=f"hyper-parallel generate {source.run_dir} --prompts {prompts} -o OUT.jsonl",
+    )
 
 
 def _memory(
     device: str | None, dram: str | None, flash_dir: Path | None, topology: str
 ) -> DeviceMemory | None:
+    """Return the memory budget of the options, or None without `--device-memory`."""
     from hyper_parallel.trainer.generation_memory import DeviceMemory
 
     if device is not None:
@@ -173,47 +138,74 @@ def _memory(
     return None
 
 
-def _many(
-    run_dir: Path,
+def _continue_prompt(
+    source: _ModelSource, prompt: str, sampling: Sampling, *, chat: bool, as_json: bool
+) -> None:
+    """Print the continuation of a prompt: as it is generated, or at the end as JSON."""
+    model = source.load()
+    if as_json:
+        say(json.dumps(asdict(model.generate(prompt, sampling, chat=chat))))
+        return
+    pieces = model.stream(prompt, sampling, chat=chat)
+    if not chat:
+        say(prompt, nl=False)
+    for piece in pieces:
+        say(piece, nl=False)
+        sys.stdout.flush()
+    say()
+    _print_memory_use(model, source.topology)
+
+
+def _print_memory_use(model: Generator, topology: str) -> None:
+    """Print predicted and measured peaks on standard error, for a model with a memory budget."""
+    from hyper_parallel.trainer.generation_memory import describe_use
+
+    if model.memory_use is not None:
+        for line in describe_use(model.memory_use, topology):
+            say(line, err=True)
+
+
+def _continue_file(
+    source: _ModelSource,
     prompts: Path,
     output: Path | None,
     sampling: Sampling,
-    memory: DeviceMemory | None,
-    topology: str,
+    parallel: str,
     *,
     chat: bool,
     slots: int,
-    parallel: str,
-    device: str,
-    dtype: str | None,
-    trusted: bool,
 ) -> None:
     """Continue the prompts of a file.
 
     After a signal, the text generated so far is written and the exit status is that of the signal.
     """
-    from hyper_parallel.trainer.generation import Generator
-    from hyper_parallel.trainer.generation_memory import describe_use
     from hyper_parallel.trainer.prompt_file import read_prompts, write_generations
     from hyper_parallel.trainer.signals import StopRequest
 
     records, requests = read_prompts(prompts, output)
-    stop, chosen = StopRequest("writes finished and partial texts"), {"chat": chat, "slots": slots}
-    place = {"device": device, "dtype": dtype, "trusted": trusted}
+    stop = StopRequest("writes finished and partial texts")
     with stop.watched():
         if parallel:
             from hyper_parallel.trainer.generation_ranks import generate_on_ranks
 
             generations = generate_on_ranks(
-                run_dir, requests, sampling, parallel, stop=stop, **chosen, **place
+                source.run_dir,
+                requests,
+                sampling,
+                parallel,
+                chat=chat,
+                slots=slots,
+                device=source.device,
+                dtype=source.dtype,
+                trusted=source.trusted,
+                stop=stop,
             )
         else:
-            model = Generator(run_dir, memory=memory, **place)
+            model = source.load()
             generations = model.generate_batch(
-                requests, sampling, interrupt=lambda: stop.asked, **chosen
+                requests, sampling, chat=chat, slots=slots, interrupt=lambda: stop.asked
             )
-            for line in describe_use(model.memory_use, topology) if model.memory_use else ():
-                say(line, err=True)
+            _print_memory_use(model, source.topology)
     if os.environ.get("RANK", "0") == "0":
         write_generations(records, generations, output)
     if stop.asked:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import re
 import shlex
 import shutil
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import typer
 
+from hyper_parallel.cli import plan_options as options
 from hyper_parallel.cli.app import NoCode, is_quiet, say
 from hyper_parallel.cli.schedule_command import (
     check_schedule_file,
@@ -35,123 +36,34 @@ _NOT_REPEATED: Final = ("explain", "gantt", "dry_run", "top", "output", "launch"
 
 def plan(
     ctx: typer.Context,
-    model: Annotated[
-        str | None,
-        typer.Argument(
-            help="Preset name, Hugging Face directory, or config.json.", show_default=False
-        ),
-    ] = None,
-    topology: Annotated[
-        str | None,
-        typer.Option(
-            "--topology",
-            "-t",
-            help="Preset name, YAML file, or local. Default: local, or the recipe's.",
-        ),
-    ] = None,
-    devices: Annotated[
-        int | None, typer.Option(min=1, help="Devices to use. Default: all of the topology.")
-    ] = None,
-    seq_len: Annotated[
-        int | None,
-        typer.Option(min=2, help="Tokens per sequence. Default: the model's, at most 8192."),
-    ] = None,
-    tokens_per_step: Annotated[
-        int | None, typer.Option(min=1, help="Tokens of one step over all devices.")
-    ] = None,
-    pin: Annotated[
-        list[str] | None,
-        typer.Option(help="Fix a degree or choice: tp=8, schedule=zbv. May be repeated."),
-    ] = None,
-    exclude: Annotated[
-        list[str] | None,
-        typer.Option(help="Axes and choices to exclude: cp,gathered_inputs. May be repeated."),
-    ] = None,
-    objective: Annotated[
-        str,
-        typer.Option(
-            help="step-time, tokens-per-device-second, memory or fewest-devices. For generation: throughput or latency."
-        ),
-    ] = "step-time",
-    deadline: Annotated[
-        float | None,
-        typer.Option(help="Maximum step time in seconds, for fewest-devices or memory.", min=0.0),
-    ] = None,
-    top: Annotated[int, typer.Option(min=0, help="Runners-up to print.")] = 5,
-    offload: Annotated[
-        bool,
-        typer.Option(
-            "--offload",
-            help="Allow offload to host memory and recomputation if device memory is exceeded.",
-        ),
-    ] = False,
-    all_layouts: Annotated[
-        bool,
-        typer.Option(
-            "--all-layouts", help="For studies: include layouts that this version cannot run."
-        ),
-    ] = False,
-    memory_headroom: Annotated[
-        str | None,
-        typer.Option(
-            help="Fraction of device memory to leave free. Default: 5% on accelerators, 0% on a CPU.",
-        ),
-    ] = None,
-    recipe: Annotated[
-        Path | None, typer.Option(help="Plan this recipe instead of a model.")
-    ] = None,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write the plan to this file.")
-    ] = None,
-    schedule_csv: Annotated[
-        Path | None,
-        typer.Option(
-            help="Write the actions of every pipeline rank as CSV for torch.distributed.pipelining."
-        ),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
-    dry_run: Annotated[bool, typer.Option(help="Write no files.")] = False,
-    explain: Annotated[
-        bool,
-        typer.Option("--explain", help="Print every cost term, layout, collective and runner-up."),
-    ] = False,
-    gantt: Annotated[
-        bool, typer.Option("--gantt", help="Also draw the simulated schedule.")
-    ] = False,
-    launch: Annotated[
-        str | None,
-        typer.Option(
-            help="Print launch settings instead of the plan: ours (a recipe) or megatron (flags).",
-            show_default=False,
-        ),
-    ] = None,
-    diff: Annotated[
-        tuple[Path, Path] | None,
-        typer.Option(help="Print the differences of two plan files instead of planning."),
-    ] = None,
-    purpose: Annotated[
-        str,
-        typer.Option(
-            "--for", help="Purpose: train, or generate (prompts continued by `generate`)."
-        ),
-    ] = "train",
-    prompts: Annotated[
-        int | None,
-        typer.Option(help="For generation: prompts over all devices. Default: 32."),
-    ] = None,
-    prompt_len: Annotated[
-        int | None, typer.Option(help="For generation: tokens per prompt. Default: 512.")
-    ] = None,
-    new_tokens: Annotated[
-        int | None, typer.Option(help="For generation: tokens per continuation. Default: 128.")
-    ] = None,
-    parallel: Annotated[
-        str | None, typer.Option(help='For generation: use this layout: "tp=8", "pp=2 tp=4".')
-    ] = None,
-    dtype: Annotated[
-        str | None,
-        typer.Option(help="For generation: float32, bfloat16, ... Default: as stored."),
-    ] = None,
+    model: options.Model = None,
+    topology: options.Topology = None,
+    devices: options.Devices = None,
+    seq_len: options.SeqLen = None,
+    tokens_per_step: options.TokensPerStep = None,
+    pin: options.Pin = None,
+    exclude: options.Exclude = None,
+    objective: options.Objective = "step-time",
+    deadline: options.Deadline = None,
+    top: options.Top = 5,
+    offload: options.Offload = False,
+    all_layouts: options.AllLayouts = False,
+    memory_headroom: options.MemoryHeadroom = None,
+    recipe: options.Recipe = None,
+    output: options.Output = None,
+    schedule_csv: options.ScheduleCsv = None,
+    as_json: options.AsJson = False,
+    dry_run: options.DryRun = False,
+    explain: options.Explain = False,
+    gantt: options.Gantt = False,
+    launch: options.Launch = None,
+    diff: options.Diff = None,
+    purpose: options.Purpose = "train",
+    prompts: options.Prompts = None,
+    prompt_len: options.PromptLen = None,
+    new_tokens: options.NewTokens = None,
+    parallel: options.Parallel = None,
+    dtype: options.Dtype = None,
     no_code: NoCode = False,
 ) -> None:
     """Print the best plan of a model on a machine. Needs no accelerator and imports no torch."""
@@ -162,54 +74,66 @@ def plan(
         plan_to_generate(ctx, _read, free, WIDTH)
         return
     if diff is not None:
-        from hyper_parallel.ir import Plan
-
-        left, right = (Plan.load(path) for path in diff)
-        say(left.diff(right) or "the plans do not differ")
+        say(_difference(*diff))
         return
-    if output is not None and not dry_run:
-        check_output_file(output, _is_plan, "a plan", "--output")
-    if schedule_csv is not None and not dry_run:
-        check_schedule_file(schedule_csv)
-    if recipe is not None:
-        search_options = (pin, exclude, deadline, objective != "step-time", offload)
-        search_options += (all_layouts, memory_headroom)
-        if model is not None or seq_len or tokens_per_step or any(search_options):
-            raise Contradiction(
-                "a recipe already determines the model, the workload and the search",
-                got="--recipe with a model, a workload or choices of the search",
-                hint=f"hyper-parallel plan --recipe {recipe}",
-            )
-        chosen, named = _plan_recipe(recipe, devices, topology, no_code)
-    elif model is not None:
-        workload = (seq_len, tokens_per_step)
-        goal = (objective, deadline)
-        named = (model, topology or "local")
-        chosen = _plan_model(
-            *named, devices, workload, pin, exclude, goal, top,
-            offload=offload, all_layouts=all_layouts, memory_headroom=free,
-        )  # fmt: skip
-    else:
-        raise BadValue(
-            "nothing to plan: give a model, a recipe, or two plans to compare",
-            hint="hyper-parallel plan llama-3-8b --topology dgx-h100",
-        )
+    if not dry_run:
+        _check_files(output, schedule_csv)
+    search = _Search(pin, exclude, objective, deadline, top, offload, all_layouts, free)
+    batch = (seq_len, tokens_per_step)
+    chosen, names = _choose_plan(recipe, model, topology, devices, batch, search, no_code)
     if launch is not None:
-        from hyper_parallel.planner import launch_settings
-
-        say(launch_settings(_as_named(chosen, *named), launch).rstrip())
-    elif as_json:
-        say(chosen.to_json())
-    elif is_quiet():
-        say(chosen.one_line())
+        say(_launch_text(chosen, names, launch))
+    elif as_json or is_quiet():
+        say(chosen.to_json() if as_json else chosen.one_line())
     else:
         say(_shown(chosen, explain, gantt))
         ranks = chosen.strategy.world_size
         say("\nnext:\n" + "\n".join(_next(ctx, recipe, topology, ranks, output)))
-    if schedule_csv is not None and not dry_run:
+    if not dry_run:
+        _write_files(chosen, output, schedule_csv)
+
+
+@dataclass(frozen=True, slots=True)
+class _Search:
+    """Choices of the search for a plan, as typed."""
+
+    pins: list[str] | None
+    exclude: list[str] | None
+    objective: str
+    deadline_s: float | None
+    top: int
+    offload: bool
+    all_layouts: bool
+    memory_headroom: float | None
+
+    @property
+    def is_default(self) -> bool:
+        """True if every choice that affects the best plan has its default."""
+        choices = (self.pins, self.exclude, self.deadline_s, self.offload, self.all_layouts)
+        return not any(choices) and self.objective == "step-time" and self.memory_headroom is None
+
+
+def _difference(left: Path, right: Path) -> str:
+    """Return the differences of two plan files as text."""
+    from hyper_parallel.ir import Plan
+
+    return Plan.load(left).diff(Plan.load(right)) or "the plans do not differ"
+
+
+def _check_files(output: Path | None, schedule_csv: Path | None) -> None:
+    """Raise an error if a file to write exists and is no file of this command."""
+    if output is not None:
+        check_output_file(output, _is_plan, "a plan", "--output")
+    if schedule_csv is not None:
+        check_schedule_file(schedule_csv)
+
+
+def _write_files(chosen: Plan, output: Path | None, schedule_csv: Path | None) -> None:
+    """Write the plan and its pipeline schedule to the files that were requested."""
+    if schedule_csv is not None:
         write_schedule(chosen, schedule_csv)
         say(f"schedule written to {schedule_csv}", err=True)
-    if output is not None and not dry_run:
+    if output is not None:
         try:
             chosen.save(output)
         except OSError as error:
@@ -217,6 +141,33 @@ def plan(
                 "the plan cannot be written", where="--output", got=f"{output}: {error.strerror}"
             ) from error
         say(f"plan written to {output}", err=True)
+
+
+def _choose_plan(
+    recipe: Path | None,
+    model: str | None,
+    topology: str | None,
+    devices: int | None,
+    batch: tuple[int | None, int | None],
+    search: _Search,
+    no_code: bool,
+) -> tuple[Plan, tuple[str, str]]:
+    """Return the plan of a recipe or of a model, and the names of its model and topology."""
+    if recipe is not None:
+        if model is not None or any(batch) or not search.is_default:
+            raise Contradiction(
+                "a recipe already determines the model, the workload and the search",
+                got="--recipe with a model, a workload or choices of the search",
+                hint=f"hyper-parallel plan --recipe {recipe}",
+            )
+        return _plan_recipe(recipe, devices, topology, no_code)
+    if model is None:
+        raise BadValue(
+            "nothing to plan: give a model, a recipe, or two plans to compare",
+            hint="hyper-parallel plan llama-3-8b --topology dgx-h100",
+        )
+    names = (model, topology or "local")
+    return _plan_model(*names, devices, batch, search), names
 
 
 def _is_plan(text: str) -> bool:
@@ -242,12 +193,9 @@ def _plan_model(
     topology: str,
     devices: int | None,
     batch: tuple[int | None, int | None],
-    pin: list[str] | None,
-    exclude: list[str] | None,
-    goal: tuple[str, float | None],
-    top: int,
-    **choices: Any,
+    search: _Search,
 ) -> Plan:
+    """Return the best plan of a model on a topology."""
     from hyper_parallel import planner
     from hyper_parallel.topology import detect_local, load_topology
 
@@ -259,27 +207,28 @@ def _plan_model(
         workload = planner.default_workload(
             spec, supernode, devices, seq_len=seq_len, tokens_per_step=tokens_per_step
         )
-    pins: dict[str, str] = {}
-    for name, value in map(_pin, pin or ()):
-        if pins.setdefault(name, value) != value:
-            raise Contradiction(
-                f"`{name}` is pinned twice",
-                where="--pin",
-                got=f"{name}={pins[name]}, {name}={value}",
-                hint=f"--pin {name}={value}",
-            )
+    excluded = ",".join(search.exclude or ()).split(",")
     return planner.plan(
         spec,
         supernode,
         workload,
         num_devices=devices,
-        pins=pins,
-        exclude=[axis.strip() for axis in ",".join(exclude or ()).split(",") if axis.strip()],
-        objective=goal[0],
-        deadline_s=goal[1],
-        top=top,
-        **choices,
+        pins=_pins(search.pins or ()),
+        exclude=[axis.strip() for axis in excluded if axis.strip()],
+        objective=search.objective,
+        deadline_s=search.deadline_s,
+        top=search.top,
+        offload=search.offload,
+        all_layouts=search.all_layouts,
+        memory_headroom=search.memory_headroom,
     )
+
+
+def _launch_text(chosen: Plan, names: tuple[str, str], launch: str) -> str:
+    """Return the launch settings of a plan as a recipe or as flags of Megatron."""
+    from hyper_parallel.planner import launch_settings
+
+    return launch_settings(_as_named(chosen, *names), launch).rstrip()
 
 
 def _shown(plan: Plan, explain: bool, gantt: bool) -> str:
@@ -381,6 +330,25 @@ def _share(text: str) -> float:
             hint="--memory-headroom 5%",
         )
     return share
+
+
+def _pins(texts: Iterable[str]) -> dict[str, str]:
+    """Return the pinned values by name.
+
+    Raises:
+        BadValue: HP102 for a text that is not name=value.
+        Contradiction: HP104 for a name with two values.
+    """
+    pins: dict[str, str] = {}
+    for name, value in map(_pin, texts):
+        if pins.setdefault(name, value) != value:
+            raise Contradiction(
+                f"`{name}` is pinned twice",
+                where="--pin",
+                got=f"{name}={pins[name]}, {name}={value}",
+                hint=f"--pin {name}={value}",
+            )
+    return pins
 
 
 def _pin(text: str) -> tuple[str, str]:

@@ -8,10 +8,11 @@ import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
+from hyper_parallel.cli import train_options as options
 from hyper_parallel.cli.app import NoCode, collect_cycles, is_quiet, say
 from hyper_parallel.cli.pipes import broken_pipe_safe_output, check_output
 from hyper_parallel.errors import BadValue, Contradiction, Unwritten
@@ -27,58 +28,24 @@ if TYPE_CHECKING:
 
 
 def train(
-    recipe: Annotated[Path, typer.Argument(help="Recipe YAML.", dir_okay=False)],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(help="Values that replace the recipe's, as a.b=c.")
-    ] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check, plan and print; start no ranks, write no run.")
-    ] = False,
-    trace: Annotated[
-        bool,
-        typer.Option(
-            "--trace", help="With --dry-run: trace a step; print exact memory and traffic."
-        ),
-    ] = False,
-    topology: Annotated[
-        str | None,
-        typer.Option("--topology", "-t", help="With --dry-run: trace for this topology instead."),
-    ] = None,
-    ranks: Annotated[
-        int | None,
-        typer.Option(min=1, help="With --trace: ranks of the run. Default: the recipe's."),
-    ] = None,
-    rank: Annotated[
-        int | None,
-        typer.Option(
-            min=0, help="With --trace: rank to trace. Default: one rank per distinct program."
-        ),
-    ] = None,
-    no_calibrate: Annotated[
-        bool,
-        typer.Option("--no-calibrate", help="Do not measure this machine before its first run."),
-    ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="With --trace: print the result as JSON.")
-    ] = False,
-    launcher: Annotated[
-        str | None,
-        typer.Option(
-            help="Launcher: local, torchrun, slurm, ray or kubernetes. Sets launch.launcher."
-        ),
-    ] = None,
-    plan: Annotated[
-        Path | None,
-        typer.Option(
-            "--plan", help="Use this saved plan, as written by `plan -o`.", dir_okay=False
-        ),
-    ] = None,
+    recipe: options.RecipePath,
+    overrides: options.Overrides = None,
+    dry_run: options.DryRun = False,
+    trace: options.Trace = False,
+    topology: options.Topology = None,
+    ranks: options.Ranks = None,
+    rank: options.Rank = None,
+    no_calibrate: options.NoCalibrate = False,
+    as_json: options.AsJson = False,
+    launcher: options.Launcher = None,
+    plan: options.Plan = None,
     no_code: NoCode = False,
 ) -> None:
     """Train a model from a recipe. Starts local ranks unless another launcher has started them."""
-    from hyper_parallel.hub import permit_stream, stay_offline
+    from hyper_parallel.hub import stay_offline
 
     stay_offline()
+    _refuse_dash(recipe, topology)
     trace_options = {
         "--trace": trace,
         "--topology": topology,
@@ -87,13 +54,6 @@ def train(
         "--json": as_json,
     }
     tracing = [name for name, value in trace_options.items() if value not in (None, False)]
-    if topology is not None and "=" in topology:  # the parser reads `-training.lr=1` as option -t
-        raise BadValue(
-            "an override must not begin with a dash",
-            got=f"-t{topology}",
-            allowed="key=value, for example training.lr=1e-4",
-            hint=shlex.join(["hyper-parallel", "train", str(recipe), f"t{topology}"]),
-        )
     if tracing:
         if not dry_run:
             raise Contradiction(
@@ -111,23 +71,48 @@ def train(
     values = [*(overrides or []), *([f"launch.launcher={launcher}"] if launcher else [])]
     try:
         with broken_pipe_safe_output(), handled(interrupt):
-            loaded = load_any_recipe(recipe, values, no_code)
-            saved = None if plan is None else _SavedPlan(plan)
-            if saved is not None:
-                saved.refuse_degrees(values)
-                loaded = load_any_recipe(recipe, [*values, *saved.overrides(loaded)], no_code)
-            permit_stream(loaded.recipe.data.streaming, str(loaded.recipe.data.source))
-            if loaded.recipe.launch.launcher in ("local", "slurm"):
-                from hyper_parallel.runtime import join_srun
-
-                join_srun()
-            options = ["--no-code"] if no_code else []
-            options += [] if plan is None else ["--plan", str(plan)]
-            check = (lambda _: None) if saved is None else saved.check
-            _train(loaded, [*options, str(recipe), *values], dry_run, no_calibrate, check)
+            _train_recipe(recipe, values, plan, dry_run, no_calibrate, no_code)
     except Interrupted as error:
         sys.stderr.write("interrupted\n")
         raise typer.Exit(error.status) from None
+
+
+def _refuse_dash(recipe: Path, topology: str | None) -> None:
+    """Raise BadValue (HP102) for an override with a dash: the parser reads `-training.lr=1` as option -t."""
+    if topology is not None and "=" in topology:
+        raise BadValue(
+            "an override must not begin with a dash",
+            got=f"-t{topology}",
+            allowed="key=value, for example training.lr=1e-4",
+            hint=shlex.join(["hyper-parallel", "train", str(recipe), f"t{topology}"]),
+        )
+
+
+def _train_recipe(
+    recipe: Path,
+    values: Sequence[str],
+    plan: Path | None,
+    dry_run: bool,
+    no_calibrate: bool,
+    no_code: bool,
+) -> None:
+    """Load a recipe with its overrides and the layout of a saved plan, then train."""
+    from hyper_parallel.hub import permit_stream
+
+    loaded = load_any_recipe(recipe, values, no_code)
+    saved = None if plan is None else _SavedPlan(plan)
+    if saved is not None:
+        saved.refuse_degrees(values)
+        loaded = load_any_recipe(recipe, [*values, *saved.overrides(loaded)], no_code)
+    permit_stream(loaded.recipe.data.streaming, str(loaded.recipe.data.source))
+    if loaded.recipe.launch.launcher in ("local", "slurm"):
+        from hyper_parallel.runtime import join_srun
+
+        join_srun()
+    flags = ["--no-code"] if no_code else []
+    flags += [] if plan is None else ["--plan", str(plan)]
+    check_plan = (lambda _: None) if saved is None else saved.check
+    _train(loaded, [*flags, str(recipe), *values], dry_run, no_calibrate, check_plan)
 
 
 def load_any_recipe(
@@ -202,46 +187,23 @@ def _train(
     no_calibrate: bool,
     check_plan: Callable[[Plan], None],
 ) -> None:
+    """Prepare the job of a recipe, print its plan, and run or submit it."""
     from hyper_parallel.cli.submit_job import describe_submit, submit_job
-    from hyper_parallel.runtime import check_local_start
-    from hyper_parallel.trainer import (
-        calibrate_first_run,
-        panel_rows,
-        prepare_job,
-        run_job,
-        run_on_ray,
-        startup_panel,
-        under_torchrun,
-    )
-    from hyper_parallel.trainer.signals import Interrupted
+    from hyper_parallel.trainer import calibrate_first_run, prepare_job, under_torchrun
 
     launcher = "local" if under_torchrun() else loaded.recipe.launch.launcher
-
     main = os.environ.get("RANK", "0") == "0"
     console = printing_console(stderr=True, quiet=is_quiet())
-
     words = ["train", *arguments]
-
-    def check_ranks(recipe: Recipe, ranks: int) -> None:
-        if not dry_run:
-            check_local_start(recipe, ranks, words)
-
-    def prepared() -> Job:
-        progress = main and sys.stderr.isatty() and not is_quiet()
-        checks = {"check_ranks": check_ranks, "check_plan": check_plan}
-        return prepare_job(loaded, progress=progress, **checks)
-
-    job = prepared()
+    progress = main and sys.stderr.isatty() and not is_quiet()
+    checks = {"check_ranks": _ranks_check(words, dry_run), "check_plan": check_plan}
+    job = prepare_job(loaded, progress=progress, **checks)
     collect_cycles()
     if not (dry_run or no_calibrate) and launcher == "local" and (line := calibrate_first_run(job)):
         console.print(line, soft_wrap=True)
-        job = prepared()
+        job = prepare_job(loaded, progress=progress, **checks)
     if main:
-        weights = f"pretrained, {job.weights}"
-        if job.weights is None:
-            weights = f"from scratch, drawn with training.seed={loaded.recipe.training.seed}"
-        about = (panel_rows(job), str(job.output_dir), weights, job.on_topology)
-        console.print(startup_panel(job.plan, *about, job.trained, job.router_loss))
+        _print_start(job, loaded, console)
     if dry_run:
         if main:
             say(f"{job.plan.explain()}\n\n{describe_submit(launcher, job, words)}")
@@ -249,12 +211,42 @@ def _train(
     if launcher in ("torchrun", "slurm", "kubernetes"):
         submit_job(launcher, job, [*words, *_pinned(loaded, job)])
         return
+    _run(job, loaded, launcher, console)
+
+
+def _ranks_check(words: Sequence[str], dry_run: bool) -> Callable[[Recipe, int], None]:
+    """Return the check of the number of local ranks; a dry run has none."""
+    from hyper_parallel.runtime import check_local_start
+
+    def check_ranks(recipe: Recipe, ranks: int) -> None:
+        if not dry_run:
+            check_local_start(recipe, ranks, words)
+
+    return check_ranks
+
+
+def _print_start(job: Job, loaded: LoadedRecipe, console: Console) -> None:
+    """Print the plan of a job and the source of its weights."""
+    from hyper_parallel.trainer import panel_rows, startup_panel
+
+    weights = f"pretrained, {job.weights}"
+    if job.weights is None:
+        weights = f"from scratch, drawn with training.seed={loaded.recipe.training.seed}"
+    about = (panel_rows(job), str(job.output_dir), weights, job.on_topology)
+    console.print(startup_panel(job.plan, *about, job.trained, job.router_loss))
+
+
+def _run(job: Job, loaded: LoadedRecipe, launcher: str, console: Console) -> None:
+    """Run a job, print its results, and exit with a nonzero status if it was interrupted or a file was not written."""
+    from hyper_parallel.trainer import run_job, run_on_ray, under_torchrun
+    from hyper_parallel.trainer.signals import Interrupted
+
     status, unwritten = 0, Unwritten()
     try:
         summary = run_on_ray(job, loaded) if launcher == "ray" else run_job(job)
     except Interrupted as error:
         status, summary = error.status, None
-        if main:
+        if os.environ.get("RANK", "0") == "0":
             sys.stderr.write(_interrupted(job, error))
     if summary is not None:
         _conclude(job, summary, console, unwritten)

@@ -156,30 +156,8 @@ def load_recipe(
     refuse_data_file(path, "train")
     merged = _merge_layers(path, overrides, layers)
     origins = {dotted(key): origin for key, (_, origin) in merged.items()}
-
-    def origin_of(key: str) -> str:
-        """Return the origin of a dotted key, or of the value that contains it."""
-        while key and key not in origins:
-            key = key[: max(key.rfind("."), key.rfind("["), 0)]
-        return origins.get(key, "recipe")
-
-    def where(key: str) -> str:
-        return _where(path, key, origin_of(key))
-
-    def pasteable(key: str, value: object, written: str) -> str:
-        sections = {key.partition(".")[0], written.partition(".")[0]}
-        typed = (
-            f"{key}=",
-            f"{written}=",
-            f"{written}.",
-            *(s + sign for s in sections for sign in ".="),
-        )
-        as_override = origin_of(key) == _COMMAND_LINE or any(o.startswith(typed) for o in overrides)
-        text = _as_yaml(value)
-        text = text if len(text) <= _LONGEST_HINT else "VALUE"
-        return shlex.quote(f"{key}={text}") if as_override else f"{key}: {text}"
-
-    recipe = validated(Recipe, _nest(path, merged), where, pasteable)
+    sources = _Sources(path, origins, overrides)
+    recipe = validated(Recipe, _nest(path, merged), sources.where, sources.pasteable)
     resolved = {**{key: _DEFAULT for key, _ in leaves(Recipe)}, **origins}
     for derive in (
         derive_warmup,
@@ -192,6 +170,46 @@ def load_recipe(
     loaded = LoadedRecipe(recipe, resolved, path)
     raise_all(check_recipe(recipe, loaded.where))
     return loaded
+
+
+@dataclass(frozen=True, slots=True)
+class _Sources:
+    """Origins of the values of a recipe that is being read, for error messages and hints."""
+
+    path: Path
+    origins: Mapping[str, str]  # by dotted key
+    overrides: Sequence[str]
+
+    def origin_of(self, key: str) -> str:
+        """Return the origin of a dotted key, or of the value that contains it."""
+        while key and key not in self.origins:
+            key = key[: max(key.rfind("."), key.rfind("["), 0)]
+        return self.origins.get(key, "recipe")
+
+    def where(self, key: str) -> str:
+        """Return the file, the key and its origin."""
+        return _where(self.path, key, self.origin_of(key))
+
+    def pasteable(self, key: str, value: object, written: str) -> str:
+        """Return a change of a value as an override, or as a line of the recipe.
+
+        Args:
+            key: Dotted key to change.
+            value: New value.
+            written: Dotted key as the user wrote it.
+        """
+        sections = {key.partition(".")[0], written.partition(".")[0]}
+        typed = (
+            f"{key}=",
+            f"{written}=",
+            f"{written}.",
+            *(s + sign for s in sections for sign in ".="),
+        )
+        is_override = self.origin_of(key) == _COMMAND_LINE
+        is_override = is_override or any(o.startswith(typed) for o in self.overrides)
+        text = _as_yaml(value)
+        text = text if len(text) <= _LONGEST_HINT else "VALUE"
+        return shlex.quote(f"{key}={text}") if is_override else f"{key}: {text}"
 
 
 def refuse_data_file(path: Path, command: str) -> None:

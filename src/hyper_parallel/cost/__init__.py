@@ -47,9 +47,10 @@ from hyper_parallel.cost._own_cards import (
     own_path,
 )
 from hyper_parallel.cost._pricing_case import Places, PricingCase
+from hyper_parallel.cost._scores import Scores, peak_memory, score, step_cost
 from hyper_parallel.cost._stages import check_stage_layers, cut_layers, rank_model, stage_layers
 from hyper_parallel.cost._step import BlockPrices, LayerPrices
-from hyper_parallel.cost._time import Scores, peak_memory, score, step_cost, step_seconds
+from hyper_parallel.cost._time import step_seconds
 
 __all__ = [
     "COPIES",

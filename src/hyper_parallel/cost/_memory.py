@@ -77,8 +77,8 @@ def activation_bytes(s: PricingCase) -> Array:
     # Backward does not need the experts' outputs, which element-wise kernels also write.
     experts = (n.expert_saved_width - n.experts_per_token * n.hidden) * width * stack.imbalance
     gathered = 2.0 * n.hidden * width * (1.0 - 1.0 / c.tp)
-    kept = stack.keep_gathered * np.where(c.recompute > 1, 1.0, 1.0 - c.regather)
-    extra = kept * stack.sequence_parallel * gathered * (1.0 - s.uncut.stream * s.keeps_whole)
+    kept_share = stack.keep_gathered * np.where(c.recompute > 1, 1.0, 1.0 - c.regather)
+    extra = kept_share * stack.sequence_parallel * gathered * (1.0 - s.uncut.stream * s.keeps_whole)
     total = (dense - whole - uncut + stack.eager * n.eager_bytes(width)) / c.tp + whole
     total = total + uncut * s.over_tp(1.0)
     if stack.eager:
@@ -275,9 +275,9 @@ def memory_parts(s: PricingCase, stages: Sequence[RankStages] = ()) -> list[Part
         parts = _rank_phases(s, stages) if stages else _critical_stages(s, layer)
         if bool((c.zero > 1).all()):
             return parts
-    logits, saved = s.logits, s.layers * in_flight(c) * layer.kept
+    logits, saved = s.logits, s.layers * in_flight(c) * layer.saved
     # In a pipeline the first stage has the most activations and the last one the logits; take the fuller stage.
-    last_saved = s.layers * layer.kept * np.where(c.pp > 1, in_flight_last(c), 1.0)
+    last_saved = s.layers * layer.saved * np.where(c.pp > 1, in_flight_last(c), 1.0)
     head_fuller = (c.pp > 1) & (last_saved + logits > saved)
     saved = np.where(head_fuller, last_saved, saved)
     logits = np.where((c.pp > 1) & ~head_fuller, 0.0, logits)
@@ -288,7 +288,7 @@ def _layer_memory(s: PricingCase) -> LayerMemory:
     """Return the memory of a mean layer."""
     n, c = s.n, s.c
     one_layer = activation_bytes(s)
-    kept = kept_bytes(s, one_layer)
+    saved = kept_bytes(s, one_layer)
     exchange = combine = np.zeros(1)
     if n.experts:
         routed = n.experts_per_token / max(n.moe_share, 1e-9) * n.hidden * s.machine.width
@@ -302,10 +302,10 @@ def _layer_memory(s: PricingCase) -> LayerMemory:
         one_layer + scale * n.fullest_bytes,
         0.0,
     )
-    freed = np.where(c.recompute < FULL_EXCEPT_LAST, kept, one_layer)
+    freed = np.where(c.recompute < FULL_EXCEPT_LAST, saved, one_layer)
     whole = (c.recompute < 1) | (c.recompute >= FULL_EXCEPT_LAST)
     freed = np.maximum(freed + np.where(whole & (c.pp <= 1), scale * n.last_bytes, 0.0), 0.0)
-    return LayerMemory(kept, freed, recomputed, exchange, combine)
+    return LayerMemory(saved, freed, recomputed, exchange, combine)
 
 
 def _rank_phases(s: PricingCase, stages: Sequence[RankStages]) -> list[Parts]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from hyper_parallel.ir import Rule
@@ -97,6 +97,58 @@ class Uncut:
 
 
 @dataclass(frozen=True, slots=True)
+class _Decoders:
+    """Blocks of the decoder layers of a model, and means over the layers."""
+
+    blocks: tuple[Block, ...]
+    layers: int
+    visits_all: bool  # whether forward sends every token to every expert
+
+    @classmethod
+    def of(cls, model: ModelSpec) -> _Decoders:
+        """Return the decoder blocks of a model."""
+        blocks = tuple(b for b in model.blocks if b.layers)
+        return cls(blocks, max(1, sum(b.count for b in blocks)), _visits_every_expert(model))
+
+    @property
+    def routed(self) -> list[Block]:
+        """Blocks with routed experts."""
+        return [b for b in self.blocks if b.mlp and b.mlp.num_experts]
+
+    def mean(self, value: Callable[[Block], float]) -> float:
+        """Return the mean over the layers of a value of each layer."""
+        return math.fsum(b.count * value(b) for b in self.blocks) / self.layers
+
+    def weights(self, part: str) -> float:
+        """Return the elements of the parameters of a part in a mean layer."""
+        return self.mean(lambda b: sum(p.num_elements for p in b.params if _part(p) == part))
+
+    def visits(self, block: Block) -> int:
+        """Return the routed experts that a token visits in a layer."""
+        if block.mlp is None or not block.mlp.num_experts:
+            return 0
+        return block.mlp.num_experts if self.visits_all else block.mlp.experts_per_token
+
+    def expert_saved_width(self, block: Block, hidden: int) -> int:
+        """Return elements per token that the backward of the routed experts of a layer needs."""
+        mlp = block.mlp
+        if mlp is None:
+            return 0
+        return self.visits(block) * ((3 if mlp.gated else 2) * mlp.intermediate_size + 2 * hidden)
+
+    @property
+    def active_expert_weights(self) -> float:
+        """Matrix elements of the routed experts that one token visits in a mean layer."""
+        active = (
+            p.num_elements * (b.count * self.visits(b)) / b.mlp.num_experts
+            for b in self.routed
+            for p in b.params
+            if b.mlp and _part(p) == "expert"
+        )
+        return math.fsum(active) / self.layers
+
+
+@dataclass(frozen=True, slots=True)
 class ModelNumbers:
     """Sizes of a model; counts are elements, "per layer" is the mean over the decoder layers."""
 
@@ -154,37 +206,10 @@ class ModelNumbers:
     @classmethod
     def of(cls, model: ModelSpec) -> ModelNumbers:
         """Read the numbers of a model."""
-        decoders = [b for b in model.blocks if b.layers]
-        layers = max(1, sum(b.count for b in decoders))
-        attentions = tuple((b.count, b.attention) for b in decoders if b.attention)
-        first = attentions[0][1] if attentions else AttentionSpec("full", 1, 1, 1, 1)
-        routed = [b for b in decoders if b.mlp and b.mlp.num_experts]
-
-        def mean(values: Iterable[float]) -> float:
-            return math.fsum(values) / layers
-
-        def weights(wanted: str) -> float:
-            return mean(
-                p.num_elements * b.count for b in decoders for p in b.params if _part(p) == wanted
-            )
-
-        saved = (b.count * _dense_width(b) * (3 if b.mlp.gated else 2) for b in decoders if b.mlp)
-        visits_all = _visits_every_expert(model)
-        visits = [
-            (b, b.mlp, b.count * (b.mlp.num_experts if visits_all else b.mlp.experts_per_token))
-            for b in routed
-            if b.mlp
-        ]
-        expert_saved = (
-            visited * ((3 if mlp.gated else 2) * mlp.intermediate_size + 2 * model.hidden_size)
-            for _, mlp, visited in visits
-        )
-        active = (
-            p.num_elements * visited / mlp.num_experts
-            for b, mlp, visited in visits
-            for p in b.params
-            if _part(p) == "expert"
-        )
+        decoders = _Decoders.of(model)
+        mean, routed = decoders.mean, decoders.routed
+        first = next((b.attention for b in decoders.blocks if b.attention), None)
+        first = first or AttentionSpec("full", 1, 1, 1, 1)
         names, stream = _uncut_names(model)
         uncut = Uncut.of(model, names, stream)
         outside = [b for b in model.blocks if not b.layers]
@@ -194,46 +219,44 @@ class ModelNumbers:
         norm_kept_bytes = 8.0 if "gemma" in model.family else 6.0
         return cls(
             hidden=model.hidden_size,
-            layers=layers,
+            layers=decoders.layers,
             vocab=model.vocab_size,
             num_heads=first.num_heads,
             num_kv_heads=first.num_kv_heads,
             q_width=first.num_heads * first.qk_head_dim,
             k_width=first.num_kv_heads * first.qk_head_dim,
             v_width=first.num_heads * first.v_head_dim,
-            attentions=attentions,
-            matmuls=_matmuls(decoders, layers, visits_all),
-            normed_width=mean(b.count * sum(_head_norms(b)) for b in decoders),
-            head_norms=mean(b.count * len(_head_norms(b)) for b in decoders),
-            norm_bytes=mean(
-                b.count * _norm_bytes(b, model.hidden_size, norm_kept_bytes) for b in decoders
-            ),
+            attentions=tuple((b.count, b.attention) for b in decoders.blocks if b.attention),
+            matmuls=_matmuls(decoders),
+            normed_width=mean(lambda b: sum(_head_norms(b))),
+            head_norms=mean(lambda b: len(_head_norms(b))),
+            norm_bytes=mean(lambda b: _norm_bytes(b, model.hidden_size, norm_kept_bytes)),
             head_norm_bytes=norm_kept_bytes,
-            latent_width=mean(b.count * _latent_width(b) for b in decoders),
-            latent_rest=mean(b.count * _latent_rest(b) for b in decoders),
-            sinks=mean(b.count for b in decoders if any("sinks" in p.name for p in b.params)),
-            mlp_width=mean(b.count * _dense_width(b) for b in decoders),
+            latent_width=mean(_latent_width),
+            latent_rest=mean(_latent_rest),
+            sinks=mean(lambda b: any("sinks" in p.name for p in b.params)),
+            mlp_width=mean(_dense_width),
             clamped_widths=_CLAMPED.get(model.family, 0.0),
             wide_combine=model.family in _WIDE_COMBINE,
-            mlp_saved_width=mean(saved),
+            mlp_saved_width=mean(_dense_saved_width),
             expert_width=mlp.intermediate_size if mlp else 0,
             experts=mlp.num_experts if mlp else 0,
-            experts_per_token=mean(visited for _, _, visited in visits),
-            moe_share=sum(b.count for b in routed) / layers,
-            expert_saved_width=mean(expert_saved),
+            experts_per_token=mean(decoders.visits),
+            moe_share=sum(b.count for b in routed) / decoders.layers,
+            expert_saved_width=mean(lambda b: decoders.expert_saved_width(b, model.hidden_size)),
             measured=model.kept,
             measured_whole=_measured_whole(model, names, stream),
             uncut=uncut,
-            attention_weights=weights("attention"),
-            mlp_weights=weights("mlp"),
-            expert_weights=weights("expert"),
-            active_expert_weights=mean(active),
-            vector_weights=weights("vector"),
-            bias_width=mean(b.count * _bias_width(b) for b in decoders),
+            attention_weights=decoders.weights("attention"),
+            mlp_weights=decoders.weights("mlp"),
+            expert_weights=decoders.weights("expert"),
+            active_expert_weights=decoders.active_expert_weights,
+            vector_weights=decoders.weights("vector"),
+            bias_width=mean(_bias_width),
             embedding_weights=sum(b.num_params for b in outside) - head_params,
             head_weights=model.vocab_size * model.hidden_size,
             head_params=head_params,
-            last_layers=_last_layers(decoders, names if uncut.weights else frozenset()),
+            last_layers=_last_layers(decoders.blocks, names if uncut.weights else frozenset()),
         )
 
     def whole_bytes(self, uncut: Uncut, width: float, eager: float) -> float:
@@ -376,17 +399,17 @@ def _head_norms(block: Block) -> list[int]:
     return [w for norm, w in widths.items() if any(f".{norm}." in name for name in names)]
 
 
-def _norm_bytes(block: Block, hidden: int, kept: float) -> float:
+def _norm_bytes(block: Block, hidden: int, norm_kept_bytes: float) -> float:
     """Return bytes of the norms of a layer, in units of h, beyond the inputs of two norms and two matmuls at two bytes.
 
-    A norm of separate operators keeps its float32 input and the normalized one: `kept` bytes. A norm with a bias is
-    torch's LayerNorm, which keeps its input alone. A layer with one of them reads it twice, so it keeps 4h less.
+    A norm of separate operators keeps its float32 input and the normalized one: `norm_kept_bytes`. A norm with a bias
+    is torch's LayerNorm, which keeps its input alone. A layer with one of them reads it twice, so it keeps 4h less.
     """
     norms = [p for p in block.params if "norm" in p.name and p.shape == (hidden,)]
     fused = sum(p.name.endswith("bias") for p in norms)
     if fused and 2 * fused == len(norms):
         return 4.0 * fused - 8.0
-    return kept * max(2, len(norms)) - 4.0
+    return norm_kept_bytes * max(2, len(norms)) - 4.0
 
 
 def _latent_width(block: Block) -> int:
@@ -425,16 +448,16 @@ def _measured_whole(model: ModelSpec, names: frozenset[str], stream: bool) -> fl
         return 0.0
     params = [p for b in model.decoder_blocks for p in b.params if p.is_matrix and not p.is_expert]
     total = 0.0
-    for module, kept in model.kept.modules:
+    for module, module_bytes in model.kept.modules:
         if module.endswith(".experts"):
             continue
         sizes = {p.name: p.num_elements for p in params if p.name.startswith(f"{module}.")}
         matrices = 0 if module.endswith(".*") else sum(sizes.values())
         whole = sum(n for name, n in sizes.items() if name in names)
         share = whole / matrices if matrices else float(stream)
-        total += share * kept
+        total += share * module_bytes
         if matrices and stream:
-            total += (1.0 - share) * min(kept, 2.0 * model.hidden_size)
+            total += (1.0 - share) * min(module_bytes, 2.0 * model.hidden_size)
     return total
 
 
@@ -476,16 +499,17 @@ def _dense_width(block: Block) -> int:
     return mlp.shared_intermediate_size if mlp.num_experts else mlp.intermediate_size
 
 
-def _matmuls(decoders: Iterable[Block], layers: int, visits_all: bool) -> tuple[Matmul, ...]:
-    """Return the projections of the layers; those with a common input are one matmul.
+def _dense_saved_width(block: Block) -> int:
+    """Return elements per token that the backward of the dense feed-forward part needs."""
+    if block.mlp is None:
+        return 0
+    return _dense_width(block) * (3 if block.mlp.gated else 2)
 
-    Args:
-        decoders: Blocks of layers.
-        layers: Total number of layers.
-        visits_all: Whether a token visits every expert.
-    """
+
+def _matmuls(decoders: _Decoders) -> tuple[Matmul, ...]:
+    """Return the projections of the layers; those with a common input are one matmul."""
     counts: dict[tuple[str, int, int, bool], float] = {}
-    for block in decoders:
+    for block in decoders.blocks:
         fused: dict[tuple[str, str, int], int] = {}
         for param in block.params:
             part = _part(param)
@@ -499,11 +523,9 @@ def _matmuls(decoders: Iterable[Block], layers: int, visits_all: bool) -> tuple[
             source = f"{part} row {outputs}" if row else f"..{param.name}".rsplit(".", 3)[-3] + part
             key = (part, "row" if row else source, inputs)
             fused[key] = fused.get(key, 0) + outputs
-        routed = 0
-        if block.mlp and block.mlp.num_experts:
-            routed = block.mlp.num_experts if visits_all else block.mlp.experts_per_token
         for (part, source, inputs), outputs in fused.items():
-            times = block.count / layers * (routed if part == "expert" else 1)
+            times = block.count / decoders.layers
+            times *= decoders.visits(block) if part == "expert" else 1
             shape = (part, inputs, outputs, source == "row")
             counts[shape] = counts.get(shape, 0.0) + times
     return tuple(Matmul(part, i, o, n, row) for (part, i, o, row), n in counts.items())

@@ -143,27 +143,9 @@ class OffloadDemand:
         link, micro = self.link_bytes_s, self.in_flight
         alternates = self.alternating > 0
         first, passing, products = self._corners()
-        fill = _GreedyOffload(self, passing, products)
         forward_s = self._lanes_s(passing, products)[0]
+        fill = _GreedyOffload(self, passing, products, forward_s)
         allocated = fill.bytes
-
-        def forward_room() -> Array:
-            """Return bytes of a microbatch whose eviction forward still overlaps."""
-            host_room = link * forward_s - allocated["activations"] / micro - allocated["gradients"]
-            return np.maximum(host_room, 0.0)
-
-        def update_room() -> Array:
-            """Return updated bytes whose eviction the update still overlaps."""
-            host_room: Array = (
-                link * self.update_s - allocated["optimizer"] - allocated["parameters"]
-            )
-            return host_room
-
-        def stream_room() -> Array:
-            """Return parameters whose prefetch forward still overlaps."""
-            return np.where(
-                alternates, link * forward_s - allocated["parameters"], forward_room() / 2.0
-            )
 
         def allocate_kinds(remaining: Array, *kinds: str) -> None:
             """Allocate the remaining bytes to some kinds, the least exposed copies first."""
@@ -173,15 +155,15 @@ class OffloadDemand:
                     fill.allocate(name, remaining, limit)
 
             hidden_first, unlimited = first == HIDDEN_FIRST, first == ACTIVATIONS_FIRST
-            limit = np.where(unlimited, np.inf, hidden_first * micro * forward_room())
+            limit = np.where(unlimited, np.inf, hidden_first * micro * fill.forward_room())
             allocate("activations", limit)
-            allocate("gradients", np.where(unlimited, np.inf, hidden_first * forward_room()))
-            allocate("optimizer", np.where(first == STATES_FIRST, np.inf, update_room()))
-            allocate("activations", micro * forward_room())
-            allocate("gradients", forward_room())
-            allocate("parameters", np.minimum(stream_room(), update_room()))
+            allocate("gradients", np.where(unlimited, np.inf, hidden_first * fill.forward_room()))
+            allocate("optimizer", np.where(first == STATES_FIRST, np.inf, fill.update_room()))
+            allocate("activations", micro * fill.forward_room())
+            allocate("gradients", fill.forward_room())
+            allocate("parameters", np.minimum(fill.stream_room(), fill.update_room()))
             allocate("optimizer")
-            allocate("parameters", stream_room())
+            allocate("parameters", fill.stream_room())
             # Exposed evictions overlap with exposed prefetches of parameters.
             waiting = allocated["parameters"] - link * forward_s
             allocate("activations", np.where(alternates, micro * waiting, 0.0))
@@ -283,7 +265,13 @@ class _GreedyOffload:
         host_room: Free host memory.
     """
 
-    def __init__(self, load: OffloadDemand, passing: Array, products: Array) -> None:
+    def __init__(
+        self, load: OffloadDemand, passing: Array, products: Array, forward_s: Array
+    ) -> None:
+        self._load = load
+        # Bytes that an eviction lane copies during the forward of a microbatch, and during the update.
+        self._forward_bytes = load.link_bytes_s * forward_s
+        self._update_bytes = load.link_bytes_s * load.update_s
         shape = passing.shape
         copied = {name: getattr(load, name + "_bytes") for name in TERM_OF_KIND}
         self.bytes = {name: np.zeros(shape) for name in TERM_OF_KIND}
@@ -298,6 +286,24 @@ class _GreedyOffload:
     def total(self) -> Array:
         """Return the bytes of all kinds."""
         return np.asarray(sum(self.bytes.values()))
+
+    def forward_room(self) -> Array:
+        """Return bytes of a microbatch whose eviction forward still overlaps."""
+        activations = self.bytes["activations"] / self._load.in_flight
+        return np.maximum(self._forward_bytes - activations - self.bytes["gradients"], 0.0)
+
+    def update_room(self) -> Array:
+        """Return updated bytes whose eviction the update still overlaps."""
+        room: Array = self._update_bytes - self.bytes["optimizer"] - self.bytes["parameters"]
+        return room
+
+    def stream_room(self) -> Array:
+        """Return parameters whose prefetch forward still overlaps."""
+        return np.where(
+            self._load.alternating > 0,
+            self._forward_bytes - self.bytes["parameters"],
+            self.forward_room() / 2.0,
+        )
 
     def allocate(self, name: str, wanted: Array, limit: Array | None = None) -> None:
         """Allocate up to `wanted` bytes of a kind, at most `limit`; `wanted` decreases in place by the result."""

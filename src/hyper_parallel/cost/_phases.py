@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hyper_parallel.cost._candidates import Array
 from hyper_parallel.cost._pricing_case import PricingCase
@@ -39,6 +40,8 @@ FORMULAS: Final = {
 _STATES: Final = ("parameters", "gradients", "optimizer states")
 Parts = dict[str, Array]
 """Bytes by term."""
+_Columns = tuple[Array, ...]
+"""Bytes of one term in each phase: loss, last layer, next layer, first layers, embedding, end."""
 
 
 def persistent_bytes(parts: Parts) -> Array:
@@ -95,8 +98,8 @@ def optimizer_traffic(s: PricingCase, elements: tuple[Array, Array]) -> Array:
 class LayerMemory:
     """Bytes of one mean layer and microbatch."""
 
-    kept: Array  # kept from forward to backward
-    freed: Array  # part of `kept` that is freed after the backward of the last layer
+    saved: Array  # saved from forward to backward
+    freed: Array  # part of `saved` that is freed after the backward of the last layer
     recomputed: Array  # recomputed activations
     exchange: Array  # dispatched tokens
     combine: Array  # outputs of experts, weighted and summed in float32
@@ -109,9 +112,9 @@ def _saved_activations(
     n, c, width, tokens, piped = s.n, s.c, s.machine.width, s.tokens, s.c.pp > 1
     # Stages keep the received message of every microbatch in flight, plus one incoming and one outgoing message.
     message = np.where(piped, tokens * n.hidden * width / c.tp, 0.0)
-    saved = layers * flight * layer.kept
+    saved = layers * flight * layer.saved
     # If all forwards precede the first backward, the sums replace activations of the first microbatch.
-    overlapped = np.maximum(saved - sums, layers * (flight - 1.0) * layer.kept)
+    overlapped = np.maximum(saved - sums, layers * (flight - 1.0) * layer.saved)
     saved = np.where(piped & (flight >= c.accumulation), overlapped, saved)
     return saved + message * (flight + 2.0)
 
@@ -141,6 +144,53 @@ def _work_space(s: PricingCase) -> tuple[Array, Array]:
     return working, attending + np.maximum(scores - freed, 0.0)
 
 
+@dataclass(frozen=True, slots=True)
+class _Stage:
+    """Pipeline stage of every candidate: values that several memory terms use."""
+
+    s: PricingCase
+    layers: Array
+    piped: NDArray[np.bool_]  # whether a candidate has several stages
+    several: NDArray[np.bool_]  # whether a step has several microbatches
+    states: Parts  # parameters, gradients and optimizer states
+    mean_layer: Array  # parameters of a mean layer
+    dense: Array  # parameters, without experts, of the layer gathered and reduced at the peak
+    experts: Array  # parameters of the experts of that layer
+    layer_elements: Array  # sum of both
+    vocabulary: Array  # parameters of embedding and head
+    copies: Array  # bytes per element of the copied parameters that matmuls read; 0 without copies
+    wide: float  # bytes of a gradient in reduction; 0 for frozen parameters
+    reduction_width: float  # bytes of a gradient before reduction, in the compute format, and in it
+    sums: Array  # unsharded gradient sums of a pipeline, if matmuls read copies of the parameters
+    outer_gradients: Array  # gradients of embedding and head after their reduction
+
+    @classmethod
+    def of(cls, s: PricingCase, layers: Array, outside: Array) -> _Stage:
+        """Return the stage with `layers` layers and elements `outside` of them before tensor parallelism."""
+        width, trained = s.machine.width, s.workload.trained
+        wide, piped = s.reduce_width * trained, s.c.pp > 1
+        mean_layer, vocabulary = s.dense() + s.experts(), s.ends(outside)
+        dense, experts = s.last_layer
+        sums = np.where(piped & s.copies, wide * (vocabulary + layers * mean_layer), 0.0)
+        return cls(
+            s=s,
+            layers=layers,
+            piped=piped,
+            several=s.c.accumulation > 1,
+            states=state_bytes(s, stage_elements(s, layers, outside)),
+            mean_layer=mean_layer,
+            dense=dense,
+            experts=experts,
+            layer_elements=dense + experts,
+            vocabulary=vocabulary,
+            copies=np.where(s.copies, width, 0.0),
+            wide=wide,
+            reduction_width=width * trained + wide,
+            sums=sums,
+            outer_gradients=vocabulary / np.where(s.sharded, s.shards, 1.0) * wide,
+        )
+
+
 def phases(
     s: PricingCase, layer: LayerMemory, layers: Array, outside: Array, flight: Array, logits: Array
 ) -> tuple[Parts, ...]:
@@ -148,99 +198,126 @@ def phases(
 
     `outside` are elements of embedding and head before tensor parallelism, `logits` bytes, 0 without the head.
     """
-    n, c, width, trained = s.n, s.c, s.machine.width, s.workload.trained
-    wide = s.reduce_width * trained
-    tokens, zeros = s.tokens, np.zeros(1)
-    states = state_bytes(s, stage_elements(s, layers, outside))
-    mean_layer, vocabulary = s.dense() + s.experts(), s.ends(outside)
-    dense, experts = s.last_layer
-    layer_elements = dense + experts
-    piped, several = c.pp > 1, c.accumulation > 1
-    copies = np.where(s.copies, width, 0.0)
-    root = copies * vocabulary
-    # A stage of a pipeline prefetches its first layer for the next microbatch.
-    num_gathered = np.where(piped, layers + 1.0, layers)
-    gathered_one = copies * np.where(
-        c.zero > 2, np.minimum(1.0, num_gathered) * layer_elements, layers * mean_layer
+    stage, zeros = _Stage.of(s, layers, outside), np.zeros(1)
+    working, working_next = _work_space(s)
+    # The forward of a stage other than the last ends with the last layer's experts.
+    forward = np.where(stage.piped, layer.exchange + layer.combine, zeros)
+    columns: dict[str, _Columns] = {
+        "gradients": _gradients(stage),
+        "gathered parameters": _gathered_parameters(stage),
+        "gradient buffers": _gradient_buffers(stage),
+        "activations": _activations(stage, layer, flight, logits),
+        "work space": (zeros, working, working_next, working_next, zeros, zeros),
+        "exchange buffers": (forward, layer.exchange, layer.exchange, layer.exchange, zeros, zeros),
+        "logits": (logits, zeros, zeros, zeros, zeros, zeros),
+    }
+    return tuple(
+        stage.states | {name: column[phase] for name, column in columns.items()}
+        for phase in range(6)
     )
-    gathered_two = copies * np.where(
-        c.zero > 2, np.minimum(2.0, num_gathered) * layer_elements, layers * mean_layer
+
+
+def _gathered_parameters(stage: _Stage) -> _Columns:
+    """Return copies of parameters for matmuls: those of embedding and head, and of one or two layers or all."""
+    c, copies = stage.s.c, stage.copies
+    root = copies * stage.vocabulary
+    # A stage of a pipeline prefetches its first layer for the next microbatch.
+    num_gathered = np.where(stage.piped, stage.layers + 1.0, stage.layers)
+    resident = stage.layers * stage.mean_layer
+    one = copies * np.where(
+        c.zero > 2, np.minimum(1.0, num_gathered) * stage.layer_elements, resident
+    )
+    two = copies * np.where(
+        c.zero > 2, np.minimum(2.0, num_gathered) * stage.layer_elements, resident
     )
     # Experts with ep > 1 are a separate FSDP group. No other group of experts is gathered during its reduction.
     separate_experts = (c.ep > 1) & (c.zero > 2)
-    gathered_next = np.where(
-        separate_experts, copies * np.minimum(2.0, num_gathered) * dense, gathered_two
+    following = np.where(
+        separate_experts, copies * np.minimum(2.0, num_gathered) * stage.dense, two
     )
-    # A pipeline has unsharded gradient sums, if matmuls read copies of the parameters.
-    sums = np.where(piped & s.copies, wide * (vocabulary + layers * mean_layer), 0.0)
-    gradients = np.where(piped & s.copies, 0.0, states["gradients"])
+    end = np.where(stage.piped, root, 0.0)
+    return root + one, root + two, root + following, root + following, root, end
+
+
+def _gradients(stage: _Stage) -> _Columns:
+    """Return reduced gradients: of earlier microbatches, of the last layer, and accumulated toward the end."""
+    s, piped, several = stage.s, stage.piped, stage.several
+    dense, experts = stage.dense, stage.experts
+    gradients = np.where(piped & s.copies, 0.0, stage.states["gradients"])
     earlier = np.where(several, gradients, 0.0)
-    outer_gradients = vocabulary / np.where(s.sharded, s.shards, 1.0) * wide
-    inner_gradients = np.maximum(gradients - outer_gradients, 0.0)
-    # Compute format before reduction, reduction format in it; a group of one rank makes a copy in the latter.
-    reduction_width = width * trained + wide
-    reduced = np.where(s.sharded, reduction_width, 2.0 * wide) * dense
-    reduced = (
-        reduced + np.where(s.sharded & (s.expert_shards > 1), reduction_width, 2.0 * wide) * experts
-    )
-    reduced = np.where(s.copies, reduced, 0.0)
-    first_gradients = (
-        np.where(s.sharded, dense / s.shards + experts / s.expert_shards, layer_elements)
+    inner = np.maximum(gradients - stage.outer_gradients, 0.0)
+    first = (
+        np.where(s.sharded, dense / s.shards + experts / s.expert_shards, stage.layer_elements)
         * s.param_width
     )
-    first_gradients = np.where(
-        piped & s.copies, 0.0, np.minimum(first_gradients * trained, inner_gradients)
-    )
+    first = np.where(piped & s.copies, 0.0, np.minimum(first * s.workload.trained, inner))
     # A group of one rank divides its gradients into a copy, which is added to the sums of earlier microbatches.
     lone = several & ~piped & s.copies & s.sharded & (s.expert_shards <= 1)
-    copied = np.where(lone, wide * experts, 0.0)
-    # The forward of a stage other than the last ends with the last layer's experts.
-    forward = np.where(piped, layer.exchange + layer.combine, zeros)
-    single = np.where(s.copies, np.where(s.sharded, reduction_width, 3.0 * wide), 0.0)
-    # Gradients of head and embedding, and the sum of tied ones, coexist with the last reduction, of layer 0.
-    tied = 1.0 if n.head_params == 0 else 0.0
-    wide_part = reduced * (wide / np.maximum(reduction_width, 1.0))
-    # The gradient of the head, tied or not, is kept until that of the embedding.
-    head_gradient = np.where(piped, 0.0, copies * (n.head_weights / s.vocabulary_ranks) * trained)
-    # The final norm keeps its input in float32, and its output in both formats.
-    final = np.where(
-        logits > 0.0, tokens * n.hidden * (4.0 + 2.0 * width) * s.over_tp(s.uncut.stream), 0.0
-    )
-    saved = _saved_activations(s, layer, layers, flight, sums)
-    working, working_next = _work_space(s)
-    after_last = np.maximum(saved - layer.freed, 0.0) + layer.recomputed
-    at_end = np.where(
-        several, gradients, inner_gradients + np.where(s.copies, 0.0, outer_gradients)
-    )
-    next_buffers = np.where(
-        piped, sums + wide * copies / width * layer_elements, head_gradient + reduced
-    )
+    copied = np.where(lone, stage.wide * experts, 0.0)
     # If a layer's gradients exceed its activations, the peak is in the last layers of backward: later layers have
     # gradients by then, and the first layer is gathered.
     accumulated = np.maximum(
-        earlier, inner_gradients * np.maximum(layers - 2.0, 0.0) / np.maximum(layers, 1.0)
+        earlier, inner * np.maximum(stage.layers - 2.0, 0.0) / np.maximum(stage.layers, 1.0)
     )
-    remaining = layers * (flight - 1.0) * layer.kept + np.minimum(2.0, layers) * layer.kept
+    embedding = np.where(piped, earlier, np.maximum(earlier, inner))
+    end = np.where(several, gradients, inner + np.where(s.copies, 0.0, stage.outer_gradients))
+    return (
+        earlier,
+        earlier,
+        np.maximum(earlier, first) + copied,
+        accumulated + copied,
+        embedding,
+        end,
+    )
+
+
+def _gradient_buffers(stage: _Stage) -> _Columns:
+    """Return unsharded gradients before and in reduction."""
+    s, n, piped, sums, wide = stage.s, stage.s.n, stage.piped, stage.sums, stage.wide
+    dense, experts = stage.dense, stage.experts
+    width = stage.reduction_width
+    # A group of one rank makes a copy in the reduction format.
+    reduced = np.where(s.sharded, width, 2.0 * wide) * dense
+    reduced = reduced + np.where(s.sharded & (s.expert_shards > 1), width, 2.0 * wide) * experts
+    reduced = np.where(s.copies, reduced, 0.0)
+    # Gradients of head and embedding, and the sum of tied ones, coexist with the last reduction, of layer 0.
+    tied = 1.0 if n.head_params == 0 else 0.0
+    wide_part = reduced * (wide / np.maximum(width, 1.0))
+    # The gradient of the head, tied or not, is kept until that of the embedding.
+    head = np.where(
+        piped, 0.0, stage.copies * (n.head_weights / s.vocabulary_ranks) * s.workload.trained
+    )
+    accumulating = wide * stage.copies / s.machine.width * stage.layer_elements
+    next_layer = np.where(piped, sums + accumulating, head + reduced)
+    embedding = np.where(piped, sums, 2.0 * head + np.maximum(reduced, wide_part + tied * head))
+    end = np.where(
+        piped, sums + np.where(s.copies, wide, 0.0) * stage.vocabulary, _end_buffers(stage)
+    )
+    return sums, sums + head, next_layer, next_layer, embedding, end
+
+
+def _end_buffers(stage: _Stage) -> Array:
+    """Return gradients of embedding and head at the end of a step without pipeline: reduced and unreduced ones."""
+    s, wide, vocabulary = stage.s, stage.wide, stage.vocabulary
+    trained_width = s.machine.width * s.workload.trained
+    single = np.where(s.copies, np.where(s.sharded, stage.reduction_width, 3.0 * wide), 0.0)
+    reduced = np.where(s.sharded & s.copies, wide * vocabulary + stage.outer_gradients, 0.0)
+    reduced = reduced + trained_width * np.minimum(vocabulary, s.ends(s.largest_end))
+    return np.where(
+        s.sharded & s.copies, np.maximum(single * vocabulary, reduced), single * vocabulary
+    )
+
+
+def _activations(stage: _Stage, layer: LayerMemory, flight: Array, logits: Array) -> _Columns:
+    """Return saved and recomputed activations, and messages of a pipeline."""
+    s, layers, zeros = stage.s, stage.layers, np.zeros(1)
+    # The final norm keeps its input in float32, and its output in both formats.
+    final_width = 4.0 + 2.0 * s.machine.width
+    final = np.where(
+        logits > 0.0, s.tokens * s.n.hidden * final_width * s.over_tp(s.uncut.stream), 0.0
+    )
+    saved = _saved_activations(s, layer, layers, flight, stage.sums)
+    after_last = np.maximum(saved - layer.freed, 0.0) + layer.recomputed
+    remaining = layers * (flight - 1.0) * layer.saved + np.minimum(2.0, layers) * layer.saved
     remaining = np.minimum(after_last, remaining + layer.recomputed)
-    # At the end, reduced and unreduced gradients of embedding and head coexist.
-    reduced_last = np.where(s.sharded & s.copies, wide * vocabulary + outer_gradients, 0.0)
-    reduced_last = reduced_last + width * trained * np.minimum(vocabulary, s.ends(s.largest_end))
-    end_buffers = np.where(
-        s.sharded & s.copies, np.maximum(single * vocabulary, reduced_last), single * vocabulary
-    )
-    columns = (
-        # loss, last layer, next layer, first layers, embedding, end
-        ("gradients", earlier, earlier, np.maximum(earlier, first_gradients) + copied, accumulated + copied,
-         np.where(piped, earlier, np.maximum(earlier, inner_gradients)), at_end),
-        ("gathered parameters", root + gathered_one, root + gathered_two, root + gathered_next,
-         root + gathered_next, root,
-         np.where(piped, root, 0.0)),
-        ("gradient buffers", sums, sums + head_gradient, next_buffers, next_buffers,
-         np.where(piped, sums, 2.0 * head_gradient + np.maximum(reduced, wide_part + tied * head_gradient)),
-         np.where(piped, sums + np.where(s.copies, wide, 0.0) * vocabulary, end_buffers)),
-        ("activations", saved + final, saved + layer.recomputed, after_last, remaining, zeros, zeros),
-        ("work space", zeros, working, working_next, working_next, zeros, zeros),
-        ("exchange buffers", forward, layer.exchange, layer.exchange, layer.exchange, zeros, zeros),
-        ("logits", logits, zeros, zeros, zeros, zeros, zeros),
-    )  # fmt: skip
-    return tuple(states | {name: each[phase] for name, *each in columns} for phase in range(6))
+    return saved + final, saved + layer.recomputed, after_last, remaining, zeros, zeros

@@ -288,11 +288,11 @@ def _stages(plan: Plan) -> Iterator[str]:
         return
     index = 0
     for (layers, cost), run in groupby(plan.stages, key=lambda s: (s.layers, s.cost)):
-        first, *others = run
-        last = index + len(others)
-        which = f"{index} to {last}" if others else f"{index}"
-        again = (others or [first])[-1].recomputed
-        recomputed = f", {again} recomputed" if again else ""
+        first, *rest = run
+        last = index + len(rest)
+        which = f"{index} to {last}" if rest else f"{index}"
+        num_recomputed = (rest or [first])[-1].recomputed
+        recomputed = f", {num_recomputed} recomputed" if num_recomputed else ""
         seconds = format_seconds(cost.microbatch_s)
         yield f"{which:<10} {layers} layers{recomputed}, {seconds} per microbatch"
         index = last + 1
@@ -308,9 +308,9 @@ def _runners_up(plan: Plan) -> Iterator[str]:
 
 def _front(plan: Plan) -> Iterator[str]:
     shown = {r.strategy for r in plan.rejected}
-    others = [a for a in plan.pareto if a.strategy not in shown]
-    width = max((len(str(a.strategy)) for a in others), default=0)
-    for a in others:
+    alternatives = [a for a in plan.pareto if a.strategy not in shown]
+    width = max((len(str(a.strategy)) for a in alternatives), default=0)
+    for a in alternatives:
         price = f"{format_seconds(a.step_s):>9}  {format_bytes(a.memory_bytes):>10}"
         yield f"{a.strategy!s:<{width}}  {price}  {a.microbatch} sequences per microbatch"
 

@@ -15,16 +15,16 @@ class HostBuffers:
     """Buffers of every size: how many are in use, and the most that ever were.
 
     Args:
-        kept: By size, buffers that no other size gets the bytes of.
+        reserved: By size, buffers that no other size gets the bytes of.
 
     Attributes:
         most: By size, buffers that must exist.
     """
 
-    def __init__(self, kept: Mapping[int, int] | None = None) -> None:
+    def __init__(self, reserved: Mapping[int, int] | None = None) -> None:
         self._now: Counter[int] = Counter()
         self.most: Counter[int] = Counter()
-        self._kept = Counter(kept or {})
+        self._reserved = Counter(reserved or {})
         self._fitting: dict[tuple[int, int], bool] = {}  # forgotten when `most` grows
 
     def take(self, size: int) -> None:
@@ -40,11 +40,11 @@ class HostBuffers:
 
     def fits(self, size: int, capacity_bytes: int) -> bool:
         """Return whether one more buffer of a size keeps the slabs within a capacity."""
-        if self._now[size] < max(self.most[size], self._kept[size]):
+        if self._now[size] < max(self.most[size], self._reserved[size]):
             return True
         asked = size, capacity_bytes
         if asked not in self._fitting:
-            more = (self.most | self._kept) + Counter({size: 1})
+            more = (self.most | self._reserved) + Counter({size: 1})
             self._fitting[asked] = slab_bytes(more) <= capacity_bytes
         return self._fitting[asked]
 

@@ -32,7 +32,7 @@ MemoryActionKind = Literal[
 
 MEMORY_TIERS: tuple[MemoryTier, ...] = get_args(MemoryTier)
 GRADIENT_PIECES = 16
-"""Parts of its columns in which the gradient of an embedding is made beside the arena, one after the other."""
+"""Parts of its columns in which the gradient of an embedding is computed outside the arena, one after the other."""
 COPIES: dict[str, tuple[MemoryTier, MemoryTier]] = {
     "prefetch": ("dram", "device"),
     "store": ("device", "dram"),
@@ -83,8 +83,8 @@ class Operator:
         phase: Phase of the step.
         repeatable: Whether a second run on the same inputs gives the same bits without side effects.
         ordered: Whether it draws random numbers or checks a captured branch; ordered operators keep their order.
-        beside: Requested bytes of each staging allocation outside the arena that exists at the same time, for results
-            that cannot be written to a fixed address. On an accelerator also the workspace of the kernel.
+        scratch_bytes: Requested bytes of each staging allocation outside the arena that exists at the same time, for
+            results that cannot be written to a fixed address. On an accelerator also the workspace of the kernel.
         group: Process group of the collective; empty: no communication. A collective is started by `run`, proceeds in
             parallel to the compute lane, and ends at its `join`.
         comm_s: Time on the communication lane.
@@ -103,7 +103,7 @@ class Operator:
     phase: Phase = "forward"
     repeatable: bool = False
     ordered: bool = False
-    beside: tuple[int, ...] = ()
+    scratch_bytes: tuple[int, ...] = ()
     group: str = ""
     comm_s: float = 0.0
     message: bool = False
@@ -146,11 +146,12 @@ class MemoryProgram:
 
     @cached_property
     def staging_bytes(self) -> int:
-        """Most bytes that one operator makes beside the arena, on the way to it."""
-        beside = (
-            sum(_round_up(n, self.alignment_bytes) for n in op.beside) for op in self.operators
+        """Maximum bytes of the staging allocations of one operator, outside the arena."""
+        sizes = (
+            sum(_round_up(n, self.alignment_bytes) for n in op.scratch_bytes)
+            for op in self.operators
         )
-        return max(beside, default=0)
+        return max(sizes, default=0)
 
     @cached_property
     def touched(self) -> tuple[tuple[int, ...], ...]:
@@ -176,7 +177,7 @@ class MemoryProgram:
 
     @property
     def communicates(self) -> bool:
-        """Whether other ranks take part in some operator."""
+        """True if an operator communicates with other ranks."""
         return any(op.group for op in self.operators)
 
     @property

@@ -74,11 +74,11 @@ class Mesh:
 
     def position(self, device: int) -> int:
         """Row-major position of a device id."""
-        held = self.devices or range(self.size)
-        if device not in held:
+        devices = self.devices or range(self.size)
+        if device not in devices:
             allowed = self.devices or f"0..{self.size - 1}"
             raise MeshError("the device is not in the mesh", got=device, allowed=allowed)
-        return held.index(device)
+        return devices.index(device)
 
     def coordinate(self, device: int) -> dict[str, int]:
         """Coordinate of a device on every axis."""

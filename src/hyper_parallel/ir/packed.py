@@ -59,8 +59,8 @@ def exchanged(
 ) -> tuple[tuple[int, int], ...]:
     """Row ranges that `source` holds, in equal slices of all rows, and `target` works on; increasing, without empty."""
     size = sum(p.rows for p in parts) // degree
-    held = source * size, (source + 1) * size
-    cut = [(max(a, held[0]), min(b, held[1])) for a, b in working_rows(parts, degree, target)]
+    owned = source * size, (source + 1) * size
+    cut = [(max(a, owned[0]), min(b, owned[1])) for a, b in working_rows(parts, degree, target)]
     return tuple((a, b) for a, b in cut if a < b)
 
 

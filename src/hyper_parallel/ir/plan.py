@@ -266,7 +266,7 @@ class Plan:
 
     @property
     def reserved_bytes(self) -> int:
-        """Bytes of `memory_bytes` that are set aside beside tensors: device context and fragmentation."""
+        """Bytes of `memory_bytes` reserved in addition to tensors: device context and fragmentation."""
         return sum(term.bytes for term in self.memory if term.name in RESERVED)
 
     @property

@@ -131,15 +131,15 @@ def _steps(
     """Every step that the layout allows."""
     part = layout.max_local_shape(shape, mesh)
     for axis in axes:
-        others = mesh.degree(axis) - 1
+        peers = mesh.degree(axis) - 1
         holder = next((i for i, dim in enumerate(layout.axes) if axis in dim), None)
         if axis in layout.partial:
             summed = replace(layout, partial=tuple(a for a in layout.partial if a != axis))
-            slot_bytes = -(-math.prod(part) // (others + 1)) * dtype_bytes
-            yield CollectiveStep("all_reduce", axis, None, None, 2 * others * slot_bytes, summed)
+            slot_bytes = -(-math.prod(part) // (peers + 1)) * dtype_bytes
+            yield CollectiveStep("all_reduce", axis, None, None, 2 * peers * slot_bytes, summed)
             for dim in range(len(shape)):
                 new = summed.split(dim, axis)
-                sent = others * math.prod(new.max_local_shape(shape, mesh)) * dtype_bytes
+                sent = peers * math.prod(new.max_local_shape(shape, mesh)) * dtype_bytes
                 yield CollectiveStep("reduce_scatter", axis, dim, None, sent, new)
         elif holder is None:
             for dim in range(len(shape)):
@@ -147,11 +147,11 @@ def _steps(
         elif layout.axes[holder][-1] == axis:
             freed = tuple(d[:-1] if i == holder else d for i, d in enumerate(layout.axes))
             gathered = replace(layout, axes=freed)
-            sent = others * math.prod(part) * dtype_bytes
+            sent = peers * math.prod(part) * dtype_bytes
             yield CollectiveStep("all_gather", axis, holder, None, sent, gathered)
             for dim in range(len(shape)):
                 if dim != holder:
-                    block = [-(-s // (others + 1)) if i == dim else s for i, s in enumerate(part)]
-                    sent = others * math.prod(block) * dtype_bytes
+                    block = [-(-s // (peers + 1)) if i == dim else s for i, s in enumerate(part)]
+                    sent = peers * math.prod(block) * dtype_bytes
                     new = gathered.split(dim, axis)
                     yield CollectiveStep("all_to_all", axis, holder, dim, sent, new)

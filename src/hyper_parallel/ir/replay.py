@@ -112,9 +112,9 @@ class _Walk:
         return f"`{self.program.storages[storage].name}`"
 
     def run(self, at: int, action: MemoryAction) -> None:
-        op, again = self.program.operators[action.target], action.kind == "recompute"
-        if again != (action.target in self.seen):
-            raise self.illegal(at, action, "never ran" if again else "it ran before")
+        op, is_recompute = self.program.operators[action.target], action.kind == "recompute"
+        if is_recompute != (action.target in self.seen):
+            raise self.illegal(at, action, "never ran" if is_recompute else "it ran before")
         for s in self.program.touched[action.target]:
             if s in op.allocs:
                 if "device" in self.held[s]:
@@ -126,7 +126,7 @@ class _Walk:
             ):
                 raise self.illegal(at, action, f"{self.name(s)} is in use by other ranks")
         inputs = tuple(self.version[s] for s in op.reads if s not in op.allocs)
-        if again and (not op.repeatable or op.writes or inputs != self.seen[action.target]):
+        if is_recompute and (not op.repeatable or op.writes or inputs != self.seen[action.target]):
             raise self.illegal(at, action, "running it again would not give the same result")
         self.seen[action.target] = inputs
         for s in op.writes:

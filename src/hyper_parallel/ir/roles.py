@@ -76,16 +76,16 @@ def role_tasks(
     for step in range(steps):
         ahead = max_staleness or 0
         before = learned[step - 1 - ahead] if step > ahead else ()
-        made = add("sample", learners if max_staleness is None else samplers, sample_s, before)
-        learned.append(add("learn", learners, learn_s, made))
+        sampling = add("sample", learners if max_staleness is None else samplers, sample_s, before)
+        learned.append(add("learn", learners, learn_s, sampling))
     return TaskGraph(tuple(tasks))
 
 
 def steady_step_s(graph: TaskGraph, max_staleness: int | None) -> float:
     """Seconds per step of a graph of `role_tasks`, between ends of learning.
 
-    Without the first steps, for which sampling could begin at once, and the last ones, beside which nothing is sampled
-    any more: where roles share cores these are faster.
+    The first steps, whose sampling can begin at once, are excluded. So are the last ones, during which no rank samples
+    any more: they are faster where roles share cores.
 
     Args:
         graph: Of more than twice as many steps as `max_staleness` + 2.

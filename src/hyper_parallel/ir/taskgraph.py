@@ -60,7 +60,7 @@ class Cores:
     executors: frozenset[str]
 
     def rate(self, busy: int) -> Fraction:
-        """Rate of each of so many executors at work."""
+        """Return the rate of each executor while `busy` of them work."""
         most = len(self.rates)
         return self.rates[busy - 1] if busy <= most else self.rates[-1] * most / busy
 
@@ -116,26 +116,11 @@ def simulate(graph: TaskGraph) -> Timeline:
     tasks = graph.tasks
     lanes = {name: i for i, name in enumerate(dict.fromkeys(t.executor for t in tasks))}
     lane_of = [lanes[t.executor] for t in tasks]
-    ready: list[list[tuple[int, int, int]]] = [[] for _ in lanes]
-    waiting = [len(t.deps) for t in tasks]
-    followers: list[list[int]] = [[] for _ in tasks]
-    last: dict[str, int] = {}
-    for number, task in enumerate(tasks):
-        for dep in task.deps:
-            followers[dep].append(number)
-        if graph.policies.get(task.executor) != "priority":
-            # To keep to the order of the list is to wait for the task before.
-            if task.executor in last:
-                followers[last[task.executor]].append(number)
-                waiting[number] += 1
-            last[task.executor] = number
-        if not waiting[number]:
-            heappush(ready[lane_of[number]], (task.priority, 0, number))
-
+    ready, waiting, followers = _initial_queues(graph, lane_of, len(lanes))
     started: list[int] = []
     begin, end = [0] * len(tasks), [0] * len(tasks)
-    held = dict(graph.initial_bytes)
-    samples = [Counter(lane, 0.0, value) for lane, value in held.items()]
+    lane_bytes = dict(graph.initial_bytes)
+    samples = [Counter(lane, 0.0, value) for lane, value in lane_bytes.items()]
     busy = [False] * len(lanes)
     clock = _Clock(graph.cores, tuple(lanes))
     touched = set(range(len(lanes)))
@@ -143,8 +128,8 @@ def simulate(graph: TaskGraph) -> Timeline:
 
     def change_memory(effects: tuple[tuple[str, int], ...]) -> None:
         for lane, delta in effects:
-            held[lane] = held.get(lane, 0) + delta
-            samples.append(Counter(lane, now / 1e9, held[lane]))
+            lane_bytes[lane] = lane_bytes.get(lane, 0) + delta
+            samples.append(Counter(lane, now / 1e9, lane_bytes[lane]))
 
     while True:
         for lane in sorted(touched):
@@ -173,62 +158,90 @@ def simulate(graph: TaskGraph) -> Timeline:
                     touched.add(lane)
                     heappush(ready[lane], (tasks[follower].priority, now, follower))
     assert len(started) == len(tasks), "a graph in dependency order cannot get stuck"
-    spans = tuple(
-        Span(t.executor, t.name, begin[n] / 1e9, (end[n] - begin[n]) / 1e9, t.kind)
-        for n, t in ((n, tasks[n]) for n in started)
-    )
+    spans = tuple(_span(tasks[n], begin[n], end[n]) for n in started)
     return Timeline("simulated", spans, tuple(samples))
 
 
-class _Clock:
-    """When running tasks end: at once known with a core of their own, else after so much work of the shared cores.
+def _span(task: Task, begin_ns: int, end_ns: int) -> Span:
+    """Return the span of a task that ran."""
+    return Span(task.executor, task.name, begin_ns / 1e9, (end_ns - begin_ns) / 1e9, task.kind)
 
-    All tasks on shared cores progress alike, so the work that each of them has been given since the beginning is one
-    number; a task ends when that number has grown by its duration. It is kept in whole nanoseconds, rounded down at
-    every event, and times are rounded up, so a task is never given less than its duration.
+
+def _initial_queues(
+    graph: TaskGraph, lane_of: list[int], num_lanes: int
+) -> tuple[list[list[tuple[int, int, int]]], list[int], list[list[int]]]:
+    """Return the ready queue of every lane at time 0, and the number of dependencies and the followers of every task.
+
+    Entries of a ready queue are (priority, time at which the task became ready, number of the task). On an executor
+    that keeps to the order of the list, each task also depends on the task before.
+    """
+    tasks = graph.tasks
+    ready: list[list[tuple[int, int, int]]] = [[] for _ in range(num_lanes)]
+    waiting = [len(t.deps) for t in tasks]
+    followers: list[list[int]] = [[] for _ in tasks]
+    last: dict[str, int] = {}
+    for number, task in enumerate(tasks):
+        for dep in task.deps:
+            followers[dep].append(number)
+        if graph.policies.get(task.executor) != "priority":
+            if task.executor in last:
+                followers[last[task.executor]].append(number)
+                waiting[number] += 1
+            last[task.executor] = number
+        if not waiting[number]:
+            heappush(ready[lane_of[number]], (task.priority, 0, number))
+    return ready, waiting, followers
+
+
+class _Clock:
+    """Clock of running tasks: the end of a task is known at its start, except on shared cores.
+
+    All tasks on shared cores progress alike, so the work done by each of them since the beginning is one number. A task
+    ends when that number has grown by its duration. The number is in whole nanoseconds, rounded down at every event,
+    and times are rounded up, so no task ends before its duration.
     """
 
     def __init__(self, cores: Cores | None, lanes: tuple[str, ...]) -> None:
         self.now = 0
         self._shared = [cores is not None and name in cores.executors for name in lanes]
         self._cores = cores
-        self._given = 0
+        self._shared_work_ns = 0
         self._own: list[tuple[int, int]] = []
         self._sharing: list[tuple[int, int]] = []
 
     @property
     def idle(self) -> bool:
-        """Return whether no task is running."""
+        """True if no task is running."""
         return not self._own and not self._sharing
 
     def start(self, lane: int, number: int, duration_ns: int) -> None:
         """Start a task now."""
         if self._shared[lane]:
-            heappush(self._sharing, (self._given + duration_ns, number))
+            heappush(self._sharing, (self._shared_work_ns + duration_ns, number))
         else:
             heappush(self._own, (self.now + duration_ns, number))
 
     def advance(self) -> list[int]:
-        """Go to the next instant at which tasks end, and return them in the order of the list."""
+        """Advance to the next instant at which tasks end, and return these tasks in the order of the list."""
         instant = self._own[0][0] if self._own else None
         if self._sharing:
             assert self._cores is not None, "only shared cores have lanes that share"
             up, down = self._cores.rate(len(self._sharing)).as_integer_ratio()
-            shared = self.now - (self._given - self._sharing[0][0]) * down // up
+            shared = self.now - (self._shared_work_ns - self._sharing[0][0]) * down // up
             instant = shared if instant is None else min(instant, shared)
-            self._given += (instant - self.now) * up // down
+            self._shared_work_ns += (instant - self.now) * up // down
         assert instant is not None, "something runs"
         self.now = instant
         ended = []
         while self._own and self._own[0][0] == self.now:
             ended.append(heappop(self._own)[1])
-        while self._sharing and self._sharing[0][0] <= self._given:
+        while self._sharing and self._sharing[0][0] <= self._shared_work_ns:
             ended.append(heappop(self._sharing)[1])
         return sorted(ended)
 
 
 def peaks(timeline: Timeline) -> dict[str, float]:
-    """Highest value of every counter lane."""
+    """Return the highest value of every counter lane."""
     result: dict[str, float] = {}
     for sample in timeline.counters:
         result[sample.lane] = max(result.get(sample.lane, sample.value), sample.value)

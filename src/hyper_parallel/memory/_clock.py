@@ -49,7 +49,7 @@ class ProgramClock:
         self._lane_free_s = dict.fromkeys((*COPIES, "communication", "host"), 0.0)
         self._copied: dict[str, list[tuple[int, float]]] = {kind: [] for kind in COPIES}
         self._arrival_s: dict[tuple[int, str], float] = {}
-        self._done_s: dict[int, float] = {}  # operators begun beside the compute lane
+        self._done_s: dict[int, float] = {}  # operators begun outside the compute lane
 
     def apply(self, action: MemoryAction) -> None:
         """Advance by one action."""
@@ -87,7 +87,7 @@ class ProgramClock:
         return self._arrival_s[storage, tier]
 
     def done_s(self, index: int) -> float:
-        """Return the time at which an operator beside the compute lane is done."""
+        """Return the time at which an operator outside the compute lane ends."""
         return self._done_s[index]
 
     def stand_until(self, time_s: float) -> float:

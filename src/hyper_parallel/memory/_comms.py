@@ -1,4 +1,4 @@
-"""Collectives and messages in flight: begun by `run`, beside the compute lane until their `join`.
+"""Collectives and messages in flight: begun by `run`, in parallel to the compute lane until their `join`.
 
 One communication lane carries them one after another, in the order in which they are begun. A collective library has a
 queue per process group; groups that run at the same time share the link, and a plan is made for one link. So groups in

@@ -1,7 +1,7 @@
 """Timeline of a memory plan: its task graph for `ir.simulate`, and the figures drawn from it.
 
 Every action is one task on the compute lane, which issues the actions in program order. An operator that runs there
-takes its seconds, every other action none. Serial lanes beside it take their work in the order of issue; a copy also
+takes its seconds, every other action none. The other lanes are serial and work in the order of issue; a copy also
 waits for the task that fills its source. Collectives are on `communication`. An update in host memory is on `host` and
 waits for all its operands. A `wait` or `join` on the compute lane waits for the task it names. Bytes change where an
 action is issued: the counters are the bytes allocated in every tier.
@@ -65,7 +65,7 @@ class _PlanGraph:
         self.tasks: list[Task] = []
         self._issued: tuple[int, ...] = ()  # the compute lane's last task
         self._arrival: dict[tuple[int, str], int] = {}  # storage, tier -> task that filled it
-        self._done: dict[int, int] = {}  # operator -> its task beside the compute lane
+        self._done: dict[int, int] = {}  # operator -> its task outside the compute lane
         self._resident: list[set[MemoryTier]] = [
             {home} if storage.at_start else set()
             for storage, home in zip(plan.program.storages, plan.homes, strict=True)

@@ -2,7 +2,7 @@
 
 An update on the device needs its state there: parameter, moments and master weights are copied in and out. In host
 memory they stay in DRAM; only the gradient is stored, and only results that the device uses are prefetched. The host
-works beside the compute lane, on one operator after another.
+works in parallel to the compute lane, on one operator after another.
 """
 
 from __future__ import annotations

@@ -86,7 +86,8 @@ class MemoryMachine:
         copy_in: Flash to DRAM.
         dram_bytes: Pinned bytes this device may use, counted in slabs (`MemoryPlan.dram_bytes`); None: unlimited.
         flash_bytes: File bytes this device may use; None: unlimited.
-        host: Roofline of the host's updates for this device, beside its copies; None: updates run on the device only.
+        host: Roofline of the host's updates for this device, in parallel to its copies; None: updates run on the device
+            only.
     """
 
     store: Channel

@@ -44,6 +44,7 @@ class ModelProperties:
             depends neither on earlier tokens nor on its position in the row.
         padding_inert: Trailing padding does not change the output of a text.
         rows_independent: The output of a row does not depend on the other rows of the batch.
+        half_batches: Decoder layers that run on two halves of the rows give the output of the whole batch.
         history_independent: The output does not depend on earlier forward passes.
         growing_cache: Decoding token by token with the model's cache gives the logits of the full text.
         fixed_cache: The same with a cache of fixed length, one text.
@@ -57,6 +58,7 @@ class ModelProperties:
     documents_independent: Property = Property()
     padding_inert: Property = Property()
     rows_independent: Property = Property()
+    half_batches: Property = Property()
     history_independent: Property = Property()
     growing_cache: Property = Property()
     fixed_cache: Property = Property()
@@ -75,6 +77,7 @@ QUESTIONS: dict[str, str] = {
     "documents_independent": "packed documents do not see each other",
     "padding_inert": "padding behind a text does not change it",
     "rows_independent": "rows of a batch do not see each other",
+    "half_batches": "layers that run on half-batches give the same",
     "history_independent": "earlier batches do not change the output",
     "growing_cache": "decoding with the model's own cache equals the whole text",
     "fixed_cache": "decoding with a cache of fixed length equals the whole text",

@@ -96,11 +96,8 @@ def plan(
         request = resolve(model, topology, workload, strategy.world_size)
         return evaluate(request, strategy, num_devices=num_devices)
     request = resolve(model, topology, workload, num_devices)
-    if offload:
-        request = replace(request, offload=HostMemory())
-    fixed = {**check_pins(pins), **check_exclusions(exclude, pins or {})}
     local = request.supernode.name == LOCAL
-    request = replace(request, pins=fixed, executable=local or not all_layouts)
+    request = _restrict(request, pins, exclude, offload, executable=local or not all_layouts)
     request = request.with_headroom(memory_headroom)
     try:
         return _best_for(request, objective, deadline_s, top)
@@ -110,6 +107,20 @@ def plan(
         with suppress(NoLegalStrategy):  # pinned choices are priced although they cannot run
             return _best_for(replace(request, executable=False), objective, deadline_s, top)
         raise
+
+
+def _restrict(
+    request: PlanRequest,
+    pins: Mapping[str, int | str] | None,
+    exclude: Sequence[str],
+    offload: bool,
+    executable: bool,
+) -> PlanRequest:
+    """Return the request with the choices that the search may make; arguments and errors as for `plan`."""
+    if offload:
+        request = replace(request, offload=HostMemory())
+    fixed = {**check_pins(pins), **check_exclusions(exclude, pins or {})}
+    return replace(request, pins=fixed, executable=executable)
 
 
 def _best_for(request: PlanRequest, objective: str, deadline_s: float | None, top: int) -> Plan:

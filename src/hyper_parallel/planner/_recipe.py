@@ -58,21 +58,43 @@ def plan_recipe(
         DegreesMismatch: HP301 when explicit degrees do not multiply to the ranks.
         HyperParallelError: As raised by `plan`.
     """
-    parallel = recipe.parallel
-    strategy = _strategy(recipe)
-    if not parallel.auto:
-        culprit = where(_culprit(strategy))
-        check_degrees(strategy, parallel.world_size, where("parallel.world_size"))
-        check_degrees(strategy, world_size, culprit)
-        request = _request(recipe, model, strategy.world_size, trained)
-        if recipe.stage == "grpo":
-            request = request.sharing_cores_with(strategy.world_size + recipe.grpo.sampling_ranks)
-        plan = evaluate(request, strategy, culprit, world_size or parallel.world_size)
-        if recipe.stage == "grpo":
-            from hyper_parallel.planner._roles import with_roles
+    if recipe.parallel.auto:
+        return _plan_auto(recipe, world_size, where, model, trained)
+    return _plan_explicit(recipe, world_size, where, model, trained)
 
-            plan = with_roles(recipe, request, plan, where)
-        return plan
+
+def _plan_explicit(
+    recipe: Recipe,
+    world_size: int | None,
+    where: Callable[[str], str],
+    model: ModelSpec | None,
+    trained: float | None,
+) -> Plan:
+    """Return the plan of a recipe with explicit degrees; arguments and errors as for `plan_recipe`."""
+    parallel, strategy = recipe.parallel, _strategy(recipe)
+    culprit = where(_culprit(strategy))
+    check_degrees(strategy, parallel.world_size, where("parallel.world_size"))
+    check_degrees(strategy, world_size, culprit)
+    request = _request(recipe, model, strategy.world_size, trained)
+    if recipe.stage == "grpo":
+        request = request.sharing_cores_with(strategy.world_size + recipe.grpo.sampling_ranks)
+    plan = evaluate(request, strategy, culprit, world_size or parallel.world_size)
+    if recipe.stage == "grpo":
+        from hyper_parallel.planner._roles import with_roles
+
+        plan = with_roles(recipe, request, plan, where)
+    return plan
+
+
+def _plan_auto(
+    recipe: Recipe,
+    world_size: int | None,
+    where: Callable[[str], str],
+    model: ModelSpec | None,
+    trained: float | None,
+) -> Plan:
+    """Return the best plan of a recipe with `parallel: auto`; arguments and errors as for `plan_recipe`."""
+    parallel, strategy = recipe.parallel, _strategy(recipe)
     if None not in (world_size, parallel.world_size) and world_size != parallel.world_size:
         raise DegreesMismatch(
             f"the recipe plans for {parallel.world_size} ranks, but {world_size} were started",

@@ -115,6 +115,41 @@ def plan_generation(
         NoLegalStrategy: HP302 when no layout is legal.
         DoesNotFit: HP401 when none fits; the hint is a change that does.
     """
+    _check_objective(objective)
+    explicit = parse_strategy(strategy) if isinstance(strategy, str) else strategy
+    if explicit is not None:
+        _check_axes(explicit)
+        check_degrees(explicit, num_devices, _WHERE)
+        num_devices = explicit.world_size
+    work, all_at_once = workload or GenerateWorkload(), objective == "latency"
+    r = _request(model, topology, work, num_devices).with_headroom(memory_headroom)
+    work, ruled_out = replace(work, dtype=r.workload.compute_dtype), Counter[str]()
+    if explicit is not None:
+        stepped = replace(r.workload, accumulation_steps=2 * explicit.stages)
+        check_legal(r.numbers, stepped, explicit, _WHERE)
+        r.shard(explicit, _WHERE)
+    layouts = [*_layouts(r, work, ruled_out, explicit)]
+    if not layouts:
+        raise _no_legal_layout_error(r, work, ruled_out)
+    # An explicit layout is priced even if it does not fit: predictions may be wrong, and there is no choice to make.
+    priced = _price_fitting(r, work, layouts, all_at_once, keep_all=explicit is not None)
+    ruled_out["memory"] += len(layouts) - len(priced)
+    ranked = sorted(priced, key=lambda item: _rank_key(item[0], item[1], all_at_once))
+    best, *runners_up = (layout for _, layout in ranked)
+    return GenerationPlan(
+        r.model.name, r.supernode.name, r.num_devices, work, objective, r.machine.memory_bytes, best,
+        tuple(runners_up[:top]), len(priced), dict(+ruled_out), r.notes,
+    )  # fmt: skip
+
+
+def _rank_key(s: Strategy, layout: GenerationLayout, all_at_once: bool) -> tuple[float, ...]:
+    """Return the sort key of a layout, best first; ties prefer the simpler layout."""
+    value = layout.total_s if all_at_once else -layout.tokens_s
+    return value, s.tp_x, s.pp, s.ep, s.dp_shard
+
+
+def _check_objective(objective: str) -> None:
+    """Raise BadValue (HP102) for an unknown objective."""
     if objective not in GENERATE_OBJECTIVES:
         raise BadValue(
             "there is no such objective of generation",
@@ -122,50 +157,42 @@ def plan_generation(
             allowed=GENERATE_OBJECTIVES,
             hint="--objective throughput",
         )
-    chosen = parse_strategy(strategy) if isinstance(strategy, str) else strategy
-    if chosen is not None:
-        _check_axes(chosen)
-        check_degrees(chosen, num_devices, _WHERE)
-        num_devices = chosen.world_size
-    work, all_at_once = workload or GenerateWorkload(), objective == "latency"
-    r = _request(model, topology, work, num_devices).with_headroom(memory_headroom)
-    work, ruled_out = replace(work, dtype=r.workload.compute_dtype), Counter[str]()
-    if chosen is not None:
-        stepped = replace(r.workload, accumulation_steps=2 * chosen.stages)
-        check_legal(r.numbers, stepped, chosen, _WHERE)
-        r.shard(chosen, _WHERE)
-    layouts = [*_layouts(r, work, ruled_out, chosen)]
-    if not layouts:
-        raise _no_legal_layout_error(r, work, ruled_out)
+
+
+def _price_fitting(
+    r: PlanRequest,
+    work: GenerateWorkload,
+    layouts: list[StagedLayout],
+    all_at_once: bool,
+    keep_all: bool,
+) -> list[tuple[Strategy, GenerationLayout]]:
+    """Return the predictions of the layouts that fit in memory, or of all.
+
+    Args:
+        r: Model and machine.
+        work: Prompts and lengths.
+        layouts: Legal layouts.
+        all_at_once: Whether all prompts have a slot at once.
+        keep_all: Whether to price layouts that do not fit, too.
+
+    Raises:
+        DoesNotFit: HP401 when no layout fits.
+    """
     fixed, per_sequence, largest = pass_memory(r, work, layouts)
     needed = np.array([x.needed for x in layouts])
-    # An explicit layout is priced even if it does not fit: predictions may be wrong, and there is no choice to make.
-    fits = (largest >= (needed if all_at_once else 1)) | (chosen is not None)
+    fits = (largest >= (needed if all_at_once else 1)) | keep_all
     if not fits.any():
         raise _memory_error(r, work, layouts, all_at_once)
-    ruled_out["memory"] += int((~fits).sum())
     slots = needed if all_at_once else np.clip(largest, 1, needed)
-    layouts = [layouts[i] for i in np.flatnonzero(fits)]
-    priced = _priced(
+    return _priced(
         r,
         work,
-        layouts,
+        [layouts[i] for i in np.flatnonzero(fits)],
         slots[fits].astype(np.int64),
         fixed[fits],
         per_sequence[fits],
         largest[fits],
     )
-
-    def rank(item: tuple[Strategy, GenerationLayout]) -> tuple[float, ...]:
-        s, layout = item  # ties prefer the simpler layout
-        value = layout.total_s if all_at_once else -layout.tokens_s
-        return value, s.tp_x, s.pp, s.ep, s.dp_shard
-
-    best, *runners_up = (layout for _, layout in sorted(priced, key=rank))
-    return GenerationPlan(
-        r.model.name, r.supernode.name, r.num_devices, work, objective, r.machine.memory_bytes, best,
-        tuple(runners_up[:top]), len(priced), dict(+ruled_out), r.notes,
-    )  # fmt: skip
 
 
 def _priced(

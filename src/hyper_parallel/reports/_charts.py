@@ -114,46 +114,56 @@ def curves(
     if from_zero:
         plot.y_range.start, plot.y_range.end = 0, 1.08 * top / unit.size or 1
     if bands:
-        plot.quad(
-            left=[s.start_s / x_unit.size for s in bands],
-            right=[s.end_s / x_unit.size for s in bands],
-            bottom=0,
-            top=1.08 * top / unit.size,
-            fill_color=[COLORS[s.category] for s in bands],
-            fill_alpha=0.18,
-            line_color=None,
-        )
+        _draw_bands(plot, bands, x_unit, 1.08 * top / unit.size)
     if marks:
         places = [x / x_unit.size for x in marks]
         plot.vspan(x=places, line_color=RESUMED, line_dash="dotted", line_width=2)
-    names = dict.fromkeys(line.label for line, _ in drawn)
-    hovered = []
-    for line, points in drawn:
-        data = {
-            "x": [x / x_unit.size for x, _ in points],
-            "y": [y / unit.size for _, y in points],
-            "label": [line.label] * len(points),
-        }
-        if line.style == "dots":
-            hovered.append(plot.scatter("x", "y", source=data, size=9, color=line.color))
-        else:
-            hovered.append(
-                plot.line(
-                    "x", "y", source=data, color=line.color, line_width=2, line_dash=line.style
-                )
-            )
+    renderers = [_draw_line(plot, line, points, x_unit, unit) for line, points in drawn]
     tips = [
         ("", "@label"),
         (x_label, f"@x{{%.6g}} {x_unit.name}"),
         (y_label, f"@y{{%.6g}} {unit.name}"),
     ]
-    plot.add_tools(
-        HoverTool(renderers=hovered, tooltips=tips, formatters={"@x": "printf", "@y": "printf"})
+    formatters = {"@x": "printf", "@y": "printf"}
+    plot.add_tools(HoverTool(renderers=renderers, tooltips=tips, formatters=formatters))
+    return Chart(plot, _legend([line for line, _ in drawn], bands, resumed=bool(marks)))
+
+
+def _draw_bands(plot: Any, bands: Sequence[Span], x_unit: Unit, top: float) -> None:
+    """Draw spans of time as filled bands from 0 to `top`."""
+    plot.quad(
+        left=[s.start_s / x_unit.size for s in bands],
+        right=[s.end_s / x_unit.size for s in bands],
+        bottom=0,
+        top=top,
+        fill_color=[COLORS[s.category] for s in bands],
+        fill_alpha=0.18,
+        line_color=None,
     )
-    styles = {line.label: (line.label, line.color, line.style) for line, _ in drawn}
+
+
+def _draw_line(
+    plot: Any, line: Curve, points: Sequence[tuple[float, float]], x_unit: Unit, unit: Unit
+) -> Any:
+    """Draw the points of a line and return their renderer."""
+    data = {
+        "x": [x / x_unit.size for x, _ in points],
+        "y": [y / unit.size for _, y in points],
+        "label": [line.label] * len(points),
+    }
+    if line.style == "dots":
+        return plot.scatter("x", "y", source=data, size=9, color=line.color)
+    return plot.line("x", "y", source=data, color=line.color, line_width=2, line_dash=line.style)
+
+
+def _legend(
+    lines: Sequence[Curve], bands: Sequence[Span], *, resumed: bool
+) -> list[tuple[str, str, str]]:
+    """Return the legend entries of lines, bands and marks of resumption."""
+    styles = {line.label: (line.label, line.color, line.style) for line in lines}
     kinds = dict.fromkeys(s.category for s in bands)
-    keys = [*(styles[n] for n in names), *((k, COLORS[k], "band") for k in kinds)]
-    return Chart(plot, [*keys, ("resumed", RESUMED, "dotted")] if marks else keys)
+    keys = [*styles.values(), *((k, COLORS[k], "band") for k in kinds)]
+    return [*keys, ("resumed", RESUMED, "dotted")] if resumed else keys
 
 
 def bars(

@@ -170,30 +170,9 @@ def _curves(runs: Sequence[RunRecord]) -> dict[str, Chart | None]:
             losses, "loss" if len(shared) > 1 else min(shared), **chart_options, height=320
         )
     }
-    rewards = [
-        Curve(label(name, key.replace("_", " ")), _points(run, "rollout", key), color, dash)
-        for run, name, color in named
-        for key, dash in zip(run.rewards, ("solid", *["dashed"] * len(run.rewards)), strict=False)
-    ]
-    if rewards:
-        held_out_rewards = [
-            Curve(
-                label(name, "held out"), _points_of(run.evals, "rollout", "reward"), color, "dots"
-            )
-            for run, name, color in named
-        ]
-        charts["reward"] = curves(
-            [*rewards, *held_out_rewards], "reward", **chart_options, height=320
-        )
+    charts |= _reward_chart(named, label, chart_options)
     charts |= _preference_charts(named, label, chart_options)
-    for key, y_label in _OF_ROLLOUTS:
-        lines = [
-            Curve(label(name, "measured"), _points(run, "rollout", key), color)
-            for run, name, color in named
-            if any(key in (m.get("rollout") or {}) for m in run.metrics)
-        ]
-        if lines:
-            charts[key] = curves(lines, y_label, (("", 1.0),), **chart_options, from_zero=True)
+    charts |= _rollout_charts(named, label, chart_options)
     for key, y_label, units in _CURVES:
         lines = []
         for run, name, color in named:
@@ -205,6 +184,44 @@ def _curves(runs: Sequence[RunRecord]) -> dict[str, Chart | None]:
         charts[key] = curves(lines, y_label, units, **chart_options, from_zero=key != "lr")
     within = [(label(name, "measured"), color, run) for run, name, color in named]
     charts["within"] = _within(within)
+    return charts
+
+
+def _reward_chart(
+    named: Sequence[tuple[RunRecord, str, str]],
+    label: Callable[[str, str], str],
+    chart_options: dict[str, Any],
+) -> dict[str, Chart | None]:
+    """Draw the rewards of rollouts; no chart without rewards."""
+    rewards = [
+        Curve(label(name, key.replace("_", " ")), _points(run, "rollout", key), color, dash)
+        for run, name, color in named
+        for key, dash in zip(run.rewards, ("solid", *["dashed"] * len(run.rewards)), strict=False)
+    ]
+    if not rewards:
+        return {}
+    held_out = [
+        Curve(label(name, "held out"), _points_of(run.evals, "rollout", "reward"), color, "dots")
+        for run, name, color in named
+    ]
+    return {"reward": curves([*rewards, *held_out], "reward", **chart_options, height=320)}
+
+
+def _rollout_charts(
+    named: Sequence[tuple[RunRecord, str, str]],
+    label: Callable[[str, str], str],
+    chart_options: dict[str, Any],
+) -> dict[str, Chart | None]:
+    """Draw length, age and share of effective samples of rollouts; charts without a line are omitted."""
+    charts: dict[str, Chart | None] = {}
+    for key, y_label in _OF_ROLLOUTS:
+        lines = [
+            Curve(label(name, "measured"), _points(run, "rollout", key), color)
+            for run, name, color in named
+            if any(key in (m.get("rollout") or {}) for m in run.metrics)
+        ]
+        if lines:
+            charts[key] = curves(lines, y_label, (("", 1.0),), **chart_options, from_zero=True)
     return charts
 
 

@@ -104,41 +104,63 @@ def launch(
             A coded error of a rank is raised unchanged.
     """
     with scratch_folder() as scratch, _Records(world_size) as records:
-        logs = Path(log_dir or scratch)
-        with written(logs):
-            logs.mkdir(parents=True, exist_ok=True)
+        logs = _create_folder(Path(log_dir or scratch))
         board = HeartbeatBoard(scratch / "board", world_size)
         watch: HangDetector | WaitReporter = WaitReporter(board)
         if deadlines is not None:
             watch = HangDetector(board, deadlines, ending=ending)
         prepare_fork()
-        bounds = pairwise(accumulate(worlds or (world_size,), initial=0))
-        world_of = [range(first, stop) for first, stop in bounds for _ in range(first, stop)]
         ranks: list[ForkProcess] = []
         try:
             with serial_tokenizers():
-                for rank in range(world_size):
+                for rank, world in enumerate(_world_of_ranks(worlds or (world_size,))):
                     if ending():
                         raise KeyboardInterrupt
                     log_folder = None if rank == echo_rank else logs
-                    where = (world_of[rank], scratch, log_folder, threads, board, records)
-                    process = ForkProcess(target=_child, args=(fn, rank, *where))
-                    start_rank(process, rank, world_size)
+                    where = (world, scratch, log_folder, threads, board, records)
+                    ranks.append(_fork(fn, rank, world_size, where))
                     if deadlines is not None:
-                        board.started(rank, process.pid or 0)
-                    ranks.append(process)
+                        board.started(rank, ranks[-1].pid or 0)
             with _places_on_sigterm(board):
                 failures, hang = _wait(ranks, timeout_s, watch)
         finally:
-            for process in ranks:
-                process.kill()
-            for process in ranks:
-                process.join()
+            _kill(ranks)
         if hang is not None:
             raise _hang_error(hang, logs)
         if failures:
             _raise_first(failures, records, logs, echo_rank)
         return [records.read(rank).result for rank in range(world_size)]
+
+
+def _world_of_ranks(worlds: Sequence[int]) -> Iterator[range]:
+    """Yield the ranks of its world for every rank; `worlds` are sizes in rank order."""
+    for first, stop in pairwise(accumulate(worlds, initial=0)):
+        for _ in range(first, stop):
+            yield range(first, stop)
+
+
+def _create_folder(folder: Path) -> Path:
+    """Return a folder, created if it does not exist."""
+    with written(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _fork(
+    fn: Callable[[int], Any], rank: int, world_size: int, where: tuple[Any, ...]
+) -> ForkProcess:
+    """Start a rank and return its process; `where` are the remaining arguments of `_child`."""
+    process = ForkProcess(target=_child, args=(fn, rank, *where))
+    start_rank(process, rank, world_size)
+    return process
+
+
+def _kill(ranks: Sequence[ForkProcess]) -> None:
+    """Kill all ranks and wait for their ends."""
+    for process in ranks:
+        process.kill()
+    for process in ranks:
+        process.join()
 
 
 def _hang_error(hang: Hang, logs: Path) -> HyperParallelError:

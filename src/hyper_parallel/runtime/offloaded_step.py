@@ -101,6 +101,31 @@ def offload(
         )
     joint_model = models[0] if len(models) == 1 else torch.nn.ModuleList(models)
     refuse_compiled(step, joint_model)
+    return OffloadedStep(
+        step,
+        joint_model,
+        list({id(opt): opt for opt in map(_unwrapped, optimizers)}.values()),
+        _step_machine(topology, optimizers),
+        None if budget is None else parse_bytes(budget),
+        max_slowdown,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _StepMachine:
+    """Machine that plans a step: its memory tiers, the rates of its device, and the link between ranks."""
+
+    memory: MemoryMachine
+    roofline: Roofline
+    link: Channel
+
+
+def _step_machine(topology: str, optimizers: Sequence[torch.optim.Optimizer]) -> _StepMachine:
+    """Return the machine of all ranks, with the rate for the dtype of the trained parameters.
+
+    Raises:
+        BadValue: HP102 for the topology `local` with ranks on several machines.
+    """
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))  # set by torchrun
     if topology == "local" and ranks > local_size:
@@ -114,15 +139,10 @@ def offload(
     trained = [p for opt in optimizers for group in opt.param_groups for p in group["params"]]
     dtype = next((p.dtype for p in trained if p.is_floating_point()), torch.float32)
     flops = node.peak_flops(str(dtype).removeprefix("torch."))
-    return OffloadedStep(
-        step,
-        joint_model,
-        list({id(opt): opt for opt in map(_unwrapped, optimizers)}.values()),
+    return _StepMachine(
         host_machine(node, None if node.host_bytes is None else int(node.host_bytes), flash=False),
         Roofline(flops, node.device.memory_bytes_s.value),
         Channel(tier.bytes_s.value, tier.latency_s.value),
-        None if budget is None else parse_bytes(budget),
-        max_slowdown,
     )
 
 
@@ -151,9 +171,7 @@ class OffloadedStep:
         step: Callable[..., Any],
         model: torch.nn.Module,
         optimizers: Sequence[torch.optim.Optimizer],
-        machine: MemoryMachine,
-        roofline: Roofline,
-        link: Channel,
+        machine: _StepMachine,
         budget_bytes: int | None,
         max_slowdown: float | None,
     ) -> None:
@@ -161,7 +179,7 @@ class OffloadedStep:
         groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
         candidates = [*model.parameters(), *(p for group in groups for p in group["params"])]
         self._parameters = list({id(p): p for p in candidates}.values())
-        self._machine, self._roofline, self._link = machine, roofline, link
+        self._machine = machine
         self._budget_bytes, self._max_slowdown = budget_bytes, max_slowdown
         self._planned: dict[_Key, _Planned] = {}
         self._device: tuple[_Key, PlannedDevice] | None = None
@@ -210,7 +228,9 @@ class OffloadedStep:
         if self._device is None or self._device[0] != key:
             self.close()
             known = self._planned[key]
-            device = PlannedDevice(known.captured, known.plan, self._machine, copies="threads")
+            device = PlannedDevice(
+                known.captured, known.plan, self._machine.memory, copies="threads"
+            )
             self._device, self.plan = (key, device), known.plan
         outputs, self.measured = self._device[1].step(tensors)
         return outputs
@@ -225,12 +245,7 @@ class OffloadedStep:
             )
         self.close()
         returned: list[Any] = []
-        parameters = self._parameters
-        # Gradients of the previous step, which a step that begins with `zero_grad` neither reads nor keeps.
-        for p in parameters if self._zeroes_first else ():
-            if p.grad is None and p.requires_grad:
-                p.grad = _no_gradient(p)
-        old = [(p, p.grad) for p in parameters if p.grad is not None]
+        old = self._previous_gradients()
         grads = [local(grad) for _, grad in old if grad.layout is torch.strided]
         unread = {grad.untyped_storage()._cdata for grad in grads}
 
@@ -241,22 +256,15 @@ class OffloadedStep:
             returned[:] = [self._step(*args, **kwargs)]
             if old and all(p.grad is not grad for p, grad in old):
                 self._zeroes_first = True
-                for p in parameters:
+                for p in self._parameters:
                     p.grad = None
             return returned[0]
 
-        named = model_state(self._model)
-        known = {id(p) for p in self._model.parameters()}
-        other_params = [p for p in parameters if id(p) not in known]
-        named |= {f"parameter {i}": (local(p), "weight") for i, p in enumerate(other_params)}
-        for number, optimizer in enumerate(self._optimizers):
-            state = optimizer_state(self._model, optimizer, other_params)
-            named |= {f"{name} ({number})" if number else name: v for name, v in state.items()}
         on_cpu = self._compute_device.type == "cpu"
         captured = record(
             run,
             tensors,
-            named,
+            self._named_state(),
             name=getattr(self._step, "__name__", type(self._step).__name__),
             training=True,
             empty=self._empty,
@@ -267,23 +275,52 @@ class OffloadedStep:
                 "the step reads gradients of the step before it",
                 hint="end the step with `optimizer.zero_grad(set_to_none=True)`",
             )
+        self._planned[key] = _Planned(captured, self._plan_step(captured))
+        return returned.pop()
+
+    def _previous_gradients(self) -> list[tuple[torch.nn.Parameter, torch.Tensor]]:
+        """Return parameters with the gradients of the previous step, which the recorded step must not read.
+
+        A step that begins with `zero_grad` neither reads nor keeps them; it starts from zero gradients.
+        """
+        for p in self._parameters if self._zeroes_first else ():
+            if p.grad is None and p.requires_grad:
+                p.grad = _no_gradient(p)
+        return [(p, p.grad) for p in self._parameters if p.grad is not None]
+
+    def _named_state(self) -> dict[str, tuple[torch.Tensor, str]]:
+        """Return the tensors of model and optimizers by name, with their kinds."""
+        named = model_state(self._model)
+        known = {id(p) for p in self._model.parameters()}
+        other_params = [p for p in self._parameters if id(p) not in known]
+        named |= {f"parameter {i}": (local(p), "weight") for i, p in enumerate(other_params)}
+        for number, optimizer in enumerate(self._optimizers):
+            state = optimizer_state(self._model, optimizer, other_params)
+            named |= {f"{name} ({number})" if number else name: v for name, v in state.items()}
+        return named
+
+    def _plan_step(self, captured: Captured) -> MemoryPlan:
+        """Check a recording and plan its step, on all ranks.
+
+        Raises:
+            CaptureUnsupported: HP511 for a step that cannot be repeated faithfully.
+            BudgetImpossible: HP402 with the smallest feasible budget.
+        """
         refuse_reads(captured, self._optimizers)
         refuse_schedule(self._step, captured, self._optimizers)
         captured.source, captured.owned = CaptureSource(self._model, *self._optimizers), self._owned
-        program = self._roofline.annotate(captured.program, self._link)
+        program = self._machine.roofline.annotate(captured.program, self._machine.link)
         try:
             timed = with_seconds(program, captured.seconds)
-            plan = agree_on_plan(partial(self._plan_of, timed), program, self._machine)
+            return agree_on_plan(partial(self._plan_of, timed), program, self._machine.memory)
         except BudgetImpossible as error:
             error.hint = f"hp.offload(step, budget={error.least_bytes})"
             raise
-        self._planned[key] = _Planned(captured, plan)
-        return returned.pop()
 
     def _plan_of(self, program: MemoryProgram) -> MemoryPlan:
         return plan_memory(
             program,
-            self._machine,
+            self._machine.memory,
             budget_bytes=self._budget_bytes,
             max_slowdown=self._max_slowdown,
         )

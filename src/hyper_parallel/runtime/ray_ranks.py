@@ -75,9 +75,6 @@ def launch_on_ray(
             where="launch.launcher",
             hint="pip install 'hyper-parallel[ray]'",
         ) from error
-    from ray.util.placement_group import placement_group, remove_placement_group
-    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
     per_node, cluster_options = ranks // nnodes, {}
     if address is None and "RAY_ADDRESS" not in os.environ:
         address, cores = "local", max(ranks, os.cpu_count() or 1)
@@ -89,33 +86,47 @@ def launch_on_ray(
     with ExitStack() as stack:
         ray.init(address, **cluster_options)
         stack.callback(ray.shutdown)
-        resources = {"CPU": 1.0} | ({"GPU": 1.0} if ray.cluster_resources().get("GPU") else {})
-        bundles = [{kind: per_node * share for kind, share in resources.items()}] * nnodes
-        group = placement_group(bundles, strategy="STRICT_SPREAD" if nnodes > 1 else "STRICT_PACK")
-        stack.callback(remove_placement_group, group)
-        if not group.wait(_PLACED_S):
-            raise DeviceUnavailable(
-                f"the Ray cluster has not {nnodes} machines with {per_node} of {' and '.join(resources)} free on each",
-                where="launch.ray_address",
-                got=ray.available_resources(),
-                hint="ray status",
-            )
-        actors = []
-        for rank in range(ranks):
-            where = PlacementGroupSchedulingStrategy(group, rank // per_node)
-            options = {
-                "num_cpus": 1,
-                "num_gpus": resources.get("GPU", 0),
-                "scheduling_strategy": where,
-            }
-            actors.append(ray.remote(Rank).options(**options).remote())
-            stack.callback(ray.kill, actors[-1])
+        actors = _start_actors(stack, nnodes, per_node)
         places = ray.get([actor.place.remote() for actor in actors])
         running = {}
         for rank, actor in enumerate(actors):
             environment = _environment(rank, per_node, places, restart)
             running[actor.run.remote(fn, environment)] = rank
         return _results(running, [place[0] for place in places])
+
+
+def _start_actors(stack: ExitStack, nnodes: int, per_node: int) -> list[Any]:
+    """Reserve machines and start one actor per rank, in rank order; `stack` ends them.
+
+    Raises:
+        DeviceUnavailable: HP502 when the cluster cannot reserve these machines.
+    """
+    import ray
+    from ray.util.placement_group import placement_group, remove_placement_group
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    resources = {"CPU": 1.0} | ({"GPU": 1.0} if ray.cluster_resources().get("GPU") else {})
+    bundles = [{kind: per_node * share for kind, share in resources.items()}] * nnodes
+    group = placement_group(bundles, strategy="STRICT_SPREAD" if nnodes > 1 else "STRICT_PACK")
+    stack.callback(remove_placement_group, group)
+    if not group.wait(_PLACED_S):
+        raise DeviceUnavailable(
+            f"the Ray cluster has not {nnodes} machines with {per_node} of {' and '.join(resources)} free on each",
+            where="launch.ray_address",
+            got=ray.available_resources(),
+            hint="ray status",
+        )
+    actors = []
+    for node in range(nnodes):
+        options = {
+            "num_cpus": 1,
+            "num_gpus": resources.get("GPU", 0),
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(group, node),
+        }
+        for _ in range(per_node):
+            actors.append(ray.remote(Rank).options(**options).remote())
+            stack.callback(ray.kill, actors[-1])
+    return actors
 
 
 def _environment(

@@ -64,13 +64,13 @@ class Hang:
         culprits: Ranks that cause the hang; empty when all ranks wait in collectives.
         stopped: Culprits that a signal has stopped.
         description: State of the first culprit.
-        others: States of the other ranks, one line each.
+        other_states: States of the other ranks, one line each.
     """
 
     culprits: tuple[int, ...]
     stopped: tuple[int, ...]
     description: str
-    others: tuple[str, ...]
+    other_states: tuple[str, ...]
 
     def error(
         self, where: str | None = None, stack: str = "", restart: str = "training.max_restarts=3"
@@ -88,7 +88,7 @@ class Hang:
         elif self.stopped:
             hint = f"{restart} goes on from the newest checkpoint"
         description = f"{self.description}\n{stack}".strip()
-        return RankHung(description, where=where, hint=hint, others=self.others)
+        return RankHung(description, where=where, hint=hint, others=self.other_states)
 
 
 class HangDetector:

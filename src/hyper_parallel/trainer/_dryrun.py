@@ -85,19 +85,7 @@ def dry_run(
 
     start = time.perf_counter()
     recipe = loaded.recipe
-    if dist.is_initialized():
-        raise Contradiction(
-            "a dry run needs a process without process group, and this one is a rank of a run",
-            where="--dry-run",
-            hint="start it without torchrun",
-        )
-    if recipe.stage == "rm":
-        raise Contradiction(
-            "a dry run traces the cross entropy of next tokens, and a reward model has none",
-            where=loaded.where("stage"),
-            got="stage=rm, --dry-run",
-            hint="stage=dpo",
-        )
+    _check_support(loaded)
     spec = read_spec(recipe.model.path, loaded.where("model.path"))
     plan = plan_recipe(recipe, num_ranks, loaded.where, spec, trained_of(build_model(recipe))[0])
     size = plan.strategy.world_size
@@ -128,6 +116,23 @@ def dry_run(
         tuple(_notes(loaded, plan, machine)),
         time.perf_counter() - start,
     )
+
+
+def _check_support(loaded: LoadedRecipe) -> None:
+    """Raise Contradiction (HP104) for a process of a run, and for a stage that a dry run cannot trace."""
+    if dist.is_initialized():
+        raise Contradiction(
+            "a dry run needs a process without process group, and this one is a rank of a run",
+            where="--dry-run",
+            hint="start it without torchrun",
+        )
+    if loaded.recipe.stage == "rm":
+        raise Contradiction(
+            "a dry run traces the cross entropy of next tokens, and a reward model has none",
+            where=loaded.where("stage"),
+            got="stage=rm, --dry-run",
+            hint="stage=dpo",
+        )
 
 
 def distinct_ranks(plan: Plan) -> tuple[int, ...]:

@@ -152,8 +152,8 @@ def _select_layers(config: Mapping[str, Any], depth: int) -> list[int]:
     for i in range(depth):
         kinds.setdefault(repr([values[i] for values in lists]), i)
     firsts: Sequence[int] = list(kinds.values())[:LAYERS]
-    others = [i for i in range(depth) if i not in firsts]
-    return sorted([*firsts, *others[: LAYERS - len(firsts)]])
+    remaining = [i for i in range(depth) if i not in firsts]
+    return sorted([*firsts, *remaining[: LAYERS - len(firsts)]])
 
 
 def _adjust_dependent_sizes(config: Mapping[str, Any], result: dict[str, Any]) -> None:

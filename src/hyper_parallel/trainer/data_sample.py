@@ -17,7 +17,6 @@ from hyper_parallel.trainer.data.encoding_helpers import (
     count_unit,
     encoded_units,
 )
-from hyper_parallel.trainer.data.preparation import open_sources
 from hyper_parallel.trainer.data.preview import (
     Example,
     LengthHistogram,
@@ -27,6 +26,7 @@ from hyper_parallel.trainer.data.preview import (
 )
 from hyper_parallel.trainer.data.sources import Source
 from hyper_parallel.trainer.data.summary import notes, summary_rows
+from hyper_parallel.trainer.data.tokenizer import open_sources
 from hyper_parallel.trainer.hub_models import with_hub_models
 from hyper_parallel.units import MiB
 
@@ -184,7 +184,7 @@ def _sample(source: Source, hf: Any, limits: _Limits) -> SourceSample:
     with EncodingHelpers(hf, stage, counts.seq_len, number, unknown) as helpers:
         while batch := list(_batch(records, min(_BATCH, limits.records - seen))):
             # The first records are encoded in this process, which selects examples from them.
-            if seen < _OWN_RECORDS or len(examples) < limits.examples or not helpers.take(batch):
+            if seen < _OWN_RECORDS or len(examples) < limits.examples or not helpers.submit(batch):
                 for unit, encoded in encoded_units(batch, hf, stage):
                     count_unit(unit, encoded, stage, counts, lengths)
                     if len(examples) < limits.examples and is_used(encoded, stage, counts.seq_len):

@@ -128,12 +128,36 @@ def load(
     target_device = pick_device(device)
     tokenizer = load_tokenizer(export, trusted=trusted)
     logging.disable_progress_bar()  # it would overwrite the generated text
-    adapter, base = export / ADAPTER_CONFIG, str(export)
-    if adapter.is_file():
-        base = base_of(export)
+    base = base_of(export) if (export / ADAPTER_CONFIG).is_file() else str(export)
+    model = _load_model(export, base, dtype, trusted=trusted)
+    loop_over_experts(model, model.dtype)
+    source = Path(base) if Path(base).is_dir() else None
+    file = ConfigFile(
+        json.loads(model.config.to_json_string(use_diff=False)), str(export), str(export), source
+    )
+    try:
+        attach_properties(model, properties_of(file, trusted=trusted))
+    except ModelUnreadable as error:  # only transformers can build its class
+        logger.warning("not measured, so decoding trusts the model's own cache: %s", error.what)
+    return model.to(target_device).eval(), tokenizer
+
+
+def _load_model(export: Path, base: str, dtype: str | None, *, trusted: bool) -> Any:
+    """Return the model of an export, with a merged adapter if it has one.
+
+    Args:
+        export: Directory of the model, or of an adapter.
+        base: Directory or name of the model that has the weights.
+        dtype: Dtype of the weights; None: as stored.
+        trusted: Whether code in the directory may run.
+
+    Raises:
+        WeightsUnreadable: HP703 when the weight files cannot be read, or lack parameters.
+        CheckpointMismatch: HP702 when an adapter was trained on other weights.
+    """
     try:
         model, report = from_pretrained(base, getattr(torch, dtype) if dtype else "auto", trusted)
-        if adapter.is_file():
+        if (export / ADAPTER_CONFIG).is_file():
             if Path(base).is_dir():
                 check_base(export / ADAPTER_WEIGHTS, Path(base))
             load_adapter(model, export)
@@ -156,16 +180,7 @@ def load(
             where=str(export),
             got=sorted(report["missing_keys"])[:3],
         )
-    loop_over_experts(model, model.dtype)
-    source = Path(base) if Path(base).is_dir() else None
-    file = ConfigFile(
-        json.loads(model.config.to_json_string(use_diff=False)), str(export), str(export), source
-    )
-    try:
-        attach_properties(model, properties_of(file, trusted=trusted))
-    except ModelUnreadable as error:  # only transformers can build its class
-        logger.warning("not measured, so decoding trusts the model's own cache: %s", error.what)
-    return model.to(target_device).eval(), tokenizer
+    return model
 
 
 def check_dtype(dtype: str | None) -> None:

@@ -7,7 +7,7 @@ pp   every rank has the cache of its stages' layers; the last stage chooses and 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -86,10 +86,10 @@ def generate_on_ranks(
     """
     strategy = parse_strategy(parallel)
     _check_axes(strategy)
+    kind = None if device == "auto" else device.partition(":")[0]
     if not under_torchrun():
-        capacity = local_capacity(None if device == "auto" else device.partition(":")[0])
         hint = "fewer ranks, or torchrun --nnodes=N --nproc-per-node=8 -m hyper_parallel generate"
-        check_rank_count(strategy.world_size, capacity, _WHERE, hint)
+        check_rank_count(strategy.world_size, local_capacity(kind), _WHERE, hint)
     export = find_export(directory)
     check_dtype(dtype)
     model, plan = _model_and_plan(export, strategy, dtype, trusted=trusted)
@@ -98,26 +98,28 @@ def generate_on_ranks(
     batch = PromptBatch(texts, prompts, sampling, chat=chat)
 
     def rank(_: int = 0) -> list[_Sequences]:
-        kind = None if device == "auto" else device.partition(":")[0]
         with World.join(kind) as world:
             parallelized = parallelize(model, plan, world)
             load_pretrained(parallelized, export, device=world.device)
             sequences = _decode_share(parallelized, batch, slots, stop)
-            if not under_torchrun():
-                return [sequences]
-            gathered: list[_Sequences] = [{}] * world.world_size
-            dist.all_gather_object(gathered, sequences)
-            return gathered
+            return _gather(sequences, world) if under_torchrun() else [sequences]
 
-    if under_torchrun():
-        parts = rank()
-    else:
-        ranks = strategy.world_size
-        results = launch(rank, ranks, threads=rank_threads(ranks), echo_rank=0)
-        parts = [part for one in results for part in one]
-    for part in parts:
+    for part in rank() if under_torchrun() else _launch(rank, strategy.world_size):
         batch.sequences.update(part)
     return batch.generations()
+
+
+def _gather(sequences: _Sequences, world: World) -> list[_Sequences]:
+    """Return the sequences of every rank; collective."""
+    gathered: list[_Sequences] = [{}] * world.world_size
+    dist.all_gather_object(gathered, sequences)
+    return gathered
+
+
+def _launch(rank: Callable[[int], list[_Sequences]], ranks: int) -> list[_Sequences]:
+    """Start local ranks and return their sequences."""
+    results = launch(rank, ranks, threads=rank_threads(ranks), echo_rank=0)
+    return [part for parts in results for part in parts]
 
 
 def _decode_share(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -23,9 +24,8 @@ from hyper_parallel.ir import Plan
 from hyper_parallel.owned_folder import Replacement
 from hyper_parallel.topology import is_this_machine
 from hyper_parallel.trainer._elastic import replan_for_launched, with_planned_roles
-from hyper_parallel.trainer._preference_rows import check_rewards, check_rows
-from hyper_parallel.trainer._resumed_checkpoint import check_newest
-from hyper_parallel.trainer.checkpoints.manifest import steps
+from hyper_parallel.trainer.checkpoints.extra_state import check_trainer_extra, read_extra
+from hyper_parallel.trainer.checkpoints.manifest import step_name, steps
 from hyper_parallel.trainer.data import (
     Batches,
     PackedData,
@@ -36,12 +36,15 @@ from hyper_parallel.trainer.data import (
 )
 from hyper_parallel.trainer.data_record import write_data_record
 from hyper_parallel.trainer.files import (
+    Damaged,
     check_writable,
     write_text,
     write_timeline,
 )
 from hyper_parallel.trainer.hub_models import with_hub_models
 from hyper_parallel.trainer.loop.callback import Callback
+from hyper_parallel.trainer.loop.resume import check_resume
+from hyper_parallel.trainer.loop.run_facts import run_facts
 from hyper_parallel.trainer.loop.trackers import check_trackers
 from hyper_parallel.trainer.run_directory import (
     check_run_directory,
@@ -49,10 +52,13 @@ from hyper_parallel.trainer.run_directory import (
     mark_run_directory,
     write_editable,
 )
+from hyper_parallel.trainer.stages.preference_rows import check_rewards, check_rows
 from hyper_parallel.trainer.user_code import load_class
 
 MAX_SIMULATED: Final = 4096
 """Maximum microbatches of a step, over all stages, for a simulated timeline."""
+
+_OPTIMIZER_ARGS: Final = "training.optimizer_args"
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +147,7 @@ class Job:
             weights=self.packed.weights,
             repeats=grpo.num_generations if self.recipe.stage == "grpo" else 1,
             iterations=grpo.num_iterations,
-            together=2 if self.recipe.stage in PAIRED_STAGES else 1,
+            group_size=2 if self.recipe.stage in PAIRED_STAGES else 1,
         )
 
     def epochs_at(self, step: int, batches: Batches | StreamBatches) -> float | None:
@@ -168,7 +174,7 @@ class Job:
             shuffle=False,
             tail="pad",
             limit=count,
-            together=rows,
+            group_size=rows,
         )
 
     def write(self, plan: Plan) -> None:
@@ -269,14 +275,22 @@ def prepare_job(
         trained,
         router_loss=router_loss,
     )
-    batches, _ = job.train_batches(), job.holdout_batches()
-    if (epochs := recipe.training.epochs) is not None and isinstance(batches, Batches):
-        rows = epochs * batches.num_sequences * batches.unit
-        steps = math.ceil(rows / batches.sequences_per_step) * recipe.grpo.num_iterations
-        loaded = with_steps(loaded, steps)
-        job = replace(job, recipe=loaded.recipe)
-    check_newest(job, loaded)
+    resolved = _resolve_epochs(loaded, job)
+    if resolved is not loaded:
+        job = replace(job, recipe=resolved.recipe)
+    _check_newest(job, resolved)
     return job
+
+
+def _resolve_epochs(loaded: LoadedRecipe, job: Job) -> LoadedRecipe:
+    """Return the recipe with epochs replaced by steps; also check the batches of the job."""
+    recipe = job.recipe
+    batches, _ = job.train_batches(), job.holdout_batches()
+    if (epochs := recipe.training.epochs) is None or not isinstance(batches, Batches):
+        return loaded
+    rows = epochs * batches.num_sequences * batches.unit
+    steps = math.ceil(rows / batches.sequences_per_step) * recipe.grpo.num_iterations
+    return with_steps(loaded, steps)
 
 
 def _check_outputs(loaded: LoadedRecipe) -> LoadedRecipe:
@@ -398,3 +412,36 @@ def _check_checkpoint(loaded: LoadedRecipe) -> None:
             where=f"{loaded.where(f'checkpoint.{key}')}; looked in {directory}",
             hint=f"checkpoint.{key}={value}",
         )
+
+
+def _check_newest(job: Job, loaded: LoadedRecipe) -> None:
+    """Raise for a newest checkpoint that is beyond the last step, or that this run cannot continue.
+
+    Raises:
+        Contradiction: HP104 for the step.
+        CheckpointMismatch: HP702 for a fact that must not change, or optimizer arguments that do not fit its state.
+    """
+    directory, last_step = job.resume_dir, job.recipe.training.steps
+    saved_steps = [] if job.recipe.checkpoint.resume == "never" else steps(directory)
+    if not saved_steps:
+        return
+    if saved_steps[-1] > last_step:
+        raise Contradiction(
+            "the checkpoint to continue from is beyond the last step of the run",
+            where=loaded.where("training.steps"),
+            got=f"steps={last_step}, the newest checkpoint of {directory} is of step {saved_steps[-1]}",
+            hint=f"training.steps={2 * saved_steps[-1]}",
+        )
+    # Ranks check the checkpoint they load, possibly an older one; this check precedes the start of ranks.
+    saved = None
+    with suppress(Damaged):
+        extra = read_extra(directory / step_name(saved_steps[-1]))
+        if not check_trainer_extra(saved_steps[-1], extra):
+            saved = extra.get("run")
+    changed = check_resume(saved, run_facts(job), directory.parent)
+    if _OPTIMIZER_ARGS in changed:
+        from hyper_parallel.trainer.engine.optimizer import check_resumed_state
+
+        saved_args = changed[_OPTIMIZER_ARGS][0]
+        saved_args = saved_args if isinstance(saved_args, dict) else {}
+        check_resumed_state(job.recipe.training, saved_args, directory)

@@ -103,11 +103,11 @@ def check_properties(loaded: LoadedRecipe, plan: Plan) -> ModelProperties:
             allowed="data.packing=false, or data.mask_documents=false to let them see each other",
             hint="data.packing=false",
         )
-    if plan.strategy.overlap.half_batch and not properties.rows_independent.holds:
+    if plan.strategy.overlap.half_batch and not properties.half_batches.holds:
         raise Contradiction(
-            "half-batches need sequences that do not see each other, and in this model they do",
+            "layers of this model do not give the same on half-batches",
             where=loaded.where("overlap"),
-            got=f"{properties.model_class}, independent: {properties.rows_independent}",
+            got=f"{properties.model_class}, equal: {properties.half_batches}",
             hint="overlap=none",
         )
     attention, rows = recipe.model.attn_implementation, plan.workload.microbatch or 1

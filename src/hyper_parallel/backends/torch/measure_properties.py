@@ -16,11 +16,15 @@ from torch.overrides import TorchFunctionMode
 
 from hyper_parallel.backends.torch.decode_slots import SlotPasses, why_no_slots
 from hyper_parallel.backends.torch.forward_variants import keep_float64
+from hyper_parallel.backends.torch.half_batch import HalfBatch
+from hyper_parallel.backends.torch.model_structure import layers_of
 from hyper_parallel.backends.torch.static_cache import (
     GrowingSteps,
     StaticSteps,
     why_no_own_cache,
 )
+from hyper_parallel.backends.torch.token_rows import Tokens
+from hyper_parallel.ir import Overlap
 from hyper_parallel.model import ModelProperties, Property
 
 TOLERANCE: Final = 1e-6
@@ -97,6 +101,7 @@ def measure_properties(model: nn.Module, positions: int) -> ModelProperties:
             "causal": _answer(texts.causal),
             "padding_inert": _answer(texts.padding),
             "rows_independent": _answer(texts.rows),
+            "half_batches": _answer(texts.half_batches),
             "documents_independent": _answer(texts.documents),
             "growing_cache": _answer(texts.growing_cache),
             "fixed_cache": _answer(texts.fixed_cache),
@@ -190,6 +195,24 @@ class _Texts:
         """Add another row; return the change of the first one's logits."""
         both = self.run(torch.stack((self.document, self.other)))
         return _difference(both[0], self.alone)
+
+    def half_batches(self) -> float:
+        """Run the layers on half-batches; return the change of the logits."""
+        layers = layers_of(self._model)
+        if not layers:
+            raise _Unmeasured("the model has no list of decoder layers")
+        batch = self._drawn[:, :_DOCUMENT]
+        whole, forwards = self.run(batch), [layer.forward for layer in layers]
+        halves = HalfBatch(Overlap(half_batch=True), None, Tokens())
+        try:
+            halves.install(layers)
+            difference = _difference(self.run(batch), whole)
+        finally:
+            for layer, forward in zip(layers, forwards, strict=True):
+                layer.forward = forward
+        if halves.whole_layers or not halves.halved_layers:
+            raise _Unmeasured("some arguments of the layers cannot be halved")
+        return difference
 
     def documents(self) -> float:
         """Pack another document in front; return how much the logits depend on it and on their place."""

@@ -143,7 +143,7 @@ class ProcessRanks:
         first = self.places.start
         states = {first + rank: process_state(self.processes[rank].pid or 0) for rank in unanswered}
         state = hang(self._board.read(), [silent_s] * self.places.stop, states, -first)
-        return state.description, state.others, bool(state.stopped)
+        return state.description, state.other_states, bool(state.stopped)
 
     def end(self) -> None:
         """Kill all ranks, including ranks stopped by a signal."""

@@ -65,23 +65,12 @@ def export_checkpoint(
     if dtype is not None and dtype not in _DTYPES:
         raise BadValue("unknown dtype", where="--dtype", got=dtype, allowed=list(_DTYPES))
     exported_folder(out_dir, "adapter" if lora is not None and not merge else "export").check()
+    model_dir = model_dir.expanduser()
     loader = Checkpointer(directory, keep=1, asynchronous=False, fingerprint=None)
     exported_step, _, index = loader.newest_intact(step)
     scores = f"{SCORE}.weight" in stored_dtypes(index)  # language models have no such parameter
-    model_dir = model_dir.expanduser()
     model = _build_model(model_dir, index, lora, scores=scores, trusted=trusted)
-    base = None
-    if merge:
-        base = load_base(model, model_dir, frozen=True)
-    elif lora is not None:
-        allocate_trained(model)
-    else:
-        allocate_and_fill_buffers(model)
-    _, extra = loader.load(model, None, exported_step)
-    if base is not None:
-        inputs = RunInputs()
-        inputs.load(extra)
-        inputs.check(BASE, base.checksum, model_dir)
+    _load(model, loader, exported_step, model_dir, lora=lora is not None, merge=merge)
     if tokenizer_dir is None and model_dir.exists():
         tokenizer_dir = model_dir if model_dir.is_dir() else model_dir.parent
     stored = _DTYPES[dtype] if dtype else None
@@ -91,13 +80,42 @@ def export_checkpoint(
     merge_adapters(model)
     if scores and tokenizer_dir is not None:
         set_pad_token_id(model, tokenizer_dir)
-    generation = model_dir / GENERATION
-    carried = CarriedWeights.read(model_dir)
-    if carried is None and not merge and model_dir.is_dir() and list_weight_files(model_dir).files:
-        carried = carried_of(model, model_dir)
-    config = original_config(model)
+    generation, config = model_dir / GENERATION, original_config(model)
+    carried = _carried_weights(model, model_dir, merge=merge)
     export_hf(model, config, tokenizer_dir, out_dir, stored, generation=generation, carried=carried)
     return exported_step
+
+
+def _load(
+    model: nn.Module,
+    loader: Checkpointer,
+    step: int,
+    model_dir: Path,
+    *,
+    lora: bool,
+    merge: bool,
+) -> None:
+    """Load the weights of a checkpoint into a model on the meta device; with `merge`, also the base weights."""
+    base = None
+    if merge:
+        base = load_base(model, model_dir, frozen=True)
+    elif lora:
+        allocate_trained(model)
+    else:
+        allocate_and_fill_buffers(model)
+    _, extra = loader.load(model, None, step)
+    if base is not None:
+        inputs = RunInputs()
+        inputs.load(extra)
+        inputs.check(BASE, base.checksum, model_dir)
+
+
+def _carried_weights(model: nn.Module, model_dir: Path, *, merge: bool) -> CarriedWeights | None:
+    """Return the tensors of the pretrained files that the model does not use, or None without such files."""
+    carried = CarriedWeights.read(model_dir)
+    if carried is None and not merge and model_dir.is_dir() and list_weight_files(model_dir).files:
+        return carried_of(model, model_dir)
+    return carried
 
 
 def _build_model(

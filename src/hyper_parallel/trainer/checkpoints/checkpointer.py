@@ -20,7 +20,6 @@ from torch import nn
 
 from hyper_parallel.errors import CheckpointCorrupt, LossNotFinite, OutputNotWritable
 from hyper_parallel.trainer.checkpoints import manifest as files
-from hyper_parallel.trainer.checkpoints._directory import CheckpointDirectory
 from hyper_parallel.trainer.checkpoints._finite import first_not_finite
 from hyper_parallel.trainer.checkpoints._named_state import (
     State,
@@ -54,7 +53,7 @@ from hyper_parallel.trainer.checkpoints.index import (
     encode_index,
     read_index,
 )
-from hyper_parallel.trainer.checkpoints.manifest import Manifest
+from hyper_parallel.trainer.checkpoints.manifest import CheckpointDirectory, Manifest
 from hyper_parallel.trainer.checkpoints.pieces import (
     LocalBox,
     Resident,

@@ -1,4 +1,4 @@
-"""Checkpoint directories on disk: names, manifest, verification, publication. No framework.
+"""Checkpoint directories on disk: names, manifest, verification, publication, replacement. No framework.
 
 checkpoints/
     step_00000010/               published: complete, or damaged after it was written
@@ -305,3 +305,48 @@ def _sync(directory: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+class CheckpointDirectory:
+    """Folder of checkpoints, created on demand; detects that it was removed or replaced.
+
+    Args:
+        path: The folder. A missing parent is created only if it is missing from the start, so that a run directory that
+            was removed later is not recreated.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._parents = path, not path.parent.is_dir()
+        self._identity: tuple[int, int] | None = None
+
+    def prepare(self, step: int) -> Path:
+        """Create and return the hidden folder for writing a checkpoint, after removing leftovers of killed processes.
+
+        Raises:
+            OutputNotWritable: HP105 when the folder was replaced by another one, whose checkpoints would be pruned, or
+                when the checkpoint would replace files that are not part of a checkpoint.
+        """
+        if self._identity is not None and not self._path.exists():
+            _log.warning("%s was removed with its checkpoints; it is created again", self._path)
+        elif self._identity is not None and self._current_identity() != self._identity:
+            raise OutputNotWritable(
+                "the directory of the checkpoints was replaced by another one",
+                where=str(self._path),
+                hint=f"ls -ld {self._path}",
+            )
+        self._path.mkdir(parents=self._parents, exist_ok=True)
+        self._identity = self._current_identity()
+        clean(self._path)
+        check_own(self._path / step_name(step))
+        hidden = temporary(self._path, step)
+        hidden.mkdir()
+        return hidden
+
+    def newest_words(self) -> str:
+        """Return the step of the newest checkpoint in words."""
+        newest = max(steps(self._path), default=None)
+        return "no checkpoint was saved" if newest is None else f"newest checkpoint: step {newest}"
+
+    def _current_identity(self) -> tuple[int, int]:
+        status = self._path.stat()
+        return status.st_dev, status.st_ino

@@ -11,7 +11,7 @@ import json
 import re
 import shutil
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,26 +92,68 @@ def export_hf(
         LossNotFinite: HP604 when a trained parameter is not finite in its stored dtype.
     """
     out = Path(out_dir)
+    reference = _reference_of(model)
+    ranks = RankGroup("export", out)
+    state = {canonical_name(k): v for k, v in model.state_dict(keep_vars=True).items()}
+    shards = ExportShards.of(ranks, model, state, resident)
+    stored = _stored_tensors(model, reference, shards, dtype)
+
+    def open_writer() -> _Writer:
+        meta = {n: torch.empty(x[0], dtype=x[1], device="meta") for n, x in stored.items()}
+        writer = _Writer(out, reference, meta, max_file_bytes, carried or carried_weights(model))
+        writer.trained = shards.trained
+        return writer
+
+    def close(writer: _Writer) -> None:
+        own = getattr(model, "generation_config", None)
+        exported = _exported_config(config, reference, dtype or _main_dtype(stored))
+        writer.close(exported, own, generation, tokenizer_dir)
+
+    _write_tensors(ranks, shards, stored, open_writer, close)
+    return out
+
+
+def _reference_of(model: nn.Module) -> nn.Module:
+    """Return the unsharded meta model whose names and shapes are published.
+
+    Raises:
+        ModelUnreadable: HP305 for a model that is not a Hugging Face model.
+    """
     reference = twin(model)
     if reference is None:
         raise ModelUnreadable(
             f"{original_class(model).__name__} is not a Hugging Face model, so it has no export format"
         )
-    ranks = RankGroup("export", out)
-    state = {canonical_name(k): v for k, v in model.state_dict(keep_vars=True).items()}
-    shards = ExportShards.of(ranks, model, state, resident)
+    return reference
+
+
+def _stored_tensors(
+    model: nn.Module, reference: nn.Module, shards: ExportShards, dtype: torch.dtype | None
+) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    """Return shape and stored dtype of every parameter and buffer to write, by name."""
     shapes = {n: v.shape for n, v in reference.state_dict().items() if n in shards.owners}
-    names = _stored_once(reference, shapes)
     forced = {} if dtype is None else published_dtypes(model, dtype)
-    dtypes = {n: forced.get(n, shards.owners[n][1]) for n in names}
+    names = _stored_once(reference, shapes)
+    return {n: (shapes[n], forced.get(n, shards.owners[n][1])) for n in names}
+
+
+def _write_tensors(
+    ranks: RankGroup,
+    shards: ExportShards,
+    names: Iterable[str],
+    open_writer: Callable[[], _Writer],
+    close: Callable[[_Writer], None],
+) -> None:
+    """Gather the full tensors one at a time and write them on rank 0; collective.
+
+    A failure of rank 0 is raised on all ranks, after the other ranks have sent their tensors.
+    """
     writer: _Writer | None = None
     failure: Exception | None = None
 
     def begin() -> None:
         nonlocal writer
-        meta = {n: torch.empty(shapes[n], dtype=dtypes[n], device="meta") for n in names}
-        writer = _Writer(out, reference, meta, max_file_bytes, carried or carried_weights(model))
-        writer.trained = shards.trained
+        writer = open_writer()
         writer.open()
 
     ranks.on_rank_0(begin)
@@ -120,23 +162,17 @@ def export_hf(
         if writer is not None and failure is None:
             try:
                 writer.add(name, full)
-            except Exception as error:  # raised after the other ranks have sent their tensors
+            except Exception as error:
                 failure = error
 
-    def close() -> None:
+    def end() -> None:
         assert writer is not None
         with writer.discarded_on_error():
-            finish(writer)
+            if failure is not None:
+                raise failure
+            close(writer)
 
-    def finish(writer: _Writer) -> None:
-        if failure is not None:
-            raise failure
-        own = getattr(model, "generation_config", None)
-        stored = _exported_config(config, reference, dtype or _main_dtype(shapes, dtypes))
-        writer.close(stored, own, generation, tokenizer_dir)
-
-    ranks.on_rank_0(close)
-    return out
+    ranks.on_rank_0(end)
 
 
 def exported_folder(out: Path, kind: Literal["export", "adapter"]) -> Replacement:
@@ -238,12 +274,12 @@ def _exported_config(config: Any, reference: nn.Module, dtype: torch.dtype) -> A
     return config
 
 
-def _main_dtype(shapes: Mapping[str, torch.Size], dtypes: Mapping[str, torch.dtype]) -> torch.dtype:
+def _main_dtype(stored: Mapping[str, tuple[torch.Size, torch.dtype]]) -> torch.dtype:
     """Return the floating-point dtype of most elements."""
     elements: Counter[torch.dtype] = Counter()
-    for name, dtype in dtypes.items():
+    for shape, dtype in stored.values():
         if dtype.is_floating_point:
-            elements[dtype] += shapes[name].numel()
+            elements[dtype] += shape.numel()
     return elements.most_common(1)[0][0]
 
 

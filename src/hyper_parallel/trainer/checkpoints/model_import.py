@@ -41,13 +41,7 @@ def import_checkpoint(
     """
     if dtype not in _DTYPES:
         raise BadValue("unknown dtype", where="--dtype", got=dtype, allowed=list(_DTYPES))
-    if existing := files.steps(directory):
-        raise BadValue(
-            "the directory already holds checkpoints",
-            where=str(directory),
-            got=f"steps {', '.join(map(str, existing))}",
-            hint="choose another RUN_DIR",
-        )
+    _check_empty(directory)
     model_dir = model_dir.expanduser()
     path, is_adapter = str(model_dir), (model_dir / ADAPTER_CONFIG).is_file()
     if is_adapter:
@@ -82,3 +76,14 @@ def import_checkpoint(
     )
     saver.save(0, model, None, facts)
     return directory / files.step_name(0)
+
+
+def _check_empty(directory: Path) -> None:
+    """Raise BadValue (HP102) for a directory with checkpoints."""
+    if existing := files.steps(directory):
+        raise BadValue(
+            "the directory already holds checkpoints",
+            where=str(directory),
+            got=f"steps {', '.join(map(str, existing))}",
+            hint="choose another RUN_DIR",
+        )

@@ -1,9 +1,9 @@
-"""Data: text on disk to packed, memory-mapped sequences, and the batches every rank reads.
+"""Data: from text on disk to packed, memory-mapped sequences, and to the batches of every rank.
 
     source -> documents -> tokenizer -> tokens -> hold-out -> packed arrays (cached)      prepare(), one process
     packed arrays -> order of the seed -> steps -> slice of a rank -> microbatches        Batches, every rank
 
-Tokenising never happens under an open collective: `prepare` returns before ranks start, and ranks only map files.
+No collective waits for tokenization: `prepare` returns before ranks start, and ranks only map files.
 """
 
 from hyper_parallel.trainer.data.batches import IGNORE_INDEX, Batch, Batches, PackedSequences

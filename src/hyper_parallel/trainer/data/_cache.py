@@ -1,8 +1,8 @@
-"""The cache: directories named by the hash of everything that made them, published by one rename.
+"""Data cache: directories named by the hash of everything that decides their content, published by one rename.
 
-A directory is complete or absent. Its `meta.json` lists size and SHA-256 of every other file; on opening, sizes are
-always compared and checksums for files up to 256 MiB (larger ones would cost seconds per start). What does not agree
-is built again. A lock file lets several processes ask for the same entry: the first builds, the others wait.
+A directory is complete or absent. Its `meta.json` lists size and SHA-256 of every other file. Opening an entry always
+compares sizes, and checksums for files up to 256 MiB (larger ones would cost seconds per start). An entry that
+differs is rebuilt. A lock file serializes processes that open the same entry: the first builds it, the others wait.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _CHECKSUM_LIMIT_BYTES = 256 * MiB
 
 
 def cache_root(directory: str | None) -> Path:
-    """Directory of the cache: `directory`, else `data` in the user's cache directory of this package.
+    """Return the directory of the cache: `directory`, else `data` in the user's cache directory of this package.
 
     Raises:
         OutputNotWritable: HP105.
@@ -53,7 +53,7 @@ def cache_root(directory: str | None) -> Path:
 
 
 def digest(value: Any) -> str:
-    """Short hash of JSON values, for names of cache entries."""
+    """Return a short hash of JSON values, for names of cache entries."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:24]
 
@@ -61,9 +61,9 @@ def digest(value: Any) -> str:
 def entry(
     root: Path, key: str, build: Callable[[Path], dict[str, Any]]
 ) -> tuple[Path, dict[str, Any]]:
-    """Directory `root/key` and its meta data with `cached`; `build` fills it first when it is absent or damaged.
+    """Return the directory `root/key` and its metadata with `cached`; build the entry if it is absent or damaged.
 
-    The key is the hash of everything that decides the content; `build` returns the meta data to keep.
+    The key is the hash of everything that decides the content. `build` fills a directory and returns its metadata.
     """
     from filelock import FileLock
 
@@ -76,13 +76,13 @@ def entry(
             return target, meta | {"cached": True}
         _remove_entry(target)
         partial = root / f".{key}.part"
-        _remove_entry(partial)  # left behind by a build that was killed
+        _remove_entry(partial)  # remains of a build that was killed
         partial.mkdir()
         try:
             write_marker(partial, Marker(_KIND))
             meta = build(partial)
-            made = sorted(p for p in partial.iterdir() if p.name != MARKER)
-            meta["files"] = encode({p.name: FileEntry.of(p) for p in made})
+            files = sorted(p for p in partial.iterdir() if p.name != MARKER)
+            meta["files"] = encode({p.name: FileEntry.of(p) for p in files})
             write_text(partial / _META, json.dumps(meta, indent=1))
             seal(partial, _KIND)
             partial.rename(target)
@@ -92,10 +92,10 @@ def entry(
 
 
 def _remove_entry(directory: Path) -> None:
-    """Remove an entry that is damaged or unfinished, by the names of its files.
+    """Remove the files of a damaged or unfinished entry.
 
     Raises:
-        OutputNotWritable: HP105 when it holds files of somebody else.
+        OutputNotWritable: HP105 when the directory contains files that are not part of the entry.
     """
     if not os.path.lexists(directory):
         return
@@ -107,11 +107,11 @@ def _remove_entry(directory: Path) -> None:
         left = remove_unfinished(directory, _KIND)
     else:
         names |= {} if marker is None or marker.files is None else marker.files.keys()
-        found = [p.name for p in directory.iterdir()] if directory.is_dir() else ["."]
-        left = sorted({*found} - names) or remove_files(directory, names.__contains__)
+        present = [p.name for p in directory.iterdir()] if directory.is_dir() else ["."]
+        left = sorted({*present} - names) or remove_files(directory, names.__contains__)
     if left:
         raise OutputNotWritable(
-            "an entry of the data cache holds files of somebody else, and would be built again",
+            "an entry of the data cache contains unknown files, so it cannot be rebuilt",
             where=str(directory),
             got=left[:3],
             hint=shlex.join(["mv", str(directory), f"{directory}.moved"]),
@@ -120,7 +120,10 @@ def _remove_entry(directory: Path) -> None:
 
 @contextmanager
 def byte_bar(name: str, total_bytes: int, show: bool) -> Iterator[Callable[[int], None]]:
-    """A bar on stderr over an estimate of bytes, moved on by what is called; it ends full whatever was read."""
+    """Show a progress bar on stderr and yield the function that advances it by a number of bytes.
+
+    `total_bytes` is an estimate; at the end the bar is full in any case.
+    """
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -133,7 +136,7 @@ def byte_bar(name: str, total_bytes: int, show: bool) -> Iterator[Callable[[int]
 
 
 def _intact(directory: Path) -> dict[str, Any] | None:
-    """Meta data of a complete entry; None when it is absent or damaged."""
+    """Return the metadata of a complete entry; None if it is absent or damaged."""
     if not directory.is_dir():
         return None
     try:
@@ -142,6 +145,6 @@ def _intact(directory: Path) -> dict[str, Any] | None:
         small = [n for n, file in files.items() if file.size_bytes <= _CHECKSUM_LIMIT_BYTES]
         check_files(directory, files, small)
     except (Damaged, OSError, ValueError, KeyError, TypeError) as error:
-        logger.warning("cache entry %s is damaged (%s); it is built again", directory, error)
+        logger.warning("cache entry %s is damaged (%s) and is rebuilt", directory, error)
         return None
     return meta

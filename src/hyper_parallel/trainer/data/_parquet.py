@@ -1,8 +1,8 @@
-"""Rows of parquet files, read in batches of bounded size.
+"""Reader of parquet rows in batches of bounded size.
 
-A column may be compressed ten thousand times, or name one long value in each of a million rows: what a batch takes is
-known only when it is decoded. So the mean size of a row is checked from the file's metadata first, and each batch is
-decoded under a limit on the memory of this process.
+A column may be compressed by a factor of ten thousand, or refer to one long value in each of a million rows, so the
+memory of a batch is known only after decoding. The reader checks the mean size of a row from the file's metadata first
+and decodes each batch under a limit on the memory of this process.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from hyper_parallel.units import MiB, format_bytes
 
 _BATCH_BYTES: Final = 16 * MiB
 _MOST_ROWS: Final = 1024
-_HEAP: Final = 8
-"""Memory that decoding a batch may take, in records of the largest size: a page, its text, and its rows as objects."""
+_HEAP_RECORDS: Final = 8
+"""Memory for decoding a batch, in records of the largest size: a page, its text, and its rows as objects."""
 _LEAST_HEAP: Final = 256 * MiB
-"""Of any read: libraries that are imported and threads that are started meanwhile take some."""
+"""Smallest memory limit; it leaves space for libraries and threads that start during a read."""
 
 
 def heap_bytes(most: int) -> int:
-    """Return the memory that reading records of at most so many bytes may take."""
-    return max(_HEAP * most, _LEAST_HEAP)
+    """Return the memory limit for reading records of at most `most` bytes."""
+    return max(_HEAP_RECORDS * most, _LEAST_HEAP)
 
 
 def read_parquet(path: Path, most: int) -> Iterator[tuple[str, Any]]:
-    """Yield (where, row) of a parquet file; arguments and errors as of `read_records`."""
+    """Yield (where, row) of a parquet file; arguments and errors as for `read_records`."""
     try:
         import pyarrow.parquet
     except ImportError as error:
@@ -51,7 +51,7 @@ def read_parquet(path: Path, most: int) -> Iterator[tuple[str, Any]]:
     except HyperParallelError:
         raise
     except Exception as error:
-        # Arrow raises many classes here; all of them mean that this file is unreadable.
+        # Arrow raises many classes here; all mean that this file is unreadable.
         raise NoData(
             "a parquet file cannot be read",
             where=str(path),
@@ -60,7 +60,7 @@ def read_parquet(path: Path, most: int) -> Iterator[tuple[str, Any]]:
 
 
 def _batch_rows(group: Any, path: Path, first: int, most: int) -> int:
-    """Rows of a batch from a row group, whose rows are not longer than the limit on average."""
+    """Return the number of rows per batch for a row group; raise if its mean row is longer than the limit."""
     columns = (group.column(i).total_uncompressed_size for i in range(group.num_columns))
     row_bytes = max(group.total_byte_size, sum(columns)) / max(group.num_rows, 1)
     if row_bytes > most:
@@ -69,10 +69,10 @@ def _batch_rows(group: Any, path: Path, first: int, most: int) -> int:
 
 
 def next_rows(batches: Iterator[Any], where: str, most: int) -> list[Any] | None:
-    """Return the rows of the next batch of Arrow, decoded within a bounded amount of memory; None after the last.
+    """Return the rows of the next Arrow batch, decoded under the memory limit; None after the last batch.
 
     Raises:
-        NoData: HP602 when it takes more.
+        NoData: HP602 when decoding exceeds the limit.
     """
     try:
         with bounded_heap(heap_bytes(most)):
@@ -84,7 +84,7 @@ def next_rows(batches: Iterator[Any], where: str, most: int) -> list[Any] | None
 
 
 def records_too_long(where: str, got: str, most: int) -> NoData:
-    """Return the refusal of a record that is longer than the limit."""
+    """Return the error of a record that is longer than the limit."""
     return NoData(
         "a record is longer than `data.max_record_bytes`",
         where=where,

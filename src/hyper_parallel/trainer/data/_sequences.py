@@ -1,15 +1,26 @@
-"""Packed sequences on disk, read through memory maps, and what is stored beside each of them."""
+"""Packed sequences and the per-row data stored next to them: written once, read through memory maps.
+
+    DocumentFacts (while tokenizing) -> train_good.npy, train_margins.npy, train_records.jsonl -> PackedSequences
+
+Facts of a row are labels of answers, score margins of pairs, and columns of records for rewards.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hyper_parallel.trainer.data._row_facts import RecordFile
+from hyper_parallel.errors import NoData
+from hyper_parallel.received import Limits
+from hyper_parallel.serde import read
+from hyper_parallel.trainer.data.chat import answer_of
+from hyper_parallel.trainer.data.document import Document
 
 Int64 = NDArray[np.int64]
 
@@ -17,14 +28,122 @@ IGNORE_INDEX: Final = -100
 """Label of a position that carries no loss (the default `ignore_index` of cross entropy)."""
 
 
-class PackedSequences:
-    """The training or the held-out part of packed data (`split`), read through memory maps; cheap to pickle.
+@dataclass
+class DocumentFacts:
+    """Values that a stage reads next to the tokens, by the document's offset in the token stream.
 
-    Plain text is one flat stream of tokens; sequence i reads the S + 1 tokens from i * S on: its inputs are the first
-    S, its labels the last S. Neighbours share one token, so every token of the stream except the first is a label
-    exactly once per epoch. Fewer than S tokens at the end of the stream are not used. Conversations, and
-    texts that are kept apart, are stored as [N, S] inputs and [N, S] labels, already shifted, -100 where there is
-    nothing to learn, and [N, S] positions that begin at 0 with each where attention is blocked between them. The rest
+    Attributes:
+        good: Whether the document's answer is a good one.
+        margins: Required score margin of the document's pair.
+        records: Columns of the document's record including its answer, as a line of JSON.
+        columns: Names of the columns of all records, in order of appearance.
+    """
+
+    good: dict[int, bool] = field(default_factory=dict)
+    margins: dict[int, float] = field(default_factory=dict)
+    records: dict[int, bytes] = field(default_factory=dict)
+    columns: dict[str, None] = field(default_factory=dict)
+    _num_documents: int = 0
+    _num_margins: int = 0
+
+    def add(self, start: int, document: Document, stage: str) -> None:
+        """Add the values of a document that `stage` reads.
+
+        Raises:
+            NoData: HP602 when only some pairs have a margin, or a column is not a JSON value.
+        """
+        if stage == "kto":
+            self.good[start] = document.good
+        if document.margin is not None:
+            self.margins[start] = document.margin
+            self._num_margins += 1
+        self._num_documents += 1
+        if self._num_margins not in (0, self._num_documents):
+            raise NoData(
+                "some pairs have a margin, and others have none",
+                where=document.where,
+                got=f"margin: {document.margin}",
+                allowed="a finite number under `margin` in every record, or in none",
+            )
+        if stage == "grpo":
+            if document.conversation is None:
+                raise TypeError("stage grpo reads conversations")
+            record = dict(document.columns)
+            answer = answer_of(document.conversation.messages, document.num_context)
+            if answer:
+                record.setdefault("answer", answer)
+            self.columns |= dict.fromkeys(record)
+            self.records[start] = _json_line(record, document.where)
+
+    def write(self, path: Path, starts: Sequence[int]) -> None:
+        """Write the values of each row of `path`; `starts` holds the document offset of each row."""
+        if self.good:
+            good = np.array([self.good[start] for start in starts], np.bool_)
+            np.save(path.with_name(f"{path.name}_good.npy"), good)
+        if self.margins:
+            margins = np.array([self.margins[start] for start in starts], np.float64)
+            np.save(path.with_name(f"{path.name}_margins.npy"), margins)
+        if self.records:
+            lines = [self.records[start] for start in starts]
+            _write_records(path.with_name(f"{path.name}_records.jsonl"), lines, [*self.columns])
+
+
+class RecordFile:
+    """JSON Lines file with an index: the object of each row is read by row number.
+
+    Args:
+        path: The file; `PATH.ends.npy` holds the end offset of each line, and `PATH.keys.json` the column names.
+    """
+
+    def __init__(self, path: Path) -> None:
+        keys = _with_suffix(path, "keys.json")
+        self.columns: tuple[str, ...] = tuple(read(list[str], keys, Limits()))
+        self._ends = np.load(_with_suffix(path, "ends.npy"))
+        self._bytes = np.memmap(path, np.uint8, mode="r") if len(self._ends) else np.zeros(0)
+
+    def read(self, index: int) -> dict[str, Any]:
+        """Return the object of a row."""
+        start = int(self._ends[index - 1]) if index else 0
+        row: dict[str, Any] = json.loads(self._bytes[start : int(self._ends[index])].tobytes())
+        return row
+
+
+def _write_records(path: Path, lines: Sequence[bytes], columns: Sequence[str]) -> None:
+    path.write_bytes(b"".join(lines))
+    ends = np.cumsum([len(line) for line in lines], dtype=np.int64)
+    np.save(_with_suffix(path, "ends.npy"), ends)
+    _with_suffix(path, "keys.json").write_text(json.dumps(columns))
+
+
+def _with_suffix(path: Path, suffix: str) -> Path:
+    return path.with_name(f"{path.name}.{suffix}")
+
+
+def _json_line(record: dict[str, Any], where: str) -> bytes:
+    """Return a record as a line of JSON; dates (from parquet) become text."""
+
+    def plain(value: Any) -> Any:
+        if hasattr(value, "isoformat"):
+            return value.isoformat()
+        raise NoData(
+            "a column of a record is not a JSON value, so it cannot be passed to rewards",
+            where=where,
+            got=f"{type(value).__name__}: {value!r:.60}",
+            allowed="texts, numbers, booleans, dates, lists and objects of such",
+        )
+
+    return json.dumps(record, default=plain).encode() + b"\n"
+
+
+class PackedSequences:
+    """Training or held-out split of packed data, read through memory maps; cheap to pickle.
+
+    Plain text is one flat stream of tokens. Sequence i reads the S + 1 tokens from offset i * S: its inputs are the
+    first S, its labels the last S. Adjacent sequences share one token, so every token of the stream except the first
+    is a label exactly once per epoch. Fewer than S tokens at the end of the stream are not used.
+
+    Conversations, and texts in separate rows, are stored as [N, S] inputs and [N, S] shifted labels, -100 at positions
+    without loss. If attention is blocked between documents, [N, S] positions restart at 0 with each document. The rest
     of a row is padding.
     """
 
@@ -33,20 +152,19 @@ class PackedSequences:
         self.split = split
         self.seq_len = seq_len
         self._tokens = np.load(self.directory / f"{split}.npy", mmap_mode="r")
-        labels = self.directory / f"{split}_labels.npy"
-        self._labels = np.load(labels, mmap_mode="r") if labels.exists() else None
-        counts = self.directory / f"{split}_num_valid.npy"
-        self._num_valid = np.load(counts) if counts.exists() else None
-        good = self.directory / f"{split}_good.npy"
-        self._good = np.load(good) if good.exists() else None
-        margins = self.directory / f"{split}_margins.npy"
-        self._margins = np.load(margins) if margins.exists() else None
+        self._labels = self._optional("labels", mmap_mode="r")
+        self._positions = self._optional("positions", mmap_mode="r")
+        self._num_valid = self._optional("num_valid")
+        self._num_real = self._optional("num_real")
+        self._good = self._optional("good")
+        self._margins = self._optional("margins")
         records = self.directory / f"{split}_records.jsonl"
         self._records = RecordFile(records) if records.exists() else None
-        real = self.directory / f"{split}_num_real.npy"
-        self._num_real = np.load(real) if real.exists() else None
-        positions = self.directory / f"{split}_positions.npy"
-        self._positions = np.load(positions, mmap_mode="r") if positions.exists() else None
+
+    def _optional(self, name: str, mmap_mode: Literal["r"] | None = None) -> Any:
+        """Return the array `SPLIT_NAME.npy`; None if the file does not exist."""
+        path = self.directory / f"{self.split}_{name}.npy"
+        return np.load(path, mmap_mode=mmap_mode) if path.exists() else None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (PackedSequences, (self.directory, self.split, self.seq_len))
@@ -60,7 +178,7 @@ class PackedSequences:
         return f"PackedSequences({self.split}, {len(self)} x {self.seq_len})"
 
     def num_valid(self, indices: Int64) -> int:
-        """Labels that carry loss in the sequences `indices`; -1 stands for a dummy row."""
+        """Return the number of labels that carry loss in the sequences `indices`; -1 stands for a dummy row."""
         real = indices[indices >= 0]
         return (
             len(real) * self.seq_len
@@ -69,7 +187,10 @@ class PackedSequences:
         )
 
     def read(self, indices: Int64) -> tuple[Int64, Int64]:
-        """Inputs and shifted labels, int64 [len(indices), S] each; index -1 gives a row of token 0 without labels."""
+        """Return inputs and shifted labels, int64 [len(indices), S] each.
+
+        Index -1 yields a dummy row: token 0 without labels.
+        """
         real = indices >= 0
         rows = np.where(real, indices, 0)
         if self._labels is None:
@@ -83,27 +204,27 @@ class PackedSequences:
         return inputs, labels
 
     def num_real(self, indices: Int64) -> Int64 | None:
-        """Tokens of each row before its padding, none of a dummy row; None: no row is padded."""
+        """Return the tokens of each row before its padding, 0 for a dummy row; None if no row is padded."""
         dummy = indices < 0
         if self._num_real is None and not dummy.any():
             return None
         rows = np.maximum(indices, 0)
-        found = self.seq_len if self._num_real is None else self._num_real[rows].astype(np.int64)
-        return np.where(dummy, 0, found)
+        counts = self.seq_len if self._num_real is None else self._num_real[rows].astype(np.int64)
+        return np.where(dummy, 0, counts)
 
     def desirable(self, indices: Int64) -> NDArray[np.bool_]:
-        """Whether the answer of each row is a good one; the data is labelled."""
+        """Return whether the answer of each row is a good one; the data must be labelled."""
         assert self._good is not None
-        found: NDArray[np.bool_] = self._good[indices]
-        return found
+        labels: NDArray[np.bool_] = self._good[indices]
+        return labels
 
     @property
     def has_margins(self) -> bool:
-        """Whether the pairs have wanted differences of their scores."""
+        """True if the pairs have score margins."""
         return self._margins is not None
 
     def margins(self, indices: Int64) -> NDArray[np.float64]:
-        """Wanted difference of the two scores of the pair of each row; 0 without one, and of a dummy row."""
+        """Return the required score margin of the pair of each row; 0 without a margin and for a dummy row."""
         if self._margins is None:
             return np.zeros(len(indices))
         return np.where(indices < 0, 0.0, self._margins[indices])
@@ -114,21 +235,24 @@ class PackedSequences:
         return () if self._records is None else self._records.columns
 
     def records(self, indices: Int64) -> list[Mapping[str, Any]]:
-        """Columns of the record of each row."""
+        """Return the columns of the record of each row."""
         assert self._records is not None
         return [self._records.read(int(index)) for index in indices]
 
     def positions(self, indices: Int64) -> Int64 | None:
-        """Position of every input in its document, int64 [len(indices), S]; None: sequences are not told apart."""
+        """Return the position of every input in its document, int64 [len(indices), S].
+
+        None if attention is not blocked between documents.
+        """
         if self._positions is None:
             return None
-        found = self._positions[np.maximum(indices, 0)].astype(np.int64)
-        found[indices < 0] = np.arange(self.seq_len)
-        return found
+        positions = self._positions[np.maximum(indices, 0)].astype(np.int64)
+        positions[indices < 0] = np.arange(self.seq_len)
+        return positions
 
 
 class JoinedSequences:
-    """The sequences of several sources, one source after another."""
+    """Concatenation of the sequences of several sources; methods as those of `PackedSequences`."""
 
     def __init__(self, parts: Sequence[PackedSequences]) -> None:
         self.parts, self.split = tuple(parts), parts[0].split
@@ -137,52 +261,52 @@ class JoinedSequences:
     def __len__(self) -> int:
         return int(self.starts[-1])
 
-    def _each(self, indices: Int64) -> Iterator[tuple[PackedSequences, Int64, Any]]:
-        """Every source, the places of `indices` that are in it, and their sequences there."""
+    def _split(self, indices: Int64) -> Iterator[tuple[PackedSequences, Int64, Any]]:
+        """Yield (source, indices within the source, their positions in `indices`) for each source that has some."""
         source = np.searchsorted(self.starts, np.maximum(indices, 0), side="right") - 1
         for number in np.unique(source):
-            at = np.nonzero(source == number)[0]
-            inside = indices[at] - self.starts[number]
-            yield self.parts[number], np.where(indices[at] < 0, -1, inside), at
+            rows = np.nonzero(source == number)[0]
+            local = indices[rows] - self.starts[number]
+            yield self.parts[number], np.where(indices[rows] < 0, -1, local), rows
 
     def num_valid(self, indices: Int64) -> int:
-        """As `PackedSequences.num_valid`."""
-        return sum(part.num_valid(inside) for part, inside, _ in self._each(indices))
+        """Return the number of labels that carry loss."""
+        return sum(part.num_valid(local) for part, local, _ in self._split(indices))
 
     def read(self, indices: Int64) -> tuple[Int64, Int64]:
-        """As `PackedSequences.read`."""
-        found = np.empty((2, len(indices), self.parts[0].seq_len), np.int64)
-        for part, inside, at in self._each(indices):
-            found[:, at] = part.read(inside)
-        return found[0], found[1]
+        """Return inputs and shifted labels."""
+        gathered = np.empty((2, len(indices), self.parts[0].seq_len), np.int64)
+        for part, local, rows in self._split(indices):
+            gathered[:, rows] = part.read(local)
+        return gathered[0], gathered[1]
 
     def num_real(self, indices: Int64) -> Int64 | None:
-        """As `PackedSequences.num_real`."""
-        found = np.full(len(indices), self.parts[0].seq_len, np.int64)
+        """Return the tokens of each row before its padding; None if no row is padded."""
+        gathered = np.full(len(indices), self.parts[0].seq_len, np.int64)
         padded = False
-        for part, inside, at in self._each(indices):
-            if (counts := part.num_real(inside)) is not None:
-                found[at], padded = counts, True
-        return found if padded else None
+        for part, local, rows in self._split(indices):
+            if (counts := part.num_real(local)) is not None:
+                gathered[rows], padded = counts, True
+        return gathered if padded else None
 
     def desirable(self, indices: Int64) -> NDArray[np.bool_]:
-        """As `PackedSequences.desirable`."""
-        found = np.empty(len(indices), np.bool_)
-        for part, inside, at in self._each(indices):
-            found[at] = part.desirable(inside)
-        return found
+        """Return whether the answer of each row is a good one."""
+        gathered = np.empty(len(indices), np.bool_)
+        for part, local, rows in self._split(indices):
+            gathered[rows] = part.desirable(local)
+        return gathered
 
     @property
     def has_margins(self) -> bool:
-        """Whether a source has margins."""
+        """True if a source has margins."""
         return any(part.has_margins for part in self.parts)
 
     def margins(self, indices: Int64) -> NDArray[np.float64]:
-        """As `PackedSequences.margins`."""
-        found = np.zeros(len(indices))
-        for part, inside, at in self._each(indices):
-            found[at] = part.margins(inside)
-        return found
+        """Return the required score margin of the pair of each row; 0 without a margin."""
+        gathered = np.zeros(len(indices))
+        for part, local, rows in self._split(indices):
+            gathered[rows] = part.margins(local)
+        return gathered
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -190,19 +314,22 @@ class JoinedSequences:
         return tuple(dict.fromkeys(key for part in self.parts for key in part.columns))
 
     def records(self, indices: Int64) -> list[Mapping[str, Any]]:
-        """As `PackedSequences.records`."""
-        found: list[Mapping[str, Any]] = [{}] * len(indices)
-        for part, inside, at in self._each(indices):
-            for place, record in zip(at, part.records(inside), strict=True):
-                found[place] = record
-        return found
+        """Return the columns of the record of each row."""
+        gathered: list[Mapping[str, Any]] = [{}] * len(indices)
+        for part, local, rows in self._split(indices):
+            for row, record in zip(rows, part.records(local), strict=True):
+                gathered[row] = record
+        return gathered
 
     def positions(self, indices: Int64) -> Int64 | None:
-        """As `PackedSequences.positions`; sources of one recipe have them all or none."""
-        rows: list[Any] = [None] * len(indices)
-        for part, inside, at in self._each(indices):
-            if (found := part.positions(inside)) is None:
+        """Return the position of every input in its document; None without positions.
+
+        Either all sources of a recipe have positions, or none has.
+        """
+        gathered: list[Any] = [None] * len(indices)
+        for part, local, rows in self._split(indices):
+            if (positions := part.positions(local)) is None:
                 return None
-            for row, place in zip(found, at, strict=True):
-                rows[place] = row
-        return np.stack(rows)
+            for row, values in zip(rows, positions, strict=True):
+                gathered[row] = values
+        return np.stack(gathered)

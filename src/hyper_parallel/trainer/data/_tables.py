@@ -1,6 +1,6 @@
 """Tables that `datasets` opens: folders of `save_to_disk`, dataset folders, and names on the Hugging Face hub.
 
-A name is read from the library's cache; it is fetched only where the environment says `HF_HUB_OFFLINE=0`.
+A name is read from the library's cache; it is downloaded only if the environment sets `HF_HUB_OFFLINE=0`.
 """
 
 from __future__ import annotations
@@ -27,31 +27,31 @@ from hyper_parallel.units import format_bytes
 _SAVED = ("dataset_dict.json", "state.json")
 _CARDS = ("README.md", ".huggingface.yaml")
 _CARD_LIMITS = Limits(num_bytes=4 * 1024**2, num_elements=500_000, depth=30)
-"""Of a card or a list of files; the longest cards describe some hundred configurations."""
+"""Limits of a dataset card or a list of files; the longest cards describe a few hundred configurations."""
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """One split of a dataset."""
+    """Split of a dataset."""
 
     name: str
     rows: Any  # datasets.Dataset, or IterableDataset when it is streamed
 
     @property
     def num_bytes(self) -> int:
-        """Size of its columns; 0 when it is streamed."""
+        """Size of the columns; 0 for a streamed table."""
         columns = getattr(self.rows, "data", None)
         return 0 if columns is None else int(columns.nbytes)
 
     @property
     def fingerprint(self) -> str:
-        """What the library names its content by."""
+        """Fingerprint of the content by the library."""
         return str(getattr(self.rows, "_fingerprint", ""))
 
     @property
     def opened(self) -> tuple[str, ...]:
-        """Columns that a reader would open files or addresses for: images, sounds and the like. They are not read."""
+        """Columns whose values name files or URLs (images, sounds and the like); they are not read."""
         features = getattr(self.rows, "features", None) or {}
         return tuple(name for name, feature in features.items() if _opens_files(feature))
 
@@ -60,9 +60,14 @@ class Table:
         return self.rows.remove_columns(opened) if opened else self.rows
 
     def _sound_rows(self) -> Iterator[bool]:
-        """True for every row that is safe to read, for ever: Arrow maps files, and a wrong offset ends the process."""
+        """Validate the Arrow batches in order and yield True per row, without end after the last row.
+
+        Arrow maps files into memory, so reading a row with a wrong offset would crash the process.
+        """
         columns = getattr(self.rows, "data", None)
-        if getattr(self.rows, "_indices", None) is not None:  # in another order than the file's
+        if (
+            getattr(self.rows, "_indices", None) is not None
+        ):  # rows in another order than in the file
             columns = columns.table.validate(full=True)
         for batch in () if columns is None else columns.table.to_batches():
             batch.validate(full=True)
@@ -72,9 +77,9 @@ class Table:
             yield True
 
     def records(self, most: int) -> Iterator[tuple[str, Record]]:
-        """Yield (where, record) of every row; one that is longer than `most` bytes is refused."""
+        """Yield (where, record) of every row; raise for a record that is longer than `most` bytes."""
         number = -1
-        # A table that lies in memory or mapped files takes no more when it is read; a stream decodes what it reads.
+        # Reading a table in memory or in mapped files needs no more memory; a stream decodes each row.
         streamed = getattr(self.rows, "data", None) is None
         try:
             sound, rows = self._sound_rows(), iter(self._readable())
@@ -91,7 +96,7 @@ class Table:
             if _lacked_memory(error):
                 got = f"more than {format_bytes(heap_bytes(most))} of memory"
                 raise records_too_long(f"{self.name}: row {number + 1}", got, most) from error
-            # datasets and Arrow raise many classes here; all of them mean that the next row is unreadable.
+            # datasets and Arrow raise many classes here; all mean that the next row is unreadable.
             raise NoData(
                 "a row of the dataset cannot be read",
                 where=f"{self.name}: row {number + 1}",
@@ -100,11 +105,11 @@ class Table:
 
 
 def is_table(data: Data, path: Path) -> bool:
-    """Whether `datasets` opens the source at `path`: a folder that it wrote or that has a card, or a name."""
+    """Return whether `datasets` opens the source: a folder that it wrote or that has a card, or a hub name."""
     if not path.exists():
-        # A name whose first part is a folder here is a path with a mistake in it.
-        named = bool(_HUB_NAME.fullmatch(data.source)) and not is_file_name(data.source)
-        return named and not path.parent.exists()
+        # A hub name whose first part is an existing folder is a mistyped path.
+        is_name = bool(_HUB_NAME.fullmatch(data.source)) and not is_file_name(data.source)
+        return is_name and not path.parent.exists()
     if not path.is_dir():
         return False
     described = _card_text(path / _CARDS[0])[:3] == "---"
@@ -112,10 +117,10 @@ def is_table(data: Data, path: Path) -> bool:
 
 
 def open_table(data: Data, path: Path) -> Table:
-    """The split of a dataset that a recipe names.
+    """Open the split of a dataset that a recipe names.
 
     Raises:
-        NoData: HP602, saying what was tried.
+        NoData: HP602 with the places that were tried.
     """
     try:
         import datasets
@@ -132,10 +137,10 @@ def open_table(data: Data, path: Path) -> Table:
     try:
         with bounded_heap(most):
             if saved:
-                found = datasets.load_from_disk(str(path))
+                dataset = datasets.load_from_disk(str(path))
             else:
                 source = str(path.absolute()) if here else data.source
-                found = datasets.load_dataset(
+                dataset = datasets.load_dataset(
                     source, data.name, split=data.split, streaming=data.streaming
                 )
     except Exception as error:
@@ -149,25 +154,25 @@ def open_table(data: Data, path: Path) -> Table:
             tried += [f"the cache {datasets.config.HF_DATASETS_CACHE}", f"the hub ({offline})"]
         hint = None if here else "fetch it once: HF_HUB_OFFLINE=0 hyper-parallel train RECIPE"
         raise _missing(data, str(error), f"tried {', '.join(tried)}", hint) from error
-    if not isinstance(found, (datasets.DatasetDict, datasets.IterableDatasetDict)):
+    if not isinstance(dataset, (datasets.DatasetDict, datasets.IterableDatasetDict)):
         if saved and (data.name or data.split):
             raise _missing(data, "a saved table without splits", None, "data.split=null")
-        return Table(data.source, found)
-    split = data.split or ("train" if len(found) > 1 else next(iter(found)))
-    if split not in found:
-        raise _missing(data, f"split {split}", sorted(found), f"data.split={min(found)}")
-    return Table(f"{data.source} ({split})", found[split])
+        return Table(data.source, dataset)
+    split = data.split or ("train" if len(dataset) > 1 else next(iter(dataset)))
+    if split not in dataset:
+        raise _missing(data, f"split {split}", sorted(dataset), f"data.split={min(dataset)}")
+    return Table(f"{data.source} ({split})", dataset[split])
 
 
 def _lacked_memory(error: BaseException | None) -> bool:
-    """Whether an error of `datasets` comes from an allocation that failed."""
+    """Return whether an error of `datasets` is caused by a failed allocation."""
     while error is not None and not isinstance(error, MemoryError):
         error = error.__cause__ or error.__context__
     return error is not None
 
 
 def _opens_files(feature: Any) -> bool:
-    """Whether values of a feature of `datasets` are opened when they are read."""
+    """Return whether reading a value of a `datasets` feature opens a file or URL."""
     if hasattr(feature, "decode_example"):
         return True
     inner = (
@@ -181,9 +186,9 @@ def _opens_files(feature: Any) -> bool:
 
 
 def refuse_outside(file: Path, folder: Path) -> None:
-    """Refuse a file of a data folder that is a link to elsewhere or to nothing, a pipe, a socket or a device.
+    """Raise for a file of a data folder that is a link out of the folder, a broken link, a pipe, a socket or a device.
 
-    Who made the folder would choose what is read, or let the reader wait for ever.
+    Such a file lets the author of the folder choose a file to read, or block the reader forever.
 
     Raises:
         NoData: HP602 naming the file.
@@ -200,7 +205,7 @@ def refuse_outside(file: Path, folder: Path) -> None:
     target = outside_target(file, folder)
     if target is not None:
         raise NoData(
-            "a file of the data folder is a link to outside of it",
+            "a file of the data folder is a link to a file outside of the folder",
             where=str(file),
             got=str(target),
             allowed="links to files in the folder",
@@ -208,7 +213,7 @@ def refuse_outside(file: Path, folder: Path) -> None:
         )
     if not file.exists():
         raise NoData(
-            "a file of the data folder is a link that leads nowhere",
+            "a file of the data folder is a broken link",
             where=str(file),
             got=str(file.readlink()),
             hint=shlex.join(["rm", str(file)]),
@@ -216,7 +221,7 @@ def refuse_outside(file: Path, folder: Path) -> None:
 
 
 def _card_text(path: Path) -> str:
-    """The beginning of a dataset's card, which has its configuration; empty where there is none."""
+    """Return the beginning of a dataset card, which holds the configuration; empty without a card."""
     if not path.is_file():
         return ""
     with path.open(encoding="utf-8", errors="replace") as file:
@@ -224,10 +229,10 @@ def _card_text(path: Path) -> str:
 
 
 def _check_folder(path: Path) -> None:
-    """Refuse a dataset folder that names files outside of itself: by links, by its card, or by a list of files.
+    """Raise for a dataset folder that refers to files outside of it by links, by its card, or by a list of files.
 
     Raises:
-        NoData: HP602 naming the file of the folder that does.
+        NoData: HP602 naming the file with the reference.
     """
     for folder, folders, files in os.walk(path):
         for name in (*folders, *files):
@@ -237,7 +242,7 @@ def _check_folder(path: Path) -> None:
 
 
 def _check_names(path: Path) -> None:
-    """Refuse a card or a list of files that names a file outside of its folder, or more than any such list."""
+    """Raise for a card or a list of files that names a file outside of its folder or exceeds the limits."""
     try:
         if path.suffix == ".json":
             values = read_json(path, _CARD_LIMITS)
@@ -275,7 +280,7 @@ def _missing(data: Data, got: str, allowed: object, hint: str | None) -> NoData:
     asked = {"name": data.name, "split": data.split}
     keys = "".join(f", data.{key}: {value}" for key, value in asked.items() if value)
     return NoData(
-        "the dataset cannot be had",
+        "the dataset cannot be loaded",
         where=f"data.source: {data.source}{keys}",
         got=" ".join(got.split())[:200] or "nothing",
         allowed=allowed,

@@ -1,9 +1,9 @@
-"""Chat templates run within a budget: a template is a program of whoever published the tokenizer.
+"""Renderer of chat templates within a work budget: a template is an untrusted program from the tokenizer's publisher.
 
-Templates are compiled in jinja's immutable sandbox with the filters and globals of transformers. Everything in it that
-takes time or memory is charged to one budget: an iteration of a loop, a call, a filter, a comparison, an operator, and
-what is printed, each by its size. The budget grows with the conversation, so that long ones are rendered; a template
-that exceeds it is refused, on every machine alike, after a bounded number of steps.
+Templates are compiled in jinja's immutable sandbox with the filters and globals of transformers. Every operation that
+takes time or memory is charged to one budget by its size: a loop iteration, a call, a filter, a comparison, an
+operator, and output. The budget grows with the conversation. A template that exceeds it raises after the same bounded
+number of steps on every machine.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from hyper_parallel.trainer.data._template_work import (
 )
 
 _MOST_SOURCE: Final = 128 * 1024
-"""Characters of a template; the longest that are published have some ten thousand."""
+"""Characters of a template; the longest published templates have about ten thousand."""
 _DROPPED: Final = (
     "lipsum",
     "cycler",
@@ -48,14 +48,14 @@ _DROPPED: Final = (
     "wordwrap",
     "pprint",
 )
-"""Globals and filters of jinja that no chat template needs, and whose work is hard to bound."""
+"""Globals and filters of jinja that no chat template needs and whose work is hard to bound."""
 
 
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
-    """A sandbox of jinja in which every step is charged to a budget.
+    """Jinja sandbox in which every step is charged to a budget.
 
     Args:
-        like: An environment of transformers, whose extensions, filters and globals are used.
+        like: Environment of transformers that provides extensions, filters and globals.
     """
 
     intercepted_binops = frozenset(ImmutableSandboxedEnvironment.default_binop_table)
@@ -66,7 +66,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         @jinja2.pass_context
         def finalize(_: Context, value: Any) -> Any:
             work.step()
-            return work.made(value if isinstance(value, str) else as_text(value, work))
+            return work.allocate(value if isinstance(value, str) else as_text(value, work))
 
         super().__init__(
             trim_blocks=like.trim_blocks,
@@ -75,8 +75,8 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             finalize=finalize,
             optimized=False,
         )
-        given = {k: v for k, v in like.globals.items() if k not in _DROPPED and k != "range"}
-        self.globals = {"range": self.globals["range"], **given}
+        names = {k: v for k, v in like.globals.items() if k not in _DROPPED and k != "range"}
+        self.globals = {"range": self.globals["range"], **names}
         self.filters = {
             name: charged(name, f, work) for name, f in like.filters.items() if name not in _DROPPED
         }
@@ -117,7 +117,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return value
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """Run an operator that the budget allows."""
+        """Run a binary operator and charge its operands and result."""
         self.work.step(left, right)
         if operator == "*":
             for text, count in ((left, right), (right, left)):
@@ -128,10 +128,10 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
                 raise TemplateBudget(f"an integer of more than {MOST_BITS} bits")
         elif operator == "%" and isinstance(left, str):
             check_format(left, right if isinstance(right, tuple) else (right,), self.work)
-        return self.work.made(super().call_binop(context, operator, left, right))
+        return self.work.allocate(super().call_binop(context, operator, left, right))
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-        """Call what the budget allows."""
+        """Call a function, method or macro of a template and charge its arguments and result."""
         work = __self.work
         work.step(*args)
         check_integers(args, kwargs)
@@ -140,7 +140,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             args = (Counted(args[0], work, __self._constant), *args[1:])
         elif isinstance(__obj, (Macro, BlockReference)):
             work.spend(__self._constant)
-        elif isinstance(owner, Extension):  # which adds up what was printed before
+        elif isinstance(owner, Extension):  # the extension reads all output so far
             work.spend(work.printed // READ + work.num_pieces * ITEM)
         if isinstance(owner, (str, bytes)):
             work.step(owner)
@@ -149,20 +149,20 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
                 args = (list(Counted(args[0], work, 0)), *args[1:])
             spend_method(name, owner, args, work)
         elif getattr(__obj, "__name__", "") in ("format", "format_map"):
-            # The sandbox wraps these methods of a text; `__wrapped__` is the method.
+            # The sandbox wraps these methods of `str`; `__wrapped__` is the original method.
             text = getattr(getattr(__obj, "__wrapped__", None), "__self__", "")
             check_format(text, [*args, *kwargs.values()], work)
         elif isinstance(owner, (list, tuple, dict)):
             work.step(owner)
-        return work.made(super().call(__context, __obj, *args, **kwargs))
+        return work.allocate(super().call(__context, __obj, *args, **kwargs))
 
 
 def _num_constant(body: Iterable[nodes.Node]) -> int:
-    """Characters that stand in the template itself below some nodes."""
-    return sum(len(data.data) for node in body for data in _found(node, nodes.TemplateData))
+    """Return the number of literal template characters in some nodes."""
+    return sum(len(data.data) for node in body for data in _nodes_of(node, nodes.TemplateData))
 
 
-def _found(node: nodes.Node, kind: type[Any]) -> Iterator[Any]:
+def _nodes_of(node: nodes.Node, kind: type[Any]) -> Iterator[Any]:
     if isinstance(node, kind):
         yield node
     yield from node.find_all(kind)
@@ -175,7 +175,7 @@ def _charge_loops(tree: nodes.Template) -> None:
 
 
 class _Charging(jinja2.visitor.NodeTransformer):
-    """Lets operators that jinja compiles to plain Python go through the budget."""
+    """Transformer that adds a charging filter to operators that jinja compiles to plain Python."""
 
     def visit_Concat(self, node: nodes.Concat, *args: Any, **kwargs: Any) -> nodes.Node:
         self.generic_visit(node, *args, **kwargs)
@@ -184,20 +184,20 @@ class _Charging(jinja2.visitor.NodeTransformer):
 
     def visit_Compare(self, node: nodes.Compare, *args: Any, **kwargs: Any) -> nodes.Node:
         self.generic_visit(node, *args, **kwargs)
-        node.expr = _through(node.expr, "_compared")
+        node.expr = _filtered(node.expr, "_compared")
         for operand in node.ops:
-            operand.expr = _through(operand.expr, "_compared")
+            operand.expr = _filtered(operand.expr, "_compared")
         return node
 
     def visit_Getitem(self, node: nodes.Getitem, *args: Any, **kwargs: Any) -> nodes.Node:
         self.generic_visit(node, *args, **kwargs)
         if isinstance(node.arg, nodes.Slice):
-            node.node = _through(node.node, "_copied")
+            node.node = _filtered(node.node, "_copied")
         return node
 
 
-def _through(node: nodes.Expr, name: str) -> nodes.Expr:
-    """A node whose value goes through a filter."""
+def _filtered(node: nodes.Expr, name: str) -> nodes.Expr:
+    """Return a node that applies a filter to the value of `node`; constants are unchanged."""
     if isinstance(node, nodes.Const):
         return node
     return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
@@ -205,17 +205,17 @@ def _through(node: nodes.Expr, name: str) -> nodes.Expr:
 
 @lru_cache(maxsize=8)
 def compiled(source: str) -> jinja2.Template:
-    """Return a chat template that renders within a budget.
+    """Compile a chat template that renders within a budget.
 
     Raises:
-        jinja2.TemplateError: It is no template, or too long.
+        jinja2.TemplateError: The source is not a template, or too long.
     """
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
     if len(source) > _MOST_SOURCE:
         raise TemplateBudget(f"a template of more than {_MOST_SOURCE:,} characters")
     environment = BoundedEnvironment(_compile_jinja_template("").environment)
-    environment.work.begin(0, 0)
+    environment.work.reset(0, 0)
     return environment.from_string(source)
 
 
@@ -227,34 +227,34 @@ def rendered(
     tools: Sequence[Mapping[str, Any]] = (),
     marks: bool = False,
 ) -> tuple[str, list[tuple[int, int]]]:
-    """Return the text of a conversation, and the characters that the template marks as the assistant's (`generation`).
+    """Return the text of a conversation, and the spans that the template marks as the assistant's (`generation`).
 
     Args:
         source: The template.
         messages: Turns, each with the keys that the template reads.
-        values: Further variables of the template.
-        tools: Functions that the assistant may call, as JSON schemas; the variable `tools` is None without any.
-        marks: Find the marks; else there are none.
+        values: Additional variables of the template.
+        tools: Functions that the assistant may call, as JSON schemas; if empty, the variable `tools` is None.
+        marks: Whether to track the marked spans; else none are returned.
 
     Raises:
-        Exception: Whatever the template raises; `TemplateBudget` when it does too much.
+        Exception: Any error of the template; `TemplateBudget` when it exceeds its budget.
     """
     template = compiled(source)
     environment: Any = template.environment
     num_bytes = num_bytes_of([*messages, *tools, values])
-    environment.work.begin(len(messages) + len(tools), num_bytes)
+    environment.work.reset(len(messages) + len(tools), num_bytes)
     pieces: list[str] = []
     marked: list[tuple[int, int]] = []
     variables = {"documents": None, **values, "tools": list(tools) or None}
     with environment.activate_tracker(pieces, marked) if marks else nullcontext():
         for piece in template.generate(messages=list(messages), **variables):
-            environment.work.prints(piece)
+            environment.work.add_output(piece)
             pieces.append(piece)
     return "".join(pieces), marked
 
 
 @lru_cache(maxsize=8)
 def variables_of(source: str) -> frozenset[str]:
-    """Return the names of all variables that a template reads and does not set itself."""
+    """Return the names of all variables that a template reads and does not define."""
     environment: Any = compiled(source).environment
     return frozenset(meta.find_undeclared_variables(environment.parse(source)))

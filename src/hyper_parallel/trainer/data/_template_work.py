@@ -1,7 +1,7 @@
-"""What the steps of a chat template cost: one budget per conversation, in bytes of work.
+"""Cost model of the steps of a chat template: one budget per conversation, in bytes of work.
 
-Steps that could make a long text or a large number at once are charged before they run, by the sizes of their operands;
-all others when they have run.
+Steps that may produce a long text or a large number at once are charged before they run, by the sizes of their
+operands. All other steps are charged after they run.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from typing import Any, Final
 from jinja2.sandbox import SecurityError
 
 _BUDGET: Final = 64 * 1024**2
-"""Bytes of work that every conversation has: half a million steps, or so much text."""
+"""Bytes of work of every conversation: half a million steps, or 64 MiB of text."""
 _BUDGET_PER_TURN: Final = 16 * 1024
-"""Bytes of work that each turn adds, up to a number of turns: 128 steps."""
+"""Additional bytes of work per turn, for at most `_MOST_TURNS` turns: 128 steps."""
 _MOST_TURNS: Final = 8192
 _BUDGET_PER_BYTE: Final = 8
-"""Bytes of work that each byte of the conversation adds."""
+"""Additional bytes of work per byte of the conversation."""
 STEP: Final = 128
-"""Bytes of work of one step, beside those of its operands."""
+"""Bytes of work of a step, in addition to its operands."""
 READ: Final = 8
-"""So many bytes of a text that are only read cost one byte of work."""
+"""Bytes of text that are read per byte of work."""
 ITEM: Final = 4
-"""Bytes of work of an item of a list that is only read."""
+"""Bytes of work for reading an item of a list."""
 _MOST_INTEGER: Final = 1_000_000
-"""Of a number that a filter or a method is given, such as a width."""
+"""Largest integer argument of a filter or method, such as a width."""
 MOST_BITS: Final = 1024
-"""Of an integer."""
+"""Largest size of an integer in bits."""
 _WIDTH: Final = re.compile(r"%(?:\([^)]*\))?[-+ #0]*(?:\d{4,}|\*|\d*\.(?:\d{4,}|\*))")
-"""A conversion with a width of thousands, or with one that an argument gives."""
+"""Conversion with a width of four or more digits, or with a width from an argument."""
 _LONG_COUNT: Final = re.compile(r"\d{4,}|\{")
-"""The same in the specification of a field in braces."""
+"""Equivalent of `_WIDTH` in the format specification of a field in braces."""
 _LINE_ENDS: Final = "\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"
 _SHALLOW: Final = (
     "length", "count", "list", "first", "last", "items", "map", "select", "reject", "selectattr", "rejectattr",
@@ -44,59 +44,65 @@ _SHALLOW: Final = (
 
 
 class TemplateBudget(SecurityError):
-    """A template does more work than its conversation allows."""
+    """Error of a template that does more work than the budget of its conversation."""
 
 
 class Work:
-    """What is left of the budget of one rendering."""
+    """Remaining budget and output size of one rendering."""
 
     def __init__(self) -> None:
         self.left = self.printed = self.num_pieces = 0
 
-    def begin(self, num_turns: int, num_bytes: int) -> None:
-        """Take up the budget of a conversation."""
+    def reset(self, num_turns: int, num_bytes: int) -> None:
+        """Set the budget for a conversation and clear the output size."""
         turns = _BUDGET_PER_TURN * min(num_turns, _MOST_TURNS)
         self.left = _BUDGET + turns + _BUDGET_PER_BYTE * num_bytes
         self.printed = self.num_pieces = 0
 
-    def prints(self, piece: str) -> None:
-        """A piece of the text is done."""
+    def add_output(self, piece: str) -> None:
+        """Count and charge a piece of output."""
         self.printed += len(piece)
         self.num_pieces += 1
         self.spend(STEP)
 
     def spend(self, num_bytes: int) -> None:
+        """Charge bytes of work; raise if the budget is exhausted."""
         self.left -= num_bytes
         if self.left < 0:
             raise TemplateBudget("the template does more work than its conversation allows")
 
     def step(self, *values: Any) -> None:
-        """One step that reads values."""
-        self.spend(STEP + sum(map(_reading, values)))
+        """Charge a step that reads values."""
+        self.spend(STEP + sum(map(_read_cost, values)))
 
-    def made(self, value: Any) -> Any:
-        """A result, which takes memory."""
+    def allocate(self, value: Any) -> Any:
+        """Charge the memory of a result and return it."""
         if isinstance(value, int) and value.bit_length() > MOST_BITS:
             raise TemplateBudget(f"an integer of more than {MOST_BITS} bits")
         self.spend(size_of(value))
         return value
 
 
-def _reading(value: Any) -> int:
-    """Work of reading a value once, its items not."""
+def _read_cost(value: Any) -> int:
+    """Return the work of reading a value once, without the content of its items."""
     if isinstance(value, (str, bytes)):
         return len(value) // READ
     return ITEM * len(value) if isinstance(value, (list, tuple, dict, range)) else 0
 
 
 def size_of(value: Any) -> int:
+    """Return the bytes of a text or container without its items; 0 for other values."""
     if isinstance(value, (str, bytes, list, tuple, dict)):
         return sys.getsizeof(value)
     return 0
 
 
 def deep_size(value: Any) -> int:
-    """Bytes of a value and of all that it holds, at each use of a shared part; more than the budget is refused."""
+    """Return the bytes of a value with everything it contains; a shared part counts once per reference.
+
+    Raises:
+        TemplateBudget: The value is larger than the budget.
+    """
     total, stack = 0, [value]
     while stack:
         one = stack.pop()
@@ -111,9 +117,9 @@ def deep_size(value: Any) -> int:
 
 
 def num_bytes_of(value: Any) -> int:
-    """Return the characters of all texts in a value of objects and lists; a number counts as 8.
+    """Return the number of characters of all texts in a value of objects and lists; a number counts as 8.
 
-    Every member is visited once for each reference to it, so callers pass values that a bounded reader has checked.
+    A shared member is visited once per reference, so callers pass values that a bounded reader has checked.
     """
     total, stack = 0, [value]
     while stack:
@@ -130,12 +136,12 @@ def num_bytes_of(value: Any) -> int:
 
 
 class Counted:
-    """An iterable whose iterations are steps.
+    """Iterable that charges each iteration as a step.
 
     Args:
-        values: What is iterated.
+        values: The iterable.
         work: Budget.
-        constant: Characters that each iteration prints as they stand in the template.
+        constant: Number of literal template characters that each iteration prints.
     """
 
     def __init__(self, values: Any, work: Work, constant: int) -> None:
@@ -151,13 +157,16 @@ class Counted:
 
 
 def as_text(value: Any, work: Work) -> str:
+    """Return `str(value)` after charging its size."""
     work.spend(ITEM * deep_size(value))
     return str(value)
 
 
 def charged(name: str, function: Callable[..., Any], work: Work) -> Callable[..., Any]:
-    """A filter whose work is charged: what it reads, what it may make, and what it has made."""
-    takes_first = hasattr(function, "jinja_pass_arg")  # a context or an environment
+    """Return a filter that charges its operands, the largest result of its kind, and the actual result."""
+    takes_first = hasattr(
+        function, "jinja_pass_arg"
+    )  # the first argument is a context or an environment
 
     def filtered(*args: Any, **kwargs: Any) -> Any:
         values = args[1:] if takes_first else args
@@ -165,7 +174,7 @@ def charged(name: str, function: Callable[..., Any], work: Work) -> Callable[...
         check_integers(values, kwargs)
         if values:
             values = _spend_filter(name, values, kwargs, work)
-        return work.made(function(*(*args[:1], *values) if takes_first else values, **kwargs))
+        return work.allocate(function(*(*args[:1], *values) if takes_first else values, **kwargs))
 
     if takes_first:
         filtered.jinja_pass_arg = function.jinja_pass_arg  # type: ignore[attr-defined]
@@ -175,7 +184,7 @@ def charged(name: str, function: Callable[..., Any], work: Work) -> Callable[...
 def _spend_filter(
     name: str, values: tuple[Any, ...], kwargs: Mapping[str, Any], work: Work
 ) -> tuple[Any, ...]:
-    """Charge a filter for what it may make of its operands, which are returned."""
+    """Charge a filter for the largest result of its operands; return the operands, iterators as lists."""
     first, rest = values[0], (*values[1:], *kwargs.values())
     if name not in _SHALLOW and not isinstance(first, str):
         work.spend(deep_size(first))
@@ -206,7 +215,7 @@ def _spend_filter(
 
 
 def spend_method(name: str, text: str | bytes, args: Sequence[Any], work: Work) -> None:
-    """Charge a method or filter that makes a longer text, or many."""
+    """Charge a method or filter that produces a longer text, or several texts."""
     if isinstance(text, bytes):
         work.spend(64 * len(text))
         return
@@ -237,7 +246,7 @@ def _values(value: Any) -> Iterable[Any]:
 
 
 def check_format(text: str, args: Sequence[Any], work: Work) -> None:
-    """Refuse widths that make a text of any length, and charge for each use of an argument."""
+    """Raise for widths that produce a text of any length, and charge each use of an argument."""
     work.spend(text.count("%(") * len(text) // READ)
     fields = (spec or "" for _, _, spec, _ in Formatter().parse(text)) if "{" in text else ()
     if _WIDTH.search(text) or any(map(_LONG_COUNT.search, fields)):
@@ -247,6 +256,7 @@ def check_format(text: str, args: Sequence[Any], work: Work) -> None:
 
 
 def check_integers(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Raise for an integer argument that is too large."""
     for value in (*args, *kwargs.values()):
         if isinstance(value, int) and abs(value) > _MOST_INTEGER:
             raise TemplateBudget(f"a number above {_MOST_INTEGER:,}")

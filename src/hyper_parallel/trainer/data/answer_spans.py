@@ -1,16 +1,15 @@
-r"""Spans of a rendered conversation that the assistant wrote.
+r"""Character spans of the assistant's answers in a rendered conversation.
 
-A conversation is rendered twice: as it is, and with the words of every turn replaced by unique placeholders. The
-placeholders show where each turn's words stand. Putting the words back must give the first text, which proves that the
-text around them does not depend on them; so nothing is assumed about how the template writes turns, before or after
-others are added.
+A conversation is rendered twice: unchanged, and with the words of every turn replaced by unique placeholders, which
+locate each turn's words. Substituting the words back must give the first text. This proves that the text around the
+words does not depend on them, so no assumption about the template is needed.
 
     <|im_start|>assistant\n<think>\n\n</think>\n\nQz7zQ<|im_end|>\n
                          ^ end of the generation prompt  ^ end marker
 
-An answer begins where the generation prompt of the turns before it ends. Where the template writes an answered turn
-differently (without the reasoning block that the generation prompt begins, for example), it begins with its words. It
-ends with the marker at which generation stops.
+An answer begins at the end of the generation prompt of the turns before it. If the template writes an answered turn
+differently (for example without the reasoning block that the generation prompt opens), the answer begins with its
+words. It ends with the marker at which generation stops.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from hyper_parallel.errors import BadValue, abbreviated
-from hyper_parallel.trainer.data.conversation import Conversation, Message
+from hyper_parallel.trainer.data.document import Conversation, Message
 from hyper_parallel.trainer.data.placeholders import (
     PLACEHOLDER,
     Placeholders,
@@ -34,23 +33,24 @@ from hyper_parallel.trainer.data.placeholders import (
 from hyper_parallel.trainer.data.template_properties import (
     EndMarker,
     TemplateProperties,
+    common_prefix,
     properties_of,
     unfinished,
 )
 
 _RESERVED: Final = ("messages", "tools", "add_generation_prompt")
-"""Variables of a template that a record gives as turns and tools."""
+"""Variables of a template that are set from the turns and tools of a record."""
 _OTHER_FILE: Final = "data.chat_template=FILE"
 
 
 @dataclass(frozen=True, slots=True)
 class Rendering:
-    """Text of a conversation with the assistant's answers.
+    """Rendered conversation with the spans of the assistant's answers.
 
     Attributes:
-        text: All of it.
-        spans: [start, end) characters of each answer with its end marker, in order.
-        turns: Turn of each span.
+        text: The whole text.
+        spans: [start, end) characters of each answer including its end marker, in order.
+        turns: Index of the turn of each span.
     """
 
     text: str
@@ -59,11 +59,7 @@ class Rendering:
 
 
 class _Renderer:
-    """Renderings of one conversation.
-
-    Raises:
-        BadValue: HP102 from every method, naming the turn and the cause.
-    """
+    """Renderer of one conversation; every method raises HP102 with the turn and the cause of an error."""
 
     def __init__(self, tokenizer: Any, conversation: Conversation, where: str) -> None:
         self._conversation, self._where = conversation, where
@@ -71,23 +67,23 @@ class _Renderer:
             self.template = properties_of(tokenizer, tools=bool(conversation.tools))
             self._forms = [self.template.form(message) for message in conversation.messages]
         except Exception as error:
-            raise self._refused(error.__cause__ or error) from error
+            raise self._template_error(error.__cause__ or error) from error
 
     def text(self, count: int | None = None, *, prompt: bool = False) -> str:
         """Return the text of the first `count` turns."""
         return self._render(self._forms[:count], prompt=prompt)[0]
 
     def marked(self) -> tuple[str, list[tuple[int, int]]]:
-        """Return the text of all turns, and the characters that the template marks."""
+        """Return the text of all turns, and the spans that the template marks."""
         return self._render(self._forms, marks=self.template.has_marks)
 
     def shaped(self, shape: Placeholders) -> str:
-        """Return the text of the turns of a shape."""
+        """Return the text of all turns with placeholders."""
         messages = shape.of(self._conversation.messages)
         return self._render([self.template.form(message) for message in messages])[0]
 
     def shaped_prompt(self, shape: Placeholders, count: int) -> str:
-        """Return the text of the first turns of a shape with the generation prompt; empty where it has none."""
+        """Return the text of the first turns with placeholders and the generation prompt; empty if that fails."""
         messages = shape.of(self._conversation.messages[:count])
         try:
             return self._render([self.template.form(m) for m in messages], prompt=True)[0]
@@ -95,7 +91,7 @@ class _Renderer:
             return ""
 
     def prompt_before(self, count: int) -> str | None:
-        """Return the text of the first turns with the generation prompt; None where the template refuses them."""
+        """Return the text of the first turns with the generation prompt; None if the template raises."""
         try:
             return self.text(count, prompt=True)
         except BadValue:
@@ -108,19 +104,19 @@ class _Renderer:
     def _render(
         self, forms: Sequence[Message], *, prompt: bool = False, marks: bool = False, tools: bool = True
     ) -> tuple[str, list[tuple[int, int]]]:  # fmt: skip
-        one = self._conversation
+        conversation = self._conversation
         try:
             return self.template.render(
                 forms,
                 prompt=prompt,
-                tools=one.tools if tools else (),
-                values=one.template_values,
+                tools=conversation.tools if tools else (),
+                values=conversation.template_values,
                 marks=marks,
             )
-        except Exception as error:  # a template is a program, and raises anything
-            raise self._refused(error) from error
+        except Exception as error:  # a template is a program and may raise any error
+            raise self._template_error(error) from error
 
-    def _refused(self, error: BaseException) -> BadValue:
+    def _template_error(self, error: BaseException) -> BadValue:
         roles = [message["role"] for message in self._conversation.messages]
         return BadValue(
             "the chat template of the tokenizer refuses a conversation",
@@ -128,39 +124,39 @@ class _Renderer:
             got=f"{str(error)[:500] or type(error).__name__}; roles: {', '.join(roles[:20])}",
         )
 
-    def refusal(self, what: str, turn: int | None = None, **facts: Any) -> BadValue:
-        """Return an error about a turn."""
+    def error(self, problem: str, turn: int | None = None, **details: Any) -> BadValue:
+        """Return an error about the conversation or one of its turns."""
         where = self._where or "chat template"
         if turn is not None:
             where += f", turn {turn + 1} ({self._conversation.messages[turn]['role']})"
-        facts.setdefault("hint", _OTHER_FILE)
-        return BadValue(what, where=where, **facts)
+        details.setdefault("hint", _OTHER_FILE)
+        return BadValue(problem, where=where, **details)
 
     def check_values(self) -> None:
-        """Refuse variables that the template does not read, and those that are no variables of a record."""
+        """Raise for variables of the record that the template does not read, or that a record cannot set."""
         for name in self._conversation.template_values:
             if name in _RESERVED:
-                raise self.refusal(
-                    f"`{name}` is no variable that a record may give to the chat template",
+                raise self.error(
+                    f"a record cannot set the variable `{name}` of the chat template",
                     allowed="variables other than " + ", ".join(_RESERVED),
                     hint=None,
                 )
             if name not in self.template.variables:
-                raise self.refusal(
+                raise self.error(
                     f"the chat template does not read the variable `{name}` of the record",
                     got=name,
                     allowed=", ".join(sorted(self.template.variables - {*_RESERVED})),
                 )
 
     def check_tools(self, text: str) -> None:
-        """Refuse a list of tools that the template does not write."""
+        """Raise if the template does not write the tools of the conversation."""
         if not self._conversation.tools:
             return
         names = [tool.get("function", tool).get("name", "") for tool in self._conversation.tools]
         without = self.without_tools()
         missing = [name for name in names if text.count(name) <= without.count(name)]
         if missing or text == without:
-            raise self.refusal(
+            raise self.error(
                 "the chat template does not write the tools of the conversation",
                 got=", ".join(missing or names)[:200],
             )
@@ -172,7 +168,7 @@ def render_text(
     """Return the text of a conversation; with `prompt`, followed by the header of the assistant's next turn.
 
     Raises:
-        BadValue: HP102 whatever the template raises.
+        BadValue: HP102 for any error of the template.
     """
     renderer = _Renderer(tokenizer, conversation, where)
     renderer.check_values()
@@ -187,14 +183,14 @@ def locate_answers(
     """Return the text of a conversation with the spans of the answers to train on.
 
     Args:
-        tokenizer: With a chat template.
+        tokenizer: Tokenizer with a chat template.
         conversation: All turns.
-        trained: Turns of the assistant that get a span.
-        where: Place of the record, for errors.
+        trained: Indices of assistant turns that get a span.
+        where: Location of the record, for errors.
 
     Raises:
-        BadValue: HP102 when the template drops or changes words, a tool or a variable, ends an answer with nothing, or
-            raises; it names turn and cause.
+        BadValue: HP102 with turn and cause, when the template drops or changes words, a tool or a variable, writes no
+            end marker, or raises.
     """
     renderer = _Renderer(tokenizer, conversation, where)
     renderer.check_values()
@@ -215,11 +211,13 @@ def locate_answers(
 def _find_words(
     renderer: _Renderer, conversation: Conversation, text: str
 ) -> tuple[Placeholders, list[WordsPlace]]:
-    """Return the places of all words in a text."""
-    taken = PLACEHOLDER.search(text)
-    if taken:
-        raise renderer.refusal(
-            "a conversation holds a text that stands for words here", got=taken.group(), hint=None
+    """Return the placeholders that reproduce the text, and the places of all words in it."""
+    collision = PLACEHOLDER.search(text)
+    if collision:
+        raise renderer.error(
+            "a conversation contains a text that is reserved as a placeholder",
+            got=collision.group(),
+            hint=None,
         )
     tags = renderer.template.tags
     shapes = [
@@ -245,20 +243,20 @@ def _find_words(
 
 
 def _raise_changed(renderer: _Renderer, conversation: Conversation, text: str) -> None:
-    """Refuse a conversation whose words the template changes; names the first turn with missing words."""
+    """Raise for a conversation whose words the template changes; name the first turn with missing words."""
     for i, message in enumerate(conversation.messages):
         words = (message.get("content") or "").strip()
         if words and not any(form in text for form in forms_of(words)):
-            raise renderer.refusal(
+            raise renderer.error(
                 "words of a turn do not appear in the text that the chat template writes",
                 i,
                 got=abbreviated(words),
             )
-    raise renderer.refusal(
+    raise renderer.error(
         "the chat template writes other text around the turns when their words change, so the assistant's "
-        "tokens cannot be told from the others",
+        "tokens cannot be identified",
         got=abbreviated(text[-80:]),
-        allowed="a text that has the words of all turns, and is otherwise the same for other words",
+        allowed="a text with the words of all turns that is otherwise the same for other words",
     )
 
 
@@ -270,25 +268,25 @@ def _check_words(
     text: str,
     trained: AbstractSet[int],
 ) -> None:
-    """Refuse a conversation of which the template drops, repeats or reorders words."""
+    """Raise for a conversation whose words the template drops, repeats or reorders."""
     counts = Counter(place.number for place in places)
     for number, words in enumerate(shape.words):
         count, i = counts[number], words.turn
         is_answer = conversation.messages[i]["role"] == "assistant"
         if not count and (words.kind != "reasoning" or i in trained):
             if words.kind == "name" and renderer.template.writes_call_ids:
-                raise renderer.refusal(
-                    "the chat template writes the `id` of a tool call in place of its name, and the call has no `id` "
-                    "that holds the name",
+                raise renderer.error(
+                    "the chat template writes the `id` of a tool call instead of its name, but the `id` of the call "
+                    "does not contain the name",
                     i,
                     got=abbreviated(words.text),
                     allowed=f'calls with an id such as "functions.{words.text[:60]}:0", and the same `tool_call_id` in '
                     "the turn of the tool",
                     hint=None,
                 )
-            raise renderer.refusal(_DROPPED[words.kind], i, got=abbreviated(words.text))
+            raise renderer.error(_DROPPED[words.kind], i, got=abbreviated(words.text))
         if count > 1 and is_answer and words.kind != "name":
-            raise renderer.refusal(
+            raise renderer.error(
                 "the chat template writes the words of an answer more than once",
                 i,
                 got=abbreviated(words.text),
@@ -297,13 +295,13 @@ def _check_words(
         for i, message in enumerate(conversation.messages):
             core = (message.get("content") or "").strip()
             if message["role"] != "assistant" and not any(f in text for f in forms_of(core)):
-                raise renderer.refusal(_DROPPED["content"], i, got=abbreviated(core))
+                raise renderer.error(_DROPPED["content"], i, got=abbreviated(core))
     turns = [
         turn for p in places if (turn := shape.words[p.number].turn) in trained
         and shape.words[p.number].kind != "name"
     ]  # fmt: skip
     if turns != sorted(turns):
-        raise renderer.refusal("the chat template writes the answers in another order")
+        raise renderer.error("the chat template writes the answers in another order")
 
 
 _DROPPED: Final = {
@@ -315,7 +313,7 @@ _DROPPED: Final = {
 
 
 class _Search:
-    """Search for the answers of one conversation in its text."""
+    """Search for the answers of one conversation in its rendered text."""
 
     def __init__(
         self,
@@ -329,20 +327,20 @@ class _Search:
         self._shape, self._places, self._text = shape, places, text
         self._template: TemplateProperties = renderer.template
         self._of_turn: dict[int, list[int]] = {}
-        for at, place in enumerate(places):
+        for index, place in enumerate(places):
             words = shape.words[place.number]
             own = self._of_turn.setdefault(words.turn, [])
             if words.kind != "name" or not any(places[o].number == place.number for o in own):
-                own.append(at)
+                own.append(index)
         self.appended = ""
-        """End marker of the last answer where the template leaves it to the turn that would follow."""
+        """End marker of the last answer, if only a following turn would write it."""
 
     def words_of(self, i: int) -> list[WordsPlace]:
         """Return the places of the words of a turn."""
-        return [self._places[at] for at in self._of_turn.get(i, ())]
+        return [self._places[index] for index in self._of_turn.get(i, ())]
 
     def span(self, i: int) -> tuple[int, int]:
-        """Return the characters of the answer of turn `i`."""
+        """Return the [start, end) characters of the answer of turn `i`."""
         start = self._start(i)
         end = self._end(i, start)
         self._check_tags(i, start, end)
@@ -350,33 +348,33 @@ class _Search:
         return start, end
 
     def _check_alone(self, i: int, start: int, end: int) -> None:
-        """Refuse an answer within which the template writes words of another turn, such as the result of a tool."""
+        """Raise if an answer's span contains words of another turn, such as the result of a tool."""
         inside = [p for p in self._places if start <= p.start < end]
-        others = {self._shape.words[p.number].turn for p in inside} - {i}
+        foreign = {self._shape.words[p.number].turn for p in inside} - {i}
         if not self._shape.all_turns:
             borders = [start, *(edge for p in inside for edge in (p.start, p.end)), end]
             gaps = [self._text[a:b] for a, b in zip(borders[::2], borders[1::2], strict=True)]
             for turn, message in enumerate(self._messages):
                 core = (message.get("content") or "").strip()
                 if message["role"] != "assistant" and core and any(core in gap for gap in gaps):
-                    others.add(turn)
-        if others:
-            turn = min(others)
-            raise self._renderer.refusal(
+                    foreign.add(turn)
+        if foreign:
+            turn = min(foreign)
+            raise self._renderer.error(
                 "the chat template writes words of another turn within an answer",
                 i,
                 got=f"turn {turn + 1} ({self._messages[turn]['role']})",
             )
 
     def _check_tags(self, i: int, start: int, end: int) -> None:
-        """Refuse an answer with a tag that the template reads and drops; the generation prompt may end with it."""
+        """Raise for a tag in an answer that the template drops; the generation prompt may end with the tag."""
         if self._shape.tags is None:
             return
         content = self._messages[i].get("content") or ""
         for tag in set(self._shape.tags.findall(content)):
-            said = self._text[max(0, start - 2 * len(tag)) : end]
-            if said.count(tag) - said.endswith(tag) < content.count(tag):
-                raise self._renderer.refusal(_DROPPED["content"], i, got=tag)
+            written = self._text[max(0, start - 2 * len(tag)) : end]
+            if written.count(tag) - written.endswith(tag) < content.count(tag):
+                raise self._renderer.error(_DROPPED["content"], i, got=tag)
 
     def _start(self, i: int) -> int:
         own = self.words_of(i)
@@ -390,51 +388,51 @@ class _Search:
         return self._start_of_wrapper(i)
 
     def _check_context(self, i: int, prompt: str | None) -> None:
-        """Refuse a turn before which generation reads other text: the turns before it change when others follow."""
+        """Raise if generation sees another prompt than training: earlier turns change when more turns follow."""
         before = [p.end for p in self._places if self._shape.words[p.number].turn < i]
         end = max(before, default=0)
         if prompt is not None and not prompt.startswith(self._text[:end]):
-            raise self._renderer.refusal(
-                "the chat template writes the turns before an answer differently once more turns follow, so it "
-                "would be trained on another prompt than generation has",
+            raise self._renderer.error(
+                "the chat template writes the turns before an answer differently when more turns follow, so training "
+                "and generation would have different prompts",
                 i,
                 got=abbreviated(self._text[:end][-80:]),
                 allowed="a text whose beginning stays the same when turns are added",
             )
 
     def _with_space(self, i: int, place: WordsPlace) -> int:
-        """Return where words begin, with white space that the template keeps, and tags before them."""
+        """Return the start of the words, including white space that the template keeps and tags before them."""
         content = self._messages[i].get("content") or ""
         lead = content[: content.index(self._shape.words[place.number].text)]
         start = place.start - len(lead)
-        kept = lead and (self._template.keeps_space or lead.strip())
-        return start if kept and self._text[start : place.start] == lead else place.start
+        is_kept = lead and (self._template.keeps_space or lead.strip())
+        return start if is_kept and self._text[start : place.start] == lead else place.start
 
     def _start_of_wrapper(self, i: int) -> int:
-        """Return where the text begins that the template writes before reasoning, a tool call or an end marker.
+        """Return the start of the text that the template writes before reasoning, a tool call or an end marker.
 
-        It is the first text behind the turns before that the generation prompt does not have.
+        It is the first text after the previous turn that is not part of the generation prompt.
         """
         own = self.words_of(i)
         before = [p for p in self._places if self._shape.words[p.number].turn < i]
         previous = max((p.end for p in before), default=0)
-        behind = [p.start for p in self._places if p.start >= previous]
+        later = [p.start for p in self._places if p.start >= previous]
         shape = Placeholders(self._shape.tags, self._shape.all_turns, self._shape.names)
         header = PLACEHOLDER.split(self._renderer.shaped_prompt(shape, i))[-1]
-        gap = self._text[previous : min(behind, default=len(self._text))]
-        pairs = enumerate(zip(header, gap, strict=False))
-        count = next((k for k, (a, b) in pairs if a != b), min(len(header), len(gap)))
-        shared = header if count == len(header) else unfinished(gap[:count])
+        gap = self._text[previous : min(later, default=len(self._text))]
+        shared = common_prefix(header, gap)
+        shared = header if shared == header else unfinished(shared)
         is_header = own or not header[len(shared) :][:1].isalnum()
         if not shared or not is_header:
-            raise self._renderer.refusal(
+            raise self._renderer.error(
                 "the chat template writes a turn differently from the prompt of generation", i
             )
         return previous + len(shared)
 
     def _end(self, i: int, start: int) -> int:
+        """Return the end of an answer's end marker."""
         own = self.words_of(i)
-        behind = own[-1].end if own else start
+        words_end = own[-1].end if own else start
         following = (
             self._places[self._of_turn[i][-1] + 1 :]
             if own
@@ -443,14 +441,14 @@ class _Search:
         limit = next(
             (p.start for p in following if self._shape.words[p.number].turn > i), len(self._text)
         )
-        rest = self._text[behind:limit]
+        rest = self._text[words_end:limit]
         content = (self._messages[i].get("content") or "").strip()
-        if content and not own and content not in rest:  # words that are nothing but tags
-            raise self._renderer.refusal(_DROPPED["content"], i, got=abbreviated(content))
+        if content and not own and content not in rest:  # the content consists of tags only
+            raise self._renderer.error(_DROPPED["content"], i, got=abbreviated(content))
         is_last = i == len(self._messages) - 1
         is_call = bool(own) and self._shape.words[own[-1].number].kind in ("name", "argument")
         if self._messages[i].get("tool_calls") and not is_call and not self._calls_shown(i):
-            raise self._renderer.refusal(_DROPPED["name"], i)
+            raise self._renderer.error(_DROPPED["name"], i)
         if is_call:
             self._check_values(i, own)
             length = self._call_end(rest, is_last)
@@ -458,29 +456,29 @@ class _Search:
             has_words = bool(own) and self._shape.words[own[-1].number].kind == "content"
             length = self._words_end(rest, is_last, has_words)
         if length is None:
-            raise self._renderer.refusal(
-                "the chat template writes no marker behind an answer at which generation stops",
+            raise self._renderer.error(
+                "the chat template writes no marker after an answer at which generation stops",
                 i,
                 got=abbreviated(rest),
-                allowed="a special token, such as the end-of-text token, behind every answer",
+                allowed="a special token, such as the end-of-text token, after every answer",
             )
-        return behind + length
+        return words_end + length
 
     def _calls_shown(self, i: int) -> bool:
         kinds = {self._shape.words[p.number].kind for p in self.words_of(i)}
         return bool(kinds & {"name", "argument"})
 
     def _check_values(self, i: int, own: Sequence[WordsPlace]) -> None:
-        """Refuse a call with an argument that has no placeholder and is not written."""
-        said = self._text[own[0].start :]
+        """Raise for an argument of a tool call that has no placeholder and is not written."""
+        text = self._text[own[0].start :]
         for call in self._messages[i]["tool_calls"]:
             for key, value in _leaves(call["function"].get("arguments")):
-                is_shown = isinstance(value, str) or str(value) in said or json.dumps(value) in said
-                if not is_shown or not any(form in said for form in forms_of(key)):
-                    raise self._renderer.refusal(_DROPPED["argument"], i, got=f"{key}: {value!r:.60}")  # fmt: skip
+                is_shown = isinstance(value, str) or str(value) in text or json.dumps(value) in text
+                if not is_shown or not any(form in text for form in forms_of(key)):
+                    raise self._renderer.error(_DROPPED["argument"], i, got=f"{key}: {value!r:.60}")  # fmt: skip
 
     def _words_end(self, rest: str, is_last: bool, has_words: bool) -> int | None:
-        """Return the characters up to the end marker behind words."""
+        """Return the number of characters from the end of words to the end of the marker; None without a marker."""
         end = self._template.ends[0 if is_last else 1]
         if is_last and not end.is_written:
             return self._append(rest, end)
@@ -490,21 +488,21 @@ class _Search:
         if has_words:
             space = len(rest) - len(rest.lstrip())
             return space + len(wanted) if rest.startswith(wanted, space) else None
-        found = rest.find(wanted)
-        return found + len(wanted) if found >= 0 else None
+        start = rest.find(wanted)
+        return start + len(wanted) if start >= 0 else None
 
     def _call_end(self, rest: str, is_last: bool) -> int | None:
-        """Return the characters up to the end marker behind a tool call."""
+        """Return the number of characters from a tool call to the end of the marker; None without a marker."""
         end = self._template.call_end
         if end.text is None:
             return None
-        found = rest.find(end.text)
-        if found >= 0:
-            return found + len(end.text)
+        start = rest.find(end.text)
+        if start >= 0:
+            return start + len(end.text)
         return self._append(rest, end) if is_last and not end.is_written else None
 
     def _append(self, rest: str, end: EndMarker) -> int | None:
-        """Return the characters to the end of the text, with a marker that is added to it."""
+        """Append an end marker to the text; return the number of characters to its end."""
         if end.text is None:
             return None
         self.appended = end.text.lstrip() if rest != rest.rstrip() else end.text
@@ -512,7 +510,7 @@ class _Search:
 
 
 def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield each value within objects and lists, with the key that it has."""
+    """Yield (key, value) of each leaf within objects and lists."""
     if isinstance(value, Mapping):
         for name, item in value.items():
             yield from _leaves(item, str(name))
@@ -530,12 +528,12 @@ def _narrowed(
     marks: Sequence[tuple[int, int]],
     search: _Search,
 ) -> tuple[int, int]:
-    """Return the part of a span that the template marks; it holds all words of the turn."""
+    """Return a span cut at the template's marks, which must contain all words of the turn."""
     inside = [(max(a, span[0]), min(b, span[1])) for a, b in marks if a < span[1] and b > span[0]]
     own = search.words_of(i)
     if not inside or (own and (inside[0][0] > own[0].start or inside[-1][1] < own[-1].end)):
-        raise renderer.refusal(
+        raise renderer.error(
             "the marks of the chat template (`generation`) leave out words of an answer", i
         )
-    # The span ends with the marker at which generation stops, which some templates leave out of their marks.
+    # Some templates leave the marker at which generation stops out of their marks; the span includes it.
     return inside[0][0], span[1]

@@ -1,7 +1,7 @@
-"""The global order of packed sequences, and the slice of a step that one data-parallel rank reads.
+"""Global order of packed sequences, and the slice of a step that one data-parallel rank reads.
 
-The order is a function of the seed and the epoch alone. Step k takes the next `sequences_per_step` sequences of it;
-rank and microbatch only cut that list, so a step's content is the same for every layout with equal tokens per step:
+The order is a function of the seed and the epoch alone. Step k takes its next `sequences_per_step` sequences. Rank and
+microbatch only slice that list, so a step's content is the same for every layout with equal tokens per step:
 
     step k        | s0 s1 s2 s3 s4 s5 s6 s7 |
     dp 2, mb 2    | [s0 s1][s2 s3] | [s4 s5][s6 s7] |
@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hyper_parallel.errors import BatchMismatch, CheckpointMismatch, NoData
-from hyper_parallel.trainer.data._batch import Batch
 from hyper_parallel.trainer.data._sequences import (
     IGNORE_INDEX,
     Int64,
@@ -29,13 +30,34 @@ __all__ = ["IGNORE_INDEX", "Batch", "Batches", "Int64", "JoinedSequences", "Pack
 
 logger = logging.getLogger(__name__)
 
-_BLOCK = 1024  # sequences of a mixture whose shares are exact to one
+_BLOCK = 1024  # sequences per block of a mixture; the share of a source is exact to one sequence per block
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Inputs, targets and padding of one microbatch of one data-parallel rank."""
+
+    input_ids: Int64  # [B, S]
+    shift_labels: Int64  # [B, S]; the label at t is the token at t + 1, -100 without loss
+    num_valid: int  # number of labels other than -100
+    position_ids: Int64 | None = (
+        None  # [B, S], 0 at the beginning of each document; None: a row is one document
+    )
+    num_real: Int64 | None = None  # [B] tokens of each row before its padding; None: no padding
+
+    @property
+    def token_mask(self) -> NDArray[np.bool_] | None:
+        """Mask [B, S], False for padding tokens; None without padding."""
+        if self.num_real is None:
+            return None
+        mask: NDArray[np.bool_] = np.arange(self.input_ids.shape[1]) < self.num_real[:, None]
+        return mask
 
 
 def check_cut(
     sequences_per_step: int, dp_rank: int, dp_size: int, microbatch: int, accumulation: int
 ) -> None:
-    """Raise HP308 when the three sizes do not multiply to the sequences of a step."""
+    """Raise HP308 if dp_size * microbatch * accumulation differs from the sequences of a step."""
     size = dp_size * microbatch * accumulation
     if size != sequences_per_step or not 0 <= dp_rank < dp_size:
         raise BatchMismatch(
@@ -45,14 +67,14 @@ def check_cut(
         )
 
 
-def check_position(state: dict[str, Any], mine: dict[str, Any], order: tuple[str, ...]) -> None:
-    """Raise HP702 when a checkpoint's place is one in other data; `order` names what must be equal."""
-    changed = [k for k in order if state.get(k) != mine[k]]
+def check_position(state: dict[str, Any], current: dict[str, Any], keys: tuple[str, ...]) -> None:
+    """Raise HP702 if a checkpoint's data position differs from the current data in one of `keys`."""
+    changed = [k for k in keys if state.get(k) != current[k]]
     if changed:
         raise CheckpointMismatch(
-            "the checkpoint was written on other data or another order, so its position means nothing here",
+            "the checkpoint was written with other data or another data order, so its data position is not valid",
             where=", ".join(changed),
-            got=", ".join(f"{k}={mine[k]}" for k in changed),
+            got=", ".join(f"{k}={current[k]}" for k in changed),
             allowed=", ".join(f"{k}={state.get(k)}" for k in changed),
             hint="checkpoint.resume=never",
         )
@@ -62,21 +84,21 @@ class Batches:
     """Deterministic order over packed sequences, cut into steps.
 
     Args:
-        sequences: What to read.
+        sequences: Sequences of one source or of several.
         sequences_per_step: Sequences of one step over all data-parallel ranks.
         seed: Seed of the order.
-        shuffle: False: the order on disk, in every epoch.
-        tail: What happens when an epoch ends inside a step. `wrap`: the step goes on with the next epoch (training).
+        shuffle: Whether each epoch has its own order; else every epoch has the order on disk.
+        tail: Behaviour when an epoch ends inside a step. `wrap`: the step continues with the next epoch (training).
             `pad`: the step is filled with dummy rows without labels and the next step starts the next epoch
             (evaluation: every sequence exactly once, the same number of microbatches on every rank).
-        limit: Use so many sequences, spread evenly over those on disk; None: all.
-        fingerprint: Hash of the data, kept in checkpoints.
-        weights: Shares of the sources of `JoinedSequences`, each of which is read at its own pace; none: all sequences
-            are read equally often.
-        repeats: Every sequence comes so many times in a row; a divisor of `sequences_per_step`.
-        iterations: So many steps in a row read the same sequences.
-        together: So many neighbours on disk stay neighbours, and count as one sequence of `num_sequences`; a divisor
-            of `sequences_per_step` too.
+        limit: Number of sequences to use, spread evenly over those on disk; None: all.
+        fingerprint: Hash of the data, stored in checkpoints.
+        weights: Shares of the sources of `JoinedSequences`, each of which has its own epochs; empty: all sequences are
+            read equally often.
+        repeats: Number of consecutive copies of every sequence; a divisor of `sequences_per_step`.
+        iterations: Number of consecutive steps that read the same sequences.
+        group_size: Number of sequences, adjacent on disk, that stay adjacent and count as one of `num_sequences`;
+            also a divisor of `sequences_per_step`.
 
     Raises:
         NoData: HP602 when there is no sequence.
@@ -95,68 +117,71 @@ class Batches:
         weights: Sequence[float] = (),
         repeats: int = 1,
         iterations: int = 1,
-        together: int = 1,
+        group_size: int = 1,
     ) -> None:
         if sequences_per_step < 1:
-            what = "a step must hold at least one sequence"
-            raise BatchMismatch(what, got=sequences_per_step, allowed="1 or more")
+            problem = "a step must hold at least one sequence"
+            raise BatchMismatch(problem, got=sequences_per_step, allowed="1 or more")
         self.sequences = sequences
         self.sequences_per_step = sequences_per_step
-        self._repeats, self._iterations, self._together = repeats, iterations, together
+        self._repeats, self._iterations, self._group_size = repeats, iterations, group_size
         self.seed = seed
         self.shuffle = shuffle
         self.tail = tail
         self.fingerprint = fingerprint
-        count = len(sequences) // together
+        count = len(sequences) // group_size
         self.num_sequences = count if limit is None else min(limit, count)
         if self.num_sequences == 0:
             raise NoData("there is no sequence to read", where=f"{sequences.split} data")
-        # A limit takes sequences spread over the whole text, not the first ones: those may be one document.
+        # A limit spreads over the whole text: the first sequences may all be one document.
         every = np.arange(self.num_sequences, dtype=np.int64)
         self._picked = every * count // self.num_sequences
         self._origin = 0
         self._order: tuple[int, Int64] = (-1, np.zeros(0, np.int64))
         self._shares = np.asarray(weights, np.float64) / sum(weights) if weights else None
-        # Sequences of each source before every block of a mixture.
+        # Number of sequences of each source before every block of a mixture.
         self._before = [np.zeros(len(weights), np.int64)]
 
     @property
     def unit(self) -> int:
-        """Rows of a step for each of `num_sequences`."""
-        return self._repeats * self._together
+        """Rows of a step per sequence of `num_sequences`."""
+        return self._repeats * self._group_size
 
     @property
     def steps_per_epoch(self) -> int:
-        """Steps that visit every sequence at least once, counted from the start of an epoch."""
+        """Number of steps, from the start of an epoch, that visit every sequence at least once."""
         return -(-self.num_sequences * self.unit // self.sequences_per_step)
 
     def step_batch(self, step: int) -> Int64:
-        """Indices of the sequences of a step over all ranks, [sequences_per_step]; -1 is a dummy row."""
+        """Return the indices of a step's sequences over all ranks, [sequences_per_step]; -1 is a dummy row."""
         size = self.sequences_per_step
         if self.tail == "pad":
             epoch, within = divmod(step, self.steps_per_epoch)
             part = self._rows(self._epoch(epoch))[within * size : (within + 1) * size]
             return np.concatenate([part, np.full(size - len(part), -1, np.int64)])
-        at = self.sequences_seen(step)
-        at, end = at // self.unit, (at + size) // self.unit
+        seen = self.sequences_seen(step)
+        position, end = seen // self.unit, (seen + size) // self.unit
         parts = []
-        while at < end and self._shares is not None:
-            block, within = divmod(at, _BLOCK)
-            parts.append(self._mixed(block)[within : within + end - at])
-            at += len(parts[-1])
-        while at < end:
-            epoch, within = divmod(at, self.num_sequences)
-            parts.append(self._epoch(epoch)[within : within + end - at])
-            at += len(parts[-1])
+        while position < end and self._shares is not None:
+            block, within = divmod(position, _BLOCK)
+            parts.append(self._mixture_block(block)[within : within + end - position])
+            position += len(parts[-1])
+        while position < end:
+            epoch, within = divmod(position, self.num_sequences)
+            parts.append(self._epoch(epoch)[within : within + end - position])
+            position += len(parts[-1])
         return self._rows(np.concatenate(parts))
 
     def _rows(self, sequences: Int64) -> Int64:
-        """Indices of all rows of some of `num_sequences`."""
-        found = sequences[:, None] * self._together + np.arange(self._together)
-        return found.ravel().repeat(self._repeats)
+        """Return the row indices of sequences: groups expanded, each row repeated."""
+        rows = sequences[:, None] * self._group_size + np.arange(self._group_size)
+        return rows.ravel().repeat(self._repeats)
 
-    def _mixed(self, block: int) -> Int64:
-        """The sequences of one block of a mixture: exact shares so far, in an order of the seed."""
+    def _mixture_block(self, block: int) -> Int64:
+        """Return the sequences of one block of a mixture.
+
+        The cumulative shares of the sources are exact to one sequence; the seed decides the order in the block.
+        """
         assert self._shares is not None
         assert isinstance(self.sequences, JoinedSequences)
         while len(self._before) <= block + 1:
@@ -170,52 +195,52 @@ class Batches:
         first, last = self._before[block], self._before[block + 1]
         keys = np.random.PCG64([self.seed, 2, block]).random_raw(_BLOCK)
         sources = np.repeat(np.arange(len(first)), last - first)[np.argsort(keys, kind="stable")]
-        found = np.empty(_BLOCK, np.int64)
+        chosen = np.empty(_BLOCK, np.int64)
         for source, part in enumerate(self.sequences.parts):
-            count = len(part) // self._together
-            epochs, inside = np.divmod(np.arange(first[source], last[source]), count)
+            count = len(part) // self._group_size
+            epochs, local = np.divmod(np.arange(first[source], last[source]), count)
             for epoch in np.unique(epochs) if self.shuffle else ():
                 keys = np.random.PCG64([self.seed, 0, int(epoch), source]).random_raw(count)
                 order = np.argsort(keys, kind="stable")
-                inside[epochs == epoch] = order[inside[epochs == epoch]]
-            found[sources == source] = self.sequences.starts[source] // self._together + inside
-        return found
+                local[epochs == epoch] = order[local[epochs == epoch]]
+            chosen[sources == source] = self.sequences.starts[source] // self._group_size + local
+        return chosen
 
     def _epoch(self, epoch: int) -> Int64:
         if not self.shuffle:
             return self._picked
         if self._order[0] != epoch:
-            # Raw bits of PCG64 are fixed for ever; numpy may change how `permutation` draws.
+            # The raw bits of PCG64 never change between numpy versions; `permutation` may.
             keys = np.random.PCG64([self.seed, 0, epoch]).random_raw(self.num_sequences)
             self._order = (epoch, self._picked[np.argsort(keys, kind="stable")])
         return self._order[1]
 
     def num_valid(self, step: int) -> int:
-        """Labels with loss in a step over all ranks; every rank knows it without communication."""
+        """Return the number of labels with loss in a step over all ranks; needs no communication."""
         return self.sequences.num_valid(self.step_batch(step))
 
     def microbatches(
         self, step: int, dp_rank: int, dp_size: int, microbatch: int, accumulation: int
     ) -> list[Batch]:
-        """The `accumulation` batches of [microbatch, S] of one data-parallel rank in a step, counted from 0.
+        """Return the `accumulation` batches of [microbatch, S] of one data-parallel rank in a step, counted from 0.
 
         Raises:
             BatchMismatch: HP308 when the three sizes do not multiply to `sequences_per_step`.
         """
         check_cut(self.sequences_per_step, dp_rank, dp_size, microbatch, accumulation)
-        mine = self.step_batch(step).reshape(dp_size, accumulation, microbatch)[dp_rank]
-        read = self.sequences
+        local = self.step_batch(step).reshape(dp_size, accumulation, microbatch)[dp_rank]
+        source = self.sequences
         return [
-            Batch(*read.read(i), read.num_valid(i), read.positions(i), read.num_real(i))
-            for i in mine
+            Batch(*source.read(i), source.num_valid(i), source.positions(i), source.num_real(i))
+            for i in local
         ]
 
     def sequences_seen(self, step: int) -> int:
-        """Sequences read before a step, those of a resumed run's earlier batch sizes included."""
+        """Return the number of sequences read before a step, including earlier batch sizes of a resumed run."""
         return self._origin + step // self._iterations * self.sequences_per_step
 
     def state_dict(self, step: int) -> dict[str, Any]:
-        """The data position before a step, for a checkpoint: plain values, the same on every rank and layout."""
+        """Return the data position before a step, for a checkpoint: plain values, equal on every rank and layout."""
         return {
             "step": step,
             "sequences_seen": self.sequences_seen(step),
@@ -227,7 +252,7 @@ class Batches:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where a checkpoint stopped: the step after it reads the sequences that would have come next.
+        """Continue from a checkpoint: its next step reads the sequences that follow the ones already seen.
 
         Tokens per step may change; the data and its order may not.
 
@@ -240,7 +265,7 @@ class Batches:
             return
         if state["sequences_per_step"] != self.sequences_per_step:
             logger.warning(
-                "sequences per step changed from %d to %d; the data goes on after the %d sequences already seen",
+                "sequences per step changed from %d to %d; reading continues after the %d sequences already seen",
                 state["sequences_per_step"],
                 self.sequences_per_step,
                 state["sequences_seen"],

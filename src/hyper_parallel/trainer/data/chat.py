@@ -1,14 +1,13 @@
-"""Chat templates, and which tokens of a conversation the assistant wrote.
+"""Chat templates and tokens of conversations, with the assistant's tokens as targets.
 
-The tokenizer's own template is used when it has one. A tokenizer trained here carries `CHATML`; a foreign tokenizer
-without a template gets `PLAIN`, which needs no special token but the end-of-text one.
+The tokenizer's own template is used when it has one. A tokenizer trained here has `CHATML`; another tokenizer without
+a template gets `PLAIN`, which needs no special token except the end-of-text token.
 
-`answer_spans` renders a conversation and finds the answers in its text, `span_tokens` tokenises it so that the tokens
-before an answer are those of generation. Targets are the words of the assistant, the marker that ends a turn, and what
-the template has the model write between the generation prompt and the words, such as an empty reasoning block. A
-template that marks the assistant's words itself, between `{% generation %}` and `{% endgeneration %}`, may leave out
-text before the words. The marker that ends a turn is a target whether or not the marks hold it, because a model that
-never learns it does not stop.
+`answer_spans` renders a conversation and locates the answers in its text. `span_tokens` tokenizes it so that the tokens
+before an answer equal those of generation. Targets are the words of the assistant, the marker that ends a turn, and
+text between the generation prompt and the words, such as an empty reasoning block. A template that marks the
+assistant's words itself, between `{% generation %}` and `{% endgeneration %}`, may exclude text before the words. The
+end marker is always a target, because a model that never learns it does not stop.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from typing import Any
 
 from hyper_parallel.errors import BadValue
 from hyper_parallel.trainer.data.answer_spans import locate_answers, render_text
-from hyper_parallel.trainer.data.conversation import Conversation, Message
+from hyper_parallel.trainer.data.document import Conversation, Message
 from hyper_parallel.trainer.data.span_tokens import ids_of, tokens_of_spans
 from hyper_parallel.trainer.data.template_properties import properties_of
 
@@ -34,7 +33,7 @@ PLAIN = (
     "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}\n\n"
     "{% endfor %}{% if add_generation_prompt %}### assistant:\n{% endif %}"
 )
-"""Template of foreign tokenizers that bring none: headed turns, the assistant's closed by end-of-text."""
+"""Template of other tokenizers without a template: turns with headings, the assistant's closed by end-of-text."""
 
 RAW = (
     "{% for message in messages %}{{ message['content'] }}"
@@ -53,7 +52,7 @@ def render(
     """Return the text of a conversation; with `prompt`, followed by the header of the assistant's next turn.
 
     Raises:
-        BadValue: HP102 whatever the template raises, and for a variable that it does not read.
+        BadValue: HP102 for any error of the template, and for a variable that it does not read.
     """
     return render_text(tokenizer, _as_conversation(conversation), prompt=prompt, where=where)
 
@@ -63,10 +62,10 @@ def _as_conversation(turns: Conversation | Sequence[Message]) -> Conversation:
 
 
 def complete_text(tokenizer: Any, conversation: Conversation, where: str = "") -> str:
-    """Return the text of a conversation that has the words of all turns.
+    """Return the text of a conversation, checked to contain the words of all turns.
 
     Raises:
-        BadValue: HP102 as `encode_conversation`, without regard to end markers.
+        BadValue: HP102 as for `encode_conversation`, except for missing end markers.
     """
     return locate_answers(tokenizer, conversation, (), where).text
 
@@ -80,18 +79,18 @@ def assistant_spans(
     """Return the text of a conversation and the [start, end) characters of the assistant's turns with end markers.
 
     Args:
-        tokenizer: With a chat template.
+        tokenizer: Tokenizer with a chat template.
         conversation: All turns.
-        where: Place of the record, for errors.
-        num_context: Leading turns that have no span.
+        where: Location of the record, for errors.
+        num_context: Number of leading turns without a span.
     """
     one = _as_conversation(conversation)
-    found = locate_answers(tokenizer, one, _trained_turns(one, num_context), where)
-    return found.text, list(found.spans)
+    rendering = locate_answers(tokenizer, one, _trained_turns(one, num_context), where)
+    return rendering.text, list(rendering.spans)
 
 
 def _trained_turns(conversation: Conversation, num_context: int) -> list[int]:
-    """Return the turns whose words are targets."""
+    """Return the indices of turns whose words are targets."""
     return [
         i
         for i, turn in enumerate(conversation.messages)
@@ -104,11 +103,11 @@ def encode_conversation(
 ) -> tuple[list[int], list[bool]]:
     """Return the tokens of a conversation and, for each, whether it is a target.
 
-    Targets are the assistant's tokens in all turns but the first `num_context` and those that the conversation leaves
-    out. The tokens before the first target are those of generation for the same turns.
+    Targets are the assistant's tokens in all turns after the first `num_context`, except turns that the conversation
+    excludes. The tokens before the first target equal those of generation for the same turns.
 
     Raises:
-        BadValue: HP102 when the template or the tokenizer cannot write the conversation exactly, naming the turn.
+        BadValue: HP102 with the turn, when the template or the tokenizer does not reproduce the conversation exactly.
     """
     if not tokenizer.is_fast:
         raise BadValue(
@@ -124,9 +123,10 @@ def encode_conversation(
 def encode_pair(
     tokenizer: Any, prompt: str, answer: str, where: str = ""
 ) -> tuple[list[int], list[bool]]:
-    """Return the tokens of two texts joined as plain text and closed by end-of-text; the answer's are targets.
+    """Return the tokens of a prompt and its answer, joined as plain text and closed by end-of-text, and the targets.
 
-    The tokens of the prompt are those of generation, and the answer gains no space.
+    Targets are the tokens of the answer. The tokens of the prompt equal those of generation, and no space is added
+    before the answer.
     """
     text = prompt + answer
     ids, mask = tokens_of_spans(tokenizer, text, [(len(prompt), len(text))], where)
@@ -136,37 +136,37 @@ def encode_pair(
 def encode_prompt(
     tokenizer: Any, conversation: Conversation, where: str = "", num_context: int = 0
 ) -> tuple[list[int], list[bool]]:
-    """Return the tokens of a prompt up to where the model speaks, then those of its answer, which are marked.
+    """Return the tokens of a prompt, then those of its answer, and whether each token belongs to the answer.
 
-    The prompt is the first `num_context` turns with the generation prompt. End-of-text closes the answer, so that one
-    without words is marked too.
+    The prompt is the first `num_context` turns with the generation prompt. End-of-text closes the answer, so that an
+    empty answer has a marked token too.
     """
     if not num_context:
         return [], []
     prompt = replace(conversation, messages=conversation.messages[:num_context])
     complete_text(tokenizer, prompt, where)
     text = render(tokenizer, prompt, prompt=True, where=where)
-    asked = ids_of(tokenizer, text, where)
+    prompt_ids = ids_of(tokenizer, text, where)
     answer = answer_of(conversation.messages, num_context)
-    said = [*(ids_of(tokenizer, answer, where) if answer else ()), tokenizer.eos_token_id]
-    return [*asked, *said], [False] * len(asked) + [True] * len(said)
+    answer_ids = [*(ids_of(tokenizer, answer, where) if answer else ()), tokenizer.eos_token_id]
+    return [*prompt_ids, *answer_ids], [False] * len(prompt_ids) + [True] * len(answer_ids)
 
 
 def answer_of(messages: Sequence[Message], num_context: int) -> str:
-    """Return the words of the turns behind a prompt."""
+    """Return the words of the turns after a prompt."""
     return "\n".join(turn["content"] for turn in messages[num_context:])
 
 
 def stop_ids(
     tokenizer: Any, eos: int | Sequence[int] | None = None, *, chat: bool = True
 ) -> set[int]:
-    """Return the tokens that end a text; generation, rollouts and samples of a run all ask here.
+    """Return the tokens that end a text, for generation, rollouts and samples of a run.
 
     Args:
-        tokenizer: Of the model; its end-of-text token is one.
+        tokenizer: Tokenizer of the model; its end-of-text token is one of the results.
         eos: `eos_token_id` of the model's generation config: one token, or several.
-        chat: The text is an answer: the special tokens that the chat template writes behind an answer or a tool call
-            end it too.
+        chat: Whether the text is an answer, which also ends at the special tokens that the chat template writes after
+            an answer or a tool call.
     """
     own = [eos] if eos is None or isinstance(eos, int) else eos
     stops = {tokenizer.eos_token_id, *own} - {None}

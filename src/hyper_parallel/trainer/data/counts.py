@@ -1,7 +1,7 @@
 """Counts of the records of a source: read, used, cut, and left out by reason.
 
-One object for prepared data, for streams and for commands that show data. The reader of records counts records and the
-keys that it passes over; the packer or the stream counts what becomes of each record.
+Prepared data, streams and commands that show data share this object. The reader counts records and ignored keys; the
+packer or the stream counts whether a record is used, cut or left out.
 """
 
 from __future__ import annotations
@@ -12,11 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from hyper_parallel.trainer.data.conversation import says_something
-from hyper_parallel.trainer.data.document import Document
+from hyper_parallel.trainer.data.document import Document, has_content
 
 NO_ANSWER: Final = "no turn of the assistant"
-PROMPT_ONLY: Final = "no turn of the assistant behind the prompt"
+PROMPT_ONLY: Final = "no turn of the assistant after the prompt"
 ALL_UNTRAINED: Final = "every answer is excluded from training by the record"
 EMPTY_ANSWERS: Final = "every answer is empty"
 NO_TARGET: Final = "the chat template writes no token of an answer"
@@ -26,7 +25,7 @@ NO_PROMPT: Final = "no turn before the answer"
 UNKNOWN: Final = "its token for unknown words is trained in their place"
 ALLOWED: Final = {
     NO_ANSWER: "conversations with a turn of the assistant",
-    PROMPT_ONLY: "conversations with a turn of the assistant behind the prompt",
+    PROMPT_ONLY: "conversations with a turn of the assistant after the prompt",
     ALL_UNTRAINED: "conversations with an answer whose flag (`weight`, `train`, ...) is not 0 or false",
     EMPTY_ANSWERS: "answers with words",
     NO_TARGET: "a chat template that writes the words of answers",
@@ -34,10 +33,10 @@ ALLOWED: Final = {
     EMPTY_RECORD: "records with words",
     NO_PROMPT: "conversations with a turn of the user before the last answer",
 }
-"""Records that are used, by the reason for which others are left out."""
+"""Description of acceptable records, by the reason for which records are left out."""
 
 Encoded = tuple[Sequence[int], Sequence[bool]]
-"""Tokens of a document, and for each whether it is a target; none of the latter where all are."""
+"""Tokens of a document, and whether each is a target; the second part is empty if all tokens are targets."""
 _NUMBERS: Final = ("read", "used", "cut", "tokens", "target_tokens")
 _COUNTERS: Final = ("dropped", "ignored_keys", "remarks")
 
@@ -51,17 +50,17 @@ class DataCounts:
         format: Recognised format: `text` (a file is a document), `records` (a text under a key), or that of
             conversations (`sharegpt`, `alpaca`, `prompt_completion`, `preference`).
         seq_len: `data.seq_len`.
-        read: Records that were read; a pair, and a file of text, is one.
-        used: Records that are trained on, cut ones included.
-        cut: Records that are longer than `data.seq_len` and lose their end.
-        tokens: Tokens of the records that are used.
-        target_tokens: Tokens of them that carry loss: of a pair that is scored its two last ones; none of prompts for
-            which completions are sampled.
-        dropped: Records that are left out, by reason.
-        ignored_keys: Keys of records that have no influence on the text, with the number of records that have them.
-        remarks: Other things that the reader does to records, with their number.
-        by_document: Texts of `stage: pt` do not follow one another, so the first token of each is no target.
-        unknown_id: Token that stands for everything that the tokenizer does not know.
+        read: Records that were read; a pair, or a text file, is one record.
+        used: Records that are trained on, including cut ones.
+        cut: Records longer than `data.seq_len`, whose end is cut off.
+        tokens: Tokens of the used records.
+        target_tokens: Tokens with loss among `tokens`: two per pair for a reward model; none for prompts for which
+            completions are sampled.
+        dropped: Number of records left out, by reason.
+        ignored_keys: Number of records that have a key without influence on the text, by key.
+        remarks: Number of other changes by the reader, by description.
+        by_document: Texts of `stage: pt` are not concatenated, so the first token of each is not a target.
+        unknown_id: Unknown token of the tokenizer; None: it has none.
     """
 
     source: str = ""
@@ -86,18 +85,18 @@ class DataCounts:
             getattr(self, name).clear()
 
     def restart(self, num_read: int) -> None:
-        """Count from here on: records before it were passed over, and `num_read` behind it are read already."""
+        """Restart the counts of a resumed stream; `num_read` records after the start are already read."""
         for name in _NUMBERS:
             setattr(self, name, 0)
         self.dropped.clear()
         self.read = num_read
 
     def add(self, documents: Sequence[Document], encoded: Sequence[Encoded], stage: str) -> None:
-        """Count one record: its document, or the two of a pair.
+        """Count a record, which has one document, or two if it is a pair.
 
         Args:
             documents: Documents of the record.
-            encoded: Tokens of each, and which are targets.
+            encoded: Tokens and targets of each document.
             stage: Stage of the recipe.
         """
         if stage == "pt":
@@ -108,24 +107,25 @@ class DataCounts:
             self.add_used(num_tokens, num_tokens - self.by_document)
             self.add_unknown(any(self.unknown_id in ids for ids, _ in encoded), stage)
             return
-        first = 0 if stage == "rm" else 1  # the first token is predicted by none
+        first = 0 if stage == "rm" else 1  # no position predicts the first token
         most = self.seq_len + first
         for document, (_, learn) in zip(documents, encoded, strict=True):
             if not any(learn[first:most]):
-                behind = any(learn[first:])
-                self.dropped[BEHIND_SEQ_LEN if behind else missing_target(document, stage)] += 1
+                is_cut_off = any(learn[first:])
+                reason = BEHIND_SEQ_LEN if is_cut_off else missing_target(document, stage)
+                self.dropped[reason] += 1
                 return
         lengths = [len(ids) for ids, _ in encoded]
         marked = [sum(learn[first:most]) for _, learn in encoded]
         num_tokens = sum(min(n, most) for n in lengths)
         self.add_marked(num_tokens, marked, stage, is_cut=max(lengths) > most)
         if self.unknown_id is not None:
-            answers = (zip(ids[:most], learn[:most], strict=True) for ids, learn in encoded)
-            said = itertools.chain.from_iterable(answers)
-            self.add_unknown(any(i == self.unknown_id and t for i, t in said), stage)
+            pairs = (zip(ids[:most], learn[:most], strict=True) for ids, learn in encoded)
+            tokens = itertools.chain.from_iterable(pairs)
+            self.add_unknown(any(i == self.unknown_id and t for i, t in tokens), stage)
 
     def add_unknown(self, has_unknown: bool, stage: str) -> None:
-        """Count a record whose targets hold the token for everything unknown."""
+        """Count a record whose targets contain the unknown token."""
         if has_unknown and self.unknown_id is not None and stage != "grpo":
             kind = "texts" if stage == "pt" else "conversations whose answers"
             self.remarks[f"{kind} have words that the tokenizer does not know: {UNKNOWN}"] += 1
@@ -133,21 +133,21 @@ class DataCounts:
     def add_marked(
         self, num_tokens: int, marked: Sequence[int], stage: str, *, is_cut: bool
     ) -> None:
-        """Count a record of conversations that is used.
+        """Count a used record of conversations.
 
         Args:
-            num_tokens: Tokens of all its documents, cut to `data.seq_len`.
-            marked: Tokens of answers in each of its documents.
+            num_tokens: Number of tokens of all its documents, cut to `data.seq_len`.
+            marked: Number of answer tokens in each of its documents.
             stage: Stage of the recipe.
             is_cut: Whether a document is longer than `data.seq_len`.
         """
-        if stage == "grpo":  # the answer is read by rewards alone
+        if stage == "grpo":  # only rewards read the answer
             self.add_used(num_tokens - sum(marked), 0, is_cut)
             return
         self.add_used(num_tokens, len(marked) if stage == "rm" else sum(marked), is_cut)
 
     def add_used(self, num_tokens: int, num_targets: int, is_cut: bool = False) -> None:
-        """Count one record that is trained on."""
+        """Count a record that is trained on."""
         self.used += 1
         self.cut += is_cut
         self.tokens += num_tokens
@@ -155,16 +155,16 @@ class DataCounts:
 
     @property
     def notes(self) -> list[str]:
-        """Sentences on everything that is cut, left out or passed over."""
+        """Sentences on all text that is cut or left out, and on ignored keys."""
         return [*self.losses, *self.passed_over]
 
     @property
     def passed_over(self) -> list[str]:
-        """One sentence on the keys of records that are not read; none where all are."""
+        """Sentence on ignored keys of records; empty without ignored keys."""
         if not self.ignored_keys:
             return []
         keys = ", ".join(f"{key} ({n:,})" for key, n in sorted(self.ignored_keys.items()))
-        return [f"keys passed over: {keys}"]
+        return [f"ignored keys: {keys}"]
 
     @property
     def losses(self) -> list[str]:
@@ -172,7 +172,7 @@ class DataCounts:
         kind = "documents" if self.format in ("text", "records") else "conversations"
         lines = [f"{self.cut} {kind} cut to seq_len={self.seq_len}"] if self.cut else []
         lines += [f"{n} {kind} left out: {why}" for why, n in sorted(self.dropped.items()) if n]
-        lines += [f"{n} {what}" for what, n in sorted(self.remarks.items()) if n]
+        lines += [f"{n} {remark}" for remark, n in sorted(self.remarks.items()) if n]
         return lines
 
     def as_dict(self) -> dict[str, Any]:
@@ -188,7 +188,7 @@ class DataCounts:
 
 
 def missing_target(document: Document, stage: str) -> str:
-    """Return why no token of a conversation is a target, as a key of `DataCounts.dropped`."""
+    """Return the reason why a conversation has no target, as a key of `DataCounts.dropped`."""
     one = document.conversation
     if one is None:
         return EMPTY_RECORD
@@ -201,4 +201,4 @@ def missing_target(document: Document, stage: str) -> str:
     if all(i in one.untrained for i in later):
         return ALL_UNTRAINED
     trained = (one.messages[i] for i in later if i not in one.untrained)
-    return NO_TARGET if any(map(says_something, trained)) else EMPTY_ANSWERS
+    return NO_TARGET if any(map(has_content, trained)) else EMPTY_ANSWERS

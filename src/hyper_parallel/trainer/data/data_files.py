@@ -1,4 +1,4 @@
-"""Data files: what a file holds by its name, compressed files, files that describe a data set, and near names."""
+"""Data files: kind by name, decompression, files that describe a data set, and suggestions for missing paths."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ KINDS: Final = {
     ".csv": "csv",
     ".tsv": "csv",
 }
-"""What a file holds, by its suffix; every other file is text."""
+"""Content of a file by its suffix; every other file is text."""
 _COMPRESSED: Final = (".gz", ".zst")
 _UNREAD: Final = (".zip", ".bz2", ".xz", ".arrow", ".xlsx")
 _SUFFIXES: Final = frozenset((*KINDS, *_COMPRESSED, *_UNREAD, ".txt", ".text", ".md", ".yaml"))
-"""Suffixes of files; a name that ends with one of them is no name on a hub."""
+"""Suffixes of files; a name with one of them is not a hub name."""
 _DESCRIPTIONS: Final = frozenset(
     (
         "readme", "license", "licence", "notice", "citation", "changelog", "authors", "contributing", "dataset_info",
         "dataset_infos", "dataset_dict", "dataset_card", "data_card", "state",
     )
 )  # fmt: skip
-"""Names, without suffix, of files that describe the data beside them."""
+"""Names, without suffix, of files that describe the data in their folder."""
 _MOST_NAMES: Final = 5000
 _MOST_TRIED: Final = 5
-"""Near names whose files are opened."""
+"""Largest number of similar names per folder."""
 _MISSPELT: Final = 0.75
-"""Likeness of names of which one is a misspelling of the other."""
+"""Similarity above which a name counts as a misspelling of another."""
 _WINDOW_BYTES: Final = 2**27
-"""Memory that decompressing zstd may take; the largest of the tool's own default."""
+"""Memory for zstd decompression; the largest window that the `zstd` tool accepts by default."""
 
 
 def inner_name(path: Path) -> Path:
@@ -50,29 +50,29 @@ def inner_name(path: Path) -> Path:
 
 
 def kind_of(path: Path) -> str:
-    """Return what a file holds: a value of `KINDS`, or text."""
+    """Return the kind of a file: a value of `KINDS`, or text."""
     return KINDS.get(inner_name(path).suffix, "text")
 
 
 def is_file_name(name: str) -> bool:
-    """Return whether a name is that of a file by its suffix."""
+    """Return whether a name has the suffix of a file."""
     return Path(name).suffix.lower() in _SUFFIXES
 
 
 def describes(path: Path) -> bool:
-    """Return whether a file describes the data beside it (README.md, LICENSE, dataset_info.json)."""
+    """Return whether a file describes the data in its folder (README.md, LICENSE, dataset_info.json)."""
     return path.name.partition(".")[0].lower() in _DESCRIPTIONS
 
 
 @contextmanager
 def open_bytes(path: Path) -> Iterator[IO[bytes]]:
-    """Open a data file for reading, decompressed where its name says that it is compressed.
+    """Open a data file for reading, and decompress it if its suffix says so.
 
-    Readers bound how much they take of it: a record, or a piece of text.
+    Callers bound the size of each read: a record, or a piece of text.
 
     Raises:
         NoData: HP602 for a damaged compressed file.
-        MissingDependency: HP602 without the package that decompresses it.
+        MissingDependency: HP602 when the package for its decompression is not installed.
     """
     if path.suffix not in _COMPRESSED:
         with path.open("rb") as file:
@@ -95,7 +95,7 @@ def open_bytes(path: Path) -> Iterator[IO[bytes]]:
 
 @contextmanager
 def open_text(path: Path, newline: str | None = None) -> Iterator[IO[str]]:
-    """Open a data file of UTF-8 text; arguments and errors as of `open_bytes`."""
+    """Open a data file of UTF-8 text; arguments and errors as for `open_bytes`."""
     with (
         open_bytes(path) as file,
         io.TextIOWrapper(file, encoding="utf-8-sig", newline=newline) as text,  # type: ignore[arg-type]
@@ -121,54 +121,59 @@ def _damaged(path: Path, error: Exception) -> NoData:
 
 
 def line_command(path: Path, number: int) -> str:
-    """Return the command that shows a line of a file."""
+    """Return the shell command that shows a line of a file."""
+    return pipe_command(path, f"sed -n {number}p")
+
+
+def pipe_command(path: Path, command: str) -> str:
+    """Return the shell command that runs `command` on the decompressed content of a file."""
     tool = {".gz": "gzip -dc", ".zst": "zstd -dc"}.get(path.suffix)
     name = shlex.quote(str(path))
-    return f"{tool} {name} | sed -n {number}p" if tool else f"sed -n {number}p {name}"
+    return f"{tool} {name} | {command}" if tool else f"{command} {name}"
 
 
 def nearest(
     path: Path, folders: Iterable[Path] = (), fits: Callable[[Path], bool] = lambda _: True
 ) -> Path | None:
-    """Return the file or folder that was probably meant by a missing one.
+    """Return the existing file or folder that a missing path probably means; None without a similar name.
 
-    Misspelt names come first, then near ones; of each those in the same folder, then those of data files in the working
-    directory and the folders in it, then those in further folders. One that does not fit is the last choice.
+    Misspelt names come before similar ones. Within each group, the search order is: the same folder, data files in the
+    working directory and its direct subfolders, `folders`. A misspelt name that does not fit is the last choice.
 
     Args:
         path: The missing path.
-        folders: Further folders to search.
-        fits: Whether a path can be read for the purpose.
+        folders: Additional folders to search.
+        fits: Predicate for paths that the caller can read.
     """
     places = [path.parent.iterdir()] if path.parent.is_dir() else []
     places += [_below(Path.cwd()), *(folder.iterdir() for folder in folders if folder.is_dir())]
     near: list[Path] = []
     for place in places:
         names: dict[str, Path] = {}
-        for found in itertools.islice(place, _MOST_NAMES):
-            names.setdefault(found.name, found)
+        for entry in itertools.islice(place, _MOST_NAMES):
+            names.setdefault(entry.name, entry)
         close = difflib.get_close_matches(path.name, names, n=_MOST_TRIED)
-        near += sorted((names[name] for name in close), key=lambda one: -_likeness(one, path))
-    misspelt = [one for one in near if _likeness(one, path) > _MISSPELT]
+        near += sorted((names[name] for name in close), key=lambda one: -_similarity(one, path))
+    misspelt = [one for one in near if _similarity(one, path) > _MISSPELT]
     ordered = dict.fromkeys([*misspelt, *near])
     chosen = next((one for one in itertools.islice(ordered, 2 * _MOST_TRIED) if fits(one)), None)
     chosen = chosen or next(iter(misspelt), None)
     return None if chosen is None else _shown(chosen)
 
 
-def _likeness(path: Path, other: Path) -> float:
-    """Return how near two names are without their suffixes, between 0 and 1."""
+def _similarity(path: Path, other: Path) -> float:
+    """Return the similarity of two names without their suffixes, between 0 and 1."""
     stems = (one.name.partition(".")[0] for one in (path, other))
     return difflib.SequenceMatcher(None, *stems).ratio()
 
 
 def _shown(path: Path) -> Path:
-    """Return a path relative to the working directory, where it lies below it."""
+    """Return a path relative to the working directory if it is below it, else unchanged."""
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
 def _below(root: Path) -> Iterator[Path]:
-    """Yield data files in a folder and in its folders."""
+    """Yield the data files in a folder and in its direct subfolders that are not hidden."""
     for folder in (root, *(p for p in sorted(root.iterdir()) if p.is_dir())):
         if folder.name.startswith(".") and folder != root:
             continue

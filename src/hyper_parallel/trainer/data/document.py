@@ -1,4 +1,9 @@
-"""Document: one text or one conversation of a source, with the facts that stages read."""
+"""Documents and conversations: a record of a source in the form that tokenization reads.
+
+Readers of records (`conversations`, `turns`) build `Conversation`; `chat` renders and tokenizes it. A conversation has
+the fields of the OpenAI chat format, which the chat templates of transformers read. A `Document` adds the values that
+stages read.
+"""
 
 from __future__ import annotations
 
@@ -6,22 +11,57 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from hyper_parallel.trainer.data.conversation import Conversation
+Message = dict[str, Any]
+"""One turn: `role` (system, developer, user, assistant or tool) and `content`, a text.
+
+Optional keys: `tool_calls` (list of `{"type": "function", "function": {"name", "arguments"}}`, arguments as an object),
+`reasoning_content` (text), and for role `tool` `name` and `tool_call_id`.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """Turns of one conversation.
+
+    Attributes:
+        messages: All turns, the system's first.
+        num_prompt: Number of leading turns that the record names as the prompt; None: the record names no prompt.
+        tools: Functions that the assistant may call, as JSON schemas in OpenAI's form.
+        template_values: Additional variables for the chat template (`chat_template_kwargs` of the record).
+        untrained: Indices of assistant turns that the record excludes from training (`weight: 0`, `train: false`).
+        trained: Indices of turns that the record marks as trained on (`weight: 1`, `train: true`).
+    """
+
+    messages: tuple[Message, ...]
+    num_prompt: int | None = None
+    tools: tuple[Mapping[str, Any], ...] = ()
+    template_values: Mapping[str, Any] = field(default_factory=dict)
+    untrained: frozenset[int] = frozenset()
+    trained: frozenset[int] = field(default=frozenset(), compare=False)
+
+
+def has_content(turn: Message) -> bool:
+    """Return whether a turn has words, reasoning or tool calls."""
+    return bool(
+        (turn.get("content") or "").strip()
+        or turn.get("tool_calls")
+        or (turn.get("reasoning_content") or "").strip()
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One text or one conversation, with the place it came from.
+    """Text or conversation of a source, with the location of its record.
 
     Attributes:
-        where: Place of the record.
+        where: Location of the record.
         text: The text; empty for a conversation.
         conversation: The conversation; None for a text.
-        num_context: Leading turns that are no targets.
+        num_context: Number of leading turns that are not targets.
         good: Whether the last answer is a good one, with `stage: kto`.
-        margin: Wanted difference of the two scores of a pair, with `stage: rm`; None: the record has none.
+        margin: Required score margin of a pair, with `stage: rm`; None: the record has none.
         columns: Keys of the record that rewards may read, with `stage: grpo`.
-        templated: The conversation is written through the chat template; else its contents are joined as they are.
+        templated: Whether the chat template renders the conversation; else its contents are concatenated.
     """
 
     where: str
@@ -35,34 +75,34 @@ class Document:
 
     @property
     def content(self) -> bytes:
-        """All of the document but its place, as bytes for a checksum."""
+        """Bytes of every field except the location, for a checksum."""
         one = self.conversation or Conversation(())
-        beside: tuple[Any, ...] = (
+        values: tuple[Any, ...] = (
             one.messages,
             self.num_context,
             self.good,
             self.margin,
             self.columns,
         )
-        further = one.tools, one.template_values, one.untrained
-        # Places in streams of earlier versions have checksums without the further fields.
-        beside += further if any(further) else ()
-        beside += () if self.templated else ("plain text",)
+        optional = one.tools, one.template_values, one.untrained
+        # Stream positions of earlier versions have checksums without the optional fields.
+        values += optional if any(optional) else ()
+        values += () if self.templated else ("plain text",)
         text = self.text.encode("utf-8", "surrogatepass")
-        return b"%d %b %b" % (len(text), text, repr(beside).encode("utf-8", "surrogatepass"))
+        return b"%d %b %b" % (len(text), text, repr(values).encode("utf-8", "surrogatepass"))
 
     @property
     def plain(self) -> str:
-        """The words alone, without any template: what a tokenizer is trained on."""
+        """Words alone, without any template: the text on which a tokenizer is trained."""
         turns = self.conversation.messages if self.conversation else ()
         return self.text or "\n".join(turn["content"] for turn in turns)
 
     @property
     def is_empty(self) -> bool:
-        """Whether the document has neither words nor calls of tools."""
+        """True if the document has neither words nor tool calls."""
         turns = self.conversation.messages if self.conversation else ()
-        said = ("content", "tool_calls", "reasoning_content")
-        return not self.text and not any(turn.get(key) for turn in turns for key in said)
+        keys = ("content", "tool_calls", "reasoning_content")
+        return not self.text and not any(turn.get(key) for turn in turns for key in keys)
 
     @property
     def num_bytes(self) -> int:

@@ -1,9 +1,9 @@
-"""Processes that encode and count records beside the one that reads them, for commands that count many.
+"""Worker processes that encode and count records, for commands that count many.
 
-    reader -> a batch of records -> idle helper -> counts
+    reader -> a batch of records -> idle worker -> counts
 
-Helpers are forked when the first batch is given to one, so that they share the tokenizer. A batch goes to a helper only
-while it waits for one, so no pipe is ever written to from both ends.
+The first batch forks the workers, so that they share the tokenizer. Only an idle worker receives a batch, so the two
+ends of a pipe never write at the same time.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ def count_unit(
 
 
 class EncodingHelpers:
-    """Processes that encode records, started by the first batch.
+    """Pool of worker processes that encode records, started by the first batch.
 
     Args:
         hf: Tokenizer of transformers.
         stage: Stage of the recipe.
         seq_len: `data.seq_len`.
-        number: Processes.
-        unknown_id: Token that stands for everything that the tokenizer does not know.
+        number: Number of processes.
+        unknown_id: Unknown token of the tokenizer; None: it has none.
     """
 
     def __init__(
@@ -78,8 +78,8 @@ class EncodingHelpers:
                 process.terminate()
             process.join()
 
-    def take(self, batch: Sequence[Unit]) -> bool:
-        """Give a batch to an idle helper; return whether there is one."""
+    def submit(self, batch: Sequence[Unit]) -> bool:
+        """Send a batch to an idle worker; return False if all workers are busy."""
         if self._number and not self._processes:
             self._start()
         for connection in [c for c in self._busy if c.poll()]:
@@ -92,21 +92,21 @@ class EncodingHelpers:
         return True
 
     def add_to(self, counts: DataCounts, lengths: LengthHistogram) -> None:
-        """Wait for all helpers, and add their counts."""
+        """Wait for all workers and add their counts."""
         for connection in tuple(self._busy):
             self._receive(connection)
         _merge(counts, lengths, self._counts, self._lengths)
 
     def _receive(self, connection: Connection) -> None:
-        found = connection.recv()
+        result = connection.recv()
         self._busy.remove(connection)
         self._idle.append(connection)
-        if isinstance(found, Exception):
-            raise found
-        _merge(self._counts, self._lengths, *found)
+        if isinstance(result, Exception):
+            raise result
+        _merge(self._counts, self._lengths, *result)
 
     def _start(self) -> None:
-        # Threads of the tokenizer do not survive a fork; the library warns unless it is told.
+        # Threads of the tokenizer do not survive a fork; the library warns unless this variable is set.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         context = multiprocessing.get_context("fork")
         for _ in range(self._number):
@@ -119,7 +119,7 @@ class EncodingHelpers:
 
     def _encode_batches(self, connection: Connection, parent: Connection) -> None:
         """Count batches until the reader closes its end."""
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the reader ends its helpers
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the reader terminates its workers
         for inherited in (parent, *self._idle):
             inherited.close()
         while True:
@@ -133,15 +133,19 @@ class EncodingHelpers:
                 for unit, encoded in encoded_units(batch, self._hf, self._stage):
                     count_unit(unit, encoded, self._stage, counts, lengths)
                 connection.send((counts, lengths))
-            except Exception as error:  # raised again by the reader
+            except Exception as error:  # the reader raises it
                 connection.send(error)
 
 
 def _merge(
-    counts: DataCounts, lengths: LengthHistogram, more: DataCounts, further: LengthHistogram
+    counts: DataCounts,
+    lengths: LengthHistogram,
+    other_counts: DataCounts,
+    other_lengths: LengthHistogram,
 ) -> None:
+    """Add other counts to `counts` and `lengths`; records and keys are counted by the reader alone."""
     for name in _SUMS:
-        setattr(counts, name, getattr(counts, name) + getattr(more, name))
-    counts.dropped.update(more.dropped)
-    counts.remarks.update(more.remarks)
-    lengths.counts.update(further.counts)
+        setattr(counts, name, getattr(counts, name) + getattr(other_counts, name))
+    counts.dropped.update(other_counts.dropped)
+    counts.remarks.update(other_counts.remarks)
+    lengths.counts.update(other_lengths.counts)

@@ -1,6 +1,6 @@
-"""Elements of a JSON array in a file, one after the other: no more than one of them is held in memory.
+"""Incremental reader of a JSON array in a file: only one element is in memory at a time.
 
-The array may be the value of a key of an object, beside values that are no list and no object.
+The array may be the value of a key of an object whose other values are neither lists nor objects.
 """
 
 from __future__ import annotations
@@ -16,38 +16,38 @@ _CHUNK: Final = 2**20
 _SPACE: Final = re.compile(r"[ \t\n\r]*")
 _KEY: Final = re.compile(r'"([^"\\]*)"\s*:')
 HEAD: Final = 4096
-"""Characters of a file within which an array begins."""
+"""Characters at the beginning of a file within which the array must begin."""
 _PLAIN_VALUE: Final = r'"[^"\\]*"\s*:\s*(?:"[^"\\]*"|[-+.\w]+)\s*'
 AROUND: Final = re.compile(rf'\s*\{{\s*(?:{_PLAIN_VALUE},\s*)*"[^"\\]*"\s*:\s*(?=\[)')
 """Beginning of an object around an array."""
-_BEHIND: Final = re.compile(rf"\s*(?:,\s*{_PLAIN_VALUE})*\}}\s*")
-"""End of such an object."""
-_FURTHER: Final = re.compile(rf'\s*,\s*(?:{_PLAIN_VALUE},\s*)*"([^"\\]*)"\s*:\s*\[')
-"""Beginning of another array behind it."""
+_OBJECT_END: Final = re.compile(rf"\s*(?:,\s*{_PLAIN_VALUE})*\}}\s*")
+"""End of an object around an array."""
+_SECOND_ARRAY: Final = re.compile(rf'\s*,\s*(?:{_PLAIN_VALUE},\s*)*"([^"\\]*)"\s*:\s*\[')
+"""Beginning of a second array in the same object."""
 _LONGEST_LITERAL: Final = 16
-"""A word or number that is cut by the end of a chunk is reported at most so far before it."""
+"""Largest distance from the end of a chunk at which the decoder reports a word or number cut by it."""
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the object of some pairs.
+    """Return the dictionary of the key-value pairs of a JSON object.
 
     Raises:
         ValueError: A key occurs twice, so one of its values would be lost.
     """
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    members = dict(pairs)
+    if len(members) != len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
         raise ValueError(f"the key `{twice[:40]}` occurs twice in one object")
-    return found
+    return members
 
 
 class ArrayReader:
-    """The elements of an array.
+    """Iterator over the elements of an array.
 
     Args:
         file: Text of the file, from its beginning.
-        most: Most characters of one element.
+        most: Largest number of characters of an element.
     """
 
     def __init__(self, file: IO[str], most: int) -> None:
@@ -57,21 +57,21 @@ class ArrayReader:
         self._ended = False
         self.key = ""
         """Key of the array in the object around it."""
-        self.further: str | None = None
-        """Key of a second list behind the array."""
+        self.second_key: str | None = None
+        """Key of a second array in the object, set when it raises an error."""
         around = AROUND.match(self._buffer)
         self._is_value = around is not None
-        self.beside: list[str] = []
-        """Keys of the object around the array, but that of the array."""
+        self.outer_keys: list[str] = []
+        """Other keys of the object around the array."""
         if around is not None:
             self._at = around.end()
-            *self.beside, self.key = _KEY.findall(around[0])
+            *self.outer_keys, self.key = _KEY.findall(around[0])
 
     def __iter__(self) -> Iterator[tuple[Any, str]]:
         """Yield each element with its text.
 
         Raises:
-            json.JSONDecodeError: The text is no array; it counts lines from `first_line` on.
+            json.JSONDecodeError: The text is not an array; its line numbers count from `first_line`.
             LimitExceeded: An element is longer than the limit.
         """
         self._expect("[", "Expecting value")
@@ -87,7 +87,7 @@ class ArrayReader:
             self._expect(",", "Expecting ',' delimiter")
 
     def _fill(self) -> bool:
-        """Read on, as much again as there is; False at the end of the file."""
+        """Read at least as many characters as are buffered; return False at the end of the file."""
         if self._ended:
             return False
         chunk = self._file.read(max(_CHUNK, len(self._buffer) - self._at))
@@ -99,10 +99,10 @@ class ArrayReader:
         return True
 
     def _next(self) -> str:
-        """Step over white space to the next character; an empty text at the end."""
+        """Skip white space and return the next character; an empty text at the end."""
         while True:
-            found = _SPACE.match(self._buffer, self._at)
-            self._at = found.end() if found else self._at
+            space = _SPACE.match(self._buffer, self._at)
+            self._at = space.end() if space else self._at
             if self._at < len(self._buffer):
                 return self._buffer[self._at]
             if not self._fill():
@@ -118,13 +118,13 @@ class ArrayReader:
         if self._is_value:
             while len(self._buffer) - self._at < _CHUNK and self._fill():
                 pass
-            behind = _BEHIND.match(self._buffer, self._at)
-            if behind is None:
-                further = _FURTHER.match(self._buffer, self._at)
-                self.further = further[1] if further else None
+            end = _OBJECT_END.match(self._buffer, self._at)
+            if end is None:
+                second = _SECOND_ARRAY.match(self._buffer, self._at)
+                self.second_key = second[1] if second else None
                 raise self._error("Expecting plain values beside the list of records")
-            self._at = behind.end()
-            self.beside += _KEY.findall(behind[0])
+            self._at = end.end()
+            self.outer_keys += _KEY.findall(end[0])
         if self._next():
             raise self._error("Extra data")
 
@@ -132,6 +132,7 @@ class ArrayReader:
         return json.JSONDecodeError(problem, self._buffer, self._at)
 
     def _element(self) -> tuple[Any, str]:
+        """Return the next element and its text; read more chunks until it is complete."""
         while True:
             try:
                 value, end = self._decoder.raw_decode(self._buffer, self._at)
@@ -141,8 +142,8 @@ class ArrayReader:
                 if not cut or not self._more():
                     raise
                 continue
-            may_go_on = self._buffer[end - 1] not in '}]"'  # a number
-            if may_go_on and end > len(self._buffer) - _LONGEST_LITERAL and self._more():
+            may_continue = self._buffer[end - 1] not in '}]"'  # a number
+            if may_continue and end > len(self._buffer) - _LONGEST_LITERAL and self._more():
                 continue
             if end - self._at > self._most:
                 raise LimitExceeded(f"{end - self._at:,} characters, more than {self._most:,}")
@@ -157,10 +158,10 @@ class ArrayReader:
 
     @property
     def line(self) -> int:
-        """Number of the line in which the present element begins."""
+        """Line number of the current element's beginning."""
         return self._first_line + self._buffer.count("\n", 0, self._at)
 
     @property
     def first_line(self) -> int:
-        """Number of the line with which the text of an error begins."""
+        """Line number of the first line in the text of a `JSONDecodeError`."""
         return self._first_line

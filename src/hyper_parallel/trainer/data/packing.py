@@ -1,7 +1,7 @@
-"""Tokenise, split by document, pack and write: what fills one cache entry.
+"""Tokenize, split by document, pack and write the arrays of one cache entry.
 
-Three passes: documents to one flat file of tokens (in batches, so memory stays bounded); the hold-out drawn by
-document; the tokens of each part copied, in document order, into its final arrays.
+Three passes: write the tokens of all documents to one flat file (in batches, so memory stays bounded); draw the
+held-out documents; copy the tokens of each split, in document order, into its final arrays.
 """
 
 from __future__ import annotations
@@ -19,15 +19,13 @@ from numpy.typing import NDArray
 from hyper_parallel.config import PAIRED_STAGES, Data
 from hyper_parallel.errors import NoData
 from hyper_parallel.trainer.data._cache import byte_bar
-from hyper_parallel.trainer.data._row_facts import DocumentFacts
-from hyper_parallel.trainer.data._sequences import IGNORE_INDEX, PackedSequences
+from hyper_parallel.trainer.data._sequences import IGNORE_INDEX, DocumentFacts, PackedSequences
 from hyper_parallel.trainer.data.chat import (
     complete_text,
     encode_conversation,
     encode_pair,
     encode_prompt,
 )
-from hyper_parallel.trainer.data.conversation import Conversation
 from hyper_parallel.trainer.data.counts import (
     ALLOWED,
     BEHIND_SEQ_LEN,
@@ -35,29 +33,31 @@ from hyper_parallel.trainer.data.counts import (
     DataCounts,
     missing_target,
 )
-from hyper_parallel.trainer.data.document import Document
+from hyper_parallel.trainer.data.document import Conversation, Document
 from hyper_parallel.trainer.data.sources import Source, with_mismatched
 from hyper_parallel.trainer.data.tokenizer import Tokenizer
 from hyper_parallel.trainer.data.tokenizer_limits import tokenizing
 from hyper_parallel.units import MiB
 
 _BATCH_BYTES = 4 * MiB
-_OPEN_ROWS = 64  # rows first-fit may still add to; more gains little and costs time
+_OPEN_ROWS = 64  # open rows of first-fit; more rows save little padding and cost time
 
 
 @dataclass(frozen=True)
 class Flat:
-    """All tokens of a source in one stream."""
+    """Tokens of all documents of a source in one stream."""
 
     tokens: NDArray[Any]  # [T], memory-mapped
     spans: list[slice]  # of every document
     learn: NDArray[np.bool_] | None = None  # whether a token is a target, [T]; None: all are
-    pairs: bool = False  # two neighbours are answers to one prompt
+    pairs: bool = False  # adjacent documents (2i, 2i + 1) are answers to one prompt
     facts: DocumentFacts = field(default_factory=DocumentFacts)
-    scored: bool = False  # the one target is the last token itself, which says that it is read
+    scored: bool = (
+        False  # reward model: the only target is the last token, at which the score is read
+    )
     stage: str = "sft"
     reasons: dict[tuple[int, int], str] = field(default_factory=dict)
-    """Why documents have no target, by the first token and the one behind the last."""
+    """Reason why a document has no target, by the [start, end) of its span."""
 
 
 def pack(
@@ -69,7 +69,7 @@ def pack(
     masked: bool,
     counts: DataCounts,
 ) -> list[str]:
-    """Write the training and the held-out sequences of a stream; add to the counts, and return further notes."""
+    """Write the training and held-out sequences of a stream, update the counts, and return additional notes."""
     notes: list[str] = []
     if flat.learn is None:
         for span in flat.spans:
@@ -77,7 +77,7 @@ def pack(
                 counts.dropped[EMPTY_RECORD] += 1
                 continue
             counts.add_unknown(_has_unknown(flat, span, counts.unknown_id), flat.stage)
-            # Targets of documents in rows are counted with the rows.
+            # `write_rows` counts the targets of separate documents.
             counts.add_used(_length(span), 0 if counts.by_document else _length(span))
     train, holdout = split_documents(flat, data.holdout, seed, data.seq_len)
     for split, spans in (("train", train), ("holdout", holdout)):
@@ -93,6 +93,7 @@ def pack(
 
 
 def _too_short(flat: Flat, data: Data, num_train: int, counts: DataCounts) -> NoData:
+    """Return the error of a source without a single training sequence."""
     where = f"data.source: {data.source}"
     if flat.learn is not None:
         return no_target("no conversation has a token to learn from", counts, data)
@@ -105,17 +106,17 @@ def _too_short(flat: Flat, data: Data, num_train: int, counts: DataCounts) -> No
     )
 
 
-def no_target(what: str, counts: DataCounts, data: Data) -> NoData:
-    """Return the refusal of conversations of which none has a target, with the most frequent reason."""
+def no_target(problem: str, counts: DataCounts, data: Data) -> NoData:
+    """Return the error of a source without a conversation that has a target, with the most frequent reason."""
     where = f"data.source: {data.source}"
-    if counts.used:  # all of them are held out
+    if counts.used:  # all used conversations are held out
         got = f"{counts.used} conversations, data.holdout={data.holdout}"
         return NoData(
             "no conversation is left to train on", where=where, got=got, hint="data.holdout=0"
         )
     reasons = counts.dropped.most_common()
     return NoData(
-        f"{what}: {reasons[0][0]}",
+        f"{problem}: {reasons[0][0]}",
         where=where,
         got=", ".join(f"{count} left out: {reason}" for reason, count in reasons),
         allowed=ALLOWED[reasons[0][0]],
@@ -124,23 +125,23 @@ def no_target(what: str, counts: DataCounts, data: Data) -> NoData:
 
 
 def token_dtype(vocab_size: int) -> type[np.unsignedinteger[Any]]:
-    """Narrowest type that holds every token id."""
+    """Return the narrowest type that holds every token id."""
     return np.uint16 if vocab_size <= 2**16 else np.uint32
 
 
-def tokenise(source: Source, tokenizer: Tokenizer, stage: str, directory: Path, show: bool) -> Flat:
-    """Tokens of every document, text closed by the end-of-text token, in unnamed files in `directory`."""
+def tokenize(source: Source, tokenizer: Tokenizer, stage: str, directory: Path, show: bool) -> Flat:
+    """Tokenize every document into unnamed files in `directory`; the end-of-text token closes each text."""
     dtype = token_dtype(tokenizer.vocab_size)
     spans: list[slice] = []
     facts, end = DocumentFacts(), 0
     reasons: dict[tuple[int, int], str] = {}
-    found = source.documents()
+    documents = source.documents()
     with (
         byte_bar("tokenise", source.num_bytes, show) as advance,
         TemporaryFile(dir=directory) as tokens_file,
         TemporaryFile(dir=directory) as learn_file,
     ):
-        for batch in _batches(with_mismatched(found) if stage == "kto" else found):
+        for batch in _batches(with_mismatched(documents) if stage == "kto" else documents):
             encoded = encode(batch, tokenizer.hf, stage)
             for document, (ids, learn) in zip(batch, encoded, strict=True):
                 spans.append(slice(end, end + len(ids)))
@@ -153,7 +154,7 @@ def tokenise(source: Source, tokenizer: Tokenizer, stage: str, directory: Path, 
             advance(sum(d.num_bytes for d in batch))
         tokens = _map(tokens_file, dtype)
         learn = None if stage == "pt" else _map(learn_file, np.bool_)
-        if stage == "kto" and spans:  # the first prompt's other answer is the last record's
+        if stage == "kto" and spans:  # the mismatched answer of the first prompt is written last
             spans.insert(1, spans.pop())
         return Flat(
             tokens, spans, learn, stage in PAIRED_STAGES, facts, stage == "rm", stage, reasons
@@ -165,6 +166,7 @@ def _map(file: IO[bytes], dtype: Any) -> NDArray[Any]:
 
 
 def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
+    """Yield batches of documents of about `_BATCH_BYTES` each."""
     batch: list[Document] = []
     size = 0
     for document in documents:
@@ -180,7 +182,7 @@ def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
 def encode(
     batch: list[Document], hf: Any, stage: str
 ) -> Iterator[tuple[Sequence[int], Sequence[bool]]]:
-    """Yield the tokens of each document; of a conversation also whether they are targets."""
+    """Yield the tokens of each document and, except with `pt`, whether each token is a target."""
     if not batch:
         return
     if stage != "pt":
@@ -190,8 +192,9 @@ def encode(
             if document.templated:
                 yield encode_one(hf, conversation, document.where, document.num_context)
             else:
-                words, at = _contents(document), document.num_context
-                yield encode_pair(hf, "".join(words[:at]), "".join(words[at:]), document.where)
+                words, count = _contents(document), document.num_context
+                prompt, answer = "".join(words[:count]), "".join(words[count:])
+                yield encode_pair(hf, prompt, answer, document.where)
         return
     texts = [
         complete_text(hf, d.conversation, d.where)
@@ -200,7 +203,7 @@ def encode(
         for d in batch
     ]
     if hf.is_fast:
-        # Straight to the Rust library: the wrapper also builds masks and offsets, which doubles the time.
+        # Call the Rust library directly: the wrapper also builds masks and offsets, which doubles the time.
         backend = hf.backend_tokenizer
         backend.no_truncation()
         backend.no_padding()
@@ -221,11 +224,11 @@ def _contents(document: Document) -> list[str]:
 def split_documents(
     flat: Flat, share: float, seed: int, seq_len: int
 ) -> tuple[list[slice], list[slice]]:
-    """Token spans of the training and of the held-out documents, each in document order.
+    """Return the token spans of the training and of the held-out documents, each in document order.
 
-    `round(share * documents)` documents are drawn with the seed, and more of them until they fill one sequence. When
-    that number is zero, the longest document gives its tail: `share` of all tokens, at least one sequence. A
-    conversation is never cut: of few conversations one is held out. Two that belong together are drawn as one.
+    The seed draws `round(share * documents)` documents, and more of them until they fill one sequence. If that number
+    is zero, the tail of the longest document is held out: `share` of all tokens, at least one sequence. A conversation
+    is never cut, so at least one conversation is held out. The two documents of a pair are drawn as one.
     """
     unit = 2 if flat.pairs else 1
     spans, count = flat.spans, len(flat.spans) // unit
@@ -234,17 +237,17 @@ def split_documents(
     wanted = round(share * count)
     if wanted == 0 and flat.learn is None:
         return _hold_out_tail(spans, max(seq_len + 1, int(share * len(flat.tokens))))
-    # Raw bits of PCG64 are fixed for ever; numpy may change how `permutation` draws.
+    # The raw bits of PCG64 never change between numpy versions; `permutation` may.
     order = np.argsort(np.random.PCG64([seed, 1]).random_raw(count), kind="stable")
-    held: set[int] = set()
+    chosen: set[int] = set()
     tokens = 0
     for document in order[:-1].tolist():
-        if len(held) >= max(wanted, 1) and (flat.learn is not None or tokens > seq_len):
+        if len(chosen) >= max(wanted, 1) and (flat.learn is not None or tokens > seq_len):
             break
-        held.add(document)
+        chosen.add(document)
         tokens += _length(spans[document * unit])
-    kept = [s for i, s in enumerate(spans) if i // unit not in held]
-    return kept, [s for i, s in enumerate(spans) if i // unit in held]
+    train = [s for i, s in enumerate(spans) if i // unit not in chosen]
+    return train, [s for i, s in enumerate(spans) if i // unit in chosen]
 
 
 def _hold_out_tail(spans: list[slice], num_tokens: int) -> tuple[list[slice], list[slice]]:
@@ -258,19 +261,19 @@ def _length(span: slice) -> int:
 
 
 def write_text(flat: Flat, spans: list[slice], path: Path) -> None:
-    """Copy spans of the stream into one flat array."""
+    """Copy spans of the stream into one flat array on disk."""
     dtype, size = flat.tokens.dtype, sum(map(_length, spans))
     if size == 0:
         np.save(path, np.zeros(0, dtype))
         return
     out = np.lib.format.open_memmap(path, "w+", dtype=dtype, shape=(size,))
-    # Space is claimed before: a full disk would end the process where it writes to mapped memory.
+    # Allocate the space first: on a full disk, a write to mapped memory would kill the process.
     with path.open("r+b") as file:
         os.posix_fallocate(file.fileno(), 0, out.offset + out.nbytes)
-    at = 0
+    offset = 0
     for span in spans:
-        out[at : at + _length(span)] = flat.tokens[span]
-        at += _length(span)
+        out[offset : offset + _length(span)] = flat.tokens[span]
+        offset += _length(span)
     out.flush()
 
 
@@ -283,27 +286,27 @@ def write_rows(
     masked: bool,
     counts: DataCounts,
 ) -> None:
-    """Put documents into rows of `seq_len`; write inputs, shifted labels, labels per row and, `masked`, positions.
+    """Pack documents into rows of `seq_len`; write inputs, shifted labels, counts per row and, if `masked`, positions.
 
-    A document of T tokens takes T - 1 positions (its last token is only a label; T where it is scored) of a row that
-    it shares with others, or without packing of its own. A longer text is cut into pieces that share one token, so
-    that every token but its first is a label once; a longer conversation keeps its first `seq_len` + 1 tokens, of which
-    `seq_len` are scored. One without a token to learn is left out. Positions begin at 0 with every document and with
-    the padding, and the number of tokens before it is kept for each row. Conversations are added to the counts.
+    A document of T tokens takes T - 1 positions, because its last token is only a label (T positions if it is scored).
+    With packing, documents share rows. A longer text is cut into pieces that share one token, so that every token but
+    its first is a label once. A longer conversation is cut to its first `seq_len` + 1 tokens, of which `seq_len` are
+    labels; a conversation without a target is dropped. Positions restart at 0 with every document and with the
+    padding. The counts per row are labels with loss and tokens before the padding. Updates the counts of conversations.
     """
     seq_len, learn = data.seq_len, flat.learn
-    more = 0 if flat.scored else 1  # tokens that are a label only
-    kept = [slice(s.start, min(s.stop, s.start + seq_len + more)) for s in spans]
+    num_label_only = 0 if flat.scored else 1
+    cut = [slice(s.start, min(s.stop, s.start + seq_len + num_label_only)) for s in spans]
     if learn is None:
         used = [
-            slice(at, min(s.stop, at + seq_len + 1))
+            slice(begin, min(s.stop, begin + seq_len + 1))
             for s in spans
-            for at in range(s.start, s.stop - 1, seq_len)
+            for begin in range(s.start, s.stop - 1, seq_len)
         ]
     else:
-        used = _used_conversations(flat, spans, kept, counts)
-        flat.facts.write(path, [k.start for k in used])
-    lengths = [_length(s) - more for s in used]
+        used = _used_conversations(flat, spans, cut, counts)
+        flat.facts.write(path, [s.start for s in used])
+    lengths = [_length(s) - num_label_only for s in used]
     rows = first_fit(lengths, seq_len) if data.packing else [[i] for i in range(len(used))]
     inputs = np.empty((len(rows), seq_len), flat.tokens.dtype)
     labels, positions = (np.empty((len(rows), seq_len), np.int32) for _ in range(2))
@@ -320,23 +323,23 @@ def write_rows(
 
 
 def _used_conversations(
-    flat: Flat, spans: list[slice], kept: list[slice], counts: DataCounts
+    flat: Flat, spans: list[slice], cut: list[slice], counts: DataCounts
 ) -> list[slice]:
-    """Return the conversations that have a target, of a pair both or neither, and add all of them to the counts."""
+    """Return the cut conversations that have a target, of a pair both or neither, and count all conversations."""
     assert flat.learn is not None
     first, used, unit = int(not flat.scored), list[slice](), 2 if flat.pairs else 1
-    targets = [int(flat.learn[k.start + first : k.stop].sum()) for k in kept]
-    for at in range(0, len(kept), unit):
-        group = range(at, at + unit)
+    targets = [int(flat.learn[s.start + first : s.stop].sum()) for s in cut]
+    for begin in range(0, len(cut), unit):
+        group = range(begin, begin + unit)
         missing = next((i for i in group if not targets[i]), None)
         if missing is None:
-            used += [kept[i] for i in group]
-            # The second of two documents of `kto` gives a reference, and no loss.
+            used += [cut[i] for i in group]
+            # The second document of a `kto` pair serves as a reference and carries no loss.
             counted = group[:1] if flat.stage == "kto" else group
-            lengths = sum(_length(kept[i]) for i in counted)
-            is_cut = any(kept[i] != spans[i] for i in counted)
+            lengths = sum(_length(cut[i]) for i in counted)
+            is_cut = any(cut[i] != spans[i] for i in counted)
             counts.add_marked(lengths, [targets[i] for i in counted], flat.stage, is_cut=is_cut)
-            unknown = any(_has_unknown(flat, kept[i], counts.unknown_id) for i in counted)
+            unknown = any(_has_unknown(flat, cut[i], counts.unknown_id) for i in counted)
             counts.add_unknown(unknown, flat.stage)
         else:
             span = spans[missing]
@@ -345,17 +348,17 @@ def _used_conversations(
 
 
 def _has_unknown(flat: Flat, span: slice, unknown_id: int | None) -> bool:
-    """Return whether a target of a document is the token for everything unknown."""
+    """Return whether a target of a document is the tokenizer's unknown token."""
     if unknown_id is None:
         return False
-    found = flat.tokens[span] == unknown_id
-    return bool((found if flat.learn is None else found & flat.learn[span]).any())
+    is_unknown = flat.tokens[span] == unknown_id
+    return bool((is_unknown if flat.learn is None else is_unknown & flat.learn[span]).any())
 
 
 def _piece(flat: Flat, span: slice, pad_id: int) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Inputs of a document and their targets."""
+    """Return the inputs of a document and their targets."""
     tokens = flat.tokens[span]
-    if flat.scored:  # where transformers reads the score: at the last token that does not pad
+    if flat.scored:  # transformers reads the score at the last token that is not padding
         last = np.flatnonzero(tokens != pad_id)[-1:]
         targets = np.full(len(tokens), IGNORE_INDEX, np.int32)
         targets[last] = tokens[last]
@@ -369,30 +372,30 @@ def _piece(flat: Flat, span: slice, pad_id: int) -> tuple[NDArray[Any], NDArray[
 def fill_row(
     pieces: Sequence[tuple[NDArray[Any], NDArray[Any]]], seq_len: int, pad_id: int
 ) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any], int]:
-    """Inputs, labels and positions of a row, [S] each, of pieces and of padding, and the tokens before the padding."""
+    """Return inputs, labels and positions of a padded row, [S] each, and the number of tokens before its padding."""
     num_real = sum(len(tokens) for tokens, _ in pieces)
-    room = seq_len - num_real
-    padding = (np.full(room, pad_id), np.full(room, IGNORE_INDEX))
+    num_padding = seq_len - num_real
+    padding = (np.full(num_padding, pad_id), np.full(num_padding, IGNORE_INDEX))
     inputs, labels = (np.concatenate(part) for part in zip(*pieces, padding, strict=True))
     positions = [np.arange(len(tokens)) for tokens, _ in (*pieces, padding)]
     return inputs, labels, np.concatenate(positions), num_real
 
 
 def first_fit(lengths: list[int], capacity: int) -> list[list[int]]:
-    """Put items into rows of a capacity: each into the oldest open row that has room, else into a new one.
+    """Pack items into rows of a capacity: each into the oldest open row with enough space, else into a new row.
 
     Source: first-fit bin packing, Johnson et al. 1974, over a bounded number of open rows.
     """
     rows: list[list[int]] = []
-    room: dict[int, int] = {}
+    free: dict[int, int] = {}
     for item, length in enumerate(lengths):
-        row = next((r for r, free in room.items() if free >= length), None)
+        row = next((r for r, space in free.items() if space >= length), None)
         if row is None:
-            if len(room) >= _OPEN_ROWS:
-                del room[min(room, key=lambda r: room[r])]
+            if len(free) >= _OPEN_ROWS:
+                del free[min(free, key=lambda r: free[r])]
             row = len(rows)
             rows.append([])
-            room[row] = capacity
+            free[row] = capacity
         rows[row].append(item)
-        room[row] -= length
+        free[row] -= length
     return rows

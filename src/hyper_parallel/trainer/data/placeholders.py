@@ -1,7 +1,7 @@
-"""Placeholders for the words of turns, and where the words stand in a rendered conversation.
+"""Placeholders for the words of turns, and the positions of the words in a rendered conversation.
 
-A placeholder takes the place of words between white space, so that a template that strips a turn strips both alike. Its
-characters are letters and digits, which no template and no JSON writer changes.
+A placeholder replaces words but not the white space around them, so that a template that strips a turn strips both
+alike. Placeholders consist of letters and digits, which no template and no JSON writer changes.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from hyper_parallel.trainer.data.conversation import Message
+from hyper_parallel.trainer.data.document import Message
 
 PLACEHOLDER: Final = re.compile(r"Qz(\d+)zQ")
 
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """Words of a turn that a placeholder stands for."""
+    """Words of a turn that a placeholder replaces."""
 
     turn: int
     kind: str  # content, reasoning, name or argument
@@ -28,7 +28,7 @@ class Words:
 
 @dataclass(frozen=True, slots=True)
 class WordsPlace:
-    """Characters of a text that hold the words number `number`."""
+    """Characters [start, end) of a text that hold the words with index `number`."""
 
     number: int
     start: int
@@ -37,12 +37,12 @@ class WordsPlace:
 
 @dataclass
 class Placeholders:
-    """Turns with placeholders.
+    """Replacement of the words of turns by placeholders.
 
     Args:
-        tags: Texts that stay as they are because the template may read them.
-        all_turns: Replace words of all turns, not of the assistant alone.
-        names: Replace names of called functions.
+        tags: Texts that are not replaced because the template may read them.
+        all_turns: Whether to replace words of all turns instead of only the assistant's.
+        names: Whether to replace names of called functions.
     """
 
     tags: re.Pattern[str] | None
@@ -53,7 +53,7 @@ class Placeholders:
     _ids: dict[str, str] = field(default_factory=dict)
 
     def of(self, messages: Sequence[Message]) -> list[Message]:
-        """Return turns with placeholders for their words."""
+        """Return the turns with placeholders for their words."""
         return [self._turn(i, message) for i, message in enumerate(messages)]
 
     def _turn(self, i: int, message: Message) -> Message:
@@ -77,13 +77,13 @@ class Placeholders:
     def _text(self, i: int, text: str, kind: str = "content") -> str:
         parts = self.tags.split(text) if self.tags else [text]
         last = len(parts) - 1
-        for at in range(0, len(parts), 2):  # every other part is a tag
-            closed = at < last and parts[at + 1].startswith(("</", "[/"))
-            parts[at] = self._one(i, parts[at], "reasoning" if closed else kind)
+        for part in range(0, len(parts), 2):  # every second part is a tag
+            closed = part < last and parts[part + 1].startswith(("</", "[/"))
+            parts[part] = self._one(i, parts[part], "reasoning" if closed else kind)
         return "".join(parts)
 
     def _one(self, i: int, text: str, kind: str) -> str:
-        """Replace the words between the white space at both ends, which a template may strip."""
+        """Replace a text except the white space at both ends, which a template may strip."""
         core = text.strip()
         if not core:
             return text
@@ -99,7 +99,7 @@ class Placeholders:
         function["arguments"] = self._argument(i, function.get("arguments"))
         shaped = {**call, "function": function}
         if isinstance(key := call.get("id"), str) and self.names and name and name in key:
-            # Some templates write the identifier of a call in place of its name.
+            # Some templates write the identifier of a call instead of its name.
             shaped["id"] = self._ids[key] = key.replace(name, self._names[name])
         return shaped
 
@@ -114,7 +114,7 @@ class Placeholders:
 
 
 def forms_of(words: str) -> Iterator[str]:
-    """Yield the forms in which a template may write words: as they are, as JSON, and as a text of Python."""
+    """Yield the forms in which a template may write words: unchanged, as JSON, and as a Python literal."""
     yield words
     for escaped in (json.dumps(words, ensure_ascii=False), json.dumps(words), repr(words)):
         if escaped[1:-1] != words:
@@ -122,14 +122,14 @@ def forms_of(words: str) -> Iterator[str]:
 
 
 def places_of(shaped: str, text: str, words: Sequence[Words]) -> list[WordsPlace] | None:
-    """Return where words stand in a text, given the text with placeholders; None when the two differ otherwise."""
+    """Return the places of words in a text, given the text with placeholders; None if the texts differ otherwise."""
     parts = PLACEHOLDER.split(shaped)
     places: list[WordsPlace] = []
     position = len(parts[0])
     if not text.startswith(parts[0]):
         return None
-    for at in range(1, len(parts), 2):
-        number, gap = int(parts[at]), parts[at + 1]
+    for i in range(1, len(parts), 2):
+        number, gap = int(parts[i]), parts[i + 1]
         form = next(
             (f for f in forms_of(words[number].text) if text.startswith(f + gap, position)), None
         )

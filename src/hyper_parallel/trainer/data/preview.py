@@ -1,9 +1,9 @@
 """Preview of a source: decoded examples with their targets, and a histogram of lengths.
 
-    records -> tokens and targets, as training encodes them -> texts of neighbouring tokens that are targets or not
+    records -> tokens and targets, as training encodes them -> text segments, each all targets or no targets
 
-The command `data`, the start panel and the report show the same objects. Texts are decoded from token ids, so they show
-the tokens that the model reads, special tokens included.
+The command `data`, the start panel and the report show the same objects. Texts are decoded from token ids, so they
+include special tokens, as the model reads them.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from hyper_parallel.trainer.data.packing import encode
 from hyper_parallel.trainer.data.sources import Source
 
 _SEARCHED: Final = 64
-"""Records among which examples for the start panel and the report are looked for."""
+"""Number of records that are searched for examples for the start panel and the report."""
 _EXAMPLES: Final = 3
 _CONTEXT: Final = 8
-"""Tokens before a segment that it is decoded with: some tokenizers drop the space at the beginning of a text."""
+"""Tokens decoded before a segment as context: some tokenizers drop the space at the beginning of a text."""
 _MOST_CHARACTERS: Final = 1200
-"""Of a segment in the file of a run; its middle is left out where it is longer."""
+"""Characters of a segment in the run's file; the middle of a longer segment is left out."""
 _MOST_SEGMENTS: Final = 40
 _MOST_BUCKETS: Final = 16
 _PAIR: Final = ("chosen", "rejected")
@@ -33,7 +33,7 @@ _PAIR: Final = ("chosen", "rejected")
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Text of neighbouring tokens that are all targets, or all none."""
+    """Text of consecutive tokens that are all targets, or all not targets."""
 
     text: str
     trained: bool
@@ -41,13 +41,13 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class ExampleText:
-    """One text of a record, as the model reads it.
+    """Text of a record as the model reads it.
 
     Attributes:
         name: `text`, `conversation`, `chosen`, `rejected`, `good answer`, `bad answer`, `prompt` or `answer`.
         segments: The text up to `data.seq_len`.
-        num_tokens: Tokens of all of it.
-        num_cut: Tokens beyond `data.seq_len` that are not trained on.
+        num_tokens: Number of tokens of the whole text.
+        num_cut: Number of tokens beyond `data.seq_len`, which are not trained on.
     """
 
     name: str
@@ -58,7 +58,7 @@ class ExampleText:
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One record: the place it came from, and its texts, of a pair two."""
+    """Record with its location and its texts (two for a pair)."""
 
     where: str
     texts: tuple[ExampleText, ...]
@@ -83,11 +83,11 @@ class LengthHistogram:
         step = -(-(last + 1 - first) // _MOST_BUCKETS)
         return [
             {
-                "from": _least(at),
-                "to": _least(at + step) - 1,
-                "documents": sum(self.counts.get(k, 0) for k in range(at, at + step)),
+                "from": _least(bucket),
+                "to": _least(bucket + step) - 1,
+                "documents": sum(self.counts.get(k, 0) for k in range(bucket, bucket + step)),
             }
-            for at in range(first, last + 1, step)
+            for bucket in range(first, last + 1, step)
         ]
 
 
@@ -126,12 +126,12 @@ class SourcePreview:
 def example_of(
     hf: Any, documents: Sequence[Document], encoded: Sequence[Encoded], stage: str, seq_len: int
 ) -> Example:
-    """Return a record as an example.
+    """Return the example of a record.
 
     Args:
         hf: Tokenizer of transformers.
         documents: The document of the record, or the two of a pair.
-        encoded: Tokens of each, and which are targets.
+        encoded: Tokens and targets of each document.
         stage: Stage of the recipe.
         seq_len: `data.seq_len`.
     """
@@ -153,22 +153,22 @@ def example_of(
 def _example_text(
     hf: Any, name: str, ids: Sequence[int], learn: Sequence[bool], stage: str, seq_len: int
 ) -> ExampleText:
-    # The score of a text is read at its last token; other stages predict the token behind a sequence as well.
-    kept = list(ids[: seq_len if stage == "rm" else seq_len + 1])
+    # A reward model reads the score at the last token; other stages also predict the token after the sequence.
+    shown = list(ids[: seq_len if stage == "rm" else seq_len + 1])
     if stage == "rm":
-        targets = [False] * (len(kept) - 1) + [True] * bool(kept)
+        targets = [False] * (len(shown) - 1) + [True] * bool(shown)
     elif stage == "pt":
-        targets = [True] * len(kept)
+        targets = [True] * len(shown)
     else:
-        targets = [index > 0 and one for index, one in enumerate(learn[: len(kept)])]
-    num_cut = 0 if stage == "pt" else len(ids) - len(kept)
-    return ExampleText(name, tuple(segments_of(hf, kept, targets)), len(ids), num_cut)
+        targets = [index > 0 and one for index, one in enumerate(learn[: len(shown)])]
+    num_cut = 0 if stage == "pt" else len(ids) - len(shown)
+    return ExampleText(name, tuple(segments_of(hf, shown, targets)), len(ids), num_cut)
 
 
 def _prompt_and_answer(
     hf: Any, ids: Sequence[int], learn: Sequence[bool]
 ) -> tuple[ExampleText, ...]:
-    """Return the prompt that completions are sampled for, and the answer that rewards may compare them with."""
+    """Return the prompt for which completions are sampled, and the answer that rewards may compare them with."""
     prompt = [one for one, marked in zip(ids, learn, strict=True) if not marked]
     answer = [one for one, marked in zip(ids, learn, strict=True) if marked][:-1]
     parts = {"prompt": prompt} | ({"answer": answer} if answer else {})
@@ -179,12 +179,13 @@ def _prompt_and_answer(
 
 
 def segments_of(hf: Any, ids: Sequence[int], targets: Sequence[bool]) -> Iterator[Segment]:
-    """Yield the text of tokens, cut wherever targets begin or end."""
-    at = 0
+    """Yield the text of tokens, split wherever targets begin or end."""
+    start = 0
     for trained, run in itertools.groupby(targets):
-        end = at + sum(1 for _ in run)
-        yield Segment(_decoded(hf, ids[max(at - _CONTEXT, 0) : at], ids[at:end]), trained)
-        at = end
+        end = start + sum(1 for _ in run)
+        before = ids[max(start - _CONTEXT, 0) : start]
+        yield Segment(_decoded(hf, before, ids[start:end]), trained)
+        start = end
 
 
 def _decoded(hf: Any, before: Sequence[int], ids: Sequence[int]) -> str:
@@ -212,25 +213,25 @@ def units(source: Source, stage: str) -> Iterator[list[Document]]:
 def preview_examples(source: Source, hf: Any, stage: str, seq_len: int) -> tuple[Example, ...]:
     """Return the first records of a source that are trained on, with long texts shortened.
 
-    Reads the beginning of the source once more and leaves its counts alone.
+    Reads the beginning of the source again without changing its counts.
     """
-    # A file of text is one document, of which the first sequence is shown.
+    # A text file is one document; its first sequence is shown.
     head = seq_len * 16 if source.shape == "text" else None
     most = source.max_bytes if head is None else min(head, source.max_bytes or head)
     rules = replace(source.rules, counts=DataCounts())
     first = replace(source, rules=rules, max_bytes=most)
-    found: list[Example] = []
+    examples: list[Example] = []
     for unit in itertools.islice(units(first, stage), _SEARCHED):
         encoded = list(encode(unit, hf, stage))
         if is_used(encoded, stage, seq_len):
-            found.append(shortened(example_of(hf, unit, encoded, stage, seq_len)))
-        if len(found) == _EXAMPLES:
+            examples.append(shortened(example_of(hf, unit, encoded, stage, seq_len)))
+        if len(examples) == _EXAMPLES:
             break
-    return tuple(found)
+    return tuple(examples)
 
 
 def shortened(example: Example, most: int = _MOST_CHARACTERS) -> Example:
-    """Return an example whose long segments lack their middle."""
+    """Return an example with the middle of long segments left out."""
     texts = []
     for text in example.texts:
         shown = text.segments[:_MOST_SEGMENTS]
@@ -242,7 +243,7 @@ def shortened(example: Example, most: int = _MOST_CHARACTERS) -> Example:
 
 
 def without_middle(text: str, most: int) -> str:
-    """Return a text of about `most` characters: beginning and end, with the number of characters between them."""
+    """Return a text of about `most` characters: its beginning and end, and the number of characters left out."""
     if len(text) <= most + 40:
         return text
     return f"{text[: most // 2]} [... {len(text) - most:,} characters ...] {text[-(most // 2) :]}"

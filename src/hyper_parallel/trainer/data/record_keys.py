@@ -1,7 +1,7 @@
-"""Keys of records: names of the same thing, keys without influence on the text, and the refusal of all others.
+"""Keys of records: synonyms, ignored keys, errors for unknown keys, and readers of labels, margins and columns.
 
-Every key of a record, of a turn and of a tool call has a meaning, is passed over and counted, or is refused. A key that
-a recipe names in `data.ignore_keys` is passed over at every depth.
+Every key of a record, of a turn and of a tool call has a meaning, is ignored and counted, or raises an error. A key
+that a recipe names in `data.ignore_keys` is ignored at every depth.
 """
 
 from __future__ import annotations
@@ -9,7 +9,9 @@ from __future__ import annotations
 import shlex
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Annotated, Any, Final
+
+from pydantic import Field, StrictBool, TypeAdapter, ValidationError
 
 from hyper_parallel.config import Data
 from hyper_parallel.errors import NoData, abbreviated
@@ -18,9 +20,9 @@ from hyper_parallel.trainer.data.counts import DataCounts
 Record = Mapping[str, Any]
 
 PROMPTS: Final = ("prompt", "question", "query", "problem", "instruction", "input")
-"""Keys of a question, the first that is there comes first."""
+"""Keys of a question, by priority."""
 ANSWERS: Final = ("completion", "response", "answer", "output", "solution")
-"""Keys of the answer to it."""
+"""Keys of the answer to a question."""
 TURNS: Final = ("conversations", "messages")
 SYSTEMS: Final = ("system", "system_prompt", "system_message")
 TOOLS: Final = ("tools", "functions")
@@ -42,7 +44,7 @@ _NAMES: Final = """
     meta metadata annotations
     """
 WITHOUT_INFLUENCE: Final = frozenset(_NAMES.split())
-"""Keys of records and turns that data sets have for their own sake: they are passed over, and counted."""
+"""Metadata keys of records and turns: they do not change the text, so they are ignored and counted."""
 _MEDIA: Final = frozenset(
     (
         "image", "images", "image_url", "image_urls", "image_path", "image_paths", "audio", "audios", "audio_path",
@@ -63,23 +65,23 @@ ROLES: Final[Mapping[str, str]] = {
     ),
     **dict.fromkeys(("function_call", "tool_call"), "function_call"),
 }
-"""Roles by the words that data sets use for them."""
+"""Roles by the names that data sets use for them."""
 _OF_TURNS: Final = ("role", "content")
 
 
 @dataclass(frozen=True, slots=True)
 class RecordRules:
-    """How the keys of a recipe's records are read.
+    """Rules by which the keys of a recipe's records are read.
 
     Attributes:
-        columns: Our name of a key of records, by the name in the records.
-        turn_columns: The same for keys of turns.
-        roles: Roles by the words for them.
-        ignored: Keys that are passed over.
-        media: Columns with images and the like that the reader of the table has left out.
+        columns: Canonical name of each renamed key, by its name in the records.
+        turn_columns: Canonical name of each renamed key of turns.
+        roles: Roles by their names in the records.
+        ignored: Keys that are ignored.
+        media: Columns of images, sounds and the like that the table reader has removed.
         text_key: `data.text_key`.
-        is_table: Records are rows of a table, where a key that is absent is None.
-        counts: Counts of what is passed over.
+        is_table: Whether records are rows of a table, in which absent keys are None.
+        counts: Counts of ignored keys.
     """
 
     columns: Mapping[str, str] = field(default_factory=dict)
@@ -105,7 +107,7 @@ class RecordRules:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Everything about the rules that decides the text of a record and differs from the usual."""
+        """Non-default settings that decide the text of a record."""
         roles = {word: role for word, role in self.roles.items() if ROLES.get(word) != role}
         values = {
             "columns": {**self.columns, **self.turn_columns},
@@ -115,10 +117,10 @@ class RecordRules:
         return {key: value for key, value in values.items() if value}
 
     def named(self, record: Record, columns: Mapping[str, str], where: str) -> dict[str, Any]:
-        """Return the values of a record or a turn by our names, without absent ones and those that are passed over.
+        """Return the values of a record or a turn by canonical names, without absent and ignored keys.
 
         Raises:
-            NoData: HP602 for two keys that are given the same name.
+            NoData: HP602 for two keys with the same canonical name and different values.
         """
         if not columns and not self.ignored:
             return {key: value for key, value in record.items() if value is not None}
@@ -136,7 +138,7 @@ class RecordRules:
         return values
 
     def one_of(self, values: Mapping[str, Any], keys: Iterable[str], where: str) -> Any:
-        """Return the value under keys that mean the same, None without one.
+        """Return the value under keys that are synonyms; None without one.
 
         Raises:
             NoData: HP602 for values that differ.
@@ -149,25 +151,25 @@ class RecordRules:
         return next((values[key] for key in keys if key in values), None)
 
     def contradiction(self, keys: Collection[str], where: str) -> NoData:
-        """Return the refusal of keys that mean the same and have different values."""
-        first, *others = keys
+        """Return the error of synonymous keys with different values."""
+        first, *rest = keys
         return NoData(
-            f"`{first}` and `{'`, `'.join(others)}` of a record say the same thing differently",
+            f"`{first}` and `{'`, `'.join(rest)}` of a record mean the same but have different values",
             where=where,
             got=sorted(keys),
             allowed="one of these keys, or equal values",
-            hint=self.ignore_hint(others),
+            hint=self.ignore_hint(rest),
         )
 
     def ignore_hint(self, keys: Iterable[str]) -> str:
-        """Return the override that passes over further keys."""
+        """Return the override that ignores `keys` in addition to the keys ignored now."""
         return ignore_hint({*self.ignored, *keys})
 
-    def refuse_unknown(self, values: Record, known: Collection[str], what: str, where: str) -> None:
-        """Refuse keys that are not known, unless they are empty or have no influence on the text.
+    def refuse_unknown(self, values: Record, known: Collection[str], item: str, where: str) -> None:
+        """Raise for unknown keys of an item of a record, unless they are empty or do not influence the text.
 
         Raises:
-            NoData: HP602 with the first such key; the hint names all of the record.
+            NoData: HP602 with the first such key; the hint names all of them.
         """
         unknown = []
         for key, value in values.items():
@@ -183,7 +185,7 @@ class RecordRules:
                 unknown.append(key)
         if unknown:
             raise NoData(
-                f"the key `{unknown[0]}` has no known meaning in {what}",
+                f"the key `{unknown[0]}` has no known meaning in {item}",
                 where=where,
                 got=f"{unknown[0]}: {abbreviated(values[unknown[0]])}",
                 allowed=sorted(known),
@@ -192,7 +194,7 @@ class RecordRules:
 
     def _of_another_stage(self, key: str, value: Any, where: str) -> NoData:
         return NoData(
-            f"`{key}` of a record is read with `stage: {_OF_STAGES[key]}`, and means something else otherwise",
+            f"`{key}` of a record is only read with `stage: {_OF_STAGES[key]}`",
             where=where,
             got=f"{key}: {abbreviated(value)}",
             allowed=f"stage={_OF_STAGES[key]}, or records without this key",
@@ -200,10 +202,12 @@ class RecordRules:
         )
 
     def refuse_media(self, record: Record, texts: Iterable[str], where: str) -> None:
-        """Refuse placeholders of images and the like in texts, which would be trained on as letters.
+        """Raise for columns of images, sounds or videos, and for their placeholders in texts.
+
+        Placeholders would be trained on as plain text.
 
         Raises:
-            NoData: HP602 where the record, or the table, has a column for them.
+            NoData: HP602 when the record, or the table, has such a column with a value.
         """
         media = [key for key in (*self.media, *record) if key in _MEDIA or key in self.media]
         media = [key for key in media if key in self.media or not is_empty(record.get(key))]
@@ -231,12 +235,68 @@ class RecordRules:
 
 
 def is_empty(value: Any) -> bool:
-    """Return whether a value says nothing: absent, or a text, list or object without members."""
+    """Return whether a value is None, or a text, list or object without members."""
     return value is None or (isinstance(value, (str, list, tuple, dict)) and not value)
 
 
 def ignore_hint(keys: Iterable[str]) -> str:
-    """Return the override that passes over keys."""
+    """Return the override that ignores keys."""
     quoted = (key if key.isidentifier() else f"'{key}'" for key in sorted(keys))
     override = f"data.ignore_keys=[{','.join(quoted)}]"
     return override if all(key.isidentifier() for key in keys) else shlex.quote(override)
+
+
+_LABEL: Final = TypeAdapter(bool)
+_MARGIN: Final[TypeAdapter[float | bool]] = TypeAdapter(
+    StrictBool | Annotated[float, Field(allow_inf_nan=False)]
+)
+
+
+_ROLLED_OUT: Final = ("prompt", "completion", "completion_ids")
+
+
+def label_of(record: Record, where: str) -> bool:
+    """Return whether a record's answer is a good one: its key `label` (TRL) or `kto_tag` (LlamaFactory).
+
+    Raises:
+        NoData: HP602 without a Boolean label.
+    """
+    labels = [record[key] for key in LABELS if record.get(key) is not None]
+    try:
+        return _LABEL.validate_python(labels[0] if labels else None)
+    except ValidationError as error:
+        raise NoData(
+            "a record does not say whether its answer is good",
+            where=where,
+            got=f"{labels[0]!r:.60}" if labels else sorted(record),
+            allowed=f"true or false under {' or '.join(LABELS)}",
+        ) from error
+
+
+def margin_of(record: Record, where: str) -> float | None:
+    """Return the required score margin of a pair for a reward model: its key `margin` (TRL); None without the key.
+
+    Raises:
+        NoData: HP602 when the value is not a finite number.
+    """
+    value = record.get("margin")
+    if value is None:
+        return None
+    try:
+        margin = _MARGIN.validate_python(value)
+    except ValidationError:
+        margin = True
+    if isinstance(margin, bool):
+        raise NoData(
+            "the margin of a pair is not a finite number",
+            where=where,
+            got=f"margin: {value!r:.60}",
+            allowed="a finite number under `margin` in every record, or in none",
+        )
+    return margin
+
+
+def columns_of(record: Record, rules: RecordRules) -> dict[str, Any]:
+    """Return the keys of a record that rewards may read: all except those that rollouts replace, as in TRL."""
+    named = ((rules.columns.get(key, key), value) for key, value in record.items())
+    return {str(k): v for k, v in named if k not in _ROLLED_OUT and k not in rules.ignored}

@@ -1,8 +1,8 @@
 """Records: lines and arrays of JSON, rows of CSV, TSV and parquet.
 
-JSON and CSV are read with the standard library and not through Arrow: an error names the file and the line, records
-may differ in their keys, and text that looks like a date or a number stays text. Nothing is fetched, nothing is copied
-into another cache, and no record is read that is longer than a limit.
+JSON and CSV are read with the standard library instead of Arrow: an error names the file and the line, records may
+differ in their keys, and text that looks like a date or a number stays text. Nothing is downloaded or copied into
+another cache, and the size of a record is limited.
 """
 
 from __future__ import annotations
@@ -19,23 +19,29 @@ from typing import IO, Any, Final
 from hyper_parallel.errors import NoData
 from hyper_parallel.received import LimitExceeded
 from hyper_parallel.trainer.data._parquet import read_parquet, records_too_long
-from hyper_parallel.trainer.data.data_files import inner_name, line_command, open_bytes, open_text
+from hyper_parallel.trainer.data.data_files import (
+    inner_name,
+    line_command,
+    open_bytes,
+    open_text,
+    pipe_command,
+)
 from hyper_parallel.trainer.data.json_array import AROUND, HEAD, ArrayReader, unique_keys
 from hyper_parallel.trainer.data.record_keys import WITHOUT_INFLUENCE, Record
 from hyper_parallel.units import MiB
 
 _PART: Final = 2**20
-_OF_FILES: Final = frozenset(
+_FILE_KEYS: Final = frozenset(
     (
         "count", "total", "size", "num_records", "num_rows", "num_examples", "name", "title", "description", "info",
         "comment", "note", "format",
     )
 )  # fmt: skip
-"""Keys that files have beside their list of records."""
+"""Metadata keys of an object around a list of records."""
 _UNCOUNTED: Final = 2**22
-"""Characters of a line whose values are not counted before it is read: they take little memory in any case."""
+"""Characters of a line that is parsed without counting its values first: it needs little memory in any case."""
 _MOST_VALUES: Final = 8_000_000
-"""Of one record: each takes up to a hundred bytes of memory."""
+"""Values of a record; each takes up to a hundred bytes of memory."""
 
 
 def read_records(path: Path, most: int = 64 * MiB) -> Iterator[tuple[str, Record]]:
@@ -43,10 +49,10 @@ def read_records(path: Path, most: int = 64 * MiB) -> Iterator[tuple[str, Record
 
     Args:
         path: The file.
-        most: Most bytes of a record; no more than a few times as much is held in memory.
+        most: Largest size of a record in bytes; memory use is at most a small multiple of it.
 
     Raises:
-        NoData: HP602 naming the line or row that cannot be read, or is longer.
+        NoData: HP602 naming the line or row that is unreadable or too long.
     """
     suffix = inner_name(path).suffix
     if suffix == ".parquet":
@@ -74,7 +80,7 @@ def read_records(path: Path, most: int = 64 * MiB) -> Iterator[tuple[str, Record
 
 
 def _lines(file: IO[str], path: Path, most: int) -> Iterator[str]:
-    """Yield lines, none of which is longer than the limit."""
+    """Yield the lines of a file; raise for a line that is longer than the limit."""
     for number in itertools.count(1):
         line = file.readline(most + 1)
         if len(line) > most:
@@ -87,7 +93,7 @@ def _lines(file: IO[str], path: Path, most: int) -> Iterator[str]:
 
 
 def _undecodable_line(path: Path) -> int:
-    """Number of the first line that is not UTF-8."""
+    """Return the number of the first line that is not UTF-8."""
     decoder, number = codecs.getincrementaldecoder("utf-8")(), 1
     with open_bytes(path) as file:
         while part := file.readline(_PART):
@@ -113,12 +119,12 @@ def _read_json(path: Path, most: int) -> Iterator[tuple[str, Any]]:
 
 
 def _is_array(file: IO[str], most: int, of_lines: bool) -> bool:
-    """Return whether a file is one array of records, or an object around it, and not a record in each line.
+    """Return whether a file is an array of records, or an object around an array, instead of one record per line.
 
     Args:
         file: Text of the file.
-        most: Most characters of a record.
-        of_lines: The name of the file says that a line is a record: an object in one line is one.
+        most: Largest number of characters of a record.
+        of_lines: Whether the file name implies one record per line, so that an object in one line is a record.
     """
     head = file.read(HEAD)
     if head.lstrip().startswith("["):
@@ -128,18 +134,18 @@ def _is_array(file: IO[str], most: int, of_lines: bool) -> bool:
     text = head.lstrip()
     while "\n" not in text and len(text) <= min(most, _UNCOUNTED) and (part := file.read(_PART)):
         text += part
-    line, end, behind = text.partition("\n")
+    line, end, rest = text.partition("\n")
     try:
         value = json.loads(line) if end or len(text) <= min(most, _UNCOUNTED) else None
     except (ValueError, RecursionError):
         return True  # an object over several lines
     if value is None:
         return not of_lines
-    if of_lines or (behind or file.read(HEAD)).strip() or not isinstance(value, dict):
+    if of_lines or (rest or file.read(HEAD)).strip() or not isinstance(value, dict):
         return False
     lists = [part for part in value.values() if isinstance(part, list | dict)]
     records = lists[0] if len(lists) == 1 and isinstance(lists[0], list) else []
-    # The list of a record in one line has turns.
+    # A list of turns means that the line is a record, not an object around records.
     return bool(records) and all(
         isinstance(record, dict) and not {"role", "from"} & record.keys() for record in records
     )
@@ -151,12 +157,12 @@ def _read_array(file: IO[str], path: Path, most: int) -> Iterator[tuple[str, Any
         for index, (record, text) in enumerate(reader, start=1):
             where = f"{path}: record {index}"
             if index == 1:
-                _refuse_beside(reader, path)
+                _check_outer_keys(reader, path)
             yield where, _unicode(record, text, where)
-        _refuse_beside(reader, path)
+        _check_outer_keys(reader, path)
     except json.JSONDecodeError as error:
-        if reader.further is not None:
-            raise several_lists([reader.key, reader.further], path) from error
+        if reader.second_key is not None:
+            raise several_lists([reader.key, reader.second_key], path) from error
         raise _not_json(error, path, reader.first_line) from error
     except LimitExceeded as error:
         raise records_too_long(f"{path}:{reader.line}", str(error), most) from error
@@ -164,11 +170,11 @@ def _read_array(file: IO[str], path: Path, most: int) -> Iterator[tuple[str, Any
         raise _unreadable(error, f"{path}:{reader.line}") from error
 
 
-def _refuse_beside(reader: ArrayReader, path: Path) -> None:
-    """Refuse keys beside the list of records that could change a record: a system text, or a weight of all of them."""
-    if unknown := sorted({*reader.beside} - WITHOUT_INFLUENCE - _OF_FILES):
+def _check_outer_keys(reader: ArrayReader, path: Path) -> None:
+    """Raise for keys next to the list of records that could apply to all records, such as a system text or a weight."""
+    if unknown := sorted({*reader.outer_keys} - WITHOUT_INFLUENCE - _FILE_KEYS):
         raise NoData(
-            "an object around the records has keys that no record gets",
+            "an object around the records has keys that are not part of any record",
             where=str(path),
             got=unknown,
             allowed="the list of records, and keys without influence such as name, version, license",
@@ -177,11 +183,11 @@ def _refuse_beside(reader: ArrayReader, path: Path) -> None:
 
 
 _DECODER: Final = json.JSONDecoder(object_pairs_hook=unique_keys)
-"""One for all records: `json.loads` with a hook makes one for every call, which takes as long as a short record."""
+"""Shared decoder: `json.loads` with a hook constructs one per call, which takes as long as decoding a short record."""
 
 
 def several_lists(keys: Sequence[str], path: Path | str) -> NoData:
-    """Return the refusal of an object that has several lists of records, such as the splits of a data set."""
+    """Return the error of an object with several lists of records, such as the splits of a data set."""
     first = keys[0]
     name, target = shlex.quote(str(path)), f"{first}.jsonl" if first.isidentifier() else "x.jsonl"
     return NoData(
@@ -194,10 +200,10 @@ def several_lists(keys: Sequence[str], path: Path | str) -> NoData:
 
 
 def _parse(text: str, path: Path, number: int) -> Any:
-    """The value of a JSON text that begins in line `number` of a file."""
+    """Return the value of a JSON text that begins in line `number` of a file."""
     if len(text) > _UNCOUNTED and sum(map(text.count, ",[{")) > _MOST_VALUES:
         raise NoData(
-            "a record of JSON has more values than text",
+            "a JSON record has too many values",
             where=f"{path}:{number}",
             allowed=f"at most {_MOST_VALUES:,} values",
         )
@@ -212,7 +218,7 @@ def _parse(text: str, path: Path, number: int) -> Any:
 
 
 def _over_lines(path: Path, number: int, text: str) -> NoData:
-    """Return the refusal of a record that stretches over lines, or whose end is missing."""
+    """Return the error of a record that spans several lines or is incomplete."""
     return NoData(
         "a line ends within a JSON record; a record is one line",
         where=f"{path}:{number}",
@@ -223,14 +229,12 @@ def _over_lines(path: Path, number: int, text: str) -> NoData:
 
 
 def over_lines_hint(path: Path | str) -> str:
-    """Return the command that writes each record of a file in one line."""
-    tool = {".gz": "gzip -dc", ".zst": "zstd -dc"}.get(Path(path).suffix)
-    name = shlex.quote(str(path))
-    return f"{tool} {name} | jq -c . > lines.jsonl" if tool else f"jq -c . {name} > lines.jsonl"
+    """Return the command that rewrites a file with one record per line."""
+    return f"{pipe_command(Path(path), 'jq -c .')} > lines.jsonl"
 
 
 def _not_json(error: json.JSONDecodeError, path: Path, first_line: int) -> NoData:
-    """The refusal of a text that begins in a line of a file."""
+    """Return the error of a text that begins in line `first_line` of a file and is not JSON."""
     begin = error.doc.rfind("\n", 0, error.pos) + 1
     shown = error.doc[begin : begin + 400].partition("\n")[0].strip()[:60]
     number, problem = first_line + error.lineno - 1, error.msg.removesuffix(" at")
@@ -243,13 +247,13 @@ def _not_json(error: json.JSONDecodeError, path: Path, first_line: int) -> NoDat
 
 
 def _unreadable(error: Exception, where: str) -> NoData:
-    """The refusal of lists within lists without end, and of numbers of thousands of digits."""
-    what = "values are nested too deep" if isinstance(error, RecursionError) else str(error)
-    return NoData("a line of JSON cannot be read", where=where, got=what[:120])
+    """Return the error of values that are nested too deeply, or of numbers of thousands of digits."""
+    problem = "values are nested too deep" if isinstance(error, RecursionError) else str(error)
+    return NoData("a line of JSON cannot be read", where=where, got=problem[:120])
 
 
 def _unicode(record: Any, text: str, where: str) -> Any:
-    """The record, when all of its words can be written; escapes may spell half a character."""
+    """Return the record; raise if an escape sequence is half of a surrogate pair, which UTF-8 cannot represent."""
     if "\\u" in text:
         try:
             json.dumps(record, ensure_ascii=False).encode()
@@ -288,7 +292,7 @@ def _read_table(path: Path, most: int) -> Iterator[tuple[str, Any]]:
 
 
 def _narrow(lines: Iterator[str], path: Path, delimiter: str) -> Iterator[str]:
-    """Yield lines of a table, of which none has more columns than any table."""
+    """Yield the lines of a table; raise for a line with millions of columns."""
     for number, line in enumerate(lines, start=1):
         if len(line) > _UNCOUNTED and line.count(delimiter) > _MOST_VALUES:
             raise NoData("a line of a table has millions of columns", where=f"{path}:{number}")
@@ -296,7 +300,11 @@ def _narrow(lines: Iterator[str], path: Path, delimiter: str) -> Iterator[str]:
 
 
 def text_of(record: Record, text_key: str, where: str) -> str:
-    """Text of a record."""
+    """Return the text of a record.
+
+    Raises:
+        NoData: HP602 when the record has no text under `text_key`.
+    """
     value = record.get(text_key)
     if isinstance(value, str):
         return value

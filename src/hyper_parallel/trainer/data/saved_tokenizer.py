@@ -1,15 +1,18 @@
-"""Tokenizers as later programs read them: with and without the config of the model beside their files.
+"""Tokenizer directories that load alike everywhere: with and without the model's config.json beside their files.
 
 transformers chooses the class of a tokenizer from `tokenizer_class`, from `model_type` of a config.json in the same
 folder, and from the form of tokenizer.json. Classes that rebuild the tokenizer from its vocabulary (Qwen2Tokenizer,
-GPTNeoXTokenizer, ...) ignore the normalizer and the pre-tokenizer of tokenizer.json, so the same files give other
-tokens. An export has a config.json, a folder of adapters has none, and both have to give the tokens of training. This
-is measured by reading the files, not derived from the rules of one version of transformers: first without their
-vocabulary, where equal pipelines are equal tokens, and only where pipelines differ in full, on probe texts.
+GPTNeoXTokenizer, ...) ignore the normalizer and the pre-tokenizer of tokenizer.json, so the same files produce other
+tokens. An export has a config.json, a folder of adapters has none, and both must produce the tokens of training.
+
+The check loads the files instead of modelling the rules of one version of transformers. It first loads them without
+their vocabulary, because equal pipelines produce equal tokens. Only if pipelines differ, it loads them completely and
+compares the tokens of probe texts.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -30,12 +33,12 @@ from hyper_parallel.trainer.files import copy_files
 from hyper_parallel.units import MiB
 
 VOCABULARIES: Final = (BACKEND, "tokenizer.model", "vocab.json", "tekken.json")
-"""Files of which a directory with a tokenizer has one."""
+"""Vocabulary files; a tokenizer directory has at least one of them."""
 CONFIG: Final = "tokenizer_config.json"
 _MODEL_CONFIG: Final = "config.json"
 _GENERIC: Final = ("TokenizersBackend", "PythonBackend", "PreTrainedTokenizerFast")
 _GENERIC_NAME: Final = "PreTrainedTokenizerFast"
-"""Name of the generic class that every version of transformers reads."""
+"""Name of the generic class that every version of transformers loads."""
 _DECIDING: Final = ("model_type", "tokenizer_class", "model_name")
 """Keys of a config.json that choose the class of a tokenizer."""
 _TEMPLATES: Final = "additional_chat_templates"
@@ -62,28 +65,28 @@ _PROBES: Final = (
     "\u00a0\u2003\u3000", "\u200b\ufeff", "a\u2581b",
     "<s> x </s>", "<unk> <pad> <mask>", "def f(x):\n    return x + 1\n", '{"k": [1, 2.5, null]}', "UPPER lower Title",
 )  # fmt: skip
-"""Texts in which normalizers and pre-tokenizers differ."""
+"""Texts for which normalizers and pre-tokenizers differ."""
 _MOST_ENTRIES: Final = 2000
-"""Entries of a vocabulary whose texts are probes."""
+"""Largest number of vocabulary entries whose texts are probes."""
 _MOST_SAMPLES: Final = 64
 _SAMPLE_CHARACTERS: Final = 4000
 _SPECIAL: Final = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def tokenizer_files(directory: Path) -> list[str]:
-    """Return the names of the files that make up the tokenizer of a Hugging Face directory."""
+    """Return the names of the tokenizer files of a Hugging Face directory."""
     names = [name for name in _FILES if (directory / name).is_file()]
     further = sorted((directory / _TEMPLATES).glob("*.jinja"))
     return names + [f"{_TEMPLATES}/{path.name}" for path in further if path.is_file()]
 
 
 def has_tokenizer(directory: str | Path | None) -> bool:
-    """Whether a directory holds tokenizer files."""
+    """Return whether a directory holds tokenizer files."""
     return directory is not None and any((Path(directory) / n).is_file() for n in VOCABULARIES)
 
 
 def load_tokenizer(directory: str | Path, *, trusted: bool = False) -> Any:
-    """Load a tokenizer directory; local files only, and their code only when it is `trusted`."""
+    """Load a tokenizer directory: local files only, and code in them only if `trusted`."""
     from transformers import AutoTokenizer
 
     from hyper_parallel.model import read_config_values
@@ -97,7 +100,7 @@ def load_tokenizer(directory: str | Path, *, trusted: bool = False) -> Any:
         )
     where = f"data.tokenizer: {directory}"
     check_files(directory, tokenizer_files(directory))
-    if (directory / _MODEL_CONFIG).is_file():  # transformers makes a config of it
+    if (directory / _MODEL_CONFIG).is_file():  # transformers reads it, so check it first
         read_config_values(directory / _MODEL_CONFIG)
     try:
         with tokenizing(where):
@@ -105,7 +108,7 @@ def load_tokenizer(directory: str | Path, *, trusted: bool = False) -> Any:
                 str(directory), local_files_only=True, trust_remote_code=trusted
             )
     except BadValue as error:
-        # transformers and tokenizers raise plain Exception for damaged files.
+        # For damaged files transformers and tokenizers raise plain Exception.
         raise NoData("the tokenizer cannot be loaded", where=where, got=error.got) from error
     if tokenizer.is_fast:
         check_parts(tokenizer.backend_tokenizer, where)
@@ -113,32 +116,27 @@ def load_tokenizer(directory: str | Path, *, trusted: bool = False) -> Any:
 
 
 def samples_of(texts: Iterable[str]) -> list[str]:
-    """Return the beginnings of the first texts of the data, as further probes."""
-    found: list[str] = []
-    for text in texts:
-        found.append(text[:_SAMPLE_CHARACTERS])
-        if len(found) == _MOST_SAMPLES:
-            break
-    return found
+    """Return the beginnings of the first texts of the data, as additional probes."""
+    return [text[:_SAMPLE_CHARACTERS] for text in itertools.islice(texts, _MOST_SAMPLES)]
 
 
 def first_difference(one: Any, other: Any, samples: Sequence[str] = ()) -> str | None:
-    """Return where two tokenizers of one directory differ, in words; None where they give the same tokens.
+    """Return a description of the first difference of two tokenizers of one directory; None if they agree.
 
     Args:
         one: Tokenizer of transformers.
         other: Tokenizer of transformers.
-        samples: Texts of the data.
+        samples: Texts of the data, compared in addition to the built-in probes.
     """
     if one.get_vocab() != other.get_vocab():
         return f"the vocabularies, of {len(one.get_vocab())} and {len(other.get_vocab())} entries"
     texts = [*_PROBES, *_own_probes(one), *samples]
     for added in (False, True):
-        for text, mine, theirs in zip(
+        for text, left, right in zip(
             texts, _ids(one, texts, added), _ids(other, texts, added), strict=True
         ):
-            if mine != theirs:
-                return _shown(one, text, mine, theirs)
+            if left != right:
+                return _describe(one, text, left, right)
     for name in _SPECIAL:
         ids = getattr(one, name), getattr(other, name)
         if ids[0] != ids[1]:
@@ -149,7 +147,7 @@ def first_difference(one: Any, other: Any, samples: Sequence[str] = ()) -> str |
 
 
 def _own_probes(hf: Any) -> list[str]:
-    """Return texts with the added tokens of a tokenizer, and with entries of its vocabulary."""
+    """Return texts that contain the added tokens of a tokenizer and entries of its vocabulary."""
     added = [str(token) for _, token in sorted(hf.added_tokens_decoder.items())][:_MOST_ENTRIES]
     size = len(hf)
     entries = range(0, size, max(1, size // _MOST_ENTRIES))
@@ -161,31 +159,31 @@ def _ids(hf: Any, texts: Sequence[str], added: bool) -> list[list[int] | None]:
     """Return the tokens of texts; None for a text on which the tokenizer fails."""
     try:
         with tokenizing("probes of the tokenizer"):
-            found = hf(list(texts), add_special_tokens=added, verbose=False)["input_ids"]
+            ids = hf(list(texts), add_special_tokens=added, verbose=False)["input_ids"]
     except BadValue:
         if len(texts) == 1:
             return [None]
         half = len(texts) // 2
         return _ids(hf, texts[:half], added) + _ids(hf, texts[half:], added)
-    return list(found)
+    return list(ids)
 
 
-def _shown(hf: Any, text: str, mine: list[int] | None, theirs: list[int] | None) -> str:
-    """Return the first tokens that differ."""
-    mine, theirs = mine or [], theirs or []
-    at = next((i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b), 0)
-    tokens = (hf.convert_ids_to_tokens(ids[at : at + 4]) for ids in (mine, theirs))
+def _describe(hf: Any, text: str, left: list[int] | None, right: list[int] | None) -> str:
+    """Return the text with the first tokens that differ."""
+    left, right = left or [], right or []
+    first = next((i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), 0)
+    tokens = (hf.convert_ids_to_tokens(ids[first : first + 4]) for ids in (left, right))
     return f"{abbreviated(text, 40)}: " + " and ".join(json.dumps(t) for t in tokens)
 
 
 def copy_tokenizer(source: str | Path, target: Path) -> None:
-    """Copy the tokenizer of a directory so that the copy gives the same tokens where it lies.
+    """Copy the tokenizer of a directory so that the copy produces the same tokens in its new folder.
 
-    The class that reads the source is written into the copy where the copy would be read by a class with other tokens.
-    A config.json has to be there already, if the target is to have one.
+    If transformers would load the copy with a class that produces other tokens, the copy names the class of the
+    source. A config.json of the target must already exist.
 
     Raises:
-        BadValue: HP102 where no class reads the copy as the source is read.
+        BadValue: HP102 when no class loads the copy with the tokens of the source.
     """
     source = Path(source)
     copy_files(source, target, tokenizer_files(source))
@@ -193,9 +191,7 @@ def copy_tokenizer(source: str | Path, target: Path) -> None:
         return
     try:
         original = load_tokenizer(source)
-    except (
-        NoData
-    ):  # files that no class reads are copied as they are: nothing was trained with them
+    except NoData:  # no class loads the files, so nothing was trained with them
         return
     difference = _difference(original, target)
     if difference is None and not _has_code(target):
@@ -206,14 +202,14 @@ def copy_tokenizer(source: str | Path, target: Path) -> None:
 
 
 def _same_pipelines(source: Path, target: Path) -> bool:
-    """Return whether a copy is read by the class of its source; names the class in the copy where that is needed."""
-    with _folder(source, _deciding(source), None, small=source) as folder:
-        original = _read(folder)
+    """Return whether the copy loads with the pipeline of its source; name the class in the copy if necessary."""
+    with _folder(source, _config_values(source), None, small=source) as folder:
+        original = _load(folder)
     if original is None:
         return False
     for name in [None] * (not _has_code(target)) + [class_name(original)]:
-        with _folder(target, _deciding(target), name, small=source) as folder:
-            if not _is_pipeline(original, _read(folder)):
+        with _folder(target, _config_values(target), name, small=source) as folder:
+            if not _same_pipeline(original, _load(folder)):
                 continue
         if name is not None:
             set_class(target, name)
@@ -221,31 +217,31 @@ def _same_pipelines(source: Path, target: Path) -> bool:
     return False
 
 
-def _deciding(directory: Path) -> dict[str, Any] | None:
+def _config_values(directory: Path) -> dict[str, Any] | None:
     """Return the values of the config.json of a directory; None without one."""
     path = directory / _MODEL_CONFIG
     return read_json(path, Limits()) if path.is_file() else None
 
 
-def _read(folder: Path) -> Any:
-    """Return the tokenizer of a folder; None where it cannot be read."""
+def _load(folder: Path) -> Any:
+    """Return the tokenizer of a folder; None if it cannot be loaded."""
     try:
         return load_tokenizer(folder)
     except HyperParallelError:
         return None
 
 
-def _is_pipeline(one: Any, other: Any) -> bool:
-    """Return whether two readings of the same files certainly give the same tokens."""
+def _same_pipeline(one: Any, other: Any) -> bool:
+    """Return whether two tokenizers loaded from the same files are known to produce the same tokens."""
     return other is not None and pipeline(one) == pipeline(other) is not None
 
 
 def note_on_reading(hf: Any, directory: Path, samples: Sequence[str]) -> str | None:
-    """Return a sentence where programs that read tokenizer.json without transformers get other tokens; else None."""
+    """Return a warning if programs that read tokenizer.json without transformers get other tokens; else None."""
     return reading_note(hf, directory, [*_PROBES, *samples])
 
 
-def settled(
+def required_class(
     hf: Any,
     directory: Path,
     config: Mapping[str, Any] | None,
@@ -253,64 +249,64 @@ def settled(
     *,
     is_own: bool = False,
 ) -> str | None:
-    """Return the class that has to be named in a tokenizer's files so that each later reader gives the same tokens.
+    """Return the class that the tokenizer's files must name so that every later reader produces the same tokens.
 
     Args:
-        hf: The tokenizer as it is read from the directory.
-        directory: Its directory.
+        hf: The tokenizer as loaded from the directory.
+        directory: Directory of its files.
         config: Values of the config of the model that is trained; None: no model is known.
         samples: Texts of the data.
-        is_own: The tokenizer was trained for this model, so that it may be read as the model's config demands.
+        is_own: Whether the tokenizer was trained for this model, so that the class of the model's config may load it.
 
     Returns:
-        None where the files are good as they are.
+        None if the files need no change.
 
     Raises:
-        BadValue: HP102 where readers beside the model's config use another class, with other tokens.
+        BadValue: HP102 when the class chosen beside the model's config produces other tokens.
     """
     names = [None] * (not _has_code(directory)) + [class_name(hf)]
-    # A class that reads the files without their vocabulary as `hf` was read needs no probes.
-    with _folder(directory, _deciding(directory), None, small=directory) as folder:
-        small = _read(folder)
+    # If the files without their vocabulary load with the same pipeline, no probes are needed.
+    with _folder(directory, _config_values(directory), None, small=directory) as folder:
+        small = _load(folder)
     if small is not None and type(small) is type(hf):
         for name in names:
-            if all(_small_readings(small, directory, config, name)):
+            if all(_pipelines_agree(small, directory, config, name)):
                 return name
     for name in names:
-        if not any(_readings(hf, directory, config, samples, name)):
+        if not any(_differences(hf, directory, config, samples, name)):
             return name
     with _folder(directory, config, None) as folder:
-        beside = load_tokenizer(folder)
-        name = class_name(beside)
-        # The class that the model's config demands, or the generic one.
+        exported = load_tokenizer(folder)
+        name = class_name(exported)
+        # Try the class that the model's config demands, then the generic one.
         for wanted in (name, _GENERIC_NAME):
             set_class(folder, wanted)
             other = load_tokenizer(folder)
-            if any(_readings(other, directory, config, samples, wanted)):
+            if any(_differences(other, directory, config, samples, wanted)):
                 continue
             if is_own:
                 return wanted
-            raise _refused(hf, directory, folder, first_difference(hf, beside, samples), wanted)
-    raise _refused(hf, directory, None, first_difference(hf, beside, samples))
+            raise _refused(hf, directory, folder, first_difference(hf, exported, samples), wanted)
+    raise _refused(hf, directory, None, first_difference(hf, exported, samples))
 
 
-def _small_readings(
+def _pipelines_agree(
     small: Any, directory: Path, config: Mapping[str, Any] | None, name: str | None
 ) -> Iterator[bool]:
-    """Yield whether a tokenizer without vocabulary is the same beside the model's config, and without one."""
+    """Yield whether a tokenizer without vocabulary loads alike beside the model's config, then without a config."""
     for values in (config, None) if config is not None else (None,):
         with _folder(directory, values, name, small=directory) as folder:
-            yield _is_pipeline(small, _read(folder))
+            yield _same_pipeline(small, _load(folder))
 
 
-def _readings(
+def _differences(
     hf: Any,
     directory: Path,
     config: Mapping[str, Any] | None,
     samples: Sequence[str],
     name: str | None,
 ) -> Iterator[str | None]:
-    """Yield how the tokenizer of a directory differs where it is read beside the model's config, and without one."""
+    """Yield the difference of the tokenizer loaded beside the model's config, then without a config; None: equal."""
     for values in (config, None) if config is not None else (None,):
         with _folder(directory, values, name) as folder:
             yield _difference(hf, folder, samples)
@@ -318,10 +314,10 @@ def _readings(
 
 def _difference(hf: Any, folder: Path, samples: Sequence[str] = ()) -> str | None:
     try:
-        read = load_tokenizer(folder)
+        other = load_tokenizer(folder)
     except NoData as error:
         return f"it cannot be read: {abbreviated(str(error.got), 80)}"
-    return first_difference(hf, read, samples)
+    return first_difference(hf, other, samples)
 
 
 @contextmanager
@@ -332,16 +328,16 @@ def _folder(
     *,
     small: Path | None = None,
 ) -> Iterator[Path]:
-    """Give a folder with the files of a tokenizer, the name of a class in them, and a config of a model.
+    """Yield a temporary folder with the files of a tokenizer, its class name, and a model's config.json.
 
     Args:
         directory: Directory of the tokenizer.
         config: Values of the config; None: the folder has none.
-        name: Name of the class; None: it stays.
-        small: Directory of which tokenizer.json is taken, without its vocabulary where that is one of merges.
+        name: Name of the class; None: unchanged.
+        small: Directory whose tokenizer.json, without the vocabulary, replaces the original; only for BPE models.
     """
-    with TemporaryDirectory(prefix="tokenizer-") as made:
-        folder = Path(made)
+    with TemporaryDirectory(prefix="tokenizer-") as temporary:
+        folder = Path(temporary)
         for file in tokenizer_files(directory):
             (folder / file).parent.mkdir(exist_ok=True)
             (folder / file).symlink_to((directory / file).resolve())
@@ -376,12 +372,12 @@ def _values(directory: Path) -> dict[str, Any]:
 
 
 def _has_code(directory: Path) -> bool:
-    """Return whether a tokenizer names code of its own, which is never run: no copy has it."""
+    """Return whether a tokenizer names its own Python code, which is never run and never copied."""
     return "auto_map" in _values(directory)
 
 
 def set_class(directory: Path, name: str) -> None:
-    """Name the class in the files of a tokenizer."""
+    """Write the class name into the files of a tokenizer."""
     values = _values(directory) | {"tokenizer_class": name}
     values.pop("auto_map", None)
     path = directory / CONFIG
@@ -392,6 +388,7 @@ def set_class(directory: Path, name: str) -> None:
 def _refused(
     hf: Any, directory: Path, target: Path | None, difference: str | None, wanted: str | None = None
 ) -> BadValue:
+    """Return the error of an exported tokenizer with other tokens than training."""
     read, model_type = "", ""
     if target is not None and (target / _MODEL_CONFIG).is_file():
         values = read_json(target / _MODEL_CONFIG, Limits())

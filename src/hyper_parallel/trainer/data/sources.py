@@ -1,7 +1,7 @@
-"""Sources: which files a recipe names, in which format, and the documents in them, in a fixed order.
+"""Sources of a recipe: their files, their format, and their documents in a fixed order.
 
-A document is a text or a conversation. The order is that of the sorted relative paths and of the records in each
-file, so that the same files give the same tokens on every machine.
+A document is a text or a conversation. Files are read in the order of their relative paths, records in file order, so
+the same files produce the same tokens on every machine.
 """
 
 from __future__ import annotations
@@ -20,15 +20,11 @@ from hyper_parallel.config import PREFERENCE_STAGES, Data
 from hyper_parallel.errors import Contradiction, HyperParallelError, NoData
 from hyper_parallel.trainer.data._parquet import records_too_long
 from hyper_parallel.trainer.data._tables import Table, is_table, open_table, refuse_outside
-from hyper_parallel.trainer.data.conversation import Conversation, says_something
 from hyper_parallel.trainer.data.conversations import (
     CONVERSATIONS,
     check_flags,
-    columns_of,
     conversations_of,
     is_text_pair,
-    label_of,
-    margin_of,
     num_context,
     shape_of,
 )
@@ -40,14 +36,20 @@ from hyper_parallel.trainer.data.data_files import (
     nearest,
     open_bytes,
 )
-from hyper_parallel.trainer.data.document import Document
-from hyper_parallel.trainer.data.record_keys import Record, RecordRules
+from hyper_parallel.trainer.data.document import Conversation, Document, has_content
+from hyper_parallel.trainer.data.record_keys import (
+    Record,
+    RecordRules,
+    columns_of,
+    label_of,
+    margin_of,
+)
 from hyper_parallel.trainer.data.records import read_records, text_of
 from hyper_parallel.units import MiB
 
 STDLIB = "python-stdlib"
 PlainText = Literal["never", "pairs", "all"]
-"""Conversations that are joined as plain text: none, a prompt and a completion of texts, or every pair of texts."""
+"""Conversations that are joined as plain text: none, pairs of texts under `prompt` and `completion`, all text pairs."""
 _TEMPLATED: Final = (
     "pairs of texts written through the chat template (data.chat_template=none: as plain text)"
 )
@@ -63,29 +65,29 @@ _FORMATS: Final = {
     "csv": {"csv"},
     **{shape: set(KINDS.values()) for shape in CONVERSATIONS},
 }
-"""Kinds of files that are read with a `data.format`."""
+"""Kinds of files that each `data.format` reads."""
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The files or the table of a recipe, resolved: `files` in reading order."""
+    """Resolved files (in reading order) or table of one `data.source`."""
 
     name: str
     shape: str
-    """`text` (a file is a document), `records` (text under a key), or that of a conversation."""
+    """`text` (a file is a document), `records` (text under a key), or a format of conversations."""
     files: tuple[Path, ...]
     text_key: str
     max_bytes: int | None
     table: Table | None = None
     max_records: int | None = None
     stage: str = "pt"
-    """Stage that reads it, which decides what a record must hold."""
+    """Stage of the recipe, which decides the required content of a record."""
     record_bytes: int = 64 * MiB
-    """Most bytes of a record; longer text files are read in pieces."""
+    """Largest size of a record; longer text files are read in pieces."""
     rules: RecordRules = field(default_factory=RecordRules)
-    """How keys of records are read."""
+    """Rules by which keys of records are read."""
     plain: PlainText = "never"
-    """Which conversations are joined as plain text, without a chat template."""
+    """Conversations that are joined as plain text, without a chat template."""
 
     @property
     def counts(self) -> DataCounts:
@@ -94,26 +96,27 @@ class Source:
 
     @property
     def is_conversations(self) -> bool:
-        """Whether records are conversations, which a chat template renders."""
+        """True if records are conversations, which a chat template renders."""
         return self.shape in CONVERSATIONS
 
     @property
     def num_bytes(self) -> int:
-        """Size of the files, an estimate of the text in them; at most `max_bytes`."""
+        """Size of the files, an estimate of their text; at most `max_bytes`."""
         total = sum(f.stat().st_size for f in self.files) or (
             self.table.num_bytes if self.table else 0
         )
         return total if self.max_bytes is None else min(total, self.max_bytes)
 
     def identity(self) -> dict[str, object]:
-        """Everything about the source that decides its text; of files name, size and times.
+        """Return everything about the source that decides its text; for files name, size and times.
 
-        No user can set the time of the last change (ctime): `cp -p` and `touch -r` keep size and modification time.
+        The change time (ctime) is included because `cp -p` and `touch -r` preserve size and modification time; no user
+        can set it.
         """
         folder = Path(self.name).expanduser()
-        # A table that `datasets` wrote keeps its fingerprint when somebody exchanges its files.
-        read = _sorted_files(folder) if self.table and folder.is_dir() else self.files
-        stats = [(str(f), f.stat()) for f in read]
+        # A table that `datasets` wrote keeps its fingerprint when its files are replaced.
+        files = _sorted_files(folder) if self.table and folder.is_dir() else self.files
+        stats = [(str(f), f.stat()) for f in files]
         return {
             "shape": self.shape,
             "text_key": self.text_key if self.shape == "records" else "",
@@ -126,18 +129,18 @@ class Source:
         }
 
     def _in_pieces(self, stats: Sequence[tuple[str, os.stat_result]]) -> bool:
-        """Whether a text file is longer than a record may be."""
+        """Return whether a text file is longer than the largest record."""
         return self.shape == "text" and any(s.st_size > self.record_bytes for _, s in stats)
 
     def documents(self) -> Iterator[Document]:
-        """Documents in order, up to `max_bytes` of text: the last text is cut, a conversation is never cut."""
+        """Yield documents in order, up to `max_bytes` of text: the last text is cut, a conversation is never cut."""
         self.counts.clear()
         left = self.max_bytes
-        beside = _descriptions(Path(self.name).expanduser(), self.files)
-        if beside:
-            names = ", ".join(sorted({path.name for path in beside}))
+        unread = _descriptions(Path(self.name).expanduser(), self.files)
+        if unread:
+            names = ", ".join(sorted({path.name for path in unread}))
             self.counts.remarks[f"files that describe the data are not read ({names})"] = len(
-                beside
+                unread
             )
         for documents in self._all_documents():
             self.counts.read += 1
@@ -145,7 +148,7 @@ class Source:
             if max(sizes) > self.record_bytes:
                 where, got = documents[0].where, f"{max(sizes):,} bytes"
                 raise records_too_long(where, got, self.record_bytes)
-            # Of a pair both are left out.
+            # If one document of a pair is empty, both are left out.
             if 0 in sizes and any(document.is_empty for document in documents):
                 self.counts.dropped[EMPTY_RECORD] += self.shape != "text"
                 continue
@@ -161,26 +164,25 @@ class Source:
             left = None if left is None else left - sum(sizes)
 
     def _all_documents(self) -> Iterator[list[Document]]:
-        """What belongs together: one document, or the two answers to one prompt."""
+        """Yield the documents of each record: one, or the two of a pair."""
         if self.shape == "text":
             for path in self.files:
                 yield from ([document] for document in self._text_documents(path))
             return
-        found = _records(self.files, self.table, self.record_bytes)
-        records = itertools.islice(found, self.max_records)
-        for where, record in records:
+        records = _records(self.files, self.table, self.record_bytes)
+        for where, record in itertools.islice(records, self.max_records):
             if self.shape == "records":
                 yield [Document(where, text_of(record, self.text_key, where))]
             else:
                 yield self._conversations(where, record)
 
     def _conversations(self, where: str, record: Record) -> list[Document]:
-        """The conversation of a record, or the two of a pair."""
+        """Return the document of a record that is a conversation, or the two documents of a pair."""
         stage = self.stage
         templated = self._is_templated(where, record)
-        found = conversations_of(record, self.shape, where, stage, self.rules)
+        conversations = conversations_of(record, self.shape, where, stage, self.rules)
         if stage != "pt":
-            found = [self._trained(one, record, where) for one in found]
+            conversations = [self._without_empty(one, record, where) for one in conversations]
         return [
             Document(
                 where,
@@ -191,28 +193,28 @@ class Source:
                 columns=columns_of(record, self.rules) if stage == "grpo" else {},
                 templated=templated,
             )
-            for one in found
+            for one in conversations
         ]
 
-    def _trained(self, one: Conversation, record: Record, where: str) -> Conversation:
-        """Return a conversation whose answers without words are not trained on where others have words.
+    def _without_empty(self, one: Conversation, record: Record, where: str) -> Conversation:
+        """Return a conversation with its empty answers excluded from training, if other answers have words.
 
-        A bare end marker would teach to say nothing.
+        Training on an end marker alone would teach the model empty answers.
 
         Raises:
-            NoData: HP602 for a turn of the prompt that the record names as trained on.
+            NoData: HP602 for a turn of the prompt that the record marks as trained on.
         """
         count = num_context(one, self.stage)
         check_flags(one, count, record, where, self.rules)
         answers = _answers(one, count)
-        empty = [i for i in answers if not says_something(one.messages[i])]
+        empty = [i for i in answers if not has_content(one.messages[i])]
         if self.stage == "grpo" or not 0 < len(empty) < len(answers):
             return one
         self.counts.remarks[_WORDLESS] += 1
         return replace(one, untrained=one.untrained | {*empty})
 
     def _is_templated(self, where: str, record: Record) -> bool:
-        """Return whether a conversation is written through the chat template.
+        """Return whether the chat template renders a conversation.
 
         Raises:
             NoData: HP602 for turns with `data.chat_template: none`.
@@ -225,17 +227,17 @@ class Source:
             return True
         if not pair:
             raise NoData(
-                "`data.chat_template: none` joins pairs of texts, and a record has turns, tools or a system text",
+                "`data.chat_template: none` joins pairs of texts, but a record has turns, tools or a system text",
                 where=where,
                 got=sorted(map(str, record)),
-                allowed="a prompt and a completion that are texts",
+                allowed="a prompt and a completion, both texts",
                 hint="data.chat_template=auto",
             )
         self.counts.remarks[_JOINED] += 1
         return False
 
     def _text_documents(self, path: Path) -> Iterator[Document]:
-        """The text of a file, in pieces where it is longer than a record."""
+        """Yield the text of a file, in pieces if it is longer than the largest record."""
         replaced = 0
         try:
             for number, raw in enumerate(_pieces(path, self.record_bytes)):
@@ -265,7 +267,7 @@ class Source:
 
 
 def _pieces(path: Path, most: int) -> Iterator[bytes]:
-    """Yield the bytes of a file, cut behind the last line of each piece, else between characters."""
+    """Yield the bytes of a file in pieces of at most `most`, cut after a line end, else between characters."""
     with open_bytes(path) as file:
         rest = b""
         while True:
@@ -279,10 +281,10 @@ def _pieces(path: Path, most: int) -> Iterator[bytes]:
 
 
 def _between_characters(piece: bytes) -> int:
-    """Where the last character of UTF-8 that may go on in the next piece begins; the end, where there is none."""
+    """Return the start of an incomplete UTF-8 character at the end of a piece; without one, the piece's length."""
     for length in range(1, min(4, len(piece))):
         byte = piece[-length]
-        if byte & 0xC0 != 0x80:  # begins a character, of so many bytes
+        if byte & 0xC0 != 0x80:  # first byte of a character; its high bits are the length
             wanted = 4 if byte >= 0xF0 else 3 if byte >= 0xE0 else 2 if byte >= 0xC0 else 1
             return len(piece) - length if wanted > length and len(piece) > length else len(piece)
     return len(piece)
@@ -292,8 +294,8 @@ def resolve(data: Data, stage: str) -> Source:
     """Find the files of `data.source` and their format.
 
     Raises:
-        NoData: HP602 when there are no files to read, or their format cannot be told.
-        Contradiction: HP104 when source, format and stage do not go together.
+        NoData: HP602 when there are no files to read, or their format is not recognized.
+        Contradiction: HP104 when source, format and stage contradict each other.
     """
     if data.source == STDLIB and data.format not in ("auto", "text"):
         raise Contradiction(
@@ -306,41 +308,46 @@ def resolve(data: Data, stage: str) -> Source:
     for key, value in (("name", data.name), ("split", data.split)):
         if value is not None and table is None:
             raise Contradiction(
-                f"`data.{key}` belongs to a dataset, and the source is none",
+                f"`data.{key}` selects a part of a dataset, but the source is not a dataset",
                 where=f"data.source: {data.source}",
                 got=f"data.{key}={value}",
                 allowed="a folder, or a name on the Hugging Face hub",
                 hint=f"data.{key}=null",
             )
     files = _files(data, stage) if table is None else []
-    apart = stage == "pt" and (data.masks(stage) or not data.packing)
-    counts = DataCounts(data.source, seq_len=data.seq_len, by_document=apart)
-    is_table_of = table is not None or kind_of(files[0]) == "parquet"
-    rules = RecordRules.of(data, counts, table.opened if table else (), is_table_of)
+    by_document = stage == "pt" and (data.masks(stage) or not data.packing)
+    counts = DataCounts(data.source, seq_len=data.seq_len, by_document=by_document)
+    has_rows = table is not None or kind_of(files[0]) == "parquet"
+    rules = RecordRules.of(data, counts, table.opened if table else (), has_rows)
     counts.format = shape = _shape(files, table, data, stage, rules)
     counts.clear()
     limits = data.max_bytes, table, data.max_records, stage, data.max_record_bytes
     source = Source(data.source, shape, tuple(files), data.text_key, *limits, rules=rules)
-    pairs = shape == "preference"
-    turns = stage in ("sft", "kto", "grpo") and not source.is_conversations
-    if (stage in ("dpo", "orpo", "rm")) != pairs or turns:
-        wanted = {"sft": "the assistant's turns", **PREFERENCE_STAGES}.get(stage, "one text each")
-        held = "pairs" if pairs else "conversations" if source.is_conversations else "plain text"
-        raise Contradiction(
-            f"`stage: {stage}` trains on {wanted}, and the source holds {held}",
-            where=f"data.source: {data.source}",
-            got=f"stage={stage}, records={shape}",
-            allowed="dpo, orpo, rm: preference; sft, kto, grpo: sharegpt, alpaca, prompt_completion; pt: any other",
-            hint=f"stage={'dpo' if pairs else 'sft' if source.is_conversations else 'pt'}",
-        )
+    _check_stage(source, stage)
     return source
 
 
+def _check_stage(source: Source, stage: str) -> None:
+    """Raise HP104 if the stage does not train on the source's records."""
+    pairs = source.shape == "preference"
+    lacks_turns = stage in ("sft", "kto", "grpo") and not source.is_conversations
+    if (stage in ("dpo", "orpo", "rm")) != pairs or lacks_turns:
+        wanted = {"sft": "the assistant's turns", **PREFERENCE_STAGES}.get(stage, "one text each")
+        kind = "pairs" if pairs else "conversations" if source.is_conversations else "plain text"
+        raise Contradiction(
+            f"`stage: {stage}` trains on {wanted}, and the source holds {kind}",
+            where=f"data.source: {source.name}",
+            got=f"stage={stage}, records={source.shape}",
+            allowed="dpo, orpo, rm: preference; sft, kto, grpo: sharegpt, alpaca, prompt_completion; pt: any other",
+            hint=f"stage={'dpo' if pairs else 'sft' if source.is_conversations else 'pt'}",
+        )
+
+
 def _has_empty_answers(document: Document) -> bool:
-    """Return whether a conversation has answers to train on, and none of them has words."""
+    """Return whether a conversation has answers to train on, all of them without words."""
     one = document.conversation or Conversation(())
     answers = _answers(one, document.num_context)
-    return bool(answers) and not any(says_something(one.messages[i]) for i in answers)
+    return bool(answers) and not any(has_content(one.messages[i]) for i in answers)
 
 
 def _answers(one: Conversation, num_context: int) -> list[int]:
@@ -350,10 +357,12 @@ def _answers(one: Conversation, num_context: int) -> list[int]:
 
 
 def with_mismatched(documents: Iterable[Document]) -> Iterator[Document]:
-    """Every conversation, and behind it its prompt with the answer of the one before; of the first that is last of all.
+    """Yield every conversation, then its prompt with the answer of the conversation before (KTO's mismatched pairs).
+
+    The first prompt is paired with the answer of the last conversation; that document is yielded at the very end.
 
     Raises:
-        NoData: HP602 when there is one conversation alone, or one that no answer ends.
+        NoData: HP602 when there is only one conversation, or a conversation does not end with an answer.
     """
     first = before = None
     for document in documents:
@@ -361,38 +370,43 @@ def with_mismatched(documents: Iterable[Document]) -> Iterator[Document]:
             document.conversation is None
             or document.conversation.messages[-1]["role"] != "assistant"
         ):
-            raise NoData("a conversation with a label ends with an answer", where=document.where)
+            raise NoData(
+                "a conversation with a label must end with an answer", where=document.where
+            )
         yield document
         if before is not None:
             yield _with_answer_of(document, before)
         first, before = first or document, document
     if first is not None and before is not None:
         if first is before:
-            raise NoData("one record alone has no answer to another prompt", where=first.where)
+            raise NoData(
+                "`stage: kto` compares answers of different records, but there is only one record",
+                where=first.where,
+            )
         yield _with_answer_of(first, before)
 
 
 def _with_answer_of(one: Document, other: Document) -> Document:
-    """The prompt of a conversation with the answer of another one."""
+    """Return the prompt of a conversation with the answer of another one."""
     if one.conversation is None or other.conversation is None:
         raise TypeError("a text has no answer")
     prompt = one.conversation.messages[: one.num_context]
     answer = other.conversation.messages[other.num_context :]
-    moved = len(prompt) - other.num_context
-    kept = {i for i in one.conversation.untrained if i < len(prompt)}
-    kept |= {i + moved for i in other.conversation.untrained if i >= other.num_context}
-    messages, untrained = (*prompt, *answer), frozenset(kept)
-    mixed = replace(one.conversation, messages=messages, untrained=untrained)
+    shift = len(prompt) - other.num_context
+    untrained = {i for i in one.conversation.untrained if i < len(prompt)}
+    untrained |= {i + shift for i in other.conversation.untrained if i >= other.num_context}
+    messages = (*prompt, *answer)
+    mixed = replace(one.conversation, messages=messages, untrained=frozenset(untrained))
     return replace(one, conversation=mixed)
 
 
 def with_template(source: Source, data: Data, own_template: bool) -> Source:
-    """Return a source whose pairs of texts are written as the recipe says.
+    """Return a source that joins pairs of texts with or without the chat template, as the recipe says.
 
     Args:
         source: The source.
         data: Section `data` of the recipe.
-        own_template: The tokenizer has a chat template of its own.
+        own_template: Whether the tokenizer has its own chat template.
     """
     plain: PlainText = "all" if data.chat_template == "none" else "never"
     if data.chat_template == "auto" and not own_template:
@@ -401,7 +415,7 @@ def with_template(source: Source, data: Data, own_template: bool) -> Source:
 
 
 def _descriptions(folder: Path, files: Sequence[Path]) -> list[Path]:
-    """Return the files of a folder that describe the data files beside them."""
+    """Return the files of a folder that describe its data files."""
     if not files or kind_of(files[0]) == "text" or not folder.is_dir():
         return []
     return [path for path in _sorted_files(folder) if describes(path)]
@@ -414,13 +428,13 @@ def _records(files: Sequence[Path], table: Table | None, most: int) -> Iterator[
 
 
 def refuse_missing(data: Data, stage: str, key: str, folders: Sequence[Path] = ()) -> None:
-    """Refuse a source that is a path and does not exist, with a near one whose records the stage can read.
+    """Raise for a source that is a missing path; the hint names a similar path whose records the stage can read.
 
     Args:
-        data: The section, with one source.
+        data: Section `data` with one source.
         stage: Stage of the recipe.
         key: Key of the source, for the hint; empty for one source of several.
-        folders: Further folders to search, such as that of the recipe.
+        folders: Additional folders to search, such as the recipe's.
 
     Raises:
         NoData: HP602.
@@ -447,7 +461,7 @@ def refuse_missing(data: Data, stage: str, key: str, folders: Sequence[Path] = (
 
 
 def _files(data: Data, stage: str) -> list[Path]:
-    """The files to read, in order; at least one of them holds something."""
+    """Return the files to read, in order; at least one of them is not empty."""
     where = f"data.source: {data.source}"
     if data.source == STDLIB:
         path = Path(sysconfig.get_path("stdlib"))
@@ -471,18 +485,18 @@ def _sorted_files(root: Path, pattern: str = "*") -> list[Path]:
     """Return the files below `root` that are not hidden, by relative path.
 
     Raises:
-        NoData: HP602 for a pipe, a broken link, or a link to outside of `root`, instead of passing over it.
+        NoData: HP602 for a pipe, a broken link, or a link to a file outside of `root`.
     """
-    found = {p.relative_to(root): p for p in root.rglob(pattern) if not p.is_dir()}
-    shown = (name for name in found if not any(part.startswith(".") for part in name.parts))
-    files = [found[name] for name in sorted(shown, key=Path.as_posix)]
+    paths = {p.relative_to(root): p for p in root.rglob(pattern) if not p.is_dir()}
+    visible = (name for name in paths if not any(part.startswith(".") for part in name.parts))
+    files = [paths[name] for name in sorted(visible, key=Path.as_posix)]
     for file in files:
         refuse_outside(file, root)
     return files
 
 
 def _without_descriptions(files: list[Path], format_: str) -> list[Path]:
-    """Return the files without those that describe records beside them; a folder of texts is left as it is."""
+    """Return the files without descriptions of the data; all files if the folder holds texts only."""
     if format_ == "text":
         return files
     records = [f for f in files if kind_of(f) != "text" and not describes(f)]
@@ -490,14 +504,14 @@ def _without_descriptions(files: list[Path], format_: str) -> list[Path]:
 
 
 def _of_one_kind(root: Path, files: list[Path], format_: str) -> list[Path]:
-    """Files of a directory that belong to the format; with `auto` all of them must be of one kind."""
+    """Return the files of a directory that belong to the format; with `auto` all files must be of one kind."""
     kinds = _FORMATS.get(format_) or {kind_of(f) for f in files}
-    found = ", ".join(sorted({"".join(f.suffixes[-2:]) or f.name for f in files}))
+    suffixes = ", ".join(sorted({"".join(f.suffixes[-2:]) or f.name for f in files}))
     if format_ == "auto" and len(kinds) > 1:
         raise NoData(
             "the data directory mixes kinds of files",
             where=f"data.source: {root}",
-            got=found,
+            got=suffixes,
             allowed="one of text, JSON, parquet, CSV; or a format that says which files to take (text: all)",
             hint=f"data.format={next(f for f in _RECORDS[::-1] if _FORMATS[f] & kinds)}",
         )
@@ -506,7 +520,7 @@ def _of_one_kind(root: Path, files: list[Path], format_: str) -> list[Path]:
         raise NoData(
             f"the data directory holds no file of the format {format_}",
             where=f"data.source: {root}",
-            got=found,
+            got=suffixes,
             allowed=sorted(suffix for suffix, kind in KINDS.items() if kind in kinds),
         )
     return chosen
@@ -515,10 +529,10 @@ def _of_one_kind(root: Path, files: list[Path], format_: str) -> list[Path]:
 def _shape(
     files: Sequence[Path], table: Table | None, data: Data, stage: str, rules: RecordRules
 ) -> str:
-    """Return the format of the records, by the first one.
+    """Return the format of the records, recognized from the first record.
 
     Raises:
-        NoData: HP602 without a record, or where it lacks a key that the recipe names.
+        NoData: HP602 without a record, or when it lacks a key that the recipe names.
     """
     if table is None and kind_of(files[0]) == "text" and data.format in ("auto", "text"):
         return "text"
@@ -527,12 +541,15 @@ def _shape(
         if data.format != "auto" and not (table and data.format == "text"):
             return "records" if data.format in _RECORDS else data.format
         return shape_of(record, data.text_key, where, stage, rules)
-    what = "the dataset holds no row" if table else "the first data file holds no record"
-    raise NoData(what, where=table.name if table else str(files[0]))
+    problem = "the dataset holds no row" if table else "the first data file holds no record"
+    raise NoData(problem, where=table.name if table else str(files[0]))
 
 
 def _check_columns(record: Record, data: Data, where: str, all_alike: bool) -> None:
-    """Refuse a name in `data.columns` that the first record has not; one that is optional may be in later ones."""
+    """Raise for a name in `data.columns` that the first record lacks.
+
+    An optional key may appear in later records only, unless all records have the same keys (`all_alike`).
+    """
     for name, own in data.columns.items():
         optional = name in _OPTIONAL_COLUMNS and not all_alike
         if own in record or optional or name in ("role", "content"):

@@ -1,9 +1,9 @@
-"""Tokens of a text in which some spans are targets, cut where generation begins to write.
+"""Tokens of a text whose target spans begin at token boundaries, as in generation.
 
-The tokens before a span are those that generation makes of the same prompt, and the tokens of the span continue them.
-A text is first tokenised whole. It is cut where that differs: where a token holds characters on both sides of the
-beginning of a span (`"ASSISTANT: "` and `return` have a common token `" return"`), or where the prompt alone has other
-tokens. The parts are tokenised one by one and their tokens joined; a part never gains a space that the text has not.
+The tokens before a span equal those of the same prompt in generation, and the tokens of the span continue them. The
+text is first tokenized as a whole. It is cut at a span if a token crosses the span's beginning (`"ASSISTANT: "` and
+`return` share the token `" return"`), or if the prompt alone has other tokens. The parts are then tokenized separately
+and their tokens concatenated; no part gains a space that is not in the text.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from hyper_parallel.errors import BadValue, abbreviated
 from hyper_parallel.trainer.data.tokenizer_limits import tokenizing
 
 _ANCHORS: Final = ("\n", "a", ".", "0")
-"""Texts before which a part is tokenised where the tokenizer writes a space before the first word of a text."""
+"""Texts that precede a part if the tokenizer inserts a space before the first word of a text."""
 _MOST_STEPS: Final = 64
-"""Tokens among which the last special one is looked for."""
+"""Number of tokens that are searched for the last special token."""
 _MOST_TAILS: Final = 1024
-"""Ends of prompts whose tokens are kept."""
+"""Number of prompt ends whose tokens are cached, and their largest length."""
 _MOST_ROUNDS: Final = 8
-_JOINED: Final = (("a", "b"), ("a ", "b"), ("a:", " b"), ("a\n", "\nb"), ("\u00fc", "\u6f22"))
+_PAIRS: Final = (("a", "b"), ("a ", "b"), ("a:", " b"), ("a\n", "\nb"), ("\u00fc", "\u6f22"))
+"""Texts on which `_Facts.joins` is measured."""
 
 Tokens = tuple[list[int], list[tuple[int, int]]]
 """Ids, and the [start, end) characters of each."""
@@ -32,11 +33,11 @@ Tokens = tuple[list[int], list[tuple[int, int]]]
 
 @dataclass
 class _Facts:
-    """Facts of one tokenizer."""
+    """Cached properties of one tokenizer."""
 
     special: frozenset[int]
     joins: bool
-    """Whether the tokens of two texts, joined, are the tokens of a text that has both."""
+    """Whether the concatenated tokens of two texts decode to the concatenated text."""
     tails: dict[str, list[int]] = field(default_factory=dict)
 
 
@@ -49,14 +50,14 @@ def _facts_of(tokenizer: Any) -> _Facts:
         joins = all(
             _text(tokenizer, _tokens(tokenizer, one)[0] + _tokens(tokenizer, other)[0])
             == one + other
-            for one, other in _JOINED
+            for one, other in _PAIRS
         )
         facts = _KNOWN[tokenizer] = _Facts(frozenset(tokenizer.added_tokens_decoder), joins)
     return facts
 
 
 def ids_of(tokenizer: Any, text: str, where: str) -> list[int]:
-    """Return the tokens of a text, none added.
+    """Return the tokens of a text without added special tokens.
 
     Raises:
         BadValue: HP102 when the tokenizer fails.
@@ -67,13 +68,13 @@ def ids_of(tokenizer: Any, text: str, where: str) -> list[int]:
 
 
 def ids_behind(tokenizer: Any, token: int, text: str, where: str) -> list[int]:
-    """Return the tokens of a text that stands behind a token, as the tokenizer makes them of both together."""
+    """Return the tokens of a text that follows a token, as the tokenizer produces them for both together."""
     with tokenizing(where):
         before = tokenizer.decode([token])
         ids = list(tokenizer(before + text, add_special_tokens=False, verbose=False)["input_ids"])
-    # A tokenizer may write a space before the first token of a text.
-    at = next((i for i in range(min(2, len(ids))) if ids[i] == token), None)
-    return ids_of(tokenizer, text, where) if at is None else ids[at + 1 :]
+    # A tokenizer may insert a space before the first token of a text.
+    first = next((i for i in range(min(2, len(ids))) if ids[i] == token), None)
+    return ids_of(tokenizer, text, where) if first is None else ids[first + 1 :]
 
 
 def tokens_of_spans(
@@ -83,9 +84,9 @@ def tokens_of_spans(
 
     Args:
         tokenizer: Fast tokenizer of transformers.
-        text: All of it.
-        spans: [start, end) characters of the targets, in order and apart.
-        where: Place of the record, for errors.
+        text: The whole text.
+        spans: [start, end) characters of the targets, in order and disjoint.
+        where: Location of the record, for errors.
 
     Raises:
         BadValue: HP102 when the tokens of a part cannot continue those before it.
@@ -96,11 +97,11 @@ def tokens_of_spans(
         cuts: set[int] = set()
         ids, offsets = _tokens(tokenizer, text)
         for _ in range(_MOST_ROUNDS):
-            more = {*_borders(tokenizer, facts, text, (ids, offsets), spans, cuts)} - cuts
-            if not more:
+            added = {*_borders(tokenizer, facts, text, (ids, offsets), spans, cuts)} - cuts
+            if not added:
                 return ids, _targets(offsets, spans)
-            cuts |= more
-            ids, offsets = _joined(tokenizer, facts, text, sorted(cuts), where)
+            cuts |= added
+            ids, offsets = _tokens_of_parts(tokenizer, facts, text, sorted(cuts), where)
     raise BadValue(
         "the tokenizer has no tokens that end where an answer begins",
         where=where,
@@ -116,42 +117,44 @@ def _borders(
     spans: Sequence[tuple[int, int]],
     cuts: set[int],
 ) -> Iterator[int]:
-    """Yield the borders of spans at which a text has to be cut."""
+    """Yield the borders of spans at which the text must be cut."""
     ids, offsets = tokens
     firsts = [first for first, _ in offsets]
     for start, end in spans:
-        at = bisect_left(firsts, start)
-        if at and offsets[at - 1][1] > start:
+        token = bisect_left(firsts, start)
+        if token and offsets[token - 1][1] > start:
             yield start
         elif start and start not in cuts and text[start - 1].isspace():
             prompt = text[:start]
-            yield from [start] * (not _is_prompt(tokenizer, facts, prompt, ids[:at], firsts))
-        at = bisect_left(firsts, end)
-        # A special token may include the white space behind it, which changes no target.
-        if at and offsets[at - 1][1] > end and text[end : offsets[at - 1][1]].strip():
+            yield from [start] * (not _is_prompt(tokenizer, facts, prompt, ids[:token], firsts))
+        token = bisect_left(firsts, end)
+        # A special token may include the white space after it, which changes no target.
+        if token and offsets[token - 1][1] > end and text[end : offsets[token - 1][1]].strip():
             yield end
 
 
 def _is_prompt(
     tokenizer: Any, facts: _Facts, prompt: str, ids: Sequence[int], firsts: Sequence[int]
 ) -> bool:
-    """Return whether the tokens of a prompt alone are these.
+    """Return whether the prompt alone has the tokens `ids`.
 
-    Special tokens divide a text, so only the text from the last one on is tokenised again.
+    Tokenization restarts at special tokens, so only the text from the last special token on is tokenized again.
     """
     first = max(0, len(ids) - _MOST_STEPS)
-    at = next((k for k in range(len(ids) - 1, first - 1, -1) if ids[k] in facts.special), 0)
-    tail = prompt[firsts[at] :] if at else prompt
+    begin = next((k for k in range(len(ids) - 1, first - 1, -1) if ids[k] in facts.special), 0)
+    tail = prompt[firsts[begin] :] if begin else prompt
     known = facts.tails.get(tail)
     if known is None:
         known = _tokens(tokenizer, tail)[0]
         if len(tail) < _MOST_TAILS and len(facts.tails) < _MOST_TAILS:
             facts.tails[tail] = known
-    return known == ids[at:]
+    return known == ids[begin:]
 
 
-def _joined(tokenizer: Any, facts: _Facts, text: str, cuts: Sequence[int], where: str) -> Tokens:
-    """Return the tokens of the parts of a text between cuts."""
+def _tokens_of_parts(
+    tokenizer: Any, facts: _Facts, text: str, cuts: Sequence[int], where: str
+) -> Tokens:
+    """Return the concatenated tokens of the parts of a text between cuts."""
     ids: list[int] = []
     offsets: list[tuple[int, int]] = []
     before: tuple[str, list[int]] = ("", [])
@@ -171,16 +174,16 @@ def _joined(tokenizer: Any, facts: _Facts, text: str, cuts: Sequence[int], where
 def _continued(tokenizer: Any, before: tuple[str, list[int]], part: str, where: str) -> Tokens:
     """Return the tokens of a part that continue those of the part before it."""
     context, ids = before
-    said = _text(tokenizer, ids)
+    decoded = _text(tokenizer, ids)
     alone, whole = (
         _text(tokenizer, _tokens(tokenizer, one)[0]) for one in (context, context + part)
     )
-    found = list(_candidates(tokenizer, part))
-    added = [_text(tokenizer, ids + own)[len(said) :] for own, _ in found]
-    # The best tokens have the text that the tokenizer makes of both parts; else, up to its first letter, the part's.
+    candidates = list(_candidates(tokenizer, part))
+    added = [_text(tokenizer, ids + own)[len(decoded) :] for own, _ in candidates]
+    # Prefer tokens that decode as both parts tokenized together; else tokens that match the part's first letter.
     size = len(part) - len(part.lstrip()) + 1
     for wanted, end in ((whole[len(alone) :], None), (part, size)):
-        for candidate, text in zip(found, added, strict=True):
+        for candidate, text in zip(candidates, added, strict=True):
             if text[:end] == wanted[:end]:
                 return candidate
     raise BadValue(
@@ -192,34 +195,34 @@ def _continued(tokenizer: Any, before: tuple[str, list[int]], part: str, where: 
 
 
 def _candidates(tokenizer: Any, part: str) -> Iterator[Tokens]:
-    """Yield the tokens of a part alone, and those that it has behind other texts."""
+    """Yield the tokens of a part alone, and those of the part after each anchor text."""
     yield _tokens(tokenizer, part)
-    stripped = part.lstrip()  # a tokenizer may make one space of all white space
+    stripped = part.lstrip()  # a tokenizer may merge white space into one space
     for text in (part, stripped) if stripped != part else (part,):
         for anchor in _ANCHORS:
             alone = _tokens(tokenizer, anchor)[0]
             ids, offsets = _tokens(tokenizer, anchor + text)
             size, count = len(anchor), len(alone)
-            moved = [(max(0, a - size), max(0, b - size)) for a, b in offsets[count:]]
-            apart = all(a >= size for a, b in offsets[count:] if b > a)
-            if ids[:count] == alone and apart:
+            shifted = [(max(0, a - size), max(0, b - size)) for a, b in offsets[count:]]
+            is_disjoint = all(a >= size for a, b in offsets[count:] if b > a)
+            if ids[:count] == alone and is_disjoint:
                 shift = len(part) - len(text)
-                yield ids[count:], [(a + shift, b + shift) for a, b in moved]
+                yield ids[count:], [(a + shift, b + shift) for a, b in shifted]
 
 
 def _targets(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> list[bool]:
-    """Return whether each token holds a character of a span; both are in order.
+    """Return whether each token contains a character of a span; tokens and spans are in order.
 
-    A token without characters, such as the mark of a word's beginning, belongs to the span that it begins.
+    A token without characters, such as a word-begin marker, belongs to the span that it begins.
     """
-    found = [False] * len(offsets)
+    targets = [False] * len(offsets)
     firsts = [first for first, _ in offsets]
     for start, end in spans:
-        at, stop = bisect_left(firsts, start), bisect_left(firsts, end)
-        while at and offsets[at - 1][1] > start:
-            at -= 1
-        found[at:stop] = [True] * (stop - at)
-    return found
+        token, stop = bisect_left(firsts, start), bisect_left(firsts, end)
+        while token and offsets[token - 1][1] > start:
+            token -= 1
+        targets[token:stop] = [True] * (stop - token)
+    return targets
 
 
 def _tokens(tokenizer: Any, text: str) -> Tokens:

@@ -1,10 +1,10 @@
-"""Streaming: sequences that are made while a run reads them, from data that is endless or too large to prepare.
+"""Streaming: sequences packed while a run reads them, from data that is endless or too large to prepare.
 
-    documents, shuffled in blocks -> tokens -> sequences, each with the place behind it -> steps
+    documents, shuffled in blocks -> tokens -> sequences, each with the place after it -> steps
 
-Every rank makes all sequences of a step and takes its part, so a step's content is the same for every layout. A
-checkpoint has the place of the next token, with a checksum of all documents up to there; reading on from there passes
-over the same documents, compares the checksum, and tokenises nothing again but one block of documents.
+Every rank builds all sequences of a step and takes its slice, so a step's content is the same for every layout. A
+checkpoint stores the place of the next token and a checksum of all documents up to it. A resumed run skips the same
+documents, compares the checksum, and tokenizes only one block of documents a second time.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ from hyper_parallel.trainer.data.sources import Source
 
 logger = logging.getLogger(__name__)
 
-_BLOCK = 256  # documents that are shuffled together, and all that a resumed run tokenises twice
-_KEPT = 4  # steps that can be asked for again
+_BLOCK = 256  # documents of a shuffle block; a resumed run tokenizes at most one block twice
+_CACHED_STEPS = 4  # latest steps that can be read again
 
 Row = tuple[NDArray[Any], NDArray[Any], NDArray[Any], int]
 """Inputs, shifted labels and positions, [S] each."""
 
 
 class Place(NamedTuple):
-    """Where the next sequence begins: epoch, document in its order, and token or piece of the document.
+    """Beginning of the next sequence: epoch, document in the epoch's order, and token or piece of the document.
 
-    With the checksum of all documents of the epoch up to the end of the block of this one; empty: it is not known.
+    `checksum` covers all documents of the epoch up to the end of this document's block; empty: not known.
     """
 
     epoch: int = 0
@@ -54,15 +54,15 @@ class Place(NamedTuple):
     checksum: str = ""
 
     def is_in(self, other: Place) -> bool:
-        """Whether the two are in one document."""
+        """Return whether both places are in the same document."""
         return (self.epoch, self.document) == (other.epoch, other.document)
 
 
 class Stream:
-    """The endless sequences of a source, epoch after epoch.
+    """Endless sequences of a source, epoch after epoch.
 
     Args:
-        source: What to read.
+        source: Source of the documents.
         hf: Tokenizer of transformers.
         data: Section `data` of the recipe.
         stage: `pt` or `sft`.
@@ -81,22 +81,23 @@ class Stream:
 
     @property
     def counts(self) -> DataCounts:
-        """Counts of the first whole epoch, or, before its end, of the records up to the last one that was read."""
+        """Counts of the first complete epoch; before its end, of the records read so far."""
         return self._epoch_counts or self._source.counts
 
-    def rows(self, at: Place) -> Iterator[tuple[Place, Row]]:
-        """Sequences from a place on, each with the place of the next one."""
+    def rows(self, start: Place) -> Iterator[tuple[Place, Row]]:
+        """Yield the sequences from a place on, each with the place of the next one."""
         whole = self._stage == "sft" or self.masked or not self.data.packing
-        return self._documents_in_rows(at) if whole else self._pieces_of_text(at)
+        return self._documents_in_rows(start) if whole else self._pieces_of_text(start)
 
-    def _documents(self, at: Place) -> Iterator[tuple[Place, Sequence[int], Sequence[bool]]]:
-        for epoch in itertools.count(at.epoch):
+    def _documents(self, start: Place) -> Iterator[tuple[Place, Sequence[int], Sequence[bool]]]:
+        """Yield (place, tokens, targets) of every document from a place on, and count documents."""
+        for epoch in itertools.count(start.epoch):
             number, digest = 0, xxh3_128()
             if self._epoch_counts is None:
                 self.lengths.counts.clear()
             documents = self._source.documents()
             while block := list(itertools.islice(documents, _BLOCK)):
-                first = at.document - number if epoch == at.epoch else 0
+                first = start.document - number if epoch == start.epoch else 0
                 order = np.arange(len(block))
                 if self.data.shuffle:
                     keys = np.random.PCG64([self.seed, 3, epoch, number]).random_raw(len(block))
@@ -106,11 +107,11 @@ class Stream:
                 for document in block:
                     digest.update(document.content)
                 checksum = digest.hexdigest()
-                if first > 0:  # the run that stopped had counted them
+                if first > 0:  # the interrupted run has already counted the skipped documents
                     self._source.counts.restart(len(chosen))
-                if epoch == at.epoch and at.document < number:
-                    self._check_passed(at, checksum)
-                    at = at._replace(checksum="")
+                if epoch == start.epoch and start.document < number:
+                    self._check_skipped(start, checksum)
+                    start = start._replace(checksum="")
                 encoded = encode(chosen, self._hf, self._stage)
                 for index, (document, (ids, learn)) in enumerate(zip(chosen, encoded, strict=True)):
                     self._source.counts.add([document], [(ids, learn)], self._stage)
@@ -119,32 +120,33 @@ class Stream:
                     document_number = number - len(chosen) + index
                     yield Place(epoch, document_number, 0, checksum), ids, learn
                 self._report(number)
-            whole = epoch > at.epoch or (at.document, at.part) == (0, 0)
+            whole = epoch > start.epoch or (start.document, start.part) == (0, 0)
             if number == 0 or (whole and not self._source.counts.used):
                 raise self._empty()
             if whole and self._epoch_counts is None:
                 self._epoch_counts = DataCounts.from_dict(self._source.counts.as_dict())
-            if epoch == at.epoch:
+            if epoch == start.epoch:
                 self._report()
-                self._check_passed(at, f"{digest.hexdigest()} of {number} documents")
+                self._check_skipped(start, f"{digest.hexdigest()} of {number} documents")
 
-    def _check_passed(self, at: Place, checksum: str) -> None:
-        """Refuse data that is not what the run had read up to the place where it continues.
+    def _check_skipped(self, start: Place, checksum: str) -> None:
+        """Raise if the skipped documents differ from those that the run has read before the checkpoint.
 
         Raises:
             CheckpointMismatch: HP702.
         """
-        if at.checksum not in ("", checksum):
+        if start.checksum not in ("", checksum):
+            place = f"epoch {start.epoch}, document {start.document}"
             raise CheckpointMismatch(
                 "the streamed data has changed before the place where the run continues",
-                where=f"data.source: {self._source.name}, epoch {at.epoch}, document {at.document}",
+                where=f"data.source: {self._source.name}, {place}",
                 got=f"checksum {checksum}",
-                allowed=f"checksum {at.checksum}",
+                allowed=f"checksum {start.checksum}",
                 hint="restore the data, or train from the start with `checkpoint.resume=never`",
             )
 
     def _report(self, number: int | None = None) -> None:
-        """Log what is cut and left out: after 256, 512, 1,024, ... documents, and at the end of the epoch."""
+        """Log text that is cut or left out: after 256, 512, 1,024, ... documents, and at the end of the epoch."""
         blocks = 0 if number is None else number // _BLOCK
         notes = self.counts.losses
         if blocks & (blocks - 1) or notes == self._reported or os.environ.get("RANK", "0") != "0":
@@ -154,22 +156,23 @@ class Stream:
             logger.warning("%s: of %d records read: %s", self._source.name, self.counts.read, note)
 
     def _empty(self) -> NoData:
-        what = "the stream has no sequence to learn from"
+        problem = "the stream has no sequence to learn from"
         if self._stage != "pt" and self.counts.dropped:
-            return no_target(what, self.counts, self.data)
-        return NoData(what, where=f"data.source: {self._source.name}")
+            return no_target(problem, self.counts, self.data)
+        return NoData(problem, where=f"data.source: {self._source.name}")
 
-    def _pieces_of_text(self, at: Place) -> Iterator[tuple[Place, Row]]:
+    def _pieces_of_text(self, start: Place) -> Iterator[tuple[Place, Row]]:
+        """Yield the sequences of the concatenated text, as `PackedSequences` cuts plain text."""
         size = self.data.seq_len
         tokens, starts = np.zeros(0, np.int64), list[tuple[int, Place]]()
 
         def place(index: int) -> Place:
-            start, found = next(s for s in reversed(starts) if s[0] <= index)
-            return found._replace(part=found.part + index - start)
+            first, begun = next(s for s in reversed(starts) if s[0] <= index)
+            return begun._replace(part=begun.part + index - first)
 
-        for found, ids, _ in self._documents(at):
-            part = at.part if found.is_in(at) else 0
-            starts.append((len(tokens), found._replace(part=part)))
+        for document, ids, _ in self._documents(start):
+            part = start.part if document.is_in(start) else 0
+            starts.append((len(tokens), document._replace(part=part)))
             tokens = np.concatenate([tokens, np.asarray(ids[part:], np.int64)])
             count = max(0, (len(tokens) - 1) // size)
             for begin in range(0, count * size, size):
@@ -179,11 +182,12 @@ class Stream:
             starts = [(0, place(done)), *((s - done, p) for s, p in starts if s > done)]
             tokens = tokens[done:]
 
-    def _documents_in_rows(self, at: Place) -> Iterator[tuple[Place, Row]]:
+    def _documents_in_rows(self, start: Place) -> Iterator[tuple[Place, Row]]:
+        """Yield padded rows of whole documents, or with `packing` of as many as fit in order."""
         size, row, used = self.data.seq_len, list[tuple[Any, Any]](), 0
-        last = at.epoch
-        for found, ids, learn in self._documents(at):
-            if found.epoch > last + 1:
+        last = start.epoch
+        for document, ids, learn in self._documents(start):
+            if document.epoch > last + 1:
                 raise self._empty()
             ends = range(0, len(ids) - 1, size) if self._stage == "pt" else range(1)
             for part, begin in enumerate(ends):
@@ -191,23 +195,23 @@ class Stream:
                 targets = tokens[1:]
                 if self._stage == "sft":
                     targets = np.where(learn[1 : size + 1], targets, IGNORE_INDEX)
-                earlier = found.is_in(at) and part < at.part
+                earlier = document.is_in(start) and part < start.part
                 if earlier or not (targets != IGNORE_INDEX).any():
                     continue
                 if row and (not self.data.packing or used + len(targets) > size):
-                    yield found._replace(part=part), fill_row(row, size, self._pad)
+                    yield document._replace(part=part), fill_row(row, size, self._pad)
                     row, used = [], 0
                 row.append((tokens[:-1], targets))
-                used, last = used + len(targets), found.epoch
+                used, last = used + len(targets), document.epoch
 
 
 class StreamBatches:
-    """Steps of a stream; what `Batches` is for packed sequences.
+    """Steps of a stream, with the interface of `Batches`.
 
     Args:
-        stream: What to read.
+        stream: Stream of the sequences.
         sequences_per_step: Sequences of one step over all data-parallel ranks.
-        fingerprint: Hash of what decides the sequences, kept in checkpoints.
+        fingerprint: Hash of the inputs that decide the sequences, stored in checkpoints.
     """
 
     def __init__(self, stream: Stream, sequences_per_step: int, fingerprint: str) -> None:
@@ -221,22 +225,26 @@ class StreamBatches:
         if self._rows is None:
             self._rows = self.stream.rows(self._place)
         while step not in self._steps:
-            assert step >= self._next, "a stream is not read backwards"
+            assert step >= self._next, "a stream cannot be read backwards"
             read = list(itertools.islice(self._rows, self.sequences_per_step))
             self._place = read[-1][0]
             self._steps[self._next] = [row for _, row in read], self._place
-            self._steps.pop(self._next - _KEPT, None)
+            self._steps.pop(self._next - _CACHED_STEPS, None)
             self._next += 1
         return self._steps[step][0]
 
     def num_valid(self, step: int) -> int:
-        """Labels with loss in a step over all ranks; every rank knows it without communication."""
+        """Return the number of labels with loss in a step over all ranks; needs no communication."""
         return sum(int((labels != IGNORE_INDEX).sum()) for _, labels, *_ in self._step(step))
 
     def microbatches(
         self, step: int, dp_rank: int, dp_size: int, microbatch: int, accumulation: int
     ) -> list[Batch]:
-        """As `Batches.microbatches`."""
+        """Return the `accumulation` batches of [microbatch, S] of one data-parallel rank in a step, counted from 0.
+
+        Raises:
+            BatchMismatch: HP308 when the three sizes do not multiply to `sequences_per_step`.
+        """
         check_cut(self.sequences_per_step, dp_rank, dp_size, microbatch, accumulation)
         rows = self._step(step)
         first = dp_rank * accumulation * microbatch
@@ -247,16 +255,16 @@ class StreamBatches:
                 for part in zip(*rows[begin : begin + microbatch], strict=True)
             )
             valid = int((labels != IGNORE_INDEX).sum())
-            kept: Int64 | None = positions if self.stream.masked else None
-            batches.append(Batch(inputs, labels, valid, kept, num_real))
+            position_ids: Int64 | None = positions if self.stream.masked else None
+            batches.append(Batch(inputs, labels, valid, position_ids, num_real))
         return batches
 
     def sequences_seen(self, step: int) -> int:
-        """Sequences read before a step, those of a resumed run's earlier batch sizes included."""
+        """Return the number of sequences read before a step, including earlier batch sizes of a resumed run."""
         return self._origin + step * self.sequences_per_step
 
     def state_dict(self, step: int) -> dict[str, Any]:
-        """The place before a step, which is the last one read or one of the few before it."""
+        """Return the data position before a step: the latest step that was read or one of the few before it."""
         return {
             "step": step,
             "place": list(self._steps[step - 1][1] if step - 1 in self._steps else self._place),
@@ -268,7 +276,7 @@ class StreamBatches:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where a checkpoint stopped; tokens per step may change.
+        """Continue from a checkpoint; tokens per step may change.
 
         Raises:
             CheckpointMismatch: HP702 when the data or its order differ.

@@ -1,4 +1,4 @@
-"""Summary of data in words: stage, source, format, records, targets. The same for a command, a panel and a report."""
+"""Summary of the data as text for the command `data`, the start panel and the report."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TARGETS: Final = {
     "rm": "the chosen answer is to get a higher score than the rejected one",
     "grpo": "completions of prompts are sampled and rewarded",
 }
-"""What a stage trains on."""
+"""Training objective of each stage."""
 _RECORDS: Final = {
     "pt": "documents", "sft": "conversations", "kto": "answers with labels", "grpo": "prompts",
 }  # fmt: skip
@@ -33,7 +33,7 @@ _FORMATS: Final = {
 
 
 def records_word(stage: str) -> str:
-    """Return the word for the records of a stage: documents, conversations, pairs, answers or prompts."""
+    """Return the noun for the records of a stage: documents, conversations, pairs, answers or prompts."""
     return _RECORDS.get(stage, "pairs")
 
 
@@ -45,7 +45,7 @@ def summary_rows(
     Args:
         stage: Stage of the recipe.
         counts: Counts of each source.
-        sampled: Only the beginning of the data was counted.
+        sampled: Whether only the beginning of the data was counted.
     """
     formats = dict.fromkeys(_FORMATS.get(c.format, c.format) for c in counts)
     rows = {
@@ -74,7 +74,7 @@ def _examples(stage: str, counts: Sequence[DataCounts], sampled: bool) -> str:
 
 
 def targets_text(stage: str, counts: Sequence[DataCounts]) -> str | None:
-    """Return the number of targets in words; None for a stage that learns from sampled completions."""
+    """Return a phrase with the number of targets; None for a stage that learns from sampled completions."""
     if stage == "grpo":
         return None
     if stage == "rm":
@@ -85,15 +85,15 @@ def targets_text(stage: str, counts: Sequence[DataCounts]) -> str | None:
 
 
 def notes(stage: str, counts: Sequence[DataCounts]) -> list[str]:
-    """Return further sentences: ignored keys, remarks of readers, and a stage that does not suit the records."""
-    found = []
+    """Return notes on ignored keys, remarks of readers, and a stage that does not suit the records."""
+    sentences = []
     if stage == "pt" and (talks := [c for c in counts if c.format in CONVERSATIONS]):
-        found.append(
+        sentences.append(
             f"{talks[0].source} holds conversations, and stage `pt` trains on every token of them, the user's "
             "included; `stage=sft` trains on the answers"
         )
     for one in counts:
-        lines = [f"{n:,} {what}" for what, n in sorted(one.remarks.items()) if n]
+        lines = [f"{n:,} {remark}" for remark, n in sorted(one.remarks.items()) if n]
         lines += one.passed_over
-        found += [f"{one.source}: {line}" if len(counts) > 1 else line for line in lines]
-    return found
+        sentences += [f"{one.source}: {line}" if len(counts) > 1 else line for line in lines]
+    return sentences

@@ -1,12 +1,12 @@
 """Properties of a chat template, measured by rendering short conversations of unique words.
 
-No property follows from the name of a model or from the text of its template. A probe is rendered when a conversation
-first needs the property, and the result is kept for each tokenizer and template:
+No property is derived from the name of a model or the source of its template. A probe is rendered when a conversation
+first needs the property, and the result is cached per tokenizer and template:
 
-    probe -> text with the probe's words -> what stands before, between and behind the words
+    probe -> text with the probe's words -> text before, between and after the words
 
-Measured are the form in which turns reach the template (texts or lists of parts, arguments of tool calls as an object
-or a text, the key of reasoning, the role of a developer), and the marker that ends an answer.
+Measured properties: the form of turns that the template reads (texts or lists of parts, arguments of tool calls as an
+object or a text, the key of reasoning, the role of a developer), and the marker that ends an answer.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from hyper_parallel.errors import BadValue
 from hyper_parallel.received import Limits, read_json
 from hyper_parallel.trainer.data._template import rendered, variables_of
 from hyper_parallel.trainer.data._template_work import TemplateBudget
-from hyper_parallel.trainer.data.conversation import Message
+from hyper_parallel.trainer.data.document import Message
 from hyper_parallel.trainer.data.tokenizer_limits import tokenizing
 
-_ASKED, _SAID, _MORE, _NAME, _VALUE, _RESULT = (f"Qzp{i}zQ" for i in range(6))
+_QUESTION, _ANSWER, _FOLLOW_UP, _NAME, _VALUE, _RESULT = (f"Qzp{i}zQ" for i in range(6))
 """Words of the probes."""
 _KEY: Final = "city"
 _TOOLS: Final[tuple[dict[str, Any], ...]] = (
@@ -45,14 +45,14 @@ _TOOLS: Final[tuple[dict[str, Any], ...]] = (
     },
 )
 _CALL_ID: Final = "abcdefgh1"
-"""Nine letters and digits, which some templates demand."""
+"""Call identifier of nine letters and digits, a form that some templates require."""
 _REASONING_KEYS: Final = ("reasoning_content", "reasoning", "thinking", "thought")
 """Names under which templates read the reasoning of a turn."""
 _TAG: Final = re.compile(
     r"</?[A-Za-z][\w-]*>|<\|[^|<>\s]{1,40}\|>|<\uff5c[^\uff5c<>\s]{1,40}\uff5c>|\[/?[A-Z_]{2,30}\]|\[\|[^|\[\]\s]{1,40}\|\]"
     r"|/(?:no_)?think\b"
 )
-"""Texts in a template that may decide how it reads the words of a turn."""
+"""Tags in a template's source that may decide how it processes the words of a turn."""
 _ANY_TAG: Final = re.compile(r"<[^<>\s]{1,60}>|\[/?[A-Z_]{2,30}\]|\[\|[^|\[\]\s]{1,40}\|\]")
 _UNFINISHED_TAG: Final = re.compile(r"[<\[][^<>\[\]]*$")
 
@@ -62,8 +62,8 @@ class EndMarker:
     """Text that ends an answer.
 
     Attributes:
-        text: From behind the words to the end of the marker; None: the template ends such answers with nothing.
-        is_written: Whether the template writes it; else it is the beginning of the turn that would follow.
+        text: Text from the end of the words to the end of the marker; None: the template writes no end marker.
+        is_written: Whether the template writes the marker; else it is the beginning of the turn that would follow.
     """
 
     text: str | None
@@ -98,23 +98,23 @@ class TemplateProperties:
         values: Mapping[str, Any] | None = None,
         marks: bool = False,
     ) -> tuple[str, list[tuple[int, int]]]:
-        """Return the text of turns that are in the form of the template already, and its marks."""
+        """Return the text and the marked spans of turns that already have the form of the template."""
         variables = {**self._special, **(values or {}), "add_generation_prompt": prompt}
         return rendered(self.source, messages, variables, tools=tools, marks=marks)
 
     def _probe(
         self, *turns: Message, tools: Sequence[Mapping[str, Any]] = (), prompt: bool = False
     ) -> str:
-        """Return the text of a probe; empty where the template refuses it."""
+        """Return the text of a probe; empty if the template raises."""
         try:
             return self.render(turns, tools=tools, prompt=prompt)[0]
-        except TemplateBudget as error:  # the next probe would cost as much
+        except TemplateBudget as error:  # every further probe would exhaust its budget too
             raise BadValue(
                 "the chat template of the tokenizer refuses a conversation",
                 where="chat template",
                 got=str(error),
             ) from error
-        except Exception:  # a template is a program, and raises anything
+        except Exception:  # a template is a program and may raise any error
             return ""
 
     @cached_property
@@ -125,12 +125,12 @@ class TemplateProperties:
     @cached_property
     def tags(self) -> re.Pattern[str] | None:
         """Pattern of the tags in the template; None without any."""
-        found = sorted(set(_TAG.findall(self.source)), key=len, reverse=True)
-        return re.compile(f"({'|'.join(map(re.escape, found))})") if found else None
+        tags = sorted(set(_TAG.findall(self.source)), key=len, reverse=True)
+        return re.compile(f"({'|'.join(map(re.escape, tags))})") if tags else None
 
     @cached_property
     def has_marks(self) -> bool:
-        """Whether the template marks the assistant's words."""
+        """True if the template marks the assistant's words."""
         return re.search(r"\{%-?\+?\s*generation\b", self.source) is not None
 
     # Form of turns
@@ -158,29 +158,34 @@ class TemplateProperties:
                 shaped["content"] = self._calls[1]
         return shaped
 
+    @cached_property
+    def _question(self) -> Message:
+        """User turn of the probes, in the template's form."""
+        return self.form({"role": "user", "content": _QUESTION})
+
     def _takes_parts(self, role: str) -> bool:
-        """Return whether the template reads the content of a role as a list of parts only."""
+        """Return whether the template reads the content of a role only as a list of parts."""
         if role not in self._parts:
-            parts = [{"type": "text", "text": _SAID}]
+            parts = [{"type": "text", "text": _ANSWER}]
             before: list[Message] = []
             if role not in ("system", "user", "developer"):
-                before = [{"role": "user", "content": _ASKED}]
+                before = [{"role": "user", "content": _QUESTION}]
                 if self._takes_parts("user"):
-                    before = [{"role": "user", "content": [{"type": "text", "text": _ASKED}]}]
-            behind: list[Message] = []
+                    before = [{"role": "user", "content": [{"type": "text", "text": _QUESTION}]}]
+            after: list[Message] = []
             if role in ("system", "developer"):
-                behind = [{"role": "user", "content": _MORE}]
-            as_text = self._probe(*before, {"role": role, "content": _SAID}, *behind)
-            is_text = _SAID in as_text and "'text':" not in as_text
-            as_parts = self._probe(*before, {"role": role, "content": parts}, *behind)
-            self._parts[role] = not is_text and _SAID in as_parts and "'text':" not in as_parts
+                after = [{"role": "user", "content": _FOLLOW_UP}]
+            as_text = self._probe(*before, {"role": role, "content": _ANSWER}, *after)
+            is_text = _ANSWER in as_text and "'text':" not in as_text
+            as_parts = self._probe(*before, {"role": role, "content": parts}, *after)
+            self._parts[role] = not is_text and _ANSWER in as_parts and "'text':" not in as_parts
         return self._parts[role]
 
     @cached_property
     def _developer(self) -> str:
         """Role under which the template writes a developer's turn."""
-        turn, asked = {"role": "developer", "content": _SAID}, {"role": "user", "content": _ASKED}
-        if _SAID in self._probe(turn, self.form(asked)):
+        turn = {"role": "developer", "content": _ANSWER}
+        if _ANSWER in self._probe(turn, self._question):
             return "developer"
         return "system"
 
@@ -194,12 +199,16 @@ class TemplateProperties:
 
     @cached_property
     def _reasoning_key(self) -> str:
-        """Key under which the template reads reasoning, empty for a part of the content; the first one without any."""
-        asked = self.form({"role": "user", "content": _ASKED})
-        said = self.form({"role": "assistant", "content": _SAID})
+        """Key under which the template reads reasoning; empty: a part of the content.
+
+        If the template reads no reasoning, the first of `_REASONING_KEYS`.
+        """
+        answer = self.form({"role": "assistant", "content": _ANSWER})
         for key in (*_REASONING_KEYS, ""):
-            text = self._probe(asked, {**said, **self._reasoning(_MORE, said["content"], key)})
-            is_read = 0 <= text.find(_MORE) < text.rfind(_SAID) and "'text':" not in text
+            text = self._probe(
+                self._question, {**answer, **self._reasoning(_FOLLOW_UP, answer["content"], key)}
+            )
+            is_read = 0 <= text.find(_FOLLOW_UP) < text.rfind(_ANSWER) and "'text':" not in text
             if is_read:
                 return key
         return _REASONING_KEYS[0]
@@ -216,17 +225,16 @@ class TemplateProperties:
 
     @cached_property
     def _calls(self) -> tuple[bool, Any]:
-        """Whether arguments of tool calls are a text, and the content of a turn that has only calls."""
-        asked = self.form({"role": "user", "content": _ASKED})
+        """Form of tool calls: True if arguments are a text, and the content of a turn that has only calls."""
         empty = [{"type": "text", "text": ""}]
         forms = [(text, content) for content in ("", None, empty) for text in (False, True)]
         for as_text, content in forms:
             turn = self._call_turn(as_text, content)
-            for behind in ((), (self._tool_turn,)):
-                text = self._probe(asked, turn, *behind, tools=_TOOLS)
-                said = text.partition(_ASKED)[2]
-                shown = _NAME in said and _VALUE in said and "None" not in said
-                if shown and f"'{_KEY}':" not in said and f'\\"{_KEY}\\"' not in said:
+            for after in ((), (self._tool_turn,)):
+                text = self._probe(self._question, turn, *after, tools=_TOOLS)
+                answer = text.partition(_QUESTION)[2]
+                shown = _NAME in answer and _VALUE in answer and "None" not in answer
+                if shown and f"'{_KEY}':" not in answer and f'\\"{_KEY}\\"' not in answer:
                     return as_text, content
         return forms[0]
 
@@ -242,12 +250,11 @@ class TemplateProperties:
 
     @cached_property
     def writes_call_ids(self) -> bool:
-        """Whether the template writes the identifier of a tool call in place of the name of its function."""
+        """True if the template writes the identifier of a tool call instead of its function name."""
         as_text, content = self._calls
-        asked = self.form({"role": "user", "content": _ASKED})
-        text = self._probe(asked, self._call_turn(as_text, content), tools=_TOOLS)
-        said = text.partition(_ASKED)[2]
-        return _CALL_ID in said and _NAME not in said
+        text = self._probe(self._question, self._call_turn(as_text, content), tools=_TOOLS)
+        answer = text.partition(_QUESTION)[2]
+        return _CALL_ID in answer and _NAME not in answer
 
     @property
     def _tool_turn(self) -> Message:
@@ -256,42 +263,41 @@ class TemplateProperties:
 
     @cached_property
     def keeps_space(self) -> bool:
-        """Whether white space before the words of an answer is written."""
-        asked = self.form({"role": "user", "content": _ASKED})
+        """True if the template keeps white space before the words of an answer."""
         plain, spaced = (
-            self._probe(asked, self.form({"role": "assistant", "content": words}))
-            for words in (_SAID, f" {_SAID}")
+            self._probe(self._question, self.form({"role": "assistant", "content": words}))
+            for words in (_ANSWER, f" {_ANSWER}")
         )
-        return spaced == plain.replace(_SAID, f" {_SAID}")
+        return spaced == plain.replace(_ANSWER, f" {_ANSWER}")
 
     # Markers that end an answer
 
     def _added_ends(self, text: str) -> list[tuple[int, int]]:
-        """Return where the added tokens of the tokenizer stand in a text."""
+        """Return the [start, end) characters of the tokenizer's added tokens in a text."""
         pattern = self.added_names
-        return [found.span() for found in pattern.finditer(text)] if pattern else []
+        return [match.span() for match in pattern.finditer(text)] if pattern else []
 
     @cached_property
-    def _behind_words(self) -> tuple[str, str]:
-        """What the template writes behind the words of the last answer, and of one that a user's turn follows."""
-        asked = self.form({"role": "user", "content": _ASKED})
-        said = self.form({"role": "assistant", "content": _SAID})
-        more = self.form({"role": "user", "content": _MORE})
-        last = self._probe(asked, said).rpartition(_SAID)[2]
-        return last, self._probe(asked, said, more).partition(_SAID)[2].partition(_MORE)[0]
+    def _text_after_words(self) -> tuple[str, str]:
+        """Text after the words of the last answer, and after those of an answer that a user's turn follows."""
+        answer = self.form({"role": "assistant", "content": _ANSWER})
+        follow_up = self.form({"role": "user", "content": _FOLLOW_UP})
+        last = self._probe(self._question, answer).rpartition(_ANSWER)[2]
+        later = self._probe(self._question, answer, follow_up).partition(_ANSWER)[2]
+        return last, later.partition(_FOLLOW_UP)[0]
 
     @cached_property
     def ends(self) -> tuple[EndMarker, EndMarker]:
         """Marker of the last answer, and of an answer that a user's turn follows."""
-        return self._ends(*self._behind_words)
+        return self._ends(*self._text_after_words)
 
     def _ends(self, last: str, later: str) -> tuple[EndMarker, EndMarker]:
-        shared = _shared(last, later)
+        shared = common_prefix(last, later)
         text = self._first_stop(shared) or self._last_tag(self._before_opener(shared))
         if text is not None:
             end = EndMarker(_only_tags(self, text))
             return end, end
-        # Nothing is written in both places: each has its own marker, or the next turn's beginning ends an answer.
+        # The two texts share no marker: each has its own, or the beginning of the next turn ends an answer.
         own, following = (self._first_stop(t) or self._first_added(t) for t in (last, later))
         following = _only_tags(self, following)
         if own is None and not last.strip():
@@ -303,51 +309,50 @@ class TemplateProperties:
         return text[: ends[0][1]] if ends else None
 
     def _first_stop(self, text: str) -> str | None:
-        """Return a text to the end of its first token at which generation stops."""
+        """Return a text up to the end of its first token at which generation stops."""
         ends = [end for start, end in self._added_ends(text) if text[start:end] in self._stop_names]
         return text[: ends[0]] if ends else None
 
     def _last_tag(self, text: str) -> str | None:
-        """Return a text to the end of its last special token; of one without any, to the end of its last tag."""
-        ends = self._added_ends(text) or [found.span() for found in _ANY_TAG.finditer(text)]
+        """Return a text up to the end of its last added token; without one, up to the end of its last tag."""
+        ends = self._added_ends(text) or [match.span() for match in _ANY_TAG.finditer(text)]
         return text[: ends[-1][1]] if ends else None
 
     def _before_opener(self, text: str) -> str:
-        """Return a text up to the token that begins a turn, which some templates write behind the last one."""
-        opened = self._probe(self.form({"role": "user", "content": _ASKED})).partition(_ASKED)[0]
-        names = [opened[slice(*span)] for span in self._added_ends(opened)]
+        """Return a text up to the token that begins a turn, which some templates write after the last turn."""
+        opening = self._probe(self._question).partition(_QUESTION)[0]
+        names = [opening[slice(*span)] for span in self._added_ends(opening)]
         names = [name for name in names if name != self._special.get("bos_token")]
-        at = text.find(names[0]) if names else -1
-        return text[:at] if at > 0 else text
+        end = text.find(names[0]) if names else -1
+        return text[:end] if end > 0 else text
 
     @cached_property
     def call_end(self) -> EndMarker:
-        """Marker of an answer that ends with a tool call; without the text that closes the call itself."""
+        """Marker of an answer that ends with a tool call, without the text that closes the call itself."""
         as_text, content = self._calls
-        asked = self.form({"role": "user", "content": _ASKED})
         turn = self._call_turn(as_text, content)
-        last = self._probe(asked, turn, tools=_TOOLS).rpartition(_VALUE)[2]
-        text = self._probe(asked, turn, self._tool_turn, tools=_TOOLS)
-        later = text.partition(_ASKED)[2].partition(_VALUE)[2].partition(_RESULT)[0] or last
+        last = self._probe(self._question, turn, tools=_TOOLS).rpartition(_VALUE)[2]
+        text = self._probe(self._question, turn, self._tool_turn, tools=_TOOLS)
+        later = text.partition(_QUESTION)[2].partition(_VALUE)[2].partition(_RESULT)[0] or last
         token = self.end_token(self.ends[0]) if self.ends[0].is_written else None
         if token is not None and token in later:
             return EndMarker(token)
-        shared = _shared(last, later)
+        shared = common_prefix(last, later)
         stop = self._first_stop(later)
         if stop is None and not self.ends[0].is_written:
-            # The next turn's beginning ends an answer.
-            behind = self._first_added(later[len(shared) :])
-            stop = None if behind is None else shared + behind
+            # The beginning of the next turn ends an answer.
+            added = self._first_added(later[len(shared) :])
+            stop = None if added is None else shared + added
         if stop is not None:
             return EndMarker(self._last_name(stop), is_written=stop in last)
-        tags = [found.group() for found in _ANY_TAG.finditer(self._before_opener(shared))]
+        tags = [match.group() for match in _ANY_TAG.finditer(self._before_opener(shared))]
         return EndMarker(tags[-1] if tags else None)
 
     def _last_name(self, text: str) -> str:
         return text[slice(*self._added_ends(text)[-1])]
 
     def end_token(self, end: EndMarker) -> str | None:
-        """Return the last token of a marker; of one without added tokens, its text."""
+        """Return the last added token of a marker; without added tokens, its text."""
         if end.text is None:
             return None
         ends = self._added_ends(end.text)
@@ -367,7 +372,7 @@ class TemplateProperties:
 
 
 def _only_tags(template: TemplateProperties, text: str | None) -> str | None:
-    """Return a text that consists of tags; None for one that has words, which is no marker."""
+    """Return a text that consists of tags; None for a text with words, which is not a marker."""
     if text is None:
         return None
     pattern = template.added_names
@@ -376,17 +381,18 @@ def _only_tags(template: TemplateProperties, text: str | None) -> str | None:
 
 
 def unfinished(text: str) -> str:
-    """Return a text without the tag that it begins and does not end."""
+    """Return a text without an unclosed tag at its end."""
     return _UNFINISHED_TAG.sub("", text)
 
 
-def _shared(one: str, other: str) -> str:
+def common_prefix(one: str, other: str) -> str:
+    """Return the longest common prefix of two texts."""
     pairs = enumerate(zip(one, other, strict=False))
     return one[: next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))]
 
 
 def generation_stops(tokenizer: Any) -> list[int]:
-    """Return the tokens that the generation config beside a tokenizer names as ends; none without one."""
+    """Return the `eos_token_id` tokens of the generation config beside a tokenizer; empty without a config."""
     path = Path(str(tokenizer.name_or_path)) / "generation_config.json"
     if not path.is_file():
         return []
@@ -401,7 +407,7 @@ _KNOWN: Final[WeakKeyDictionary[Any, dict[str, TemplateProperties]]] = WeakKeyDi
 
 
 def properties_of(tokenizer: Any, *, tools: bool = False) -> TemplateProperties:
-    """Return the properties of the template that a tokenizer has for conversations with or without tools.
+    """Return the properties of the tokenizer's template for conversations with or without tools.
 
     Raises:
         Exception: The tokenizer has no template.

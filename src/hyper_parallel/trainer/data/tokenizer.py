@@ -1,8 +1,8 @@
-"""Tokenizers: the recipe's, the model's, or a byte-level BPE trained on the source.
+"""Tokenizer of a recipe: the recipe's own, the model's, or a byte-level BPE trained on the source.
 
-Whatever is used lies in a Hugging Face tokenizer directory, so that the run's export carries it and any tool loads
-it. A trained tokenizer has four special tokens (end of text, padding, two for chat turns) and the 256 bytes as its
-alphabet: no text is unknown to it. Source of the method: Sennrich et al. 2016 (BPE), Radford et al. 2019 (on bytes).
+Every tokenizer is stored in a Hugging Face tokenizer directory, so that the run's export contains it and any tool
+loads it. A trained tokenizer has four special tokens (end of text, padding, two for chat turns) and the 256 bytes as
+its alphabet, so it can encode any text. Source: Sennrich et al. 2016 (BPE), Radford et al. 2019 (on bytes).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, Final
 from hyper_parallel.config import Data
 from hyper_parallel.errors import BadValue
 from hyper_parallel.received import Limits, read_text
-from hyper_parallel.trainer.data._cache import byte_bar, digest, entry
+from hyper_parallel.trainer.data._cache import byte_bar, cache_root, digest, entry
 from hyper_parallel.trainer.data._template import compiled
 from hyper_parallel.trainer.data.chat import CHATML, PLAIN, RAW
 from hyper_parallel.trainer.data.counts import DataCounts
@@ -25,12 +25,12 @@ from hyper_parallel.trainer.data.saved_tokenizer import (
     has_tokenizer,
     load_tokenizer,
     note_on_reading,
+    required_class,
     samples_of,
     set_class,
-    settled,
     tokenizer_files,
 )
-from hyper_parallel.trainer.data.sources import Source
+from hyper_parallel.trainer.data.sources import Source, resolve, with_template
 from hyper_parallel.trainer.data.template_properties import generation_stops
 from hyper_parallel.trainer.files import FileEntry, copy_files
 from hyper_parallel.units import MiB
@@ -41,23 +41,23 @@ TURN_TOKENS = ("<|im_start|>", "<|im_end|>")
 
 _TRAIN_BYTES = 64 * MiB  # more text hardly changes the merges of a small vocabulary
 _TEMPLATE_BYTES: Final = 512 * 1024
-"""Size of a file with a chat template; one character may have four bytes."""
+"""Largest size of a chat template file; a character may have four bytes."""
 _VERSION = 1
 _SETTLED: Final = "class that reads the tokenizer, 2"
 _SAMPLES: Final = 32
-"""Documents of each source that are probes of the tokenizer."""
+"""Number of documents of each source whose text probes the tokenizer."""
 _ENTRIES: Final = 4096
-"""Entries of a tokenizer that is trained here, where the recipe names no number and the model has as many."""
+"""Default vocabulary size of a tokenizer trained here; at most the model's vocabulary."""
 
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """A transformers tokenizer, and the directory where it lies.
+    """Tokenizer of transformers and its directory.
 
     Attributes:
         hf: The tokenizer.
-        directory: The directory.
-        notes: Sentences for the person who trains.
+        directory: Directory of its files.
+        notes: Sentences for the user.
     """
 
     hf: Any
@@ -70,19 +70,65 @@ class Tokenizer:
         return max(self.hf.get_vocab().values()) + 1
 
     @property
+    def pad_id(self) -> int:
+        """Padding token; the end-of-text token if the tokenizer has no padding token."""
+        pad = self.hf.pad_token_id
+        return int(self.hf.eos_token_id if pad is None else pad)
+
+    @property
+    def stops(self) -> list[int]:
+        """Tokens at which the generation config beside the tokenizer stops; they decide end markers of answers."""
+        return generation_stops(self.hf)
+
+    @property
     def fingerprint(self) -> str:
-        """Hash of its files."""
+        """Hash of the tokenizer's files."""
         names = tokenizer_files(self.directory)
         return digest({name: FileEntry.of(self.directory / name).sha256 for name in names})
 
 
 def unknown_token(hf: Any) -> int | None:
-    """Return the token that stands for all words and characters that a tokenizer does not know; None without one.
+    """Return the token for words and characters outside the vocabulary; None without one.
 
-    Tokenizers on bytes name the end-of-text token, which no text is made into.
+    Byte-level tokenizers name the end-of-text token as unknown token, but never produce it for a text.
     """
     unknown: int | None = hf.unk_token_id
     return None if unknown in (hf.eos_token_id, hf.bos_token_id, hf.pad_token_id) else unknown
+
+
+def open_sources(
+    data: Data,
+    *,
+    stage: str,
+    model_path: str | None,
+    progress: bool,
+    vocab_limit: int | None,
+    model_config: Mapping[str, Any] | None = None,
+) -> tuple[Tokenizer, list[tuple[Data, Source]]]:
+    """Return the tokenizer of a recipe and its sources with their sections; arguments and errors as for `prepare`."""
+    sections = [section for section, _ in data.parts()]
+    sources = [resolve(section, stage) for section in sections]
+    cache = cache_root(data.cache_dir)
+    tokenizer = obtain(data, sources, model_path, cache, progress, vocab_limit, model_config)
+    if vocab_limit is not None and tokenizer.vocab_size > vocab_limit:
+        is_trained = not data.tokenizer and not has_tokenizer(model_path)
+        raise BadValue(
+            "the tokenizer has more tokens than the model's vocabulary",
+            where=f"tokenizer: {tokenizer.directory}",
+            got=f"tokenizer={tokenizer.vocab_size}, model={vocab_limit}",
+            allowed=f"a tokenizer of at most {vocab_limit} tokens",
+            hint=f"data.vocab_size={vocab_limit}"
+            if is_trained
+            else "data.tokenizer=THE_MODEL'S_OWN_DIRECTORY",
+        )
+    pairs = zip(sections, sources, strict=True)
+    return tokenizer, [(one, bind_tokenizer(source, one, tokenizer)) for one, source in pairs]
+
+
+def bind_tokenizer(source: Source, data: Data, tokenizer: Tokenizer) -> Source:
+    """Return a source that counts the tokenizer's unknown token and writes pairs of texts as the recipe says."""
+    source.counts.unknown_id = unknown_token(tokenizer.hf)
+    return with_template(source, data, own_template=tokenizer.hf.chat_template != PLAIN)
 
 
 def obtain(
@@ -94,10 +140,10 @@ def obtain(
     vocab_limit: int | None = None,
     config: Mapping[str, Any] | None = None,
 ) -> Tokenizer:
-    """Return the tokenizer of a recipe: `data.tokenizer`, else the model's, else trained on the source.
+    """Return the tokenizer of a recipe: `data.tokenizer`, else the model's, else one trained on the source.
 
-    Where `data.chat_template` names another template than the tokenizer's own, a copy of the tokenizer has it. Where
-    transformers would read its files with another class in an export or beside adapters, a copy names the class.
+    If `data.chat_template` differs from the tokenizer's own template, a copy of the tokenizer gets it. If
+    transformers would load the files with another class in an export or beside adapters, a copy names the class.
 
     Args:
         data: Section `data` of the recipe.
@@ -111,14 +157,14 @@ def obtain(
     Raises:
         BadValue: HP102 when an export of the run would give other tokens than training.
     """
-    given = data.tokenizer or (model_path if has_tokenizer(model_path) else None)
-    if given:
-        directory = Path(given).expanduser().absolute()
+    existing = data.tokenizer or (model_path if has_tokenizer(model_path) else None)
+    if existing:
+        directory = Path(existing).expanduser().absolute()
     else:
         texts = [s.identity() for s in sources]
         size = data.vocab_size or min(_ENTRIES, vocab_limit or _ENTRIES)
-        matters = [_VERSION, texts if len(texts) > 1 else texts[0], size, _TRAIN_BYTES]
-        directory = _saved(cache, matters, lambda: _train(size, sources, show))
+        key = digest([_VERSION, texts if len(texts) > 1 else texts[0], size, _TRAIN_BYTES])
+        directory = _saved(cache, key, lambda target: _train(target, size, sources, show))
     tokenizer = original = Tokenizer(load_tokenizer(directory), directory)
     if tokenizer.hf.eos_token_id is None:
         raise BadValue(
@@ -129,21 +175,21 @@ def obtain(
     template = _template(data, tokenizer.hf, any(s.is_conversations for s in sources))
     if template is not None and template != tokenizer.hf.chat_template:
         tokenizer = _with_template(tokenizer, template, cache)
-    return _settled(tokenizer, original if given else None, sources, config, cache)
+    return _with_class(tokenizer, original if existing else None, sources, config, cache)
 
 
-def _settled(
+def _with_class(
     tokenizer: Tokenizer,
-    given: Tokenizer | None,
+    original: Tokenizer | None,
     sources: Sequence[Source],
     config: Mapping[str, Any] | None,
     cache: Path,
 ) -> Tokenizer:
-    """Return the tokenizer, or a copy that names its class, so that every later reader gives the same tokens.
+    """Return the tokenizer, or a copy that names its class, so that every later reader produces the same tokens.
 
     Args:
         tokenizer: The tokenizer of training.
-        given: The tokenizer that it was made of; None: it is trained here.
+        original: The existing tokenizer from which it derives; None: it is trained here.
         sources: Sources of the recipe.
         config: Values of the config of the model; None: not known.
         cache: Root of the cache.
@@ -152,9 +198,9 @@ def _settled(
 
     keys = ("model_type", "tokenizer_class", "model_name")
     deciding = None if config is None else [config.get(key) for key in keys]
-    matters = [_SETTLED, tokenizer.fingerprint, type(tokenizer.hf).__name__, deciding]
-    matters += [None if given is None else [given.fingerprint, str(given.directory)]]
-    matters += [transformers.__version__, [source.identity() for source in sources]]
+    inputs = [_SETTLED, tokenizer.fingerprint, type(tokenizer.hf).__name__, deciding]
+    inputs += [None if original is None else [original.fingerprint, str(original.directory)]]
+    inputs += [transformers.__version__, [source.identity() for source in sources]]
 
     def texts() -> Iterator[str]:
         for source in sources:
@@ -163,16 +209,18 @@ def _settled(
 
     def build(target: Path) -> dict[str, Any]:
         samples = samples_of(texts())
-        is_own = given is None
-        name = settled(tokenizer.hf, tokenizer.directory, config, samples, is_own=is_own)
+        is_own = original is None
+        name = required_class(tokenizer.hf, tokenizer.directory, config, samples, is_own=is_own)
         if name is not None:
             copy_files(tokenizer.directory, target, tokenizer_files(tokenizer.directory))
             copy_files(tokenizer.directory, target, ("generation_config.json",))
             set_class(target, name)
-        note = None if given is None else note_on_reading(given.hf, given.directory, samples)
+        note = None
+        if original is not None:
+            note = note_on_reading(original.hf, original.directory, samples)
         return {"class": name, "note": note}
 
-    directory, meta = entry(cache / "tokenizers", digest(matters), build)
+    directory, meta = entry(cache / "tokenizers", digest(inputs), build)
     notes = () if meta["note"] is None else (meta["note"],)
     if meta["class"] is None:
         return replace(tokenizer, notes=notes)
@@ -180,7 +228,7 @@ def _settled(
 
 
 def _template(data: Data, hf: Any, has_conversations: bool) -> str | None:
-    """Return the chat template that takes the place of the tokenizer's own; None: it keeps its own."""
+    """Return the chat template that replaces the tokenizer's own; None: the tokenizer keeps its own."""
     if data.chat_template == "none":
         return RAW
     if data.chat_template != "auto":
@@ -192,14 +240,14 @@ def _read_template(path: Path) -> str:
     """Return the template of a file.
 
     Raises:
-        BadValue: HP102 when the file cannot be read or is no template.
+        BadValue: HP102 when the file cannot be read or is not a template.
     """
     try:
         text = read_text(path, Limits(num_bytes=_TEMPLATE_BYTES))
         compiled(text)
     except (
         Exception
-    ) as error:  # jinja raises errors of its own, and what a damaged template leads to
+    ) as error:  # jinja raises its own errors, and any error that a damaged template causes
         line = getattr(error, "lineno", None)
         raise BadValue(
             "the chat template cannot be read",
@@ -214,31 +262,31 @@ def _read_template(path: Path) -> str:
 def _with_template(tokenizer: Tokenizer, template: str, cache: Path) -> Tokenizer:
     """Return a copy of a tokenizer with another chat template, so that exports and `generate --chat` have it."""
     stops = generation_stops(tokenizer.hf)
-    matters = [_VERSION, tokenizer.fingerprint, template, *([stops] if stops else [])]
+    key = digest([_VERSION, tokenizer.fingerprint, template, *([stops] if stops else [])])
     tokenizer.hf.chat_template = template
 
-    def build(target: Path) -> dict[str, Any]:
+    def save(target: Path) -> None:
         tokenizer.hf.save_pretrained(str(target))
         if stops:
             text = json.dumps({"eos_token_id": stops})
             (target / "generation_config.json").write_text(text, encoding="utf-8")
-        return {}
 
-    directory = entry(cache / "tokenizers", digest(matters), build)[0]
+    directory = _saved(cache, key, save)
     return Tokenizer(load_tokenizer(directory), directory)
 
 
-def _saved(cache: Path, matters: list[Any], make: Callable[[], Any]) -> Path:
-    """Directory of the cached tokenizer that `matters` decides; what `make` gives is saved there when it is absent."""
+def _saved(cache: Path, key: str, save: Callable[[Path], None]) -> Path:
+    """Return the directory of the cached tokenizer `key`; if it is absent, `save` writes its files first."""
 
     def build(target: Path) -> dict[str, Any]:
-        make().save_pretrained(str(target))
+        save(target)
         return {}
 
-    return entry(cache / "tokenizers", digest(matters), build)[0]
+    return entry(cache / "tokenizers", key, build)[0]
 
 
-def _train(vocab_size: int, sources: Sequence[Source], show: bool) -> Any:
+def _train(target: Path, vocab_size: int, sources: Sequence[Source], show: bool) -> None:
+    """Train a byte-level BPE tokenizer on the sources and save it in `target`."""
     from tokenizers import Tokenizer as Backend
     from tokenizers import decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -272,4 +320,4 @@ def _train(vocab_size: int, sources: Sequence[Source], show: bool) -> Any:
         clean_up_tokenization_spaces=False,
     )
     hf.chat_template = CHATML
-    return hf
+    hf.save_pretrained(str(target))

@@ -1,7 +1,7 @@
-"""Bounds on a received tokenizer: its files, its regular expressions, and how long it may make a text.
+"""Limits of an untrusted tokenizer: size of its files, its regular expressions, and growth of a text.
 
-The files are bounded before they are read. What the tokenizer does to a text is checked on its loaded parts
-(normalizer, pre-tokenizer, post-processor, decoder), which are small, before any text goes through them.
+File sizes are checked before reading. The loaded parts (normalizer, pre-tokenizer, post-processor, decoder) are small
+and are checked before the tokenizer processes any text.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from hyper_parallel.errors import BadValue, HyperParallelError, NoData, abbrevia
 from hyper_parallel.units import MiB
 
 _MOST_FILE: Final = 64 * MiB
-"""Bytes of a file; the largest that is published has some 35 million."""
+"""Bytes of a file; the largest published file has about 35 million."""
 _MOST_GROWTH: Final = 256
-"""Characters that a normalizer may make of one; NFKC makes up to 18."""
+"""Characters that a normalizer may produce from one; NFKC produces up to 18."""
 _MOST_TEXT: Final = 256
-"""Characters that a part may add at one place."""
+"""Characters that a part may insert at one position."""
 _MOST_PATTERN: Final = 20_000
-"""Characters of a regular expression; the longest that are published have some hundred."""
+"""Characters of a regular expression; the longest published ones have a few hundred."""
 _MOST_REPEAT: Final = 1000
 """Largest count of a repetition in a regular expression."""
 _FEW: Final = 3
-"""Repetitions of a group with choices, and repetitions without bound one after the other."""
+"""Repetitions of a group with alternatives, and consecutive unbounded repetitions."""
 _MOST_PARTS: Final = 256
-"""Parts of a sequence of normalizers and the like."""
+"""Parts of a sequence, such as one of normalizers."""
 _PARTS: Final = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
 
 
 class Unbounded(ValueError):
-    """A part of a tokenizer that takes unbounded time or memory."""
+    """Error of a tokenizer part that takes unbounded time or memory."""
 
 
 def check_files(directory: Path, names: Sequence[str]) -> None:
-    """Refuse tokenizer files that are no regular files, or larger than any that is published.
+    """Raise for tokenizer files that are not regular files, or larger than any published file.
 
     Raises:
         NoData: HP602 naming the file.
@@ -60,11 +60,11 @@ def check_files(directory: Path, names: Sequence[str]) -> None:
 
 
 def check_parts(backend: Any, where: str) -> None:
-    """Refuse a loaded tokenizer that takes unbounded time or memory for a text.
+    """Raise for a loaded tokenizer that takes unbounded time or memory for a text.
 
     Args:
         backend: `tokenizers.Tokenizer`.
-        where: Its directory, for errors.
+        where: Directory of the tokenizer, for errors.
 
     Raises:
         BadValue: HP102 naming the part.
@@ -80,7 +80,7 @@ def check_parts(backend: Any, where: str) -> None:
                 raise Unbounded(f"makes more than {_MOST_GROWTH} characters of one")
         except (ValueError, RecursionError, binascii.Error) as error:
             raise BadValue(
-                f"the {name} of the tokenizer is not one that can be trusted with a text",
+                f"the {name} of the tokenizer may take unbounded time or memory",
                 where=where,
                 got=str(error)[:300],
                 hint="data.tokenizer=<a tokenizer that is published as tokenizer.json>",
@@ -88,7 +88,7 @@ def check_parts(backend: Any, where: str) -> None:
     longest = getattr(backend.model, "max_input_chars_per_word", 0) or 0
     if longest > _MOST_TEXT * 40:
         raise BadValue(
-            "the tokenizer looks for the parts of words of any length",
+            "the tokenizer splits words of unbounded length",
             where=where,
             got=f"max_input_chars_per_word={longest}",
             allowed=f"at most {_MOST_TEXT * 40}",
@@ -115,7 +115,7 @@ def _check_part(value: Any, key: str = "") -> None:
 
 
 def growth(state: Any) -> float:
-    """Return how many characters a normalizer may make of one."""
+    """Return the largest number of characters that a normalizer produces from one."""
     if not isinstance(state, dict):
         return 1.0
     kind = state.get("type")
@@ -135,38 +135,41 @@ def growth(state: Any) -> float:
 
 
 def _longest_mapped(text: str) -> float:
-    """Return the longest text of a map of characters: a trie, of so many bytes as its first four say, then texts."""
+    """Return the length of the longest text of a character map.
+
+    The map is a trie whose size in bytes is its first four bytes, then zero-terminated texts.
+    """
     raw = base64.b64decode(text)
     texts = raw[4 + int.from_bytes(raw[:4], "little") :]
     return max((len(one) for one in texts.split(b"\0")), default=1)
 
 
 def check_pattern(pattern: str) -> None:
-    """Refuse a regular expression that may backtrack without end.
+    """Raise for a regular expression that may backtrack without bound.
 
-    Time is exponential where a repetition without bound holds another repetition or a choice: `(a|aa)+`, `(a+)*`. No
-    published tokenizer has one.
+    Time is exponential if an unbounded repetition contains another repetition or an alternative: `(a|aa)+`, `(a+)*`. No
+    published tokenizer has such an expression.
 
     Raises:
-        Unbounded: With the reason.
+        Unbounded: The expression may take exponential time; the text has the reason.
     """
     if len(pattern) > _MOST_PATTERN:
         raise Unbounded(f"a regular expression of {len(pattern):,} characters")
     unbounded = 0
-    branching = [False]  # for each open group: whether it may match one text in several ways
-    at = 0
-    while at < len(pattern):
-        character = pattern[at]
-        at += 1
+    branching = [False]  # for each open group: whether it may match a text in several ways
+    position = 0
+    while position < len(pattern):
+        character = pattern[position]
+        position += 1
         closed = False
         if character == "\\":
-            if pattern[at : at + 1] in "gk123456789":
+            if pattern[position : position + 1] in "gk123456789":
                 raise Unbounded(
                     f"a regular expression that refers to a group: {abbreviated(pattern)}"
                 )
-            at += 1
+            position += 1
         elif character == "[":
-            at = _end_of_class(pattern, at)
+            position = _end_of_class(pattern, position)
         elif character == "(":
             branching.append(False)
             continue
@@ -175,7 +178,7 @@ def check_pattern(pattern: str) -> None:
             continue
         elif character == ")" and len(branching) > 1:
             closed = branching.pop()
-        repeat, at = _repetition(pattern, at)
+        repeat, position = _repetition(pattern, position)
         unbounded += repeat >= _MOST_REPEAT
         if (repeat > _FEW and closed) or unbounded > _FEW:
             raise Unbounded(
@@ -184,35 +187,35 @@ def check_pattern(pattern: str) -> None:
         branching[-1] = branching[-1] or closed or repeat > 1
 
 
-def _end_of_class(pattern: str, at: int) -> int:
-    """Return where a class of characters ends that has begun; classes may hold classes."""
+def _end_of_class(pattern: str, position: int) -> int:
+    """Return the end of the character class that opened before `position`; classes may be nested."""
     depth, first = 1, True
-    while at < len(pattern) and depth:
-        character = pattern[at]
-        at += 1
+    while position < len(pattern) and depth:
+        character = pattern[position]
+        position += 1
         if character == "\\":
-            at += 1
+            position += 1
         elif character == "[":
             depth += 1
         elif character == "]" and not first:
             depth -= 1
         first = first and character == "^"
-    return at
+    return position
 
 
-def _repetition(pattern: str, at: int) -> tuple[int, int]:
-    """Return how often what stands before `at` may be repeated at most, and where that is said to its end."""
+def _repetition(pattern: str, position: int) -> tuple[int, int]:
+    """Return the largest count of the quantifiers at `position`, and the position after them."""
     most = 1
-    while at < len(pattern):
-        character = pattern[at]
+    while position < len(pattern):
+        character = pattern[position]
         if character in "*+":
-            most, at = _MOST_REPEAT, at + 1
+            most, position = _MOST_REPEAT, position + 1
         elif character == "?":
-            at += 1
-        elif character == "{" and (end := pattern.find("}", at)) > 0:
-            counts = [part.strip() for part in pattern[at + 1 : end].split(",")]
+            position += 1
+        elif character == "{" and (end := pattern.find("}", position)) > 0:
+            counts = [part.strip() for part in pattern[position + 1 : end].split(",")]
             if not any(counts) or not all(not c or (c.isascii() and c.isdigit()) for c in counts):
-                return most, at
+                return most, position
             numbers = [int(c[:9]) for c in counts if c]
             if max(numbers) > _MOST_REPEAT:
                 raise Unbounded(f"a repetition of {max(numbers):,} in a regular expression")
@@ -220,15 +223,15 @@ def _repetition(pattern: str, at: int) -> tuple[int, int]:
             most = max(
                 most, _MOST_REPEAT if not counts[-1] else 1 if exact and most == 1 else max(numbers)
             )
-            at = end + 1
+            position = end + 1
         else:
             break
-    return most, at
+    return most, position
 
 
 @contextmanager
 def tokenizing(where: str) -> Iterator[None]:
-    """Give what a tokenizer raises while it reads a text a code: its library panics where an expression gives up.
+    """Convert any error of a tokenizer in this context to HP102, including panics of its Rust library.
 
     Raises:
         BadValue: HP102.
@@ -238,7 +241,7 @@ def tokenizing(where: str) -> Iterator[None]:
     except HyperParallelError:
         raise
     except BaseException as error:
-        # The exception of a panic derives from BaseException alone, and its class cannot be imported.
+        # PanicException derives directly from BaseException, and its class cannot be imported.
         if isinstance(error, Exception) or type(error).__name__ == "PanicException":
             raise BadValue(
                 "the tokenizer fails on a text",

@@ -1,7 +1,7 @@
-"""Pipelines of tokenizers without their vocabularies: the class, normalizer, pre-tokenizer, options and added tokens.
+"""Pipeline of a tokenizer without its vocabulary: class, normalizer, pre-tokenizer, options and added tokens.
 
-Two readings of the same files give the same tokens where their pipelines are equal. Files whose vocabulary is left out
-are read in milliseconds, those of 150,000 entries in seconds.
+Two tokenizers loaded from the same files produce the same tokens if their pipelines are equal. Files without the
+vocabulary load in milliseconds, files with 150,000 entries in seconds.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _MODEL: Final = (
     "unk_token", "byte_fallback", "ignore_merges", "fuse_unk", "dropout", "continuing_subword_prefix",
     "end_of_word_suffix", "max_input_chars_per_word",
 )  # fmt: skip
-"""Options of the models of the library `tokenizers`."""
+"""Options of models in the library `tokenizers`."""
 _ENTRIES: Final = 512
-"""Entries that a vocabulary keeps."""
+"""Number of vocabulary entries that remain in a shortened file."""
 
 
 def without_vocabulary(directory: Path) -> str | None:
-    """Return tokenizer.json of a directory with few entries and no merges; None where its model is no BPE.
+    """Return tokenizer.json of a directory with few entries and no merges; None if its model is not BPE.
 
     Raises:
         NoData: HP602 when the file cannot be read.
@@ -43,7 +43,7 @@ def without_vocabulary(directory: Path) -> str | None:
 
 @functools.lru_cache(maxsize=4)
 def _shortened(path: str, _size: int, _changed_ns: int) -> str | None:
-    """Return the text of a file without its vocabulary; kept, since large files take a second."""
+    """Return the text of a file without its vocabulary; cached, because large files take a second."""
     try:
         values = json.loads(read_text(Path(path), Limits(num_bytes=64 * MiB)))
         model = values["model"]
@@ -52,7 +52,7 @@ def _shortened(path: str, _size: int, _changed_ns: int) -> str | None:
         model["vocab"] = {text: i for text, i in model["vocab"].items() if i < _ENTRIES}
         model["merges"] = []
         return json.dumps(values)
-    except (KeyError, TypeError, AttributeError):  # a form of other programs
+    except (KeyError, TypeError, AttributeError):  # not the format of `tokenizers`
         return None
     except (OSError, ValueError, RecursionError) as error:
         raise NoData(
@@ -61,7 +61,7 @@ def _shortened(path: str, _size: int, _changed_ns: int) -> str | None:
 
 
 def pipeline(hf: Any) -> tuple[Any, ...] | None:
-    """Return all that turns a text into tokens but the vocabulary; None where it is not known."""
+    """Return everything except the vocabulary that decides the tokens of a text; None if it is not known."""
     if not hf.is_fast:
         return None
     added = sorted(map(repr, hf.added_tokens_decoder.values()))
@@ -70,23 +70,23 @@ def pipeline(hf: Any) -> tuple[Any, ...] | None:
 
 
 def _states(backend: Any, parts: Sequence[str]) -> list[Any]:
-    """Return the states of the parts of a tokenizer of the library, and the options of its model."""
-    found: list[Any] = []
+    """Return the serialized parts of a tokenizer of the library, and the options of its model."""
+    states: list[Any] = []
     for name in parts:
         part = getattr(backend, name)
-        found.append(None if part is None else json.loads(part.__getstate__()))
+        states.append(None if part is None else json.loads(part.__getstate__()))
     options = {name: getattr(backend.model, name, None) for name in _MODEL}
-    return [*found, type(backend.model).__name__, options]
+    return [*states, type(backend.model).__name__, options]
 
 
 def reading_note(hf: Any, directory: Path, texts: Sequence[str]) -> str | None:
-    """Return a sentence where the class of a tokenizer ignores parts of tokenizer.json, so that tokens differ.
+    """Return a warning if the class of a tokenizer ignores parts of tokenizer.json, so that tokens differ; else None.
 
-    Training and exports agree. Programs that read tokenizer.json with the library `tokenizers` do not.
+    Training and exports agree. Programs that read tokenizer.json with the library `tokenizers` get other tokens.
 
     Args:
-        hf: The tokenizer as it is read from the directory.
-        directory: Its directory.
+        hf: The tokenizer as loaded from the directory.
+        directory: Directory of its files.
         texts: Texts on which the two are compared.
     """
     from tokenizers import Tokenizer as Backend
@@ -105,23 +105,23 @@ def reading_note(hf: Any, directory: Path, texts: Sequence[str]) -> str | None:
         with tokenizing(where):
             plain = Backend.from_file(str(directory / BACKEND))
             for text in texts:
-                theirs = plain.encode(text, add_special_tokens=False)
-                mine = hf(text, add_special_tokens=False, verbose=False)["input_ids"]
-                if mine != theirs.ids:
-                    return _sentence(hf, directory / BACKEND, text, mine, theirs)
+                encoding = plain.encode(text, add_special_tokens=False)
+                ids = hf(text, add_special_tokens=False, verbose=False)["input_ids"]
+                if ids != encoding.ids:
+                    return _sentence(hf, directory / BACKEND, text, ids, encoding)
     except BadValue as error:
         name = type(hf).__name__
         return f"{name} ignores parts of {directory / BACKEND}, which fail in other programs: {error.got}"
     return None
 
 
-def _sentence(hf: Any, file: Path, text: str, mine: Sequence[int], theirs: Any) -> str:
-    """Return which tokens differ."""
-    pairs = enumerate(zip(mine, theirs.ids, strict=False))
-    at = next((i for i, (a, b) in pairs if a != b), min(len(mine), len(theirs.ids)))
-    own, other = hf.convert_ids_to_tokens(mine[at : at + 1]), theirs.tokens[at : at + 1]
-    first, second = (json.dumps(t[0]) if t else "no token" for t in (own, other))
+def _sentence(hf: Any, file: Path, text: str, ids: Sequence[int], plain: Any) -> str:
+    """Return the warning with the first token that differs."""
+    pairs = enumerate(zip(ids, plain.ids, strict=False))
+    i = next((i for i, (a, b) in pairs if a != b), min(len(ids), len(plain.ids)))
+    tokens = hf.convert_ids_to_tokens(ids[i : i + 1]), plain.tokens[i : i + 1]
+    first, second = (json.dumps(token[0]) if token else "no token" for token in tokens)
     return (
-        f"the class {type(hf).__name__} ignores parts of {file}: in {abbreviated(text, 40)}, token {at + 1} is {first} "
+        f"the class {type(hf).__name__} ignores parts of {file}: in {abbreviated(text, 40)}, token {i + 1} is {first} "
         f"in training and exports, and {second} in programs that read this file without transformers"
     )

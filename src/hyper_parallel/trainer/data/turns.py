@@ -1,7 +1,7 @@
-"""Turns of conversations: roles, contents, reasoning, calls of tools, and flags that exclude a turn from training.
+"""Turns of conversations: roles, contents, reasoning, tool calls, and flags that exclude a turn from training.
 
 Turns of OpenAI (`role`, `content`), sharegpt (`from`, `value`) and LlamaFactory (`function_call`, `observation`) become
-messages in the form of OpenAI, which chat templates read.
+messages in OpenAI's form, which chat templates read.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from hyper_parallel.errors import NoData, abbreviated
 from hyper_parallel.received import LimitExceeded, Limits, parse_json
-from hyper_parallel.trainer.data.conversation import Conversation, Message
+from hyper_parallel.trainer.data.document import Conversation, Message
 from hyper_parallel.trainer.data.record_keys import TOOLS, RecordRules, is_empty
 
 _ROLE: Final = ("role", "from")
@@ -22,33 +22,33 @@ _FLAGS: Final = {
     **dict.fromkeys(("weight", "train", "training", "trainable", "loss", "train_on_turn"), True),
     "masked": False,
 }
-"""Flags of turns, and the value with which a turn is trained on."""
+"""Flags of turns, and the value that means training on the turn."""
 _CALLS: Final = ("tool_calls", "function_call", "tool_call_id", "name")
 _KEYS: Final = frozenset((*_ROLE, *_CONTENT, *_REASONING, *_FLAGS, *_CALLS))
 _KEYS_OF_CALLS: Final = frozenset(("id", "type", "index", "function", "name", "arguments"))
 _KEYS_OF_TOOLS: Final = ("type", "function")
 _TEXT_PARTS: Final = ("text", "input_text", "output_text")
 _JSON_LIMITS: Final = Limits(depth=100)
-"""Of values that records have as texts of JSON: tools, arguments, variables of templates."""
+"""Limits of JSON texts in records: tools, arguments, variables of templates."""
 _UNTRAINED: Final = "\0untrained"
 _TRAINED: Final = "\0trained"
-"""Key of a message that marks it until the conversation is complete."""
+"""Temporary keys of messages that carry a flag; `conversation_of` removes them."""
 
 
 def read_turns(values: Any, rules: RecordRules, where: str, key: str = "messages") -> list[Message]:
-    """Return the messages of a list of turns; turns that are not trained on are marked, see `conversation_of`.
+    """Return the messages of a list of turns; turns with flags carry temporary keys, see `conversation_of`.
 
     Raises:
-        NoData: HP602 naming the turn that cannot be read.
+        NoData: HP602 naming the unreadable turn.
     """
     if isinstance(values, Mapping):
         values = [values]
     if not isinstance(values, (list, tuple)):
-        raise _unreadable(f"`{key}` is no list of turns", where, values, "a list of turns")
+        raise _unreadable(f"`{key}` is not a list of turns", where, values, "a list of turns")
     messages, roles, simple = [], rules.roles, not (rules.turn_columns or rules.ignored)
     for number, turn in enumerate(values, start=1):
         if simple and type(turn) is dict and len(turn) == 2:
-            # The usual turn; everything else is read below.
+            # Fast path for the usual turn.
             if "role" in turn:
                 word, content = turn["role"], turn.get("content")
             else:
@@ -67,21 +67,20 @@ def conversation_of(
     tools: tuple[Mapping[str, Any], ...],
     template_values: Mapping[str, Any],
 ) -> Conversation:
-    """Return the conversation of messages that `read_turns` has read."""
-    marked = [i for i, message in enumerate(messages) if _UNTRAINED in message]
-    named = [i for i, message in enumerate(messages) if _TRAINED in message]
-    if marked or named:
-        own = (_UNTRAINED, _TRAINED)
-        messages = [{k: v for k, v in m.items() if k not in own} for m in messages]
-    untrained, trained = frozenset(marked), frozenset(named)
+    """Return the conversation of messages from `read_turns`."""
+    untrained = frozenset(i for i, message in enumerate(messages) if _UNTRAINED in message)
+    trained = frozenset(i for i, message in enumerate(messages) if _TRAINED in message)
+    if untrained or trained:
+        flags = (_UNTRAINED, _TRAINED)
+        messages = [{k: v for k, v in m.items() if k not in flags} for m in messages]
     return Conversation(tuple(messages), num_prompt, tools, template_values, untrained, trained)
 
 
 def read_tools(values: Mapping[str, Any], rules: RecordRules, where: str) -> tuple[Any, ...]:
-    """Return the tools of a record, which are a list of JSON schemas, or a text of JSON.
+    """Return the tools of a record: a list of JSON schemas, or its JSON text.
 
     Raises:
-        NoData: HP602 for anything else.
+        NoData: HP602 for any other value.
     """
     tools = rules.one_of(values, TOOLS, where)
     if is_empty(tools):
@@ -91,11 +90,12 @@ def read_tools(values: Mapping[str, Any], rules: RecordRules, where: str) -> tup
         tools = [tools]
     allowed = 'a list of {"type": "function", "function": {"name": ..., "parameters": ...}}'
     if not isinstance(tools, list | tuple):
-        raise _unreadable("`tools` is no list", where, tools, allowed)
+        raise _unreadable("`tools` is not a list", where, tools, allowed)
     return tuple(_tool(_parsed(tool, "tools", where), rules, where, allowed) for tool in tools)
 
 
 def _tool(tool: Any, rules: RecordRules, where: str, allowed: str) -> dict[str, Any]:
+    """Return a tool in OpenAI's form."""
     if rules.is_table:
         tool = _without_absent(tool)
     if isinstance(tool, dict) and isinstance(tool.get("function"), dict):
@@ -104,7 +104,7 @@ def _tool(tool: Any, rules: RecordRules, where: str, allowed: str) -> dict[str, 
     else:
         kind, function = "function", tool
     if kind != "function" or not isinstance(function, dict):
-        raise _unreadable("a tool is no function", where, tool, allowed)
+        raise _unreadable("a tool is not a function", where, tool, allowed)
     if not isinstance(function.get("name"), str):
         raise _unreadable("a tool has no name", where, function, allowed)
     return {"type": "function", "function": function}
@@ -114,18 +114,20 @@ def read_template_values(value: Any, rules: RecordRules, where: str) -> dict[str
     """Return the variables for the chat template under `chat_template_kwargs`.
 
     Raises:
-        NoData: HP602 for anything but an object, and for variables that the conversation itself sets.
+        NoData: HP602 for a value that is not an object, and for variables that the conversation itself sets.
     """
     if is_empty(value):
         return {}
     value = _parsed(value, "chat_template_kwargs", where)
     if not isinstance(value, dict):
-        what = "`chat_template_kwargs` of a record is no object"
-        raise _unreadable(what, where, value, "an object such as {enable_thinking: false}")
-    own = {"messages", "tools", "add_generation_prompt", "chat_template"} & value.keys()
-    if own:
-        what = "`chat_template_kwargs` of a record sets what the conversation itself decides"
-        raise _unreadable(what, where, sorted(own), "other variables of the template")
+        problem = "`chat_template_kwargs` of a record is not an object"
+        raise _unreadable(problem, where, value, "an object such as {enable_thinking: false}")
+    reserved = {"messages", "tools", "add_generation_prompt", "chat_template"} & value.keys()
+    if reserved:
+        problem = (
+            "`chat_template_kwargs` of a record sets variables that the conversation itself decides"
+        )
+        raise _unreadable(problem, where, sorted(reserved), "other variables of the template")
     return dict(_without_absent(value)) if rules.is_table else value
 
 
@@ -139,9 +141,9 @@ def _message(turn: Any, rules: RecordRules, where: str) -> Message:
     word = rules.one_of({k: _role(text, rules) for k, text in named.items()}, _ROLE, where)
     if word is None or any(_role(text, rules) is None for text in named.values()):
         got = next((values[key] for key in _ROLE if key in values), sorted(values))
-        what = "a turn has no role that is known"
+        problem = "a turn has no known role"
         hint = shlex.quote(f"data.roles.user={got}") if isinstance(got, str) else None
-        raise NoData(what, where=where, got=got, allowed=sorted(rules.roles), hint=hint)
+        raise NoData(problem, where=where, got=got, allowed=sorted(rules.roles), hint=hint)
     content = rules.one_of(values, _CONTENT, where)
     role = "assistant" if word == "function_call" else word
     message: Message = {"role": role, "content": ""}
@@ -154,11 +156,11 @@ def _message(turn: Any, rules: RecordRules, where: str) -> Message:
     if calls:
         message["tool_calls"] = calls
     if content is None and len(message) == 2:
-        what = "a turn has no text"
-        raise _unreadable(what, where, sorted(values), "a text under content or value")
+        problem = "a turn has no text"
+        raise _unreadable(problem, where, sorted(values), "a text under content or value")
     if role != "assistant" and len(message) > 2:
-        what = f"a turn of the role {role} has {' and '.join([*message][2:])}"
-        raise _unreadable(what, where, sorted(values), "these keys in turns of the assistant")
+        problem = f"a turn of the role {role} has {' and '.join([*message][2:])}"
+        raise _unreadable(problem, where, sorted(values), "these keys in turns of the assistant")
     for key in ("name", "tool_call_id"):
         if not is_empty(values.get(key)):
             if role != "tool":
@@ -176,14 +178,14 @@ def _role(word: Any, rules: RecordRules) -> str | None:
 
 
 def _content(value: Any, message: Message, rules: RecordRules, where: str) -> str:
-    """Return the text of a content; parts of it that are reasoning are added to the message."""
+    """Return the text of a content, and add its reasoning parts to the message."""
     if isinstance(value, str):
         return value
     if value is None:
         return ""
     allowed = "a text, or a list of parts of type text"
     if not isinstance(value, list | tuple):
-        raise _unreadable("the content of a turn is no text", where, value, allowed)
+        raise _unreadable("the content of a turn is not a text", where, value, allowed)
     texts = []
     for part in value:
         if isinstance(part, str):
@@ -196,8 +198,8 @@ def _content(value: Any, message: Message, rules: RecordRules, where: str) -> st
             rules.refuse_unknown(part, ("type", "text"), "a part of a content", where)
             texts.append(part["text"])
         else:
-            what = f"a part of a content is no text but `{kind}`" if kind else "a part is no text"
-            raise _unreadable(what, where, part, allowed)
+            actual = f"`{kind}`, not text" if kind else "not a text"
+            raise _unreadable(f"a part of a content is {actual}", where, part, allowed)
     return "".join(texts)
 
 
@@ -205,36 +207,37 @@ def _add_reasoning(message: Message, value: Any, where: str) -> None:
     if is_empty(value):
         return
     if not isinstance(value, str):
-        raise _unreadable("the reasoning of a turn is no text", where, value, "a text")
+        raise _unreadable("the reasoning of a turn is not a text", where, value, "a text")
     message["reasoning_content"] = message.get("reasoning_content", "") + value
 
 
 def _calls_of(values: Mapping[str, Any], rules: RecordRules, where: str) -> list[dict[str, Any]]:
-    """Return the calls under `tool_calls`, and under the older `function_call`."""
-    found = []
+    """Return the calls under `tool_calls` and under the older `function_call`."""
+    calls = []
     for key in ("tool_calls", "function_call"):
         if not is_empty(values.get(key)):
-            found += _read_calls(_parsed(values[key], key, where), rules, where)
-    return found
+            calls += _read_calls(_parsed(values[key], key, where), rules, where)
+    return calls
 
 
 def _read_calls(value: Any, rules: RecordRules, where: str) -> list[dict[str, Any]]:
+    """Return the tool calls of a value that is a call or a list of calls."""
     allowed = 'calls such as {"name": "f", "arguments": {"x": 1}}'
-    calls = [value] if isinstance(value, Mapping) else value
-    if not isinstance(calls, list | tuple) or not calls:
-        raise _unreadable("a call of a tool is no object", where, value, allowed)
-    found = []
-    for call in calls:
+    listed = [value] if isinstance(value, Mapping) else value
+    if not isinstance(listed, list | tuple) or not listed:
+        raise _unreadable("a tool call is not an object", where, value, allowed)
+    calls = []
+    for call in listed:
         call = _parsed(call, "tool_calls", where)
         if not isinstance(call, Mapping):
-            raise _unreadable("a call of a tool is no object", where, call, allowed)
+            raise _unreadable("a tool call is not an object", where, call, allowed)
         call = rules.named(call, {}, where)
-        rules.refuse_unknown(call, _KEYS_OF_CALLS, "a call of a tool", where)
+        rules.refuse_unknown(call, _KEYS_OF_CALLS, "a tool call", where)
         function = call["function"] if isinstance(call.get("function"), Mapping) else call
         if function is not call:
-            rules.refuse_unknown(function, ("name", "arguments"), "a call of a tool", where)
-        found.append(_call(call, function, rules, where, allowed))
-    return found
+            rules.refuse_unknown(function, ("name", "arguments"), "a tool call", where)
+        calls.append(_call(call, function, rules, where, allowed))
+    return calls
 
 
 def _call(
@@ -247,9 +250,9 @@ def _call(
     name, arguments = function.get("name"), function.get("arguments")
     arguments = {} if is_empty(arguments) else _parsed(arguments, "arguments", where)
     if not isinstance(name, str) or not isinstance(arguments, dict):
-        raise _unreadable("a call of a tool has no name and arguments", where, function, allowed)
+        raise _unreadable("a tool call lacks a name or valid arguments", where, function, allowed)
     if call.get("type", "function") != "function":
-        raise _unreadable("a call is of no function", where, call["type"], allowed)
+        raise _unreadable("a tool call is not a function call", where, call["type"], allowed)
     if rules.is_table:
         arguments = _without_absent(arguments)
     read: dict[str, Any] = {"type": "function", "function": {"name": name, "arguments": arguments}}
@@ -257,30 +260,34 @@ def _call(
 
 
 def _is_trained(values: Mapping[str, Any], role: str, where: str) -> bool | None:
-    """Return whether the flags of a turn say that it is trained on; None without flags."""
+    """Return whether the flags of a turn mark it as trained on; None without flags."""
     flags = {}
     for key in values.keys() & _FLAGS.keys():
         value = values[key]
         if not isinstance(value, bool | int | float) or value not in (0, 1):
-            what = f"`{key}` of a turn is not 0 or 1"
             raise _unreadable(
-                what, where, value, "0, 1, false or true: a turn is trained on, or not"
+                f"`{key}` of a turn is not 0 or 1",
+                where,
+                value,
+                "0, 1, false or true: a turn is trained on, or not",
             )
         flags[key] = bool(value) == _FLAGS[key]
     if not flags:
         return None
     if len(set(flags.values())) > 1:
-        what = f"`{'` and `'.join(sorted(flags))}` of a turn contradict each other"
-        raise _unreadable(what, where, {key: values[key] for key in sorted(flags)}, "one of them")
+        problem = f"`{'` and `'.join(sorted(flags))}` of a turn contradict each other"
+        raise _unreadable(
+            problem, where, {key: values[key] for key in sorted(flags)}, "one of them"
+        )
     trained = next(iter(flags.values()))
     if role != "assistant" and trained:
-        what = f"a turn of the role {role} is to be trained on, and only answers are"
-        raise _unreadable(what, where, sorted(flags), "flags of other turns that are 0 or false")
+        problem = f"a flag marks a turn of the role {role} as trained on, but only answers are"
+        raise _unreadable(problem, where, sorted(flags), "flags of other turns that are 0 or false")
     return trained
 
 
 def read_json_text(text: str, key: str, where: str) -> Any:
-    """Return turns that a record has as a text of JSON.
+    """Parse turns that a record has as JSON text.
 
     Raises:
         NoData: HP602 for a text that is not JSON.
@@ -299,18 +306,18 @@ def flag_names(value: Any) -> set[str]:
 
 
 def _parsed(value: Any, key: str, where: str) -> Any:
-    """Return a value that may be a text of JSON."""
+    """Return a value; a text is parsed as JSON."""
     if not isinstance(value, str):
         return value
     try:
         return parse_json(value, _JSON_LIMITS)
     except (LimitExceeded, ValueError) as error:
-        what = f"`{key}` is a text that is not JSON: {str(error)[:80]}"
-        raise _unreadable(what, where, value, "JSON") from error
+        problem = f"`{key}` is a text that is not JSON: {str(error)[:80]}"
+        raise _unreadable(problem, where, value, "JSON") from error
 
 
 def _without_absent(value: Any) -> Any:
-    """Return a value of a table without its keys that are None: rows have the keys of all rows."""
+    """Return a value of a table without null keys, because each row of a table has the keys of all rows."""
     if isinstance(value, Mapping):
         return {k: _without_absent(v) for k, v in value.items() if v is not None}
     if isinstance(value, list | tuple):
@@ -318,5 +325,5 @@ def _without_absent(value: Any) -> Any:
     return value
 
 
-def _unreadable(what: str, where: str, got: Any, allowed: str) -> NoData:
-    return NoData(what, where=where, got=abbreviated(got, 60), allowed=allowed)
+def _unreadable(problem: str, where: str, got: Any, allowed: str) -> NoData:
+    return NoData(problem, where=where, got=abbreviated(got, 60), allowed=allowed)

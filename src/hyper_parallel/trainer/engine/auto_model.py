@@ -34,33 +34,12 @@ def model_from_config(
     Raises:
         ModelUnreadable: HP305 when transformers cannot build such a model of the config.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
     family = file.values.get("model_type")
-    own_code = family not in CONFIG_MAPPING and "auto_map" in file.values
-    trusted = trusted and own_code and file.directory is not None
-    if family not in CONFIG_MAPPING and not trusted:
-        raise ModelUnreadable(
-            "transformers has no model of this type"
-            + (", and code that comes with it is not run unless you say so" if own_code else ""),
-            where=f"{file.where}: model_type",
-            got=family,
-            hint="set `model.trust_remote_code=true` in the recipe, or give --trust-remote-code"
-            if own_code
-            else None,
-        )
-    if scores:
-        auto, kind = AutoModelForSequenceClassification, "sequence classifier"
-    else:
-        auto, kind = AutoModelForCausalLM if trusted else class_of_config(file), "language model"
+    trusted = _runs_own_code(file, trusted)
+    kind = "sequence classifier" if scores else "language model"
+    auto = _auto_class(file, trusted=trusted, scores=scores)
     try:
-        if trusted:
-            stored = AutoConfig.from_pretrained(str(file.directory), trust_remote_code=True)
-            config = type(stored).from_dict(dict(file.values))  # a reduced copy has smaller sizes
-            config.name_or_path = stored.name_or_path
-        else:
-            config = AutoConfig.for_model(**file.values)
+        config = _transformers_config(file, trusted=trusted)
         if scores:
             config.num_labels = 1
         with torch.device(device):
@@ -84,6 +63,51 @@ def model_from_config(
     if scores:
         score_every_token(model)
     return model
+
+
+def _runs_own_code(file: ConfigFile, trusted: bool) -> bool:
+    """Return whether the model is built by trusted code of its directory.
+
+    Raises:
+        ModelUnreadable: HP305 for a type unknown to transformers, without trusted code.
+    """
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    family = file.values.get("model_type")
+    own_code = family not in CONFIG_MAPPING and "auto_map" in file.values
+    trusted = trusted and own_code and file.directory is not None
+    if family not in CONFIG_MAPPING and not trusted:
+        raise ModelUnreadable(
+            "transformers has no model of this type"
+            + (", and code that comes with it is not run unless you say so" if own_code else ""),
+            where=f"{file.where}: model_type",
+            got=family,
+            hint="set `model.trust_remote_code=true` in the recipe, or give --trust-remote-code"
+            if own_code
+            else None,
+        )
+    return trusted
+
+
+def _auto_class(file: ConfigFile, *, trusted: bool, scores: bool) -> Any:
+    """Return the transformers class that builds the model of a config."""
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    if scores:
+        return AutoModelForSequenceClassification
+    return AutoModelForCausalLM if trusted else class_of_config(file)
+
+
+def _transformers_config(file: ConfigFile, *, trusted: bool) -> Any:
+    """Return the transformers config object of a config, with trusted code of its directory if necessary."""
+    from transformers import AutoConfig
+
+    if not trusted:
+        return AutoConfig.for_model(**file.values)
+    stored = AutoConfig.from_pretrained(str(file.directory), trust_remote_code=True)
+    config = type(stored).from_dict(dict(file.values))  # a reduced copy has smaller sizes
+    config.name_or_path = stored.name_or_path
+    return config
 
 
 def class_of_config(file: ConfigFile) -> Any:

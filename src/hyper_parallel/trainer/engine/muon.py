@@ -38,9 +38,13 @@ def describe_muon(roles: dict[str, ParameterRole]) -> str:
     text = f"muon: {single} linear weights"
     if stacked:
         text += f" and {sum(r.num_matrices for r in stacked)} in {len(stacked)} stacked parameters"
-    others = [name for name, r in roles.items() if r.kind is ParameterKind.OTHER]
+    other_names = [name for name, r in roles.items() if r.kind is ParameterKind.OTHER]
     text += f"; adamw: {', '.join(sorted(rest - {ParameterKind.OTHER}))}"
-    return text + (f", and {', '.join(others[:3])}{' ...' * (len(others) > 3)}" if others else "")
+    return text + (
+        f", and {', '.join(other_names[:3])}{' ...' * (len(other_names) > 3)}"
+        if other_names
+        else ""
+    )
 
 
 class Muon(torch.optim.Optimizer):

@@ -125,17 +125,19 @@ def read_spec(
     if not scores and "model_type" not in file.values:
         return load_model(path, where=where)
     cached = cache_file("kept_activations", file, (kept_activations, flow_tracer), scores)
-    kept = load_cached(cached, _Kept)
+    measurement = load_cached(cached, _Kept)
     if known and not scores:
         spec = load_model(path, where=where)
-        if kept is None:
+        if measurement is None:
             try:
-                kept = _measure(model_from_config(file, torch.float32, trusted=trusted), cached)
+                measurement = _measure(
+                    model_from_config(file, torch.float32, trusted=trusted), cached
+                )
             except ModelUnreadable:
-                kept = _Kept(None)
-        return _with_kept(spec, kept)
+                measurement = _Kept(None)
+        return _with_kept(spec, measurement)
     model = model_from_config(file, torch.float32, trusted=trusted, scores=scores)
-    spec = _with_kept(read_model(model, file.name), kept or _measure(model, cached))
+    spec = _with_kept(read_model(model, file.name), measurement or _measure(model, cached))
     return replace(spec, unsplit=unsplit_axes(model)) if tried else spec
 
 
@@ -148,18 +150,18 @@ class _Kept:
 
 def _measure(model: nn.Module, cached: Path) -> _Kept:
     """Measure the activations that a model keeps, and cache them."""
-    kept = _Kept(kept_activations.measure_kept(model))
-    save_cached(cached, kept)
-    return kept
+    measurement = _Kept(kept_activations.measure_kept(model))
+    save_cached(cached, measurement)
+    return measurement
 
 
-def _with_kept(spec: ModelSpec, kept: _Kept) -> ModelSpec:
+def _with_kept(spec: ModelSpec, measurement: _Kept) -> ModelSpec:
     """Return the spec with measured activations, and notes that agree with them."""
     formulas = UNMEASURED_ACTIVATIONS.format(family=spec.family)
     notes = tuple(note for note in spec.notes if note != formulas)
-    if kept.activations is None:
+    if measurement.activations is None:
         notes = (*notes, _NOT_MEASURED)
-    return replace(spec, kept=kept.activations, notes=notes)
+    return replace(spec, kept=measurement.activations, notes=notes)
 
 
 def check_parameters(model: nn.Module, plan: Plan, where: str) -> None:

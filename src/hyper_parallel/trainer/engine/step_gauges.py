@@ -1,4 +1,4 @@
-"""Measurements of a step on this rank: spans in a window of steps, and peak memory."""
+"""Measurements of steps on this rank: spans in a window of steps, peak memory, and the trace of a profiler."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from hyper_parallel.backends.torch import local
 from hyper_parallel.backends.torch.memory import StorageWatch
+from hyper_parallel.errors import Unwritten, not_writable
 from hyper_parallel.ir import Counter, Span, Timeline, joined
 from hyper_parallel.runtime import HeartbeatWriter
 
@@ -250,3 +251,19 @@ def device_name(device: torch.device) -> str:
     module = torch.get_device_module(device)
     known = device.type != "cpu" and hasattr(module, "get_device_name")
     return f"{device.type} ({module.get_device_name(device) if known else platform.machine()})"
+
+
+def write_profile(profiler: Any, path: Path, unwritten: Unwritten) -> None:
+    """Write a trace of torch.profiler in Chrome's format.
+
+    Args:
+        profiler: Finished `torch.profiler.profile`.
+        path: Path of the file; its directory is created.
+        unwritten: Collects a write failure.
+    """
+    with unwritten.spare(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            profiler.export_chrome_trace(str(path))
+        except RuntimeError as error:  # the trace library raises RuntimeError for I/O errors
+            raise not_writable(OSError(f"{error!s:.200}"), path) from error

@@ -1,4 +1,4 @@
-"""Optimizer step and evaluation, with the same code on every layout.
+"""Optimizer step, loss scale and evaluation, with the same code on every layout.
 
 The loss of a step is a sum over tokens divided once by the number of valid tokens of the whole step, over all
 data-parallel ranks and microbatches. Gradients are summed, never averaged, so the result does not depend on the layout,
@@ -35,7 +35,6 @@ from hyper_parallel.backends.torch import (
 from hyper_parallel.errors import LossNotFinite
 from hyper_parallel.ir import Plan, Purpose
 from hyper_parallel.trainer.engine._nonfinite import first_not_finite
-from hyper_parallel.trainer.engine.loss_scale import LossScale
 from hyper_parallel.trainer.engine.optimizer import set_lr, step_unless
 from hyper_parallel.trainer.engine.step_gauges import MemoryGauge, SpanRecorder
 from hyper_parallel.trainer.loop import EvalResult, StepResult
@@ -48,8 +47,34 @@ if TYPE_CHECKING:
 MAX_CONSECUTIVE_SKIPS: Final = 20
 """Consecutive skipped steps that end the run; fewer overflows lower the loss scale of float16 from 65536 to 1."""
 
+GROWTH_STEPS: Final = 2000
+"""Steps without overflow after which the scale doubles, as in torch.amp.GradScaler."""
+
 Routing = tuple[Tensor, Tensor | None] | None
 """Token counts of the experts in a step, see `count_routing`; None for a model without experts."""
+
+
+@dataclass
+class LossScale:
+    """Scale that halves when gradients overflow, and doubles after many steps without overflow; always a power of two.
+
+    Source: dynamic loss scaling, Micikevicius et al., arXiv:1710.03740; constants of torch.amp.GradScaler.
+
+    Attributes:
+        value: Scale of the next step.
+        good_steps: Steps since the last change.
+    """
+
+    value: float = 65536.0
+    good_steps: int = 0
+
+    def after(self, finite: bool) -> None:
+        """Update the scale after a step with finite or non-finite loss and gradients."""
+        self.good_steps = self.good_steps + 1 if finite else 0
+        if not finite:
+            self.value /= 2
+        elif self.good_steps == GROWTH_STEPS:
+            self.value, self.good_steps = self.value * 2, 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,11 +31,8 @@ from hyper_parallel.trainer.checkpoints.extra_state import check_trainer_extra
 from hyper_parallel.trainer.checkpoints.model_export import export_hf
 from hyper_parallel.trainer.checkpoints.newest_checkpoint import load_newest
 from hyper_parallel.trainer.engine._check_ranks import check_ranks
-from hyper_parallel.trainer.engine._offload_record import with_memory, write_timelines
-from hyper_parallel.trainer.engine._step_profile import write_profile
 from hyper_parallel.trainer.engine.base_weights import BaseWeights, load_base
-from hyper_parallel.trainer.engine.loss_scale import LossScale
-from hyper_parallel.trainer.engine.offload import PlannedSteps
+from hyper_parallel.trainer.engine.offload import PlannedSteps, with_memory, write_timelines
 from hyper_parallel.trainer.engine.offload_machine import OffloadMachine
 from hyper_parallel.trainer.engine.optimizer import build_optimizer, recipe_values
 from hyper_parallel.trainer.engine.recipe_model import (
@@ -46,8 +43,13 @@ from hyper_parallel.trainer.engine.recipe_model import (
     set_pad_token_id,
     set_special_token_ids,
 )
-from hyper_parallel.trainer.engine.step_gauges import MemoryGauge, SpanRecorder, device_name
-from hyper_parallel.trainer.engine.step_loop import Loop, SkipPolicy
+from hyper_parallel.trainer.engine.step_gauges import (
+    MemoryGauge,
+    SpanRecorder,
+    device_name,
+    write_profile,
+)
+from hyper_parallel.trainer.engine.step_loop import Loop, LossScale, SkipPolicy
 from hyper_parallel.trainer.files import write_text
 from hyper_parallel.trainer.input_checksums import BASE, INPUTS, RunInputs
 from hyper_parallel.trainer.job import Job

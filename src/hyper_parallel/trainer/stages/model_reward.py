@@ -18,7 +18,7 @@ from hyper_parallel.errors import Contradiction, ModelUnreadable
 from hyper_parallel.model import read_config
 from hyper_parallel.trainer.data import load_tokenizer
 from hyper_parallel.trainer.data.chat import encode_conversation
-from hyper_parallel.trainer.data.conversation import Conversation
+from hyper_parallel.trainer.data.document import Conversation
 
 
 @dataclass

@@ -223,81 +223,128 @@ def sample_rank(job: Job, replica: int) -> None:
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # the training ranks end the run
-    recipe, work = job.recipe, job.plan.workload
-    training, grpo = recipe.training, recipe.grpo
+    training = job.recipe.training
     deadlines = Deadlines(training.timeout_s, training.first_step_timeout_s)
     with World.join(deadlines=deadlines, worlds=job.worlds) as world:
         if training.deterministic:
             torch.use_deterministic_algorithms(True)
-        rows = (work.tokens_per_step or 0) // work.seq_len // grpo.shares
-        microbatch = math.gcd(rows, work.microbatch or 1)
-        model = _build_replica(job, world, microbatch)
-        part = replica * grpo.rollout_dp_shard + data_share(model)[0]
-        writes = world.rank % grpo.copy_tp == 0
+        sampling = _SamplingRank(job, world, replica)
+        begin = sampling.folder.begun()
+        if begin is not None:
+            sampling.run(begin)
+
+
+class _SamplingRank:
+    """Sampling side of the exchange: samples the same share of every step.
+
+    Attributes:
+        folder: Files shared with the training ranks.
+    """
+
+    def __init__(self, job: Job, world: World, replica: int) -> None:
+        self._job, self._world, self._grpo = job, world, job.recipe.grpo
+        work, grpo = job.plan.workload, self._grpo
+        self._rows = (work.tokens_per_step or 0) // work.seq_len // grpo.shares
+        self._microbatch = math.gcd(self._rows, work.microbatch or 1)
+        self._model = _build_replica(job, world, self._microbatch)
+        self._part = replica * grpo.rollout_dp_shard + data_share(self._model)[0]
+        self._writes = world.rank % grpo.copy_tp == 0
         beat = (lambda phase: None) if world.heartbeat is None else world.heartbeat.begin_phase
-        folder = RolloutFolder(job.output_dir / "rollouts", beat)
-        sampler = Sampler.of_job(job, model)
-        published = Checkpointer(folder.policy, keep=1, asynchronous=False, fingerprint=None)
-        if (begin := folder.begun()) is None:
-            return
+        self.folder = RolloutFolder(job.output_dir / "rollouts", beat)
+        self._sampler = Sampler.of_job(job, self._model)
+        self._published = Checkpointer(
+            self.folder.policy, keep=1, asynchronous=False, fingerprint=None
+        )
+        self._weights = Weights(-1)
+
+    def run(self, begin: dict[str, Any]) -> None:
+        """Sample every step that has no completions yet, from the position `begin` of the training ranks."""
+        job, grpo, weights = self._job, self._grpo, self._weights
         batches, first = job.train_batches(), begin["done"] * grpo.num_iterations
         batches.load_state_dict(begin["data"])
-        recorder = SpanRecorder(part, world.device, first + 1, world.heartbeat, "sampler")
-        timeline = folder.path / f"timeline.{part}.json"
-        weights, reference = Weights(-1), None
+        recorder = SpanRecorder(
+            self._part, self._world.device, first + 1, self._world.heartbeat, "sampler"
+        )
+        timeline = self.folder.path / f"timeline.{self._part}.json"
+        reference = None
         if grpo.reference_on_samplers:  # saved by the training ranks at the start of the run
-            reference = ReferenceWeights(model, job.output_dir, job.output_dir, RunInputs())
-
-        def renew() -> int:
-            # Ranks of a replica poll at different times; the oldest version seen by any rank exists for all.
-            newer = _min_over_ranks(folder.newest())
-            published.load(model, None, newer)
-            return newer
-
+            directory = job.output_dir
+            reference = ReferenceWeights(self._model, directory, directory, RunInputs())
         if grpo.partial_rollout:
-            weights.due, weights.renew = lambda: folder.newest() > weights.version, renew
-        last = -(-training.steps // grpo.num_iterations)
+            weights.due = lambda: self.folder.newest() > weights.version
+            weights.renew = self._renew
+        last = -(-job.recipe.training.steps // grpo.num_iterations)
         for step in range(begin["done"] + 1, last + 1):
-            if _min_over_ranks(folder.file(step, part).exists()):
+            if _min_over_ranks(self.folder.file(step, self._part).exists()):
                 continue
             recorder.begin_step((step - 1) * grpo.num_iterations + 1)
-            if recorder.over and writes and not timeline.exists():
+            if recorder.over and self._writes and not timeline.exists():
                 write_timeline(recorder.own(begin["origin_s"]), timeline)
-            least = max(0, step - 1 - grpo.max_staleness)
-            with recorder.span("wait for weights", "wait"):
-                version = folder.version(least, exact=training.deterministic)
-                version = _min_over_ranks(-1 if version is None else version)
-            if version < 0:
+            if not self._load_weights(step, recorder):
                 break
-            if version != weights.version:
-                with recorder.span("load weights", "communication"):
-                    published.load(model, None, version)
-                weights.version = version
-            rollout_step = (step - 1) * grpo.num_iterations
-            parts = batches.microbatches(
-                rollout_step, part, grpo.shares, microbatch, rows // microbatch
-            )
-            inputs = [
-                {
-                    name: torch.from_numpy(getattr(one, name)).to(world.device)
-                    for name in ("input_ids", "shift_labels")
-                }
-                for one in parts
-            ]
-            started = time.perf_counter()
-            with recorder.span("rollout", "compute"):
-                completions = sampler.complete(inputs, step, part * rows, microbatch, weights)
-            if reference is not None:
-                with recorder.span("reference", "compute"), reference.weights():
-                    logprobs = logprobs_of(
-                        model, completions.tokens[:, :-1], completions.labels, microbatch
-                    )
-                completions = replace(completions, reference_logprobs=logprobs)
-            if writes:
-                seconds = time.perf_counter() - started
-                folder.write(step, part, grpo.shares, completions, weights.version, seconds)
-        if writes and not timeline.exists():
+            self._sample(step, self._inputs(batches, step), recorder, reference)
+        if self._writes and not timeline.exists():
             write_timeline(recorder.own(begin["origin_s"]), timeline)
+
+    def _renew(self) -> int:
+        """Load the newest weights that exist for all ranks of the replica, and return their version."""
+        # Ranks of a replica poll at different times; the oldest version seen by any rank exists for all.
+        newer = _min_over_ranks(self.folder.newest())
+        self._published.load(self._model, None, newer)
+        return newer
+
+    def _load_weights(self, step: int, recorder: SpanRecorder) -> bool:
+        """Wait for weights that are new enough for a step and load them; return False when training has ended."""
+        least = max(0, step - 1 - self._grpo.max_staleness)
+        with recorder.span("wait for weights", "wait"):
+            version = self.folder.version(least, exact=self._job.recipe.training.deterministic)
+            version = _min_over_ranks(-1 if version is None else version)
+        if version < 0:
+            return False
+        if version != self._weights.version:
+            with recorder.span("load weights", "communication"):
+                self._published.load(self._model, None, version)
+            self._weights.version = version
+        return True
+
+    def _inputs(self, batches: Any, step: int) -> list[dict[str, Tensor]]:
+        """Return the prompts of this rank's share of a step, by microbatch."""
+        parts = batches.microbatches(
+            (step - 1) * self._grpo.num_iterations,
+            self._part,
+            self._grpo.shares,
+            self._microbatch,
+            self._rows // self._microbatch,
+        )
+        names = ("input_ids", "shift_labels")
+        return [
+            {name: torch.from_numpy(getattr(x, name)).to(self._world.device) for name in names}
+            for x in parts
+        ]
+
+    def _sample(
+        self,
+        step: int,
+        inputs: list[dict[str, Tensor]],
+        recorder: SpanRecorder,
+        reference: ReferenceWeights | None,
+    ) -> None:
+        """Sample the completions of a step and write them, with reference log-probabilities if required."""
+        begin_s, microbatch = time.perf_counter(), self._microbatch
+        with recorder.span("rollout", "compute"):
+            completions = self._sampler.complete(
+                inputs, step, self._part * self._rows, microbatch, self._weights
+            )
+        if reference is not None:
+            with recorder.span("reference", "compute"), reference.weights():
+                logprobs = logprobs_of(
+                    self._model, completions.tokens[:, :-1], completions.labels, microbatch
+                )
+            completions = replace(completions, reference_logprobs=logprobs)
+        if self._writes:
+            seconds = time.perf_counter() - begin_s
+            version = self._weights.version
+            self.folder.write(step, self._part, self._grpo.shares, completions, version, seconds)
 
 
 def _build_replica(job: Job, world: World, microbatch: int) -> nn.Module:

@@ -120,12 +120,7 @@ def sample(
     versions = torch.full_like(tokens, NOT_SAMPLED, dtype=torch.int32)
     stopped = torch.zeros_like(starts, dtype=torch.bool)
     limits = (tokens.shape[1] - starts).clamp_(max=max_completion_length).tolist()
-    drawn = draws.double().cpu().numpy()
-    sequences = [
-        DecodingSequence(row, tokens[row, :start].tolist(), start, limit, drawn[row])
-        for row, (start, limit) in enumerate(zip(starts.tolist(), limits, strict=True))
-        if limit
-    ]
+    sequences = _decoding_sequences(tokens, starts, limits, draws)
     settings = Sampling(max_completion_length, temperature=1.0, top_p=1.0)
     training = model.training
     model.eval()
@@ -149,6 +144,18 @@ def sample(
     if exact:
         logprobs[:, 1:] = logprobs_of(model, tokens[:, :-1], completions.labels, microbatch)
     return completions
+
+
+def _decoding_sequences(
+    tokens: Tensor, starts: Tensor, limits: Sequence[int], draws: Tensor
+) -> list[DecodingSequence]:
+    """Return the rows that may have another token, as sequences to decode."""
+    row_draws = draws.double().cpu().numpy()
+    return [
+        DecodingSequence(row, tokens[row, :start].tolist(), start, limit, row_draws[row])
+        for row, (start, limit) in enumerate(zip(starts.tolist(), limits, strict=True))
+        if limit
+    ]
 
 
 def _decode_exact(

@@ -300,7 +300,7 @@ class StepCapture:
                     phase=phase,
                     repeatable=is_repeatable(func, bool(writes), random) and not guards,
                     ordered=bool(guards) or random or group is not None,
-                    beside=staged_result_bytes(call, self._entries)
+                    scratch_bytes=staged_result_bytes(call, self._entries)
                     + piece_workspace(call, args, kwargs, workspace),
                     group="" if group is None else group.group_name,
                     purpose="" if group is None else current_purpose() or "",
@@ -321,7 +321,7 @@ class StepCapture:
     def _append(self, operator: Operator, call: Call) -> None:
         self._operators.append(operator)
         self._calls.append(call)
-        self._staging_bytes = max(self._staging_bytes, sum(operator.beside))
+        self._staging_bytes = max(self._staging_bytes, sum(operator.scratch_bytes))
 
     def _end_messages(self) -> None:
         """Record messages that were issued as one batch as one operator, which ends with the last of them."""

@@ -44,8 +44,8 @@ def with_kernel_bytes(captured: Captured) -> Captured:
     measured = _measure_peaks([captured.calls[indices[0]] for indices in groups.values()], captured)
     for indices, peak in zip(groups.values(), measured, strict=True):
         for index in indices:
-            if peak > sum(operators[index].beside):
-                operators[index] = replace(operators[index], beside=(peak,))
+            if peak > sum(operators[index].scratch_bytes):
+                operators[index] = replace(operators[index], scratch_bytes=(peak,))
     return replace(captured, program=replace(captured.program, operators=tuple(operators)))
 
 

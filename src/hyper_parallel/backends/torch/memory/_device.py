@@ -9,7 +9,7 @@ simulated: all tiers are host memory or files, every buffer is counted, and a vi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -21,12 +21,11 @@ from torch.utils._pytree import tree_map_only
 
 from hyper_parallel.backends.torch.memory._captured import Captured
 from hyper_parallel.backends.torch.memory._lru_spill import LruSpillMode
-from hyper_parallel.backends.torch.memory.arena_state import ArenaState
+from hyper_parallel.backends.torch.memory.arena_state import ArenaState, check_plan
 from hyper_parallel.backends.torch.memory.first_step import ReferenceStep, StepOutcome
+from hyper_parallel.backends.torch.memory.hardware import CopyMode, Hardware
 from hyper_parallel.backends.torch.memory.operators import View
 from hyper_parallel.backends.torch.memory.plan_transition import transfer_state
-from hyper_parallel.backends.torch.memory.streams import DeviceApi
-from hyper_parallel.backends.torch.memory.tier_copies import Copies
 from hyper_parallel.errors import StepChanged
 from hyper_parallel.ir import Counter, MemoryPlan, Timeline
 from hyper_parallel.memory import (
@@ -76,16 +75,13 @@ class PlannedDevice:
         machine: Capacities; on the simulated device also the machine of the virtual clock.
         copies: On the simulated device, the moment at which a copy moves its bytes: when it is issued, at the last
             moment (when it is waited for), or on one thread per direction. A correct plan gives equal bits in all
-            three.
+            three. An accelerator uses its streams and events instead; they can also be given.
         flash: Folder of the file tier; required when the plan uses it.
-        queues: Streams and events to run on. None: those of the captured step's device; a CPU has none.
-        arena_bytes: Size of the arena when it must be larger than the plan's own, for the plan of a successor.
-        predecessor: An open device between two steps whose state this one takes over, see `transfer_state`: the same
-            state under another captured step and plan, in the same arena. It is closed.
-        expected: Expected results of the first step. None: the eager step runs before it and is rolled back, twice on
-            an accelerator; not for a step that was recorded without values.
-        check: Compare the first step with the expected results.
-        spill: See `ArenaState`.
+        check: Compare the first step with the eager step, which runs before it and is rolled back, twice on an
+            accelerator; not for a step that was recorded without values. Or: compare it with these expected results.
+        source: Place of the state's bytes. None: its owner tensors. A spill mode that has evicted bytes of the owner
+            tensors. Or an open device between two steps, see `transfer_state`: it has the same state under another
+            captured step and plan, its arena and hardware are used, and it is closed.
 
     Attributes:
         state: Bytes of the state in the tiers.
@@ -98,26 +94,27 @@ class PlannedDevice:
         plan: MemoryPlan,
         machine: MemoryMachine,
         *,
-        copies: Copies = "at_wait",
+        copies: CopyMode = "at_wait",
         flash: Path | None = None,
-        queues: DeviceApi | None = None,
-        arena_bytes: int | None = None,
-        predecessor: PlannedDevice | None = None,
-        expected: ReferenceStep | None = None,
-        check: bool = True,
-        spill: LruSpillMode | None = None,
+        check: bool | ReferenceStep = True,
+        source: LruSpillMode | PlannedDevice | None = None,
     ) -> None:
-        self.captured, self.plan, self.machine, self.copies = captured, plan, machine, copies
-        acquire = None if predecessor is None else partial(transfer_state, predecessor.state)
-        self.state = ArenaState(
-            captured, plan, machine, copies, flash, queues, arena_bytes,
-            None if predecessor is None else predecessor.state, acquire, spill,
-        )  # fmt: skip
-        self.hardware = self.state.hardware
-        self._expected = expected
+        self.captured, self.plan, self.machine = captured, plan, machine
+        check_plan(captured, plan, flash)
+        acquire: Callable[[ArenaState], None] | None = None
+        if isinstance(source, PlannedDevice):
+            self.hardware = source.hardware  # with the counts of its meters
+            acquire, spill = partial(transfer_state, source.state), None
+        else:
+            alignment = plan.program.alignment_bytes
+            self.hardware, spill = Hardware(captured.device, machine, alignment, copies), source
+        self.state = ArenaState(captured, plan, machine, self.hardware, flash, acquire, spill)
+        self._expected = check if isinstance(check, ReferenceStep) else None
         storages = enumerate(plan.program.storages)
         self._results = [s for s, storage in storages if storage.at_end and not storage.at_start]
-        self._check = check and (expected is not None or captured.run_eager is not None)
+        self._check = check is not False and (
+            self._expected is not None or captured.run_eager is not None
+        )
         self._clock = ProgramClock(plan.program, machine)
         if self.hardware.timed is None:
             self._clock = clocked(plan.program, machine, plan.actions)
@@ -181,11 +178,7 @@ class PlannedDevice:
                 with hardware.watched(self._check or trace):
                     samples = self._apply_all(clock, trace)
                 peaks, device_bytes = hardware.peaks, hardware.gauge.peak_bytes
-                outputs = tree_map_only(
-                    View,
-                    lambda v: v.as_tensor(self._base(v.storage)).clone(),
-                    self.captured.outputs,
-                )
+                outputs = self._outputs()
             times = clock if timed is None else timed.times()
         except BaseException:
             self.state.failed = True
@@ -204,6 +197,12 @@ class PlannedDevice:
             times.join_s,
             times.copied,
             self._timeline(samples) if trace else None,
+        )
+
+    def _outputs(self) -> Any:
+        """Return copies of the outputs of the step."""
+        return tree_map_only(
+            View, lambda v: v.as_tensor(self._base(v.storage)).clone(), self.captured.outputs
         )
 
     def _timeline(self, samples: list[_Sample]) -> Timeline:

@@ -173,7 +173,7 @@ class Recorder:
                 _name(func), reads, writes, tuple(allocs),
                 flops=count_flops(func, args, kwargs, out),
                 access_bytes=sent,
-                beside=(workspace,) if workspace else (),
+                scratch_bytes=(workspace,) if workspace else (),
                 group="" if group is None else group.group_name,
                 purpose="" if group is None else current_purpose() or "",
             )

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from hyper_parallel.backends.torch.memory._lru_spill import LruSpillMode
-from hyper_parallel.backends.torch.memory._workspace import FILLED, allocatable_bytes
+from hyper_parallel.backends.torch.memory.hardware import FILLED, allocatable_bytes
 
 
 def spill_mode(

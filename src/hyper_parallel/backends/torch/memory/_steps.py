@@ -150,11 +150,11 @@ def model_state(model: torch.nn.Module) -> Named:
 def optimizer_state(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
-    others: Sequence[torch.Tensor] = (),
+    other_params: Sequence[torch.Tensor] = (),
 ) -> Named:
-    """Return the tensors of the optimizer's state by parameter name; `others` are parameters outside of the model."""
+    """Return the tensors of the optimizer's state by parameter name; `other_params` are outside of the model."""
     names: dict[Any, str] = {p: n for n, p in model.named_parameters()}
-    names |= {p: f"parameter {i}" for i, p in enumerate(others)}
+    names |= {p: f"parameter {i}" for i, p in enumerate(other_params)}
     return {
         f"{names.get(p, 'parameter')}.{key}": (local(value), "optimizer")
         for p, slots in optimizer.state.items()

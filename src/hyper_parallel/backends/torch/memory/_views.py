@@ -87,8 +87,8 @@ def peak_of(recording: Recording, top: int = 12) -> Peak:
     workspace = [0] * len(actions)
     for position, action in enumerate(actions):
         if action.kind == "run":
-            beside = program.operators[action.target].beside
-            workspace[position] = sum(-(-n // unit) * unit for n in beside)
+            scratch_bytes = program.operators[action.target].scratch_bytes
+            workspace[position] = sum(-(-n // unit) * unit for n in scratch_bytes)
     totals = [a + b for a, b in zip(replayed.profile, workspace, strict=True)]
     most = max(totals)
     position = totals.index(most)
@@ -197,11 +197,11 @@ class CommCounter:
     Args:
         mesh: Mesh that names the groups.
         rank: Rank of this process on the mesh.
-        others: Further meshes over the same ranks, for groups that are not groups of `mesh`.
+        extra_meshes: Further meshes over the same ranks, for groups that are not groups of `mesh`.
     """
 
-    def __init__(self, mesh: Mesh, rank: int, *others: Mesh) -> None:
-        self._axes = group_axes(rank, mesh, *others)
+    def __init__(self, mesh: Mesh, rank: int, *extra_meshes: Mesh) -> None:
+        self._axes = group_axes(rank, mesh, *extra_meshes)
         self._records: list[tuple[str, tuple[int, ...], str, int]] = []
         self._mode = OperatorMode(self._operator)
 

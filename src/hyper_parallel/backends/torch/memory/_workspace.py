@@ -9,7 +9,7 @@ packs for bfloat16 products (1.5 MiB for layers of 256). `with_kernel_bytes` mea
 from __future__ import annotations
 
 import math
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,26 +18,6 @@ _ARITHMETIC = tuple(
     getattr(torch.ops.aten, name).Tensor
     for name in ("add", "add_", "sub", "sub_", "mul", "mul_", "div", "div_")
 )
-
-FILLED: Final = 0.8
-"""Share of a device that storages may fill; the rest is for workspaces and fragmentation. An estimate."""
-
-
-def allocatable_bytes(device: torch.device) -> int:
-    """Return the bytes that an accelerator's allocator can provide, allocated ones included; 0 for a CPU."""
-    if device.type == "cpu":
-        return 0
-    module = torch.get_device_module(device)
-    free, _ = module.mem_get_info(device)
-    return int(free + module.memory_reserved(device))
-
-
-def has_room(device: torch.device, num_bytes: int) -> bool:
-    """Return whether `num_bytes` more fit on an accelerator for a while; False for a CPU."""
-    if device.type == "cpu":
-        return False
-    allocated = torch.get_device_module(device).memory_allocated(device)
-    return bool(allocated + num_bytes <= FILLED * allocatable_bytes(device))
 
 
 def device_workspace(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:

@@ -12,14 +12,11 @@ import torch
 from hyper_parallel.backends.torch.memory._captured import Captured, as_view
 from hyper_parallel.backends.torch.memory._lru_spill import LruSpillMode
 from hyper_parallel.backends.torch.memory._owners import Owners
-from hyper_parallel.backends.torch.memory._tiers import FileTier
-from hyper_parallel.backends.torch.memory._workspace import has_room
 from hyper_parallel.backends.torch.memory.bound_actions import Act, BoundActions
-from hyper_parallel.backends.torch.memory.hardware import Hardware
+from hyper_parallel.backends.torch.memory.hardware import Hardware, has_room
 from hyper_parallel.backends.torch.memory.operators import View
 from hyper_parallel.backends.torch.memory.prepared_plan import Addresses, StorageBytes
-from hyper_parallel.backends.torch.memory.streams import DeviceApi
-from hyper_parallel.backends.torch.memory.tier_copies import Copies, finish
+from hyper_parallel.backends.torch.memory.tier_copies import finish
 from hyper_parallel.errors import (
     HyperParallelError,
     MemoryPlanInvalid,
@@ -33,6 +30,36 @@ from hyper_parallel.memory import MemoryMachine, wrong_address
 _HOST = torch.device("cpu")
 
 
+def check_plan(captured: Captured, plan: MemoryPlan, flash: Path | None) -> None:
+    """Raise MemoryPlanInvalid (HP404) for a plan of another program, or one that cannot run.
+
+    Args:
+        captured: The recorded step.
+        plan: Plan to check.
+        flash: Folder of the file tier.
+    """
+    if plan.program.storages != captured.program.storages or len(plan.program.operators) != len(
+        captured.calls
+    ):
+        raise MemoryPlanInvalid(
+            "the plan was made for another program",
+            got=plan.program.name,
+            allowed=captured.program.name,
+            hint="plan the captured program again",
+        )
+    if wrong := wrong_address(plan):  # replays it: HP404 for an illegal action
+        raise MemoryPlanInvalid(
+            f"the plan cannot run at its addresses: {wrong}",
+            where=plan.program.name,
+            hint="plan again",
+        )
+    if plan.peak_bytes["flash"] and flash is None:
+        raise MemoryPlanInvalid(
+            "the plan uses the flash tier, but no folder was given for it",
+            hint="pass flash=Path(...)",
+        )
+
+
 class ArenaState:
     """Owner of the bytes of a step's state, each storage in the home tier of the plan.
 
@@ -40,12 +67,9 @@ class ArenaState:
         captured: See `PlannedDevice`.
         plan: See `PlannedDevice`.
         machine: See `PlannedDevice`.
-        copies: See `PlannedDevice`.
+        hardware: Meters, buffers and copy lanes.
         flash: See `PlannedDevice`.
-        queues: See `PlannedDevice`.
-        arena_bytes: See `PlannedDevice`.
-        predecessor: Open state that this one replaces, with its hardware; None: the state comes from its owner tensors.
-        acquire: Moves the state here from `predecessor`.
+        acquire: Moves the state here from another `ArenaState`; None: it comes from its owner tensors.
         spill: Mode that has the evicted bytes of the owner tensors.
 
     Attributes:
@@ -53,6 +77,7 @@ class ArenaState:
         files: The file tier.
         storages: Bytes on the device and in DRAM, by storage.
         actions: Actions of the plan, bound to their buffers.
+        arena_bytes: Size of the arena: that of the plan, or of the arena that a previous plan has allocated.
         arena: Device buffer of `arena_bytes`.
         owners: Tensors that own the state.
         failed: True after a failed step or a partial move of the state; the state can then only be closed.
@@ -64,49 +89,20 @@ class ArenaState:
         captured: Captured,
         plan: MemoryPlan,
         machine: MemoryMachine,
-        copies: Copies,
+        hardware: Hardware,
         flash: Path | None,
-        queues: DeviceApi | None,
-        arena_bytes: int | None = None,
-        predecessor: ArenaState | None = None,
         acquire: Callable[[ArenaState], None] | None = None,
         spill: LruSpillMode | None = None,
     ) -> None:
-        if plan.program.storages != captured.program.storages or len(plan.program.operators) != len(
-            captured.calls
-        ):
-            raise MemoryPlanInvalid(
-                "the plan was made for another program",
-                got=plan.program.name,
-                allowed=captured.program.name,
-                hint="plan the captured program again",
-            )
         self.captured, self.plan, self.machine = captured, plan, machine
-        if wrong := wrong_address(plan):  # replays it: HP404 for an illegal action
-            raise MemoryPlanInvalid(
-                f"the plan cannot run at its addresses: {wrong}",
-                where=plan.program.name,
-                hint="plan again",
-            )
-        if plan.peak_bytes["flash"] and flash is None:
-            raise MemoryPlanInvalid(
-                "the plan uses the flash tier, but no folder was given for it",
-                hint="pass flash=Path(...)",
-            )
-        if queues is None and captured.device.type != "cpu":
-            queues = DeviceApi.of(captured.device)
-        self.hardware = (
-            Hardware(captured.device, machine, plan.program.alignment_bytes, copies, queues)
-            if predecessor is None
-            else predecessor.hardware  # with the counts of its meters
-        )
+        self.hardware = hardware
         self.hardware.reserve(plan)
-        self.files = FileTier(flash or Path(), self.hardware.flash)
+        self.files = self.hardware.file_tier(flash or Path())
         self.storages: dict[str, StorageBytes] = {"device": {}, "dram": {}}
         self._device, self._inside = self.storages["device"], self.hardware.inside
         self._sizes = plan.program.sizes
         self.actions: list[Act] = []
-        self.arena_bytes = plan.arena_bytes if arena_bytes is None else arena_bytes
+        self.arena_bytes = plan.arena_bytes
         self.arena: torch.UntypedStorage | None = None
         self._numbers = {t.untyped_storage()._cdata: s for s, t in captured.state.items()}
         self.failed = False

@@ -21,7 +21,7 @@ from hyper_parallel.backends.torch.memory._captured import Captured
 from hyper_parallel.backends.torch.memory._operator_mode import OperatorMode
 from hyper_parallel.backends.torch.memory._spill_mode import within_device
 from hyper_parallel.backends.torch.memory._untracked_effects import RawAccessMode
-from hyper_parallel.backends.torch.memory._workspace import has_room
+from hyper_parallel.backends.torch.memory.hardware import has_room
 from hyper_parallel.backends.torch.memory.operators import numbers_read, tensors_in
 from hyper_parallel.errors import StepChanged
 

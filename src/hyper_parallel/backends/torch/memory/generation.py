@@ -90,10 +90,12 @@ class _TwoSteps:
             for size, storage in zip(state.sizes, state.storages, strict=True)
             if storage.persistent
         )
-        # One arena serves both steps.
-        self._arena_bytes = max(plan.arena_bytes for plan in self._plans)
+        # One arena serves both steps; the plan of the prompt step allocates it.
+        arena_bytes = max(plan.arena_bytes for plan in self._plans)
+        if self._plans[0].arena_bytes < arena_bytes:
+            self._plans[0] = replace(self._plans[0], arena_bytes=arena_bytes)
         self.use.predicted_bytes = {
-            "device": self._arena_bytes + self._staging_bytes,
+            "device": arena_bytes + self._staging_bytes,
             "dram": _dram_bytes(self._plans),
             "flash": max(plan.peak_bytes["flash"] for plan in self._plans),
         }
@@ -199,7 +201,6 @@ class _TwoSteps:
             self._plans[0],
             self.limits.machine,
             flash=self._files,
-            arena_bytes=self._arena_bytes,
         )
 
     def enter_decode(self) -> None:
@@ -211,9 +212,8 @@ class _TwoSteps:
                 self._captured[1],
                 self._plans[1],
                 self.limits.machine,
-                copies=self._device.copies,
                 flash=self._files,
-                predecessor=self._device,
+                source=self._device,
             )
             self._count({"device": self._device.hardware.gauge.peak_bytes})
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hyper_parallel.backends.torch.memory._tiers import AllocatorGauge, Meter
+from hyper_parallel.backends.torch.memory._tiers import AllocatorGauge, FileTier, Meter
 from hyper_parallel.backends.torch.memory.host_pool import HostPool
 from hyper_parallel.backends.torch.memory.operators import tensors_in
 from hyper_parallel.backends.torch.memory.streams import DeviceApi, StreamLanes
@@ -17,6 +18,12 @@ from hyper_parallel.backends.torch.memory.tier_copies import Copies, CopyLanes
 from hyper_parallel.errors import TierFull
 from hyper_parallel.ir import MemoryPlan
 from hyper_parallel.memory import MemoryMachine
+
+FILLED: Final = 0.8
+"""Share of a device that storages may fill; the rest is for workspaces and fragmentation. An estimate."""
+
+CopyMode = Copies | DeviceApi
+"""Streams and events of a device; or of a simulated device, the moment at which copies move their bytes."""
 
 
 class _Watch(TorchDispatchMode):
@@ -47,8 +54,7 @@ class Hardware:
         device: Device of the operators.
         machine: Capacities.
         alignment_bytes: Rounding of every allocation.
-        copies: Moment at which copies of a simulated device move their bytes.
-        queues: Streams and events of the device; None: it is simulated.
+        copies: See `CopyMode`; an accelerator without `DeviceApi` uses its own streams.
 
     Attributes:
         gauge: Allocated device bytes: the arena and all results of operators, or the count of an accelerator's
@@ -65,9 +71,10 @@ class Hardware:
         device: torch.device,
         machine: MemoryMachine,
         alignment_bytes: int,
-        copies: Copies,
-        queues: DeviceApi | None,
+        copies: CopyMode,
     ) -> None:
+        if not isinstance(copies, DeviceApi) and device.type != "cpu":
+            copies = DeviceApi.of(device)
         self.device = device
         self.num_operators, self.counts = 0, False
         self._counts_results = True
@@ -78,9 +85,9 @@ class Hardware:
         self.inside = Meter("device", alignment_bytes)
         self.gauge: Meter | AllocatorGauge = Meter("device", alignment_bytes)
         self.lanes: CopyLanes | StreamLanes
-        self.lanes = CopyLanes(copies) if queues is None else StreamLanes(queues)
+        self.lanes = StreamLanes(copies) if isinstance(copies, DeviceApi) else CopyLanes(copies)
         self.pool = HostPool(alignment_bytes, device.type != "cpu", machine.dram_bytes)
-        module: Any = None if queues is None else queues.module
+        module: Any = copies.module if isinstance(copies, DeviceApi) else None
         if hasattr(module, "max_memory_allocated"):
             self.gauge = AllocatorGauge(module, device)
             _take_workspaces(device)
@@ -97,6 +104,10 @@ class Hardware:
             TierFull: HP403 when they exceed the capacity.
         """
         self.pool.reserve(plan.replayed.host_buffers)
+
+    def file_tier(self, folder: Path) -> FileTier:
+        """Return the file tier of a state, with its files in a folder."""
+        return FileTier(folder, self.flash)
 
     def arena(self, num_bytes: int) -> torch.UntypedStorage:
         """Allocate the arena, the device buffer with the addresses of a plan's storages."""
@@ -177,3 +188,20 @@ def _take_workspaces(device: torch.device) -> None:
     """Run a matrix product, so that the permanent workspace of its library does not count as the step's."""
     small = torch.ones(16, 16, dtype=torch.bfloat16, device=device)
     torch.addmm(small[0], small, small @ small)
+
+
+def allocatable_bytes(device: torch.device) -> int:
+    """Return the bytes that an accelerator's allocator can provide, allocated ones included; 0 for a CPU."""
+    if device.type == "cpu":
+        return 0
+    module = torch.get_device_module(device)
+    free, _ = module.mem_get_info(device)
+    return int(free + module.memory_reserved(device))
+
+
+def has_room(device: torch.device, num_bytes: int) -> bool:
+    """Return whether `num_bytes` more fit on an accelerator for a while; False for a CPU."""
+    if device.type == "cpu":
+        return False
+    allocated = torch.get_device_module(device).memory_allocated(device)
+    return bool(allocated + num_bytes <= FILLED * allocatable_bytes(device))

@@ -8,7 +8,10 @@
     weight               the 1d block of the x ranks on T/y tokens; each weight is gathered over y where it is used
 
 The boundary table (`shard.block_program`) selects the collectives of a block and their ranks; this module runs them.
-Backward mirrors every collective. Sources: Xu et al. 2021 (GSPMD), section 3.2; Pope et al. 2022, section 3.2.
+A packed projection whose parts are sharded separately needs no communication. Otherwise its weight is sharded into
+equal slices of all rows, and one all-to-all exchanges the output columns. Backward mirrors every collective.
+
+Sources: Xu et al. 2021 (GSPMD), section 3.2; Pope et al. 2022, section 3.2.
 """
 
 from __future__ import annotations
@@ -18,10 +21,13 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from hyper_parallel.backends.torch.collectives import all_to_all, paired
 from hyper_parallel.backends.torch.in_flight import offer_turn, sum_both, sum_forward
 from hyper_parallel.backends.torch.regather import RegatherScope
 from hyper_parallel.backends.torch.tensor._span_attention import SpanAttention
@@ -30,7 +36,7 @@ from hyper_parallel.backends.torch.tensor.state import TpState, Y
 from hyper_parallel.backends.torch.weights.initialization import LORA_A
 from hyper_parallel.backends.torch.weights.lora import delta
 from hyper_parallel.errors import UnsupportedSharding
-from hyper_parallel.ir import Purpose
+from hyper_parallel.ir import Part, Purpose, exchanged, exchanged_rows, gate_up_parts, qkv_parts
 from hyper_parallel.shard import Boundary
 
 Program = Mapping[Purpose, Boundary]
@@ -265,3 +271,96 @@ def rowwise(module: nn.Module, name: str, region: Region) -> None:
         return out
 
     module.forward = forward
+
+
+class LocalHeads:
+    """Proxy of a model config with the head counts of one rank; all other attributes are unchanged."""
+
+    def __init__(self, config: Any, num_heads: int, num_kv_heads: int) -> None:
+        self.__dict__.update(
+            _config=config, num_attention_heads=num_heads, num_key_value_heads=num_kv_heads
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "_config" not in self.__dict__:
+            raise AttributeError(name)
+        return getattr(self.__dict__["_config"], name)
+
+
+def set_local_head_counts(attention: nn.Module, config: Any, degree: int) -> None:
+    """Replace the head counts in an attention module's attributes and config by the counts of one rank."""
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    local_heads, local_kv_heads = heads // degree, max(1, kv_heads // degree)
+    if hasattr(attention, "config"):
+        attention.config = LocalHeads(config, local_heads, local_kv_heads)
+    for name in ("num_heads", "num_attention_heads", "n_heads", "n_head"):
+        if hasattr(attention, name):
+            setattr(attention, name, local_heads)
+    for name in ("num_key_value_heads", "num_kv_heads"):
+        if hasattr(attention, name):
+            setattr(attention, name, local_kv_heads)
+    if hasattr(attention, "num_key_value_groups"):
+        attention.num_key_value_groups = local_heads // local_kv_heads
+    for name in ("all_head_size", "embed_dim"):  # width of the concatenated heads
+        if hasattr(attention, name):
+            setattr(attention, name, getattr(attention, name) // degree)
+
+
+def exchange_packed(
+    module: nn.Module, parent: nn.Module, style: str, config: Any, state: TpState
+) -> None:
+    """Wrap a packed projection so that it returns the output columns this rank uses.
+
+    The projection's forward already uses local parameters.
+
+    Args:
+        module: The packed projection.
+        parent: Module that splits the projection's output.
+        style: qkv or gate_up.
+        config: Text config of the model.
+        state: State of tensor parallelism.
+    """
+    if style == "gate_up":
+        parts = gate_up_parts(module.out_features)
+    else:
+        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+        parts = qkv_parts(heads, kv_heads, module.out_features // (heads + 2 * kv_heads))
+        # Models split the output by head counts, from module attributes or from the config.
+        set_local_head_counts(parent, config, state.degree)
+    if hasattr(module.weight.placements[0], "split_factor"):
+        return
+    inner, group = module.forward, state.group
+
+    def forward(x: Tensor) -> Tensor:
+        return exchange_columns(inner(x), parts, group)
+
+    module.forward = forward
+
+
+def exchange_columns(out: Tensor, parts: tuple[Part, ...], group: dist.ProcessGroup) -> Tensor:
+    """Return the columns this rank uses, given equal slices [..., columns / ranks] of a packed projection's output."""
+    degree, rank, width = group.size(), group.rank(), out.shape[-1]
+    send_sizes = [exchanged_rows(parts, degree, rank, t) for t in range(degree)]
+    receive_sizes = [exchanged_rows(parts, degree, s, rank) for s in range(degree)]
+    runs = [run for t in range(degree) for run in exchanged(parts, degree, rank, t)]
+    index = torch.cat([torch.arange(a, b) - rank * width for a, b in runs]).to(out.device)
+
+    def exchange(rows: Tensor, send: list[int], receive: list[int]) -> Tensor:
+        out = rows.new_empty(sum(receive), rows.shape[1])
+        return all_to_all(out, rows, group, Purpose.PACKED_COLUMNS, receive, send)
+
+    def forward(x: Tensor) -> Tensor:
+        columns = x.reshape(-1, width).t()
+        # Columns received in rank order are in the order of the weight's rows, hence in the order of the parts.
+        received = exchange(columns.index_select(0, index), send_sizes, receive_sizes)
+        return received.t().reshape(*x.shape[:-1], -1).contiguous()
+
+    def backward(grad: Tensor) -> Tensor:
+        columns = grad.reshape(-1, grad.shape[-1]).t().contiguous()
+        received = exchange(columns, receive_sizes, send_sizes)
+        # The gradient of a key head shared by several ranks is the sum of their gradients.
+        total = grad.new_zeros(width, columns.shape[1]).index_add_(0, index, received)
+        return total.t().reshape(*grad.shape[:-1], width).contiguous()
+
+    return paired(forward, backward, out)

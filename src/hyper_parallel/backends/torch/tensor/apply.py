@@ -24,13 +24,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from hyper_parallel.backends.torch.dropout import has_dropout
 from hyper_parallel.backends.torch.in_flight import sum_both, sum_forward
 from hyper_parallel.backends.torch.model_structure import final_norm
-from hyper_parallel.backends.torch.tensor._packed import exchange_packed, set_local_head_counts
 from hyper_parallel.backends.torch.tensor._projections import (
     Region,
     colwise,
+    exchange_packed,
     rowwise,
+    set_local_head_counts,
 )
-from hyper_parallel.backends.torch.tensor._random_streams import RandomStreams
 from hyper_parallel.backends.torch.tensor._replicated_activations import (
     call_with_summed_input_grad,
     gather_embedding_when_read,
@@ -47,7 +47,7 @@ from hyper_parallel.backends.torch.tensor.partial_gradients import (
     TensorTrial,
 )
 from hyper_parallel.backends.torch.tensor.sharded_norm import ShardedNorm
-from hyper_parallel.backends.torch.tensor.state import TP, PassShape, TpState, X, Y
+from hyper_parallel.backends.torch.tensor.state import TP, PassShape, RandomStreams, TpState, X, Y
 from hyper_parallel.backends.torch.token_scores import head_of
 from hyper_parallel.cost import LINEAR_ENTRY
 from hyper_parallel.errors import UnsupportedSharding

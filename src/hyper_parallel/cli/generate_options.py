@@ -1,0 +1,72 @@
+"""Options of `hyper-parallel generate`: type and help text of each parameter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+RunDir = Annotated[
+    Path, typer.Argument(help="Directory of a run, or a Hugging Face model directory.")
+]
+Prompt = Annotated[str | None, typer.Option(help="Text to continue.")]
+Prompts = Annotated[
+    Path | None,
+    typer.Option(help='File of many prompts instead: JSON lines with "prompt".', dir_okay=False),
+]
+Output = Annotated[
+    Path | None,
+    typer.Option(
+        "--output", "-o", help="With --prompts: JSON lines file to write. Default: stdout."
+    ),
+]
+Slots = Annotated[int, typer.Option(help="With --prompts: sequences decoded at a time.", min=1)]
+Parallel = Annotated[
+    str,
+    typer.Option(
+        help='With --prompts: layout, with keys of the section `parallel`: "tp=2", "pp=2".'
+    ),
+]
+MaxNewTokens = Annotated[int, typer.Option(help="Maximum tokens of the continuation.", min=1)]
+Temperature = Annotated[
+    float, typer.Option(help="Sampling temperature. 0: most likely token.", min=0.0)
+]
+TopP = Annotated[
+    float, typer.Option(help="Sample from the most likely tokens up to this probability.")
+]
+TopK = Annotated[int, typer.Option(help="Sample from this many most likely tokens; 0: all.", min=0)]
+Stop = Annotated[
+    list[str] | None, typer.Option(help="Text that ends the continuation; may be repeated.")
+]
+Seed = Annotated[int, typer.Option(help="Same seed, same text.")]
+Chat = Annotated[
+    bool,
+    typer.Option(
+        "--chat", help="Treat the prompt as a user's message. Without a prompt: interactive."
+    ),
+]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")]
+Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16, ... Default: as stored.")]
+DeviceMemory = Annotated[
+    str | None,
+    typer.Option(
+        help="Device memory to use, such as 4GiB; other data is streamed from DRAM. On a CPU: simulated."
+    ),
+]
+Dram = Annotated[
+    str | None,
+    typer.Option(help="With --device-memory: DRAM to use. Default: unlimited."),
+]
+FlashDir = Annotated[
+    Path | None,
+    typer.Option(help="With --device-memory: folder for data that exceeds DRAM."),
+]
+Topology = Annotated[str, typer.Option(help="With --device-memory: machine to plan for.")]
+TrustRemoteCode = Annotated[
+    bool,
+    typer.Option("--trust-remote-code", help="Run Python code in the model directory."),
+]
+AsJson = Annotated[
+    bool, typer.Option("--json", help="Print one JSON object with text, tokens and time.")
+]

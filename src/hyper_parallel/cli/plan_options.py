@@ -1,0 +1,116 @@
+"""Options of `hyper-parallel plan`: type and help text of each parameter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+Model = Annotated[
+    str | None,
+    typer.Argument(help="Preset name, Hugging Face directory, or config.json.", show_default=False),
+]
+Topology = Annotated[
+    str | None,
+    typer.Option(
+        "--topology",
+        "-t",
+        help="Preset name, YAML file, or local. Default: local, or the recipe's.",
+    ),
+]
+Devices = Annotated[
+    int | None, typer.Option(min=1, help="Devices to use. Default: all of the topology.")
+]
+SeqLen = Annotated[
+    int | None,
+    typer.Option(min=2, help="Tokens per sequence. Default: the model's, at most 8192."),
+]
+TokensPerStep = Annotated[
+    int | None, typer.Option(min=1, help="Tokens of one step over all devices.")
+]
+Pin = Annotated[
+    list[str] | None,
+    typer.Option(help="Fix a degree or choice: tp=8, schedule=zbv. May be repeated."),
+]
+Exclude = Annotated[
+    list[str] | None,
+    typer.Option(help="Axes and choices to exclude: cp,gathered_inputs. May be repeated."),
+]
+Objective = Annotated[
+    str,
+    typer.Option(
+        help="step-time, tokens-per-device-second, memory or fewest-devices. For generation: throughput or latency."
+    ),
+]
+Deadline = Annotated[
+    float | None,
+    typer.Option(help="Maximum step time in seconds, for fewest-devices or memory.", min=0.0),
+]
+Top = Annotated[int, typer.Option(min=0, help="Runners-up to print.")]
+Offload = Annotated[
+    bool,
+    typer.Option(
+        "--offload",
+        help="Allow offload to host memory and recomputation if device memory is exceeded.",
+    ),
+]
+AllLayouts = Annotated[
+    bool,
+    typer.Option(
+        "--all-layouts", help="For studies: include layouts that this version cannot run."
+    ),
+]
+MemoryHeadroom = Annotated[
+    str | None,
+    typer.Option(
+        help="Fraction of device memory to leave free. Default: 5% on accelerators, 0% on a CPU.",
+    ),
+]
+Recipe = Annotated[Path | None, typer.Option(help="Plan this recipe instead of a model.")]
+Output = Annotated[Path | None, typer.Option("--output", "-o", help="Write the plan to this file.")]
+ScheduleCsv = Annotated[
+    Path | None,
+    typer.Option(
+        help="Write the actions of every pipeline rank as CSV for torch.distributed.pipelining."
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")]
+DryRun = Annotated[bool, typer.Option(help="Write no files.")]
+Explain = Annotated[
+    bool,
+    typer.Option("--explain", help="Print every cost term, layout, collective and runner-up."),
+]
+Gantt = Annotated[bool, typer.Option("--gantt", help="Also draw the simulated schedule.")]
+Launch = Annotated[
+    str | None,
+    typer.Option(
+        help="Print launch settings instead of the plan: ours (a recipe) or megatron (flags).",
+        show_default=False,
+    ),
+]
+Diff = Annotated[
+    tuple[Path, Path] | None,
+    typer.Option(help="Print the differences of two plan files instead of planning."),
+]
+Purpose = Annotated[
+    str,
+    typer.Option("--for", help="Purpose: train, or generate (prompts continued by `generate`)."),
+]
+Prompts = Annotated[
+    int | None,
+    typer.Option(help="For generation: prompts over all devices. Default: 32."),
+]
+PromptLen = Annotated[
+    int | None, typer.Option(help="For generation: tokens per prompt. Default: 512.")
+]
+NewTokens = Annotated[
+    int | None, typer.Option(help="For generation: tokens per continuation. Default: 128.")
+]
+Parallel = Annotated[
+    str | None, typer.Option(help='For generation: use this layout: "tp=8", "pp=2 tp=4".')
+]
+Dtype = Annotated[
+    str | None,
+    typer.Option(help="For generation: float32, bfloat16, ... Default: as stored."),
+]
