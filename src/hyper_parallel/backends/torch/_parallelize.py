@@ -30,7 +30,7 @@ from hyper_parallel.backends.torch.forward_variants import (
     loop_over_experts,
     recompute_layers,
 )
-from hyper_parallel.backends.torch.layer_flow import follow
+from hyper_parallel.backends.torch.layer_flow import trace_layer_flow
 from hyper_parallel.backends.torch.model_layouts import is_reversible, resolve_layouts
 from hyper_parallel.backends.torch.model_structure import decoder_of, layers_of
 from hyper_parallel.backends.torch.parallel_handle import Handle, Ranks, attach
@@ -91,7 +91,7 @@ def unsplit_axes(model: nn.Module) -> tuple[tuple[str, str], ...]:
         model: Parameters are real or on the meta device; it stays as it is.
     """
     trials: dict[str, Callable[[], object]] = {
-        "pp": lambda: follow(model),
+        "pp": lambda: trace_layer_flow(model),
         "cp": lambda: count_attention_calls(model, Strategy(cp=2)),
     }
     found = []

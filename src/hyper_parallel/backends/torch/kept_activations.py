@@ -19,7 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
 
 from hyper_parallel.backends.torch.driver import driver_untouched
-from hyper_parallel.backends.torch.flow_tracer import Marks
+from hyper_parallel.backends.torch.flow_tracer import FlowTracer
 from hyper_parallel.backends.torch.model_structure import block_list, decoder_of, text_config
 from hyper_parallel.model import KeptActivations
 
@@ -159,7 +159,7 @@ class _Run:
         balanced = getattr(text_config(model), "output_router_logits", None)
         given = {"input_ids": torch.arange(length)[None] % 3 + 3, "use_cache": False}
         given |= {} if balanced is None else {"output_router_logits": False}
-        operators, plain = _CountedMarks(), list[nn.Module]()
+        operators, plain = _OperatorCounter(), list[nn.Module]()
         try:
             for place, layer in enumerate(layers):
                 if kinds[place] == place:
@@ -218,8 +218,8 @@ def _two_runs(
     return None
 
 
-class _CountedMarks(Marks):
-    """Marks that count operators."""
+class _OperatorCounter(FlowTracer):
+    """FlowTracer that count operators."""
 
     count = 0
 

@@ -13,8 +13,8 @@ from typing import Any, Final
 
 from torch import Tensor, nn
 
-from hyper_parallel.backends.torch.flow_tracer import Marks
-from hyper_parallel.backends.torch.layer_flow import as_it_was, run_hollow
+from hyper_parallel.backends.torch.flow_tracer import FlowTracer
+from hyper_parallel.backends.torch.layer_flow import preserve_module_state, run_on_meta
 from hyper_parallel.errors import UnsupportedSharding
 from hyper_parallel.ir import Strategy
 
@@ -82,14 +82,14 @@ def _has_probability(module: nn.Module) -> bool:
 def _modules_run(model: nn.Module, draw: float) -> set[str]:
     """Return the names of the modules that a trial in training mode runs, with every random draw at `draw`."""
     run: set[str] = set()
-    with as_it_was(model), _drawing(draw):
+    with preserve_module_state(model), _drawing(draw):
         model.train()
         hooks = [
             module.register_forward_pre_hook(lambda *_, name=name: run.add(name))
             for name, module in model.named_modules()
         ]
         try:
-            run_hollow(model, Marks(draw), "pp")
+            run_on_meta(model, FlowTracer(draw), "pp")
         except UnsupportedSharding:  # the trial of an axis that needs it says why
             run.clear()
         finally:

@@ -13,8 +13,8 @@ from typing import Any, Final
 
 from torch import Tensor, nn
 
-from hyper_parallel.backends.torch.flow_tracer import Marks
-from hyper_parallel.backends.torch.layer_flow import as_it_was, run_hollow
+from hyper_parallel.backends.torch.flow_tracer import FlowTracer
+from hyper_parallel.backends.torch.layer_flow import preserve_module_state, run_on_meta
 from hyper_parallel.backends.torch.model_structure import PlaceholderModule
 from hyper_parallel.errors import ModelUnreadable, UnsupportedSharding
 
@@ -71,8 +71,8 @@ def _reads_last_hidden_state(model: nn.Module, base: nn.Module, head: nn.Module)
     )
     try:
         # The loss of a class, which follows, is none of next tokens and may not run.
-        with as_it_was(model), suppress(UnsupportedSharding):
-            run_hollow(model, Marks(), "tp")
+        with preserve_module_state(model), suppress(UnsupportedSharding):
+            run_on_meta(model, FlowTracer(), "tp")
     finally:
         for hook in hooks:
             hook.remove()
