@@ -308,13 +308,13 @@ class FixedPasses(Passes):
         super().__init__(model, fixed.slots)
         self.fixed, self.cache, self.at = fixed, fixed.new_cache(model), [*range(fixed.slots)]
 
-    def feed(self, rows, tokens, starts):
+    def read_tokens(self, rows, tokens, starts):
         prompt = max(map(len, tokens)) > 1
         at = [self.at[row] for row in rows]
         inputs = self.fixed.inputs(self._model, at, tokens, starts, prompt=prompt)
         return self.fixed.run(self._model, self.cache, inputs)[at]
 
-    def move(self, source, target):
+    def move_sequence(self, source, target):
         self.at[source], self.at[target] = self.at[target], self.at[source]
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from hyper_parallel.backends.torch._audit import audit
-from hyper_parallel.backends.torch._loss_tap import LossTap
+from hyper_parallel.backends.torch._logits_hook import LogitsHook
 from hyper_parallel.backends.torch._placement import place_parameters
 from hyper_parallel.backends.torch.context.apply import (
     apply_context_parallel,
@@ -192,10 +192,10 @@ def apply_plan(
     tap = None
     if has_causal_loss(model):
         usual = loss_function(tp, None if balance is None else balance.loss_hook)
-        model.loss_function = tap = LossTap(usual, tp, context)
+        model.loss_function = tap = LogitsHook(usual, tp, context)
         loss_of_logits(model)
     elif scores_tokens(model):
-        model.loss_function = tap = LossTap(loss_function(tp, None), tp, context)
+        model.loss_function = tap = LogitsHook(loss_function(tp, None), tp, context)
     if stages is not None:
         stages.install(model)
 

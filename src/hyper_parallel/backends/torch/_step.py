@@ -28,8 +28,8 @@ from hyper_parallel.backends.torch.user_objective import (
     Objective,
     Over,
     check_loss,
-    for_stages,
     objective_loss,
+    stage_inputs,
     targets_of,
 )
 from hyper_parallel.backends.torch.weights.shard_ranges import local
@@ -102,7 +102,7 @@ def _run(
     attached = handle(model)
     axes = [axis for axis in ("pp", "cp") if getattr(attached.plan.strategy, axis) > 1]
     for part in microbatches:
-        refuse_other_inputs(model, axes, for_stages(model, part, objective))
+        refuse_other_inputs(model, axes, stage_inputs(model, part, objective))
     shares = num_tokens is not None
     if attached.average:  # the loss is one of the whole step already
         scale *= attached.plan.strategy.dp
@@ -132,7 +132,7 @@ def _run(
         return scaled(model(**given, num_items_in_batch=num_tokens, use_cache=False).loss)
 
     if attached.pipeline is not None:
-        parts = [for_stages(model, p, objective) for p in microbatches]
+        parts = [stage_inputs(model, p, objective) for p in microbatches]
         total = attached.pipeline.run(model, parts, loss_of, span, train, scale)
     else:
         total = torch.zeros((), dtype=torch.float64, device=attached.device)

@@ -256,7 +256,7 @@ class _Texts:
 
         def feed(parts: Sequence[int]) -> None:
             tokens = [t[r : r + n] for t, r, n in zip(texts, read, parts, strict=True)]
-            logits = passes.feed(rows, tokens, read)
+            logits = passes.read_tokens(rows, tokens, read)
             assert logits is not None
             for i, n in enumerate(parts):
                 read[i] += n

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from hyper_parallel.backends.torch._loss_tap import LossTap
+from hyper_parallel.backends.torch._logits_hook import LogitsHook
 from hyper_parallel.backends.torch.context.state import ContextState
 from hyper_parallel.backends.torch.experts.balance_loss import BalanceLoss
 from hyper_parallel.backends.torch.experts.routing import ExpertState
@@ -68,7 +68,7 @@ class Handle:
     balance: BalanceLoss | None
     pipeline: Pipeline | None
     fsdp: tuple[nn.Module, ...]
-    loss: LossTap | None
+    loss: LogitsHook | None
     average: bool = False
 
     @property

@@ -50,7 +50,7 @@ class Conversion:
         return {n: v[0] if isinstance(v, list) else v for n, v in made.items()}
 
 
-def twin(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module | None:
+def hf_reference_model(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module | None:
     """Return the same Hugging Face model on the meta device, of its original class and unsharded; None for others.
 
     `fully_shard` replaces the class of a module, which hides from transformers which model it is. Parameters that
@@ -104,7 +104,7 @@ def published_dtypes(model: nn.Module, dtype: torch.dtype) -> dict[str, torch.dt
 
     Some stay in float32: the router of deepseek_v3, say.
     """
-    reference = twin(model, dtype)
+    reference = hf_reference_model(model, dtype)
     if reference is None:
         return {}
     from transformers.core_model_loading import build_glob_alternation
@@ -148,7 +148,7 @@ def map_names(
 ) -> NameMap:
     """Return how stored tensors, given by name and shape, fill the parameters and buffers `wanted`.
 
-    `reference` is the model's `twin`; None: names in the files are parameter names.
+    `reference` is the model's `hf_reference_model`; None: names in the files are parameter names.
     """
     whole = {key: [Box(key, (0,) * len(shape), False)] for key, shape in stored.items()}
     if reference is None:

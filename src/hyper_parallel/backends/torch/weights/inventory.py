@@ -21,12 +21,12 @@ from hyper_parallel.backends.torch.weights.huggingface import (
     Box,
     Conversion,
     NameMap,
+    hf_reference_model,
     is_ignored,
     map_names,
     may_be_missing,
     names_of_other_classes,
     tied_names,
-    twin,
 )
 from hyper_parallel.backends.torch.weights.initialization import (
     canonical_name,
@@ -114,7 +114,7 @@ class _Stocktaking:
 
     def __init__(self, model: nn.Module, files: WeightFiles) -> None:
         self._model, self._files = model, files
-        self._reference = twin(model)
+        self._reference = hf_reference_model(model)
         self._targets = stored_tensors(model)
         self._inventory = Inventory(shapes={n: t.shape for n, t in files.tensors.items()})
         self._given: dict[str, Source] = {}
