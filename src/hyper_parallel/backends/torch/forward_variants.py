@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from hyper_parallel.backends.torch.context.state import ContextState
-from hyper_parallel.backends.torch.host_saved_activations import SWAP, Swap
+from hyper_parallel.backends.torch.host_saved_activations import HOST_SAVED, HostSavedActivations
 from hyper_parallel.backends.torch.tensor.state import TpState
 from hyper_parallel.backends.torch.token_rows import Tokens
 from hyper_parallel.ir import Strategy
@@ -150,11 +150,11 @@ def recompute(
                     if tp.streams is not None:  # recomputation may end between two projections
                         tp.streams.join()
 
-        swap: Swap | None = getattr(layer, SWAP, None)
-        if swap is None or not torch.is_grad_enabled():
+        saved: HostSavedActivations | None = getattr(layer, HOST_SAVED, None)
+        if saved is None or not torch.is_grad_enabled():
             return checkpoint(run, *args, use_reentrant=False, **kwargs)
-        with swap.around() if swap.inputs else nullcontext():
-            return checkpoint(run, *args, use_reentrant=False, context_fn=swap.contexts, **kwargs)
+        with saved.around() if saved.inputs else nullcontext():
+            return checkpoint(run, *args, use_reentrant=False, context_fn=saved.contexts, **kwargs)
 
     layer.forward = forward
 

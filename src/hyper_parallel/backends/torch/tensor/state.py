@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from hyper_parallel.backends.torch.regather import RegatherScope, instead_of
+from hyper_parallel.backends.torch.regather import RegatherScope, regather_in_backward
 from hyper_parallel.backends.torch.tensor._random_streams import RandomStreams
 from hyper_parallel.backends.torch.tensor._stream import TokenGrid
 from hyper_parallel.backends.torch.tensor.collectives import gather, scatter
@@ -132,5 +132,5 @@ class TpState:
             finally:
                 self.batch = running
 
-        with instead_of(scope, whole, regather):
+        with regather_in_backward(scope, whole, regather):
             return use(whole)
