@@ -129,7 +129,9 @@ def test_experts_of_widths_that_only_float32_has():
     tokens, use = planned(model, sampling, 60_000)
     assert tokens == list(decode_tokens(model, PROMPT, sampling))
     assert use.measured_bytes == use.predicted_bytes
-    with pytest.raises(CaptureUnsupported, match="rows of 20 in bfloat16 are not whole 16 bytes"):
+    with pytest.raises(
+        CaptureUnsupported, match="rows of 20 in bfloat16 are no multiple of 16 bytes"
+    ):
         planned(model.bfloat16(), sampling, 60_000)
 
 

@@ -50,7 +50,7 @@ from hyper_parallel.backends.torch.token_scores import scores_tokens
 from hyper_parallel.backends.torch.vocab_parallel_loss import (
     has_causal_loss,
     loss_function,
-    loss_of_logits,
+    use_loss_function,
 )
 from hyper_parallel.errors import UnsupportedSharding
 from hyper_parallel.ir import Plan, Strategy
@@ -127,7 +127,7 @@ def apply_plan(
 
     Raises:
         PlanMismatch: HP307 when the plan is for another model.
-        AuditError: HP206 when a parameter does not lie as planned in the end.
+        AuditError: HP206 when a parameter does not have its planned layout in the end.
     """
     routing = routing or Routing()
     strategy, workload, mesh = plan.strategy, plan.workload, ranks.mesh
@@ -193,7 +193,7 @@ def apply_plan(
     if has_causal_loss(model):
         usual = loss_function(tp, None if balance is None else balance.loss_hook)
         model.loss_function = tap = LogitsHook(usual, tp, context)
-        loss_of_logits(model)
+        use_loss_function(model)
     elif scores_tokens(model):
         model.loss_function = tap = LogitsHook(loss_function(tp, None), tp, context)
     if stages is not None:

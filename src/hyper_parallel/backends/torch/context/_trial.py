@@ -19,7 +19,7 @@ from hyper_parallel.backends.torch.context.attention import ATTRIBUTE, INTERFACE
 from hyper_parallel.backends.torch.flow_tracer import POSITIONS, TOKEN_DEPENDENT, TOKENS, FlowTracer
 from hyper_parallel.backends.torch.layer_flow import flow_error, preserve_module_state, run_on_meta
 from hyper_parallel.backends.torch.token_scores import scores_tokens
-from hyper_parallel.backends.torch.vocab_parallel_loss import has_causal_loss, loss_of_logits
+from hyper_parallel.backends.torch.vocab_parallel_loss import has_causal_loss, use_loss_function
 from hyper_parallel.errors import UnsupportedSharding
 
 _WINDOW = 5  # tokens; shorter than the sequence, so that a mask shows it
@@ -85,7 +85,7 @@ class _Probe:
                 object.__setattr__(module, ATTRIBUTE, self)
             if has_causal_loss(model) or scores_tokens(model):
                 model.loss_function = self._loss
-                loss_of_logits(model)
+                use_loss_function(model)
             hooks = override_position_ids(self.base, lambda: positions[0])
             try:
                 run_on_meta(model, tracer, "cp", position_ids=positions)
