@@ -176,7 +176,7 @@ class MemoryProgram:
 
     @property
     def communicates(self) -> bool:
-        """Whether other ranks take part in some operator."""
+        """True if an operator communicates with other ranks."""
         return any(op.group for op in self.operators)
 
     @property
