@@ -36,13 +36,13 @@ def adaptable_modules(model: nn.Module) -> dict[str, nn.Module]:
     }
 
 
-def all_linear(model: nn.Module, takes: Mapping[str, nn.Module]) -> str | list[str]:
+def all_linear(model: nn.Module, adaptable: Mapping[str, nn.Module]) -> str | list[str]:
     """Return the `target_modules` with which peft selects exactly the modules that support an adapter.
 
     Raises:
         UnsupportedSharding: HP205 when no module supports an adapter.
     """
-    if not takes:
+    if not adaptable:
         raise UnsupportedSharding(
             "no module of this model supports an adapter",
             where="lora.target_modules",
@@ -54,23 +54,23 @@ def all_linear(model: nn.Module, takes: Mapping[str, nn.Module]) -> str | list[s
     modules = dict(model.named_modules())
     fused = any(".experts." in name and p.dim() == 3 for name, p in model.named_parameters())
     chosen_by_peft = {n for n, m in modules.items() if is_linear_class(m) and m is not head}
-    if chosen_by_peft == takes.keys() and not fused:
+    if chosen_by_peft == adaptable.keys() and not fused:
         return "all-linear"
-    ends = last_names(takes)
+    ends = last_names(adaptable)
     known = {*ends}
     fits = {name for name in modules if not known.isdisjoint(ends_of(name))}
-    return ends if fits == takes.keys() else sorted(takes)
+    return ends if fits == adaptable.keys() else sorted(adaptable)
 
 
 def check_names(
-    model: nn.Module, config: Any, takes: Mapping[str, nn.Module], where: str
+    model: nn.Module, config: Any, adaptable: Mapping[str, nn.Module], where: str
 ) -> AbstractSet[str]:
     """Return the names of the modules that get an adapter.
 
     Args:
         model: The model, before peft.
         config: A `peft.LoraConfig`.
-        takes: Modules that support an adapter, by name.
+        adaptable: Modules that support an adapter, by name.
         where: Origin of the names, for errors.
 
     Raises:
@@ -92,8 +92,8 @@ def check_names(
             hint=f"'lora.modules_to_save=[{', '.join(_nearest([*saved], missing, names))}]'",
         )
     if targets == "all-linear" or targets is None:
-        return takes.keys()
-    chosen, ends = chosen_names(config, modules, where), last_names(takes)
+        return adaptable.keys()
+    chosen, ends = chosen_names(config, modules, where), last_names(adaptable)
     listed = [targets] if isinstance(targets, str) else sorted(targets)
     missing = [t for t in listed if t not in known]
     if isinstance(targets, str):
@@ -104,19 +104,19 @@ def check_names(
             where=where,
             got=_shown(missing),
             allowed=ends,
-            hint=target_hint(_nearest(listed, missing, ends) or ["all-linear"], takes),
+            hint=target_hint(_nearest(listed, missing, ends) or ["all-linear"], adaptable),
         )
     inside_saved = {n for n in chosen if _inside(n, saved)}
     if config.exclude_modules or config.layers_to_transform is not None:
         return chosen - inside_saved  # `absorb_adapters` checks the modules that peft selects
-    if refused := sorted(chosen - takes.keys() - inside_saved):
+    if refused := sorted(chosen - adaptable.keys() - inside_saved):
         supported = [t for t in ends if t in listed]
         raise UnsupportedSharding(
             "a selected module does not support an adapter",
             where=f"{where}: {refused[0]}",
             got=type(modules[refused[0]]).__name__,
             allowed=ends,
-            hint=target_hint(supported or ["all-linear"], takes),
+            hint=target_hint(supported or ["all-linear"], adaptable),
         )
     return chosen - inside_saved
 
@@ -126,9 +126,9 @@ def last_names(names: Iterable[str]) -> list[str]:
     return sorted({_last(name) for name in names})
 
 
-def target_hint(names: list[str], takes: Mapping[str, nn.Module] | None = None) -> str:
+def target_hint(names: list[str], adaptable: Mapping[str, nn.Module] | None = None) -> str:
     """Return the override that selects modules by these names, or disables adapters if no module supports one."""
-    if not names or (takes is not None and not takes):
+    if not names or (adaptable is not None and not adaptable):
         return "lora=null"
     if names == ["all-linear"]:
         return "lora.target_modules=all-linear"

@@ -19,7 +19,7 @@ TOKENS = 67
 """Sequence length of the trace: a prime of which no size of a model is a multiple."""
 IDS, POSITIONS, TOKEN_DEPENDENT = 1, 2, 4
 """Marks of the token ids, of the position argument, and of other values that differ between tokens."""
-FIRST = 3
+FIRST_FREE_BIT = 3
 """Index of the first bit without a predefined meaning."""
 _aten = torch.ops.aten
 FILL_OPS = {

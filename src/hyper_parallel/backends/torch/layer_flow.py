@@ -18,7 +18,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
 from hyper_parallel.backends.torch.driver import driver_untouched
-from hyper_parallel.backends.torch.flow_tracer import FIRST, IDS, TOKENS, FlowTracer
+from hyper_parallel.backends.torch.flow_tracer import FIRST_FREE_BIT, IDS, TOKENS, FlowTracer
 from hyper_parallel.backends.torch.model_structure import (
     PlaceholderModule,
     SlotList,
@@ -51,7 +51,7 @@ class LayerFlow:
     results: dict[str, tuple[int, tuple[int, ...]] | None] = field(default_factory=dict)
     params: dict[str, set[int]] = field(default_factory=dict)
 
-    def rebuilt(self, layer: int, hidden: Tensor) -> Any:
+    def rebuild_output(self, layer: int, hidden: Tensor) -> Any:
         """Return the return value of a layer with `hidden` as activations and None for all other leaves."""
         spec, position = self.outputs[layer]
         leaves = [hidden if i == position else None for i in range(spec.num_leaves)]
@@ -209,7 +209,7 @@ class _Trial(SlotList):
                 tracer.mark(p, self._private(i))
         if any(len(layers) > 1 for layers in inside.values()):
             raise flow_error(model, "layers share weights with each other", "pp")
-        bit = FIRST + 2 * flow.layers
+        bit = FIRST_FREE_BIT + 2 * flow.layers
         hooks = []
         for name, module in model.named_modules():
             own = {n: p for n, p in module._parameters.items() if p is not None}
@@ -269,10 +269,10 @@ class _Trial(SlotList):
         return tree_unflatten(leaves, spec)
 
     def _output(self, layer: int) -> int:
-        return 1 << FIRST + layer
+        return 1 << FIRST_FREE_BIT + layer
 
     def _private(self, layer: int) -> int:
-        return 1 << FIRST + self.flow.layers + layer
+        return 1 << FIRST_FREE_BIT + self.flow.layers + layer
 
     def _hook(self, name: str, bit: int) -> Any:
         results = self.flow.results

@@ -91,14 +91,14 @@ def add_adapters(model: nn.Module, config: Any, where: str = _KEYS) -> None:
         BadValue: HP102 when a name matches no module.
         UnsupportedSharding: HP205 for a module that does not support an adapter.
     """
-    peft, takes = import_peft(), adaptable_modules(model)
-    chosen = check_names(model, config, takes, where)
+    peft, adaptable = import_peft(), adaptable_modules(model)
+    chosen = check_names(model, config, adaptable, where)
     if config.target_modules == "all-linear":
-        config.target_modules = all_linear(model, takes)
-    if takes and all(weight_order(m) == IN_OUT for m in takes.values()):
+        config.target_modules = all_linear(model, adaptable)
+    if adaptable and all(weight_order(m) == IN_OUT for m in adaptable.values()):
         config.fan_in_fan_out = True
     bounded = with_plain_patterns(config, chosen, where)
-    _check_ranks(bounded, takes, where)
+    _check_ranks(bounded, adaptable, where)
     unmaterialized = all(p.is_meta for p in model.parameters())
     try:
         peft.inject_adapter_in_model(bounded, model, low_cpu_mem_usage=unmaterialized)
@@ -107,8 +107,8 @@ def add_adapters(model: nn.Module, config: Any, where: str = _KEYS) -> None:
             "peft cannot add adapters to this model",
             where=where,
             got=str(error).partition("\n")[0][:200],
-            allowed=last_names(takes),
-            hint=target_hint(last_names(takes)),
+            allowed=last_names(adaptable),
+            hint=target_hint(last_names(adaptable)),
         ) from error
     if unmaterialized:
         _cast_factors(model)
@@ -124,13 +124,13 @@ def _cast_factors(model: nn.Module) -> None:
                 getattr(layer, part, nn.Module()).to(weight.dtype)
 
 
-def _check_ranks(config: Any, takes: dict[str, nn.Module], where: str) -> None:
+def _check_ranks(config: Any, adaptable: dict[str, nn.Module], where: str) -> None:
     """Raise for ranks that exceed every dim of the modules, before peft allocates the factors.
 
     Raises:
         BadValue: HP102.
     """
-    widest = max((max(m.weight.shape) for m in takes.values()), default=1)
+    widest = max((max(m.weight.shape) for m in adaptable.values()), default=1)
     for key, rank in {"r": config.r, **(config.rank_pattern or {})}.items():
         if rank > widest:
             recipe = where == _KEYS

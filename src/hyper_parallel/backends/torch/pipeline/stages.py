@@ -85,7 +85,7 @@ class _LayerSlot:
         flow = stages.flow
         if self._index not in layers:
             hidden = stages.received if self._index < layers[0] else stages.output
-            return flow.rebuilt(self._index, hidden)
+            return flow.rebuild_output(self._index, hidden)
         out = self._layer(*args, **kwargs)
         if self._index == layers[-1]:
             stages.output = tree_leaves(out)[flow.outputs[self._index][1]]

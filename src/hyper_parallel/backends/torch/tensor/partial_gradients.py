@@ -24,7 +24,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from hyper_parallel.backends.torch.flow_tracer import ALONG_DIM_OPS, FILL_OPS, FIRST, FlowTracer
+from hyper_parallel.backends.torch.flow_tracer import (
+    ALONG_DIM_OPS,
+    FILL_OPS,
+    FIRST_FREE_BIT,
+    FlowTracer,
+)
 from hyper_parallel.backends.torch.layer_flow import preserve_module_state, run_on_meta
 from hyper_parallel.backends.torch.tensor._replicated_activations import tied_heads
 from hyper_parallel.backends.torch.vocab_parallel_loss import has_causal_loss
@@ -37,11 +42,11 @@ _WHOLE_RESULT_STYLES: Final = ("rowwise", "vocab", "head")
 """Styles of modules with a replicated result."""
 SPLIT_STYLES: Final = (*COLUMN_STYLES, *_WHOLE_RESULT_STYLES, "norm_heads")
 """Styles of modules with sharded parameters."""
-_PART: Final = 1 << FIRST
+_PART: Final = 1 << FIRST_FREE_BIT
 """Mark of sharded values."""
-_LOGITS: Final = 1 << FIRST + 1
+_LOGITS: Final = 1 << FIRST_FREE_BIT + 1
 """Mark of logits."""
-_BITS: Final = FIRST + 2
+_BITS: Final = FIRST_FREE_BIT + 2
 """First bit of the parameters."""
 
 

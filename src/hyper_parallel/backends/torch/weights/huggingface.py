@@ -287,6 +287,8 @@ def names_of_other_classes(reference: nn.Module, stored: dict[str, tuple[int, ..
         with suppress(Exception):  # the config has no such class, or the class rejects it
             cls = table[type(reference.config)]
             other = _on_meta(cls, copy.deepcopy(reference.config), None)
-            left = {key: shape for key, shape in stored.items() if key not in known}
-            known |= left.keys() - {*map_names(other, {*other.state_dict()}, left).unknown}
+            remaining = {key: shape for key, shape in stored.items() if key not in known}
+            known |= remaining.keys() - {
+                *map_names(other, {*other.state_dict()}, remaining).unknown
+            }
     return known

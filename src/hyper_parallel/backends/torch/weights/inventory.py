@@ -180,7 +180,7 @@ class _InventoryBuilder:
 
     def _classify_unknown(self, unknown: list[str]) -> None:
         """Set the fate of each stored name that is no parameter of the model; raise for the first unknown one."""
-        fates, left = self._inventory.fates, {}
+        fates, unclassified = self._inventory.fates, {}
         inside = f"{self._model.base_model_prefix}." if self._inventory.fresh else ""
         for key in unknown:
             if _is_recomputed(key, self._inventory.shapes[key]):
@@ -190,17 +190,19 @@ class _InventoryBuilder:
             elif not key.startswith(inside):  # language-model head in the files of a reward model
                 fates[key] = Fate.OTHER_CLASS
             else:
-                left[key] = self._inventory.shapes[key]
-        if left and self._reference is not None:
-            other_class = names_of_other_classes(self._reference, left)
+                unclassified[key] = self._inventory.shapes[key]
+        if unclassified and self._reference is not None:
+            other_class = names_of_other_classes(self._reference, unclassified)
             fates |= dict.fromkeys(other_class, Fate.OTHER_CLASS)
-            left = {key: shape for key, shape in left.items() if key not in other_class}
-        fates |= dict.fromkeys(left, Fate.UNKNOWN)
-        for key in left:
+            unclassified = {
+                key: shape for key, shape in unclassified.items() if key not in other_class
+            }
+        fates |= dict.fromkeys(unclassified, Fate.UNKNOWN)
+        for key in unclassified:
             raise WeightsUnreadable(
                 f"the model has no parameter for `{key}`",
                 where=str(self._files.tensors[key].file),
-                got=f"{len(left)} such tensors" if len(left) > 1 else None,
+                got=f"{len(unclassified)} such tensors" if len(unclassified) > 1 else None,
                 hint="check that config.json belongs to these weights",
             )
 
