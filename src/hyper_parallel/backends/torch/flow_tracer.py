@@ -61,7 +61,7 @@ class FlowTracer(TorchDispatchMode):
         self._parts: dict[int, Tensor] = {}
         self._results: dict[Any, Any] = {}
 
-    def of(self, value: Any) -> int:
+    def marks_of(self, value: Any) -> int:
         """Return the union of the marks of all tensors in a value."""
         return self._union(x for x in tree_leaves(value) if isinstance(x, Tensor))
 
