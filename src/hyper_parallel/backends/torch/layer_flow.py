@@ -67,7 +67,7 @@ def trace_layer_flow(model: nn.Module) -> LayerFlow:
     decoder = decoder_of(model)
     if decoder is None:
         raise flow_error(model, "it has no list of layers", "pp")
-    return _Trial(model, decoder[1]).run()
+    return _LayerTrace(model, decoder[1]).run()
 
 
 def flow_error(model: nn.Module, why: str, axis: str) -> UnsupportedSharding:
@@ -96,10 +96,10 @@ def run_on_meta(model: nn.Module, tracer: FlowTracer, axis: str, **extra_inputs:
     tracer.mark(ids, IDS)
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")
-    inputs = {"input_ids": ids, "labels": ids.clone(), "shift_labels": ids.clone(), **extra_inputs}
+    inputs: dict[str, Any] = {"input_ids": ids, "labels": ids.clone(), "shift_labels": ids.clone()}
+    inputs |= extra_inputs
     # `BalanceLoss` adds the load-balancing loss of experts, over all ranks.
-    has_router_logits = getattr(text_config(model), "output_router_logits", None) is not None
-    if has_router_logits:
+    if getattr(text_config(model), "output_router_logits", None) is not None:
         inputs["output_router_logits"] = False
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]), driver_untouched(), tracer:
@@ -161,7 +161,7 @@ class _ResultOfFirst:
         return self._owner.result
 
 
-class _Trial(SlotList):
+class _LayerTrace(SlotList):
     """Layer list that replaces the model's list during the trace."""
 
     def __init__(self, model: nn.Module, layers: nn.ModuleList) -> None:
@@ -300,8 +300,8 @@ class _Trial(SlotList):
 class _Slot:
     """Slot of a layer during the trace."""
 
-    def __init__(self, layer: Any, index: int, trial: _Trial) -> None:
-        self._layer, self._index, self._trial = layer, index, trial
+    def __init__(self, layer: Any, index: int, trace: _LayerTrace) -> None:
+        self._layer, self._index, self._trace = layer, index, trace
         self._placeholder = PlaceholderModule(layer)
 
     def __getattr__(self, name: str) -> Any:
@@ -309,13 +309,13 @@ class _Slot:
         return getattr(self._placeholder, name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        trial, tracer, i = self._trial, self._trial.tracer, self._index
-        trial.called.append(i)
-        trial.record_uses(tracer.marks_of((args, kwargs)), i)
+        trace, tracer, i = self._trace, self._trace.tracer, self._index
+        trace.called.append(i)
+        trace.record_uses(tracer.marks_of((args, kwargs)), i)
         tracer.guarded.clear()
         out = self._layer(*args, **kwargs)
-        trial.record_uses(tracer.marks_of(out), i)
-        return trial.detach_origins(i, out)
+        trace.record_uses(tracer.marks_of(out), i)
+        return trace.detach_origins(i, out)
 
 
 @contextmanager
