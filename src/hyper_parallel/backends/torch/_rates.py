@@ -1,8 +1,8 @@
 """Micro-benchmarks of kernels and collectives on this machine, run on all ranks at the same time.
 
-Ranks of a run share cores, caches and links. Every measurement therefore starts at a barrier and takes the mean over a
-time window in which all ranks work, not the best of an idle machine. Each benchmark runs three times and the fastest
-result counts, to exclude the load of other programs.
+Ranks of a run share cores, caches and links. Every measurement therefore starts at a barrier and averages over a time
+window in which all ranks work. Each benchmark runs three times and the fastest result counts, to exclude the load of
+other programs.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Uniform in +-alpha / sqrt(S D) for rows of S tokens and D features, as in transformers. The noise is a hash of a key of
 the caller (from seed and step), the tokens of the row, the position and the feature. It uses no random number
-generator, so the noise of a sequence is equal on every layout, also for a rank with a part of the sequence.
+generator, so the noise of a token is equal on every layout.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Measurement of the activations that a model saves for backward, by a forward pass on meta tensors.
 
 Formulas cover the operators of common decoders. A family may save more: attention scores without a fused kernel, an
-activation function composed of operators, capped logits. The forward of the user's class runs on meta tensors, and the
-bytes of the storages that autograd saves are summed per layer and outside the layers.
+activation function composed of operators, capped logits. The forward of the user's class therefore runs on meta
+tensors, and the bytes of the storages that autograd saves are summed per layer.
 """
 
 from __future__ import annotations

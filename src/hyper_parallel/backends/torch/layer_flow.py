@@ -1,8 +1,8 @@
 """Trace of the data flow between layers: one forward pass on meta tensors, before any rank starts.
 
-The model's forward runs once under `FlowTracer`. The trace records which layers use the result of a module outside the
-layer list, the return value of every layer, and whether layers exchange anything but one activation tensor. The trial
-of context parallelism uses the same tracer to find operators that mix tokens, and the source of positions.
+The model's forward runs once under `FlowTracer`. The trace records the return value of every layer, and the layers that
+use a module outside the layer list. It raises if layers exchange more than one activation tensor. The trial of context
+parallelism uses the same tracer to find operators that mix tokens, and the source of positions.
 """
 
 from __future__ import annotations

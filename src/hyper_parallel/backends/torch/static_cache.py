@@ -1,8 +1,8 @@
 """Generation steps of fixed shape: a prompt step that fills a KV cache of fixed length, a decode step that extends it.
 
 Both are pure functions of their inputs and the cache's tensors: no Python counter decides anything, so a step can be
-recorded once and run at every position. The prompt step attends to its own keys (as with a growing cache), the decode
-step to the whole cache under a mask that is an input.
+recorded once and run at every position. The prompt step attends to its own keys, as with a growing cache. The decode
+step attends to the full cache under a mask that is an input.
 """
 
 from __future__ import annotations

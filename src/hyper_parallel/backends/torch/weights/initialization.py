@@ -1,8 +1,8 @@
 """Storage and random initial values of a model, equal for every layout and world size.
 
 A sharded model may be on the meta device. `allocate` allocates the shards of this rank. `materialize` initialises one
-module at a time: the model's own rule fills full-size float32 tensors on the CPU, with a random state derived only from
-`(seed, module name)`, and each rank copies its shard. There is no communication, and memory use is bounded by the
+module at a time: the model's own rule fills full-size float32 tensors on the CPU, and each rank copies its shard. The
+random state is derived only from `(seed, module name)`. There is no communication, and memory use is bounded by the
 parameters of one module. Every rank generates every value: about 10 s per billion parameters.
 
 The rule is `_init_weights` of the nearest Hugging Face model around the module, or `reset_parameters` of a plain

@@ -1,8 +1,8 @@
 """Shard of a parameter on this rank, as index ranges of the full parameter.
 
-`local_ranges` converts the placements of a DTensor into runs of consecutive indices per dim, so that weights can be
-sliced from a full tensor or read from a file without communication. A dim that tensor parallelism and FSDP both shard
-(`_StridedShard`) may have several runs.
+`local_ranges` converts the placements of a DTensor into runs of consecutive indices per dim. With them a rank slices
+its weights from a full tensor or reads them from a file without communication. A dim that tensor parallelism and FSDP
+both shard (`_StridedShard`) may have several runs.
 """
 
 from __future__ import annotations
