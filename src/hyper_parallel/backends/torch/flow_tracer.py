@@ -190,7 +190,7 @@ class FlowTracer(TorchDispatchMode):
             if out.is_floating_point() and (drops or wide or along):
                 self.mixes[packet.__name__] = None
         elif marks & POSITIONS and before > after and self._views(out, inputs):
-            # The view shares the storage, and so its marks. Results computed from the view are token-dependent.
+            # A mark on the shared storage would mark the full tensor too. Results computed from this view are marked.
             self._parts[id(out)] = out
         elif (
             along
