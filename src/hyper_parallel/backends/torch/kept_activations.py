@@ -145,7 +145,7 @@ def _settings(module: nn.Module) -> list[tuple[str, Any]]:
 
 
 class _Run:
-    """One forward pass of a model: saved bytes, operator count, and input rows of the experts of a layer."""
+    """Forward pass of a model with its saved bytes, operator count, and input rows of the experts of a layer."""
 
     def __init__(
         self, model: nn.Module, layers: nn.ModuleList, kinds: list[int], length: int
