@@ -120,7 +120,7 @@ def test_a_run_begins_with_the_adapter_that_another_has_written(place, one_rank,
     nowhere = tmp_path / "nowhere"
     nowhere.mkdir()
     (nowhere / "adapter_config.json").write_text("{}")
-    with pytest.raises(WeightsUnreadable, match="does not name the model"):
+    with pytest.raises(WeightsUnreadable, match="does not name its base model"):
         command("checkpoint", "import", str(nowhere), str(tmp_path / "no"))
     words = (*LORA, f"checkpoint.from_dir={tmp_path / 'at'}", "training.steps=2", *CURVE)
     train(place, tmp_path / "on", *words)

@@ -247,7 +247,7 @@ def test_a_model_called_with_images_steps_sharded_as_in_plain_transformers(tool)
 def test_plans_know_what_the_forward_pass_of_a_stranger_refuses(tool, tmp_path):
     (tmp_path / "gemma3.json").write_text(json.dumps(tool.tiny("gemma3")))
     words = ["plan", str(tmp_path / "gemma3.json"), "-t", "dgx-h100", "--devices", "4", "--seq-len", "32"]  # fmt: skip
-    with pytest.raises(NoLegalStrategy, match="cannot cut its sequences over ranks") as caught:
+    with pytest.raises(NoLegalStrategy, match="cannot shard its sequences over ranks") as caught:
         command(*words, "--pin", "cp=2")
     assert caught.value.hint == "--pin cp=1"
     chosen = json.loads(

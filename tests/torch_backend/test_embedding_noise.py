@@ -8,7 +8,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from transformers.integrations.neftune import neftune_post_forward_hook
 
 import hyper_parallel as hp
-from hyper_parallel.backends.torch.embedding_noise import EmbeddingNoise, mixed
+from hyper_parallel.backends.torch.embedding_noise import EmbeddingNoise, hash32
 from hyper_parallel.config import load_recipe
 from hyper_parallel.errors import Contradiction
 from tests.e2e.runs import assert_same_curve, curve, make_place, rows, train
@@ -75,7 +75,7 @@ def test_noise_is_a_function_of_key_and_row_and_is_not_there_in_evaluation(noisy
     assert not torch.allclose(noise_of(model, ids), first, atol=1e-3)
     assert noise_of(model.eval(), ids).abs().max() == 0
     numbers = torch.arange(1 << 16) * 65521
-    assert len(mixed(numbers).unique()) == len(numbers), "no two of them become one"
+    assert len(hash32(numbers).unique()) == len(numbers), "no two of them become one"
 
 
 @pytest.mark.e2e

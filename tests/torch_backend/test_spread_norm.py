@@ -114,7 +114,7 @@ def test_a_gathered_tensor_is_made_once_for_all_its_readers() -> None:
         whole = gather(piece)
         scope = RegatherScope()
         if scoped:
-            with scope.open(), scope.instead_of(whole, again):
+            with scope.open(), scope.regather_in_backward(whole, again):
                 out = sum(F.linear(whole, w).square().sum() for w in weights)
         else:
             out = sum(F.linear(whole, w).square().sum() for w in weights)

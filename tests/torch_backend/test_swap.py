@@ -7,7 +7,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hyper_parallel.backends.torch.forward_variants import recompute
-from hyper_parallel.backends.torch.host_saved_activations import swap_layers
+from hyper_parallel.backends.torch.host_saved_activations import save_activations_on_host
 
 pytestmark = pytest.mark.unit
 
@@ -46,7 +46,7 @@ def gradients(kind, attention_dropout=0.0, inputs=True):
         for layer in layers:
             recompute(layer, None, exact=False)
     if kind == "swap":
-        swap_layers(list(layers), inputs)
+        save_activations_on_host(list(layers), inputs)
     x = torch.randn(2, 5, 16, requires_grad=True)
     with Count() as count:
         layers(x).square().sum().backward()
@@ -82,7 +82,7 @@ def test_what_waits_is_a_copy_of_its_own(monkeypatch):
 def test_evaluation_keeps_nothing():
     layer = Layer(0.0)
     recompute(layer, None, exact=False)
-    swap_layers([layer])
+    save_activations_on_host([layer])
     with torch.no_grad():
         found = layer.eval()(torch.ones(2, 5, 16))
     assert not found.requires_grad

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hyper_parallel.backends.torch import read_model
-from hyper_parallel.backends.torch.weights.lora import adapted, merge_adapters
+from hyper_parallel.backends.torch.weights.lora import adapted_modules, merge_adapters
 from hyper_parallel.config import Lora, Recipe
 from hyper_parallel.errors import HyperParallelError
 from hyper_parallel.planner.trained_share import trained_share
@@ -40,7 +40,7 @@ def _adapted(model: nn.Module, **keys: object) -> list[str]:
 
     values = Lora(**keys).model_dump(mode="json")
     add_adapters(model, peft.LoraConfig(**values))
-    return sorted(name for name, _ in adapted(model))
+    return sorted(name for name, _ in adapted_modules(model))
 
 
 @pytest.mark.parametrize(

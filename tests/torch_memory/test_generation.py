@@ -129,7 +129,9 @@ def test_experts_of_widths_that_only_float32_has():
     tokens, use = planned(model, sampling, 60_000)
     assert tokens == list(decode_tokens(model, PROMPT, sampling))
     assert use.measured_bytes == use.predicted_bytes
-    with pytest.raises(CaptureUnsupported, match="rows of 20 in bfloat16 are not whole 16 bytes"):
+    with pytest.raises(
+        CaptureUnsupported, match="rows of 20 in bfloat16 are no multiple of 16 bytes"
+    ):
         planned(model.bfloat16(), sampling, 60_000)
 
 
@@ -308,13 +310,13 @@ class FixedPasses(Passes):
         super().__init__(model, fixed.slots)
         self.fixed, self.cache, self.at = fixed, fixed.new_cache(model), [*range(fixed.slots)]
 
-    def feed(self, rows, tokens, starts):
+    def read_tokens(self, rows, tokens, starts):
         prompt = max(map(len, tokens)) > 1
         at = [self.at[row] for row in rows]
         inputs = self.fixed.inputs(self._model, at, tokens, starts, prompt=prompt)
         return self.fixed.run(self._model, self.cache, inputs)[at]
 
-    def move(self, source, target):
+    def move_sequence(self, source, target):
         self.at[source], self.at[target] = self.at[target], self.at[source]
 
 

@@ -191,7 +191,7 @@ def test_rotary_frequencies_that_follow_the_longest_text_are_refused_beyond_thei
         **factors,
     }
     assert isinstance(passes_of(model, 2, 32), SlotPasses)
-    with pytest.raises(BadValue, match="longest in their batch"):
+    with pytest.raises(BadValue, match="longest text of their batch"):
         passes_of(model, 2, 33)
 
 
@@ -199,6 +199,6 @@ def test_a_cache_has_as_many_bytes_as_its_slots_and_tokens_ask_for():
     model = model_of("llama", torch.float32)
     passes = SlotPasses(model, 3, 10)
     assert passes.cache_bytes == 0
-    passes.feed([1], [[5, 6]], [0])
+    passes.read_tokens([1], [[5, 6]], [0])
     # Keys and values of 2 layers, 2 heads of 8 features; one more column for padding.
     assert passes.cache_bytes == 2 * 2 * 3 * 11 * 2 * 8 * 4

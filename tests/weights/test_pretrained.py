@@ -112,7 +112,7 @@ NORM = "model.layers.1.input_layernorm.weight"
     [
         (lambda d: (d / "model.safetensors").unlink(), r"missing[^$]*model\.safetensors"),
         (truncate, r"truncated[^$]*model\.safetensors"),
-        (drop(NORM), f"no file holds the parameter `{NORM}`"),
+        (drop(NORM), f"no file contains the parameter `{NORM}`"),
         (put("model.other", torch.ones(2)), r"no parameter for `model\.other`"),
         (put(NORM, torch.ones(21)), rf"`{NORM}` does not fit[^$]*\(21,\)[^$]*\(20,\)"),
         (put(NORM, torch.ones(19)), rf"`{NORM}` does not fit"),

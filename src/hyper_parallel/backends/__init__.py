@@ -1,1 +1,1 @@
-"""Back ends: what only one framework can do. Each folder imports its framework and no other back end."""
+"""Back ends: framework-specific code. Each folder imports its own framework and no other back end."""

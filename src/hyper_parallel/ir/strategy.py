@@ -77,7 +77,7 @@ class Strategy:
         attention_shape: Shape of attention blocks on two tensor-parallel axes; no effect when tp_y is 1.
         mlp_shape: Shape of MLP blocks, likewise.
         attention_scatter: 2-D attention shards heads (no traffic along y) or tokens (y joins context parallelism).
-        gathered_inputs: Whether gathered inputs of a matmul are kept for backward or gathered again.
+        gathered_inputs: Keep gathered inputs of a matmul for backward, or gather them again in backward.
         cp_kind: Form of context-parallel attention: zigzag ring, Ulysses, both, or gathered keys and values.
         cp_ulysses: Ulysses ranks inside cp for the hybrid; the ring has cp / cp_ulysses.
         schedule: Order of pipeline actions; also the placement of stages for a `schedule_file`.
@@ -92,7 +92,7 @@ class Strategy:
             `reshard_after_forward`.
         recompute_layers: Number of layers per rank that `recompute` applies to, from the first of each stage; None:
             all.
-        offload: Whether a memory plan offloads to host memory what exceeds device memory.
+        offload: Let a memory plan offload to host memory the storages that exceed device memory.
         overlap: Communication that runs during computation.
         order: Mesh axes, outer to inner.
     """

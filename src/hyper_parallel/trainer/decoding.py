@@ -177,7 +177,7 @@ class Decoder:
         """Decode until no rank has work or any rank is interrupted; yield every sequence when it gets a token."""
         while True:
             halted = self._interrupt is not None and self._interrupt()
-            busy, halted = self.passes.anywhere(self.busy, halted)
+            busy, halted = self.passes.combine_flags(self.busy, halted)
             if halted or not busy:
                 return
             yield from self.step()
@@ -186,7 +186,7 @@ class Decoder:
         """Run one pass and return the sequences that got a token."""
         self._admit()
         if not self._slots:
-            self.passes.idle()
+            self.passes.run_idle()
             return []
         unread = {row: len(s.text) - s.read for row, s in self._slots.items()}
         prompts = {
@@ -199,7 +199,7 @@ class Decoder:
         rows = sorted([row for row, size in prompts.items() if 2 * size > longest] or unread)
         fed = [self._slots[row] for row in rows]
         parts = [s.text[s.read : s.read + self.passes.chunk] for s in fed]
-        logits = self.passes.feed(rows, parts, [s.read for s in fed])
+        logits = self.passes.read_tokens(rows, parts, [s.read for s in fed])
         for sequence, part in zip(fed, parts, strict=True):
             sequence.read += len(part)
         done = [i for i, s in enumerate(fed) if s.read == len(s.text)]
@@ -209,7 +209,7 @@ class Decoder:
         if logits is not None and len(done) < len(rows):
             logits = logits[done]
         chosen = None if logits is None else self._choose(logits, finished_reading)
-        tokens, logprobs = self.passes.share(chosen, len(done)).tolist()
+        tokens, logprobs = self.passes.broadcast_choices(chosen, len(done)).tolist()
         for sequence, token, logprob in zip(finished_reading, tokens, logprobs, strict=True):
             self._take(sequence, int(token), logprob)
         return finished_reading
@@ -241,7 +241,7 @@ class Decoder:
         last = max(self._slots, default=0)
         if last > row and not self._waiting:
             # Adjacent rows are read in place.
-            self.passes.move(last, row)
+            self.passes.move_sequence(last, row)
             self._slots[row] = self._slots.pop(last)
 
     def _admit(self) -> None:

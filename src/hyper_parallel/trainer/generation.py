@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from hyper_parallel.backends.torch.decode_slots import OneSlot, SlotSteps, why_no_slots
+from hyper_parallel.backends.torch.decode_slots import SingleSequence, SlotSteps, why_no_slots
 from hyper_parallel.backends.torch.forward_state import reset_before_calls
 from hyper_parallel.backends.torch.forward_variants import loop_over_experts
 from hyper_parallel.backends.torch.memory.generation import (
@@ -217,7 +217,7 @@ def _decode_sequence(
         length = sequence.start + sequence.limit - 1
         grows = why_no_static_cache(model) is not None
         steps = GrowingSteps(model) if grows else StaticSteps(model, length)
-    decoder = Decoder(OneSlot(model, steps), sampling, stops, ended=ended)
+    decoder = Decoder(SingleSequence(model, steps), sampling, stops, ended=ended)
     decoder.add([sequence])
     for running in decoder.run():
         if (token := running.text[-1]) not in stops:

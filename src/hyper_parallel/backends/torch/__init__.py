@@ -1,13 +1,13 @@
 """The PyTorch back end: plans applied to modules, collectives on local tensors, exact global reductions.
 
-    _parallelize   the steps from a model and a plan to the `Handle`, each a function of one of these rooms:
-    tensor         tensor and sequence parallelism on one or two axes      context    sequences cut over ranks
-    experts        dispatch, routing, balance of the load                  pipeline   stages, and their schedule
-    data           FSDP                                                    weights    initial values, and files
-    memory         steps recorded, planned and run within a budget
+    _parallelize   steps from a model and a plan to the `Handle`, each a function of one subpackage:
+    tensor         tensor and sequence parallelism on one or two axes      context    context parallelism
+    experts        token dispatch, routing, load balancing                 pipeline   stages and their schedule
+    data           FSDP                                                    weights    initial values and files
+    memory         recorded and planned steps within a memory budget
 
-A room imports only rooms before it in the order weights, tensor, context, experts, data, pipeline, and none imports the
-handle: what changes during a forward pass is the state of one room.
+A subpackage imports only earlier ones in the order weights, tensor, context, experts, data, pipeline. None imports the
+handle: each subpackage owns its state of a forward pass.
 """
 
 from hyper_parallel.backends.torch._audit import audit

@@ -1,4 +1,4 @@
-"""The audit: every parameter really lies as its plan says."""
+"""Audit of a parallelized model: every parameter has the layout of the plan."""
 
 from __future__ import annotations
 
@@ -15,37 +15,38 @@ from hyper_parallel.ir import Layout, Mesh
 
 
 def audit(model: nn.Module) -> None:
-    """Compare every parameter with its planned layout: its logical shape, and the indices of each dim on this rank.
+    """Check every parameter against its planned layout: logical shape, and index ranges of each dim on this rank.
 
     Raises:
         AuditError: HP206 with the first parameter that differs.
     """
     attached = handle(model)
     plan, rank = attached.plan, attached.ranks.rank
-    main, experts = _as_fsdp_sees(plan.mesh, rank), plan.strategy.expert_mesh()
-    seen = dict(model.named_parameters())
-    for name in sorted(seen.keys() ^ attached.layouts.keys()):
+    main, experts = _with_flat_fsdp_axis(plan.mesh, rank), plan.strategy.expert_mesh()
+    params = dict(model.named_parameters())
+    for name in sorted(params.keys() ^ attached.layouts.keys()):
         raise AuditError(
-            "a parameter appeared or vanished after parallelize",
+            "a parameter was added or removed after parallelize",
             where=name,
-            got="in the model" if name in seen else "only in the plan",
+            got="in the model" if name in params else "only in the plan",
         )
-    for name, param in seen.items():
+    for name, param in params.items():
         layout, shape = _flat(attached.layouts[name]), attached.shapes[name]
-        on = (experts, experts.coordinate(rank)) if "ep" in layout.sharding_axes else main
-        wanted = [_joined(runs) for runs in layout.ranges(shape, *on)]
+        is_expert = "ep" in layout.sharding_axes
+        mesh, coordinate = (experts, experts.coordinate(rank)) if is_expert else main
+        wanted = [_joined(runs) for runs in layout.ranges(shape, mesh, coordinate)]
         stored = [[(r.start, r.stop) for r in runs] for runs in local_ranges(param, name)]
         if tuple(param.shape) != shape or stored != wanted:
             raise AuditError(
-                "a parameter does not lie as planned",
+                "a parameter does not have its planned layout",
                 where=name,
-                got=f"shape {tuple(param.shape)}, of its dims {stored}",
-                allowed=f"shape {shape}, of its dims {wanted}, layout {layout}",
+                got=f"shape {tuple(param.shape)}, index ranges {stored}",
+                allowed=f"shape {shape}, index ranges {wanted}, layout {layout}",
             )
 
 
 def _joined(runs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Ranges as one where they touch, without the empty ones."""
+    """Merge adjacent ranges and drop empty ones."""
     joined: list[tuple[int, int]] = []
     for start, stop in runs:
         if joined and joined[-1][1] == start:
@@ -55,17 +56,18 @@ def _joined(runs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     return joined
 
 
-def _as_fsdp_sees(mesh: Mesh, rank: int) -> tuple[Mesh, dict[str, int]]:
-    """The mesh and a rank's coordinate with dp_shard x cp as the one axis that FSDP cuts over.
+def _with_flat_fsdp_axis(mesh: Mesh, rank: int) -> tuple[Mesh, dict[str, int]]:
+    """Return the mesh and a rank's coordinate with dp_shard x cp merged into the axis that FSDP shards over.
 
-    One cut into dp_shard * cp slices and two cuts in turn differ where the slices are uneven.
+    For uneven sizes, one split into dp_shard * cp slices differs from two successive splits.
     """
-    where, inner = mesh.coordinate(rank), mesh.degree("cp")
+    coordinate, cp = mesh.coordinate(rank), mesh.degree("cp")
     names = [name for name in mesh.names if name not in ("dp_shard", "cp")]
-    flat = Mesh((*((n, mesh.degree(n)) for n in names), (FLAT, mesh.degree("dp_shard") * inner)))
-    return flat, {**{n: where[n] for n in names}, FLAT: where["dp_shard"] * inner + where["cp"]}
+    flat = Mesh((*((n, mesh.degree(n)) for n in names), (FLAT, mesh.degree("dp_shard") * cp)))
+    index = coordinate["dp_shard"] * cp + coordinate["cp"]
+    return flat, {**{n: coordinate[n] for n in names}, FLAT: index}
 
 
 def _flat(layout: Layout) -> Layout:
-    axes = [tuple(FLAT if a in ("dp_shard", "cp") else a for a in on) for on in layout.axes]
-    return replace(layout, axes=tuple(tuple(dict.fromkeys(on)) for on in axes))
+    dims = [tuple(FLAT if a in ("dp_shard", "cp") else a for a in axes) for axes in layout.axes]
+    return replace(layout, axes=tuple(tuple(dict.fromkeys(axes)) for axes in dims))

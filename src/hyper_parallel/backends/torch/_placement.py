@@ -1,4 +1,4 @@
-"""Parameters cut over tensor-parallel and expert-parallel ranks, as DTensors."""
+"""Sharding of parameters over tensor-parallel and expert-parallel ranks, as DTensors."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ def place_parameters(
     device: torch.device,
     dtype: torch.dtype,
 ) -> None:
-    """Move parameters and buffers to the device and cut parameters over tensor-parallel ranks; no communication."""
+    """Move parameters and buffers to the device and shard parameters over ranks, without communication."""
     placed: dict[int, nn.Parameter] = {}  # tied parameters stay one
     names = dict(model.named_parameters(remove_duplicate=False))
     for name, param in names.items():
         if id(param) not in placed:
-            kept = next(n for n, p in names.items() if p is param)
-            layout = layouts[kept]
+            first_name = next(n for n, p in names.items() if p is param)
+            layout = layouts[first_name]
             experts = "ep" in layout.sharding_axes and expert_mesh is not None
-            on = expert_mesh["ep"] if experts else tp_mesh
-            on = None if layout.one_of else on  # whole here, and on no other rank of the axis
-            placed[id(param)] = _part(param, layout, on, device, dtype)
+            mesh = expert_mesh["ep"] if experts else tp_mesh
+            mesh = None if layout.one_of else mesh  # this rank alone of the axis has the parameter
+            placed[id(param)] = _shard(param, layout, mesh, device, dtype)
         owner, _, leaf = name.rpartition(".")
         model.get_submodule(owner)._parameters[leaf] = placed[id(param)]
     for module in model.modules():
@@ -38,7 +38,7 @@ def place_parameters(
                 module._buffers[name] = buffer.to(device)
 
 
-def _part(
+def _shard(
     param: nn.Parameter,
     layout: Layout,
     mesh: DeviceMesh | None,
@@ -60,7 +60,7 @@ def _part(
         size, rank, parts = mesh[axis].size(), mesh.get_local_rank(axis), layout.parts_of(dim)
         part = torch.cat([p.chunk(size, dim)[rank] for p in part.chunk(parts, dim)], dim)
         placements.append(_StridedShard(dim, split_factor=parts) if parts > 1 else Shard(dim))
-    # A slice shares the whole tensor's storage: copy it, so that the whole can be freed.
+    # A slice shares the storage of the full tensor: copy it, so that the full tensor can be freed.
     part = part.to(target, wanted, copy=part is not data).contiguous()
     whole = DTensor.from_local(
         part, mesh, placements, run_check=False, shape=data.shape, stride=data.stride()

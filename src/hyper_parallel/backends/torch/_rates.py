@@ -1,8 +1,8 @@
-"""Micro-benchmarks of one rank, all ranks at the same time: what kernels and collectives reach on this machine.
+"""Micro-benchmarks of kernels and collectives on this machine, run on all ranks at the same time.
 
-Ranks of a run share cores, caches and links, so every measurement starts at a barrier and takes the mean over a time
-window in which all ranks work, not the best of a quiet moment. Everything has three turns, of which the fastest counts:
-what other programs do meanwhile is not the machine's.
+Ranks of a run share cores, caches and links. Every measurement therefore starts at a barrier and averages over a time
+window in which all ranks work. Each benchmark runs three times and the fastest result counts, to exclude the load of
+other programs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from hyper_parallel.calibration import LocalRates, fastest_rates
 
 _TURNS = 3
-"""How often everything is measured."""
+"""Repetitions of each benchmark."""
 Action = Callable[..., Callable[[], object]]
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -32,8 +32,8 @@ def measure_rates(
     """Time matmuls, attention, element-wise chains, an optimizer step and collectives on this rank.
 
     Args:
-        device: Where this rank computes.
-        dtypes: Number formats to measure, of float32 and bfloat16.
+        device: Device of this rank.
+        dtypes: Dtypes to measure: float32, bfloat16.
         window_s: Seconds of each measurement.
     """
     return fastest_rates([_once(device, dtypes, window_s / _TURNS) for _ in range(_TURNS)])
@@ -62,10 +62,10 @@ def _once(device: torch.device, dtypes: tuple[str, ...], window_s: float) -> Loc
         [(1, 4096, 16, 64), (1, 4096, 16, 128), (1, 16384, 8, 128), (4, 1024, 16, 128)],
     )
     rows = 512 if small else 8192
-    kept = torch.float32 if small else torch.bfloat16
-    passing = tuple(
-        # Kept for backward: gate, silu(gate), up, their product, and the norm's output.
-        (5.0 * rows * width * kept.itemsize, clock(_chain(device, kept, rows, width)))
+    dtype = torch.float32 if small else torch.bfloat16
+    chains = tuple(
+        # Saved for backward: gate, silu(gate), up, their product, and the norm's output.
+        (5.0 * rows * width * dtype.itemsize, clock(_chain(device, dtype, rows, width)))
         for width in ((512, 2048) if small else (4096, 14336))
     )
     elements = 2**20 if small else 2**27
@@ -73,7 +73,7 @@ def _once(device: torch.device, dtypes: tuple[str, ...], window_s: float) -> Loc
     return LocalRates(
         matmul,
         attention,
-        passing,
+        chains,
         (28.0 * elements, clock(_adamw(device, elements))),
         rings,
         _layers(device, window_s) if rings and small else (),
@@ -84,16 +84,16 @@ def _mean(
     device: torch.device,
     action: Callable[[], object],
     window_s: float,
-    least: int = 1,
-    together: bool = True,
+    min_calls: int = 1,
+    all_ranks: bool = True,
 ) -> float:
-    """Mean seconds of an action over a window and a number of calls, after a warm-up and a barrier of all ranks."""
+    """Return the mean seconds of an action over a window and a minimum of calls, after a warm-up and a barrier."""
     action()
     _settle(device)
-    if together and dist.is_initialized():
+    if all_ranks and dist.is_initialized():
         dist.barrier()
     start, count = time.perf_counter(), 0
-    while count < least or time.perf_counter() - start < window_s:
+    while count < min_calls or time.perf_counter() - start < window_s:
         action()
         count += 1
         if window_s and count % 8 == 0:
@@ -110,7 +110,7 @@ def _settle(device: torch.device) -> None:
 def _passes(
     leaves: Sequence[Tensor], grad: Tensor, forward: Callable[[], Tensor]
 ) -> Callable[[], object]:
-    """Forward and the gradients of all leaves, as training runs them."""
+    """Return an action that runs forward and computes the gradients of all leaves."""
 
     def action() -> None:
         for leaf in leaves:
@@ -137,7 +137,7 @@ def _attention(
 
 
 def _chain(device: torch.device, dtype: torch.dtype, rows: int, width: int) -> Callable[[], object]:
-    """Norm, gate and product of a layer."""
+    """Return an action that runs norm, gate and product of a layer, forward and backward."""
     gate, up, g = (torch.randn(rows, width, device=device, dtype=dtype) for _ in range(3))
     norm = nn.RMSNorm(width, device=device, dtype=dtype)
     leaves = gate.requires_grad_(), up.requires_grad_(), norm.weight
@@ -152,15 +152,15 @@ def _adamw(device: torch.device, elements: int) -> Callable[[], object]:
 
 
 def _layers(device: torch.device, window_s: float) -> tuple[tuple[int, float], ...]:
-    """A small layer while all ranks work, then half of them, and so on to one: ranks at work, and seconds."""
+    """Time a small layer with all ranks working, then half of them, and so on to one; return (ranks, seconds) pairs."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     action = _layer(device)
     measured = []
     for working in (ranks >> halved for halved in range(ranks.bit_length())):
         dist.barrier()
         works = rank < working
-        seconds = _mean(device, action, window_s, together=False) if works else math.nan
-        dist.barrier()  # whoever has nothing to do waits here, as for a neighbour's result
+        seconds = _mean(device, action, window_s, all_ranks=False) if works else math.nan
+        dist.barrier()  # idle ranks wait here, as for the result of another rank
         measured.append((working, seconds))
     return tuple(measured)
 
@@ -168,7 +168,7 @@ def _layers(device: torch.device, window_s: float) -> tuple[tuple[int, float], .
 def _layer(
     device: torch.device, tokens: int = 256, width: int = 128, heads: int = 4
 ) -> Callable[[], object]:
-    """Forward and backward of a decoder layer without its parallel axes."""
+    """Return an action that runs forward and backward of a decoder layer without parallelism."""
     x = torch.randn(tokens, width, device=device, requires_grad=True)
     norm, qkv, out, up, down = (
         nn.RMSNorm(width),
@@ -180,8 +180,8 @@ def _layer(
 
     def action() -> None:
         q, k, v = qkv(norm(x)).view(1, tokens, 3 * heads, -1).transpose(1, 2).chunk(3, dim=1)
-        seen = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        y = x + out(seen.transpose(1, 2).reshape(tokens, width))
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        y = x + out(attended.transpose(1, 2).reshape(tokens, width))
         gate, value = up(norm(y)).chunk(2, dim=-1)
         (y + down(F.silu(gate) * value)).sum().backward()
 
@@ -189,14 +189,14 @@ def _layer(
 
 
 def _rings(device: torch.device, small: bool) -> tuple[tuple[float, float], ...]:
-    """All-gathers over all ranks: bytes of the gathered tensor, and seconds."""
+    """Time all-gathers over all ranks; return (bytes of the gathered tensor, seconds) pairs."""
     measured = []
     ranks = dist.get_world_size()
     for size in (256, 2**18, 2**22) if small else (1024, 2**22, 2**27):
         part = torch.zeros(size // 4 // ranks + 1, device=device)
         whole = torch.empty(part.numel() * ranks, device=device)
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        # Every rank must call it as often, so the number of calls is fixed.
-        seconds = _mean(device, functools.partial(gather, whole, part), 0.0, least=10)
+        # All ranks must issue the same number of calls, so it is fixed.
+        seconds = _mean(device, functools.partial(gather, whole, part), 0.0, min_calls=10)
         measured.append((4.0 * whole.numel(), seconds))
     return tuple(measured)

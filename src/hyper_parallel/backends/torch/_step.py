@@ -1,14 +1,14 @@
 """Forward and backward of one optimizer step, the same call on every layout.
 
-A step is a list of microbatches. Without pipeline stages each runs forward and backward in turn; with them the plan's
-schedule decides the order. Either way the gradients are those of the step's loss, a sum over tokens divided once by
-`num_tokens`, and the numbers returned add up over all ranks of the model to that loss.
+A step is a list of microbatches. Without pipeline stages, each microbatch runs forward and backward in turn; with
+stages, the plan's schedule decides the order. In both cases the gradients are those of the step's loss, a sum over
+tokens divided once by `num_tokens`. The returned values of all ranks add up to that loss.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
 import torch
@@ -28,8 +28,8 @@ from hyper_parallel.backends.torch.user_objective import (
     Objective,
     Over,
     check_loss,
-    for_stages,
     objective_loss,
+    stage_inputs,
     targets_of,
 )
 from hyper_parallel.backends.torch.weights.shard_ranges import local
@@ -47,30 +47,30 @@ def forward_backward(
     over: Over | None = None,
     scale: float = 1.0,
 ) -> Tensor:
-    """Gradients of one step; call the optimizer and `clip_grad_norm_` afterwards.
+    """Compute the gradients of one step; call `clip_grad_norm_` and the optimizer afterwards.
 
     Args:
         model: A model that passed through `parallelize`.
-        microbatches: This data-parallel rank's microbatches, equal on the ranks that share its data: arguments of the
-            model's forward with `labels`, or `shift_labels` that were moved already; for an objective also whatever
-            else it needs.
-        num_tokens: Valid tokens of the whole step, over all ranks and microbatches; a tensor where the step is
-            captured, so that the number is no constant of it. None: they are counted.
-        span: ContextState per piece of work, for a timeline: name and kind.
+        microbatches: Microbatches of this data-parallel rank, equal on the ranks that share its data: arguments of the
+            model's forward with `labels`, or with shifted `shift_labels`. An objective may use further items.
+        num_tokens: Number of valid tokens of the whole step, over all ranks and microbatches. It must be a tensor if
+            the step is captured, so that it does not become a constant. None: count them.
+        span: Function from the name and kind of a piece of work to a context, for a timeline.
         objective: `objective(first, batch) -> scalar`, in place of the cross entropy. The loss of the step is the sum
-            of its values over microbatches and data-parallel ranks: divide by what the whole step has.
-        over: What it is given first. logprobs: [B, S], as `token_logprobs`. logits: [N, V] of this rank's own tokens,
-            each token on one of the ranks that share it, with a batch cut likewise to [N, ...] and its targets
-            `shift_labels` [N]; a sum over tokens, which is added up over these ranks. output: what the model returns,
-            without pipeline stages. None: logprobs for a causal language model, else output.
-        scale: Gradients are those of so many times the loss; the loss that is returned is not scaled.
+            of its values over microbatches and data-parallel ranks; the objective divides by the total of the step.
+        over: First argument of the objective. logprobs: [B, S], see `token_logprobs`. logits: [N, V] of the tokens that
+            this rank owns (every token has one owner), with the corresponding batch [N, ...] and targets
+            `shift_labels` [N]; the objective must be a sum over tokens, which is summed over the ranks. output: return
+            value of the model, only without pipeline stages. None: logprobs for a causal language model, else output.
+        scale: Factor of the gradients; the returned loss is not scaled.
 
     Returns:
-        The loss of the step, a float64 scalar, equal on all ranks. With `num_tokens` this rank's share of it, so that
-        no collective is spent: the sum over all ranks is the loss.
+        The loss of the step, a float64 scalar, equal on all ranks. With `num_tokens`, this rank's summand of the loss:
+        no collective runs, and the sum over all ranks is the loss.
 
     Raises:
-        NoLoss: HP514 when model or microbatches give no loss. BadObjective: HP515 when an objective gives no scalar.
+        NoLoss: HP514 when the model or the microbatches have no loss.
+        BadObjective: HP515 when an objective returns no scalar.
     """
     return _run(model, microbatches, num_tokens, span, objective, over, train=True, scale=scale)
 
@@ -84,7 +84,7 @@ def forward_loss(
     objective: Objective | None = None,
     over: Over | None = None,
 ) -> Tensor:
-    """The loss of `microbatches`, as in `forward_backward`, without gradients."""
+    """Return the loss of `microbatches` without gradients; see `forward_backward`."""
     span: Span = lambda name, kind: nullcontext()  # noqa: E731
     return _run(model, microbatches, num_tokens, span, objective, over, train=False)
 
@@ -99,93 +99,114 @@ def _run(
     train: bool,
     scale: float = 1.0,
 ) -> Tensor:
+    """Run all microbatches, with backward if `train`, and return the loss or this rank's summand of it."""
     attached = handle(model)
     axes = [axis for axis in ("pp", "cp") if getattr(attached.plan.strategy, axis) > 1]
     for part in microbatches:
-        refuse_other_inputs(model, axes, for_stages(model, part, objective))
-    shares = num_tokens is not None
-    if attached.average:  # the loss is one of the whole step already
+        refuse_other_inputs(model, axes, stage_inputs(model, part, objective))
+    local_only = num_tokens is not None
+    if (
+        attached.average
+    ):  # FSDP averages gradients of a loss that is already divided by all tokens of the step
         scale *= attached.plan.strategy.dp
     if objective is None:
         check_loss(model, attached)
         if num_tokens is None:
             num_tokens = _count(model, attached, microbatches)
-    elif shares:
+    elif local_only:
         raise BadValue(
-            "an objective divides by what it wants itself; `num_tokens` belongs to the cross entropy",
+            "an objective chooses its own divisor; `num_tokens` belongs to the cross entropy",
             got=f"num_tokens={num_tokens}",
             hint="num_tokens=None",
         )
 
-    def scaled(loss: Tensor) -> Tensor:
-        return loss if scale == 1.0 else loss * scale
-
     def loss_of(i: int) -> Tensor:
         part = microbatches[i]
-        if objective is not None:
+        if objective is None:
+            loss = _model_loss(model, part, num_tokens)
+        else:
             strategy = attached.plan.strategy
             share = 1 / (len(microbatches) * strategy.dp * strategy.cp)
-            return scaled(objective_loss(model, attached, part, objective, over, share))
-        given = dict(part)
-        if "labels" not in given:
-            given = {"labels": targets_of(model, part), **given}
-        return scaled(model(**given, num_items_in_batch=num_tokens, use_cache=False).loss)
+            loss = objective_loss(model, attached, part, objective, over, share)
+        return loss if scale == 1.0 else loss * scale
 
     if attached.pipeline is not None:
-        parts = [for_stages(model, p, objective) for p in microbatches]
+        parts = [stage_inputs(model, p, objective) for p in microbatches]
         total = attached.pipeline.run(model, parts, loss_of, span, train, scale)
     else:
-        total = torch.zeros((), dtype=torch.float64, device=attached.device)
-        for i in range(len(microbatches)):
-            with accumulate(model) if train and i < len(microbatches) - 1 else nullcontext():
-                with span("forward", "compute"):
-                    loss = loss_of(i)
-                if train:
-                    with span("backward", "compute"):
-                        loss.backward()
-            total += loss.detach()
-    # One of the ranks that see the same tokens, which all compute the loss, reports it.
+        total = _run_in_turn(model, attached, len(microbatches), loss_of, span, train)
+    # Ranks with the same tokens all compute the loss; one of them reports it.
     coordinate = attached.plan.mesh.coordinate(attached.ranks.rank)
     reports = all(coordinate[axis] == 0 for axis in ("tp_x", "tp_y"))
     total = total if reports else torch.zeros_like(total)
     total = total if scale == 1.0 else total / scale
-    return total if shares else _add_up(attached, total)
+    return total if local_only else _sum_over_ranks(attached, total)
+
+
+def _model_loss(model: nn.Module, batch: Microbatch, num_tokens: int | Tensor | None) -> Tensor:
+    """Return the model's own loss of one microbatch, divided by `num_tokens`."""
+    kwargs = dict(batch)
+    if "labels" not in kwargs:
+        kwargs = {"labels": targets_of(model, batch), **kwargs}
+    loss: Tensor = model(**kwargs, num_items_in_batch=num_tokens, use_cache=False).loss
+    return loss
+
+
+def _run_in_turn(
+    model: nn.Module,
+    attached: Handle,
+    count: int,
+    loss_of: Callable[[int], Tensor],
+    span: Span,
+    train: bool,
+) -> Tensor:
+    """Run forward, and backward if `train`, of each microbatch in turn, and return the sum of the losses."""
+    total = torch.zeros((), dtype=torch.float64, device=attached.device)
+    for i in range(count):
+        with accumulate(model) if train and i < count - 1 else nullcontext():
+            with span("forward", "compute"):
+                loss = loss_of(i)
+            if train:
+                with span("backward", "compute"):
+                    loss.backward()
+        total += loss.detach()
+    return total
 
 
 def _count(model: nn.Module, attached: Handle, microbatches: Sequence[Microbatch]) -> Tensor:
-    """Valid tokens of a step over all ranks."""
+    """Return the number of valid tokens of a step over all ranks."""
     count = torch.zeros((), dtype=torch.float64, device=attached.device)
     for part in microbatches:
         count += (targets_of(model, part) != -100).sum()
     coordinate = attached.plan.mesh.coordinate(attached.ranks.rank)
     if any(coordinate[axis] for axis in ("pp", "cp", "tp_x", "tp_y")):
-        count.zero_()  # another rank has counted the same tokens
-    return _add_up(attached, count).clamp(min=1)
+        count.zero_()  # another rank counts the same tokens
+    return _sum_over_ranks(attached, count).clamp(min=1)
 
 
-def _add_up(attached: Handle, value: Tensor) -> Tensor:
+def _sum_over_ranks(attached: Handle, value: Tensor) -> Tensor:
     """Sum over all ranks of the model."""
     group = attached.ranks.world_group
     return value if group is None else all_reduce(value, group, Purpose.LOSS)
 
 
 def data_share(model: nn.Module) -> tuple[int, int]:
-    """Which share of the data this rank reads, and how many there are: `rank` and `num_replicas` of a sampler.
+    """Return the `rank` and `num_replicas` of this rank's data sampler.
 
-    Ranks of one tensor-, context- or pipeline-parallel group read the same share.
+    Ranks of one tensor-, context- or pipeline-parallel group read the same data.
     """
     attached = handle(model)
     strategy = attached.plan.strategy
-    at = attached.plan.mesh.coordinate(attached.ranks.rank)
-    return at["dp_replicate"] * strategy.dp_shard + at["dp_shard"], strategy.dp
+    coordinate = attached.plan.mesh.coordinate(attached.ranks.rank)
+    return coordinate["dp_replicate"] * strategy.dp_shard + coordinate["dp_shard"], strategy.dp
 
 
 @contextmanager
 def accumulate(model: nn.Module) -> Iterator[None]:
-    """Context for every microbatch of a step but the last: sums that can wait for the last one wait.
+    """Defer gradient reductions in this context, for every microbatch of a step but the last.
 
-    FSDP still reduce-scatters each microbatch unless zero is 1, see `set_last_backward`; the all-reduce over replicas
-    and the sum over tensor-parallel ranks happen once, in the backward pass outside this context.
+    FSDP still reduce-scatters each microbatch unless zero is 1, see `set_last_backward`. The all-reduce over replicas
+    and the sum over tensor-parallel ranks run once, in the backward pass outside this context.
     """
     attached = handle(model)
     _set_last(attached, False)
@@ -204,19 +225,19 @@ def _set_last(attached: Handle, last: bool) -> None:
 def clip_grad_norm_(model: nn.Module, max_norm: float | None) -> Tensor:
     """Scale all gradients so that their global L2 norm is at most `max_norm`.
 
-    The norm counts every element of every logical gradient once, on any layout: local sums of squares, divided by the
-    number of ranks that hold the same elements, are added in one all-reduce of one number.
+    The norm counts every element of every logical gradient once, on any layout. Local sums of squares, divided by the
+    number of ranks with the same elements, are summed in one all-reduce of one number.
 
     Args:
         model: A model that passed through `parallelize`.
-        max_norm: Largest norm allowed; None only measures.
+        max_norm: Maximum norm; None: measure without scaling.
 
     Returns:
         The norm before scaling, a plain scalar tensor, equal on every rank.
     """
     attached = handle(model)
     by_copies: dict[tuple[int, torch.dtype], list[Tensor]] = {}
-    wide = torch.float32  # one number format on all ranks, also on a rank that trains nothing
+    wide = torch.float32  # equal on all ranks, also on a rank without gradients
     for name, param in model.named_parameters():
         wide = torch.promote_types(wide, param.dtype)
         if param.grad is None:
@@ -241,13 +262,13 @@ def clip_grad_norm_(model: nn.Module, max_norm: float | None) -> Tensor:
 
 @torch.no_grad()
 def count_routing(model: nn.Module) -> tuple[Tensor, Tensor | None] | None:
-    """Add up the routing of a step over all ranks, balance the router biases, and begin to count anew.
+    """Sum the routing counts of a step over all ranks, update the router biases, and reset the counts.
 
-    Every rank calls this after each optimizer step. It reads no value, so that it can be captured with the step.
+    Every rank calls this after each optimizer step. It reads no tensor values, so it can be captured with the step.
 
     Returns:
-        [layers, E + 1] rows that each expert got and rows that were kept, float64, equal on every rank, and the
-        auxiliary loss; None for a model without experts, or when nothing was routed.
+        [layers, E + 1], float64, equal on every rank: rows routed to each expert, and rows that were not dropped. With
+        the auxiliary loss; None for a model without experts, or when nothing was routed.
     """
     attached = handle(model)
     total = None if attached.experts is None else collect_routing(model, attached.experts)
@@ -256,7 +277,7 @@ def count_routing(model: nn.Module) -> tuple[Tensor, Tensor | None] | None:
 
 
 def end_step(model: nn.Module) -> RoutingStatistics | None:
-    """`count_routing`, and the statistics; every rank calls this after each optimizer step.
+    """Return the routing statistics of a step, see `count_routing`; every rank calls this after each optimizer step.
 
     Returns:
         The statistics, equal on every rank; None for a model without experts, or when nothing was routed.

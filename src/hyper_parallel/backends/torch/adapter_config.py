@@ -1,4 +1,4 @@
-"""`adapter_config.json`, as peft writes it: read within limits, typed, and refused where it is more than plain LoRA."""
+"""Reader of peft's `adapter_config.json`: size limits, type checks, and refusal of all but plain LoRA."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _UNREAD: Final = (
     "task_type", "peft_type", "auto_mapping", "base_model_name_or_path", "revision", "inference_mode",
     "peft_version", "runtime_config",
 )  # fmt: skip
-"""Keys that change neither modules nor factors."""
+"""Keys without effect on modules and factors."""
 _OTHER_INITIAL: Final = ("gaussian", "eva", "orthogonal")
-"""Beginnings of the ways to initialise an adapter that leave the weights beside it as they are."""
+"""Prefixes of the initialization methods that do not change the base weights."""
 
 _Rank = Annotated[int, Field(ge=1)]
 _Scale = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -29,7 +29,7 @@ _Names = str | list[str] | None
 
 @with_config(ConfigDict(strict=True, extra="allow"))
 class _AdapterConfig(TypedDict):
-    """Values of a `peft.LoraConfig` that peft applies when it chooses modules and factors."""
+    """Keys of a `peft.LoraConfig` that select modules and define factors."""
 
     peft_type: str
     r: NotRequired[_Rank]
@@ -51,15 +51,15 @@ class _AdapterConfig(TypedDict):
 
 
 def read_adapter_config(directory: Path) -> Any:
-    """Return the `peft.LoraConfig` of a directory; refuse values that change more than what is trained here.
+    """Return the `peft.LoraConfig` of a directory.
 
     Raises:
-        WeightsUnreadable: HP703 for a file that is no configuration of an adapter.
-        UnsupportedSharding: HP205 for another kind of adapter, and for LoRA with more than plain factors.
+        WeightsUnreadable: HP703 for an invalid adapter configuration.
+        UnsupportedSharding: HP205 for other kinds of adapters, and for LoRA with more than plain factors.
     """
     peft, file = import_peft(), directory / ADAPTER_CONFIG
     try:
-        given: dict[str, Any] = read(_AdapterConfig, file, ADAPTER_LIMITS, extra="allow")  # type: ignore[assignment]
+        config: dict[str, Any] = read(_AdapterConfig, file, ADAPTER_LIMITS, extra="allow")  # type: ignore[assignment]
     except (OSError, DecodeError) as error:
         raise WeightsUnreadable(
             "the configuration of the adapter cannot be read",
@@ -68,36 +68,36 @@ def read_adapter_config(directory: Path) -> Any:
         ) from error
     plain = vars(peft.LoraConfig())
     read_keys = _AdapterConfig.__annotations__.keys() - {*_UNREAD}
-    more = [
+    unsupported = [
         f"{key:.80}={value!r:.80}"
-        for key, value in given.items()
+        for key, value in config.items()
         if key not in read_keys and key not in _UNREAD and value and value != plain.get(key)
     ]
-    initial = given.get("init_lora_weights", True)
+    initial = config.get("init_lora_weights", True)
     if isinstance(initial, str) and initial.partition("_")[0] not in _OTHER_INITIAL:
-        more.append(f"init_lora_weights={initial:.80}")
-    if given["peft_type"] != _LORA or more:
-        kind = f"{given['peft_type']:.80}"
+        unsupported.append(f"init_lora_weights={initial:.80}")
+    if config["peft_type"] != _LORA or unsupported:
+        kind = f"{config['peft_type']:.80}"
         raise UnsupportedSharding(
-            "only plain LoRA adapters of linear modules are read",
+            "only plain LoRA adapters of linear modules are supported",
             where=str(file),
-            got=", ".join(more[:3]) if kind == _LORA else f"peft_type={kind}",
+            got=", ".join(unsupported[:3]) if kind == _LORA else f"peft_type={kind}",
             allowed="peft_type=LORA with the keys of the section `lora`",
-            hint="merge it with peft (`merge_and_unload`), and train on from the merged model",
+            hint="merge it with peft (`merge_and_unload`), and train the merged model",
         )
-    values = {key: given[key] for key in read_keys if key in given}
+    values = {key: config[key] for key in read_keys if key in config}
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return peft.LoraConfig(
                 **values | {"init_lora_weights": True, "inference_mode": False},
-                task_type=given.get("task_type"),
-                base_model_name_or_path=given.get("base_model_name_or_path"),
-                revision=given.get("revision"),
+                task_type=config.get("task_type"),
+                base_model_name_or_path=config.get("base_model_name_or_path"),
+                revision=config.get("revision"),
             )
-    except (ValueError, TypeError) as error:  # keys that do not go together
+    except (ValueError, TypeError) as error:  # contradictory keys
         raise WeightsUnreadable(
-            "the configuration of the adapter is none that peft accepts",
+            "peft rejects the configuration of the adapter",
             where=str(file),
             got=f"{error!s:.200}",
         ) from error

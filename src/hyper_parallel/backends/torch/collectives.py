@@ -1,8 +1,7 @@
-"""Collectives on local tensors over one process group; every call says what it is for, to whoever records it.
+"""Collectives on local tensors over one process group; every call has a purpose, which recorders read.
 
-A collective whose result takes part in autograd is a pair of functions: the one that runs forward, and the one that
-its gradient goes through. Nothing here dispatches a DTensor operator: in eager mode that costs more than the small
-operators themselves.
+A differentiable collective is a pair of functions: one for the forward, one for the gradient. No function dispatches a
+DTensor operator: in eager mode the dispatch costs more than the small operators themselves.
 """
 
 from __future__ import annotations
@@ -20,29 +19,29 @@ from torch.autograd.function import once_differentiable
 
 from hyper_parallel.ir import Purpose
 
-# torch 2.13 renamed the two calls and deprecates the names that 2.11 has.
+# torch 2.13 renamed both functions and deprecates the names of 2.11.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _current: ContextVar[tuple[Purpose | None, bool]] = ContextVar("purpose", default=(None, False))
 
 
 def current_purpose() -> Purpose | None:
-    """Purpose of the collectives that begin now; None outside of our own wrappers, as in FSDP."""
+    """Return the purpose of collectives issued now; None outside the functions of this package, as in FSDP."""
     return _current.get()[0]
 
 
-def issued_together() -> bool:
-    """The messages that begin now are one exchange: all are sent before one is waited for."""
+def is_coalesced() -> bool:
+    """Return whether messages issued now are coalesced: all are issued before the first wait."""
     return _current.get()[1]
 
 
 @contextmanager
-def purpose(name: Purpose, together: bool = False) -> Iterator[None]:
-    """Collectives that begin inside are for this; the innermost context counts."""
+def purpose(name: Purpose, coalesced: bool = False) -> Iterator[None]:
+    """Set the purpose of collectives issued in this context; of nested contexts the innermost one applies."""
     if torch.compiler.is_compiling():  # recorders see eager code only
         yield
         return
-    token = _current.set((name, together))
+    token = _current.set((name, coalesced))
     try:
         yield
     finally:
@@ -65,9 +64,12 @@ class _Paired(torch.autograd.Function):
 
 
 def paired(forward: Callable[..., Any], backward: Callable[..., Any], *tensors: Tensor) -> Any:
-    """`forward` of some tensors; their gradients are `backward`, its transpose, of the gradients of the result.
+    """Apply a linear function to tensors, with its transpose as the backward function.
 
-    A linear function, which returns no input of its own and keeps nothing for backward.
+    Args:
+        forward: Linear function of the tensors; it must not return an input.
+        backward: Function from the gradients of the result to those of the tensors. No tensors are saved.
+        tensors: Inputs.
     """
     return _Paired.apply(forward, backward, *tensors)
 
@@ -87,9 +89,15 @@ def all_to_all(
     receive: list[int] | None = None,
     send: list[int] | None = None,
 ) -> Tensor:
-    """Fill `out` with the rows that all ranks send this one, in their order; no gradient.
+    """Fill `out` with the rows that all ranks send to this rank, in rank order; no gradient.
 
-    Rows of `x` are for rank 0, then for rank 1, ...: `send` for each, of which `receive` come; None: equally many.
+    Args:
+        out: Received rows.
+        x: Rows to send, first those for rank 0, then those for rank 1, and so on.
+        group: Process group.
+        name: Purpose.
+        receive: Number of rows from each rank; None: equal numbers.
+        send: Number of rows to each rank; None: equal numbers.
     """
     with purpose(name):
         dist.all_to_all_single(out, x, receive, send, group=group)
@@ -177,20 +185,23 @@ def reduce_into(out: Tensor, rows: Tensor, group: dist.ProcessGroup, name: Purpo
 def send_receive(
     sent: Tensor, to: int, source: int, group: dist.ProcessGroup, name: Purpose
 ) -> tuple[Tensor, Callable[[], None]]:
-    """Send a contiguous tensor to one rank of the group while one of its shape comes from another.
+    """Send a contiguous tensor to one rank of the group and receive one of the same shape from another rank.
 
-    Returns what comes, and how to wait until it is here and `sent` may be overwritten.
+    Returns:
+        The received tensor, and a function that waits until it is complete and `sent` may be overwritten.
     """
-    came = torch.empty_like(sent)
+    received = torch.empty_like(sent)
     pair = [
         dist.P2POp(dist.isend, sent, group=group, group_peer=to),
-        dist.P2POp(dist.irecv, came, group=group, group_peer=source),
+        dist.P2POp(dist.irecv, received, group=group, group_peer=source),
     ]
-    with purpose(name, together=True):
+    with purpose(name, coalesced=True):
         works = dist.batch_isend_irecv(pair)
 
-    def wait(sent: Tensor = sent) -> None:  # holds the buffer until it is sent
+    def wait(
+        sent: Tensor = sent,
+    ) -> None:  # the default value keeps the buffer alive until it is sent
         for work in works:
             work.wait()
 
-    return came, wait
+    return received, wait

@@ -1,12 +1,12 @@
-"""Passes of a model over many sequences at once, each in a slot of a KV cache of fixed size.
+"""Batched decoding: forward passes over several sequences, each in a slot of a KV cache of fixed size.
 
-    slot      keys and values [H, N, K] of one sequence per layer, from column 0 on: its column is a token's position
-    pass      the next tokens of some slots, [B, S], the shorter ones padded in front; logits after each one's last
+    slot      keys and values [H, N, K] of one sequence per layer; the column of a token is its position
+    pass      the next tokens of some slots, [B, S], left-padded; returns the logits after the last token of each
 
-A column beyond a row's position is never seen, so what an earlier sequence left in a slot needs no clearing, and a
-row's numbers do not depend on the other rows (a matrix product of another height may round differently). The extra
-column N takes what padding writes. Runs on a plain model and on one that passed through `parallelize`: under tensor
-parallelism the cache has this rank's heads, in a pipeline every rank the layers of its stages.
+Attention masks all columns beyond a row's position, so a slot needs no clearing for a new sequence. A row's values do
+not depend on the other rows, except that a matrix product with another number of rows may round differently. Padding
+writes to the extra column N. The model may have passed through `parallelize`: with tensor parallelism the cache has
+this rank's heads, in a pipeline the layers of this rank's stages.
 """
 
 from __future__ import annotations
@@ -37,7 +37,14 @@ from hyper_parallel.ir import PROMPT_CHUNK
 
 @dataclass(slots=True)
 class _Write:
-    """Where a pass reads and writes: slots, as a span where they are one, and columns [B, S] of its tokens."""
+    """Cache indices of a pass.
+
+    Attributes:
+        rows: Slots.
+        span: The slots as a slice where they are contiguous, else None.
+        columns: Columns [B, S] of the tokens of the pass.
+        width: Number of columns that attention reads.
+    """
 
     rows: Tensor
     span: slice | None
@@ -61,11 +68,11 @@ class _SlotLayer(FixedLayer):
             one = (like[:1].expand(self._slots, -1, -1, -1) for like in (key_states, value_states))
             self.lazy_initialization(*one)
         write, read = self.write, []
-        for kept, new in ((self.keys, key_states), (self.values, value_states)):
-            kept[write.rows[:, None], :, write.columns] = new.transpose(1, 2)
-            # Rows that follow each other are read in place, others are copied.
+        for cached, new in ((self.keys, key_states), (self.values, value_states)):
+            cached[write.rows[:, None], :, write.columns] = new.transpose(1, 2)
+            # Contiguous rows are read in place; other rows are copied.
             rows = write.rows if write.span is None else write.span
-            read.append(kept[rows, :, : write.width])
+            read.append(cached[rows, :, : write.width])
         return read[0], read[1]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -73,11 +80,11 @@ class _SlotLayer(FixedLayer):
 
 
 class Passes:
-    """What decoding asks of a model.
+    """Forward passes of a model for decoding.
 
     Attributes:
-        slots: Sequences at a time.
-        chunk: Most tokens of one that a pass reads.
+        slots: Maximum number of concurrent sequences.
+        chunk: Maximum number of tokens per sequence and pass.
     """
 
     def __init__(self, model: Any, slots: int, chunk: int = sys.maxsize) -> None:
@@ -85,26 +92,26 @@ class Passes:
         self._model, self._handle = model, attached(model)
         self._device: torch.device = model.device if self._handle is None else self._handle.device
 
-    def feed(
+    def read_tokens(
         self, rows: Sequence[int], tokens: Sequence[Sequence[int]], starts: Sequence[int]
     ) -> Tensor | None:
-        """Logits [B, V] after the tokens that rows read next, from their position `starts` on.
+        """Run the next tokens of some rows, from position `starts`, and return the logits [B, V] after the last ones.
 
-        None on a rank that has none: of a pipeline, all but the last stage's.
+        Returns None on pipeline ranks without the last stage.
         """
         raise NotImplementedError
 
-    def move(self, source: int, target: int) -> None:
-        """Let the sequence of one slot go on in another."""
+    def move_sequence(self, source: int, target: int) -> None:
+        """Move the sequence of one slot to another slot."""
 
-    def idle(self) -> None:
-        """A pass for nobody, into a free slot: other ranks meet this one in the collectives of theirs."""
-        self.feed([0], [[0]], [0])
+    def run_idle(self) -> None:
+        """Run a pass of one padding token in a free slot, so that the collectives of other ranks complete."""
+        self.read_tokens([0], [[0]], [0])
 
-    def anywhere(self, busy: bool, halted: bool) -> tuple[bool, bool]:
-        """Whether any of the ranks that must pass together has work, and whether any is interrupted.
+    def combine_flags(self, busy: bool, halted: bool) -> tuple[bool, bool]:
+        """Return whether any rank has work, and whether any rank is interrupted.
 
-        Replicas of whole parameters do not need each other.
+        Only ranks whose passes share collectives are combined: replicas with full parameters are independent.
         """
         strategy = None if self._handle is None else self._handle.plan.strategy
         if strategy is None or strategy.world_size == strategy.dp_replicate:
@@ -114,8 +121,8 @@ class Passes:
         busy, halted = flags.bool().tolist()
         return busy, halted
 
-    def share(self, chosen: Tensor | None, rows: int) -> Tensor:
-        """Numbers [2, B] that the ranks with logits chose, on every rank."""
+    def broadcast_choices(self, chosen: Tensor | None, rows: int) -> Tensor:
+        """Broadcast the choices [2, B] (tokens, log-probabilities) of the ranks with logits to all pipeline ranks."""
         pipeline = None if self._handle is None else self._handle.pipeline
         if pipeline is None:
             assert chosen is not None
@@ -127,7 +134,7 @@ class Passes:
         return chosen
 
     def _logits(self, **inputs: Any) -> Tensor | None:
-        """Logits [B, S, V] of the model; None on pipeline ranks without them."""
+        """Return the logits [B, S, V] of the model; None on pipeline ranks without the last stage."""
         with torch.no_grad():
             if self._handle is not None and self._handle.pipeline is not None:
                 return run_stages(self._handle.pipeline, self._model, inputs)
@@ -135,30 +142,30 @@ class Passes:
             return logits
 
 
-class OneSlot(Passes):
-    """Passes of one sequence by the prompt step and the decode step of a model, however they run."""
+class SingleSequence(Passes):
+    """Passes of one sequence by a prompt step and a decode step."""
 
     def __init__(self, model: Any, steps: Any) -> None:
         super().__init__(model, 1)
         self._steps = steps
 
-    def feed(
+    def read_tokens(
         self, rows: Sequence[int], tokens: Sequence[Sequence[int]], starts: Sequence[int]
     ) -> Tensor:
-        """As in `Passes`."""
+        """Run the prompt step or the decode step; see `Passes`."""
         (part,), (start,) = tokens, starts
         logits: Tensor = self._steps.next(part[0]) if start else self._steps.prompt([*part])
         return logits[None]
 
 
 class SlotPasses(Passes):
-    """Cached passes of a model.
+    """Passes with a KV cache.
 
     Args:
-        model: A causal language model for which `why_no_slots` gives None.
-        slots: Sequences at a time.
-        length: Most tokens of one that are read.
-        chunk: Most tokens of one in a pass.
+        model: A causal language model for which `why_no_slots` returns None.
+        slots: Maximum number of concurrent sequences.
+        length: Maximum number of tokens read per sequence.
+        chunk: Maximum number of tokens per sequence and pass.
     """
 
     def __init__(self, model: Any, slots: int, length: int, chunk: int = PROMPT_CHUNK) -> None:
@@ -169,20 +176,20 @@ class SlotPasses(Passes):
             self._dtype = getattr(torch, handle.plan.workload.compute_dtype)
         layers = StaticCache(config=model.config, max_cache_len=length).layers
         self._layers = [_SlotLayer(slots, length) for _ in layers]
-        self._more: dict[str, Any] = {cache_argument(model.forward): Cache(layers=self._layers)}
+        self._kwargs: dict[str, Any] = {cache_argument(model.forward): Cache(layers=self._layers)}
         if "logits_to_keep" in inspect.signature(model.forward).parameters:
-            self._more["logits_to_keep"] = 1  # [B, 1, V] and not [B, S, V]
+            self._kwargs["logits_to_keep"] = 1  # [B, 1, V] instead of [B, S, V]
 
     @property
     def cache_bytes(self) -> int:
         """Bytes of keys and values on this rank; 0 before the first pass."""
-        made = [layer for layer in self._layers if layer.is_initialized]
-        return sum(layer.keys.nbytes + layer.values.nbytes for layer in made)
+        allocated = [layer for layer in self._layers if layer.is_initialized]
+        return sum(layer.keys.nbytes + layer.values.nbytes for layer in allocated)
 
-    def feed(
+    def read_tokens(
         self, rows: Sequence[int], tokens: Sequence[Sequence[int]], starts: Sequence[int]
     ) -> Tensor | None:
-        """As in `Passes`."""
+        """Run a pass with the KV cache; see `Passes`."""
         size, device = max(map(len, tokens)), self._device
         ids = torch.tensor([[0] * (size - len(part)) + [*part] for part in tokens])
         ends = torch.tensor([start + len(part) for start, part in zip(starts, tokens, strict=True)])
@@ -198,18 +205,18 @@ class SlotPasses(Passes):
         for layer in self._layers:
             layer.write = write
         positions = columns.masked_fill(padding, 0).to(device)
-        seen = masks(self._model, positions, write.width, self._dtype)
+        attention_masks = masks(self._model, positions, write.width, self._dtype)
         logits = self._logits(
             input_ids=ids.to(device),
             position_ids=positions,
-            attention_mask=mask_argument(self._model, seen),
+            attention_mask=mask_argument(self._model, attention_masks),
             use_cache=True,
-            **self._more,
+            **self._kwargs,
         )
         return None if logits is None else logits[:, -1]
 
-    def move(self, source: int, target: int) -> None:
-        """As in `Passes`."""
+    def move_sequence(self, source: int, target: int) -> None:
+        """Copy the cache of one slot to another; see `Passes`."""
         for layer in self._layers:
             if layer.is_initialized:
                 layer.keys[target] = layer.keys[source]
@@ -217,47 +224,48 @@ class SlotPasses(Passes):
 
 
 class WholePasses(Passes):
-    """The same by the forward pass of training: each reads all texts of a microbatch at its full width.
+    """Passes without a cache, with the shapes of training: each pass reads all texts of a microbatch in full width.
 
     Args:
-        model: As of `SlotPasses`; need not keep keys and values.
-        ids: [B, S] texts so far with what stands behind them, which attention that is causal never sees.
-        rows: Row of the sequence in each slot.
+        model: A causal language model.
+        ids: [B, S] texts so far, right-padded; causal attention never reads the padding.
+        rows: Row in `ids` of the sequence in each slot.
     """
 
     def __init__(self, model: Any, ids: Tensor, rows: Sequence[int]) -> None:
         super().__init__(model, len(rows))
-        self._ids, self._at = ids.clone(), [*rows]
+        self._ids, self._rows = ids.clone(), [*rows]
 
-    def feed(
+    def read_tokens(
         self, rows: Sequence[int], tokens: Sequence[Sequence[int]], starts: Sequence[int]
     ) -> Tensor | None:
-        """As in `Passes`."""
-        at = [self._at[row] for row in rows]
+        """Run a pass over all texts; see `Passes`."""
+        id_rows = [self._rows[row] for row in rows]
         ends = [start + len(part) for start, part in zip(starts, tokens, strict=True)]
-        for row, part, start, end in zip(at, tokens, starts, ends, strict=True):
+        for row, part, start, end in zip(id_rows, tokens, starts, ends, strict=True):
             self._ids[row, start:end] = torch.tensor(part)
         logits = self._logits(input_ids=self._ids, use_cache=False)
         last = torch.tensor(ends, device=self._device) - 1
-        return None if logits is None else logits[torch.tensor(at, device=self._device), last]
+        return None if logits is None else logits[torch.tensor(id_rows, device=self._device), last]
 
-    def move(self, source: int, target: int) -> None:
-        """As in `Passes`: a sequence stays in its row."""
-        self._at[source], self._at[target] = self._at[target], self._at[source]
+    def move_sequence(self, source: int, target: int) -> None:
+        """Exchange the rows of two slots; see `Passes`. Nothing is copied."""
+        rows = self._rows
+        rows[source], rows[target] = rows[target], rows[source]
 
-    def idle(self) -> None:
-        """As in `Passes`."""
+    def run_idle(self) -> None:
+        """Run a pass over the texts as they are; see `Passes`."""
         self._logits(input_ids=self._ids, use_cache=False)
 
 
 @dataclass(frozen=True)
 class SlotSteps:
-    """A step that reads prompts and one that reads a token of each slot, of fixed shapes: all slots are in every step.
+    """A prompt step and a decode step of fixed shapes: every step has all slots.
 
     Attributes:
-        slots: Sequences.
-        prompt_tokens: Most tokens of one in the first step.
-        length: Most tokens of one that are read.
+        slots: Number of sequences.
+        prompt_tokens: Maximum number of tokens per sequence in the prompt step.
+        length: Maximum number of tokens read per sequence.
     """
 
     slots: int
@@ -265,12 +273,12 @@ class SlotSteps:
     length: int
 
     def new_cache(self, model: Any) -> Cache:
-        """A cache for all slots; its tensors appear with the first step."""
+        """Return a cache for all slots; the first step allocates its tensors."""
         layers = StaticCache(config=model.config, max_cache_len=self.length).layers
         return Cache(layers=[_SlotLayer(self.slots, self.length) for _ in layers])
 
     def example(self, model: Any, *, prompt: bool) -> dict[str, Tensor]:
-        """Inputs of a step in its shape."""
+        """Return inputs of a step with its shapes and padding only."""
         return self.inputs(model, [], [], [], prompt=prompt)
 
     def inputs(
@@ -282,7 +290,7 @@ class SlotSteps:
         *,
         prompt: bool,
     ) -> dict[str, Tensor]:
-        """What slots read from their position `starts` on; the other slots read padding."""
+        """Return the inputs of a step in which some slots read tokens from position `starts`; others read padding."""
         size = self.prompt_tokens if prompt else 1
         ids = torch.zeros(self.slots, size, dtype=torch.long)
         columns = torch.full_like(ids, self.length)
@@ -299,7 +307,7 @@ class SlotSteps:
         }
 
     def run(self, model: Any, cache: Any, inputs: dict[str, Tensor]) -> Tensor:
-        """Logits [slots, V] after the last token of every slot."""
+        """Run a step and return the logits [slots, V] after the last token of every slot."""
         write = _Write(inputs["rows"], slice(0, self.slots), inputs["columns"], self.length)
         for layer in cache.layers:
             layer.write = write
@@ -317,16 +325,16 @@ class SlotSteps:
 
 
 class RecomputePasses(Passes):
-    """The same for a model whose keys and values are not kept: every pass reads the whole text again."""
+    """Passes without a cache: every pass recomputes the full text."""
 
     def __init__(self, model: Any, slots: int) -> None:
         super().__init__(model, slots)
         self._texts: list[list[int]] = [[] for _ in range(slots)]
 
-    def feed(
+    def read_tokens(
         self, rows: Sequence[int], tokens: Sequence[Sequence[int]], starts: Sequence[int]
     ) -> Tensor | None:
-        """As in `Passes`; texts are padded behind, which attention that is causal never sees."""
+        """Run the full texts of some rows; see `Passes`. Texts are right-padded: causal attention ignores padding."""
         for row, part, start in zip(rows, tokens, starts, strict=True):
             self._texts[row][start:] = part
         texts = [self._texts[row] for row in rows]
@@ -338,41 +346,41 @@ class RecomputePasses(Passes):
         last = torch.tensor([len(text) - 1 for text in texts], device=self._device)
         return logits[torch.arange(len(rows), device=self._device), last]
 
-    def move(self, source: int, target: int) -> None:
-        """As in `Passes`."""
+    def move_sequence(self, source: int, target: int) -> None:
+        """Move the text of one slot to another; see `Passes`."""
         self._texts[target], self._texts[source] = self._texts[source], []
 
 
 def why_no_slots(model: Any) -> str | None:
-    """Why a model cannot keep keys and values of several sequences in slots; None: it can."""
+    """Return why a model cannot cache several sequences in slots, or None."""
     if why := why_no_own_cache(model):
         return why
     config = model.config.get_text_config(decoder=True)
     if getattr(config, "alibi", False):
-        return "its attention counts distances from a mask of two dims"
+        return "its attention derives distances from a 2-D mask"
     handle = attached(model)
     if handle is not None and handle.tp is not None and handle.tp.shard_sequences_over_y:
-        return "attention cuts sequences over tp_y"
+        return "attention shards sequences over tp_y"
     properties = known_properties(model)
     if properties is not None and not properties.slot_cache.agrees:
-        return "decoding with it was measured to differ from reading the whole text"
+        return "decoding with it was measured to differ from a pass over the full text"
     return None
 
 
 def passes_of(model: Any, slots: int, length: int) -> Passes:
-    """Passes with a cache of keys and values where the model allows one.
+    """Return passes for a model, with a KV cache where the model supports it.
 
     Raises:
-        BadValue: HP102 when all of a batch would get other rotary frequencies because one text is long (longrope).
+        BadValue: HP102 when one long text would change the rotary frequencies of the whole batch (longrope).
     """
     config = model.config.get_text_config(decoder=True)
     rope = getattr(config, "rope_parameters", None) or {}
-    most = rope.get("original_max_position_embeddings") or length
-    if rope.get("rope_type") == "longrope" and length > most:
+    max_length = rope.get("original_max_position_embeddings") or length
+    if rope.get("rope_type") == "longrope" and length > max_length:
         raise BadValue(
-            "beyond the length it was first trained for, texts of this model depend on the longest in their batch",
+            "beyond the original training length, the texts of this model depend on the longest text of their batch",
             got=f"{length} tokens",
-            allowed=f"at most {most} tokens of prompt and continuation",
+            allowed=f"at most {max_length} tokens of prompt and continuation",
             hint="fewer new tokens, or one prompt at a time",
         )
     if why_no_slots(model):

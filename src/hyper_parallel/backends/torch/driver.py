@@ -1,4 +1,4 @@
-"""Run code of a model without starting the driver of an accelerator."""
+"""Run model code without initializing the driver of an accelerator."""
 
 from __future__ import annotations
 
@@ -10,35 +10,35 @@ from typing import Any, Final
 import torch
 
 NVML_CHECK: Final = "PYTORCH_NVML_BASED_CUDA_CHECK"
-"""Environment variable with which `torch.cuda.is_available` does not start the driver. Source: torch, notes/cuda."""
+"""Environment variable that makes `torch.cuda.is_available` skip driver initialization. Source: torch, notes/cuda."""
 
 
 def capturing_nothing() -> bool:
-    """Return what `is_current_stream_capturing` says in a process that has not started the device."""
+    """Return False, the result of `is_current_stream_capturing` in a process with an uninitialized device."""
     return False
 
 
 @contextmanager
 def driver_untouched() -> Iterator[None]:
-    """Answer what a model's code asks of an accelerator that this process has not started.
+    """Answer queries of model code about an uninitialized accelerator without initializing its driver.
 
-    A process cannot use a CUDA device whose driver was started in the process that forked it. transformers asks
-    whether a stream is captured whenever it makes a mask, and torch starts the driver to answer.
+    A process cannot use a CUDA device whose driver was initialized in its parent before a fork. transformers checks for
+    stream capture whenever it creates a mask, and torch initializes the driver for this check.
     """
     before = os.environ.get(NVML_CHECK)
     os.environ[NVML_CHECK] = "1"
     modules: list[Any] = [getattr(torch, kind, None) for kind in ("cuda", "xpu", "npu")]
-    asked = [
+    uninitialized = [
         m for m in modules if hasattr(m, "is_current_stream_capturing") and not m.is_initialized()
     ]
-    answers = [m.is_current_stream_capturing for m in asked]
+    originals = [m.is_current_stream_capturing for m in uninitialized]
     try:
-        for module in asked:
+        for module in uninitialized:
             module.is_current_stream_capturing = capturing_nothing
         yield
     finally:
-        for module, answer in zip(asked, answers, strict=True):
-            module.is_current_stream_capturing = answer
+        for module, original in zip(uninitialized, originals, strict=True):
+            module.is_current_stream_capturing = original
         del os.environ[NVML_CHECK]
         if before is not None:
             os.environ[NVML_CHECK] = before

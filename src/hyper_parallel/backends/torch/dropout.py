@@ -1,9 +1,9 @@
-"""Switch dropout off: every random change that models of transformers make to a forward pass in training mode.
+"""Deterministic training mode: disables every source of randomness in the forward of transformers models.
 
     dropout and stochastic-depth modules   their probability (`p`, `drop_prob`)
     numbers on modules                     rates of functional dropout, attention, LayerDrop and router noise
     keys of configs                        the same rates, which some forwards read in every pass
-    adapters                               the share of inputs that a LoRA adapter drops
+    adapters                               dropout rate of LoRA adapters
     modules that sample in training mode   stay in evaluation mode
 
 Rates are recognised by their names. `tools/sweeps/dropout.py` measures for every model type that two passes with
@@ -21,20 +21,20 @@ from typing import Any, Final
 from torch import nn
 
 _RATE: Final = re.compile(r"drop|jitter", re.IGNORECASE)
-"""Names of attributes and config keys that hold a rate."""
+"""Pattern of attributes and config keys with a rate."""
 _DROPOUT_CLASS: Final = re.compile(r"drop|stochasticdepth", re.IGNORECASE)
-"""Names of module classes whose probability has a short name."""
+"""Pattern of module classes whose probability has a short name."""
 _SHORT_NAMES: Final = ("p", "prob", "rate")
 _AUGMENTATIONS: Final = ("pos_embed_shift", "pos_embed_jitter", "pos_embed_rescale")
-"""Config keys of random changes to the positions of image patches; None switches them off."""
+"""Config keys of random changes to the positions of image patches; None disables them."""
 _TASK_HEAD: Final = re.compile(r"^(classifier|cls|summary|seq_classif|qa|pooler)_")
-"""Config keys with rates of heads for classification; a model that has such a head holds the rate in a module too."""
+"""Pattern of config keys with rates of classification heads; a model with such a head has the rate on a module too."""
 _SAMPLING_MODULES: Final = ("PhimoeTopKRouter",)
-"""Classes that draw experts at random in training mode. Their number called jitter is a threshold of both modes."""
+"""Classes that sample experts in training mode; their attribute called jitter is a threshold in both modes."""
 _ORIGINAL_RATES: Final = "_hyper_parallel_original_rates"
 
 Rates = list[tuple[tuple[str, ...], str, Any]]
-"""Path of a config inside the model's config, key, and value before dropout was switched off."""
+"""Path of a config inside the model's config, key, and value before dropout was disabled."""
 
 
 def disable_dropout(model: nn.Module) -> None:
@@ -50,13 +50,13 @@ def disable_dropout(model: nn.Module) -> None:
     model.__dict__[_ORIGINAL_RATES] = rates
     for module in model.modules():
         if type(module).__name__ in _SAMPLING_MODULES:
-            _hold_in_evaluation_mode(module)
+            _fix_evaluation_mode(module)
         else:
             _disable_on_module(module)
 
 
 def has_dropout(model: nn.Module, *, adapters: bool = True) -> bool:
-    """Return whether some rate of a model or of its configs is above zero; `adapters`: those of adapters count."""
+    """Return whether any rate of a model or of its configs is above zero; `adapters`: include adapters."""
     configs = _configs(getattr(model, "config", None))
     holders = [{k: v for k, v in vars(c).items() if not _TASK_HEAD.match(k)} for _, c in configs]
     for module in model.modules():
@@ -64,16 +64,16 @@ def has_dropout(model: nn.Module, *, adapters: bool = True) -> bool:
             return True
         if adapters and getattr(vars(module).get("adapter"), "dropout", 0.0):
             return True
-        held = vars(module)
+        values = vars(module)
         is_dropout = _DROPOUT_CLASS.search(type(module).__name__) is not None
-        if is_dropout and any(isinstance(held.get(n), float) and held[n] for n in _SHORT_NAMES):
+        if is_dropout and any(isinstance(values.get(n), float) and values[n] for n in _SHORT_NAMES):
             return True
-        holders.append(held)
-    return any(_without_rate(n, v) is not v for held in holders for n, v in held.items())
+        holders.append(values)
+    return any(_without_rate(n, v) is not v for values in holders for n, v in values.items())
 
 
 def original_config(model: Any) -> Any:
-    """Return the config of a model with the dropout rates it was made with."""
+    """Return the config of a model with its original dropout rates."""
     rates: Rates = model.__dict__.get(_ORIGINAL_RATES, [])
     if not rates:
         return model.config
@@ -94,7 +94,7 @@ def _configs(config: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[st
 
 
 def _without_rate(name: str, value: Any) -> Any:
-    """Return the value that switches a rate off, or the value itself when it is no rate."""
+    """Return the value that disables a rate, or the unchanged value if it is no rate."""
     if not _RATE.search(name):
         return value
     if isinstance(value, float) and 0 < value <= 1:
@@ -119,8 +119,8 @@ def _disable_on_module(module: nn.Module) -> None:
         vars(module)["adapter"] = replace(adapter, dropout=0.0)
 
 
-def _hold_in_evaluation_mode(module: nn.Module) -> None:
-    """Keep a module in evaluation mode, whatever mode the model around it is switched to."""
+def _fix_evaluation_mode(module: nn.Module) -> None:
+    """Keep a module in evaluation mode, independent of the mode of the model."""
 
     def train(mode: bool = True) -> nn.Module:
         return nn.Module.train(module, False)

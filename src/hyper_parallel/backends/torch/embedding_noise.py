@@ -1,8 +1,8 @@
-"""Noise on the embeddings of tokens while a model trains: NEFTune, Jain et al. 2023, arXiv:2310.05914.
+"""Noise on token embeddings in training: NEFTune, Jain et al. 2023, arXiv:2310.05914.
 
-As transformers adds it: uniform in +-alpha / sqrt(S D) for rows of S tokens and D features. Which number a feature gets
-is a function of a key that the caller gives (of seed and step), of the tokens of the row, of the position in it and of
-the feature. Nothing is drawn, so the noise of a sequence is the same whoever holds it, whole or a part of it.
+Uniform in +-alpha / sqrt(S D) for rows of S tokens and D features, as in transformers. The noise is a hash of a key of
+the caller (from seed and step), the tokens of the row, the position and the feature. It uses no random number
+generator, so the noise of a token is equal on every layout.
 """
 
 from __future__ import annotations
@@ -18,15 +18,14 @@ from hyper_parallel.backends.torch.parallel_handle import handle
 from hyper_parallel.errors import UnsupportedSharding
 
 _LOW: Final = 0xFFFFFFFF
-_SPREAD: Final = (
-    0x9E3779B1  # odd, 2^32 over the golden ratio: steps of it visit every number of 32 bits
-)
+_SPREAD: Final = 0x9E3779B1
+"""2^32 over the golden ratio, odd: its multiples visit every 32-bit number."""
 _BLOCK_ELEMENTS: Final = 1 << 22
-"""Numbers made at a time, which bounds the temporaries."""
+"""Elements computed at a time, to bound temporaries."""
 
 
-def mixed(x: Tensor) -> Tensor:
-    """A hash of every number of 32 bits: lowbias32, C. Wellons, Prospecting for Hash Functions, 2018."""
+def hash32(x: Tensor) -> Tensor:
+    """Return the lowbias32 hash of 32-bit numbers: C. Wellons, Prospecting for Hash Functions, 2018."""
     x = (x ^ (x >> 16)) * 0x7FEB352D & _LOW
     x = (x ^ (x >> 15)) * 0x846CA68B & _LOW
     return x ^ (x >> 16)
@@ -34,11 +33,11 @@ def mixed(x: Tensor) -> Tensor:
 
 @dataclass
 class EmbeddingNoise:
-    """The noise of one model.
+    """Embedding noise of one model.
 
     Attributes:
         alpha: `neftune_noise_alpha` of transformers.
-        key: Begins the noise of a step.
+        key: Hash key of the step.
     """
 
     alpha: float
@@ -47,51 +46,51 @@ class EmbeddingNoise:
 
     @classmethod
     def attach(cls, model: nn.Module, alpha: float) -> EmbeddingNoise:
-        """Add noise to what a model that passed through `parallelize` embeds, in training mode alone.
+        """Add noise to the token embeddings of a model that passed through `parallelize`, in training mode only.
 
         Raises:
-            UnsupportedSharding: HP205, in a forward pass, when an embedding does not see the row's tokens in order.
+            UnsupportedSharding: HP205, in a forward pass, when an embedding's input is not the row's tokens in order.
         """
         noise, attached = cls(alpha), handle(model)
 
-        def begins(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        def store_ids(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
             noise._ids = kwargs.get("input_ids", args[0] if args else None)
 
-        def embedded(_: nn.Module, __: Any, out: Tensor) -> Tensor | None:
+        def add_noise(_: nn.Module, __: Any, out: Tensor) -> Tensor | None:
             ids, tp = noise._ids, attached.tp
             summand = tp is not None and tp.partial_embedding and tp.rank > 0  # rank 0 adds it
             if ids is None or not model.training or not out.is_floating_point() or summand:
                 return None
-            places = torch.arange(ids.numel(), device=ids.device).view(ids.shape)
+            flat_index = torch.arange(ids.numel(), device=ids.device).view(ids.shape)
             if attached.context is not None:
-                places = attached.context.local_tokens(places, 0)
-            if out.shape[:-1] != places.shape:
+                flat_index = attached.context.local_tokens(flat_index, 0)
+            if out.shape[:-1] != flat_index.shape:
                 raise UnsupportedSharding(
-                    "noise is added where the tokens of a row are embedded in their order",
+                    "embedding noise needs embeddings of the tokens of a row in order",
                     where=type(model).__name__,
-                    got=f"an embedding {tuple(out.shape)} of tokens {tuple(places.shape)}",
+                    got=f"an embedding {tuple(out.shape)} of tokens {tuple(flat_index.shape)}",
                     hint="training.neftune_noise_alpha=null",
                 )
-            return out + noise.of(ids, places, out)
+            return out + noise.compute(ids, flat_index, out)
 
-        # Before the row is cut over ranks.
-        model.register_forward_pre_hook(begins, with_kwargs=True, prepend=True)
-        model.get_input_embeddings().register_forward_hook(embedded)  # type: ignore[operator]
+        # The hook reads the ids before they are sharded over ranks.
+        model.register_forward_pre_hook(store_ids, with_kwargs=True, prepend=True)
+        model.get_input_embeddings().register_forward_hook(add_noise)  # type: ignore[operator]
         return noise
 
     @torch.no_grad()
-    def of(self, ids: Tensor, places: Tensor, out: Tensor) -> Tensor:
-        """[..., D] noise like `out` of tokens at `places` [...] of [B, S] ids laid end to end."""
+    def compute(self, ids: Tensor, flat_index: Tensor, out: Tensor) -> Tensor:
+        """Return noise [..., D] like `out` for the tokens at indices `flat_index` [...] of the flattened ids [B, S]."""
         length, width = ids.shape[1], out.shape[-1]
-        at = mixed(torch.arange(1, length + 1, device=ids.device))
-        rows = mixed((mixed((ids + at) & _LOW).sum(1) & _LOW) ^ self.key & _LOW)
-        flat = places.reshape(-1)
-        keys = mixed(rows[flat // length] ^ at[flat % length])
+        positions = hash32(torch.arange(1, length + 1, device=ids.device))
+        rows = hash32((hash32((ids + positions) & _LOW).sum(1) & _LOW) ^ self.key & _LOW)
+        flat = flat_index.reshape(-1)
+        keys = hash32(rows[flat // length] ^ positions[flat % length])
         features = torch.arange(width, device=ids.device) * _SPREAD & _LOW
-        found = torch.empty(len(flat), width, dtype=out.dtype, device=out.device)
+        noise = torch.empty(len(flat), width, dtype=out.dtype, device=out.device)
         size, bound = max(1, _BLOCK_ELEMENTS // width), self.alpha / math.sqrt(length * width)
         wide = torch.promote_types(out.dtype, torch.float32)
         for i in range(0, len(flat), size):
-            numbers = mixed((keys[i : i + size, None] + features) & _LOW)
-            found[i : i + size] = (numbers.to(wide) * 2.0**-31 - 1) * bound
-        return found.view(out.shape)
+            numbers = hash32((keys[i : i + size, None] + features) & _LOW)
+            noise[i : i + size] = (numbers.to(wide) * 2.0**-31 - 1) * bound
+        return noise.view(out.shape)

@@ -1,9 +1,9 @@
-"""State that a forward pass leaves on modules and that no checkpoint holds: a pass must not depend on earlier ones.
+"""Reset of module state that a forward pass changes and no checkpoint contains, so that passes are independent.
 
-Rotary embeddings of `rope_type: dynamic` keep the longest text that they have seen, and the frequencies that belong to
-it. What a rank has read before, an evaluation, or a resume would then change the numbers of a run. Here such a module
-begins every call of its forward as it was before the first one. It is a function of its inputs alone, also where
-recomputation or a pipeline runs passes in another order.
+Rotary embeddings of `rope_type: dynamic` store the longest text of earlier passes and its frequencies. The history of a
+rank, an evaluation or a resume would then change the results of a run. The reset restores the state before the first
+call at the start of every call, so that the module is a function of its inputs. This also holds when recomputation or a
+pipeline runs passes in another order.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ import torch
 from torch import Tensor, nn
 
 Values = dict[tuple[str, str], Any]
-"""Kind (`buffer` or `attribute`) and name of what a module holds, with its value."""
+"""State of a module: values by kind (`buffer` or `attribute`) and name."""
 
 _BUFFER, _ATTRIBUTE = "buffer", "attribute"
 _MARKER: Final = "max_seq_len_cached"
-"""End of the name of the attribute that rotary embeddings keep their longest text in."""
+"""Suffix of the attribute of rotary embeddings with the length of the longest text."""
 
 
 def reset_before_calls(model: nn.Module) -> None:
-    """Let every rotary embedding of a model begin each call of its forward with the state before its first call."""
+    """Restore the state before the first call at the start of each call of every stateful rotary embedding."""
     for module in model.modules():
         if any(name.endswith(_MARKER) for name in vars(module)):
             _ResetState().attach(module)
 
 
 def changed_state(model: nn.Module, run_forward: Callable[[], object]) -> tuple[str, ...]:
-    """Return the names of buffers and attributes that a forward pass changes and no checkpoint holds.
+    """Return the names of buffers and attributes that a forward pass changes and no checkpoint contains.
 
     Args:
         model: Any module with real buffers.
-        run_forward: Runs a pass of it.
+        run_forward: Runs a forward pass of the model.
     """
     modules = dict(model.named_modules())
     before = {path: _copied(_values(module)) for path, module in modules.items()}
@@ -54,8 +54,8 @@ def changed_state(model: nn.Module, run_forward: Callable[[], object]) -> tuple[
 class _ResetState:
     """State of one module before and after a call of its forward.
 
-    The state after a call is put back to the state before it. A state that something else has set since, such as a move
-    to another device, becomes the new state before a call.
+    The next call restores the state before the previous call. A state that other code has set since then, such as a
+    move to another device, becomes the new state to restore.
     """
 
     def __init__(self) -> None:
@@ -63,7 +63,7 @@ class _ResetState:
         self._after: Values | None = None
 
     def attach(self, module: nn.Module) -> None:
-        """Reset a module whenever its forward begins."""
+        """Reset a module at the start of every forward."""
         module.register_forward_pre_hook(self._begin)
         module.register_forward_hook(self._end)
 
@@ -83,23 +83,23 @@ class _ResetState:
 
 
 def _values(module: nn.Module) -> Values:
-    """Return the buffers, and the numbers, texts and tensors among the attributes, of one module."""
-    held: Values = {(_BUFFER, name): buffer for name, buffer in module._buffers.items()}
+    """Return the buffers of one module, and its attributes that are numbers, strings, tensors or None."""
+    state: Values = {(_BUFFER, name): buffer for name, buffer in module._buffers.items()}
     for name, value in vars(module).items():
-        if name == "training":  # a mode, which others set
+        if name == "training":  # set by the caller, not by forward
             continue
         if value is None or isinstance(value, (bool, int, float, str, Tensor)):
-            held[_ATTRIBUTE, name] = value
-    return held
+            state[_ATTRIBUTE, name] = value
+    return state
 
 
 def _copied(values: Values) -> Values:
     return {k: v.clone() if isinstance(v, Tensor) else v for k, v in values.items()}
 
 
-def _same(values: Values, others: Values) -> bool:
-    """Whether the very same objects are held."""
-    return values.keys() == others.keys() and all(others[k] is v for k, v in values.items())
+def _same(first: Values, second: Values) -> bool:
+    """Return whether two states have identical objects."""
+    return first.keys() == second.keys() and all(second[k] is v for k, v in first.items())
 
 
 def _equal(value: Any, other: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Changes to a forward pass that keep its values: recomputed activations, and float64 that stays float64."""
+"""Changes of a forward pass: activation recomputation, full float64 arithmetic, and the loop over experts."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from hyper_parallel.backends.torch.context.state import ContextState
-from hyper_parallel.backends.torch.host_saved_activations import SWAP, Swap
+from hyper_parallel.backends.torch.host_saved_activations import HOST_SAVED, HostSavedActivations
 from hyper_parallel.backends.torch.tensor.state import TpState
 from hyper_parallel.backends.torch.token_rows import Tokens
 from hyper_parallel.ir import Strategy
 
 
 class _KeepFloat64(TorchFunctionMode):
-    """No operation narrows a float64 tensor to float32, and integers become float64.
+    """Mode in which no operation converts float64 tensors to float32, and integers are converted to float64.
 
-    Model code computes norms, rotary angles and softmax "in float32 at least" by converting to float32. For float64
-    that is a loss, and whether two layouts round to the same float32 is chance. Positions that became float32 could
-    not be multiplied with frequencies that stayed float64.
+    Model code computes norms, rotary angles and softmax in at least float32 by a conversion to float32. For float64
+    this loses precision, and two layouts may round to different float32 values. Positions in float32 could not be
+    multiplied with frequencies in float64.
     """
 
     def __torch_function__(
@@ -40,13 +40,12 @@ class _KeepFloat64(TorchFunctionMode):
         if func is Tensor.float and not args[0].is_floating_point():
             return args[0].double()
         if func is torch.full and torch.finfo(torch.float32).max < abs(args[1]) < math.inf:
-            return func(
-                *args, **{"dtype": torch.float64, **kwargs}
-            )  # the lowest float64, of a mask
+            # A mask with the lowest float64 value.
+            return func(*args, **{"dtype": torch.float64, **kwargs})
         if args and isinstance(args[0], Tensor) and args[0].dtype == torch.float64:
             if func is Tensor.float:
                 return args[0]
-            # Identity: `in` would compare float32 with every tensor, and each comparison raises inside torch.
+            # Compare by identity: `in` would compare float32 with tensors, which raises inside torch.
             if kwargs.get("dtype") is torch.float32 or any(a is torch.float32 for a in args):
                 args = tuple(torch.float64 if a is torch.float32 else a for a in args)
                 kwargs = {k: torch.float64 if v is torch.float32 else v for k, v in kwargs.items()}
@@ -54,12 +53,12 @@ class _KeepFloat64(TorchFunctionMode):
 
 
 def float64_kept() -> TorchFunctionMode:
-    """Return a context in which no operation narrows float64."""
+    """Return a context in which no operation converts float64 to float32."""
     return _KeepFloat64()
 
 
 def keep_float64(model: nn.Module) -> None:
-    """Let the model compute in float64 throughout; its outputs and signature stay as they are."""
+    """Run the forward of a model in float64 throughout; its outputs and signature do not change."""
     inner = model.forward
 
     @functools.wraps(inner)
@@ -71,11 +70,11 @@ def keep_float64(model: nn.Module) -> None:
 
 
 def ungrouped_experts(model: nn.Module, dtype: torch.dtype) -> str | None:
-    """Why grouped matrix products do not take the experts of a model; None: they do, or it has none.
+    """Return why grouped matrix products do not support the experts of a model; None if supported or without experts.
 
     Args:
-        model: With all experts of a layer in one parameter [E, ...]; its own number format does not matter.
-        dtype: Number format of the products.
+        model: Model with all experts of a layer in one parameter [E, ...], of any dtype.
+        dtype: Dtype of the products.
     """
     sizes = {
         size
@@ -87,14 +86,14 @@ def ungrouped_experts(model: nn.Module, dtype: torch.dtype) -> str | None:
         return "grouped products have no float64"
     odd = sorted(size for size in sizes if size * dtype.itemsize % 16)
     return (
-        f"rows of {odd[0]} in {str(dtype).removeprefix('torch.')} are not whole 16 bytes"
+        f"rows of {odd[0]} in {str(dtype).removeprefix('torch.')} are no multiple of 16 bytes"
         if odd
         else None
     )
 
 
 def loop_over_experts(model: nn.Module, dtype: torch.dtype) -> None:
-    """Let experts use the model's own loop where grouped matrix products do not take them."""
+    """Use the model's own loop over experts where grouped matrix products do not support them."""
     if ungrouped_experts(model, dtype) and hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")
 
@@ -107,13 +106,19 @@ def recompute_layers(
     exact: bool,
     tokens: Tokens,
 ) -> None:
-    """Drop the activations of the layers that a strategy names, of each stage's, and recompute them in backward.
+    """Enable recomputation for the layers of each stage that the strategy selects.
 
-    `exact`: float64 is kept, also in backward.
+    Args:
+        stages: Layers of each stage of this rank.
+        strategy: Strategy with the recomputed layers.
+        tp: Tensor-parallel state, or None.
+        context: Context-parallel state, or None.
+        exact: Recompute in float64 throughout, see `keep_float64`.
+        tokens: Padding of the running pass.
     """
     layers = [layer for stage in stages for layer in stage]
-    places = iter(range(len(layers)))
-    for i in strategy.recomputed([[next(places) for _ in stage] for stage in stages]):
+    indices = iter(range(len(layers)))
+    for i in strategy.recomputed([[next(indices) for _ in stage] for stage in stages]):
         recompute(layers[i], tp, exact, context, tokens)
 
 
@@ -124,7 +129,7 @@ def recompute(
     context: ContextState | None = None,
     tokens: Tokens | None = None,
 ) -> None:
-    """`recompute_layers` for one layer."""
+    """Enable recomputation for one layer; see `recompute_layers`."""
     inner = layer.forward
 
     @functools.wraps(inner)
@@ -139,7 +144,7 @@ def recompute(
             if tokens is not None:
                 tokens.padding = padding
             if tp is not None and shape is not None:
-                tp.shape = shape  # another batch may have passed before backward runs this again
+                tp.shape = shape  # another batch may have run in between
                 tp.recomputed = True
             try:
                 with _KeepFloat64() if exact else nullcontext():
@@ -150,15 +155,15 @@ def recompute(
                     if tp.streams is not None:  # recomputation may end between two projections
                         tp.streams.join()
 
-        swap: Swap | None = getattr(layer, SWAP, None)
-        if swap is None or not torch.is_grad_enabled():
+        saved: HostSavedActivations | None = getattr(layer, HOST_SAVED, None)
+        if saved is None or not torch.is_grad_enabled():
             return checkpoint(run, *args, use_reentrant=False, **kwargs)
-        with swap.around() if swap.inputs else nullcontext():
-            return checkpoint(run, *args, use_reentrant=False, context_fn=swap.contexts, **kwargs)
+        with saved.around() if saved.inputs else nullcontext():
+            return checkpoint(run, *args, use_reentrant=False, context_fn=saved.contexts, **kwargs)
 
     layer.forward = forward
 
 
 def cache_argument(call: Callable[..., Any]) -> str:
-    """What a function of transformers calls a cache of keys and values: 5.24 has another name for it."""
+    """Return the name of the KV cache argument of a transformers function; 5.24 renamed it."""
     return "cache" if "cache" in inspect.signature(call).parameters else "past_key_values"

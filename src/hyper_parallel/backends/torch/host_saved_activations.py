@@ -1,7 +1,7 @@
-"""Recomputed layers whose matrix products wait for backward in host memory.
+"""Recomputed layers that save the outputs of matrix products and attention in host memory.
 
-Backward runs such a layer again, but takes the outputs of matrix products and attention, which cost most of its time,
-from the host instead of computing them. Unlike a memory plan this needs no fixed shapes.
+Backward recomputes such a layer, but reloads these outputs, which cost most of the time, instead of recomputing them.
+Unlike a memory plan this needs no fixed shapes.
 """
 
 from __future__ import annotations
@@ -24,37 +24,37 @@ _NAMES: Final = (
         for kind in ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")
     ),
 )  # fmt: skip
-_KEPT: Final = frozenset(
+_SAVED_OPS: Final = frozenset(
     getattr(torch.ops.aten, name).default for name in _NAMES if hasattr(torch.ops.aten, name)
 )
-SWAP: Final = "_swap"
-"""Attribute of a recomputed layer that holds its `Swap`."""
+HOST_SAVED: Final = "_swap"
+"""Attribute of a recomputed layer with its `HostSavedActivations`."""
 
 
-class Swap:
-    """What a layer keeps on the host between forward and backward.
+class HostSavedActivations:
+    """Activations of a layer that are in host memory between forward and backward.
 
     Attributes:
-        inputs: The layer's inputs too.
+        inputs: Offload the inputs of the layer too.
     """
 
     def __init__(self, inputs: bool) -> None:
         self.inputs = inputs
 
     def contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        """Of one forward pass and of running it again, as `torch.utils.checkpoint` takes them."""
-        kept: deque[tuple[Any, Any]] = deque()
-        return _SwapOut(kept), _SwapIn(kept)
+        """Return the contexts of forward and of recomputation, for `torch.utils.checkpoint`."""
+        saved: deque[tuple[Any, Any]] = deque()
+        return _OffloadMode(saved), _ReloadMode(saved)
 
     def around(self) -> AbstractContextManager[Any]:
-        """Context of the checkpointed call: what that saves are the inputs."""
-        return saved_tensors_hooks(_to_host, _back)
+        """Return the context of the checkpointed call, which offloads the tensors that it saves: the inputs."""
+        return saved_tensors_hooks(_to_host, _to_device)
 
 
-def swap_layers(layers: list[nn.Module], inputs: bool = True) -> None:
-    """Let layers that are recomputed keep matrix products, and with `inputs` what they are called with, on the host."""
+def save_activations_on_host(layers: list[nn.Module], inputs: bool = True) -> None:
+    """Offload matrix products of recomputed layers, and with `inputs` also the inputs of the layers, to host memory."""
     for layer in layers:
-        setattr(layer, SWAP, Swap(inputs))
+        setattr(layer, HOST_SAVED, HostSavedActivations(inputs))
 
 
 @dataclass(frozen=True)
@@ -64,54 +64,54 @@ class _HostCopy:
 
 
 def _to_host(tensor: Tensor) -> _HostCopy:
-    """A copy, pinned where that lets it go on beside the work; later work of the stream waits for it."""
+    """Copy a tensor to the host, from an accelerator to pinned memory without blocking, in stream order."""
     pinned = tensor.device.type != "cpu"
     host = torch.empty_like(tensor, device="cpu", pin_memory=pinned)
     return _HostCopy(host.copy_(tensor, non_blocking=pinned), tensor.device)
 
 
-def _back(kept: _HostCopy) -> Tensor:
-    return kept.tensor.to(kept.device, non_blocking=True)
+def _to_device(copy: _HostCopy) -> Tensor:
+    return copy.tensor.to(copy.device, non_blocking=True)
 
 
-def _draws(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether an operation drops values: it has to run again, so that later ones draw the numbers that they drew."""
+def _uses_dropout(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Return whether an operator uses dropout: it must be recomputed to keep the random number sequence of forward."""
     for argument, value in zip(func._schema.arguments, args, strict=False):
         if argument.name == "dropout_p":
             return bool(value)
     return bool(kwargs.get("dropout_p"))
 
 
-class _SwapOut(TorchDispatchMode):
-    """Keep outputs of a forward pass, in their order."""
+class _OffloadMode(TorchDispatchMode):
+    """Dispatch mode of forward that offloads operator outputs in call order."""
 
-    def __init__(self, kept: deque[tuple[Any, Any]]) -> None:
+    def __init__(self, saved: deque[tuple[Any, Any]]) -> None:
         super().__init__()
-        self._kept = kept
+        self._saved = saved
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
-        if func in _KEPT and not _draws(func, args, kwargs or {}):
-            self._kept.append((func, tree_map_only(Tensor, _to_host, out)))
+        if func in _SAVED_OPS and not _uses_dropout(func, args, kwargs or {}):
+            self._saved.append((func, tree_map_only(Tensor, _to_host, out)))
         return out
 
 
-class _SwapIn(TorchDispatchMode):
-    """Give the outputs of a forward pass back instead of computing them again."""
+class _ReloadMode(TorchDispatchMode):
+    """Dispatch mode of recomputation that reloads the offloaded outputs instead of running their operators."""
 
-    def __init__(self, kept: deque[tuple[Any, Any]]) -> None:
+    def __init__(self, saved: deque[tuple[Any, Any]]) -> None:
         super().__init__()
-        self._kept = kept
+        self._saved = saved
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func not in _KEPT or _draws(func, args, kwargs or {}):
+        if func not in _SAVED_OPS or _uses_dropout(func, args, kwargs or {}):
             return func(*args, **(kwargs or {}))
-        if not self._kept or self._kept[0][0] is not func:
+        if not self._saved or self._saved[0][0] is not func:
             raise RuntimeError(
-                f"running a layer again came to {func}, which its forward pass did not do there"
+                f"recomputation of a layer reached {func}, which forward did not run at this position"
             )
-        return tree_map_only(_HostCopy, _back, self._kept.popleft()[1])
+        return tree_map_only(_HostCopy, _to_device, self._saved.popleft()[1])

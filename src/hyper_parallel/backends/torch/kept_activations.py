@@ -1,8 +1,8 @@
-"""Activations that a model keeps for backward, measured by a forward pass without values.
+"""Measurement of the activations that a model saves for backward, by a forward pass on meta tensors.
 
-Formulas know the operators of common decoders. A family may keep more: scores of attention that no kernel fuses, parts
-of an activation written in operators, capped logits. The forward of the user's own class runs on tensors without
-values, and the storages that autograd saves are added up, those of each layer and those outside of the layers.
+Formulas cover the operators of common decoders. A family may save more: attention scores without a fused kernel, an
+activation function composed of operators, capped logits. The forward of the user's class therefore runs on meta
+tensors, and the bytes of the storages that autograd saves are summed per layer.
 """
 
 from __future__ import annotations
@@ -19,31 +19,35 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
 
 from hyper_parallel.backends.torch.driver import driver_untouched
-from hyper_parallel.backends.torch.flow_tracer import Marks
+from hyper_parallel.backends.torch.flow_tracer import FlowTracer
 from hyper_parallel.backends.torch.model_structure import block_list, decoder_of, text_config
 from hyper_parallel.model import KeptActivations
 
 _SHORT: Final = (128, 256)
-"""Tokens of the two sequences that are measured where a forward loops over tokens or over chunks of them."""
+"""Tokens of the two measured sequences for a forward that loops over tokens or chunks of tokens."""
 _LONG: Final = (512, 1024)
-"""The same of other forwards: chunks of a scan have up to 256 tokens, and one chunk alone keeps less than several."""
+"""Tokens of the two measured sequences otherwise: a scan has chunks of up to 256 tokens, and a single chunk saves less
+than several."""
 _LOOPS: Final = 1.25
-"""How many times the operators a sequence of twice the length has at least, where a forward loops over tokens."""
-_PLACE: Final = ("idx", "index", "layer_id", "layer_number")
-"""Parts of the names of attributes that hold the place of a layer."""
+"""Least ratio of operator counts at twice the length that indicates a loop over tokens."""
+_INDEX_NAMES: Final = ("idx", "index", "layer_id", "layer_number")
+"""Substrings of the names of attributes with the index of a layer."""
 _EXPERTS: Final = "experts"
 
 Bytes = dict[tuple[int, str], float]
-"""Bytes that are kept in a layer, under the name of one of its modules; outside of the layers at -1."""
+"""Saved bytes by layer index and name of a module in the layer; index -1 is outside the layers."""
 
 
 def measure_kept(model: nn.Module) -> KeptActivations | None:
-    """Measure what the layers of a model keep; None where the forward needs values or there is no list of layers.
+    """Measure the activations that the layers of a model save for backward.
 
-    One layer of each kind runs. Layers are of one kind where modules, shapes of parameters and settings agree.
+    One layer of each kind runs. Layers have the same kind if modules, parameter shapes and settings are equal.
 
     Args:
-        model: Parameters are real or on the meta device; it stays as it is.
+        model: Model with real or meta parameters; not changed.
+
+    Returns:
+        Saved bytes; None if the forward needs values or the model has no layer list.
     """
     decoder, listed = decoder_of(model), block_list(model)
     if decoder is None or listed is None:
@@ -52,9 +56,8 @@ def measure_kept(model: nn.Module) -> KeptActivations | None:
     path = next((n for n, m in model.named_modules() if m is layers), listed[0])
     kinds = _kinds(model, layers)
     runs = _two_runs(model, layers, kinds, _SHORT)
-    if runs is None and len(set(kinds)) < len(
-        kinds
-    ):  # layers may pass on more than a stand-in does
+    if runs is None and len(set(kinds)) < len(kinds):
+        # Layers may pass on more than the replacement of a layer does: run all of them.
         kinds = [*range(len(layers))]
         runs = _two_runs(model, layers, kinds, _SHORT)
     if runs is None:
@@ -64,7 +67,7 @@ def measure_kept(model: nn.Module) -> KeptActivations | None:
         long = _long_lengths(model)
         longer = _two_runs(model, layers, kinds, long)
         runs, lengths = (runs, lengths) if longer is None else (longer, long)
-    found = {
+    lines = {
         key: _line(
             *((run.counts.bytes.get(key, 0.0) / n) for run, n in zip(runs, lengths, strict=True)),
             lengths,
@@ -72,16 +75,16 @@ def measure_kept(model: nn.Module) -> KeptActivations | None:
         for key in dict.fromkeys(key for run in runs for key in run.counts.bytes)
     }
     bases, slopes, modules = [0.0] * len(kinds), [0.0] * len(kinds), dict[str, float]()
-    for (first, module), (base, slope) in found.items():
-        for place in (i for i, kind in enumerate(kinds) if kind == first):
+    for (first, module), (base, slope) in lines.items():
+        for layer in (i for i, kind in enumerate(kinds) if kind == first):
             if module != _EXPERTS:
-                bases[place] += base
-                slopes[place] += slope
+                bases[layer] += base
+                slopes[layer] += slope
             name = f"{path}.*.{module}" if module else f"{path}.*"
             modules[name] = modules.get(name, 0.0) + base / len(kinds)
     return KeptActivations(
         layer=(sum(bases) / len(kinds), sum(slopes) / len(kinds)),
-        outside=sum(base for (first, _), (base, _) in found.items() if first < 0),
+        outside=sum(base for (first, _), (base, _) in lines.items() if first < 0),
         fullest=max(bases),
         last=bases[-1],
         modules=tuple(sorted(modules.items())),
@@ -92,8 +95,8 @@ def measure_kept(model: nn.Module) -> KeptActivations | None:
 def _long_lengths(model: nn.Module) -> tuple[int, int]:
     """Return two lengths on the same side of the sliding window.
 
-    From the window on, attention takes a mask and saves repeated keys and values. A window between the two lengths
-    would make this step look like a slope.
+    Beyond the window, attention has a mask and saves repeated keys and values. A window between the two lengths would
+    make this step look like a slope.
     """
     window = getattr(text_config(model), "sliding_window", None)
     if isinstance(window, int) and _LONG[0] < window <= _LONG[1]:
@@ -102,9 +105,9 @@ def _long_lengths(model: nn.Module) -> tuple[int, int]:
 
 
 def _line(short: float, long: float, lengths: tuple[int, int]) -> tuple[float, float]:
-    """Return base and slope of the bytes per token, by those of two lengths of which one is twice the other.
+    """Return base and slope of the bytes per token, from two lengths of which one is twice the other.
 
-    Bytes per token that fall with the length are bytes per sequence, which long sequences do not notice.
+    Bytes per token that decrease with the length are bytes per sequence, which are negligible in long sequences.
     """
     if long <= short:
         return 2.0 * long - short, 0.0
@@ -113,11 +116,11 @@ def _line(short: float, long: float, lengths: tuple[int, int]) -> tuple[float, f
 
 
 def _kinds(model: nn.Module, layers: nn.ModuleList) -> list[int]:
-    """Return for every layer the first one of its kind."""
+    """Return for every layer the index of the first layer of its kind."""
     types, first = getattr(text_config(model), "layer_types", None), dict[Any, int]()
-    found = []
-    for place, layer in enumerate(layers):
-        kind = types[place] if isinstance(types, list) and place < len(types) else None
+    kinds = []
+    for index, layer in enumerate(layers):
+        kind = types[index] if isinstance(types, list) and index < len(types) else None
         parts = [
             (
                 name,
@@ -127,8 +130,8 @@ def _kinds(model: nn.Module, layers: nn.ModuleList) -> list[int]:
             )
             for name, module in layer.named_modules()
         ]
-        found.append(first.setdefault(repr((kind, parts)), place))
-    return found
+        kinds.append(first.setdefault(repr((kind, parts)), index))
+    return kinds
 
 
 def _settings(module: nn.Module) -> list[tuple[str, Any]]:
@@ -137,12 +140,12 @@ def _settings(module: nn.Module) -> list[tuple[str, Any]]:
         for key, value in vars(module).items()
         if isinstance(value, str | bool | int | float)
         and not key.startswith("_")
-        and not any(part in key for part in _PLACE)
+        and not any(part in key for part in _INDEX_NAMES)
     )
 
 
 class _Run:
-    """One forward of a model: what it keeps, its operators, and the rows that come to the experts of a layer."""
+    """Forward pass of a model with its saved bytes, operator count, and input rows of the experts of a layer."""
 
     def __init__(
         self, model: nn.Module, layers: nn.ModuleList, kinds: list[int], length: int
@@ -157,42 +160,44 @@ class _Run:
         self.rows = 0.0
         self._handles, self._outputs = list[Any](), dict[int, Any]()
         balanced = getattr(text_config(model), "output_router_logits", None)
-        given = {"input_ids": torch.arange(length)[None] % 3 + 3, "use_cache": False}
-        given |= {} if balanced is None else {"output_router_logits": False}
-        operators, plain = _CountedMarks(), list[nn.Module]()
+        inputs = {"input_ids": torch.arange(length)[None] % 3 + 3, "use_cache": False}
+        inputs |= {} if balanced is None else {"output_router_logits": False}
+        operators, replaced = _OperatorCounter(), list[nn.Module]()
         try:
-            for place, layer in enumerate(layers):
-                if kinds[place] == place:
-                    self._watch(place, layer)
+            for index, layer in enumerate(layers):
+                if kinds[index] == index:
+                    self._watch(index, layer)
                 else:
-                    layer.forward = partial(self._stand_in, kinds[place])
-                    plain.append(layer)
+                    layer.forward = partial(self._skip_layer, kinds[index])
+                    replaced.append(layer)
             with (
                 saved_tensors_hooks(self.counts.save, lambda tensor: tensor),
                 _fused_attention(),
                 operators,
             ):
-                functional_call(model, state, kwargs=given)
+                functional_call(model, state, kwargs=inputs)
         finally:
             for handle in self._handles:
                 handle.remove()
-            for layer in plain:
+            for layer in replaced:
                 del layer.forward
         self.operators = operators.count
 
-    def _watch(self, place: int, layer: nn.Module) -> None:
-        def left(module: nn.Module, args: Any, output: Any) -> None:
+    def _watch(self, index: int, layer: nn.Module) -> None:
+        """Count the bytes of a layer and of its children by forward hooks."""
+
+        def leave_layer(module: nn.Module, args: Any, output: Any) -> None:
             self.counts.leave()
-            self._outputs[place] = output
+            self._outputs[index] = output
 
         self._handles.append(
-            layer.register_forward_pre_hook(lambda *_: self.counts.enter((place, "")))
+            layer.register_forward_pre_hook(lambda *_: self.counts.enter((index, "")))
         )
-        self._handles.append(layer.register_forward_hook(left))
+        self._handles.append(layer.register_forward_hook(leave_layer))
         named = [*layer.named_children()]
         named += [(_EXPERTS, m) for n, m in layer.named_modules() if n.endswith(f".{_EXPERTS}")]
         for name, module in named:
-            key = (place, name)
+            key = (index, name)
             self._handles.append(
                 module.register_forward_pre_hook(lambda m, args, key=key: self._entered(key, args))
             )
@@ -203,8 +208,8 @@ class _Run:
         if key[1] == _EXPERTS and args and isinstance(args[0], Tensor):
             self.rows = max(self.rows, args[0].numel() / args[0].shape[-1])
 
-    def _stand_in(self, kind: int, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Return the hidden states unchanged, in the form in which a layer of the kind returned its own."""
+    def _skip_layer(self, kind: int, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Return the hidden states unchanged, in the output structure of the measured layer of the same kind."""
         output = self._outputs[kind]
         return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
 
@@ -212,14 +217,14 @@ class _Run:
 def _two_runs(
     model: nn.Module, layers: nn.ModuleList, kinds: list[int], lengths: tuple[int, int]
 ) -> tuple[_Run, _Run] | None:
-    """Return the runs at two lengths; None where the forward depends on values, which ends in any error."""
+    """Return the runs at two lengths; None if the forward depends on values, which can raise any exception."""
     with suppress(Exception), driver_untouched(), torch.random.fork_rng(devices=[]):
         return _Run(model, layers, kinds, lengths[0]), _Run(model, layers, kinds, lengths[1])
     return None
 
 
-class _CountedMarks(Marks):
-    """Marks that count operators."""
+class _OperatorCounter(FlowTracer):
+    """Tracer that counts operators."""
 
     count = 0
 
@@ -231,7 +236,7 @@ class _CountedMarks(Marks):
 
 
 class _Counts:
-    """Bytes of the storages that autograd saves, once each, under the module that was entered last."""
+    """Bytes of the storages that autograd saves, each counted once, for the innermost running module."""
 
     def __init__(self, known: set[int]) -> None:
         self.bytes: Bytes = {}
@@ -247,7 +252,7 @@ class _Counts:
         storage = tensor.untyped_storage()
         if storage._cdata not in self._known:
             self._known.add(storage._cdata)
-            self._alive.append(storage)  # the address of a freed storage is used again
+            self._alive.append(storage)  # the address of a freed storage could be reused
             key = self._inside[-1]
             self.bytes[key] = self.bytes.get(key, 0.0) + storage.nbytes()
         return tensor
@@ -255,12 +260,12 @@ class _Counts:
 
 @contextmanager
 def _fused_attention() -> Iterator[None]:
-    """Keep what a fused kernel keeps: meta tensors have none."""
+    """Replace attention by a function that saves the tensors of a fused kernel, which meta tensors do not have."""
     plain = F.scaled_dot_product_attention
 
     def attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if query.shape[1] != key.shape[1] and not kwargs.get("enable_gqa"):
-            return plain(query, key, value)  # heads that are broadcast: no kernel fuses them
+            return plain(query, key, value)  # broadcast heads have no fused kernel
         return FusedAttention.apply(query, key, value)
 
     F.scaled_dot_product_attention = attention
@@ -271,11 +276,11 @@ def _fused_attention() -> Iterator[None]:
 
 
 class FusedAttention(torch.autograd.Function):
-    """The tensors that a fused kernel keeps, without their values."""
+    """Attention that saves the same tensors as a fused kernel and computes no values."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Return an output of the right shape; keep what a kernel keeps."""
+        """Return an output of the right shape; save the inputs, the output and the log-sum-exp."""
         out = query.new_empty(*query.shape[:-1], value.shape[-1])
         ctx.save_for_backward(query, key, value, out, query.new_empty(query.shape[:-1]).float())
         return out

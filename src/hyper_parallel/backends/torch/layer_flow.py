@@ -1,8 +1,8 @@
-"""What flows where in a forward pass: a trial without values, before any rank starts.
+"""Trace of the data flow between layers: one forward pass on meta tensors, before any rank starts.
 
-The model's own forward runs once under `Marks`. It tells which layers need what a module outside of the list of layers
-gives, what a layer returns, and whether anything but one tensor passes from a layer to the next. With the attention
-interface it also tells whether tokens see each other anywhere else, and where their positions come from.
+The model's forward runs once under `FlowTracer`. The trace records the return value of every layer, and the layers that
+use a module outside the layer list. It raises if layers exchange more than one activation tensor. The trial of context
+parallelism uses the same tracer to find operators that mix tokens, and the source of positions.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils.hooks import RemovableHandle
 
 from hyper_parallel.backends.torch.driver import driver_untouched
-from hyper_parallel.backends.torch.flow_tracer import FIRST, IDS, TOKENS, Marks
+from hyper_parallel.backends.torch.flow_tracer import FIRST_FREE_BIT, IDS, TOKENS, FlowTracer
 from hyper_parallel.backends.torch.model_structure import (
     PlaceholderModule,
     SlotList,
@@ -28,18 +29,18 @@ from hyper_parallel.errors import UnsupportedSharding
 
 
 @dataclass(slots=True)
-class PassFlow:
-    """What the trial saw; after all layers counts as a layer of its own.
+class LayerFlow:
+    """Data flow of a model between its layers; code after the last layer counts as layer `layers`.
 
     Attributes:
-        path: Name of the list of layers.
-        layers: Its length.
-        tail: Size of the dims of activations after [B, S].
-        outputs: Of every layer the form of what it returns, and which leaf is the activations.
-        owners: Modules outside of the list that own parameters, by name, and the layers that need their result.
-        results: Sizes of the result after the dims that it shares with the argument, where that can be stood in for.
-        params: Parameter outside of the list to the layers that need it in any way.
-        mixes: Operators that let tokens see each other; empty for attention through the interface.
+        path: Name of the layer list.
+        layers: Number of layers.
+        tail: Sizes of the dims of activations after [B, S].
+        outputs: Per layer, the tree spec of its return value and the index of the activations among the leaves.
+        owners: Modules outside the list that own parameters, by name, with the layers that use their results.
+        results: Per owner, the number of trailing argument dims that its result replaces and their new sizes; None
+            where a placeholder cannot reproduce the result's shape.
+        params: Parameters outside the list, by name, with the layers that use them directly or through a module.
     """
 
     path: str
@@ -50,33 +51,34 @@ class PassFlow:
     results: dict[str, tuple[int, tuple[int, ...]] | None] = field(default_factory=dict)
     params: dict[str, set[int]] = field(default_factory=dict)
 
-    def rebuilt(self, layer: int, hidden: Tensor) -> Any:
-        """What a layer returns, with these activations and nothing beside them."""
-        spec, at = self.outputs[layer]
-        return tree_unflatten([hidden if i == at else None for i in range(spec.num_leaves)], spec)
+    def rebuild_output(self, layer: int, hidden: Tensor) -> Any:
+        """Return the return value of a layer with `hidden` as activations and None for all other leaves."""
+        spec, position = self.outputs[layer]
+        leaves = [hidden if i == position else None for i in range(spec.num_leaves)]
+        return tree_unflatten(leaves, spec)
 
 
-def follow(model: nn.Module) -> PassFlow:
-    """The flow of a model whose layers pass one tensor on.
+def trace_layer_flow(model: nn.Module) -> LayerFlow:
+    """Return the flow of a model whose layers exchange one activation tensor.
 
     Raises:
-        UnsupportedSharding: HP205 with what does not fit stages.
+        UnsupportedSharding: HP205 naming the data flow that pipeline stages cannot have.
     """
     decoder = decoder_of(model)
     if decoder is None:
-        raise refused(model, "it has no list of layers", "pp")
-    return _Trial(model, decoder[1]).run()
+        raise flow_error(model, "it has no list of layers", "pp")
+    return _LayerTrace(model, decoder[1]).run()
 
 
-def refused(model: nn.Module, why: str, axis: str) -> UnsupportedSharding:
-    """The refusal of an axis."""
-    what = {
-        "pp": "cannot be cut into pipeline stages",
-        "cp": "cannot cut its sequences over ranks",
+def flow_error(model: nn.Module, why: str, axis: str) -> UnsupportedSharding:
+    """Return the error for a model that cannot be sharded over an axis."""
+    limits = {
+        "pp": "cannot be split into pipeline stages",
+        "cp": "cannot shard its sequences over ranks",
         "tp": "cannot be split over tensor-parallel ranks",
     }
     return UnsupportedSharding(
-        f"{type(model).__name__} {what[axis]}: {why}",
+        f"{type(model).__name__} {limits[axis]}: {why}",
         where=f"parallel.{axis}",
         got=getattr(getattr(model, "config", None), "model_type", type(model).__name__),
         allowed=f"{axis}=1",
@@ -84,35 +86,36 @@ def refused(model: nn.Module, why: str, axis: str) -> UnsupportedSharding:
     )
 
 
-def run_hollow(model: nn.Module, marks: Marks, axis: str, **more: Tensor) -> Any:
-    """The output of a model's forward under `marks`, as a step of training calls it.
+def run_on_meta(model: nn.Module, tracer: FlowTracer, axis: str, **extra_inputs: Tensor) -> Any:
+    """Return the output of a model's forward under `tracer`, with the arguments of a training step.
 
     Raises:
-        UnsupportedSharding: HP205 when the forward cannot run without values; what the trial of `axis` raises.
+        UnsupportedSharding: HP205 when the forward cannot run on meta tensors, or raised by the trial of `axis`.
     """
     ids = torch.arange(TOKENS)[None] % 3 + 3
-    marks.set(ids, IDS)
+    tracer.mark(ids, IDS)
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")
-    given = {"input_ids": ids, "labels": ids.clone(), "shift_labels": ids.clone(), **more}
-    # The loss that balances experts is added by `BalanceLoss`, over all ranks.
-    balanced = getattr(text_config(model), "output_router_logits", None)
-    routed = {} if balanced is None else {"output_router_logits": False}
+    inputs: dict[str, Any] = {"input_ids": ids, "labels": ids.clone(), "shift_labels": ids.clone()}
+    inputs |= extra_inputs
+    # `BalanceLoss` adds the load-balancing loss of experts, over all ranks.
+    if getattr(text_config(model), "output_router_logits", None) is not None:
+        inputs["output_router_logits"] = False
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]), driver_untouched(), marks:
-            return model(**given, num_items_in_batch=TOKENS, use_cache=False, **routed)
+        with torch.no_grad(), torch.random.fork_rng(devices=[]), driver_untouched(), tracer:
+            return model(**inputs, num_items_in_batch=TOKENS, use_cache=False)
     except UnsupportedSharding:
         raise
     except Exception as error:
         why = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:160]}"
-        raise refused(model, f"its forward does not run without values ({why})", axis) from error
+        raise flow_error(model, f"its forward does not run without values ({why})", axis) from error
 
 
 def count_norm_calls(model: nn.Module, layers: nn.ModuleList, norm: nn.Module) -> int:
-    """Return how often a forward pass of the model calls a norm outside of its layers.
+    """Return how often a forward pass of the model calls a norm outside its layers.
 
-    The first layer runs, and its result stands for those of the others. A forward that does not run without values
-    counts the calls before it ends.
+    Only the first layer runs; its result replaces those of the other layers. In a forward that fails on meta tensors,
+    the calls before the failure count.
     """
     calls = [0]
 
@@ -122,9 +125,9 @@ def count_norm_calls(model: nn.Module, layers: nn.ModuleList, norm: nn.Module) -
     path = next(name for name, module in model.named_modules() if module is layers)
     hook = norm.register_forward_pre_hook(count)
     try:
-        with as_it_was(model), suppress(UnsupportedSharding):
+        with preserve_module_state(model), suppress(UnsupportedSharding):
             model.set_submodule(path, _FirstLayerOnly(layers))
-            run_hollow(model, Marks(), "tp")
+            run_on_meta(model, FlowTracer(), "tp")
     finally:
         model.set_submodule(path, layers)
         hook.remove()
@@ -132,7 +135,7 @@ def count_norm_calls(model: nn.Module, layers: nn.ModuleList, norm: nn.Module) -
 
 
 class _FirstLayerOnly(SlotList):
-    """A list whose first layer runs, and gives its result in place of the others."""
+    """Layer list in which only the first layer runs; the other layers return its result."""
 
     def __init__(self, layers: nn.ModuleList) -> None:
         super().__init__(layers)
@@ -144,7 +147,7 @@ class _FirstLayerOnly(SlotList):
 
 
 class _ResultOfFirst:
-    """A layer in the list."""
+    """Slot of a `_FirstLayerOnly` list."""
 
     def __init__(self, layer: nn.Module, index: int, owner: _FirstLayerOnly) -> None:
         self._layer, self._index, self._owner = layer, index, owner
@@ -158,14 +161,14 @@ class _ResultOfFirst:
         return self._owner.result
 
 
-class _Trial(SlotList):
-    """The list of layers during the trial."""
+class _LayerTrace(SlotList):
+    """Layer list that replaces the model's list during the trace."""
 
     def __init__(self, model: nn.Module, layers: nn.ModuleList) -> None:
         super().__init__(layers)
         names = {id(module): name for name, module in model.named_modules()}
-        self.flow = PassFlow(names[id(layers)], len(layers))
-        self.marks = Marks()
+        self.flow = LayerFlow(names[id(layers)], len(layers))
+        self.tracer = FlowTracer()
         self.called: list[int] = []
         self._bits: dict[int, tuple[str, int]] = {}
         self._slots = [_Slot(layer, i, self) for i, layer in enumerate(layers)]
@@ -175,17 +178,38 @@ class _Trial(SlotList):
     def slots(self) -> list[Any]:
         return self._slots
 
-    def run(self) -> PassFlow:
+    def run(self) -> LayerFlow:
         """Run the model once."""
-        model, flow, marks = self.model, self.flow, self.marks
+        model, flow, tracer = self.model, self.flow, self.tracer
+        hooks = self._mark_parameters()
+        try:
+            with preserve_module_state(model):
+                model.set_submodule(flow.path, self)
+                loss = run_on_meta(model, tracer, "pp").loss
+        finally:
+            model.set_submodule(flow.path, self.whole)
+            for hook in hooks:
+                hook.remove()
+        self.record_uses(tracer.marks_of(loss), flow.layers)
+        if tracer.written:
+            raise flow_error(model, "activations are modified in place between layers", "pp")
+        if self.called != [*range(flow.layers)]:
+            raise flow_error(
+                model, "it does not call every layer of its list exactly once and in order", "pp"
+            )
+        return flow
+
+    def _mark_parameters(self) -> list[RemovableHandle]:
+        """Mark all parameters and add a hook to every module outside the list that owns parameters."""
+        model, flow, tracer = self.model, self.flow, self.tracer
         inside: dict[int, set[int]] = {}
         for i, layer in enumerate(self._modules.values()):
             for p in layer.parameters():
                 inside.setdefault(id(p), set()).add(i)
-                marks.set(p, self._private(i))
+                tracer.mark(p, self._private(i))
         if any(len(layers) > 1 for layers in inside.values()):
-            raise refused(model, "layers share weights with each other", "pp")
-        bit = FIRST + 2 * flow.layers
+            raise flow_error(model, "layers share weights with each other", "pp")
+        bit = FIRST_FREE_BIT + 2 * flow.layers
         hooks = []
         for name, module in model.named_modules():
             own = {n: p for n, p in module._parameters.items() if p is not None}
@@ -201,42 +225,29 @@ class _Trial(SlotList):
             if id(p) not in inside:
                 flow.params[name] = set()
                 self._bits[bit] = ("params", name)
-                marks.set(p, 1 << bit)
+                tracer.mark(p, 1 << bit)
                 bit += 1
-        try:
-            with as_it_was(model):
-                model.set_submodule(flow.path, self)
-                loss = run_hollow(model, marks, "pp").loss
-        finally:
-            model.set_submodule(flow.path, self.whole)
-            for hook in hooks:
-                hook.remove()
-        self.note(marks.of(loss), flow.layers)
-        if marks.written:
-            raise refused(model, "activations are changed in place between layers", "pp")
-        if self.called != [*range(flow.layers)]:
-            raise refused(
-                model, "it does not call every layer of its list once, in their order", "pp"
-            )
-        return flow
+        return hooks
 
-    def note(self, marks: int, layer: int) -> None:
-        """Write down what a layer, or what follows all of them, was given."""
+    def record_uses(self, marks: int, layer: int) -> None:
+        """Record the modules and parameters behind the inputs of a layer, or of the code after the last layer."""
         for i in range(self.flow.layers):
             if (marks & self._output(i) and i != layer - 1) or (
                 marks & self._private(i) and i != layer
             ):
-                to = "what follows them" if layer == self.flow.layers else f"layer {layer}"
-                why = f"layer {i} gives {to} more than the activations that go from layer to layer"
-                raise refused(self.model, why, "pp")
+                target = (
+                    "the code after the layers" if layer == self.flow.layers else f"layer {layer}"
+                )
+                why = f"layer {i} passes more than the activations between layers to {target}"
+                raise flow_error(self.model, why, "pp")
         for bit, (kind, name) in self._bits.items():
             if marks >> bit & 1:
                 getattr(self.flow, kind)[name].add(layer)
 
-    def left(self, layer: int, out: Any) -> Any:
-        """What a layer returned, as if it came from nowhere else."""
+    def detach_origins(self, layer: int, out: Any) -> Any:
+        """Return the output of a layer with new tensors whose only origin is that layer."""
         leaves, spec = tree_flatten(out)
-        at = next(
+        position = next(
             (
                 i
                 for i, x in enumerate(leaves)
@@ -244,23 +255,24 @@ class _Trial(SlotList):
             ),
             None,
         )
-        tail = tuple(leaves[at].shape[2:]) if at is not None else ()
-        if at is None or leaves[at].shape[:2] != (1, TOKENS) or (layer and tail != self.flow.tail):
-            raise refused(self.model, f"layer {layer} returns no activations [B, S, ...]", "pp")
+        shape = () if position is None else tuple(leaves[position].shape)
+        tail = shape[2:]
+        if position is None or shape[:2] != (1, TOKENS) or (layer and tail != self.flow.tail):
+            raise flow_error(self.model, f"layer {layer} returns no activations [B, S, ...]", "pp")
         self.flow.tail = tail
-        self.flow.outputs.append((spec, at))
+        self.flow.outputs.append((spec, position))
         for i, x in enumerate(leaves):
             if isinstance(x, Tensor) and x.is_meta:
-                marks = self._output(layer) if i == at else self._private(layer)
-                leaves[i] = self.marks.fresh(x, marks)
-        self.marks.guarded.add(leaves[at].untyped_storage()._cdata)
+                marks = self._output(layer) if i == position else self._private(layer)
+                leaves[i] = self.tracer.meta_like(x, marks)
+        self.tracer.guarded.add(leaves[position].untyped_storage()._cdata)
         return tree_unflatten(leaves, spec)
 
     def _output(self, layer: int) -> int:
-        return 1 << FIRST + layer
+        return 1 << FIRST_FREE_BIT + layer
 
     def _private(self, layer: int) -> int:
-        return 1 << FIRST + self.flow.layers + layer
+        return 1 << FIRST_FREE_BIT + self.flow.layers + layer
 
     def _hook(self, name: str, bit: int) -> Any:
         results = self.flow.results
@@ -280,41 +292,41 @@ class _Trial(SlotList):
             results[name] = form if results.get(name, form) == form else None
             for leaf in tree_flatten(out)[0]:
                 if isinstance(leaf, Tensor):
-                    self.marks.set(leaf, self.marks.of(leaf) | 1 << bit)
+                    self.tracer.mark(leaf, self.tracer.marks_of(leaf) | 1 << bit)
 
         return after
 
 
 class _Slot:
-    """A layer during the trial."""
+    """Slot of a layer during the trace."""
 
-    def __init__(self, layer: Any, index: int, trial: _Trial) -> None:
-        self._layer, self._index, self._trial = layer, index, trial
-        self._elsewhere = PlaceholderModule(layer)
+    def __init__(self, layer: Any, index: int, trace: _LayerTrace) -> None:
+        self._layer, self._index, self._trace = layer, index, trace
+        self._placeholder = PlaceholderModule(layer)
 
     def __getattr__(self, name: str) -> Any:
-        # What is read of a layer must be there where the layer is not.
-        return getattr(self._elsewhere, name)
+        # Attributes that other code reads must exist on ranks that have only a placeholder of the layer.
+        return getattr(self._placeholder, name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        trial, marks, i = self._trial, self._trial.marks, self._index
-        trial.called.append(i)
-        trial.note(marks.of((args, kwargs)), i)
-        marks.guarded.clear()
+        trace, tracer, i = self._trace, self._trace.tracer, self._index
+        trace.called.append(i)
+        trace.record_uses(tracer.marks_of((args, kwargs)), i)
+        tracer.guarded.clear()
         out = self._layer(*args, **kwargs)
-        trial.note(marks.of(out), i)
-        return trial.left(i, out)
+        trace.record_uses(tracer.marks_of(out), i)
+        return trace.detach_origins(i, out)
 
 
 @contextmanager
-def as_it_was(model: nn.Module) -> Iterator[None]:
-    """Leave attributes and buffers of all modules as they were before."""
-    kept = [(m, dict(m.__dict__), dict(m._buffers)) for m in model.modules()]
+def preserve_module_state(model: nn.Module) -> Iterator[None]:
+    """Restore the attributes and buffers of all modules at the end of the context."""
+    saved = [(m, dict(m.__dict__), dict(m._buffers)) for m in model.modules()]
     experts = _experts_implementation(model)
     try:
         yield
     finally:
-        for module, attributes, buffers in kept:
+        for module, attributes, buffers in saved:
             module.__dict__.clear()
             module.__dict__.update(attributes)
             module._buffers.clear()
@@ -324,7 +336,7 @@ def as_it_was(model: nn.Module) -> Iterator[None]:
 
 
 def _experts_implementation(model: nn.Module) -> dict[str, Any] | None:
-    """How a model of transformers computes experts, by sub-config; early 5.x can only set it."""
+    """Return the experts implementation of a transformers model per sub-config; early 5.x has only a setter."""
     if not hasattr(model, "set_experts_implementation"):
         return None
     config: Any = model.config

@@ -32,24 +32,24 @@ TOLERANCE: Final = 1e-6
 models that keep some state in float32; a single changed token moves outputs by more than 1e-3."""
 
 SHORTEST: Final = 16
-"""Tokens of a text that a small copy must be able to read."""
+"""Number of tokens that a small copy must be able to read."""
 
 _DOCUMENT: Final = 11
-"""Tokens of the document that is looked at; odd, so that it ends within a block of any even size."""
+"""Tokens of the compared document; odd, so that it ends within a block of any even size."""
 _BEFORE: Final = 7
 """Tokens of the document before it in a packed row."""
 _PADDING: Final = 3
 _PROMPT: Final = 6
 """Tokens of a prompt; the rest of the document is decoded token by token."""
 _NOISE: Final = 0.05
-"""Standard deviation that is added to every parameter, so that parts that start at zero have an effect."""
+"""Standard deviation of the noise on every parameter, so that parts that start at zero have an effect."""
 
 
 class StableTopK(TorchFunctionMode):
-    """`topk` takes the first of equal values.
+    """Mode in which `topk` selects the first of equal values.
 
-    Which of several equal values `torch.topk` takes depends on the length of the row. Equal scores are common in small
-    models (a ReLU gives exact zeros) and would look like an effect of padding.
+    The choice of `torch.topk` among equal values depends on the length of the row. Equal scores are common in small
+    models (a ReLU returns exact zeros) and would look like an effect of padding.
     """
 
     def __torch_function__(
@@ -62,15 +62,15 @@ class StableTopK(TorchFunctionMode):
         kwargs = kwargs or {}
         if func not in (torch.topk, Tensor.topk):
             return func(*args, **kwargs)
-        given = dict(zip(("input", "k", "dim", "largest", "sorted"), args, strict=False)) | kwargs
-        x, k, dim = given["input"], int(given["k"]), given.get("dim", -1)
-        ranked = torch.sort(x, dim=dim, descending=given.get("largest", True), stable=True)
+        bound = dict(zip(("input", "k", "dim", "largest", "sorted"), args, strict=False)) | kwargs
+        x, k, dim = bound["input"], int(bound["k"]), bound.get("dim", -1)
+        ranked = torch.sort(x, dim=dim, descending=bound.get("largest", True), stable=True)
         values, indices = ranked.values.narrow(dim, 0, k), ranked.indices.narrow(dim, 0, k)
         return torch.return_types.topk((values, indices))
 
 
 def prepare_model(model: nn.Module) -> None:
-    """Let a model compute as in a run, in evaluation mode and float64, and give every part of it an effect.
+    """Set a model to evaluation mode with the float64 forward of a run, and add noise to every parameter.
 
     Args:
         model: A language model of transformers on the CPU in float64, small, with random weights, which are changed.
@@ -88,9 +88,9 @@ def measure_properties(model: nn.Module, positions: int) -> ModelProperties:
     """Measure a model.
 
     Args:
-        model: As `prepare_model` leaves it.
-        positions: Length up to which the model was made, in tokens. What it remembers is measured with longer texts,
-            where it can read them.
+        model: A model after `prepare_model`.
+        positions: Maximum length of the model's configuration, in tokens. History is measured with longer texts if the
+            model can read them.
 
     Returns:
         All properties; one whose measurement raises an exception has `holds` None and the exception as its reason.
@@ -123,7 +123,7 @@ def _decoder_base(model: nn.Module) -> nn.Module | None:
 
 
 class _Unmeasured(Exception):
-    """A measurement that does not apply to the model; its text says why."""
+    """A measurement does not apply to the model; the message is the reason."""
 
 
 def _answer(measure: Callable[[], float]) -> Property:
@@ -166,8 +166,8 @@ class _Texts:
 
     def run(self, ids: Tensor, positions: Tensor | None = None) -> Tensor:
         """Return logits [B, S, V] of token ids [B, S] as a training step computes them."""
-        given = {} if positions is None else {"position_ids": positions}
-        logits: Tensor = self._model(input_ids=ids, use_cache=False, **given).logits
+        kwargs = {} if positions is None else {"position_ids": positions}
+        logits: Tensor = self._model(input_ids=ids, use_cache=False, **kwargs).logits
         if logits.shape[:2] != ids.shape:
             raise ValueError(f"logits of {logits.shape[1]} positions for {ids.shape[1]} tokens")
         return logits
@@ -183,8 +183,8 @@ class _Texts:
         """Replace later tokens; return the change of earlier logits."""
         changed = self.document.clone()
         changed[-_PADDING:] = self.other[-_PADDING:]
-        kept = _DOCUMENT - _PADDING
-        return _difference(self.run(changed[None])[0, :kept], self.alone[:kept])
+        unchanged = _DOCUMENT - _PADDING
+        return _difference(self.run(changed[None])[0, :unchanged], self.alone[:unchanged])
 
     def padding(self) -> float:
         """Append padding; return the change of the text's logits."""
@@ -215,14 +215,14 @@ class _Texts:
         return difference
 
     def documents(self) -> float:
-        """Pack another document in front; return how much the logits depend on it and on their place."""
-        places = torch.cat((torch.arange(_BEFORE), torch.arange(_DOCUMENT)))[None]
+        """Pack another document in front; return the change of the logits by its content and by the packing."""
+        positions = torch.cat((torch.arange(_BEFORE), torch.arange(_DOCUMENT)))[None]
         packed = [
-            self.run(torch.cat((before, self.document))[None], places)[0]
+            self.run(torch.cat((before, self.document))[None], positions)[0]
             for before in self._drawn[2:4, :_BEFORE]
         ]
-        alone = self.run(self.document[None], places[:, _BEFORE:])[0]
-        first = self.run(self._drawn[2:3, :_BEFORE], places[:, :_BEFORE])[0]
+        alone = self.run(self.document[None], positions[:, _BEFORE:])[0]
+        first = self.run(self._drawn[2:3, :_BEFORE], positions[:, :_BEFORE])[0]
         return max(
             _difference(packed[0][_BEFORE:], packed[1][_BEFORE:]),
             _difference(packed[0][_BEFORE:], alone),
@@ -230,9 +230,9 @@ class _Texts:
         )
 
     def history(self, positions: int) -> float:
-        """Read a longer text; return the change of the logits of a text that is read before and afterwards.
+        """Run a longer text between two runs of the same texts; return the change of their logits.
 
-        Two texts are read again: a short one, and one beyond the positions of the model but shorter than the other.
+        The compared texts are a short one, and one beyond the positions of the model but shorter than the long text.
         """
         middle, longest = positions + positions // 4, positions + positions // 2
         try:
@@ -248,14 +248,14 @@ class _Texts:
         return max(_difference(a, b) for a, b in zip(after, before, strict=True))
 
     def growing_cache(self) -> float:
-        """Decode with the model's own cache; return the largest difference from the whole text.
+        """Decode with the model's own cache; return the largest difference from a pass over the full text.
 
-        The second prompt has one token: a model that keeps state in its modules takes it for a next token.
+        The second prompt has one token: a model with state in its modules would mistake it for a decode step.
         """
         return max(self._decode(GrowingSteps(self._model), prompt) for prompt in (_PROMPT, 1))
 
     def fixed_cache(self) -> float:
-        """Decode with a cache of fixed length; return the largest difference from the whole text."""
+        """Decode with a cache of fixed length; return the largest difference from a pass over the full text."""
         if why := why_no_own_cache(self._model):
             raise _Unmeasured(why)
         return max(
@@ -268,22 +268,22 @@ class _Texts:
         return _difference(torch.stack(logits), self.alone[prompt - 1 :])
 
     def slot_cache(self) -> float:
-        """Decode two texts, one of them read in two parts; return the largest difference from each whole text."""
+        """Decode two texts, one of them prefilled in two chunks; return the largest difference from full passes."""
         if why := why_no_slots(self._model):
             raise _Unmeasured(why)
         passes = SlotPasses(self._model, 3, _DOCUMENT)
         short, long = _PROMPT - 2, _PROMPT
         texts = [self.document.tolist(), self.other.tolist()]
-        read, found = [0, 0], [[], []]  # type: tuple[list[int], list[list[Tensor]]]
+        read, decoded = [0, 0], [[], []]  # type: tuple[list[int], list[list[Tensor]]]
         rows = (2, 0)
 
         def feed(parts: Sequence[int]) -> None:
             tokens = [t[r : r + n] for t, r, n in zip(texts, read, parts, strict=True)]
-            logits = passes.feed(rows, tokens, read)
+            logits = passes.read_tokens(rows, tokens, read)
             assert logits is not None
             for i, n in enumerate(parts):
                 read[i] += n
-                found[i].append(logits[i])
+                decoded[i].append(logits[i])
 
         feed([long - 3, short])
         feed([3, 1])
@@ -292,8 +292,8 @@ class _Texts:
         whole = (self.alone, self.run(self.other[None])[0])
         ends = ([long - 4, *range(long - 1, _DOCUMENT)], [*range(short - 1, _DOCUMENT)])
         return max(
-            _difference(torch.stack(f), w[e[: len(f)]])
-            for f, w, e in zip(found, whole, ends, strict=True)
+            _difference(torch.stack(d), w[e[: len(d)]])
+            for d, w, e in zip(decoded, whole, ends, strict=True)
         )
 
     def idle_modules(self) -> tuple[str, ...]:

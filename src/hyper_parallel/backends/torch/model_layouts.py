@@ -1,4 +1,4 @@
-"""Read a model: its decoder parts, its own sharding plan, and the layouts these give, compared with the plan's."""
+"""Layouts of a model: rules from its config or structure, resulting layouts, and comparison with a plan."""
 
 from __future__ import annotations
 
@@ -33,15 +33,17 @@ from hyper_parallel.shard import (
 )
 
 _WIDTH_OF_INPUT: Final = ("TrOCRAttention",)
-"""Classes that give their inner result the width of their input by shape; a rank has less."""
+"""Classes that reshape their inner result to the width of their input, which fails for a sharded inner result."""
 
 
 def resolve_layouts(model: nn.Module, plan: Plan) -> ShardPlan:
-    """Layouts of the model's own parameters, which must be the ones the plan holds, and of its adapters.
+    """Return the layouts of a model's parameters, which must equal those of the plan, and of its adapters.
 
     Raises:
         PlanMismatch: HP307 with the first parameter that differs.
-        RuleError: HP204, NotDivisible: HP203, UnsupportedSharding: HP205 from the layouts themselves.
+        RuleError: HP204 for invalid rules.
+        NotDivisible: HP203 for a degree that does not divide a size.
+        UnsupportedSharding: HP205 for a model or strategy without a layout.
     """
     params = [(name, tuple(p.shape), ()) for name, p in base_parameters(model)]
     config, text = getattr(model, "config", None), text_config(model)
@@ -55,7 +57,7 @@ def resolve_layouts(model: nn.Module, plan: Plan) -> ShardPlan:
             )
     _require_dims(params, plan.strategy)
     tp = plan.strategy.tp
-    # A plain module has no heads to check; what needs them refuses it by name.
+    # A module without a config has no heads to check; styles that need heads raise above.
     heads, kv_heads, head_dim = _heads(text, tp * plan.strategy.cp)
     shard_plan = plan_layouts(
         params,
@@ -78,7 +80,7 @@ def resolve_layouts(model: nn.Module, plan: Plan) -> ShardPlan:
     strategy = plan.strategy
     if strategy.tp * strategy.cp * strategy.pp > 1 and is_reversible(model):
         raise UnsupportedSharding(
-            "layers run again in a backward of their own, which knows no collectives",
+            "reversible layers recompute activations in their own backward, without collectives",
             where=type(model).__name__,
             got=f"tp={strategy.tp} cp={strategy.cp} pp={strategy.pp}",
             allowed="dp_replicate, dp_shard",
@@ -86,7 +88,7 @@ def resolve_layouts(model: nn.Module, plan: Plan) -> ShardPlan:
         )
     if has_adapters(model) and is_reversible(model):
         raise UnsupportedSharding(
-            "layers that run again in backward need gradients of their inputs, and the embedding is frozen",
+            "reversible layers need gradients of their inputs, but with adapters the embedding is frozen",
             where="lora",
             got=type(model).__name__,
             hint="lora=null",
@@ -97,17 +99,17 @@ def resolve_layouts(model: nn.Module, plan: Plan) -> ShardPlan:
 
 
 def is_reversible(model: nn.Module) -> bool:
-    """Whether layers compute their inputs from their outputs in backward, as Reformer's do."""
+    """Return whether layers recompute their inputs from their outputs in backward, like those of Reformer."""
     return any(hasattr(module, "backward_pass") for module in model.modules())
 
 
 def _require_dims(params: Sequence[tuple[str, tuple[int, ...], Any]], strategy: Strategy) -> None:
-    """Refuse parameters without dims where FSDP, which takes none, manages them."""
+    """Raise for scalar parameters under FSDP, which does not support them."""
     scalar = next((name for name, shape, _ in params if not shape), None)
     if scalar is not None and strategy.dp * strategy.cp > 1:
         degrees = f"dp_replicate={strategy.dp_replicate}, dp_shard={strategy.dp_shard}"
         raise UnsupportedSharding(
-            "FSDP takes no scalar parameter",
+            "FSDP does not support scalar parameters",
             where=scalar,
             got=f"{degrees}, cp={strategy.cp}",
             allowed="parameters with at least one dim",
@@ -116,7 +118,7 @@ def _require_dims(params: Sequence[tuple[str, tuple[int, ...], Any]], strategy: 
 
 
 def _require_linear(model: nn.Module, styles: dict[str, str]) -> None:
-    """Refuse to split a module that computes something else than `nn.Linear`."""
+    """Raise for sharded modules other than `nn.Linear`."""
     for name, module in model.named_modules():
         split = styles.get(name) in ("colwise", "rowwise", "qkv", "gate_up", "kv_replicate", "head")
         if split and type(module).forward is not nn.Linear.forward and module._parameters:
@@ -131,7 +133,7 @@ def _require_linear(model: nn.Module, styles: dict[str, str]) -> None:
 
 
 def starred(name: str) -> str:
-    """A parameter name with `*` for every index, the form plans use."""
+    """Return a parameter name with `*` for every index, as in plans."""
     return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
 
 
@@ -141,9 +143,9 @@ def _number(config: Any, key: str, default: int) -> int:
 
 
 def module_rules(model: nn.Module) -> tuple[Rule, ...]:
-    """Rules of a Hugging Face model, embedding and head included; none for any other module.
+    """Return the rules of a Hugging Face model, with embedding and head; () for any other module.
 
-    Those of its configuration class where they name all of it, else what its structure says.
+    Rules come from the configuration class if they cover the model, else from the structure of the model.
     """
     config = text_config(model)
     if config is None:
@@ -162,7 +164,7 @@ def module_rules(model: nn.Module) -> tuple[Rule, ...]:
         return planned
     linear = [n for n, m in model.named_modules() if type(m).forward is nn.Linear.forward]
     shared = {n for n, _ in base_parameters(model, remove_duplicate=False)} - shapes.keys()
-    # Modules around a choice of attention put another one, which nothing was put around, in place of the chosen.
+    # Modules with `set_attention_type` replace their attention module at run time by an unwrapped one.
     choosers = {n for n, m in model.named_modules() if hasattr(m, "set_attention_type")}
     choosers -= {n.rpartition(".")[0] for n in choosers}
     linear = [n for n in linear if ".".join(n.split(".")[:-2]) not in choosers]
@@ -171,7 +173,7 @@ def module_rules(model: nn.Module) -> tuple[Rule, ...]:
         for n in linear
         if type(model.get_submodule(n.rpartition(".")[0])).__name__ not in _WIDTH_OF_INPUT
     ]
-    # Of modules that share a parameter only one has its name; the others would not be split.
+    # A parameter shared by modules has the name of one of them; the other modules would not be sharded.
     names = {id(p): name for name, p in model.named_parameters()}
     shared |= {
         names[id(p)] for n, p in model.named_parameters(remove_duplicate=False) if n in shared
@@ -182,18 +184,19 @@ def module_rules(model: nn.Module) -> tuple[Rule, ...]:
         if f"{n}.weight" in shapes and shared.isdisjoint((f"{n}.weight", f"{n}.bias"))
     ]
     experts = (rule for rule in rules if rule.style == "experts")
-    found = (*ends, *experts, *derived_rules(shapes, frozenset(linear), heads, kv_heads))
-    if covers(shapes.items(), found, heads, kv_heads, head_dim) and not _has_decoder(model):
-        return tuple(rule for rule in found if rule.style != "vocab")  # so that the stream is whole
-    return found
+    derived = (*ends, *experts, *derived_rules(shapes, frozenset(linear), heads, kv_heads))
+    if covers(shapes.items(), derived, heads, kv_heads, head_dim) and not _has_decoder(model):
+        # Without a sharded embedding, activations are replicated.
+        return tuple(rule for rule in derived if rule.style != "vocab")
+    return derived
 
 
 def _end_rules(model: nn.Module) -> tuple[Rule, ...]:
-    """Rules that split embedding and head; where one has no such form and the other shares its weight, neither."""
+    """Return rules that shard embedding and head; none if they share a weight and one of them cannot be sharded."""
     names = {id(module): name for name, module in model.named_modules()}
     ends: dict[str, nn.Module] = {}
     for get, style in (("get_input_embeddings", "vocab"), ("get_output_embeddings", "head")):
-        with suppress(AttributeError, NotImplementedError):  # the class does not say which it is
+        with suppress(AttributeError, NotImplementedError):  # the class does not name the module
             if (module := getattr(model, get)()) is not None and id(module) in names:
                 ends[style] = module
     embedding, head = ends.get("vocab"), ends.get("head")
@@ -217,7 +220,7 @@ def _end_rules(model: nn.Module) -> tuple[Rule, ...]:
 
 
 def _splits_rows(module: nn.Module) -> bool:
-    """Whether an embedding is one of rows alone, which a factor may scale."""
+    """Return whether an embedding is a plain lookup of rows, optionally scaled by a factor."""
     own = type(module).forward is not nn.Embedding.forward and not hasattr(module, "embed_scale")
     return isinstance(module, nn.Embedding) and not (
         own or module.max_norm is not None or module.sparse or module.scale_grad_by_freq
@@ -225,9 +228,9 @@ def _splits_rows(module: nn.Module) -> bool:
 
 
 def _has_decoder(model: nn.Module) -> bool:
-    """Whether a model is embedding, decoder layers and a final norm, so that its stream can be cut between them.
+    """Return whether a model consists of embedding, decoder layers and final norm, so activations can be sharded.
 
-    It cannot where the norm comes before the layers too, as NanoChat's does.
+    False if the norm also runs before the layers, as in NanoChat.
     """
     if (decoder := decoder_of(model)) is None:
         return False
@@ -244,12 +247,12 @@ def _has_decoder(model: nn.Module) -> bool:
 
 @functools.lru_cache(maxsize=256)
 def _memo(model: type[nn.Module], base: type[nn.Module]) -> dict[str, int]:
-    """Return what has been measured of the models of a class."""
+    """Return the cache of measurements of models of a class."""
     return {}
 
 
 def _heads(config: Any, default: int) -> tuple[int, int, int]:
-    """Query heads, key and value heads, and the width of one; `default` heads where no config says."""
+    """Return query heads, key and value heads, and head width; `default` heads without a config value."""
     heads = _number(config, "num_attention_heads", default)
     # Latent attention expands its own key and value for every head.
     latent = _number(config, "kv_lora_rank", 0) > 0
@@ -264,17 +267,17 @@ def _heads(config: Any, default: int) -> tuple[int, int, int]:
 def _compare(layouts: dict[str, Layout], plan: Plan, model: nn.Module) -> None:
     own = {starred(name): layout for name, layout in layouts.items()}
     planned = {starred(name): layout for name, layout in dict(plan.layouts).items()}
-    # A head that shares the embedding's weight is one parameter in torch, two in a plan.
+    # A head tied to the embedding is one parameter in torch and two in a plan.
     tied = {n for n, _ in base_parameters(model, remove_duplicate=False)} - layouts.keys()
     for name in sorted(own.keys() | planned.keys()):
-        mine, theirs = own.get(name), planned.get(name)
-        if mine is None and name in tied:
+        actual, wanted = own.get(name), planned.get(name)
+        if actual is None and name in tied:
             continue
-        if mine is None or theirs is None or _cuts(mine) != _cuts(theirs):
+        if actual is None or wanted is None or _cuts(actual) != _cuts(wanted):
             raise PlanMismatch(
                 f"the plan does not fit this model at `{name}`",
-                got=f"model: {mine if mine is not None else 'no such parameter'}",
-                allowed=f"plan: {theirs if theirs is not None else 'no such parameter'}",
+                got=f"model: {actual if actual is not None else 'no such parameter'}",
+                allowed=f"plan: {wanted if wanted is not None else 'no such parameter'}",
                 hint="hyper-parallel plan MODEL -o plan.json",
             )
 

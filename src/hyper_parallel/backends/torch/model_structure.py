@@ -1,4 +1,4 @@
-"""Parts of a model by its structure: decoder layers, final norm, config of the language part, and stand-ins."""
+"""Parts of a model by its structure: decoder layers, final norm, config of the language part, and placeholders."""
 
 from __future__ import annotations
 
@@ -12,16 +12,18 @@ from hyper_parallel.errors import UnsupportedSharding
 
 
 class PlaceholderModule(nn.Module):
-    """Stands where a module that another rank holds stood; returns its first argument.
+    """Placeholder of a module on another rank; returns its first argument.
 
-    Plain attributes and properties of that module and its class (`attention_type` of a layer, say) stay readable.
+    Plain attributes and properties of the module and its class, such as `attention_type` of a layer, stay readable.
     """
 
     def __init__(self, original: nn.Module) -> None:
         super().__init__()
         values = dict(vars(original))
         for key in {*dir(type(original))} - {*dir(nn.Module)}:
-            with suppress(Exception):  # a property of another kind of module, say
+            with suppress(
+                Exception
+            ):  # a property may raise, for example for another kind of module
                 if isinstance(value := getattr(original, key), str | int | float | tuple):
                     values[key] = value
         for key, value in values.items():
@@ -34,10 +36,10 @@ class PlaceholderModule(nn.Module):
 
 
 class SlotList(nn.ModuleList):
-    """A list of modules that shows stand-ins for them while whoever iterates it runs."""
+    """Module list whose iteration and indexing can return replacements of the modules."""
 
     def slots(self) -> list[Any] | None:
-        """The stand-ins; None: the modules themselves."""
+        """Return the replacements; None: the modules themselves."""
         raise NotImplementedError
 
     def __iter__(self) -> Iterator[Any]:
@@ -52,9 +54,9 @@ class SlotList(nn.ModuleList):
 
 
 def decoder_of(model: nn.Module) -> tuple[nn.Module, nn.ModuleList] | None:
-    """The base model and its decoder layers, for a Hugging Face model with such a list; None for any other module.
+    """Return the base model and its decoder layers for a Hugging Face model with a layer list, else None.
 
-    The base is the innermost module around the list that says which module embeds its inputs.
+    The base is the innermost module around the list that has `get_input_embeddings`.
     """
     prefix = getattr(model, "base_model_prefix", None)
     if prefix is None or not hasattr(model, "config"):
@@ -63,9 +65,9 @@ def decoder_of(model: nn.Module) -> tuple[nn.Module, nn.ModuleList] | None:
     layers = getattr(base, "layers", None)
     if isinstance(layers, nn.ModuleList) and len(layers):
         return base, layers
-    if (found := block_list(model)) is None:
+    if (blocks := block_list(model)) is None:
         return None
-    path, layers = found
+    path, layers = blocks
     while path := path.rpartition(".")[0]:
         if hasattr(base := model.get_submodule(path), "get_input_embeddings"):
             return base, layers
@@ -73,10 +75,10 @@ def decoder_of(model: nn.Module) -> tuple[nn.Module, nn.ModuleList] | None:
 
 
 def block_list(model: nn.Module) -> tuple[str, nn.ModuleList] | None:
-    """Name and members of the list of layers that most of a model lies in; None for a model without one.
+    """Return name and members of the layer list with most parameters; None for a model without a list.
 
-    Of the outermost lists, those in a module of the language part's config come first, then those of classes that the
-    model says not to split (`_no_split_modules`).
+    Only outermost lists count. Lists in a module with the language part's config have priority, then lists of the
+    classes in the model's `_no_split_modules`.
     """
     config = getattr(model, "config", None)
     text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else None
@@ -104,18 +106,18 @@ def block_list(model: nn.Module) -> tuple[str, nn.ModuleList] | None:
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
-    """Layers of the model's decoder, or of its `block_list`; none when it has no such list."""
+    """Return the layers of the model's decoder, or of its `block_list`; [] for a model without a list."""
     decoder = decoder_of(model)
     if decoder is not None:
         return list(decoder[1])
-    found = block_list(model)
-    return [] if found is None else list(found[1])
+    blocks = block_list(model)
+    return [] if blocks is None else list(blocks[1])
 
 
 def text_config(model: nn.Module) -> Any:
-    """The Hugging Face config of the model's language part; None for a module without one.
+    """Return the Hugging Face config of the model's language part; None for a module without a config.
 
-    Where layers have values of their own it is that of the first layer: the common one refuses to give them.
+    If the config has values per layer, returns that of the first layer: the common config raises for such values.
     """
     config = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
@@ -123,7 +125,7 @@ def text_config(model: nn.Module) -> Any:
 
 
 def final_norm(base: nn.Module) -> nn.Module:
-    """The norm that follows the layers: by name, or the last one beside them."""
+    """Return the norm after the layers, by name, else the last child of the base that is a norm."""
     for name in ("norm", "final_layernorm", "final_layer_norm", "ln_f"):
         if isinstance(norm := getattr(base, name, None), nn.Module):
             return norm

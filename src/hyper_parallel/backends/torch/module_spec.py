@@ -1,8 +1,8 @@
-"""A ModelSpec read from the module itself, for models that no reader of `hyper_parallel.model` knows.
+"""ModelSpec of a module, for models that no reader of `hyper_parallel.model` knows.
 
-The module is one of any class, on the meta device or not. Parameters, ties and layers are what it has; heads, windows
-and how many experts a token visits come from its Hugging Face config, where it has one. What is neither a number of
-the module nor of the config is assumed and said in the notes.
+The module may have any class, on the meta device or not. Parameters, ties and layers are read from the module; heads,
+windows and the number of experts per token from its Hugging Face config, if it has one. The notes list values that are
+assumed because neither has them.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_leng
 
 
 def read_model(model: nn.Module, name: str) -> ModelSpec:
-    """What planning needs to know of a module.
+    """Return the description of a module for planning.
 
     Args:
-        model: Any module; its values are not read.
-        name: Name for people.
+        model: Any module; parameter values are not read.
+        name: Display name.
 
     Returns:
-        Layers of the same parameters and attention as one block each, under the names that the module uses.
+        Description with one block for all layers of equal parameters and attention, under the names of the module.
     """
     config = text_config(model)
     hidden = _number(config, ("hidden_size", "n_embd", "d_model")) or _embedding_width(model)
@@ -50,7 +50,7 @@ def read_model(model: nn.Module, name: str) -> ModelSpec:
     outside: dict[str, list[ParamSpec]] = {"embedding": [], "final_norm": [], "head": []}
     first: dict[int, str] = {}
     for full, param in base_parameters(model, remove_duplicate=False):
-        # A weight that several modules share is the first one's; only that copy counts.
+        # A shared weight belongs to the first module that has it and counts once.
         owner = first.setdefault(id(param), full)
         shape, tied = tuple(param.shape), None if owner == full else owner
         index, _, rest = full.removeprefix(f"{path}.").partition(".")
@@ -64,7 +64,7 @@ def read_model(model: nn.Module, name: str) -> ModelSpec:
                 dims = ("vocab", "embed")
             outside[end].append(ParamSpec(full, shape, dims, tied))
     decoder = tuple(_decoder(model, inside, list(layers), hidden))
-    if not layers:  # the module is priced as one layer
+    if not layers:  # the cost model treats the module as one layer
         decoder = (Block("decoder", (0,), tuple(outside.pop("final_norm"))),)
     blocks = (
         Block("embedding", (), tuple(outside["embedding"])),
@@ -87,31 +87,31 @@ def read_model(model: nn.Module, name: str) -> ModelSpec:
 
 
 def _notes(model: nn.Module, blocks: tuple[Block, ...]) -> Iterator[str]:
-    """What a reader of the plan should know: that the module was read, and what was assumed."""
+    """Yield the notes of the plan: the source of the description, and assumed values."""
     yield f"`{type(model).__name__}` was read from the module itself"
     if any(b.name == "moe_decoder" for b in blocks) and not _number(text_config(model), _VISITED):
-        yield "the config does not say how many experts a token visits: priced as one"
-    if others := sum(b.count for b in blocks if b.layers and not b.attention):
-        yield f"{others} layers have no attention that is known: priced by their matrices alone"
+        yield "the config has no number of experts per token: costs assume one"
+    if num_layers := sum(b.count for b in blocks if b.layers and not b.attention):
+        yield f"{num_layers} layers have no known attention: costs include their matrices only"
 
 
 def _decoder(
     model: nn.Module, params: list[list[ParamSpec]], layers: list[nn.Module], hidden: int
 ) -> Iterator[Block]:
-    """The layers, those of the same parameters, attention and feed-forward part as one block."""
+    """Yield the layers, with one block for all layers of equal parameters, attention and feed-forward part."""
     config, whole = text_config(model), getattr(model, "config", None)
     varied = getattr(whole, "is_heterogeneous", False)
     kinds: dict[tuple[Any, ...], list[int]] = {}
     for i, (layer, own) in enumerate(zip(layers, params, strict=True)):
         attention = _attention(layer, whole.per_layer_config[i] if varied else config, i, hidden)
         kinds.setdefault((tuple(own), attention, _mlp(own, config, hidden)), []).append(i)
-    for (own, attention, mlp), which in kinds.items():
+    for (own, attention, mlp), indices in kinds.items():
         kind = "moe_decoder" if mlp and mlp.num_experts else "decoder"
-        yield Block(kind, tuple(which), own, attention, mlp)
+        yield Block(kind, tuple(indices), own, attention, mlp)
 
 
 def _ends(model: nn.Module) -> dict[str, str]:
-    """Block of every module that embeds (tokens, positions) or gives logits, as far as the model says."""
+    """Return the block (embedding or head) of the modules that embed tokens or positions or compute logits."""
     ends = {name: "embedding" for name, m in model.named_modules() if isinstance(m, nn.Embedding)}
     names = {id(module): name for name, module in model.named_modules()}
     for end, get in (("embedding", "get_input_embeddings"), ("head", "get_output_embeddings")):
@@ -141,7 +141,7 @@ def _dims(name: str, shape: tuple[int, ...], hidden: int) -> tuple[str, ...]:
 
 
 def _attention(layer: nn.Module, config: Any, index: int, hidden: int) -> AttentionSpec | None:
-    """Attention of a layer, by a submodule of that name that has parameters; None: it has none that is known."""
+    """Return the attention of a layer with a submodule of that name that has parameters; None for unknown attention."""
     named = (n.rpartition(".")[2] for n, m in layer.named_modules() if [*m.parameters()])
     heads = _number(config, _HEADS)
     if not heads or not any(
@@ -164,7 +164,7 @@ def _attention(layer: nn.Module, config: Any, index: int, hidden: int) -> Attent
 
 
 def _mlp(params: list[ParamSpec], config: Any, hidden: int) -> MlpSpec | None:
-    """Feed-forward part of a layer by its experts, or by the width that the config names or its matrices have."""
+    """Return the feed-forward part of a layer, from its experts or from the width in the config or the matrices."""
     matrices = [
         p for p in params if p.is_matrix and "attn" not in p.name and "attention" not in p.name
     ]
@@ -185,7 +185,7 @@ def _mlp(params: list[ParamSpec], config: Any, hidden: int) -> MlpSpec | None:
 
 
 def _number(config: Any, keys: tuple[str, ...]) -> int:
-    """The first of these keys that is a positive integer; 0 when none is."""
+    """Return the first positive integer among the values of some keys, or 0."""
     values: Iterator[Any] = (getattr(config, key, None) for key in keys)
     return next((v for v in values if isinstance(v, int) and not isinstance(v, bool) and v > 0), 0)
 

@@ -1,4 +1,4 @@
-"""What `parallelize` leaves on a model: its plan and layouts, and the running state of each parallel axis."""
+"""State that `parallelize` attaches to a model: its plan and layouts, and the run-time state of each parallel axis."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from hyper_parallel.backends.torch._loss_tap import LossTap
+from hyper_parallel.backends.torch._logits_hook import LogitsHook
 from hyper_parallel.backends.torch.context.state import ContextState
 from hyper_parallel.backends.torch.experts.balance_loss import BalanceLoss
 from hyper_parallel.backends.torch.experts.routing import ExpertState
@@ -25,12 +25,12 @@ _PROPERTIES = "_hyper_parallel_properties"
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """The ranks a model lives on, as torch sees them.
+    """Ranks of a model with their process groups and device meshes.
 
     Attributes:
         mesh: Device mesh with every axis of the strategy; None on one rank without process group.
         rank: Rank of this process on the mesh.
-        device: Where real parameters go.
+        device: Device of the parameters.
         world_group: All ranks of the mesh; None on one rank.
         expert_mesh: The same ranks with axes pp, dp_replicate, edp, ep; None when ep is 1.
     """
@@ -44,20 +44,20 @@ class Ranks:
 
 @dataclass(frozen=True, slots=True)
 class Handle:
-    """The result of `parallelize`.
+    """Result of `parallelize`.
 
     Attributes:
-        layouts: Parameter name to its layout; of this rank's stages only, as `shapes`.
-        shapes: Parameter name to its logical shape.
+        layouts: Layout by parameter name, for this rank's stages only, like `shapes`.
+        shapes: Logical shape by parameter name.
         tp: Tensor parallelism, or None.
         context: Context parallelism, or None.
         experts: Expert parallelism and routing; None for a model without experts.
         balance: The auxiliary loss of experts, or None.
-        pipeline: Runs this rank's pipeline stages; None without a pipeline.
+        pipeline: Executor of this rank's pipeline stages; None without a pipeline.
         fsdp: Modules that FSDP manages, root last.
-        loss: The loss function of a causal language model, in whose place an objective takes the logits; or None.
+        loss: Loss function of a causal language model that can pass the logits to an objective; or None.
         halves: Runs layers on half-batches, or None.
-        average: Gradients of a plain backward pass are averaged over the shares of the data, not summed.
+        average: Average the gradients of a plain backward pass over data-parallel ranks instead of summing them.
     """
 
     plan: Plan
@@ -70,22 +70,22 @@ class Handle:
     balance: BalanceLoss | None
     pipeline: Pipeline | None
     fsdp: tuple[nn.Module, ...]
-    loss: LossTap | None
+    loss: LogitsHook | None
     halves: HalfBatch | None
     average: bool = False
 
     @property
     def device(self) -> torch.device:
-        """Where this rank computes."""
+        """Device of this rank."""
         return self.ranks.device
 
     @property
     def routes(self) -> bool:
-        """Whether the model routes tokens to experts."""
+        """True if the model routes tokens to experts."""
         return self.experts is not None or self.balance is not None
 
     def copies(self, name: str) -> int:
-        """Ranks that hold the same elements of a parameter."""
+        """Return the number of ranks with the same elements of a parameter."""
         layout = self.layouts[name]
         mesh = self.plan.strategy.mesh_of(layout)
         ranks = mesh.size // mesh.degree(layout.sharding_axes)
@@ -95,40 +95,40 @@ class Handle:
 
 
 def attach(model: nn.Module, handle: Handle) -> None:
-    """Remember the handle on the model itself, so that it lives as long."""
+    """Store the handle on the model, so that both have the same lifetime."""
     object.__setattr__(model, HANDLE, handle)
 
 
 def attached(model: nn.Module) -> Handle | None:
-    """What `parallelize` attached to this model; None: it did not pass through it."""
-    found: Handle | None = model.__dict__.get(HANDLE)
-    return found
+    """Return the handle that `parallelize` attached to a model, or None."""
+    attached_handle: Handle | None = model.__dict__.get(HANDLE)
+    return attached_handle
 
 
 def attach_properties(model: nn.Module, properties: ModelProperties) -> None:
-    """Remember measured properties on a model that does not pass through `parallelize`."""
+    """Store measured properties on a model that does not pass through `parallelize`."""
     object.__setattr__(model, _PROPERTIES, properties)
 
 
 def known_properties(model: nn.Module) -> ModelProperties | None:
-    """Return the measured properties of a model, from its plan if it has one; None: they were not measured."""
-    found = attached(model)
-    if found is not None:
-        return found.plan.properties
+    """Return the measured properties of a model, from its plan if it has one; None if they were not measured."""
+    attached_handle = attached(model)
+    if attached_handle is not None:
+        return attached_handle.plan.properties
     properties: ModelProperties | None = model.__dict__.get(_PROPERTIES)
     return properties
 
 
 def handle(model: nn.Module) -> Handle:
-    """What `parallelize` attached to this model.
+    """Return the handle that `parallelize` attached to a model.
 
     Raises:
         TypeError: The model did not pass through `parallelize`.
     """
-    found = attached(model)
-    if found is None:
+    attached_handle = attached(model)
+    if attached_handle is None:
         raise TypeError(f"{type(model).__name__} did not pass through parallelize")
-    return found
+    return attached_handle
 
 
 def half_batch_counts(model: nn.Module) -> dict[str, int] | None:

@@ -8,7 +8,7 @@
     convolution   kernel of a convolution
     state         A_log and D of state-space layers, of any shape
     vector        at most one dimension above 1: sinks, residual scales, gates, class tokens
-    other         position tables, latent queries, recurrent cells, weights under names that say nothing
+    other         position tables, latent queries, recurrent cells, weights with unknown names
 
 A parameter that several modules share has the role of an embedding if one of them is one.
 """
@@ -28,7 +28,7 @@ from hyper_parallel.backends.torch.weights.initialization import is_adapter
 
 
 class ParameterKind(StrEnum):
-    """What a parameter is; see the module."""
+    """Kind of a parameter; see the module docstring."""
 
     LINEAR = "linear"
     STACKED = "stacked"
@@ -56,8 +56,8 @@ class ParameterRole:
     """Role of one parameter.
 
     Attributes:
-        kind: What it is.
-        num_matrices: Linear weights in it, one after the other in its rows; 0 for other roles than linear and stacked.
+        kind: Kind of the parameter.
+        num_matrices: Number of linear weights, stacked along the rows; 0 for roles other than linear and stacked.
     """
 
     kind: ParameterKind
@@ -68,7 +68,7 @@ _FLAT_STACKS: Final[Mapping[str, Callable[[Any], int]]] = {
     "DbrxExpertGLU": lambda module: int(module.moe_num_experts),
     "DeepseekV4GroupedLinear": lambda module: int(module.n_groups),
 }
-"""Classes whose two-dimensional weights are several matrices, by rows, and how many."""
+"""Number of matrices stacked along the rows of two-dimensional weights, by module class."""
 _STATE_NAMES: Final = ("A_log", "D")
 _NORM: Final = re.compile(r"norm", re.IGNORECASE)
 _NORM_PATH: Final = re.compile(r"(^|_)norm($|_|\d)|layernorm", re.IGNORECASE)
@@ -85,11 +85,11 @@ def parameter_roles(model: nn.Module) -> dict[str, ParameterRole]:
         for name, parameter in module._parameters.items():
             if parameter is None:
                 continue
-            found = _role(module, path.rpartition(".")[2], name, parameter)
-            if module is head and found.kind is ParameterKind.LINEAR:
-                found = ParameterRole(ParameterKind.HEAD)
-            if id(parameter) not in roles or found.kind is ParameterKind.EMBEDDING:
-                roles[id(parameter)] = found
+            role = _role(module, path.rpartition(".")[2], name, parameter)
+            if module is head and role.kind is ParameterKind.LINEAR:
+                role = ParameterRole(ParameterKind.HEAD)
+            if id(parameter) not in roles or role.kind is ParameterKind.EMBEDDING:
+                roles[id(parameter)] = role
     return {name: roles[id(parameter)] for name, parameter in model.named_parameters()}
 
 
@@ -112,7 +112,7 @@ def _role(module: nn.Module, module_name: str, name: str, parameter: Tensor) -> 
 def _simple_role(
     module: nn.Module, module_name: str, name: str, parameter: Tensor
 ) -> ParameterKind | None:
-    """Return a role that needs no look at matrices; None: the parameter may hold some."""
+    """Return the role of a parameter without matrices; None if it may contain matrices."""
     is_linear = isinstance(module, nn.Linear)
     if "bias" in name or ("bias" in module_name and not is_linear):
         return ParameterKind.BIAS

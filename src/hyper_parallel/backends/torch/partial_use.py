@@ -1,7 +1,7 @@
-"""Refuse batches and models that run modules on some ranks alone, where tensor, context or pipeline ranks share data.
+"""Check that tensor-, context- and pipeline-parallel ranks with the same data run the same modules.
 
-Data-parallel ranks may run different modules: `data._unit_order` keeps their collectives in one order. The ranks of one
-share of the data may not, because collectives of the other axes lie inside of modules.
+Data-parallel ranks may run different modules: `data.unit_order` keeps their collectives in one order. Ranks with the
+same data may not, because modules contain the collectives of the other axes.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any, Final
 
 from torch import Tensor, nn
 
-from hyper_parallel.backends.torch.flow_tracer import Marks
-from hyper_parallel.backends.torch.layer_flow import as_it_was, run_hollow
+from hyper_parallel.backends.torch.flow_tracer import FlowTracer
+from hyper_parallel.backends.torch.layer_flow import preserve_module_state, run_on_meta
 from hyper_parallel.errors import UnsupportedSharding
 from hyper_parallel.ir import Strategy
 
@@ -23,12 +23,12 @@ _TEXT_INPUTS: Final = {"inputs_embeds", "attention_mask", "position_ids"}
 
 
 def refuse_other_inputs(model: nn.Module, axes: Sequence[str], batch: Mapping[str, Any]) -> None:
-    """Refuse images, sounds and other inputs of a tower.
+    """Raise for images, audio and other inputs of an encoder outside the decoder.
 
     Args:
-        model: Who is given the batch.
-        axes: Axes, of `pp` and `cp`, that the model is split over; with none nothing is refused.
-        batch: Arguments of its forward.
+        model: Model that gets the batch.
+        axes: Axes of `pp` and `cp` with a degree above 1; without any, all inputs are allowed.
+        batch: Arguments of the model's forward.
 
     Raises:
         UnsupportedSharding: HP205 naming the input.
@@ -36,11 +36,11 @@ def refuse_other_inputs(model: nn.Module, axes: Sequence[str], batch: Mapping[st
     if not axes:
         return
     for name, value in batch.items():
-        # A scalar, such as `num_items_in_batch`, goes to the loss.
+        # Scalars such as `num_items_in_batch` are inputs of the loss.
         floating = isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 0
         if floating and name not in _TEXT_INPUTS:
             raise UnsupportedSharding(
-                f"`{name}` goes to a module outside of the decoder, which stages and parts of sequences do not share",
+                f"`{name}` is an input of a module outside the decoder, which pp and cp do not support",
                 where=type(model).__name__,
                 got=" and ".join(axes),
                 allowed="dp_replicate, dp_shard",
@@ -49,12 +49,12 @@ def refuse_other_inputs(model: nn.Module, axes: Sequence[str], batch: Mapping[st
 
 
 def refuse_random_modules(model: nn.Module, strategy: Strategy) -> None:
-    """Refuse a model that draws which modules run, where ranks share data: each would draw for itself.
+    """Raise for a model that skips modules at random if ranks share data: each rank would decide for itself.
 
-    Two trials without values, one with every draw at its lowest and one at its highest, tell which modules run.
+    Compares the modules that run in two passes on meta tensors, with all random numbers at their lowest and highest.
 
     Raises:
-        UnsupportedSharding: HP205 naming a module that is left out by chance.
+        UnsupportedSharding: HP205 naming a module that is skipped at random.
     """
     axes = [axis for axis in ("pp", "cp", "tp_x", "tp_y") if getattr(strategy, axis) > 1]
     if not axes or not any(map(_has_probability, model.modules())):
@@ -64,7 +64,7 @@ def refuse_random_modules(model: nn.Module, strategy: Strategy) -> None:
     if differing := sorted(n for n in chosen if n.rpartition(".")[0] not in chosen):
         names = {k for m in model.modules() for k in vars(m) if "layerdrop" in k}
         raise UnsupportedSharding(
-            "chance decides which modules run in training, and ranks that share data would decide differently",
+            "modules are skipped at random in training, and ranks with the same data would skip different ones",
             where=", ".join(differing[:2]),
             got=", ".join(sorted(names)) or type(model).__name__,
             allowed="dp_replicate, dp_shard",
@@ -80,17 +80,17 @@ def _has_probability(module: nn.Module) -> bool:
 
 
 def _modules_run(model: nn.Module, draw: float) -> set[str]:
-    """Return the names of the modules that a trial in training mode runs, with every random draw at `draw`."""
+    """Return the names of the modules that run in training mode on meta tensors, with every random number at `draw`."""
     run: set[str] = set()
-    with as_it_was(model), _drawing(draw):
+    with preserve_module_state(model), _drawing(draw):
         model.train()
         hooks = [
             module.register_forward_pre_hook(lambda *_, name=name: run.add(name))
             for name, module in model.named_modules()
         ]
         try:
-            run_hollow(model, Marks(draw), "pp")
-        except UnsupportedSharding:  # the trial of an axis that needs it says why
+            run_on_meta(model, FlowTracer(draw), "pp")
+        except UnsupportedSharding:  # the trial of an affected axis reports the reason
             run.clear()
         finally:
             for hook in hooks:
@@ -100,11 +100,11 @@ def _modules_run(model: nn.Module, draw: float) -> set[str]:
 
 @contextmanager
 def _drawing(draw: float) -> Iterator[None]:
-    """Let Python's own generator draw one value."""
-    kept = random.random, random.uniform
+    """Replace the random numbers of Python's `random` by one value."""
+    original = random.random, random.uniform
     random.random = lambda: draw
     random.uniform = lambda a, b: a + (b - a) * draw
     try:
         yield
     finally:
-        random.random, random.uniform = kept
+        random.random, random.uniform = original

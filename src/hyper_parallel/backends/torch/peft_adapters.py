@@ -1,7 +1,7 @@
-"""Adapters that peft makes, as parameters of the modules they belong to.
+"""Adapters of peft as parameters of the modules that they adapt.
 
-peft decides which modules get an adapter, and of which rank and scaling; what it puts around them is taken away again,
-so that names and classes are those of the plain model. The same takes a model that another program gave to peft.
+peft selects the modules with an adapter, their ranks and scalings. Its wrapper modules are then removed, so that names
+and classes are those of the model without adapters. This also works for a model that another program passed to peft.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from hyper_parallel.received import Limits, read_json
 from hyper_parallel.units import MiB
 
 ADAPTER_CONFIG = "adapter_config.json"
-"""What makes a directory one of an adapter, by peft's name."""
+"""File that identifies the directory of an adapter, named by peft."""
 ADAPTER_LIMITS = Limits(16 * MiB, num_elements=200_000, depth=10, finite=True)
-"""Of that file, which names every adapted module at most once or twice."""
+"""Limits of that file, which names every adapted module at most twice."""
 CONFIGURATION = "adapter_config"
-"""Attribute of a model with adapters: the `peft.LoraConfig` that they were made by."""
+"""Attribute of a model with adapters: their `peft.LoraConfig`."""
 _KEYS = "lora.target_modules"
 
 
 def import_peft() -> Any:
-    """The package.
+    """Import peft and return the module.
 
     Raises:
         MissingDependency: HP501 when it is not installed.
@@ -52,7 +52,7 @@ def import_peft() -> Any:
         import peft
     except ImportError as error:
         raise MissingDependency(
-            "adapters are made and written by peft, which is not installed",
+            "adapters need peft, which is not installed",
             where="lora",
             got=str(error),
             hint='pip install "hyper-parallel[lora]"',
@@ -61,17 +61,17 @@ def import_peft() -> Any:
 
 
 def base_of(directory: Path) -> str:
-    """Directory or hub id of the weights that an adapter was trained on, by the directory of the adapter.
+    """Return the directory or hub id of the base weights of an adapter, from the directory of the adapter.
 
     Raises:
-        WeightsUnreadable: HP703 when it does not say.
+        WeightsUnreadable: HP703 when the adapter does not name them.
     """
     file, base = directory / ADAPTER_CONFIG, None
     with suppress(OSError, ValueError, KeyError, TypeError):
         base = read_json(file, ADAPTER_LIMITS)["base_model_name_or_path"]
     if not isinstance(base, str):
         raise WeightsUnreadable(
-            "the adapter does not name the model it belongs to",
+            "the adapter does not name its base model",
             where=str(file),
             got=None if base is None else type(base).__name__,
             hint="write `base_model_name_or_path` into the file",
@@ -80,34 +80,35 @@ def base_of(directory: Path) -> str:
 
 
 def add_adapters(model: nn.Module, config: Any, where: str = _KEYS) -> None:
-    """Let peft choose modules, and give these adapters; everything else is frozen, but what is to be saved whole.
+    """Add adapters to the modules that peft selects; freeze all other parameters except those of `modules_to_save`.
 
     Args:
         model: A Hugging Face model, on the meta device or not; changed in place.
         config: A `peft.LoraConfig`.
-        where: Origin of the choice of modules, for errors.
+        where: Origin of the selection of modules, for errors.
 
     Raises:
-        BadValue: HP102 when a name fits no module. UnsupportedSharding: HP205 for a module that takes no adapter.
+        BadValue: HP102 when a name matches no module.
+        UnsupportedSharding: HP205 for a module that does not support an adapter.
     """
-    peft, takes = import_peft(), adaptable_modules(model)
-    chosen = check_names(model, config, takes, where)
+    peft, adaptable = import_peft(), adaptable_modules(model)
+    chosen = check_names(model, config, adaptable, where)
     if config.target_modules == "all-linear":
-        config.target_modules = all_linear(model, takes)
-    if takes and all(weight_order(m) == IN_OUT for m in takes.values()):
+        config.target_modules = all_linear(model, adaptable)
+    if adaptable and all(weight_order(m) == IN_OUT for m in adaptable.values()):
         config.fan_in_fan_out = True
     bounded = with_plain_patterns(config, chosen, where)
-    _check_ranks(bounded, takes, where)
+    _check_ranks(bounded, adaptable, where)
     unmaterialized = all(p.is_meta for p in model.parameters())
     try:
         peft.inject_adapter_in_model(bounded, model, low_cpu_mem_usage=unmaterialized)
     except ValueError as error:
         raise BadValue(
-            "peft puts no adapter on this model",
+            "peft cannot add adapters to this model",
             where=where,
             got=str(error).partition("\n")[0][:200],
-            allowed=last_names(takes),
-            hint=target_hint(last_names(takes)),
+            allowed=last_names(adaptable),
+            hint=target_hint(last_names(adaptable)),
         ) from error
     if unmaterialized:
         _cast_factors(model)
@@ -115,7 +116,7 @@ def add_adapters(model: nn.Module, config: Any, where: str = _KEYS) -> None:
 
 
 def _cast_factors(model: nn.Module) -> None:
-    """Give the factors of a model without storage the dtype of their weights, as peft does where it allocates them."""
+    """Cast the factors of a model on the meta device to the dtype of their weights, as peft does with real tensors."""
     for layer in model.modules():
         weight = getattr(getattr(layer, "base_layer", None), "weight", None)
         if weight is not None and weight.is_floating_point():
@@ -123,13 +124,13 @@ def _cast_factors(model: nn.Module) -> None:
                 getattr(layer, part, nn.Module()).to(weight.dtype)
 
 
-def _check_ranks(config: Any, takes: dict[str, nn.Module], where: str) -> None:
-    """Refuse ranks that exceed every dim of the modules, before peft allocates factors of them.
+def _check_ranks(config: Any, adaptable: dict[str, nn.Module], where: str) -> None:
+    """Raise for ranks that exceed every dim of the modules, before peft allocates the factors.
 
     Raises:
         BadValue: HP102.
     """
-    widest = max((max(m.weight.shape) for m in takes.values()), default=1)
+    widest = max((max(m.weight.shape) for m in adaptable.values()), default=1)
     for key, rank in {"r": config.r, **(config.rank_pattern or {})}.items():
         if rank > widest:
             recipe = where == _KEYS
@@ -144,15 +145,15 @@ def _check_ranks(config: Any, takes: dict[str, nn.Module], where: str) -> None:
 
 
 def absorb_adapters(model: nn.Module, config: Any, name: str = "default") -> None:
-    """Take away what peft has put around the modules of a model, and give these its adapters; values are kept.
+    """Remove peft's wrapper modules and move their adapters to the wrapped modules; values do not change.
 
     Args:
-        model: A model that passed through peft, not the `PeftModel` around it; changed in place.
-        config: The `peft.LoraConfig` that an export of the adapters is to have.
-        name: Of the adapter.
+        model: A model with peft's layers, not the `PeftModel` around it; changed in place.
+        config: The `peft.LoraConfig` for an export of the adapters.
+        name: Name of the adapter.
 
     Raises:
-        UnsupportedSharding: HP205 for adapters of something else than a linear module, and for kinds other than LoRA.
+        UnsupportedSharding: HP205 for adapters of other modules than linear ones, and for kinds other than LoRA.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils import ModulesToSaveWrapper
@@ -163,7 +164,7 @@ def absorb_adapters(model: nn.Module, config: Any, name: str = "default") -> Non
     if refused:
         path, why = next(iter(refused.items()))
         raise UnsupportedSharding(
-            "only one plain LoRA adapter of linear modules inside of the model is trained",
+            "training supports only one plain LoRA adapter of linear modules inside the model",
             where=f"{_KEYS}: {path}",
             got=why,
             allowed="nn.Linear and Conv1D, but not the head",
@@ -174,16 +175,16 @@ def absorb_adapters(model: nn.Module, config: Any, name: str = "default") -> Non
             whole, trained = layer.original_module, layer.modules_to_save[name]
             if any(uses[id(p)] > 1 for p in whole.parameters()):
                 raise UnsupportedSharding(
-                    "a weight that two modules share is not trained beside adapters",
+                    "a weight shared by two modules cannot be trained in full with adapters",
                     where=f"lora.modules_to_save: {path}",
                     got=type(whole).__name__,
                     allowed="modules that own their weights, such as norms",
                     hint="lora.modules_to_save=[]",
                 )
-            for mine, theirs in zip(whole.parameters(), trained.parameters(), strict=True):
-                mine.requires_grad_(True)
-                if not mine.is_meta:
-                    mine.data.copy_(theirs.data)
+            for parameter, copy in zip(whole.parameters(), trained.parameters(), strict=True):
+                parameter.requires_grad_(True)
+                if not parameter.is_meta:
+                    parameter.data.copy_(copy.data)
             model.set_submodule(path, whole)
         elif path in layers:
             base = layer.get_base_layer()
@@ -196,7 +197,7 @@ def absorb_adapters(model: nn.Module, config: Any, name: str = "default") -> Non
 
 
 def _why_refused(model: nn.Module, layer: Any, name: str) -> str | None:
-    """Return what peft has put around what, where an adapter of this kind is not trained; None: it is."""
+    """Return the classes of peft's layer and its module if training does not support the adapter, else None."""
     from peft.tuners.lora import Linear
 
     base = layer.get_base_layer()

@@ -1,4 +1,4 @@
-"""Number that begins a rank's random numbers, equal on tensor-parallel ranks that hold the same activations."""
+"""Random seed of a rank, equal on tensor-parallel ranks with the same activations."""
 
 from __future__ import annotations
 
@@ -9,21 +9,26 @@ from torch import nn
 from hyper_parallel.backends.torch.parallel_handle import handle
 
 
-def mixed(*parts: int) -> int:
-    """Return a 64-bit seed of several numbers; raw bits of PCG64 are fixed for ever."""
+def derive_seed(*parts: int) -> int:
+    """Return a 64-bit seed derived from several numbers; numpy guarantees the raw bits of PCG64."""
     return int(np.random.PCG64([4, *(part % 2**64 for part in parts)]).random_raw())
 
 
 def rank_seed(model: nn.Module, seed: int) -> int:
-    """Return the seed of a rank, by the seed of the run; each step mixes its number into it.
+    """Return the seed of a rank, from which `derive_seed` makes the seed of each step.
+
+    Tensor-parallel ranks with replicated activations share a seed derived from `seed`; their state is set to use common
+    random numbers. Other ranks draw a seed from the current random state.
 
     Args:
-        model: Passed through `parallelize`. If its ranks hold the stream whole, it takes this for their common seed.
-        seed: Of the run; ranks that share nothing draw their own from the present random state.
+        model: A model that passed through `parallelize`.
+        seed: Seed of the run.
     """
     own, attached = int(torch.randint(1 << 62, ())), handle(model)
     if attached.tp is None or not attached.tp.replicated_activations:
         return own
     attached.tp.same_random = True
-    place = attached.plan.mesh.coordinate(attached.ranks.rank)
-    return mixed(seed, *(place[axis] for axis in place if axis not in ("tp_x", "tp_y")))
+    coordinate = attached.plan.mesh.coordinate(attached.ranks.rank)
+    return derive_seed(
+        seed, *(index for axis, index in coordinate.items() if axis not in ("tp_x", "tp_y"))
+    )

@@ -1,8 +1,7 @@
-"""Tensors that backward gathers again instead of keeping them: gathered activations and gathered weights.
+"""Gathered activations and weights that backward gathers a second time instead of saving them.
 
-Inside a scope, a tensor that autograd would save and that shares the storage of a gathered one is replaced by a note of
-how to gather it again. All notes of one gathered tensor share the copy that the first of them makes; it is dropped when
-the last one has been read.
+In a scope, a tensor that autograd would save and that shares the storage of a gathered tensor is replaced by a handle.
+All handles of one gathered tensor share one copy: the first unpacked handle gathers it, the last one frees it.
 """
 
 from __future__ import annotations
@@ -20,17 +19,17 @@ from torch.autograd.graph import saved_tensors_hooks
 
 @dataclass(slots=True)
 class _Gathered:
-    """One gathered tensor: how to make it again, and how many notes of it backward has yet to read."""
+    """A gathered tensor: function that gathers it, and number of handles that backward has not unpacked."""
 
-    make: Callable[[], Tensor]
+    regather: Callable[[], Tensor]
     unread: int = 0
     copy: Tensor | None = None
 
     def view(self, size: torch.Size, stride: tuple[int, ...], offset: int) -> Tensor:
-        """What a note stands for; the last one that is read drops the copy."""
+        """Unpack a handle: return a view of the gathered copy; the last handle frees the copy."""
         if self.copy is None:
             with torch.no_grad():
-                self.copy = self.make()
+                self.copy = self.regather()
         out = self.copy
         self.unread -= 1
         if self.unread <= 0:
@@ -40,22 +39,24 @@ class _Gathered:
 
 @dataclass(slots=True)
 class RegatherScope:
-    """Forward code whose gathered tensors may be gathered again; several may be nested, the innermost one counts."""
+    """Scope of forward code in which gathered tensors are not saved; of nested scopes the innermost one applies."""
 
     _sources: dict[int, _Gathered] = field(default_factory=dict)
 
     def open(self) -> AbstractContextManager[Any]:
-        """Watch what autograd saves."""
+        """Return the context that intercepts the tensors that autograd saves."""
         return saved_tensors_hooks(self._pack, _unpack)
 
     @contextmanager
-    def instead_of(self, gathered: Tensor, make: Callable[[], Tensor]) -> Iterator[None]:
-        """Inside, `gathered`, which nothing else writes to, and its views are not saved.
+    def regather_in_backward(
+        self, gathered: Tensor, regather: Callable[[], Tensor]
+    ) -> Iterator[None]:
+        """Do not save `gathered` and its views in this context; backward calls `regather` instead.
 
-        Backward calls `make` instead, without gradients, in the same order on every rank.
+        Nothing may write to `gathered`. Backward calls `regather` without gradients, in the same order on every rank.
         """
         key = gathered.untyped_storage()._cdata
-        self._sources[key] = _Gathered(make)
+        self._sources[key] = _Gathered(regather)
         try:
             yield
         finally:
@@ -73,8 +74,8 @@ def _unpack(packed: Tensor | Callable[[], Tensor]) -> Tensor:
     return packed if isinstance(packed, Tensor) else packed()
 
 
-def instead_of(
-    scope: RegatherScope | None, gathered: Tensor, make: Callable[[], Tensor]
+def regather_in_backward(
+    scope: RegatherScope | None, gathered: Tensor, regather: Callable[[], Tensor]
 ) -> AbstractContextManager[None]:
-    """`scope.instead_of`, or nothing without a scope: the tensor is saved as usual."""
-    return nullcontext() if scope is None else scope.instead_of(gathered, make)
+    """Return `scope.regather_in_backward`, or without a scope a context in which tensors are saved."""
+    return nullcontext() if scope is None else scope.regather_in_backward(gathered, regather)

@@ -1,8 +1,8 @@
-"""Rotary frequencies that depend on the length of a text, by document: `rope_type` dynamic and longrope.
+"""Length-dependent rotary frequencies per document: `rope_type` dynamic and longrope.
 
-transformers takes the largest position of a batch for the length of all its texts. Rows, packed documents and padding
-would then change the frequencies of each other, and a layout that forms other microbatches would train otherwise. Here
-every token has the frequencies of its own document, as if that were alone: the module runs once per length.
+transformers uses the largest position of a batch as the length of all its texts. Rows, packed documents and padding
+would then change each other's frequencies, and training would depend on the microbatches of a layout. Here every token
+gets the frequencies of its own document: the module runs once per length.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ import torch
 from torch import Tensor, nn
 
 Lengths = Callable[[Tensor], Tensor]
-"""Length of the document of every token, [B, S], by positions [B, S]."""
+"""Function from positions [B, S] to the document length of every token, [B, S]."""
 
 _DYNAMIC, _LONGROPE = "dynamic", "longrope"
 _TEXT_DIMS: Final = 2
 
 
 def document_lengths(positions: Tensor) -> Tensor:
-    """Return for every token of [B, S] the length of its document: positions that follow on one another."""
+    """Return the document length [B, S] of every token; a document is a run of consecutive positions."""
     number = positions.shape[1]
-    at = torch.arange(number, device=positions.device).expand_as(positions)
+    index = torch.arange(number, device=positions.device).expand_as(positions)
     is_last = positions.diff(dim=1, append=positions[:, -1:]) != 1
-    last = torch.where(is_last, at, number - 1).flip(1).cummin(1).values.flip(1)
+    last = torch.where(is_last, index, number - 1).flip(1).cummin(1).values.flip(1)
     return positions.gather(1, last) + 1
 
 
 def rotate_by_document(model: nn.Module, lengths: Lengths = document_lengths) -> None:
-    """Let the rotary embeddings of a model whose frequencies depend on lengths take those of documents.
+    """Make length-dependent rotary embeddings of a model use document lengths.
 
     Args:
-        model: Changed in place.
-        lengths: Where a rank has a part of the tokens, its lengths come from the whole sequences.
+        model: Model; changed in place.
+        lengths: Function that returns document lengths; a rank with sharded sequences derives them from full sequences.
     """
     for module in model.modules():
         if _types(module) & {_DYNAMIC, _LONGROPE}:
@@ -42,9 +42,9 @@ def rotate_by_document(model: nn.Module, lengths: Lengths = document_lengths) ->
 
 
 def _types(module: nn.Module) -> set[str]:
-    """Return the kinds of a rotary embedding, of all layers or by kind of layer."""
-    found = vars(module).get("rope_type")
-    kinds = found.values() if isinstance(found, Mapping) else (found,)
+    """Return the rope types of a rotary embedding; it has one, or one per kind of layer."""
+    rope_type = vars(module).get("rope_type")
+    kinds = rope_type.values() if isinstance(rope_type, Mapping) else (rope_type,)
     return {kind for kind in kinds if isinstance(kind, str)}
 
 
@@ -56,18 +56,18 @@ def _by_document(module: Any, inner: Callable[..., Any], lengths: Lengths) -> Ca
         kind = module.rope_type if layer_type is None else module.rope_type[layer_type]
         if kind not in (_DYNAMIC, _LONGROPE):
             return inner(x, position_ids, *args, **kwargs)
-        found: tuple[Tensor, ...] | None = None
-        for mine, length in _groups(module, kind, layer_type, lengths(position_ids)):
-            # One more position, which tells the module the length.
-            more = torch.full_like(position_ids[:, :1], length - 1)
-            shown = torch.cat((torch.where(mine, position_ids, 0), more), dim=1)
-            tables = [table[:, :-1] for table in inner(x, shown, *args, **kwargs)]
-            if found is None:
-                found = tuple(tables)
+        merged: tuple[Tensor, ...] | None = None
+        for in_group, length in _groups(module, kind, layer_type, lengths(position_ids)):
+            # The module derives the length from the largest position: append it.
+            largest = torch.full_like(position_ids[:, :1], length - 1)
+            positions = torch.cat((torch.where(in_group, position_ids, 0), largest), dim=1)
+            tables = [table[:, :-1] for table in inner(x, positions, *args, **kwargs)]
+            if merged is None:
+                merged = tuple(tables)
             else:
-                pairs = zip(tables, found, strict=True)
-                found = tuple(torch.where(mine.unsqueeze(-1), new, old) for new, old in pairs)
-        return found
+                pairs = zip(tables, merged, strict=True)
+                merged = tuple(torch.where(in_group.unsqueeze(-1), new, old) for new, old in pairs)
+        return merged
 
     return forward
 
@@ -75,8 +75,8 @@ def _by_document(module: Any, inner: Callable[..., Any], lengths: Lengths) -> Ca
 def _groups(
     module: Any, kind: str, layer_type: str | None, lengths: Tensor
 ) -> Iterator[tuple[Tensor, int]]:
-    """Yield the tokens [B, S] of documents with the same frequencies, and a length for these; short ones first."""
-    if kind == _LONGROPE:  # no number is read, so that the pass can be traced
+    """Yield masks [B, S] of the tokens with equal frequencies, each with a length, in ascending order of lengths."""
+    if kind == _LONGROPE:  # reads no tensor values, so that the pass can be traced
         rope = module.config.rope_parameters
         rope = rope if layer_type is None else rope[layer_type]
         longest = int(rope["original_max_position_embeddings"])

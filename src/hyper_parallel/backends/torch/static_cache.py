@@ -1,8 +1,8 @@
 """Generation steps of fixed shape: a prompt step that fills a KV cache of fixed length, a decode step that extends it.
 
 Both are pure functions of their inputs and the cache's tensors: no Python counter decides anything, so a step can be
-recorded once and run at every position. The prompt step attends to its own keys (as with a growing cache), the decode
-step to the whole cache under a mask that is an input.
+recorded once and run at every position. The prompt step attends to its own keys, as with a growing cache. The decode
+step attends to the full cache under a mask that is an input.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class FixedLayer(StaticLayer):
     While `position` is None a prompt is written from slot 0 on; else one token is written to slot `position` [1].
     """
 
-    # So that transformers may leave out the mask of a prompt, as with a growing cache.
+    # Lets transformers omit the mask of a prompt, as with a growing cache.
     is_compileable = False
     _layer_type = None
 
@@ -72,11 +72,11 @@ class FixedLayer(StaticLayer):
 
 
 def why_no_own_cache(model: Any) -> str | None:
-    """Why keys and values of a model cannot be kept in tensors of ours, under masks of ours; None: they can."""
+    """Return why a model cannot use a cache and masks of this package, or None."""
     config = model.config.get_text_config(decoder=True)
-    other = set(getattr(config, "layer_types", None) or ()) - _PLAIN
-    if other:
-        return f"layers of kind {', '.join(sorted(other))}"
+    unsupported = set(getattr(config, "layer_types", None) or ()) - _PLAIN
+    if unsupported:
+        return f"layers of kind {', '.join(sorted(unsupported))}"
     if getattr(config, "attention_chunk_size", None) is not None:
         return "attention in chunks"
     if not getattr(model, "_can_compile_fullgraph", False):
@@ -87,27 +87,27 @@ def why_no_own_cache(model: Any) -> str | None:
         return f"attention implementation {model.config._attn_implementation}"
     properties = known_properties(model)
     if properties is not None and not properties.fixed_cache.agrees:
-        return "decoding with it was measured to differ from reading the whole text"
+        return "decoding with it was measured to differ from a pass over the full text"
     return None
 
 
 def why_no_static_cache(model: Any) -> str | None:
-    """Why a model's generation steps cannot have fixed shapes; None: they can."""
+    """Return why a model's generation steps cannot have fixed shapes, or None."""
     if why := why_no_own_cache(model):
         return why
     if why := ungrouped_experts(model, model.dtype):
-        return f"experts run one by one, on as many rows as they get: {why}"
+        return f"experts run one by one, each on a number of rows that depends on the data: {why}"
     return None
 
 
 def new_cache(model: Any, length: int) -> Any:
-    """A cache of `length` slots; its tensors appear with the first step."""
+    """Return a cache of `length` slots; the first step allocates its tensors."""
     layers = StaticCache(config=model.config, max_cache_len=length).layers
     return Cache(layers=[FixedLayer(length) for _ in layers])
 
 
 def cache_tensors(cache: Any) -> dict[str, Tensor]:
-    """Keys and values by name, layer by layer; a layer that uses those of another has none."""
+    """Return keys and values by name, in layer order; a layer that shares those of another layer has none."""
     return {
         f"cache.{index}.{name}": getattr(layer, name)
         for index, layer in enumerate(cache.layers)
@@ -117,7 +117,7 @@ def cache_tensors(cache: Any) -> dict[str, Tensor]:
 
 
 def bind_cache(cache: Any, tensors: dict[str, Tensor]) -> None:
-    """Let a cache use these tensors, named as by `cache_tensors`."""
+    """Replace the tensors of a cache by `tensors`, named as in `cache_tensors`."""
     for index, layer in enumerate(cache.layers):
         keys, values = (tensors.get(f"cache.{index}.{name}") for name in ("keys", "values"))
         if keys is not None:
@@ -126,13 +126,13 @@ def bind_cache(cache: Any, tensors: dict[str, Tensor]) -> None:
 
 
 def prompt_inputs(model: Any, ids: list[int]) -> dict[str, Tensor]:
-    """Inputs of the prompt step: token ids and positions [1, S]."""
+    """Return the inputs of the prompt step: token ids and positions [1, S]."""
     tokens = torch.tensor([ids], device=model.device)
     return {"input_ids": tokens, "position_ids": torch.arange(len(ids)).to(tokens).unsqueeze(0)}
 
 
 def decode_inputs(model: Any, token: int, position: int, length: int) -> dict[str, Tensor]:
-    """Inputs of the decode step: one token, its position, and per kind of layer the mask [1, 1, 1, N]."""
+    """Return the inputs of the decode step: one token, its position, and the mask [1, 1, 1, N] per kind of layer."""
     positions = torch.tensor([[position]], device=model.device)
     return {
         "input_ids": torch.tensor([[token]], device=model.device),
@@ -142,19 +142,20 @@ def decode_inputs(model: Any, token: int, position: int, length: int) -> dict[st
 
 
 def masks(model: Any, positions: Tensor, length: int, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Per kind of layer which of `length` slots, one a position, queries at positions [B, S] see: [B, 1, S, N].
+    """Return the mask [B, 1, S, N] per kind of layer for queries at positions [B, S] and N = `length` cache slots.
 
-    Boolean for torch's attention, added numbers of a format for the model's own.
+    A slot holds the key of one position. Masks are boolean for torch's attention; for eager attention of the model they
+    are summands of `dtype`.
     """
     config = model.config.get_text_config(decoder=True)
     window = getattr(config, "sliding_window", None)
-    slots, at = torch.arange(length, device=positions.device), positions[:, None, :, None]
-    seen = slots <= at
-    near = seen if window is None else seen & (slots > at - window)
+    slots, queries = torch.arange(length, device=positions.device), positions[:, None, :, None]
+    visible = slots <= queries
+    near = visible if window is None else visible & (slots > queries - window)
     kinds = set(getattr(config, "layer_types", None) or ())
     if not kinds:  # one mask for all layers
         kinds = {"sliding_attention" if window is not None else "full_attention"}
-    chosen = {"full_attention": seen, "sliding_attention": near}
+    chosen = {"full_attention": visible, "sliding_attention": near}
     if model.config._attn_implementation != "sdpa":
         zero = torch.zeros((), dtype=dtype, device=positions.device)
         lowest = torch.finfo(dtype).min
@@ -163,22 +164,22 @@ def masks(model: Any, positions: Tensor, length: int, dtype: torch.dtype) -> dic
 
 
 def mask_argument(model: Any, inputs: dict[str, Tensor]) -> Any:
-    """What a model takes as `attention_mask`: masks by kind of layer, or one for all; None without."""
-    given = {k.removeprefix("mask."): v for k, v in inputs.items() if k.startswith("mask.")}
-    if given and not getattr(model.config.get_text_config(decoder=True), "layer_types", None):
-        (mask,) = given.values()
+    """Return the `attention_mask` argument of a model: masks by kind of layer, one mask for all layers, or None."""
+    by_kind = {k.removeprefix("mask."): v for k, v in inputs.items() if k.startswith("mask.")}
+    if by_kind and not getattr(model.config.get_text_config(decoder=True), "layer_types", None):
+        (mask,) = by_kind.values()
         return mask
-    return given or None
+    return by_kind or None
 
 
 def run_step(model: Any, cache: Any, inputs: dict[str, Tensor]) -> Tensor:
-    """Logits [V] after a prompt, which fills the cache, or after one token more, if inputs have masks."""
+    """Run a decode step if the inputs have masks, else a prompt step; return the logits [V] after the last token."""
     mask = mask_argument(model, inputs)
     position = None if mask is None else inputs["position_ids"][0]
     for layer in cache.layers:
         layer.position = position
     with torch.no_grad():
-        # Only the last position is needed: [1, 1, V] and not [1, S, V].
+        # Only the last position is needed: [1, 1, V] instead of [1, S, V].
         out = model(
             input_ids=inputs["input_ids"],
             position_ids=inputs["position_ids"],
@@ -196,30 +197,30 @@ class TextSteps:
     """Prompt and decode step of one text.
 
     Attributes:
-        prompt_tokens: Of the prompt.
-        length: Slots of the cache, for prompt and continuation.
+        prompt_tokens: Number of tokens of the prompt.
+        length: Number of cache slots, for prompt and continuation.
     """
 
     prompt_tokens: int
     length: int
 
     def new_cache(self, model: Any) -> Any:
-        """As `new_cache`."""
+        """Return a cache; see `new_cache`."""
         return new_cache(model, self.length)
 
     def example(self, model: Any, *, prompt: bool) -> dict[str, Tensor]:
-        """Inputs of a step in its shape."""
+        """Return inputs of a step with its shapes."""
         if prompt:
             return prompt_inputs(model, [0] * self.prompt_tokens)
         return decode_inputs(model, 0, 0, self.length)
 
     def run(self, model: Any, cache: Any, inputs: dict[str, Tensor]) -> Tensor:
-        """As `run_step`."""
+        """Run a step; see `run_step`."""
         return run_step(model, cache, inputs)
 
 
 class StaticSteps:
-    """Prompt and decode steps of a model, run as they are; `length` slots are for prompt and continuation."""
+    """Prompt and decode steps with a cache of `length` slots, for prompt and continuation."""
 
     def __init__(self, model: Any, length: int) -> None:
         self.model, self.length, self.position = model, length, 0
@@ -238,11 +239,11 @@ class StaticSteps:
 
 
 class GrowingSteps:
-    """The same for every other model: what it remembers grows with the text.
+    """Prompt and decode steps of any model, with a cache that grows with the text.
 
-    A model gives back what the next step begins with (keys and values, or the state of a recurrence), under the name
-    that its forward takes. One that gives nothing, or whose cached steps were measured to differ from the whole text,
-    reads the whole text again.
+    The model returns the state for its next step (keys and values, or a recurrent state) under the name of the
+    argument of its forward. Without such a state, or if cached steps were measured to differ from a pass over the full
+    text, every step recomputes the full text.
     """
 
     def __init__(self, model: Any) -> None:
@@ -265,26 +266,26 @@ class GrowingSteps:
     def _step(self, ids: list[int]) -> Tensor:
         self._text += ids
         read = ids if self._memory else self._text
-        wanted: dict[str, Any] = {"logits_to_keep": 1}
+        kwargs: dict[str, Any] = {"logits_to_keep": 1}
         if self._caches:
-            # A model may ask its first layer where it is, and a recurrence does not count.
-            places = torch.arange(len(self._text) - len(read), len(self._text))
-            wanted["position_ids"] = places.to(self.model.device).unsqueeze(0)
+            # A model may derive positions from the cache of its first layer; a recurrent layer has no length.
+            positions = torch.arange(len(self._text) - len(read), len(self._text))
+            kwargs["position_ids"] = positions.to(self.model.device).unsqueeze(0)
         with torch.no_grad():
             out = self.model(
                 input_ids=torch.tensor([read], device=self.model.device),
                 use_cache=self._caches,
-                **{name: value for name, value in wanted.items() if name in self._parameters},
+                **{name: value for name, value in kwargs.items() if name in self._parameters},
                 **self._memory,
             )
         if self._caches:
             self._memory = {name: out[name] for name in out if name in self._parameters}
         if out.logits.shape[1] not in (1, len(read)):  # block diffusion: a canvas, not the text
             raise NoLoss(
-                "the model gives logits of other positions than those of its tokens",
+                "the model returns logits of other positions than those of its tokens",
                 where=type(self.model).__name__,
                 got=f"{out.logits.shape[1]} positions for {len(read)} tokens",
-                allowed="models that predict the token behind each token of a text",
+                allowed="models that predict the next token of each token of a text",
             )
         logits: Tensor = out.logits[0, -1]
         return logits

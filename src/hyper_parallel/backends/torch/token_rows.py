@@ -1,9 +1,8 @@
-"""Which rows of a layer are tokens, and which of these are real: neither padding of the layout nor of the batch.
+"""Selection of the rows of a layer that are tokens, and of real tokens: no padding of the layout or of the batch.
 
-Padding of the layout fills pieces of tensor and of context parallelism up to equal sizes. The caller names the padding
-of a batch: `token_mask` [B, S] among the arguments of the model, which the model does not see, else an
-`attention_mask` [B, S]. Both are False where a token is padding. Rows of padding do not count in losses, statistics,
-biases and capacities.
+Padding of the layout makes shards of tensor and context parallelism equal in size. The caller marks padding of the
+batch by the argument `token_mask` [B, S], which is removed before the model's forward, else by `attention_mask` [B, S].
+Both are False for padding. Padding does not count in losses, statistics, biases and capacities.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ class Padding:
     """Padding of the batch of one forward pass.
 
     Attributes:
-        real: [T] of the tokens that this rank's layers see, one row of the batch after another.
-        unread: Nobody reads what the model computes for padding, so that it need not be computed.
+        real: [T], True for real tokens among the flattened tokens of this rank's layers.
+        unread: The results for padding are not used and need not be computed.
     """
 
     real: Tensor
@@ -39,18 +38,18 @@ class Padding:
 
 @dataclass(slots=True)
 class Tokens:
-    """Tells tokens among the rows of a layer; `padding` is that of the running pass, None: there is none."""
+    """Selector of tokens among the rows of a layer; `padding` belongs to the running pass, None without padding."""
 
     tp: TpState | None = None
     context: ContextState | None = None
     padding: Padding | None = None
 
-    def among(self, rows: int, device: torch.device) -> Tensor | None:
-        """Return the indices of the rows that are tokens, None for all; real: see `real`."""
+    def token_rows(self, rows: int, device: torch.device) -> Tensor | None:
+        """Return the indices of the rows that are no padding of the layout; None for all rows."""
         start, total = 0, rows
         if self.tp is not None and self.tp.shard_sequences_over_y:
-            held = self.tp.grid.token_indices(self.tp.rank) >= 0
-            return None if bool(held.all()) else held.nonzero().squeeze(1).to(device)
+            is_token = self.tp.grid.token_indices(self.tp.rank) >= 0
+            return None if bool(is_token.all()) else is_token.nonzero().squeeze(1).to(device)
         if self.tp is not None:
             total = math.prod(self.tp.batch)
             assert piece_size(total, self.tp.degree) == rows, f"{rows} rows of {total} tokens"
@@ -60,55 +59,55 @@ class Tokens:
             return inside[start:stop].nonzero().squeeze(1).to(device)
         return torch.arange(stop - start, device=device) if stop - start < rows else None
 
-    def real(self, kept: Tensor | None, rows: int) -> Tensor | None:
-        """Return which of the rows that `among` gave are real tokens; None: all are."""
+    def select_real(self, selected: Tensor | None, rows: int) -> Tensor | None:
+        """Return a mask of the real tokens among the rows of `token_rows`; None if all are real."""
         if self.padding is None:
             return None
         real = self.padding.real
         if self.tp is not None:
-            places = self.tp.grid.token_indices(self.tp.rank).to(real.device)
-            real = real[places.clamp(min=0)]
+            indices = self.tp.grid.token_indices(self.tp.rank).to(real.device)
+            real = real[indices.clamp(min=0)]
         assert len(real) == rows, f"{rows} rows of {len(real)} tokens"
-        return real if kept is None else real[kept]
+        return real if selected is None else real[selected]
 
-    def own(self, rows: int, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
-        """Return the indices of this rank's own tokens, and which of them are real; None: all.
+    def own_tokens(self, rows: int, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
+        """Return the indices of the tokens that this rank owns, and a mask of the real ones; None selects all.
 
-        A module may see the rank's piece of the tokens, or all tokens that the tensor-parallel ranks share.
+        The input of a module is this rank's shard of the tokens, or all tokens of the tensor-parallel ranks.
         """
         tp = self.tp
         if tp is None or rows != math.prod(tp.batch):
-            kept = self.among(rows, device)
-            return kept, self.real(kept, rows)
-        places = tp.grid.token_indices(tp.rank)
-        places = places[places >= 0]
+            selected = self.token_rows(rows, device)
+            return selected, self.select_real(selected, rows)
+        indices = tp.grid.token_indices(tp.rank)
+        indices = indices[indices >= 0]
         if (inside := self._inside(rows)) is not None:
-            places = places[inside[places]]
-        places = places.to(device)
-        return places, None if self.padding is None else self.padding.real[places]
+            indices = indices[inside[indices]]
+        indices = indices.to(device)
+        return indices, None if self.padding is None else self.padding.real[indices]
 
     def _inside(self, total: int) -> Tensor | None:
-        """Return which of all tokens are no padding of context parallelism, on the host; None: all."""
+        """Return a CPU mask of the tokens that are no padding of context parallelism; None without such padding."""
         view = self.context.view if self.context is not None else None
         if view is None or view.cut.padded == view.cut.seq_len:
             return None
         assert self.context is not None
-        held = torch.tensor(view.cut.positions(self.context.group.rank())) < view.cut.seq_len
-        return held.repeat(total // len(held))
+        inside = torch.tensor(view.cut.positions(self.context.group.rank())) < view.cut.seq_len
+        return inside.repeat(total // len(inside))
 
 
 def watch_padding(model: nn.Module, tokens: Tokens) -> None:
-    """Take note of a batch's padding where the model's forward begins; called after its sequences are cut."""
+    """Record the padding of each batch at the start of the model's forward, after sequences are sharded."""
     names = list(inspect.signature(model.forward).parameters)
 
     def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
-        mask, unread = given.get(TOKEN_MASK), True
+        inputs = {**dict(zip(names, args, strict=False)), **kwargs}
+        mask, unread = inputs.get(TOKEN_MASK), True
         if mask is None:
-            mask, unread = given.get("attention_mask"), False
+            mask, unread = inputs.get("attention_mask"), False
         tokens.padding = None
         if isinstance(mask, Tensor) and mask.dim() == 2:
-            ids = next((t for n in TOKENS if (t := given.get(n)) is not None), None)
+            ids = next((t for n in TOKENS if (t := inputs.get(n)) is not None), None)
             context, real = tokens.context, mask.bool()
             if context is not None and context.view is not None:
                 real = context.local_tokens(real, 0)

@@ -1,8 +1,8 @@
-"""A sequence classifier of one label that scores every token: a reward model.
+"""Reward model: a sequence classifier of one label that scores every token.
 
-Such a model of transformers reads one score of a sequence, at its last token that does not pad, and cuts nothing it
-could be read from: a rank that has a part of the sequence may not have that token. Here it gives the score of every
-token, of which an objective takes those it wants; the weights are the same.
+The classifiers of transformers return one score per sequence, at its last token that is no padding. A rank with a part
+of the sequence may not have that token. Here the model returns the score of every token and the objective selects; the
+weights are the same.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ from typing import Any, Final
 
 from torch import Tensor, nn
 
-from hyper_parallel.backends.torch.flow_tracer import Marks
-from hyper_parallel.backends.torch.layer_flow import as_it_was, run_hollow
+from hyper_parallel.backends.torch.flow_tracer import FlowTracer
+from hyper_parallel.backends.torch.layer_flow import preserve_module_state, run_on_meta
 from hyper_parallel.backends.torch.model_structure import PlaceholderModule
 from hyper_parallel.errors import ModelUnreadable, UnsupportedSharding
 
 SCORE: Final = "score"
-"""Name of the head in the models of transformers."""
+"""Name of the head in transformers models."""
 _SCORES: Final = "_scores_every_token"
 
 
 def scores_tokens(model: nn.Module) -> bool:
-    """Whether `score_every_token` was applied."""
+    """Return whether `score_every_token` was applied to a model."""
     return bool(model.__dict__.get(_SCORES, False))
 
 
 def head_of(model: nn.Module) -> nn.Module | None:
-    """What gives the logits of next tokens, or the scores; None for a module without either."""
+    """Return the module that computes next-token logits or scores; None for a model without such a module."""
     if scores_tokens(model):
         return model.get_submodule(SCORE)
     try:
@@ -37,15 +37,15 @@ def head_of(model: nn.Module) -> nn.Module | None:
     except AttributeError:
         if not any(isinstance(module, PlaceholderModule) for module in model.modules()):
             raise
-        return None  # another pipeline rank holds the module that the head is in
+        return None  # the module with the head is on another pipeline rank
     return head
 
 
 def score_every_token(model: nn.Module) -> None:
-    """Let a sequence classifier of one label return [B, S, 1] scores as its logits, in place.
+    """Make a sequence classifier of one label return scores [B, S, 1] as its logits, in place.
 
     Raises:
-        ModelUnreadable: HP305 for a class that reads its score otherwise than by a linear map of the last hidden state.
+        ModelUnreadable: HP305 for a class whose score is not a linear map of the last hidden state.
     """
     head, base = getattr(model, SCORE, None), getattr(model, model.base_model_prefix, None)
     linear = isinstance(head, nn.Linear) and head.out_features == 1 and head.bias is None
@@ -57,12 +57,12 @@ def score_every_token(model: nn.Module) -> None:
             hint="stage=dpo",
         )
     model.__dict__[_SCORES] = True
-    model.loss_function = lambda logits, *_, **__: logits.sum()  # until a layout puts its own there
+    model.loss_function = lambda logits, *_, **__: logits.sum()  # replaced by `apply_plan`
     model.forward = MethodType(_forward, model)
 
 
 def _reads_last_hidden_state(model: nn.Module, base: nn.Module, head: nn.Module) -> bool:
-    """Return whether a forward pass gives its head the very tensor that the base returns, in a run without values."""
+    """Return whether the input of the head is the tensor that the base returns, in a pass on meta tensors."""
     results: list[Any] = []
     read: list[Any] = []
     hooks = (
@@ -70,9 +70,9 @@ def _reads_last_hidden_state(model: nn.Module, base: nn.Module, head: nn.Module)
         head.register_forward_pre_hook(lambda _, args: read.append(args[0] if args else None)),
     )
     try:
-        # The loss of a class, which follows, is none of next tokens and may not run.
-        with as_it_was(model), suppress(UnsupportedSharding):
-            run_hollow(model, Marks(), "tp")
+        # The classification loss that follows may fail on meta tensors.
+        with preserve_module_state(model), suppress(UnsupportedSharding):
+            run_on_meta(model, FlowTracer(), "tp")
     finally:
         for hook in hooks:
             hook.remove()
@@ -89,16 +89,16 @@ def _forward(
     shift_labels: Tensor | None = None,
     **kwargs: Any,
 ) -> Any:
-    """As the forward of a causal language model, whose place in a pass it has."""
+    """Return scores as logits, with the signature of a causal language model's forward."""
     from transformers.modeling_outputs import SequenceClassifierOutput
 
     named = {
         "input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids,
         "inputs_embeds": inputs_embeds,
     }  # fmt: skip
-    given = {name: value for name, value in named.items() if value is not None}
+    inputs = {name: value for name, value in named.items() if value is not None}
     base = self.get_submodule(self.base_model_prefix)
-    logits = self.get_submodule(SCORE)(base(**given, **kwargs)[0])
+    logits = self.get_submodule(SCORE)(base(**inputs, **kwargs)[0])
     loss = None
     if shift_labels is not None:
         loss = self.loss_function(logits, labels, shift_labels=shift_labels)  # type: ignore[operator]

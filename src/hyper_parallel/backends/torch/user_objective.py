@@ -1,8 +1,8 @@
-"""Objectives of the user's own over whole sequences, logits or outputs, on any layout.
+"""User-defined objectives over log-probabilities, logits or outputs, on any layout.
 
-An objective is a function of what the model gave and of a microbatch, `objective(first, batch) -> scalar`. It sees what
-it would see on one device, so one function serves every layout. On ranks that share a microbatch it computes the same
-number; backward takes the part of each rank once.
+An objective is a function of a model result and a microbatch, `objective(first, batch) -> scalar`. Its arguments are
+the same as on one device, so one function serves every layout. Ranks that share a microbatch compute the same value;
+backward counts the part of each rank once.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hyper_parallel.backends.torch._loss_tap import cut_batch
+from hyper_parallel.backends.torch._logits_hook import cut_batch
 from hyper_parallel.backends.torch.collectives import purpose
 from hyper_parallel.backends.torch.in_flight import sum_forward
 from hyper_parallel.backends.torch.parallel_handle import Handle, handle
@@ -33,23 +33,23 @@ _IGNORED: Final = -100
 
 
 def token_logprobs(model: nn.Module, **batch: Any) -> Tensor:
-    """Log-probabilities of the next tokens, from one forward pass.
+    """Return the log-probabilities of the next tokens from one forward pass.
 
-    The logits stay as the layout has them: split over the vocabulary, sequences cut. Differentiable: call `backward` on
-    what is computed from the result, as on one device. Every rank of the model calls this.
+    Logits stay sharded over vocabulary and tokens. The result is differentiable: call `backward` on a value computed
+    from it, as on one device. Every rank of the model must call this function.
 
     Args:
         model: A causal language model that passed through `parallelize`.
-        batch: What the model's forward takes. Targets are `shift_labels` [B, S], else `labels` moved by one token, else
-            the `input_ids` themselves, where a 2-D `attention_mask` is not 0.
+        batch: Arguments of the model's forward. Targets are `shift_labels` [B, S], else `labels` shifted by one token,
+            else the `input_ids` where a 2-D `attention_mask` is not 0.
 
     Returns:
-        [B, S], float64 for float64 logits, else float32: at a position the log-probability of its target, the next
-        token; 0 where there is none (the last position, targets of -100). Whole sequences in order, equal on the ranks
-        that share them.
+        [B, S], float64 for float64 logits, else float32: the log-probability of each position's target, the next token;
+        0 without a target (the last position, targets of -100). Full sequences in order, equal on the ranks that share
+        them.
 
     Raises:
-        NoLoss: HP514 when the model gives no logits, or the batch no targets.
+        NoLoss: HP514 when the model returns no logits, or the batch has no targets.
         UnsupportedSharding: HP205 with gradients under pipeline stages, where `forward_backward` runs the schedule.
     """
     attached = handle(model)
@@ -58,23 +58,23 @@ def token_logprobs(model: nn.Module, **batch: Any) -> Tensor:
         return _logprobs(model, attached, batch)
     if torch.is_grad_enabled():
         raise UnsupportedSharding(
-            "log-probabilities with gradients under pipeline stages are those of an objective",
+            "log-probabilities with gradients under pipeline stages need an objective",
             where=type(model).__name__,
             allowed="with torch.no_grad(): token_logprobs(...)",
             hint="forward_backward(model, microbatches, objective=...)",
         )
-    whole: list[Tensor] = []
+    results: list[Tensor] = []
 
-    def keep(_: int) -> Tensor:
-        whole.append(_logprobs(model, attached, batch))
+    def run_last_stage(_: int) -> Tensor:
+        results.append(_logprobs(model, attached, batch))
         return torch.zeros((), device=attached.device)
 
-    part = _for_model(model, batch)
-    pipeline.run(model, [part], keep, lambda name, kind: nullcontext(), train=False)
+    part = _forward_kwargs(model, batch)
+    pipeline.run(model, [part], run_last_stage, lambda name, kind: nullcontext(), train=False)
     compute = getattr(torch, attached.plan.workload.compute_dtype)
     dtype = torch.promote_types(compute, torch.float32)
     like = part["input_ids"]
-    out = whole[0] if whole else torch.empty(like.shape, dtype=dtype, device=attached.device)
+    out = results[0] if results else torch.empty(like.shape, dtype=dtype, device=attached.device)
     with purpose(Purpose.LOSS_STATISTICS):
         last = pipeline.stages.rank_of[pipeline.last]
         dist.broadcast(out, group=pipeline.group, group_src=last)
@@ -89,22 +89,22 @@ def objective_loss(
     over: Over | None,
     share: float,
 ) -> Tensor:
-    """Root of the backward of one microbatch; the values add up over cp and data ranks to that of the objective.
+    """Return the root of one microbatch's backward; its sum over cp and data ranks is the objective's value.
 
-    `share` is what the microbatch of this rank weighs in the router loss of the step.
+    `share` is the weight of this rank's microbatch in the router loss of the step.
     """
     scores = over is None and scores_tokens(model)
-    over = over or ("logprobs" if scores or _gives_loss(model, attached) else "output")
+    over = over or ("logprobs" if scores or _has_token_loss(model, attached) else "output")
     value: Tensor
     if over == "output":
         if attached.pipeline is not None:
             raise UnsupportedSharding(
-                "no rank has the output of a model that is cut into pipeline stages",
+                "no rank has the output of a model that is split into pipeline stages",
                 where=type(model).__name__,
                 allowed=OVER[:2],
                 hint='over="logprobs"',
             )
-        value = _value(objective, model(**_for_model(model, batch)), batch)
+        value = _value(objective, model(**_forward_kwargs(model, batch)), batch)
     elif over == "logprobs":
         first = _scores(model, attached, batch) if scores else _logprobs(model, attached, batch)
         value = _value(objective, first, batch)
@@ -114,8 +114,8 @@ def objective_loss(
         if attached.tp is not None:
             value = sum_forward(value, attached.tp.group, Purpose.LOSS)
     else:
-        raise BadValue("there is no such first argument of an objective", got=over, allowed=OVER)
-    # Of the ranks that hold parts of the same sequences, which all compute the value, one reports it.
+        raise BadValue("an objective has no such first argument", got=over, allowed=OVER)
+    # All ranks that hold parts of the same sequences compute the value; one reports it.
     repeats = attached.context is not None and attached.context.group.rank() > 0
     if over != "logits" and repeats:
         value = value - value.detach()
@@ -132,7 +132,7 @@ def _value(objective: Objective, first: Any, batch: Mapping[str, Any]) -> Tensor
         if isinstance(value, Tensor):
             got = f"shape {tuple(value.shape)}, requires_grad={value.requires_grad}"
         raise BadObjective(
-            "an objective returns one number that depends on its first argument",
+            "an objective must return one number that depends on its first argument",
             where=getattr(objective, "__qualname__", type(objective).__name__),
             got=got,
             allowed="a scalar tensor with a gradient",
@@ -142,13 +142,13 @@ def _value(objective: Objective, first: Any, batch: Mapping[str, Any]) -> Tensor
 
 def _logprobs(model: nn.Module, attached: Handle, batch: Mapping[str, Any]) -> Tensor:
     targets, tap = targets_of(model, batch), attached.loss
-    if tap is not None and _gives_loss(model, attached):
-        return _tapped(model, attached, batch, targets, tap.logprobs)
-    out = None if _translates(model) else model(**_for_model(model, batch))
+    if tap is not None and _has_token_loss(model, attached):
+        return _intercepted(model, attached, batch, targets, tap.logprobs)
+    out = None if _is_encoder_decoder(model) else model(**_forward_kwargs(model, batch))
     logits = out if isinstance(out, Tensor) else getattr(out, "logits", None)
     if logits is None or logits.shape[:-1] != targets.shape:
         raise NoLoss(
-            "the model gives no logits of the next token at every position",
+            "the model does not return logits of the next token at every position",
             where=type(model).__name__,
             got=type(out).__name__ if logits is None else f"logits {tuple(logits.shape)}",
             allowed="logits [B, S, V], or an output that has them, without an encoder",
@@ -159,48 +159,49 @@ def _logprobs(model: nn.Module, attached: Handle, batch: Mapping[str, Any]) -> T
 
 
 def _scores(model: nn.Module, attached: Handle, batch: Mapping[str, Any]) -> Tensor:
-    """[B, S] scores of every token."""
+    """Return the scores [B, S] of all tokens."""
     assert attached.loss is not None
-    return _tapped(model, attached, batch, targets_of(model, batch), attached.loss.scores)
+    return _intercepted(model, attached, batch, targets_of(model, batch), attached.loss.scores)
 
 
 def _own_logits(
     model: nn.Module, attached: Handle, batch: Mapping[str, Any]
 ) -> tuple[Tensor, dict[str, Any]]:
-    """[N, V] logits of this rank's own tokens, and the batch with [N, ...] of whatever it has for every token."""
+    """Return the logits [N, V] of the tokens that this rank owns, and their part [N, ...] of the batch."""
     targets, tap = targets_of(model, batch), attached.loss
-    if tap is None or not _gives_loss(model, attached):
+    if tap is None or not _has_token_loss(model, attached):
         raise NoLoss(
-            "only a causal language model gives the logits of a rank's own tokens",
+            "only a causal language model returns the logits of a rank's own tokens",
             where=type(model).__name__,
             hint='over="output"',
         )
     index = targets.new_empty(0)
 
-    def take(logits: Tensor, _: Tensor) -> Tensor:
+    def select_own(logits: Tensor, _: Tensor) -> Tensor:
         nonlocal index
         index = tap.own_tokens(targets.to(logits.device))
         return tap.own_logits(logits, index)
 
-    logits = _tapped(model, attached, batch, targets, take)
+    logits = _intercepted(model, attached, batch, targets, select_own)
     return logits, cut_batch({**batch, "shift_labels": targets}, targets, index)
 
 
-def _tapped(
+def _intercepted(
     model: nn.Module,
     attached: Handle,
     batch: Mapping[str, Any],
     targets: Tensor,
-    take: Callable[[Tensor, Tensor], Tensor],
+    transform: Callable[[Tensor, Tensor], Tensor],
 ) -> Tensor:
+    """Return `transform` of the logits and targets of one forward pass."""
     tap = attached.loss
     assert tap is not None
-    given = {**_for_model(model, batch), "labels": targets, "shift_labels": targets}
-    with tap.taking(take):
-        out = model(**given, use_cache=False)
-    if not tap.taken:
+    kwargs = {**_forward_kwargs(model, batch), "labels": targets, "shift_labels": targets}
+    with tap.intercept(transform):
+        out = model(**kwargs, use_cache=False)
+    if not tap.called:
         raise NoLoss(
-            "the model computes its loss without the loss function that it was given",
+            "the model computes its loss without calling its `loss_function`",
             where=type(model).__name__,
             hint='over="output"',
         )
@@ -210,10 +211,9 @@ def _tapped(
 
 def check_loss(model: nn.Module, attached: Handle) -> None:
     """Refuse the cross entropy of a model that does not predict the next token."""
-    own = "num_items_in_batch" in _named(
-        model
-    )  # its forward divides by the tokens of the step itself
-    if not (own or _gives_loss(model, attached)):
+    # Such a forward divides by the tokens of the step itself.
+    divides = "num_items_in_batch" in _forward_parameters(model)
+    if not (divides or _has_token_loss(model, attached)):
         raise NoLoss(
             "only a causal language model has a cross entropy that adds up over microbatches and ranks",
             where=type(model).__name__,
@@ -221,15 +221,15 @@ def check_loss(model: nn.Module, attached: Handle) -> None:
         )
 
 
-def for_stages(
+def stage_inputs(
     model: nn.Module, batch: Mapping[str, Any], objective: Objective | None
 ) -> Mapping[str, Any]:
-    """What stages before the last give the model: of a batch with an objective, what its forward has a name for."""
-    return batch if objective is None else _for_model(model, batch)
+    """Return the inputs of pipeline stages before the last; with an objective, only those that the forward accepts."""
+    return batch if objective is None else _forward_kwargs(model, batch)
 
 
 def targets_of(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
-    """[B, S] target of every position of a batch."""
+    """Return the targets [B, S] of a batch."""
     targets: Tensor | None = batch.get("shift_labels")
     if targets is not None:
         return targets
@@ -248,30 +248,30 @@ def targets_of(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
     return shifted(labels, _IGNORED)
 
 
-def _named(model: nn.Module) -> dict[str, inspect.Parameter]:
+def _forward_parameters(model: nn.Module) -> dict[str, inspect.Parameter]:
     return dict(inspect.signature(model.forward).parameters)
 
 
-def _gives_loss(model: nn.Module, attached: Handle) -> bool:
-    """Whether a model gives the loss of next tokens; labels of an encoder and decoder are not moved."""
-    takes = "labels" in _named(model) or _free(model)
-    classifies = _translates(model) or scores_tokens(model)
+def _has_token_loss(model: nn.Module, attached: Handle) -> bool:
+    """Return whether a model has a loss over next tokens; an encoder-decoder does not shift its labels."""
+    takes = "labels" in _forward_parameters(model) or _accepts_any_kwargs(model)
+    classifies = _is_encoder_decoder(model) or scores_tokens(model)
     return attached.loss is not None and takes and not classifies
 
 
-def _translates(model: nn.Module) -> bool:
+def _is_encoder_decoder(model: nn.Module) -> bool:
     return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
 
 
-def _free(model: nn.Module) -> bool:
-    """Whether the model's forward names nothing and takes everything."""
-    kinds = {p.kind for p in _named(model).values()}
+def _accepts_any_kwargs(model: nn.Module) -> bool:
+    """Return whether all parameters of the model's forward are variadic."""
+    kinds = {p.kind for p in _forward_parameters(model).values()}
     return kinds <= {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
 
 
-def _for_model(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
-    """The items of a batch that the model's forward has a name for, targets left out; all, where it names none."""
-    named, free = _named(model), _free(model)
+def _forward_kwargs(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the items of a batch that the model's forward accepts by name, or by variadic parameters; no targets."""
+    named, free = _forward_parameters(model), _accepts_any_kwargs(model)
     targets = ("labels", "shift_labels")
     return {
         k: v

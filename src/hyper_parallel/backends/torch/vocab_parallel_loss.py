@@ -1,8 +1,8 @@
-"""Causal language-model loss over a vocabulary that may be split over ranks.
+"""Causal language-model loss over a vocabulary that may be sharded over ranks.
 
 One autograd function computes the cross entropy of T tokens from local logits [T, V / tp]. Ranks exchange two numbers
-per token (log-sum-exp and the logit of the target) in one all-gather. Backward rebuilds the softmax from the logits,
-so besides the logits only one number per token is kept. Arithmetic is in float64 for float64 logits, else float32.
+per token (log-sum-exp and the logit of the target) in one all-gather. Backward recomputes the softmax from the logits,
+so that forward saves only one number per token and the logits. Arithmetic is float64 for float64 logits, else float32.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hyper_parallel.errors import NoLoss
 from hyper_parallel.ir import Purpose
 
 _BLOCK_ELEMENTS = 1 << 24
-"""Elements of logits converted at a time, which bounds the temporaries."""
+"""Elements of logits converted at a time, to bound temporaries."""
 
 
 def _blocks(logits: Tensor) -> range:
@@ -90,21 +90,21 @@ def cross_entropy_sum(
     group: dist.ProcessGroup | None = None,
     summed: bool = True,
 ) -> Tensor:
-    """Sum of the cross entropies of all tokens whose target is not `ignore_index`.
+    """Return the sum of the cross entropies of all tokens whose target is not `ignore_index`.
 
     Args:
-        logits: [T, V], or the columns from `first` on that this rank holds.
-        targets: [T] token ids of the whole vocabulary.
+        logits: [T, V], or this rank's columns, which begin at `first`.
+        targets: [T] token ids of the full vocabulary.
         ignore_index: Target of tokens that do not count.
         first: Token id of the first local column.
-        group: Ranks that hold the other columns; None: there are none.
-        summed: False: the cross entropy of every token instead, [T], 0 where the target is `ignore_index`.
+        group: Ranks over which the vocabulary is sharded; None: it is not sharded.
+        summed: False: return the cross entropy of every token, [T], 0 where the target is `ignore_index`.
     """
     return _CrossEntropy.apply(logits, targets, ignore_index, first, group, summed)
 
 
 def shifted(labels: Tensor, ignore_index: int = -100) -> Tensor:
-    """Labels moved one token to the left: the target of a position is the next token."""
+    """Shift labels one token to the left: the target of a position is the next token."""
     return F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
 
 
@@ -115,9 +115,9 @@ def cross_entropy(
     ignore_index: int = -100,
     summed: bool = True,
 ) -> Tensor:
-    """`cross_entropy_sum` of logits as the head left them, and the targets [T] of all tokens it saw.
+    """Return `cross_entropy_sum` of the head's logits for the targets [T] of all its tokens.
 
-    Where the head works on pieces of the tokens it is that of this rank's piece, ceil(T / tp) tokens with padding.
+    If the head shards tokens, the result covers this rank's shard, ceil(T / tp) tokens with padding.
     """
     split = None if tp is None or tp.head == "whole" else tp.head
     if tp is not None:
@@ -141,9 +141,9 @@ def cross_entropy(
 def loss_function(
     tp: TpState | None, add: Callable[[Tensor, Tensor], Tensor] | None
 ) -> Callable[..., Tensor]:
-    """The loss a Hugging Face model calls, for logits as a layout leaves them.
+    """Return the `loss_function` of a Hugging Face model for sharded logits.
 
-    `add(loss, share)` adds the loss of routers, `share` being the valid targets over what the loss is divided by.
+    `add(loss, share)` adds the router loss; `share` is the number of valid targets over the divisor of the loss.
     """
 
     def causal_lm_loss(
@@ -160,7 +160,7 @@ def loss_function(
         rows = logits.numel() // logits.shape[-1]
         if rows != targets.numel() and (tp is None or tp.head != "tokens"):
             raise NoLoss(
-                "the model gives logits of other positions than those of its tokens",
+                "the model returns logits of other positions than those of its tokens",
                 got=f"logits {tuple(logits.shape)} for {targets.numel()} targets",
                 allowed="logits [B, S, V] for token ids [B, S]",
             )
@@ -181,7 +181,7 @@ def loss_function(
 
 
 def has_causal_loss(model: nn.Module) -> bool:
-    """Whether a model of transformers learns the next token; heads that classify or mask keep a loss of their own."""
+    """Return whether a transformers model has a next-token loss; classification and masking heads have other losses."""
     if not hasattr(type(model), "loss_function"):
         return False
     from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
@@ -190,10 +190,10 @@ def has_causal_loss(model: nn.Module) -> bool:
     return loss is ForCausalLMLoss
 
 
-def loss_of_logits(model: nn.Module) -> None:
-    """Let a forward with a loss of its own, not `loss_function`, take that of its logits where targets are given.
+def use_loss_function(model: nn.Module) -> None:
+    """Make a forward that computes its own loss use `model.loss_function` of its logits when it gets `shift_labels`.
 
-    Such losses are means over a microbatch, of labels that some models move and others do not.
+    The replaced losses are means over a microbatch, and some models shift the labels while others do not.
     """
     own = inspect.unwrap(type(model).forward)
     if (

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import hyper_parallel as hp
-from hyper_parallel.backends.torch.host_saved_activations import swap_layers
+from hyper_parallel.backends.torch.host_saved_activations import save_activations_on_host
 from hyper_parallel.backends.torch.model_structure import layers_of
 from hyper_parallel.errors import UnsupportedSharding
 from hyper_parallel.integration.llamafactory.arguments import HyperParallelArguments
@@ -43,7 +43,7 @@ def shard_model(
     )
     hp.parallelize(model, hp.plan_of(model, strategy, workload), average=average)
     if hp_args.activation_mode == "swap":
-        swap_layers(layers_of(model), hp_args.activation_swap_inputs)
+        save_activations_on_host(layers_of(model), hp_args.activation_swap_inputs)
 
 
 def adopt_checkpointing(

@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hyper_parallel.backends.torch.weights.huggingface import (
+    hf_reference_model,
     original_class,
     published_dtypes,
-    twin,
     untied_config,
 )
 from hyper_parallel.backends.torch.weights.initialization import canonical_name
@@ -119,7 +119,7 @@ def _reference_of(model: nn.Module) -> nn.Module:
     Raises:
         ModelUnreadable: HP305 for a model that is not a Hugging Face model.
     """
-    reference = twin(model)
+    reference = hf_reference_model(model)
     if reference is None:
         raise ModelUnreadable(
             f"{original_class(model).__name__} is not a Hugging Face model, so it has no export format"

@@ -92,7 +92,7 @@ def parts_of(
             )
         for box in itertools.product(*local_ranges(tensor, name)):
             shape = tuple(run.stop - run.start for run in box)
-            begin, offsets = tuple(run.start for run in box), tuple(run.at for run in box)
+            begin, offsets = tuple(run.start for run in box), tuple(run.local_start for run in box)
             read = partial(_read, resident, local(tensor), offsets, shape)
             boxes.append(LocalBox(name, begin, shape, tensor.dtype, read))
     return boxes

@@ -140,7 +140,8 @@ def check_offload(
     if why := ungrouped_experts(model, getattr(torch, dtype)):
         other = ", or training.dtype=float32"
         raise CaptureUnsupported(
-            f"a memory plan needs fixed sizes, and these experts run one by one, on as many rows as they get: {why}",
+            "a memory plan needs fixed sizes; experts that run one by one have a number of rows that depends on the"
+            f" data: {why}",
             where=where("training.dtype"),
             got=f"training.dtype={dtype}, moe.capacity_factor=null",
             hint="moe.capacity_factor=1.25"

@@ -19,7 +19,7 @@ from hyper_parallel.backends.torch import local, materialize
 from hyper_parallel.backends.torch.dropout import original_config
 from hyper_parallel.backends.torch.embedding_noise import EmbeddingNoise
 from hyper_parallel.backends.torch.memory import spill_mode
-from hyper_parallel.backends.torch.rank_seed import mixed, rank_seed
+from hyper_parallel.backends.torch.rank_seed import derive_seed, rank_seed
 from hyper_parallel.backends.torch.token_scores import scores_tokens
 from hyper_parallel.backends.torch.weights.lora import initialise_adapters
 from hyper_parallel.errors import Unwritten
@@ -123,7 +123,7 @@ class TorchEngine:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
         self._gauge = MemoryGauge(world.device)
-        torch.manual_seed(mixed(training.seed, world.rank))
+        torch.manual_seed(derive_seed(training.seed, world.rank))
         self._assumed, self._spill = None, None
         if self._recipe.offload.on:
             # Until there is a plan, model and optimizer share its budget and spill to host memory.
@@ -376,9 +376,9 @@ class TorchEngine:
 
     def _seed(self, step: int) -> None:
         """Seed the random numbers of a step as a function of seed, rank and step."""
-        number = mixed(self._stream, step)
+        number = derive_seed(self._stream, step)
         if self._noise is not None:
-            self._noise.key = mixed(self._recipe.training.seed, step)  # the same on all ranks
+            self._noise.key = derive_seed(self._recipe.training.seed, step)  # the same on all ranks
         torch.manual_seed(number)  # for the CPU and all accelerators
         random.seed(number)
         np.random.seed(number % 2**32)  # noqa: NPY002  the generator used by third-party code

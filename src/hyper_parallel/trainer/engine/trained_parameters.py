@@ -13,7 +13,7 @@ from torch import nn
 from hyper_parallel.backends.torch.peft_adapters import import_peft
 from hyper_parallel.backends.torch.token_scores import SCORE
 from hyper_parallel.backends.torch.weights.initialization import base_parameters
-from hyper_parallel.backends.torch.weights.lora import adapted
+from hyper_parallel.backends.torch.weights.lora import adapted_modules
 from hyper_parallel.config import Recipe
 from hyper_parallel.errors import BadValue
 
@@ -35,7 +35,7 @@ def trained_of(model: nn.Module) -> tuple[float, str]:
     """Return the trained share of the parameters without adapters, and a description of adapters and elements."""
     sizes = {n: p.numel() for n, p in model.named_parameters() if p.requires_grad}
     base = sum(p.numel() for _, p in base_parameters(model))
-    adapters, elements = sum(1 for _ in adapted(model)), sum(sizes.values())
+    adapters, elements = sum(1 for _ in adapted_modules(model)), sum(sizes.values())
     if elements == base and not adapters:
         return 1.0, ""
     text = f"{elements:,} of {base:,} parameters ({elements / base:.3%})"

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from hyper_parallel.backends.torch.context.attention import ATTRIBUTE, INTERFACE, TRIAL, register
-from hyper_parallel.backends.torch.flow_tracer import OWN, POSITIONS, TOKENS, Marks
-from hyper_parallel.backends.torch.layer_flow import as_it_was, refused, run_hollow
+from hyper_parallel.backends.torch.flow_tracer import POSITIONS, TOKEN_DEPENDENT, TOKENS, FlowTracer
+from hyper_parallel.backends.torch.layer_flow import flow_error, preserve_module_state, run_on_meta
 from hyper_parallel.backends.torch.token_scores import scores_tokens
-from hyper_parallel.backends.torch.vocab_parallel_loss import has_causal_loss, loss_of_logits
+from hyper_parallel.backends.torch.vocab_parallel_loss import has_causal_loss, use_loss_function
 from hyper_parallel.errors import UnsupportedSharding
 
 _WINDOW = 5  # tokens; shorter than the sequence, so that a mask shows it
@@ -64,41 +64,41 @@ class _Probe:
     ) -> None:
         self.model, self.base, self.interface = model, base, interface
         self.config: Any = base.config
-        self.marks = Marks()
+        self.tracer = FlowTracer()
         self.calls = [0] * len(layers)
         self.losses: list[int] = []
         self._layer = {id(m): i for i, layer in enumerate(layers) for m in layer.modules()}
 
     def run(self) -> list[int]:
         """Run the model once, raise for unsupported computations, and return the calls per layer."""
-        model, marks = self.model, self.marks
+        model, tracer = self.model, self.tracer
         config = copy.deepcopy(self.config)
         config._attn_implementation = self.interface
         if self.interface == TRIAL and getattr(config, "sliding_window", None):
             config.sliding_window = _WINDOW
         positions = torch.arange(TOKENS)[None]
-        marks.set(positions, POSITIONS)
-        with as_it_was(model):
+        tracer.mark(positions, POSITIONS)
+        with preserve_module_state(model):
             for module in model.modules():
                 if module.__dict__.get("config") is self.config:
                     module.config = config
                 object.__setattr__(module, ATTRIBUTE, self)
             if has_causal_loss(model) or scores_tokens(model):
                 model.loss_function = self._loss
-                loss_of_logits(model)
+                use_loss_function(model)
             hooks = override_position_ids(self.base, lambda: positions[0])
             try:
-                run_hollow(model, marks, "cp", position_ids=positions)
+                run_on_meta(model, tracer, "cp", position_ids=positions)
             finally:
                 for hook in hooks:
                     hook.remove()
         if not self.losses:
             raise self._refusal("it computes its loss without `loss_function`")
-        if marks.mixes:
-            raise self._refusal(f"tokens see each other in {', '.join(marks.mixes)}")
+        if tracer.mixes:
+            raise self._refusal(f"tokens see each other in {', '.join(tracer.mixes)}")
         if not any(self.calls):
             raise self._refusal("its attention does not go through the attention interface")
-        if any(m & OWN for m in self.losses):
+        if any(m & TOKEN_DEPENDENT for m in self.losses):
             raise self._refusal("it counts positions by itself")
         return self.calls
 
@@ -116,7 +116,7 @@ class _Probe:
         inputs = (query, key, value)
         if any(x.shape[2] != TOKENS for x in inputs):
             raise self._refusal("attention has other keys than those of the tokens")
-        if self.marks.of(inputs) & OWN:
+        if self.tracer.marks_of(inputs) & TOKEN_DEPENDENT:
             raise self._refusal("it counts positions by itself")
         if id(module) not in self._layer:
             raise self._refusal("attention is called outside of the layers")
@@ -124,7 +124,7 @@ class _Probe:
         if not self._is_known(mask, window, causal):
             raise self._refusal("attention has a mask that is not causal order with a window")
         shape = (1, TOKENS, query.shape[1], value.shape[3])
-        return self.marks.hollow(shape, query.dtype, self.marks.of(inputs))
+        return self.tracer.meta_tensor(shape, query.dtype, self.tracer.marks_of(inputs))
 
     def _is_known(self, mask: Tensor | None, window: int | None, causal: bool) -> bool:
         """Return whether a mask [1, 1, S, S], true for visible keys, agrees with the window and causal arguments."""
@@ -140,8 +140,8 @@ class _Probe:
         return any(bool((mask == other).all()) for other in allowed)
 
     def _loss(self, logits: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        self.losses.append(self.marks.of(logits))
+        self.losses.append(self.tracer.marks_of(logits))
         return torch.zeros(())
 
     def _refusal(self, why: str) -> UnsupportedSharding:
-        return refused(self.model, why, "cp")
+        return flow_error(self.model, why, "cp")

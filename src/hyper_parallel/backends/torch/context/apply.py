@@ -27,7 +27,7 @@ from hyper_parallel.backends.torch.context._trial import (
 from hyper_parallel.backends.torch.context.attention import ATTRIBUTE, INTERFACE
 from hyper_parallel.backends.torch.context.state import TOKENS, ContextState
 from hyper_parallel.backends.torch.forward_variants import cache_argument
-from hyper_parallel.backends.torch.layer_flow import refused
+from hyper_parallel.backends.torch.layer_flow import flow_error
 from hyper_parallel.backends.torch.model_structure import decoder_of
 from hyper_parallel.backends.torch.partial_use import refuse_other_inputs
 from hyper_parallel.backends.torch.tensor.collectives import join
@@ -94,7 +94,7 @@ def count_attention_calls(model: nn.Module, strategy: Strategy) -> tuple[int, ..
     if strategy.cp == 1:
         return ()
     if (decoder := decoder_of(model)) is None:
-        raise refused(model, "it has no list of layers", "cp")
+        raise flow_error(model, "it has no list of layers", "cp")
     _refuse(decoder[0].config)
     return probe_attention_calls(model, *decoder)
 

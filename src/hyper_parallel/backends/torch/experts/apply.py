@@ -181,8 +181,8 @@ class _Forward:
         if self.has_batch_dim:
             hidden = hidden.reshape(-1, shape[-1])
         tokens = self.state.tokens
-        selected = tokens.among(rows, hidden.device)
-        real = tokens.real(selected, rows)
+        selected = tokens.token_rows(rows, hidden.device)
+        real = tokens.select_real(selected, rows)
         if selected is not None:
             hidden, index, weights = hidden[selected], index[selected], weights[selected]
         if self.state.group is None and self.state.options.capacity_factor is None:

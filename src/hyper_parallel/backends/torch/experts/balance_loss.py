@@ -211,7 +211,7 @@ class BalanceLoss:
         local, number = like.new_zeros(num_experts, dtype=wide), counts.new_zeros(1)
         for logits in all_logits:
             layer = expert_logits(logits, self._facts.product_keys)
-            selected, real = self._tokens.own(len(layer), layer.device)
+            selected, real = self._tokens.own_tokens(len(layer), layer.device)
             layer = layer if selected is None else layer[selected]
             probabilities = torch.softmax(layer, dim=-1)
             chosen = torch.topk(probabilities, self._facts.top_k, dim=-1).indices

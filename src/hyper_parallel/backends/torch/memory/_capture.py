@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-from hyper_parallel.backends.torch.collectives import current_purpose, issued_together
+from hyper_parallel.backends.torch.collectives import current_purpose, is_coalesced
 from hyper_parallel.backends.torch.memory._captured import (
     Captured,
     Named,
@@ -209,7 +209,7 @@ class StepCapture:
             self._end_messages()
             return func(*args, **kwargs)
         message = is_message(func)
-        batched = message and issued_together()
+        batched = message and is_coalesced()
         if not batched:
             self._end_messages()
         if self.phase == "optimizer":

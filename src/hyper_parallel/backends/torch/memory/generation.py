@@ -314,10 +314,10 @@ class PlannedSlots(Passes):
         self._fixed, self._slots, self._begun = fixed, [*range(fixed.slots)], False
         self.use, self.close = self._planned.use, self._planned.close
 
-    def feed(
+    def read_tokens(
         self, rows: Sequence[int], tokens: Sequence[Sequence[int]], starts: Sequence[int]
     ) -> Tensor:
-        """Run a pass, see `Passes.feed`; all passes with more than one token per text precede the first decode pass."""
+        """Run a pass, see `Passes.read_tokens`; passes with several tokens per text precede the first decode pass."""
         prompt = not self._begun or max(map(len, tokens)) > 1
         if not self._begun:
             self._planned.begin()
@@ -328,8 +328,8 @@ class PlannedSlots(Passes):
         inputs = self._fixed.inputs(self._model, slots, tokens, starts, prompt=prompt)
         return self._planned.run(inputs)[slots]
 
-    def move(self, source: int, target: int) -> None:
-        """Move a text, see `Passes.move`: every step has all slots, so rows are relabelled and nothing is copied."""
+    def move_sequence(self, source: int, target: int) -> None:
+        """Relabel the rows, see `Passes.move_sequence`; every step has all slots, so nothing is copied."""
         slots = self._slots
         slots[source], slots[target] = slots[target], slots[source]
 

@@ -6,7 +6,7 @@ the layer index come from the model. Only values at stage boundaries are replace
 
     layers          layers before the running stage return the received activations; the output of its last layer is the
                     output of the stage, returned by all later layers
-    other modules   outside of the layer list, modules with parameters run on the stages where `PassFlow` records a use
+    other modules   outside of the layer list, modules with parameters run on the stages where `LayerFlow` records a use
                     of their result: an embedding on the first stage, norm and head on the last, some on several; on
                     other stages they return zeros of the shape of their result, which are unused, or their input
 
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_leaves
 
-from hyper_parallel.backends.torch.layer_flow import PassFlow, follow, refused
+from hyper_parallel.backends.torch.layer_flow import LayerFlow, flow_error, trace_layer_flow
 from hyper_parallel.backends.torch.model_structure import PlaceholderModule, SlotList
 from hyper_parallel.backends.torch.module_spec import read_model
 from hyper_parallel.cost import check_stage_layers, stage_layers
@@ -49,7 +49,7 @@ class StageLayers(SlotList):
     """
 
     ranges: tuple[range, ...]
-    flow: PassFlow
+    flow: LayerFlow
     stage: int = -1
     received: Tensor | None = None
     output: Tensor | None = None
@@ -85,7 +85,7 @@ class _LayerSlot:
         flow = stages.flow
         if self._index not in layers:
             hidden = stages.received if self._index < layers[0] else stages.output
-            return flow.rebuilt(self._index, hidden)
+            return flow.rebuild_output(self._index, hidden)
         out = self._layer(*args, **kwargs)
         if self._index == layers[-1]:
             stages.output = tree_leaves(out)[flow.outputs[self._index][1]]
@@ -157,19 +157,19 @@ def split_model(model: nn.Module, plan: Plan, mesh: DeviceMesh | None) -> StageM
     return _split(model, flow, strategy, counts, mesh.get_local_rank("pp"), dtype)
 
 
-def trace_stages(model: nn.Module, plan: Plan) -> PassFlow:
+def trace_stages(model: nn.Module, plan: Plan) -> LayerFlow:
     """Return the flow between the layers of a plan with a pipeline; raise as `split_model` does. Needs no ranks."""
-    strategy, flow = plan.strategy, follow(model)
+    strategy, flow = plan.strategy, trace_layer_flow(model)
     check_pipeline(strategy, flow.layers, plan.workload.accumulation_steps or 1)
     check_stage_layers(strategy, flow.layers)
     if strategy.tp > 1 and len(flow.tail) != 1:
-        raise refused(model, f"activations are [B, S, {flow.tail}], which tp cannot shard", "pp")
+        raise flow_error(model, f"activations are [B, S, {flow.tail}], which tp cannot shard", "pp")
     return flow
 
 
 def _split(
     model: nn.Module,
-    flow: PassFlow,
+    flow: LayerFlow,
     strategy: Strategy,
     counts: Sequence[int],
     pp_rank: int,
@@ -208,7 +208,7 @@ def _split(
 
 def _outer_modules(
     model: nn.Module,
-    flow: PassFlow,
+    flow: LayerFlow,
     stage_of: dict[int, int],
     rank_of: dict[int, int],
     dtype: torch.dtype,

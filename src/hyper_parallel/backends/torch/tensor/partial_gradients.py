@@ -24,8 +24,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from hyper_parallel.backends.torch.flow_tracer import ALONG, FILLS, FIRST, Marks
-from hyper_parallel.backends.torch.layer_flow import as_it_was, run_hollow
+from hyper_parallel.backends.torch.flow_tracer import (
+    ALONG_DIM_OPS,
+    FILL_OPS,
+    FIRST_FREE_BIT,
+    FlowTracer,
+)
+from hyper_parallel.backends.torch.layer_flow import preserve_module_state, run_on_meta
 from hyper_parallel.backends.torch.tensor._replicated_activations import tied_heads
 from hyper_parallel.backends.torch.vocab_parallel_loss import has_causal_loss
 from hyper_parallel.errors import UnsupportedSharding
@@ -37,11 +42,11 @@ _WHOLE_RESULT_STYLES: Final = ("rowwise", "vocab", "head")
 """Styles of modules with a replicated result."""
 SPLIT_STYLES: Final = (*COLUMN_STYLES, *_WHOLE_RESULT_STYLES, "norm_heads")
 """Styles of modules with sharded parameters."""
-_PART: Final = 1 << FIRST
+_PART: Final = 1 << FIRST_FREE_BIT
 """Mark of sharded values."""
-_LOGITS: Final = 1 << FIRST + 1
+_LOGITS: Final = 1 << FIRST_FREE_BIT + 1
 """Mark of logits."""
-_BITS: Final = FIRST + 2
+_BITS: Final = FIRST_FREE_BIT + 2
 """First bit of the parameters."""
 
 
@@ -117,8 +122,8 @@ def try_forward(
     return replace(result, summands=result.summands | known)
 
 
-class _Parts(Marks):
-    """Marks of sharded values, and of the parameters behind replicated values.
+class _Parts(FlowTracer):
+    """Tracer that marks sharded values, and of the parameters behind replicated values.
 
     Attributes:
         summands: Bits of parameters combined with a sharded value.
@@ -134,10 +139,10 @@ class _Parts(Marks):
         self.vocabulary = 0
         self.tells_columns = False
 
-    def _watched(
+    def _result_marks(
         self, packet: Any, args: tuple[Any, ...], inputs: list[Tensor], out: Tensor, marks: int
     ) -> int:
-        if packet in FILLS:
+        if packet in FILL_OPS:
             return 0
         if marks & _LOGITS and not self._is_same_for_columns(packet, inputs, out):
             self.tells_columns = True
@@ -145,18 +150,18 @@ class _Parts(Marks):
             return marks if out.is_floating_point() else 0
         if out.is_floating_point():
             for tensor in inputs:
-                bits = self.of(tensor)
+                bits = self.marks_of(tensor)
                 self.summands |= 0 if bits & _PART else bits >> _BITS
         return _PART
 
     def _is_same_for_columns(self, packet: Any, inputs: list[Tensor], out: Tensor) -> bool:
         """Return whether an operator on logits treats all columns alike, independent of their index."""
         name, size = packet.__name__, self.vocabulary
-        if not out.dim() or out.shape[-1] != size or packet in ALONG:
+        if not out.dim() or out.shape[-1] != size or packet in ALONG_DIM_OPS:
             return False
         if any(word in name for word in ("index", "scatter", "gather", "masked", "layer_norm")):
             return False
-        return not any(size in t.shape for t in inputs if not self.of(t) & _LOGITS)
+        return not any(size in t.shape for t in inputs if not self.marks_of(t) & _LOGITS)
 
 
 class _SummandTrial:
@@ -166,14 +171,14 @@ class _SummandTrial:
         split = {n: style for n, style in styles.items() if style in SPLIT_STYLES}
         tied = tied_heads(dict(model.named_modules()), split)
         self.model, self.styles, self.names = model, split | dict.fromkeys(tied, "head"), names
-        self.marks = _Parts()
+        self.tracer = _Parts()
         self.loss_taken = False
 
     def run(self) -> TensorTrial:
         """Run the model once and return the result."""
-        model, marks = self.model, self.marks
+        model, tracer = self.model, self.tracer
         for i, name in enumerate(self.names):
-            marks.set(model.get_parameter(name), 1 << _BITS + i)
+            tracer.mark(model.get_parameter(name), 1 << _BITS + i)
         modules = dict(model.named_modules())
         hooks = [
             modules[name].register_forward_hook(self._hook(style), with_kwargs=True)
@@ -181,16 +186,16 @@ class _SummandTrial:
             if name in modules and style in (*COLUMN_STYLES, *_WHOLE_RESULT_STYLES)
         ]
         try:
-            with as_it_was(model):
+            with preserve_module_state(model):
                 if has_causal_loss(model):
                     model.loss_function = self._loss
-                output = run_hollow(model, marks, "tp")
+                output = run_on_meta(model, tracer, "tp")
         finally:
             for hook in hooks:
                 hook.remove()
         results = [getattr(output, n, None) for n in ("loss", "logits")]
-        marks.complete |= marks.of(results) >> _BITS
-        if both := marks.summands & marks.complete:
+        tracer.complete |= tracer.marks_of(results) >> _BITS
+        if both := tracer.summands & tracer.complete:
             name = self.names[both.bit_length() - 1]
             raise UnsupportedSharding(
                 f"`{name}` acts on replicated and on sharded activations",
@@ -198,26 +203,26 @@ class _SummandTrial:
                 got="tensor parallelism with replicated modules",
                 hint="parallel.tp=1",
             )
-        summands = frozenset(n for i, n in enumerate(self.names) if marks.summands >> i & 1)
-        return TensorTrial(summands, self.loss_taken and not marks.tells_columns)
+        summands = frozenset(n for i, n in enumerate(self.names) if tracer.summands >> i & 1)
+        return TensorTrial(summands, self.loss_taken and not tracer.tells_columns)
 
     def _loss(self, logits: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        complete = logits.shape[-1] == self.marks.vocabulary
-        self.loss_taken = complete and bool(self.marks.of(logits) & _LOGITS)
-        self.marks.complete |= self.marks.of(logits) >> _BITS
+        complete = logits.shape[-1] == self.tracer.vocabulary
+        self.loss_taken = complete and bool(self.tracer.marks_of(logits) & _LOGITS)
+        self.tracer.complete |= self.tracer.marks_of(logits) >> _BITS
         return logits.new_zeros(())
 
     def _hook(self, style: str) -> Callable[..., None]:
         def after(module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
-            marks = self.marks
-            inputs = marks.of((args, kwargs))
+            tracer = self.tracer
+            inputs = tracer.marks_of((args, kwargs))
             if style in COLUMN_STYLES or style == "head":
-                marks.complete |= 0 if inputs & _PART else inputs >> _BITS
+                tracer.complete |= 0 if inputs & _PART else inputs >> _BITS
             for leaf in tree_leaves(out):
                 if isinstance(leaf, torch.Tensor):
                     if style == "head":
-                        marks.vocabulary = leaf.shape[-1]
-                    marks.set(
+                        tracer.vocabulary = leaf.shape[-1]
+                    tracer.mark(
                         leaf, _PART if style in COLUMN_STYLES else _LOGITS * (style == "head")
                     )
 

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 
-from hyper_parallel.backends.torch.regather import RegatherScope, instead_of
+from hyper_parallel.backends.torch.regather import RegatherScope, regather_in_backward
 from hyper_parallel.backends.torch.tensor._stream import TokenGrid
 from hyper_parallel.backends.torch.tensor.collectives import gather, scatter
 from hyper_parallel.backends.torch.tensor.gradients import TpGradients, to_local
@@ -251,5 +251,5 @@ class TpState:
             finally:
                 self.shape = running
 
-        with instead_of(scope, whole, regather):
+        with regather_in_backward(scope, whole, regather):
             return use(whole)

@@ -1,8 +1,8 @@
-"""Checksums of tensors that ranks read in parts; they do not depend on how the tensors are cut.
+"""Checksums of tensors that ranks read in parts, independent of the partition.
 
-The bytes of a tensor, row by row, are 64-bit words. The checksum is the sum of each word times one odd pseudo-random
-number for its place along each dim, modulo 2^64. It is linear, so parts add up, and costs one pass of multiplications
-over bytes that are in the cache because they were just read. It finds damage and exchange, not malice.
+The bytes of each row of a tensor are 64-bit words. The checksum is the sum of the words, each multiplied by one odd
+pseudo-random number per dim for its index, modulo 2^64. It is linear, so the checksums of parts add up. It costs one
+pass of multiplications over bytes that are still in the cache. It detects damage and mix-ups, not attacks.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class PartChecksum:
     """Checksum of the elements of a stored tensor within some ranges.
 
     Attributes:
-        name: Of the tensor.
-        dtype: Of its elements.
-        shape: Of the whole tensor.
+        name: Name of the tensor.
+        dtype: Dtype of the elements.
+        shape: Shape of the full tensor.
         ranges: Start and stop per dim.
         value: The checksum.
     """
@@ -50,36 +50,36 @@ class PartChecksum:
     def of(
         cls, name: str, part: Tensor, shape: tuple[int, ...], ranges: Ranges = ()
     ) -> PartChecksum:
-        """Compute the checksum of a part; dims without a range are whole."""
-        whole = (*ranges, *((0, size) for size in shape[len(ranges) :]))
+        """Compute the checksum of a part; dims without a range are complete."""
+        box = (*ranges, *((0, size) for size in shape[len(ranges) :]))
         dtype = str(part.dtype).removeprefix("torch.")
-        return cls(name, dtype, tuple(shape), whole, _checksum(part, [start for start, _ in whole]))
+        return cls(name, dtype, tuple(shape), box, _checksum(part, [start for start, _ in box]))
 
     @property
     def size(self) -> int:
-        """Number of its elements."""
+        """Number of elements in the part."""
         return math.prod(stop - start for start, stop in self.ranges)
 
     def overlaps(self, other: PartChecksum) -> bool:
-        """Whether an element is in both; the two are of one tensor."""
+        """Return whether two parts of one tensor have a common element."""
         pairs = zip(self.ranges, other.ranges, strict=True)
         return all(a < d and c < b for (a, b), (c, d) in pairs)
 
 
 def joint_checksum(parts: Iterable[PartChecksum], read_whole: Callable[[str], Tensor]) -> str:
-    """Return one checksum of the tensors that all ranks have read together; equal for all layouts.
+    """Return one checksum of all tensors that the ranks have read in parts; equal for all layouts.
 
     Args:
-        parts: Parts that ranks have read, those of replicas several times.
-        read_whole: Reads a tensor by name, where parts overlap without being equal.
+        parts: Parts read by all ranks, with repetitions for replicas.
+        read_whole: Function that reads a full tensor by name; used if parts overlap without being equal.
     """
     tensors: dict[str, dict[Ranges, PartChecksum]] = {}
     for part in parts:
         tensors.setdefault(part.name, {})[part.ranges] = part
     lines = []
-    for name, found in sorted(tensors.items()):
+    for name, by_ranges in sorted(tensors.items()):
         disjoint: list[PartChecksum] = []
-        for part in sorted(found.values(), key=lambda p: -p.size):
+        for part in sorted(by_ranges.values(), key=lambda p: -p.size):
             if not any(part.overlaps(other) for other in disjoint):
                 disjoint.append(part)
         first = disjoint[0]
@@ -91,7 +91,7 @@ def joint_checksum(parts: Iterable[PartChecksum], read_whole: Callable[[str], Te
 
 
 def state_checksum(tensors: Mapping[str, Tensor]) -> str:
-    """Return one checksum of whole tensors by name, in host memory."""
+    """Return one checksum of full tensors in host memory, by name."""
     parts = [PartChecksum.of(n, t, tuple(t.shape)) for n, t in tensors.items()]
     return joint_checksum(parts, lambda name: tensors[name])
 
@@ -118,12 +118,12 @@ def _checksum(part: Tensor, starts: list[int]) -> int:
 
 @lru_cache(maxsize=64)
 def _multipliers(dim: int, start: int, count: int) -> _Words:
-    """Return `count` odd numbers for the places from `start` on along a dim.
+    """Return `count` odd numbers for the indices from `start` along a dim.
 
     Source: the finalizer of SplitMix64, Steele, Lea and Flood 2014, doi:10.1145/2660193.2660195.
     """
-    places = np.arange(start, start + count, dtype=np.uint64)
-    mixed = (places + np.uint64((dim + 1) << 56)) * np.uint64(_GOLDEN)
-    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return (mixed ^ (mixed >> np.uint64(31))) | np.uint64(1)
+    indices = np.arange(start, start + count, dtype=np.uint64)
+    bits = (indices + np.uint64((dim + 1) << 56)) * np.uint64(_GOLDEN)
+    bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return (bits ^ (bits >> np.uint64(31))) | np.uint64(1)

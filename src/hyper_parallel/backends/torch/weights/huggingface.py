@@ -1,9 +1,9 @@
-"""How the names in a Hugging Face directory map to the parameters of a model.
+"""Map from the names in a Hugging Face directory to the parameters of a model.
 
-Checkpoints store one tensor per expert, current models hold all experts of a layer in one parameter; transformers
-publishes the mapping as data (renamings, and converters made of a few operations). Here it becomes boxes: each stored
-tensor fills one box of one parameter, so a rank can read exactly the part of it that it stores. Conversions that are
-more than that run as transformers wrote them, on whole stored tensors.
+Checkpoints store one tensor per expert, while current models have one parameter for all experts of a layer.
+transformers publishes the mapping as data: renamings, and converters composed of a few operations. Here it becomes
+boxes: each stored tensor fills one box of one parameter, so a rank reads only its shard. Other conversions run the code
+of transformers on full stored tensors.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from torch.distributed.fsdp import FSDPModule
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A stored tensor, by its name in the files, and where it lies in the parameter."""
+    """Stored tensor, by its name in the files, and its location in the parameter."""
 
     key: str
     offset: tuple[int, ...]
     """First index in the parameter, per dim of the parameter."""
     stacked: bool
-    """The first dim of the parameter is not a dim of the stored tensor: it holds one index of it."""
+    """True if the first dim of the parameter is no dim of the stored tensor, which fills one index of it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """Stored tensors, by the patterns of a converter of transformers, which makes parameters of them."""
+    """Conversion of stored tensors to parameters by a converter of transformers; `keys` lists them by pattern."""
 
     name: str
     """The first parameter."""
@@ -43,36 +43,36 @@ class Conversion:
     reference: nn.Module
 
     def run(self, read: Callable[[str], Tensor]) -> dict[str, Tensor]:
-        """Parameters by name, of the stored tensors that `read` gives."""
+        """Convert the stored tensors, returned by `read`, to parameters by name."""
         own = copy.deepcopy(self.converter)
         own.collected_tensors = {p: [read(k) for k in keys] for p, keys in self.keys.items()}
-        made = own.convert(self.name, model=self.reference, config=self.reference.config)
-        return {n: v[0] if isinstance(v, list) else v for n, v in made.items()}
+        converted = own.convert(self.name, model=self.reference, config=self.reference.config)
+        return {n: v[0] if isinstance(v, list) else v for n, v in converted.items()}
 
 
-def twin(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module | None:
-    """Return the same Hugging Face model on the meta device, of its original class and unsharded; None for others.
+def hf_reference_model(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module | None:
+    """Return an unsharded copy of a Hugging Face model on the meta device, of its original class; None for others.
 
-    `fully_shard` replaces the class of a module, which hides from transformers which model it is. Parameters that
-    transformers has untied because files hold different values are untied in the copy.
+    `fully_shard` replaces the class of a module, by which transformers identifies the model. Parameters that
+    transformers has untied because files have different values are untied in the copy.
 
     Args:
         model: The model.
-        dtype: Make the copy as transformers makes a model of this format, with its exceptions; None: all parameters
-            have the widest format of the model's, to which some conversions of weights cast.
+        dtype: Dtype of the copy, with the exceptions that transformers makes; None: all parameters have the widest
+            dtype of the model's parameters, to which some weight conversions cast.
     """
     cls = original_class(model)
     config = getattr(model, "config", None)
     if config is None or not callable(getattr(model, "get_expanded_tied_weights_keys", None)):
         return None
-    made = _on_meta(cls, copy.deepcopy(config), dtype)
+    reference = _on_meta(cls, copy.deepcopy(config), dtype)
     tied = getattr(model, "all_tied_weights_keys", None)
-    if tied is not None and not made.all_tied_weights_keys.keys() <= tied.keys():
-        made = _on_meta(cls, untied_config(config), dtype)
-    formats = {p.dtype for p in model.parameters() if p.is_floating_point()}
-    if dtype is not None or not formats:
-        return made
-    return made.to(functools.reduce(torch.promote_types, formats))
+    if tied is not None and not reference.all_tied_weights_keys.keys() <= tied.keys():
+        reference = _on_meta(cls, untied_config(config), dtype)
+    dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    if dtype is not None or not dtypes:
+        return reference
+    return reference.to(functools.reduce(torch.promote_types, dtypes))
 
 
 def _on_meta(cls: type[nn.Module], config: Any, dtype: torch.dtype | None) -> Any:
@@ -90,51 +90,51 @@ def untied_config(config: Any) -> Any:
 
 
 def tied_names(reference: nn.Module) -> dict[str, str]:
-    """Return which name the class ties to which where the config says so, whatever the config says."""
+    """Return the ties, target name to source name, that the class has when its config enables tied embeddings."""
     own = copy.deepcopy(reference.config)
     for part in (own, own.get_text_config()):
         part.tie_word_embeddings = True
-    with suppress(Exception):  # a class of which tied embeddings are a contradiction
+    with suppress(Exception):  # some classes reject tied embeddings
         return dict(_on_meta(type(reference), own, None).all_tied_weights_keys)
     return {}
 
 
 def published_dtypes(model: nn.Module, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """Return the format of every parameter and buffer of a model that transformers loads in a format.
+    """Return the dtype of every parameter and buffer of a model that transformers loads with a dtype.
 
-    Some stay in float32: the router of deepseek_v3, say.
+    Some stay in float32, for example the router of deepseek_v3.
     """
-    reference = twin(model, dtype)
+    reference = hf_reference_model(model, dtype)
     if reference is None:
         return {}
     from transformers.core_model_loading import build_glob_alternation
 
     state = reference.state_dict()
-    kept = reference._get_dtype_plan(dtype)
-    if not kept:
+    exceptions = reference._get_dtype_plan(dtype)
+    if not exceptions:
         return {name: tensor.dtype for name, tensor in state.items()}
-    pattern, globs, _ = build_glob_alternation(list(kept))
-    found = {name: pattern.search(name) for name in state}
+    pattern, globs, _ = build_glob_alternation(list(exceptions))
+    matches = {name: pattern.search(name) for name in state}
     return {
-        name: tensor.dtype if (m := found[name]) is None else kept[globs[m.lastgroup]]
+        name: tensor.dtype if (m := matches[name]) is None else exceptions[globs[m.lastgroup]]
         for name, tensor in state.items()
     }
 
 
 def original_class(model: nn.Module) -> type[nn.Module]:
-    """The class of a module before `fully_shard`."""
+    """Return the class of a module before `fully_shard`."""
     return next(c for c in type(model).__mro__ if not issubclass(c, FSDPModule))
 
 
 @dataclass(frozen=True, slots=True)
 class NameMap:
-    """How the stored names of a directory fill the parameters of a model.
+    """Map from the stored names of a directory to the parameters of a model.
 
     Attributes:
         boxes: Stored tensors that fill each parameter.
-        conversions: What only code of transformers makes of stored tensors.
+        conversions: Conversions that need the code of transformers.
         unknown: Stored names that belong to no parameter.
-        gaps: Name, or form of the name, of the first stored tensor that a parameter lacks, by the parameter.
+        gaps: Name, or name pattern, of the first missing stored tensor, by parameter.
     """
 
     boxes: dict[str, list[Box]]
@@ -146,14 +146,14 @@ class NameMap:
 def map_names(
     reference: nn.Module | None, wanted: set[str], stored: dict[str, tuple[int, ...]]
 ) -> NameMap:
-    """Return how stored tensors, given by name and shape, fill the parameters and buffers `wanted`.
+    """Return the map from stored tensors, by name and shape, to the parameters and buffers `wanted`.
 
-    `reference` is the model's `twin`; None: names in the files are parameter names.
+    `reference` is the result of `hf_reference_model`; None: names in the files are parameter names.
     """
-    whole = {key: [Box(key, (0,) * len(shape), False)] for key, shape in stored.items()}
+    full = {key: [Box(key, (0,) * len(shape), False)] for key, shape in stored.items()}
     if reference is None:
         unknown = [k for k in stored if k not in wanted]
-        return NameMap({k: v for k, v in whole.items() if k in wanted}, [], unknown, {})
+        return NameMap({k: v for k, v in full.items() if k in wanted}, [], unknown, {})
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import (
         WeightConverter,
@@ -171,12 +171,12 @@ def map_names(
     groups: dict[str, _Sources] = {}
     for key in sorted(stored, key=dot_natural_key):
         name, pattern = rename_source_key(key, renamings, converters, prefix, state)
-        if name not in state and key in state:  # transformers does so too
+        if name not in state and key in state:  # same rule as in transformers
             name, pattern = rename_source_key(key, [], [], prefix, state)
         if name not in wanted:
             result.unknown.append(key)
         elif pattern is None:
-            result.boxes.setdefault(name, []).extend(whole[key])
+            result.boxes.setdefault(name, []).extend(full[key])
         else:
             number = _number_of(pattern, rename_source_key(key, renamings, [])[0])
             groups.setdefault(name, {}).setdefault(pattern, []).append((number, key))
@@ -189,45 +189,45 @@ def map_names(
         if parts is not None:
             result.boxes[name] = parts
         else:
-            keys = {p: [key for _, key in found] for p, found in by_source.items()}
+            keys = {p: [key for _, key in numbered] for p, numbered in by_source.items()}
             result.conversions.append(Conversion(name, converter, keys, reference))
     return result
 
 
 _Sources = dict[str, list[tuple[int | None, str]]]
-"""Stored names by the pattern of a converter that they match, each with the number in the place of its star."""
+"""Stored names by the matching pattern of a converter, each with the number that matches its star."""
 
 
 def _number_of(pattern: str, name: str) -> int | None:
-    """Return the number of an expert in a name; None for a pattern without a star."""
+    """Return the expert number in a name; None for a pattern without a star."""
     if "*." not in pattern:
         return None
     with suppress(re.error):
-        found = re.search(pattern.removeprefix("^").replace("*.", r"(\d+)\."), name)
-        if found is not None and found.groups():
-            return int([g for g in found.groups() if g is not None][-1])
+        match = re.search(pattern.removeprefix("^").replace("*.", r"(\d+)\."), name)
+        if match is not None and match.groups():
+            return int([g for g in match.groups() if g is not None][-1])
     return None
 
 
 def _stacks(converter: Any) -> bool:
-    """Return whether a converter begins by stacking the tensors of a list along dim 0."""
+    """Return whether the first operation of a converter stacks a list of tensors along dim 0."""
     first = converter.operations[0]
     return (type(first).__name__, getattr(first, "dim", None)) == ("MergeModulelist", 0)
 
 
 def _gap(converter: Any, by_source: _Sources, size: int | None) -> str | None:
-    """Return the first stored name that a parameter lacks, or its form; None where nothing is missing.
+    """Return the first missing stored name of a parameter, or its pattern; None if none is missing.
 
     Args:
-        converter: Of the parameter.
-        by_source: The names that are there.
-        size: Number of experts; None where only gaps between numbers are seen.
+        converter: Converter of the parameter.
+        by_source: Stored names of the parameter.
+        size: Number of experts; None: detect only gaps between numbers.
     """
-    for found in by_source.values():
-        numbers = {number for number, _ in found if number is not None}
+    for numbered in by_source.values():
+        numbers = {number for number, _ in numbered if number is not None}
         expected = range(max(numbers, default=-1) + 1 if size is None else size)
         if numbers and (missing := min(set(expected) - numbers, default=None)) is not None:
-            number, key = found[0]
+            number, key = numbered[0]
             head, _, tail = key.rpartition(f".{number}.")
             return f"{head}.{missing}.{tail}"
     if size is not None and (absent := set(converter.source_patterns) - by_source.keys()):
@@ -238,7 +238,7 @@ def _gap(converter: Any, by_source: _Sources, size: int | None) -> str | None:
 def _converted(
     converter: Any, by_source: _Sources, stored: dict[str, tuple[int, ...]]
 ) -> list[Box] | None:
-    """Return boxes of a parameter that stored tensors make up, stacked or side by side; None: it is made otherwise."""
+    """Return the boxes of a parameter built by stacking or concatenation; None for other operations."""
     stack = _stacks(converter)
     operations = [(type(op).__name__, getattr(op, "dim", None)) for op in converter.operations]
     rest = operations[1:] if stack else operations
@@ -249,11 +249,11 @@ def _converted(
     start = 0
     for pattern in converter.source_patterns:
         shape: tuple[int, ...] = ()
-        for place, (number, key) in enumerate(by_source.get(pattern, [])):
+        for index, (number, key) in enumerate(by_source.get(pattern, [])):
             shape = ((1,) if stack else ()) + stored[key]
             offset = [0] * len(shape)
             if stack:
-                offset[0] = place if number is None else number
+                offset[0] = index if number is None else number
             if axis is not None:
                 offset[axis] = start
             result.append(Box(key, tuple(offset), stack))
@@ -262,19 +262,19 @@ def _converted(
 
 
 def is_ignored(reference: nn.Module | None, key: str) -> bool:
-    """Return whether the model class declares that files may hold this tensor without the model using it."""
+    """Return whether the model class declares that files may contain this tensor although the model ignores it."""
     patterns = getattr(reference, "_keys_to_ignore_on_load_unexpected", None) or []
     return any(re.search(p, key) for p in patterns)
 
 
 def may_be_missing(reference: nn.Module | None, name: str) -> bool:
-    """Return whether the model class declares that files may lack this parameter or buffer."""
+    """Return whether the model class declares this parameter or buffer as optional in files."""
     patterns = getattr(reference, "_keys_to_ignore_on_load_missing", None) or []
     return any(re.search(p, name) for p in patterns)
 
 
 def names_of_other_classes(reference: nn.Module, stored: dict[str, tuple[int, ...]]) -> set[str]:
-    """Return the names that are parameters of another class of transformers for the same config: a pooler, say."""
+    """Return the names that belong to another transformers class of the same config, such as a pooler."""
     from transformers.models.auto import modeling_auto as auto
 
     tables = (
@@ -282,11 +282,13 @@ def names_of_other_classes(reference: nn.Module, stored: dict[str, tuple[int, ..
         auto.MODEL_MAPPING,
         auto.MODEL_FOR_MASKED_LM_MAPPING,
     )
-    found: set[str] = set()
+    known: set[str] = set()
     for table in tables:
-        with suppress(Exception):  # no such class, or one that the config does not fit
+        with suppress(Exception):  # the config has no such class, or the class rejects it
             cls = table[type(reference.config)]
             other = _on_meta(cls, copy.deepcopy(reference.config), None)
-            left = {key: shape for key, shape in stored.items() if key not in found}
-            found |= left.keys() - {*map_names(other, {*other.state_dict()}, left).unknown}
-    return found
+            remaining = {key: shape for key, shape in stored.items() if key not in known}
+            known |= remaining.keys() - {
+                *map_names(other, {*other.state_dict()}, remaining).unknown
+            }
+    return known

@@ -1,9 +1,9 @@
-"""Storage and random initial values of a model, the same for every layout and world size.
+"""Storage and random initial values of a model, equal for every layout and world size.
 
-A sharded model may still be on the meta device. `allocate` gives each rank storage for its own part. `materialize`
-then initialises one module at a time: full-size float32 tensors on the CPU, filled by the model's own rule with a
-random state derived from `(seed, module name)` only; each rank keeps its part. No communication, and no more than the
-parameters of one module in memory. Every rank generates every value: about 10 s per billion parameters.
+A sharded model may be on the meta device. `allocate` allocates the shards of this rank. `materialize` initialises one
+module at a time: the model's own rule fills full-size float32 tensors on the CPU, and each rank copies its shard. The
+random state is derived only from `(seed, module name)`. There is no communication, and memory use is bounded by the
+parameters of one module. Every rank generates every value: about 10 s per billion parameters.
 
 The rule is `_init_weights` of the nearest Hugging Face model around the module, or `reset_parameters` of a plain
 module. Values are generated in float32 and then cast, so a float64 run starts from exactly the float32 weights.
@@ -28,35 +28,35 @@ from hyper_parallel.errors import WeightsUninitialised
 
 LORA_A: Final = "lora_A"
 LORA_B: Final = "lora_B"
-"""Parameters of an adapter, beside those of its linear module."""
+"""Parameters of an adapter, on its linear module."""
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 
 
 def canonical_name(name: str) -> str:
-    """A module or parameter name without the segments that compile and recompute wrappers add."""
+    """Return a module or parameter name without the segments of compile and recompute wrappers."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter is one of an adapter, by its name."""
+    """Return whether a parameter belongs to an adapter, by its name."""
     return name.rpartition(".")[2] in (LORA_A, LORA_B)
 
 
 def base_parameters(
     model: nn.Module, *, remove_duplicate: bool = True
 ) -> Iterator[tuple[str, nn.Parameter]]:
-    """`named_parameters` without those of adapters."""
+    """Yield `named_parameters` without those of adapters."""
     for name, param in model.named_parameters(remove_duplicate=remove_duplicate):
         if not is_adapter(name):
             yield name, param
 
 
 def allocate(model: nn.Module, *, device: torch.device | str | None = None) -> None:
-    """Give every tensor on the meta device uninitialised storage for this rank's part; tied parameters stay tied.
+    """Allocate this rank's shard of every tensor on the meta device, uninitialised; tied parameters stay tied.
 
     Args:
         model: Module of plain tensors or DTensors; changed in place.
-        device: Where they go; None: plain tensors to the CPU, DTensors to the device of their mesh.
+        device: Device of the storage; None: the CPU for plain tensors, the device of the mesh for DTensors.
     """
     new: dict[int, tuple[Tensor, Tensor]] = {}
     for module in model.modules():
@@ -72,13 +72,13 @@ def allocate(model: nn.Module, *, device: torch.device | str | None = None) -> N
 def materialize(model: nn.Module, *, seed: int, device: torch.device | str | None = None) -> None:
     """Fill all parameters with initial values that depend on `seed` and on module names only.
 
-    Parameters that hold values are initialised again, but not adapters. Buffers on the meta device are computed by the
-    same rules; a buffer with storage keeps its value unless a rule sets it.
+    Parameters with values are overwritten, except adapters. The same rules compute buffers on the meta device; a buffer
+    with storage keeps its value unless a rule sets it.
 
     Args:
         model: Module of plain tensors or DTensors, on any device including meta; changed in place.
         seed: Seed of the run.
-        device: As in `allocate`.
+        device: See `allocate`.
 
     Raises:
         WeightsUninitialised: HP704 with the first parameter or buffer that neither a rule nor the constructor sets.
@@ -93,7 +93,7 @@ def allocate_and_fill_buffers(
     fresh: Collection[str] = (),
     seed: int = 0,
 ) -> None:
-    """`allocate`, and compute the buffers that were on the meta device: rotary frequencies are in no file.
+    """Allocate the model and compute buffers that were on the meta device: files contain no rotary frequencies.
 
     The parameters `fresh` get the initial values of `seed`.
     """
@@ -109,9 +109,9 @@ def _initialise(
     parameters: bool,
     fresh: Collection[str] = (),
 ) -> None:
-    """Run the rules; keep the values of parameters, all or `fresh`, and of buffers that were on the meta device."""
+    """Run the rules and set all or the `fresh` parameters, and buffers that were on the meta device."""
     before = named_tensors(model)
-    # A tied parameter belongs to the first module that holds it; the rule of a later one must not overwrite it.
+    # A tied parameter belongs to its first module; rules of later modules must not overwrite it.
     first: dict[int, str] = {}
     owned = {name for name, t in before.items() if first.setdefault(id(t), name) == name}
     required = {
@@ -129,8 +129,8 @@ def _initialise(
         if not parameters and required.isdisjoint(own):
             continue
         for name, value in rules.values(module_name).items():
-            kept = isinstance(after[name], nn.Parameter) or not parameters
-            if name not in owned or (name not in required and kept):
+            keeps_value = isinstance(after[name], nn.Parameter) or not parameters
+            if name not in owned or (name not in required and keeps_value):
                 continue
             if value.is_floating_point() and bool(torch.isnan(value).any()):
                 continue
@@ -151,21 +151,21 @@ def _initialise(
 
 
 def _constructed(model: nn.Module, names: set[str], seed: int) -> dict[str, Tensor]:
-    """Values that the constructor of a Hugging Face model gives to these tensors, such as decay rates of a state.
+    """Return values that the constructor of a Hugging Face model assigns, such as decay rates of a state-space layer.
 
-    The model is built once more on the CPU; parameters that are not asked for go to the meta device as they appear.
+    Constructs a second model on the CPU; parameters of other names are moved to the meta device on registration.
     """
     cls, config = original_class(model), getattr(model, "config", None)
     if not names or not callable(getattr(cls, "_from_config", None)):
         return {}
     keys = {name.rpartition(".")[2] for name in names}
 
-    def keep(_: nn.Module, name: str, param: nn.Parameter | None) -> nn.Parameter | None:
+    def drop_others(_: nn.Module, name: str, param: nn.Parameter | None) -> nn.Parameter | None:
         if param is None or name in keys:
             return None
         return nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
 
-    hook = register_module_parameter_registration_hook(keep)
+    hook = register_module_parameter_registration_hook(drop_others)
     try:
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
@@ -173,18 +173,18 @@ def _constructed(model: nn.Module, names: set[str], seed: int) -> dict[str, Tens
     finally:
         hook.remove()
     values = {canonical_name(n): t.detach() for n, t in named_tensors(whole).items()}
-    found = {name: values.get(canonical_name(name)) for name in names}
-    return {name: t for name, t in found.items() if t is not None and not t.is_meta}
+    selected = {name: values.get(canonical_name(name)) for name in names}
+    return {name: t for name, t in selected.items() if t is not None and not t.is_meta}
 
 
 class _Rules:
-    """The initialisation rules of a model's modules, run on full-size CPU tensors."""
+    """Initialisation rules of a model's modules, run on full-size CPU tensors."""
 
     def __init__(self, model: nn.Module, seed: int) -> None:
         self._model, self._seed = model, seed
         self._rule: dict[str, Callable[[], object] | None] = {}
         self.own: dict[str, list[str]] = {}
-        """For each module, children before parents, the names of the tensors it holds directly."""
+        """Names of the direct tensors of each module, children before parents."""
         self._visit("", model, None, set())
 
     def _visit(self, name: str, module: nn.Module, owner: nn.Module | None, seen: set[int]) -> None:
@@ -204,18 +204,18 @@ class _Rules:
             self._rule[name] = plain if callable(plain) else None
 
     def values(self, name: str) -> dict[str, Tensor]:
-        """Full-size values of the tensors that the rule of module `name` sets: its own and its descendants'."""
+        """Return full-size values of the tensors, own and of descendants, that the rule of module `name` sets."""
         if self._rule[name] is None:
             return {}
         values, touched = self._run(name, {n: self._unset(n) for n in self.own[name]})
         if touched:
-            # The rule reaches into descendants (a scaled output projection, say): run it again on their values.
+            # The rule changes tensors of descendants, for example scales an output projection: rerun on their values.
             inputs = {n: self._unset(n) for n in self.own[name]}
             values, _ = self._run(name, inputs | {n: self._own_value(n) for n in touched})
         return values
 
     def _unset(self, name: str) -> Tensor:
-        """A full-size CPU tensor that shows which elements a rule leaves out; real buffers keep their values."""
+        """Return a full-size CPU tensor with NaN for elements that no rule sets; real buffers keep their values."""
         module_name, _, key = name.rpartition(".")
         module = self._model.get_submodule(module_name)
         if key in module._buffers and not isinstance(module._buffers[key], DTensor):
@@ -230,10 +230,10 @@ class _Rules:
         return values.get(name, self._unset(name))
 
     def _run(self, name: str, tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], set[str]]:
-        """Run one rule with `tensors` in place and everything else below the module on the meta device.
+        """Run one rule on `tensors`, with all other tensors below the module on the meta device.
 
         Returns:
-            The tensors of `tensors` that the rule changed, and the names of other tensors that it tried to change.
+            The tensors of `tensors` that the rule changed, and the names of other tensors that it changed.
         """
         rule = self._rule[name]
         assert rule is not None
@@ -256,7 +256,7 @@ class _Rules:
 def _swapped(
     module: nn.Module, name: str, tensors: dict[str, Tensor]
 ) -> Iterator[dict[str, tuple[dict[str, Tensor], str, Tensor]]]:
-    """Put `tensors`, and meta placeholders for all others, in place of the tensors below `module`; then undo it."""
+    """Replace the tensors below `module` by `tensors` and meta placeholders; restore them at the end."""
     saved = []
     placed = {}
     for sub_name, sub in module.named_modules(prefix=name):
@@ -280,7 +280,7 @@ def _swapped(
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Every parameter and buffer by name; a tied one under each of its names."""
+    """Return all parameters and buffers by name; a tied tensor has several names."""
     return {
         _join(name, key): tensor
         for name, module in model.named_modules()
@@ -301,7 +301,7 @@ def _storage_for(old: Tensor, device: torch.device | str | None) -> Tensor:
 
 
 def module_seed(seed: int, name: str) -> int:
-    """Seed of what has a name in a run of a seed."""
+    """Return the seed of a named module or tensor, derived from the seed of the run."""
     digest = hashlib.sha256(f"{seed}:{canonical_name(name)}".encode()).digest()
     return int.from_bytes(digest[:8], "big")
 

@@ -1,6 +1,6 @@
-"""The inventory of pretrained weights: what a model needs, what its files hold, and what happens to each stored name.
+"""Inventory of pretrained weights: sources of a model's tensors, and the fate of each stored name.
 
-Loading, refusing, exporting and reporting follow from one inventory. Each stored name has one fate; a row of `Fate`.
+Loading, errors, exports and reports all derive from one inventory. Each stored name has exactly one `Fate`.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from hyper_parallel.backends.torch.weights.huggingface import (
     Box,
     Conversion,
     NameMap,
+    hf_reference_model,
     is_ignored,
     map_names,
     may_be_missing,
     names_of_other_classes,
     tied_names,
-    twin,
 )
 from hyper_parallel.backends.torch.weights.initialization import (
     canonical_name,
@@ -41,7 +41,7 @@ Source = list[Box] | tuple[Conversion, str, tuple[int, ...]]
 
 
 class Fate(StrEnum):
-    """What happens to a stored name."""
+    """Use of a stored tensor."""
 
     LOADED = "loaded as it is"
     RENAMED = "loaded under another name"
@@ -68,18 +68,18 @@ _RECOMPUTED: Final = (
     (r"(^|\.)embed_positions\._float_tensor$", (1,)),
     (r"(^|\.)(encoder|decoder)\.version$", (1,)),
 )
-"""Buffers in published files that transformers computes or no longer has: pattern of the name, numbers of dims."""
+"""Buffers in published files that transformers computes or no longer has: name pattern, allowed numbers of dims."""
 
 
 @dataclass(slots=True)
 class Inventory:
-    """What a model needs of a directory, and what happens to each stored name.
+    """Sources of a model's tensors in a directory, and the fate of each stored name.
 
     Attributes:
         fates: Fate of each stored name, and of names that only the index lists.
-        sources: What fills each parameter or buffer of this rank, tied ones under one of their names.
-        fresh: Parameters and buffers that no file holds and that get initial values.
-        untied: Parameters that the model ties and the files do not, by name; each with the name that it was tied to.
+        sources: Source of each parameter or buffer of this rank; tied tensors have one entry.
+        fresh: Parameters and buffers that no file contains and that get initial values.
+        untied: Names of parameters that the model ties and the files do not, with the name that each was tied to.
         conversions: Conversions of transformers among the sources.
         shapes: Shape of each stored tensor.
     """
@@ -92,52 +92,52 @@ class Inventory:
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
     def names(self, *fates: Fate) -> list[str]:
-        """Return the stored names that have one of some fates, sorted."""
+        """Return the sorted stored names with one of the given fates."""
         return sorted(name for name, fate in self.fates.items() if fate in fates)
 
 
 def take_inventory(model: nn.Module, files: WeightFiles) -> Inventory:
-    """Return the inventory of a model and its files; reads headers, and values only of tied names that both are there.
+    """Return the inventory of a model and its files; reads headers, and values only if several tied names are stored.
 
     Args:
-        model: Module of plain tensors or DTensors, on any device including meta; a pipeline rank holds a part.
-        files: The files.
+        model: Module of plain tensors or DTensors, on any device including meta; a part of a model on a pipeline rank.
+        files: Files of the directory.
 
     Raises:
         WeightsUnreadable: HP703 naming file and parameter: missing, unknown, or of another shape.
     """
-    return _Stocktaking(model, files).result()
+    return _InventoryBuilder(model, files).build()
 
 
-class _Stocktaking:
-    """The steps that lead to an inventory."""
+class _InventoryBuilder:
+    """Builder of an inventory."""
 
     def __init__(self, model: nn.Module, files: WeightFiles) -> None:
         self._model, self._files = model, files
-        self._reference = twin(model)
+        self._reference = hf_reference_model(model)
         self._targets = stored_tensors(model)
         self._inventory = Inventory(shapes={n: t.shape for n, t in files.tensors.items()})
-        self._given: dict[str, Source] = {}
+        self._stored: dict[str, Source] = {}
 
-    def result(self) -> Inventory:
-        """Return the inventory, or refuse."""
+    def build(self) -> Inventory:
+        """Return the inventory; raise for missing, unknown or misshapen tensors."""
         reference, inventory = self._reference, self._inventory
-        # A pipeline rank holds a part of the model; the files hold all of it.
+        # The files contain the full model; a pipeline rank has a part of it.
         wanted = {*self._targets} | ({*reference.state_dict()} if reference is not None else set())
         names = map_names(reference, wanted, inventory.shapes)
         inventory.conversions = names.conversions
         self._record_known(names)
         if scores_tokens(self._model):
-            inventory.fresh |= {f"{SCORE}.weight"} - self._given.keys()
-        self._judge_unknown(names.unknown)
-        inventory.fates |= dict.fromkeys(self._files.ghosts, Fate.ABSENT)
-        self._choose(names)
+            inventory.fresh |= {f"{SCORE}.weight"} - self._stored.keys()
+        self._classify_unknown(names.unknown)
+        inventory.fates |= dict.fromkeys(self._files.missing_tensors, Fate.ABSENT)
+        self._choose_sources(names)
         for name, source in inventory.sources.items():
             _check_shape(name, tuple(self._targets[name].shape), source, self._files)
         return inventory
 
     def _record_known(self, names: NameMap) -> None:
-        """Record what each parameter is made of, and the fates of the names that it takes."""
+        """Record the source of each parameter, and the fates of the names in it."""
         for name, boxes in names.boxes.items():
             first = self._files.tensors[boxes[0].key]
             if len(boxes) > 1 and all(not b.stacked and not any(b.offset) for b in boxes):
@@ -149,91 +149,93 @@ class _Stocktaking:
                             allowed=f"one tensor for `{name}`",
                         )
                 boxes = boxes[:1]
-            self._given[name] = boxes
+            self._stored[name] = boxes
             for box in names.boxes[name]:
                 part = len(boxes) > 1 or box.stacked
-                whole = Fate.LOADED if box.key == name else Fate.RENAMED
-                self._inventory.fates[box.key] = Fate.MERGED if part else whole
+                single = Fate.LOADED if box.key == name else Fate.RENAMED
+                self._inventory.fates[box.key] = Fate.MERGED if part else single
         for conversion in names.conversions:
             for name, shape in self._converted(conversion).items():
-                self._given[name] = (conversion, name, shape)
+                self._stored[name] = (conversion, name, shape)
             for keys in conversion.keys.values():
                 self._inventory.fates |= dict.fromkeys(keys, Fate.CONVERTED)
 
     def _converted(self, conversion: Conversion) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the parameters that a conversion makes.
+        """Return the shapes of the parameters that a conversion produces.
 
         Raises:
-            WeightsUnreadable: HP703 when transformers cannot make them of the tensors that are there.
+            WeightsUnreadable: HP703 when transformers cannot convert the stored tensors.
         """
         shapes = self._inventory.shapes
         try:
-            made = conversion.run(lambda key: torch.empty(shapes[key], device="meta"))
-        except Exception as error:  # many classes, of any operation
-            keys = [key for found in conversion.keys.values() for key in found]
+            converted = conversion.run(lambda key: torch.empty(shapes[key], device="meta"))
+        except Exception as error:  # an operation may raise any exception
+            keys = [key for group in conversion.keys.values() for key in group]
             raise WeightsUnreadable(
-                f"transformers cannot make `{conversion.name}` of the stored tensors ({error})",
+                f"transformers cannot convert the stored tensors to `{conversion.name}` ({error})",
                 where=str(self._files.tensors[keys[0]].file),
                 got=keys[:3],
             ) from None
-        return {name: tuple(value.shape) for name, value in made.items()}
+        return {name: tuple(value.shape) for name, value in converted.items()}
 
-    def _judge_unknown(self, unknown: list[str]) -> None:
-        """Give a fate to each stored name that is no parameter of the model, or refuse the first one without any."""
-        fates, left = self._inventory.fates, {}
+    def _classify_unknown(self, unknown: list[str]) -> None:
+        """Set the fate of each stored name that is no parameter of the model; raise for the first unknown one."""
+        fates, unclassified = self._inventory.fates, {}
         inside = f"{self._model.base_model_prefix}." if self._inventory.fresh else ""
         for key in unknown:
             if _is_recomputed(key, self._inventory.shapes[key]):
                 fates[key] = Fate.RECOMPUTED
             elif is_ignored(self._reference, key):
                 fates[key] = Fate.IGNORED
-            elif not key.startswith(inside):  # the head of a language model, for one of scores
+            elif not key.startswith(inside):  # language-model head in the files of a reward model
                 fates[key] = Fate.OTHER_CLASS
             else:
-                left[key] = self._inventory.shapes[key]
-        if left and self._reference is not None:
-            other = names_of_other_classes(self._reference, left)
-            fates |= dict.fromkeys(other, Fate.OTHER_CLASS)
-            left = {key: shape for key, shape in left.items() if key not in other}
-        fates |= dict.fromkeys(left, Fate.UNKNOWN)
-        for key in left:
+                unclassified[key] = self._inventory.shapes[key]
+        if unclassified and self._reference is not None:
+            other_class = names_of_other_classes(self._reference, unclassified)
+            fates |= dict.fromkeys(other_class, Fate.OTHER_CLASS)
+            unclassified = {
+                key: shape for key, shape in unclassified.items() if key not in other_class
+            }
+        fates |= dict.fromkeys(unclassified, Fate.UNKNOWN)
+        for key in unclassified:
             raise WeightsUnreadable(
                 f"the model has no parameter for `{key}`",
                 where=str(self._files.tensors[key].file),
-                got=f"{len(left)} such tensors" if len(left) > 1 else None,
+                got=f"{len(unclassified)} such tensors" if len(unclassified) > 1 else None,
                 hint="check that config.json belongs to these weights",
             )
 
-    def _choose(self, names: NameMap) -> None:
-        """Choose what fills each tensor; of a tied one any of its names may be stored, also one of another stage."""
+    def _choose_sources(self, names: NameMap) -> None:
+        """Choose the source of each tensor; a tied tensor may be stored under any of its names, on any stage."""
         inventory, aliases = self._inventory, None
         for group in self._tied_groups():
-            present = [name for name in group if name in self._given]
+            present = [name for name in group if name in self._stored]
             if not present and aliases is None:
                 aliases = self._aliases_of_files()
             if not present:
                 present = [
-                    n for name in group for n in (aliases or {}).get(name, ()) if n in self._given
+                    n for name in group for n in (aliases or {}).get(name, ()) if n in self._stored
                 ]
             own = [name for name in group if name in self._targets]
             if not own:
                 continue
             if not present:
-                self._leave_out(own[0], names)
+                self._use_initial_values(own[0], names)
                 continue
-            inventory.sources[own[0]] = self._given[present[0]]
+            inventory.sources[own[0]] = self._stored[present[0]]
             for name in present:
                 if gap := names.gaps.get(name):
-                    self._refuse_gap(name, gap)
+                    self._raise_gap(name, gap)
             for name in present[1:]:
                 equal = self._equal(present[0], name)
                 if not equal:
                     inventory.untied[name] = present[0]
-                for key in _keys(self._given[name]):
+                for key in _keys(self._stored[name]):
                     inventory.fates[key] = Fate.TIED_EQUAL if equal else Fate.TIED_DIFFERENT
 
     def _tied_groups(self) -> Iterator[list[str]]:
-        """Yield the names of each tensor of this rank, then those that it has in the whole model."""
+        """Yield, for each tensor of this rank, its names on this rank followed by its names in the full model."""
         groups: dict[int, list[str]] = {}
         for name, tensor in self._targets.items():
             groups.setdefault(id(tensor), []).append(name)
@@ -242,15 +244,15 @@ class _Stocktaking:
         for name, tensor in whole.items():
             tied.setdefault(id(tensor), []).append(name)
         for group in groups.values():
-            others = [n for name in group if name in whole for n in tied[id(whole[name])]]
-            yield [*dict.fromkeys([*group, *others])]
+            elsewhere = [n for name in group if name in whole for n in tied[id(whole[name])]]
+            yield [*dict.fromkeys([*group, *elsewhere])]
 
     def _aliases_of_files(self) -> dict[str, list[str]]:
-        """Return names that hold the same values in the files, as their config ties what the model does not tie."""
+        """Return names with equal values in the files: their config ties parameters that the model does not tie."""
         config: Any = getattr(self._reference, "config", None)
         if config is None or getattr(config, "tie_word_embeddings", True):
             return {}
-        with suppress(Exception):  # no config beside the files, or one of another class
+        with suppress(Exception):  # the directory has no config, or one of another class
             values, _ = type(config).get_config_dict(self._files.directory, local_files_only=True)
             if values.get("tie_word_embeddings", type(config)().tie_word_embeddings):
                 pairs = tied_names(self._reference).items()  # type: ignore[arg-type]
@@ -261,57 +263,56 @@ class _Stocktaking:
                 return aliases
         return {}
 
-    def _leave_out(self, name: str, names: NameMap) -> None:
-        """Let a tensor that no file holds keep its initial values, or refuse it."""
+    def _use_initial_values(self, name: str, names: NameMap) -> None:
+        """Select initial values for a tensor that no file contains; raise if the model requires stored values."""
         optional = may_be_missing(self._reference, name)
         if name in self._inventory.fresh or optional:
             self._inventory.fresh.add(name)
             return
         if gap := names.gaps.get(name):
-            self._refuse_gap(name, gap)
-        ghosts = self._files.ghosts
-        if name in ghosts:
+            self._raise_gap(name, gap)
+        missing = self._files.missing_tensors
+        if name in missing:
             raise WeightsUnreadable(
-                f"`{ghosts[name]}` has no tensor `{name}`, which the index places there",
+                f"`{missing[name]}` has no tensor `{name}`, which the index places there",
                 where=str(self._files.directory),
-                hint=f"fetch `{ghosts[name]}` again",
+                hint=f"fetch `{missing[name]}` again",
             )
         raise WeightsUnreadable(
-            f"no file holds the parameter `{name}`",
+            f"no file contains the parameter `{name}`",
             where=str(self._files.directory),
             got=f"{len(self._files.tensors)} tensors in the files",
         )
 
-    def _refuse_gap(self, name: str, gap: str) -> None:
-        ghosts = self._files.ghosts
-        lacks = f"`{ghosts[gap]}` has no tensor" if gap in ghosts else "no file holds"
+    def _raise_gap(self, name: str, gap: str) -> None:
+        missing = self._files.missing_tensors
+        lacks = f"`{missing[gap]}` has no tensor" if gap in missing else "no file contains"
         raise WeightsUnreadable(
             f"{lacks} `{gap}`, one of the elements of `{name}`",
             where=str(self._files.directory),
-            got=f"{len(_keys(self._given[name]))} parts" if name in self._given else None,
-            hint=f"fetch `{ghosts[gap]}` again" if gap in ghosts else None,
+            got=f"{len(_keys(self._stored[name]))} parts" if name in self._stored else None,
+            hint=f"fetch `{missing[gap]}` again" if gap in missing else None,
         )
 
     def _equal(self, first: str, second: str) -> bool:
-        """Return whether two names that the model ties hold equal values, in the format of the parameter."""
-        keys = [_keys(self._given[name]) for name in (first, second)]
-        dtype = next(t.dtype for n, t in self._wide().items() if n in (first, second))
-        if any(isinstance(self._given[n], tuple) for n in (first, second)) or len(keys[0]) != len(
-            keys[1]
-        ):
+        """Return whether two names that the model ties have equal values in the dtype of the parameter."""
+        keys = [_keys(self._stored[name]) for name in (first, second)]
+        dtype = next(t.dtype for n, t in self._all_tensors().items() if n in (first, second))
+        converted = any(isinstance(self._stored[n], tuple) for n in (first, second))
+        if converted or len(keys[0]) != len(keys[1]):
             return False
         pairs = zip(*keys, strict=True)
         stored = self._files.tensors
         return all(same_values(stored[a], stored[b], dtype) for a, b in pairs)
 
-    def _wide(self) -> dict[str, Tensor]:
-        """Return the tensors of the whole model where they are known, and those of this rank."""
+    def _all_tensors(self) -> dict[str, Tensor]:
+        """Return the tensors of the full model, if it has a reference model, updated with those of this rank."""
         whole = {} if self._reference is None else self._reference.state_dict()
         return {**whole, **self._targets}
 
 
 def stored_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return what a file can hold: parameters and persistent buffers, by name in the unwrapped model; no adapters."""
+    """Return the tensors that files store: parameters and persistent buffers by unwrapped name, without adapters."""
     skip = {
         f"{name}.{key}" if name else key
         for name, module in model.named_modules()
@@ -337,11 +338,11 @@ def _is_recomputed(key: str, shape: tuple[int, ...]) -> bool:
 
 
 def _check_shape(name: str, shape: tuple[int, ...], source: Source, files: WeightFiles) -> None:
-    """Refuse boxes that reach outside the parameter or do not fill it."""
+    """Raise for sources that exceed the parameter or do not fill it."""
     if not isinstance(source, list):
         if source[2] != shape:
             raise WeightsUnreadable(
-                f"what the files are converted to does not fit the parameter `{name}`",
+                f"the result of the conversion does not fit the parameter `{name}`",
                 where=str(files.directory),
                 got=f"shape {source[2]}",
                 allowed=f"shape {shape}",
@@ -364,7 +365,7 @@ def _check_shape(name: str, shape: tuple[int, ...], source: Source, files: Weigh
         filled += math.prod(size)
     if filled != math.prod(shape):
         raise WeightsUnreadable(
-            f"the files hold {filled} of the {math.prod(shape)} elements of `{name}`",
+            f"the files contain {filled} of the {math.prod(shape)} elements of `{name}`",
             where=str(files.tensors[source[0].key].file),
             got=[box.key for box in source],
         )

@@ -1,4 +1,4 @@
-"""Modules that compute x W^T + b or x W + b, as measured on random values: these take an adapter."""
+"""Detection of modules that compute x W^T + b or x W + b, by their result on random values; they support adapters."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import nn
 
 OUT_IN: Final = "out_in"
-"""Order of a weight [out, in], as `nn.Linear` has it."""
+"""Order of a weight [out, in], as in `nn.Linear`."""
 IN_OUT: Final = "in_out"
-"""Order of a weight [in, out], as the `Conv1D` of GPT-2 has it."""
+"""Order of a weight [in, out], as in the `Conv1D` of GPT-2."""
 
 
 def is_linear_class(module: nn.Module) -> bool:
@@ -23,10 +23,9 @@ def is_linear_class(module: nn.Module) -> bool:
 
 
 def weight_order(module: nn.Module) -> str | None:
-    """Return how the weight of a linear module lies; None for a module that computes something else.
+    """Return the order of dims of a linear module's weight; None for a module that is not linear.
 
-    A class with a forward of its own is measured: random values stand for its parameters, which may be on the meta
-    device.
+    A class with its own forward is measured: random values replace its parameters, which may be on the meta device.
     """
     if type(module).forward is nn.Linear.forward:
         return OUT_IN
@@ -42,41 +41,42 @@ def weight_order(module: nn.Module) -> str | None:
     for order, matrix in ((OUT_IN, values["weight"]), (IN_OUT, values["weight"].t())):
         x = torch.rand(2, 3, matrix.shape[1], generator=draws) - 0.5
         with suppress(Exception), torch.no_grad():
-            found = _plain_forward(module, values, x)
+            actual = _plain_forward(module, values, x)
             expected = F.linear(x, matrix, values.get("bias"))
-            same = found.shape == expected.shape
-            if same and (found - expected).abs().max() <= 1e-4 * expected.abs().max():
+            same = actual.shape == expected.shape
+            if same and (actual - expected).abs().max() <= 1e-4 * expected.abs().max():
                 return order
     return None
 
 
 def linear_maps(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules of a model whose forward runs and is a linear map of a weight and a bias, by name.
+    """Return the modules of a model whose forward is a linear map with a weight and an optional bias, by name.
 
-    The smallest module of every class is measured.
+    Only the smallest module of every class is measured. Modules whose forward does not run are excluded.
     """
-    inside = [m for m in model.modules() if isinstance(m, nn.MultiheadAttention)]
-    unused = {id(part) for m in inside for part in m.modules()}  # it reads their weights
-    found = {
+    attention = [m for m in model.modules() if isinstance(m, nn.MultiheadAttention)]
+    # `nn.MultiheadAttention` reads the weights of its modules and does not call them.
+    unused = {id(part) for m in attention for part in m.modules()}
+    candidates = {
         name: module
         for name, module in model.named_modules()
         if is_linear_class(module) and id(module) not in unused
     }
     smallest: dict[type[nn.Module], nn.Module] = {}
-    for module in sorted(found.values(), key=lambda m: m.weight.numel()):
+    for module in sorted(candidates.values(), key=lambda m: m.weight.numel()):
         smallest.setdefault(type(module), module)
     orders = {cls: weight_order(module) for cls, module in smallest.items()}
-    return {name: module for name, module in found.items() if orders[type(module)] is not None}
+    return {name: module for name, module in candidates.items() if orders[type(module)] is not None}
 
 
 def _plain_forward(
     module: nn.Module, values: dict[str, torch.Tensor], x: torch.Tensor
 ) -> torch.Tensor:
-    """Return the result of the forward of the module's class on other values of its parameters."""
-    kept = module._parameters
-    module.__dict__["_parameters"] = {**kept, **values}
+    """Run the forward of the module's class with `values` in place of its parameters."""
+    original = module._parameters
+    module.__dict__["_parameters"] = {**original, **values}
     try:
         result: torch.Tensor = type(module).forward(module, x)
         return result
     finally:
-        module.__dict__["_parameters"] = kept
+        module.__dict__["_parameters"] = original

@@ -1,11 +1,11 @@
-"""Low-rank adapters as parameters of the linear modules they belong to.
+"""Low-rank adapters as parameters of the linear modules that they adapt.
 
     y = x W^T + scaling * dropout(x) A^T B^T        W [out, in] frozen, A [r, in], B [out, r]
 
-`lora_A` and `lora_B` are parameters of the `nn.Linear` itself, so that every other name of the model stays what it
-was: plans, weight files and exports find what they look for. Tensor parallelism cuts A where it cuts the columns of W
-and B where it cuts the rows; the product is then a summand, or a slice, of the very thing that W gives. Where an axis
-cuts only one of the two, the ranks' gradients of the other are added.
+`lora_A` and `lora_B` are parameters of the `nn.Linear` itself, so that all other names of the model are unchanged for
+plans, weight files and exports. Tensor parallelism shards A like the columns of W, and B like its rows. The product is
+then partial, or sharded, exactly like the product of W. If an axis shards only one factor, the gradients of the other
+factor are summed over its ranks.
 
 Source: Hu et al. 2021, "LoRA", arXiv:2106.09685; the scaling r^-1/2 of Kalajdzievski 2023, arXiv:2312.03732.
 """
@@ -41,19 +41,19 @@ _TENSOR_AXES: Final = ("tp_x", "tp_y")
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """What an adapted module knows beside its parameters: factor of the product, and share of inputs dropped."""
+    """Constants of an adapter: factor of the product, and dropout rate of the inputs."""
 
     scaling: float
     dropout: float
 
 
 def adapt(module: nn.Module, a: Tensor, b: Tensor, adapter: Adapter) -> None:
-    """Give a linear module an adapter of A [r, in] and B [out, r]; its own parameters stay as they are.
+    """Add an adapter with A [r, in] and B [out, r] to a linear module; its own parameters do not change.
 
     Args:
-        module: One of `linear_maps`.
-        a: A.
-        b: B.
+        module: A module of `linear_maps`.
+        a: Factor A.
+        b: Factor B.
         adapter: Scaling and dropout.
     """
     module.register_parameter(LORA_A, nn.Parameter(a.detach()))
@@ -63,12 +63,12 @@ def adapt(module: nn.Module, a: Tensor, b: Tensor, adapter: Adapter) -> None:
 
 
 def has_adapters(model: nn.Module) -> bool:
-    """Whether some module of a model has an adapter."""
-    return next(adapted(model), None) is not None
+    """Return whether any module of a model has an adapter."""
+    return next(adapted_modules(model), None) is not None
 
 
-def adapted(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Name and module of everything that has an adapter."""
+def adapted_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield name and module of all modules with an adapter."""
     for name, module in model.named_modules():
         if LORA_A in module._parameters:
             yield canonical_name(name), module
@@ -77,15 +77,15 @@ def adapted(model: nn.Module) -> Iterator[tuple[str, Any]]:
 def delta(
     module: nn.Module, x: Tensor, a: Tensor, b: Tensor, part: tuple[int, int] = (0, 1)
 ) -> Tensor:
-    """Return what an adapter adds to the product of its module.
+    """Return the summand of an adapter to the result of its module.
 
     Args:
-        module: Has an adapter.
-        x: Its input, or a part of the features of it.
-        a: A, or its columns for these features.
-        b: B.
-        part: Which part of how many equal ones `x` is, on ranks that draw the same random numbers: every rank draws
-            the mask of all features and takes its part.
+        module: A module with an adapter.
+        x: Input of the module, or a slice of its features.
+        a: Factor A, or its columns for these features.
+        b: Factor B.
+        part: Index and number of equal feature slices, for ranks with common random numbers: every rank draws the
+            dropout mask of all features and uses its slice.
     """
     adapter: Adapter = module.__dict__["adapter"]
     index, count = part
@@ -105,21 +105,20 @@ def _forward(module: nn.Module, x: Tensor) -> Tensor:
 def adapter_layouts(
     model: nn.Module, layouts: dict[str, Layout], strategy: Strategy
 ) -> dict[str, Layout]:
-    """Layouts of all adapters, from those of the weights they belong to.
+    """Return the layouts of all adapters, derived from the layouts of their weights.
 
     Raises:
-        UnsupportedSharding: HP205 for experts, whose ranks are others than those of the rest of the model, and where
-            weights are moved between tensor-parallel ranks.
-        NotDivisible: HP203 when data-parallel ranks would have to cut the rank of an adapter and it does not divide.
+        UnsupportedSharding: HP205 for experts, which have another mesh, and for weights gathered over tp_y.
+        NotDivisible: HP203 when data parallelism must shard the rank of an adapter and does not divide it.
     """
-    found: dict[str, Layout] = {}
+    result: dict[str, Layout] = {}
     shapes = (strategy.attention_shape, strategy.mlp_shape)
-    # A weight that several modules share has the name of the first one.
+    # A shared weight has the name of the first module.
     names = {id(p): canonical_name(n) for n, p in base_parameters(model)}
-    for name, module in adapted(model):
+    for name, module in adapted_modules(model):
         if strategy.tp_y > 1 and "weight" in shapes:
             raise UnsupportedSharding(
-                "a projection whose weight moves over tp_y has no adapter",
+                "a projection whose weight is gathered over tp_y does not support an adapter",
                 where=name,
                 got=f"attention_shape={shapes[0]}, mlp_shape={shapes[1]}",
                 allowed="1d and 2d",
@@ -128,14 +127,14 @@ def adapter_layouts(
         weight = layouts[names[id(module.weight)]]
         if weight.one_of or "ep" in weight.sharding_axes:
             raise UnsupportedSharding(
-                "adapters of experts are not spread over ranks",
+                "adapters of experts cannot be sharded",
                 where=name,
                 got=f"layout {weight}",
                 allowed="parallel.ep=1, or lora.target_modules without the experts",
                 hint="parallel.ep=1",
             )
-        # A weight [in, out] of another class than nn.Linear is not cut by tensor parallelism.
-        rows, columns = ([a for a in on if a in _TENSOR_AXES] for on in weight.axes)
+        # Tensor parallelism shards weights [out, in] of nn.Linear only, never [in, out] of other classes.
+        rows, columns = ([a for a in axes if a in _TENSOR_AXES] for axes in weight.axes)
         parts, rank = weight.parts_of(0), module.lora_A.shape[0]
         shards = strategy.mesh().degree(strategy.fsdp_axes)
         if parts > 1 and rank % shards:
@@ -146,24 +145,24 @@ def adapter_layouts(
                 changes={"lora.r": -(-rank // shards) * shards},
             )
         whole = Layout.replicated(2)
-        found[f"{name}.{LORA_A}"] = whole.split(1, *columns).split(0, *strategy.fsdp_axes)
+        result[f"{name}.{LORA_A}"] = whole.split(1, *columns).split(0, *strategy.fsdp_axes)
         b = whole.stack(0, parts) if parts > 1 else whole
         b = b.split(0, *rows).split(1 if parts > 1 else 0, *strategy.fsdp_axes)
-        found[f"{name}.{LORA_B}"] = b
-    return found
+        result[f"{name}.{LORA_B}"] = b
+    return result
 
 
 @torch.no_grad()
 def initialise_adapters(model: nn.Module, seed: int, *, gaussian: bool = False) -> None:
-    """B is 0; A is drawn as peft draws it, a function of seed and module name on every layout.
+    """Initialise adapters: B with zeros, A with the distribution of peft; depends on seed and module names only.
 
     Args:
-        model: Holds storage; changed in place.
-        seed: Of the run.
-        gaussian: A normal distribution of standard deviation 1/r in place of a uniform one.
+        model: Model with allocated parameters; changed in place.
+        seed: Seed of the run.
+        gaussian: Use a normal distribution of standard deviation 1/r instead of a uniform distribution.
     """
     tensors = {canonical_name(n): t for n, t in named_tensors(model).items() if is_adapter(n)}
-    for name, module in adapted(model):
+    for name, module in adapted_modules(model):
         full = torch.empty(module.lora_A.shape, dtype=torch.float32)
         own = torch.Generator().manual_seed(module_seed(seed, f"{name}.{LORA_A}"))
         uniform = nn.init.kaiming_uniform_
@@ -176,16 +175,16 @@ def initialise_adapters(model: nn.Module, seed: int, *, gaussian: bool = False) 
 
 @torch.no_grad()
 def merge_adapters(model: nn.Module) -> None:
-    """Add every adapter of a model of plain tensors to its weight, and take it away.
+    """Add every adapter of a model of plain tensors to its weight, and remove the adapter.
 
     Raises:
-        UnsupportedSharding: HP205 for a weight that other modules use too.
+        UnsupportedSharding: HP205 for a weight shared with other modules.
     """
     owners = Counter(id(p) for m in model.modules() for p in m._parameters.values())
-    for name, module in [*adapted(model)]:
+    for name, module in [*adapted_modules(model)]:
         if owners[id(module.weight)] > 1:
             raise UnsupportedSharding(
-                "an adapter cannot be added to a weight that several modules share",
+                "an adapter cannot be merged into a weight that several modules share",
                 where=name,
                 allowed="an export without --merge",
                 hint="hyper-parallel checkpoint export RUN_DIR",

@@ -1,6 +1,6 @@
-"""Load pretrained weights into a sharded model; each rank reads only the bytes of its own part.
+"""Loader of pretrained weights into a sharded model; each rank reads only the bytes of its own shard.
 
-What transformers converts in a way that is more than stacking and joining is read whole by each rank that needs it.
+Conversions of transformers other than stacking and concatenation read full tensors on each rank that needs them.
 """
 
 from __future__ import annotations
@@ -42,10 +42,7 @@ HANDLE: Final = "_hyper_parallel"
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """What one rank did: tensors filled, bytes read from the files, seconds, the fate of each stored name.
-
-    With checksums of the parts that were read, where they were wanted.
-    """
+    """Report of one rank: tensors filled, bytes read, seconds, fate of each stored name, requested checksums."""
 
     tensors: int
     bytes_read: int
@@ -55,13 +52,13 @@ class LoadReport:
 
     @property
     def ignored(self) -> tuple[str, ...]:
-        """Stored names that are not used."""
+        """Stored names that the model does not use."""
         unused = (*CARRIED, Fate.RECOMPUTED)
         return tuple(sorted(name for name, fate in self.fates.items() if fate in unused))
 
 
 def check_pretrained(model: nn.Module, directory: str | Path) -> Inventory:
-    """Return the inventory of a model and a directory, or refuse as `load_pretrained` would; loads no values."""
+    """Return the inventory of a model and a directory without loading values; raise like `load_pretrained`."""
     files = WeightFiles(directory)
     inventory = take_inventory(model, files)
     if inventory.untied:
@@ -78,18 +75,18 @@ def load_pretrained(
     seed: int = 0,
     checksums: bool = False,
 ) -> LoadReport:
-    """Fill a model from a Hugging Face directory of safetensors files, or of PyTorch's where there are none.
+    """Fill a model from a Hugging Face directory of safetensors files, or of PyTorch files if there are none.
 
     Names, shapes and file sizes are checked from the headers before the first value is copied. Values are cast to the
-    dtype of each parameter. No communication; every rank reads the directory on its own. Parameters that the config
-    ties and the files hold with different values are untied, with a warning, as by transformers.
+    dtype of each parameter. Every rank reads the directory on its own, without communication. As in transformers,
+    parameters that the config ties and the files store with different values are untied, with a warning.
 
     Args:
         model: Module of plain tensors or DTensors, on any device including meta; changed in place.
-        directory: Holds `model.safetensors` or `pytorch_model.bin`, or shards, with or without their index.
-        device: Where plain tensors on the meta device go; None: the CPU.
-        seed: Of the first values of a head of scores, where no file holds it; another head is left out then.
-        checksums: Compute checksums of what is read, for `joint_checksum`.
+        directory: Directory with `model.safetensors` or `pytorch_model.bin`, or shards, with or without their index.
+        device: Device of plain tensors that are on the meta device; None: the CPU.
+        seed: Seed of the initial values of a score head that no file contains; other heads in the files are ignored.
+        checksums: Compute checksums of the parts that are read, for `joint_checksum`.
 
     Raises:
         WeightsUnreadable: HP703 naming the file and the parameter: missing, truncated, unexpected, of another shape,
@@ -115,12 +112,12 @@ def load_pretrained(
             for box in parts if isinstance(parts, list) else ():
                 _read_box(files, box, local(targets[name]).detach(), ranges[name])
         for conversion in inventory.conversions:
-            into = {n: p[1] for n, p in sources.items() if p[0] is conversion}
-            values = conversion.run(files.read) if into else {}
-            for name, stored in into.items():
+            converted = {n: p[1] for n, p in sources.items() if p[0] is conversion}
+            values = conversion.run(files.read) if converted else {}
+            for name, stored in converted.items():
                 copy_full(targets[name], values[stored], name)
     remember_carried(model, CarriedWeights(Path(directory), tuple(inventory.names(*CARRIED))))
-    _say(inventory, files)
+    _log_inventory(inventory, files)
     return LoadReport(
         len(sources),
         files.bytes_read - read_before,
@@ -130,8 +127,8 @@ def load_pretrained(
     )
 
 
-def _say(inventory: Inventory, files: WeightFiles) -> None:
-    """Log which stored tensors the model does not use, and which parameters get initial values."""
+def _log_inventory(inventory: Inventory, files: WeightFiles) -> None:
+    """Log the stored tensors that the model does not use, and the parameters that get initial values."""
     counts = Counter(
         fate
         for fate in inventory.fates.values()
@@ -149,30 +146,30 @@ def _say(inventory: Inventory, files: WeightFiles) -> None:
 
 
 def _check_untied(model: nn.Module, inventory: Inventory, files: WeightFiles) -> None:
-    """Refuse to untie parameters that already have a layout.
+    """Raise for parameters to untie that already have a layout.
 
     Raises:
         WeightsUnreadable: HP703.
     """
-    laid_out = HANDLE in model.__dict__ or any(isinstance(p, DTensor) for p in model.parameters())
+    sharded = HANDLE in model.__dict__ or any(isinstance(p, DTensor) for p in model.parameters())
     name, first = next(iter(inventory.untied.items()))
-    if laid_out:
+    if sharded:
         raise WeightsUnreadable(
-            f"the config ties `{name}` to `{first}`, and the files hold different values of the two",
+            f"the config ties `{name}` to `{first}`, but the files have different values for them",
             where=str(files.directory),
-            got="a model that passed through `parallelize` with the two tied",
+            got="a model that passed through `parallelize` with tied parameters",
             allowed="a model whose config has tie_word_embeddings=False",
             hint=f'set "tie_word_embeddings": false in {files.directory / "config.json"}',
         )
 
 
 def _untie(model: nn.Module, inventory: Inventory) -> None:
-    """Give parameters that the files untie storage of their own, and say so in the config of the model."""
+    """Give parameters that the files untie their own storage, and update the config of the model."""
     tensors: dict[str, Tensor] = named_tensors(model)
     tied: dict[str, str] = getattr(model, "all_tied_weights_keys", {})
     for name, first in inventory.untied.items():
         logger.warning(
-            "the config ties `%s` to `%s`, but the files hold different values: the two are not tied",
+            "the config ties `%s` to `%s`, but the files have different values: they are untied",
             name, first,
         )  # fmt: skip
         old = tensors[name]
@@ -190,7 +187,7 @@ def _untie(model: nn.Module, inventory: Inventory) -> None:
 def _read_box(
     source: WeightFiles, box: Box, target: Tensor, ranges: tuple[tuple[Run, ...], ...]
 ) -> None:
-    """Copy the intersection of a stored tensor with this rank's part of the parameter."""
+    """Copy the intersection of a stored tensor with this rank's shard of the parameter."""
 
     def read(part: Ranges) -> Tensor:
         stored = source.read(box.key, part[1:] if box.stacked else part)

@@ -1,8 +1,8 @@
-"""The part of a parameter that this rank stores, as index ranges of the whole parameter.
+"""Shard of a parameter on this rank, as index ranges of the full parameter.
 
-`local_ranges` turns the placements of a DTensor into runs of consecutive indices per dim, so that weights can be cut
-from a full tensor or read from a file without any communication. A dim that tensor parallelism and FSDP both split
-(`_StridedShard`) may give several runs.
+`local_ranges` converts the placements of a DTensor into runs of consecutive indices per dim. With them a rank slices
+its weights from a full tensor or reads them from a file without communication. A dim that tensor parallelism and FSDP
+both shard (`_StridedShard`) may have several runs.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from torch.distributed.tensor import DTensor
 from hyper_parallel.errors import UnsupportedSharding
 
 _Split = tuple[int, int, int]
-"""Degree of a mesh axis that splits a dim, blocks it splits separately (1: the whole), and this rank's place."""
+"""Degree of a mesh axis that shards a dim, number of blocks it shards separately, and this rank's index."""
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Indices `start` to `stop` of a dim of the whole tensor, stored from index `at` of the local tensor."""
+    """Indices `start` to `stop` of a dim of the full tensor, stored from index `local_start` of the local tensor."""
 
     start: int
     stop: int
-    at: int
+    local_start: int
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The local part of a DTensor, without autograd; a plain tensor itself."""
+    """Return the local tensor of a DTensor, without autograd; a plain tensor unchanged."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def local_ranges(tensor: Tensor, name: str = "tensor") -> tuple[tuple[Run, ...], ...]:
-    """Runs of indices that this rank stores, for each dim.
+    """Return the runs of indices on this rank for each dim.
 
     Raises:
-        UnsupportedSharding: The tensor is partial, or its uneven split has no unambiguous placement.
+        UnsupportedSharding: The tensor is partial, or the placement of its uneven shards is ambiguous.
     """
     splits: dict[int, list[_Split]] = {}
     if isinstance(tensor, DTensor):
@@ -70,7 +70,7 @@ def local_ranges(tensor: Tensor, name: str = "tensor") -> tuple[tuple[Run, ...],
 
 
 def copy_full(tensor: Tensor, full: Tensor, name: str = "tensor") -> None:
-    """Copy into `tensor` the part of `full` that this rank stores; the dtype of `tensor` is kept."""
+    """Copy this rank's shard of `full` into `tensor`, with a cast to its dtype."""
     for dim, runs in enumerate(local_ranges(tensor, name)):
         if len(runs) == 1 and runs[0].stop - runs[0].start == full.shape[dim]:
             continue
@@ -80,24 +80,24 @@ def copy_full(tensor: Tensor, full: Tensor, name: str = "tensor") -> None:
 
 
 def _stored(size: int, splits: Iterable[_Split]) -> list[range]:
-    """What one rank stores of a dim, in the order in which DTensor reads its placements."""
-    held = [range(size)]
+    """Return the indices of a dim on one rank, with placements applied in DTensor's order."""
+    stored = [range(size)]
     for degree, blocks, rank in splits:
-        held = [
+        stored = [
             piece
             for block in range(blocks)
-            for piece in _chunk(_chunk(held, blocks, block), degree, rank)
+            for piece in _chunk(_chunk(stored, blocks, block), degree, rank)
         ]
-    return held
+    return stored
 
 
 @functools.lru_cache(maxsize=256)  # many parameters of thousands of ranks have few sizes
 def _unambiguous(size: int, splits: tuple[tuple[int, int], ...]) -> bool:
-    """Whether every rank stores the same indices when FSDP, applied last, splits the part of tensor parallelism.
+    """Return whether DTensor's order and FSDP applied last to the tensor-parallel shard store equal indices per rank.
 
     Args:
-        size: Of the dim.
-        splits: Degree and blocks of each axis that splits it.
+        size: Size of the dim.
+        splits: Degree and blocks of each axis that shards the dim.
     """
     degrees = [degree for degree, _ in splits]
     if all(blocks == 1 for _, blocks in splits) or size % math.prod(degrees) == 0:
@@ -106,32 +106,32 @@ def _unambiguous(size: int, splits: tuple[tuple[int, int], ...]) -> bool:
     outer = [k for k, (_, blocks) in enumerate(splits) if blocks > 1]
     for ranks in itertools.product(*(range(degree) for degree in degrees)):
         read = _stored(size, [(d, b, r) for (d, b), r in zip(splits, ranks, strict=True)])
-        held = [range(size)]
+        stored = [range(size)]
         for k in inner + outer[::-1]:
-            held = _chunk(held, degrees[k], ranks[k])
-        if _runs(read) != _runs(held):
+            stored = _chunk(stored, degrees[k], ranks[k])
+        if _runs(read) != _runs(stored):
             return False
     return True
 
 
 def _chunk(pieces: Sequence[range], count: int, number: int) -> list[range]:
-    """A chunk of some indices, as `torch.chunk` cuts them: the last ones may be shorter, or empty."""
+    """Return one chunk of some indices by the rule of `torch.chunk`: the last chunks may be shorter or empty."""
     length = -(-sum(map(len, pieces)) // count)
-    start, found = number * length, []
+    start, parts = number * length, []
     for piece in pieces:
-        found.append(piece[max(start, 0) : max(start + length, 0)])
+        parts.append(piece[max(start, 0) : max(start + length, 0)])
         start -= len(piece)
-    return [part for part in found if part]
+    return [part for part in parts if part]
 
 
 def _runs(pieces: Iterable[range]) -> tuple[Run, ...]:
-    """The same, those that follow each other as one."""
+    """Return runs for some ranges, with adjacent ranges merged."""
     runs: list[Run] = []
-    at = 0
+    local_start = 0
     for piece in pieces:
         if runs and runs[-1].stop == piece.start:
-            runs[-1] = Run(runs[-1].start, piece.stop, runs[-1].at)
+            runs[-1] = Run(runs[-1].start, piece.stop, runs[-1].local_start)
         elif piece:
-            runs.append(Run(piece.start, piece.stop, at))
-        at += len(piece)
+            runs.append(Run(piece.start, piece.stop, local_start))
+        local_start += len(piece)
     return tuple(runs)

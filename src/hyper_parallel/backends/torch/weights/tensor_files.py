@@ -1,4 +1,4 @@
-"""Parts of tensors read from safetensors files (and PyTorch's own): pretrained weights, pieces of checkpoints."""
+"""Partial reads of tensors in safetensors and PyTorch files: pretrained weights, pieces of checkpoints."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hyper_parallel.model import INDEX, SINGLE, list_weight_files
 from hyper_parallel.received import check_regular
 
 _CHUNK_ELEMENTS = 1 << 24
-"""Elements of two tensors that are compared at a time."""
+"""Elements of two tensors compared at a time."""
 
 Ranges = tuple[tuple[int, int], ...]
 """Start and stop per dim."""
@@ -35,14 +35,14 @@ def copy_overlap(
     target: Tensor,
     ranges: tuple[tuple[Run, ...], ...],
 ) -> None:
-    """Copy the intersection of a stored box of a tensor with this rank's part of it; reads nothing where there is none.
+    """Copy the intersection of a stored box of a tensor with this rank's shard; an empty intersection reads nothing.
 
     Args:
-        read: Gives elements of the box, by ranges in the box.
-        offset: First index of the box, per dim of the whole tensor.
+        read: Function from ranges in the box to its elements.
+        offset: First index of the box, per dim of the full tensor.
         shape: Shape of the box.
-        target: This rank's part.
-        ranges: The indices that it stores, as of `local_ranges`.
+        target: Shard of this rank.
+        ranges: Indices of the shard, see `local_ranges`.
     """
     source: list[list[tuple[int, int]]] = [[]]
     write: list[list[slice]] = [[]]
@@ -54,7 +54,7 @@ def copy_overlap(
         ]
         source = [[*r, (a - start, b - start)] for r in source for a, b, _ in overlaps]
         write = [
-            [*w, slice(run.at + a - run.start, run.at + b - run.start)]
+            [*w, slice(run.local_start + a - run.start, run.local_start + b - run.start)]
             for w in write
             for a, b, run in overlaps
         ]
@@ -64,7 +64,7 @@ def copy_overlap(
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A tensor of a file, known from the header."""
+    """Tensor in a file, described by the header."""
 
     file: Path
     shape: tuple[int, ...]
@@ -76,13 +76,13 @@ class Stored:
         return self.read(tuple((0, 0) for _ in self.shape)).element_size() * math.prod(self.shape)
 
     def read(self, ranges: Ranges) -> Tensor:
-        """The elements within `ranges`, as they are stored.
+        """Return the elements within `ranges`, without conversion.
 
         Raises:
-            WeightsUnreadable: HP703.
+            WeightsUnreadable: HP703 when the file cannot be read.
         """
         try:
-            # An empty tuple of ranges reads all of it.
+            # An empty tuple of ranges reads the full tensor.
             part: Tensor = self.slices[tuple(slice(a, b) for a, b in ranges) or ...]
         except (SafetensorError, OSError) as error:
             raise WeightsUnreadable(
@@ -92,14 +92,14 @@ class Stored:
 
 
 def open_tensors(path: Path) -> dict[str, Stored]:
-    """The tensors of a file by name; their bytes are read when they are used.
+    """Return the tensors of a file by name; their bytes are read on use.
 
-    A PyTorch file is unpickled with `weights_only`, which runs no code of the file.
+    PyTorch files are unpickled with `weights_only`, which executes no code of the file.
 
     Raises:
         WeightsUnreadable: HP703 when the file is missing, truncated or damaged.
     """
-    if not os.path.isfile(path):  # noqa: PTH113  a name that is too long is no file either
+    if not os.path.isfile(path):  # noqa: PTH113  also False for a name that is too long
         raise WeightsUnreadable(
             "a weight file is missing",
             where=str(path),
@@ -125,19 +125,19 @@ def open_tensors(path: Path) -> dict[str, Stored]:
 
 
 class WeightFiles:
-    """Tensors of one model directory: one file or shards, with or without an index, safetensors or PyTorch's own.
+    """Tensors of one model directory: one file or shards, with or without an index, safetensors or PyTorch files.
 
     Raises:
-        WeightsUnreadable: HP703 when a file is missing, truncated or outside of the directory, and when two files hold
-            different values of one name.
+        WeightsUnreadable: HP703 when a file is missing, truncated or outside the directory, and when two files have
+            different values under one name.
     """
 
     def __init__(self, directory: str | Path) -> None:
         self.directory = Path(directory)
         self.bytes_read = 0
-        """Bytes of tensor data handed out by `read` so far."""
+        """Bytes of tensor data returned by `read` so far."""
         self.checksums: list[PartChecksum] | None = None
-        """Checksums of the parts handed out by `read` since it was set to a list; None: they are not computed."""
+        """Checksums of the parts returned by `read` since this was set to a list; None: none are computed."""
         self.tensors: dict[str, Stored] = {}
         listing = list_weight_files(self.directory)
         for file in listing.files or (SINGLE,):
@@ -149,13 +149,13 @@ class WeightFiles:
                         f"two files hold different values of `{name}`",
                         where=str(path),
                         got=str(first.file),
-                        hint=f"remove the file that does not belong to the model from {directory}",
+                        hint=f"remove files of other models from {directory}",
                     )
-        self.ghosts = {n: f for n, f in listing.promised.items() if n not in self.tensors}
-        """File in which the index places a tensor that it does not hold, by the name of the tensor."""
+        self.missing_tensors = {n: f for n, f in listing.promised.items() if n not in self.tensors}
+        """Tensors that the index lists and no file contains, by name; values are the listed files."""
 
     def read(self, name: str, ranges: Ranges = ()) -> Tensor:
-        """The elements of a tensor within `ranges`, as they are stored; none: all of it."""
+        """Return the elements of a tensor within `ranges`, without conversion; without ranges the full tensor."""
         part = self.tensors[name].read(ranges)
         self.bytes_read += part.numel() * part.element_size()
         if self.checksums is not None:
@@ -164,7 +164,7 @@ class WeightFiles:
 
 
 def same_values(first: Stored, second: Stored, dtype: torch.dtype | None = None) -> bool:
-    """Return whether two stored tensors are equal, in the format `dtype` if there is one; reads both in parts."""
+    """Return whether two stored tensors are equal, after a cast to `dtype` if set; reads both in chunks."""
     if first.shape != second.shape:
         return False
     a, b = first.slices, second.slices
@@ -183,13 +183,13 @@ def same_values(first: Stored, second: Stored, dtype: torch.dtype | None = None)
 
 
 def _mapped(path: Path) -> dict[str, Any]:
-    """The tensors of a safetensors file as slices that read when they are indexed."""
+    """Return the tensors of a safetensors file as lazy slices."""
     file = safe_open(path, framework="pt", device="cpu")
     return {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 -- not a mapping
 
 
 def _unpickled(path: Path) -> dict[str, Any]:
-    """The tensors of a file of `torch.save`, whose bytes are read when they are used; all at once from old files."""
+    """Return the tensors of a `torch.save` file: memory-mapped in the zip format, else loaded in full."""
     state = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zipfile(path))
     return {name: value for name, value in state.items() if isinstance(value, Tensor)}
 

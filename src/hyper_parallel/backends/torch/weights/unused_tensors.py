@@ -1,4 +1,4 @@
-"""Tensors of pretrained files that a model does not use, such as prediction layers: an export carries them on."""
+"""Tensors of pretrained files that a model does not use, such as prediction layers; exports include them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 _ATTRIBUTE: Final = "_carried_weights"
 
 CARRIED_FILE: Final = "carried_weights.json"
-"""File beside the config that a run keeps: directory and names of the tensors that its exports carry on."""
+"""File next to the config of a run: directory and names of the unused tensors that its exports include."""
 
 
 class _Stored(TypedDict):
@@ -38,8 +38,8 @@ class CarriedWeights:
     """Stored tensors that a model does not use.
 
     Attributes:
-        directory: Where they are.
-        names: Their names.
+        directory: Directory of their files.
+        names: Names of the tensors.
     """
 
     directory: Path
@@ -53,7 +53,7 @@ class CarriedWeights:
 
     @classmethod
     def read(cls, directory: Path) -> CarriedWeights | None:
-        """Return what a directory keeps in `CARRIED_FILE`; None where it has none that can be read."""
+        """Read the `CARRIED_FILE` of a directory; return None without a readable file."""
         try:
             stored = read(_Stored, directory / CARRIED_FILE, Limits())
         except (OSError, DecodeError):
@@ -62,40 +62,40 @@ class CarriedWeights:
 
 
 def remember_carried(model: nn.Module, carried: CarriedWeights) -> None:
-    """Remember on a model which tensors of its files it does not use."""
+    """Store the unused tensors of its files on a model."""
     object.__setattr__(model, _ATTRIBUTE, carried)
 
 
 def carried_weights(model: nn.Module) -> CarriedWeights | None:
-    """Return the tensors that the files of a model hold and that it does not use; None for a model without files.
+    """Return the unused tensors of the files of a model; None for a model without files.
 
-    The files are those of `load_pretrained`, or the local directory that `from_pretrained` read.
+    The files are those of `load_pretrained`, or of the local directory of `from_pretrained`.
     """
-    found: CarriedWeights | None = model.__dict__.get(_ATTRIBUTE)
-    if found is not None:
-        return found
+    carried: CarriedWeights | None = model.__dict__.get(_ATTRIBUTE)
+    if carried is not None:
+        return carried
     source: Any = getattr(model, "name_or_path", None)
-    # `from_pretrained` leaves the conversions of names that it used; a model made of a config has none.
+    # `from_pretrained` stores its name conversions; a model created from a config has none.
     if "_weight_conversions" not in model.__dict__ or not source or not Path(source).is_dir():
         return None
     return carried_of(model, Path(source))
 
 
 def carried_of(model: nn.Module, directory: Path) -> CarriedWeights | None:
-    """Return the tensors of a directory that a model does not use; None where the two do not belong together."""
+    """Return the tensors of a directory that a model does not use; None if the directory does not fit the model."""
     try:
         inventory = take_inventory(model, WeightFiles(directory))
     except WeightsUnreadable as error:
-        logger.warning("tensors beside the model are left out: %s (%s)", error.what, error.where)
+        logger.warning("unused tensors are not exported: %s (%s)", error.what, error.where)
         return None
     return CarriedWeights(directory, tuple(inventory.names(*CARRIED)))
 
 
 def open_carried(carried: CarriedWeights | None, exported: Collection[str]) -> dict[str, Stored]:
-    """Return the tensors to write beside the exported ones, by name; say which are left out or carried on.
+    """Return the unused tensors to add to an export, by name; log included and omitted ones.
 
     Args:
-        carried: The tensors that the files of the model hold beside it.
+        carried: Unused tensors of the files of the model.
         exported: Names of the tensors of the model.
     """
     names = [] if carried is None else [n for n in carried.names if n not in exported]
@@ -104,14 +104,14 @@ def open_carried(carried: CarriedWeights | None, exported: Collection[str]) -> d
     facts = (len(names), carried.directory, names[0])
     try:
         tensors = WeightFiles(carried.directory).tensors
-        found = {name: tensors[name] for name in names}
+        unused = {name: tensors[name] for name in names}
     except (WeightsUnreadable, KeyError):
         logger.warning(
-            "left out of the export: %d tensors that %s held and the model does not use, first `%s`",
+            "omitted from the export: %d unused tensors that %s no longer has, first `%s`",
             *facts,
         )
         return {}
     logger.info(
         "written unchanged: %d tensors of %s that the model does not use, first `%s`", *facts
     )
-    return found
+    return unused

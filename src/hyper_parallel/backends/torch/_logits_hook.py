@@ -1,13 +1,12 @@
-"""The loss function of a causal language model, in whose place an objective may take the logits.
+"""Loss function of a causal language model that can return values computed from the logits instead of the loss.
 
-Logits are never whole where it can be helped: a rank has those of its tokens (context parallelism) and of its columns
-of the vocabulary, or of its piece of the tokens (tensor parallelism). Two things are made of them:
+Logits stay sharded where possible: by tokens (context parallelism), and by vocabulary columns or by tokens (tensor
+parallelism). An objective can be computed from one of three values:
 
-    logprobs   [B, S]  log-probability of every target, whole sequences in order, the same on every rank of tp x cp;
-                       backward takes each rank's own part once
-    logits     [N, V]  all columns for this rank's own tokens; every token is on one rank of tp x cp
-
-Of a model that scores tokens, which has one logit for each, `scores` [B, S] are what log-probabilities are of others.
+    logprobs   [B, S]  log-probability of every target, full sequences in order, equal on every rank of tp x cp;
+                       backward counts the part of each rank once
+    logits     [N, V]  all columns for the tokens owned by this rank; every token is owned by one rank of tp x cp
+    scores     [B, S]  in place of log-probabilities, for a model that has one logit per token
 """
 
 from __future__ import annotations
@@ -28,56 +27,57 @@ from hyper_parallel.backends.torch.tensor.state import TpState
 from hyper_parallel.backends.torch.vocab_parallel_loss import cross_entropy
 from hyper_parallel.ir import Purpose
 
-Take = Callable[[Tensor, Tensor], Tensor]
-"""From logits as they lie on this rank and this rank's targets [B, S / cp]."""
+LogitsTransform = Callable[[Tensor, Tensor], Tensor]
+"""Function of this rank's shard of the logits and this rank's targets [B, S / cp]."""
 
 
 @dataclass(slots=True)
-class LossTap:
-    """What a model calls as its `loss_function`; `usual` is the cross entropy.
+class LogitsHook:
+    """Replacement of the `loss_function` of a model.
 
     Attributes:
-        take: What the running pass gives instead of the loss; None: the loss.
-        taken: The running pass has called it.
+        default_loss: Cross entropy, used without a transform.
+        transform: Function whose result the running pass returns instead of the loss; None: the loss.
+        called: True after the running pass has called the transform.
     """
 
-    usual: Callable[..., Tensor]
+    default_loss: Callable[..., Tensor]
     tp: TpState | None
     context: ContextState | None
-    take: Take | None = None
-    taken: bool = False
+    transform: LogitsTransform | None = None
+    called: bool = False
 
     def __call__(self, logits: Tensor, labels: Tensor | None, *args: Any, **kwargs: Any) -> Tensor:
-        if self.take is None:
-            return self.usual(logits, labels, *args, **kwargs)
-        self.taken = True
+        if self.transform is None:
+            return self.default_loss(logits, labels, *args, **kwargs)
+        self.called = True
         targets = kwargs["shift_labels"]
-        return self.take(logits, targets.to(logits.device))
+        return self.transform(logits, targets.to(logits.device))
 
     @contextmanager
-    def taking(self, take: Take) -> Iterator[None]:
-        """Inside, a pass of the model, which is given `shift_labels`, returns `take` of its logits as its loss."""
-        self.take, self.taken = take, False
+    def intercept(self, transform: LogitsTransform) -> Iterator[None]:
+        """Return `transform` of the logits as the loss of passes in this context; they need `shift_labels`."""
+        self.transform, self.called = transform, False
         try:
             yield
         finally:
-            self.take = None
+            self.transform = None
 
     def logprobs(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """[B, S] from this rank's logits and targets; 0 where the target is -100."""
+        """Return log-probabilities [B, S] from this rank's logits and targets; 0 where the target is -100."""
         own = cross_entropy(self.tp, logits, targets.reshape(-1), summed=False)
-        # No view leaves the model: FSDP hangs its hooks on what it returns.
-        return -self._whole(own, targets)
+        # The model must not return a view: FSDP registers its hooks on the outputs.
+        return -self._gather_tokens(own, targets)
 
     def scores(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """[B, S], in float32 at least, of [B, S / cp, 1] or of this rank's piece of the tokens."""
+        """Return scores [B, S], in float32 or wider, from [B, S / cp, 1] or this rank's tokens of it."""
         if self.tp is not None:
             self.tp.loss_taken = True
         wide = logits.reshape(-1).to(torch.promote_types(logits.dtype, torch.float32))
-        return self._whole(wide, targets).clone()
+        return self._gather_tokens(wide, targets).clone()
 
-    def _whole(self, own: Tensor, targets: Tensor) -> Tensor:
-        """[B, S] of one number for each token that this rank's head has seen."""
+    def _gather_tokens(self, own: Tensor, targets: Tensor) -> Tensor:
+        """Gather one number per token of this rank's head to [B, S]."""
         tp = self.tp
         if tp is not None and tp.head == "tokens":
             own = join(own, 0, tp.group)[: targets.numel()]
@@ -85,7 +85,7 @@ class LossTap:
         return own if self.context is None else join_sequences(self.context, own)
 
     def own_logits(self, logits: Tensor, index: Tensor) -> Tensor:
-        """[N, V] of the tokens of `own_tokens`."""
+        """Return the logits [N, V] of the tokens in `own_tokens`."""
         tp, rows = self.tp, logits.reshape(-1, logits.shape[-1])
         if tp is not None:
             tp.loss_taken = True
@@ -96,7 +96,7 @@ class LossTap:
         return rows[index >= 0]
 
     def own_tokens(self, like: Tensor) -> Tensor:
-        """Positions in [B, S], laid end to end, of this rank's own tokens of the running pass; -1 is padding."""
+        """Return the flat positions in [B, S] of the tokens that this rank owns in the running pass; -1 is padding."""
         index = torch.arange(like.numel(), device=like.device).view(like.shape)
         if self.context is not None:
             index = self.context.local_tokens(index, -1)
@@ -109,11 +109,11 @@ class LossTap:
 
 
 def cut_batch(batch: Mapping[str, Any], like: Tensor, index: Tensor) -> dict[str, Any]:
-    """The tokens `index` of whatever a batch has for every token: [N, ...] of [B, S, ...]."""
-    kept = index[index >= 0]
+    """Select the tokens `index` [N, ...] in every tensor [B, S, ...] of a batch; other items are unchanged."""
+    own = index[index >= 0]
 
     def cut(value: Any) -> Any:
-        whole = isinstance(value, Tensor) and value.shape[:2] == like.shape
-        return value.flatten(0, 1)[kept.to(value.device)] if whole else value
+        per_token = isinstance(value, Tensor) and value.shape[:2] == like.shape
+        return value.flatten(0, 1)[own.to(value.device)] if per_token else value
 
     return {name: cut(value) for name, value in batch.items()}
