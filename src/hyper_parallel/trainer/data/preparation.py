@@ -104,7 +104,7 @@ def prepare(
         seed: Seed that draws the held-out documents.
         progress: Show progress bars on stderr.
         vocab_limit: Size of the model's vocabulary. None: a tokenizer of any size is accepted.
-        model_config: Values of the model's config, which an export has beside the tokenizer. None: no model is known.
+        model_config: Values of the model's config, which an export has next to the tokenizer. None: no model is known.
 
     Raises:
         NoData: HP602 when the source is missing, unreadable, empty, or shorter than one sequence.

@@ -1,4 +1,4 @@
-"""Tokenizer directories that load alike everywhere: with and without the model's config.json beside their files.
+"""Tokenizer directories that load alike everywhere: with and without the model's config.json next to their files.
 
 transformers chooses the class of a tokenizer from `tokenizer_class`, from `model_type` of a config.json in the same
 folder, and from the form of tokenizer.json. Classes that rebuild the tokenizer from its vocabulary (Qwen2Tokenizer,
@@ -262,7 +262,7 @@ def required_class(
         None if the files need no change.
 
     Raises:
-        BadValue: HP102 when the class chosen beside the model's config produces other tokens.
+        BadValue: HP102 when the class chosen next to the model's config produces other tokens.
     """
     names = [None] * (not _has_code(directory)) + [class_name(hf)]
     # If the files without their vocabulary load with the same pipeline, no probes are needed.
@@ -293,7 +293,7 @@ def required_class(
 def _pipelines_agree(
     small: Any, directory: Path, config: Mapping[str, Any] | None, name: str | None
 ) -> Iterator[bool]:
-    """Yield whether a tokenizer without vocabulary loads alike beside the model's config, then without a config."""
+    """Yield whether a tokenizer without vocabulary loads alike next to the model's config, then without a config."""
     for values in (config, None) if config is not None else (None,):
         with _folder(directory, values, name, small=directory) as folder:
             yield _same_pipeline(small, _load(folder))
@@ -306,7 +306,7 @@ def _differences(
     samples: Sequence[str],
     name: str | None,
 ) -> Iterator[str | None]:
-    """Yield the difference of the tokenizer loaded beside the model's config, then without a config; None: equal."""
+    """Yield the difference of the tokenizer loaded next to the model's config, then without a config; None: equal."""
     for values in (config, None) if config is not None else (None,):
         with _folder(directory, values, name) as folder:
             yield _difference(hf, folder, samples)
@@ -401,9 +401,9 @@ def _refused(
     hint = None if wanted is None else f'set "tokenizer_class": "{wanted}" in {directory / CONFIG}'
     return BadValue(
         "the exported tokenizer would give other tokens than training: transformers reads its files with another "
-        f"class beside the model's config.json{model_type}",
+        f"class next to the model's config.json{model_type}",
         where=f"tokenizer: {directory}",
         got=f"{type(hf).__name__} reads the tokenizer of training{read}; they differ in {difference}",
-        allowed="a tokenizer that is read with the same tokens beside the model's config.json and without one",
+        allowed="a tokenizer that is read with the same tokens next to the model's config.json and without one",
         hint=hint or "data.tokenizer=THE_MODEL'S_OWN_DIRECTORY",
     )

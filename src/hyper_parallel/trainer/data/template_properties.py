@@ -392,7 +392,7 @@ def common_prefix(one: str, other: str) -> str:
 
 
 def generation_stops(tokenizer: Any) -> list[int]:
-    """Return the `eos_token_id` tokens of the generation config beside a tokenizer; empty without a config."""
+    """Return the `eos_token_id` tokens of the generation config next to a tokenizer; empty without a config."""
     path = Path(str(tokenizer.name_or_path)) / "generation_config.json"
     if not path.is_file():
         return []

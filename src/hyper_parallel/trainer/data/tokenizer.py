@@ -77,7 +77,7 @@ class Tokenizer:
 
     @property
     def stops(self) -> list[int]:
-        """Tokens at which the generation config beside the tokenizer stops; they decide end markers of answers."""
+        """Tokens at which the generation config next to the tokenizer stops; they decide end markers of answers."""
         return generation_stops(self.hf)
 
     @property
@@ -143,7 +143,7 @@ def obtain(
     """Return the tokenizer of a recipe: `data.tokenizer`, else the model's, else one trained on the source.
 
     If `data.chat_template` differs from the tokenizer's own template, a copy of the tokenizer gets it. If
-    transformers would load the files with another class in an export or beside adapters, a copy names the class.
+    transformers would load the files with another class in an export or next to adapters, a copy names the class.
 
     Args:
         data: Section `data` of the recipe.
