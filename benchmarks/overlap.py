@@ -155,7 +155,8 @@ class Meter:
 class _MeasuredWork:
     def __init__(self, work: Any, begin: float, meter: Meter) -> None:
         self._work, self._begin, self._meter, self._end = work, begin, meter, 0.0
-        with suppress(RuntimeError):  # gloo's reduce-scatter has no future: it counts as in flight until its wait ends
+        # gloo's reduce-scatter has no future: it counts as in flight until its wait ends.
+        with suppress(RuntimeError):
             work.get_future().add_done_callback(self._done)
 
     def _done(self, _: Any) -> None:
