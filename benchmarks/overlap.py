@@ -37,7 +37,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 import torch.distributed as dist
 from _machine import machine
-from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen2MoeConfig, Qwen3Config
+from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen3MoeConfig, Qwen3Config
 
 from hyper_parallel.backends.torch import collectives
 from hyper_parallel.cost import step_collectives
@@ -87,9 +87,9 @@ def cases() -> dict[str, Case]:
         "vocab_size": 512, "hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 8,
         "num_hidden_layers": 3, "max_position_embeddings": 1024,
     }  # fmt: skip
-    moe = Qwen2MoeConfig(
+    moe = Qwen3MoeConfig(
         **common, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=1024,
-        shared_expert_intermediate_size=1024, decoder_sparse_step=1, mlp_only_layers=[], output_router_logits=False,
+        decoder_sparse_step=1, mlp_only_layers=[], output_router_logits=False,
     )  # fmt: skip
     dense = Qwen3Config(**common, intermediate_size=2048, head_dim=64)
     return {

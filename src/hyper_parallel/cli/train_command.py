@@ -53,7 +53,9 @@ def train(
         "--rank": rank,
         "--json": as_json,
     }
-    tracing = [name for name, value in trace_options.items() if value not in (None, False)]
+    tracing = [
+        name for name, value in trace_options.items() if value is not None and value is not False
+    ]
     if tracing:
         if not dry_run:
             raise Contradiction(
