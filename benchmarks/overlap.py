@@ -37,7 +37,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 import torch.distributed as dist
 from _machine import machine
-from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen3MoeConfig, Qwen3Config
+from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 
 from hyper_parallel.backends.torch import collectives
 from hyper_parallel.cost import step_collectives

@@ -51,7 +51,8 @@ KEYS = (
 """Words behind `hyper-parallel config show my.yaml`."""
 WITH_DATA = (
     "data my.yaml -n 0 data.source=my_dta.jsonl", "data my.yaml -n 0 data.validation=my_dta.jsonl",
-    "data my.yaml -n 0 data.source=prefs.jsonl", "data my.yaml -n 0 stage=dpo", "train my.yaml --trace", "train my.yaml --rank 0",
+    "data my.yaml -n 0 data.source=prefs.jsonl", "data my.yaml -n 0 stage=dpo", "train my.yaml --trace",
+    "train my.yaml --rank 0",
     "train my.yaml --dry-run training.report_to=[wandb]", "generate runs/run --dram 4GiB --prompt x",
     "generate my.yaml --prompt x",
 )  # fmt: skip
