@@ -79,6 +79,13 @@ def test_a_property_that_a_class_lacks_is_measured_and_no_other(name):
     assert all(a.difference > 1e-4 for a in answers.values() if a.holds is False)
 
 
+def test_layers_that_do_not_run_on_half_batches_are_found():
+    """Bloom passes its position biases as one tensor of [sequences * heads], whose halves cannot be told."""
+    bloom = {"model_type": "bloom", "vocab_size": 320, "hidden_size": 32, "n_layer": 2, "n_head": 4}
+    assert measure_config(file_of(CONFIGS["experts"])).half_batches.holds
+    assert not measure_config(file_of(bloom)).half_batches.holds
+
+
 def test_a_config_of_any_size_is_measured_on_a_small_copy():
     """Keys that a config leaves out have the sizes of the class, billions of parameters here."""
     measured = measure_config(file_of({"model_type": "qwen3_next"}))
