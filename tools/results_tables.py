@@ -130,6 +130,28 @@ def moe_dispatch() -> str:
 
 
 @table
+def overlap() -> str:
+    """Return the step times with communication overlapped inside of layers."""
+    names = ("overlap_tensor_cpu", "overlap_experts_cpu")
+    rows = []
+    for name in names:
+        data = load(name)
+        case = (
+            f"{data['case']}, {data['rate_mbit']} Mbit/s, {percent(data['communication_share'], 0)}"
+        )
+        rows += [
+            (case, way, f"{r['step_s'] * 1e3:.0f} ms", f"{r['speedup']:.2f}",
+             percent(r["masking_wait"], 0), percent(r["masking_timeline"], 0))
+            for way, r in data["strategies"].items()
+        ]  # fmt: skip
+    head = (
+        "case, link, communication in the serial step", "overlap", "step", "serial / this", "hidden, by waits",
+        "hidden, by timeline",
+    )  # fmt: skip
+    return markdown(head, rows) + "\n\n" + source(*names)
+
+
+@table
 def pipeline_bubbles() -> str:
     """Return the measured and simulated bubbles by schedule."""
     compute, wait = load("pipeline_bubble_cpu")["runs"].values()
