@@ -134,7 +134,7 @@ def cli_page() -> str:
     lines = [
         "# Commands", "",
         "Data goes to stdout, logs and errors to stderr. Exit status: 0 done, 1 a coded error, 2 wrong usage, 70 a "
-        "defect, 130 interrupted. `NO_COLOR` is respected.",
+        "defect, 128 + signal number when interrupted (130 after Ctrl-C). `NO_COLOR` is respected.",
     ]  # fmt: skip
     root = typer.main.get_command(application())
     lines += ["", "## hyper-parallel", "", *_command(root)]
