@@ -1,4 +1,4 @@
-"""A loss of your own, direct preference optimisation, on tensor, pipeline and context parallelism at once."""
+"""A loss of your own, direct preference optimization, on tensor, pipeline and context parallelism at once."""
 
 import torch
 import torch.nn.functional as F
