@@ -22,7 +22,7 @@ def train(plan: hp.Plan) -> list[float]:
     rank, size = hp.data_share(model)
     losses = []
     for tokens in TOKENS:
-        mine = tokens.chunk(size)[rank]
+        mine = tokens.chunk(size)[rank].to(model.device)
         loss = hp.forward_backward(model, [{"input_ids": mine, "labels": mine}])
         hp.clip_grad_norm_(model, 1.0)
         optimizer.step()

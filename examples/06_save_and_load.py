@@ -31,7 +31,7 @@ def train(strategy: str, steps: int, folder: Path, resume: bool = False) -> list
     rank, size = hp.data_share(model)
     losses = []
     for batch in tokens[done : done + steps]:
-        mine = batch.chunk(size)[rank]
+        mine = batch.chunk(size)[rank].to(model.device)
         losses.append(hp.forward_backward(model, [{"input_ids": mine, "labels": mine}]).item())
         optimizer.step()
         optimizer.zero_grad()
