@@ -324,7 +324,7 @@ class Generator:
         its tokens, under its own number, as without interruption; a finished one is returned unchanged.
 
         Args:
-            prompts: TextCodec, numbered from 0, or interrupted generations.
+            prompts: Texts, numbered from 0, or interrupted generations.
             sampling: Rule for choosing tokens.
             chat: Whether prompts are users' turns.
             slots: Maximum number of concurrent sequences.

@@ -164,7 +164,7 @@ class PromptBatch:
 
     Args:
         texts: Text codec of the model.
-        prompts: TextCodec, numbered from 0, or interrupted generations.
+        prompts: Texts, numbered from 0, or interrupted generations.
         sampling: Rule for choosing tokens.
         chat: Whether prompts are users' turns.
 
