@@ -232,7 +232,7 @@ def on_a_full_disk(knobs, folder):
 
     def full(self, storage, source):
         raise TransferFailed(
-            "a storage could not be written to flash", got="No space left on device"
+            "cannot write a storage to the flash tier", got="No space left on device"
         )
 
     FileTier.write = full

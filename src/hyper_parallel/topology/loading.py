@@ -65,7 +65,7 @@ def load_topology(name_or_path: str | Path) -> Supernode:
         return read_topology(_PRESETS / f"{preset}.yaml")
     near = difflib.get_close_matches(text, [*names, *_aliases(), "local"], n=3)
     raise UnknownTopology(
-        f"there is no topology `{text}`",
+        f"unknown topology `{text}`",
         got=text,
         allowed=["local", *names, "or the path of a YAML file"],
         hint=f"did you mean {' or '.join(f'`{n}`' for n in near)}?" if near else None,

@@ -172,7 +172,9 @@ def _load_model(export: Path, base: str, dtype: str | None, *, trusted: bool) ->
             "the exported model cannot be loaded",
             where=str(export),
             got=(str(error).splitlines() or [type(error).__name__])[0][:200],
-            hint="--trust-remote-code" if "trust_remote_code" in str(error) else None,
+            hint="--trust-remote-code"
+            if "trust_remote_code" in str(error)
+            else "hyper-parallel checkpoint export RUN_DIR",
         ) from error
     if report["missing_keys"]:
         raise WeightsUnreadable(
