@@ -318,7 +318,7 @@ def _near_value(
     )
     text = value[:80] if isinstance(value, str) else abbreviated(value)
     of_list = typing.get_origin(field.annotation) is tuple and not isinstance(path[-1], int)
-    words = _words(field.annotation)
+    words = _allowed_strings(field.annotation)
     if of_list and not isinstance(value, (list, tuple, dict)) and _accepts(field, [value]):
         return ([value],)
     if (equivalent := foreign_values.get(text.lower())) is not None:
@@ -333,7 +333,10 @@ def _near_value(
 
 
 def _near_word(value: str, words: Sequence[str]) -> str | None:
-    """Return the word that equals a text except for case, is a prefix or an extension of it, or is similar to it."""
+    """Return the allowed string closest to `value`.
+
+    It equals `value` ignoring case, is a prefix of it, is completed from it, or is similar.
+    """
     lower = {word.lower(): word for word in words}
     text = value.lower()
     if text in lower:
@@ -345,15 +348,15 @@ def _near_word(value: str, words: Sequence[str]) -> str | None:
     return lower[near[0]] if near else None
 
 
-def _words(annotation: Any) -> list[str]:
-    """Return the words that an annotation allows."""
+def _allowed_strings(annotation: Any) -> list[str]:
+    """Return the string values that a type annotation allows: literals, and true/false."""
     if typing.get_origin(annotation) is typing.Literal:
         return [word for word in typing.get_args(annotation) if isinstance(word, str)]
     if annotation is bool:
         return ["true", "false"]
     if is_mapping(annotation):
-        return _words(typing.get_args(annotation)[1])
-    return [word for inner in typing.get_args(annotation) for word in _words(inner)]
+        return _allowed_strings(typing.get_args(annotation)[1])
+    return [word for inner in typing.get_args(annotation) for word in _allowed_strings(inner)]
 
 
 def _whole_value(path: Sequence[str | int], value: object, data: object) -> tuple[str, object]:
@@ -408,7 +411,7 @@ def _names_of(field: FieldInfo) -> list[str]:
     """Return the names that a mapping accepts as keys."""
     for annotation in (field.annotation, *typing.get_args(field.annotation)):
         if is_mapping(annotation):
-            return _words(typing.get_args(annotation)[0])
+            return _allowed_strings(typing.get_args(annotation)[0])
     return []
 
 

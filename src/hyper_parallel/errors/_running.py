@@ -168,8 +168,8 @@ class RestartsUsedUp(HyperParallelError, code="HP621"):
 class CollectiveMismatch(HyperParallelError, code="HP622"):
     """Ranks called mismatched collectives: different operations, shapes, dtypes or orders.
 
-    Detected by `training.debug_collectives` before a hang. Fix: call the same collectives in the same order with
-    matching shapes on all ranks of the group.
+    `training.debug_collectives` detects the mismatch before the ranks hang. Fix: call the same collectives in the same
+    order with matching shapes on all ranks of the group.
     """
 
 

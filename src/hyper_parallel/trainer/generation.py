@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from hyper_parallel.backends.torch.decode_slots import SingleSequence, SlotSteps, why_no_slots
+from hyper_parallel.backends.torch.decode_slots import SingleSequence, SlotSteps, slot_cache_refusal
 from hyper_parallel.backends.torch.forward_state import reset_before_calls
 from hyper_parallel.backends.torch.forward_variants import loop_over_experts
 from hyper_parallel.backends.torch.memory.generation import (
@@ -234,7 +234,7 @@ def decode(
     interrupt: Callable[[], bool] | None,
 ) -> None:
     """Continue sequences of a batch in place, to their ends or to an interrupt."""
-    if reason := why_no_slots(model):
+    if reason := slot_cache_refusal(model):
         logger.warning(
             "decoding has no key-value cache, so every token recomputes its prefix: %s", reason
         )
@@ -308,7 +308,9 @@ class Generator:
         for _ in stream:
             pass
         sequence.seconds = time.perf_counter() - start
-        generation = texts.to_generation(sequence, prompt, sampling, texts.stops(chat=chat))
+        generation = texts.to_generation(
+            sequence, prompt, sampling, texts.stop_token_ids(chat=chat)
+        )
         return replace(generation, memory=self.memory_use)
 
     def generate_batch(
@@ -378,7 +380,7 @@ class Generator:
     ) -> tuple[DecodingSequence, Iterator[int]]:
         texts, model = self._codec, self.model
         sequence = texts.begin(prompt, 0, sampling, chat=chat)
-        stops, ended = texts.stops(chat=chat), texts.ended(sampling)
+        stops, ended = texts.stop_token_ids(chat=chat), texts.ended(sampling)
         if self.memory is None:
             return sequence, _decode_sequence(model, sequence, sampling, stops, ended)
         length = sequence.start + sequence.limit - 1

@@ -249,7 +249,7 @@ def required_class(
     *,
     is_own: bool = False,
 ) -> str | None:
-    """Return the class that the tokenizer's files must name so that every later reader produces the same tokens.
+    """Return the `tokenizer_class` to write so that transformers loads the exported files with the same tokens.
 
     Args:
         hf: The tokenizer as loaded from the directory.
@@ -262,7 +262,7 @@ def required_class(
         None if the files need no change.
 
     Raises:
-        BadValue: HP102 when the class chosen next to the model's config produces other tokens.
+        BadValue: HP102 if the class that transformers chooses for the model's config produces other tokens.
     """
     names = [None] * (not _has_code(directory)) + [class_name(hf)]
     # If the files without their vocabulary load with the same pipeline, no probes are needed.

@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hyper_parallel.backends.torch import TOKEN_MASK
-from hyper_parallel.backends.torch.decode_slots import why_no_slots
+from hyper_parallel.backends.torch.decode_slots import slot_cache_refusal
 from hyper_parallel.ir import Plan
 from hyper_parallel.trainer.data.batches import IGNORE_INDEX
 from hyper_parallel.trainer.input_checksums import RunInputs
@@ -101,7 +101,7 @@ class GrpoStage:
         if self.reference is not None:
             weights = self.reference()
             self._reference_weights = None if self.settings.reference_on_samplers else weights
-        if (reason := why_no_slots(self.sampler.model)) and self.rank == 0:
+        if (reason := slot_cache_refusal(self.sampler.model)) and self.rank == 0:
             _log.warning(
                 "sampling has no key-value cache, so every token recomputes its prefix: %s", reason
             )
