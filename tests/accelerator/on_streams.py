@@ -237,7 +237,7 @@ def on_a_full_disk(knobs, folder):
 
     FileTier.write = full
     try:
-        with pytest.raises(TransferFailed, match="could not be written"):
+        with pytest.raises(TransferFailed, match="cannot write a storage"):
             device.step(given(1))
     finally:
         FileTier.write = write

@@ -283,7 +283,7 @@ class _Problem:
 def _solve(now: Array, slopes: Array, factors: Array, weights: Array, prior_stds: Array) -> Array:
     """Return log factors that minimise the residuals, linearized at `factors`, with Huber's loss and priors.
 
-    Residuals `now` are [runs], their `slopes` [runs, constants]; `prior_stds` are the standard deviations of the priors.
+    Residuals `now` are [runs], their `slopes` [runs, constants]; `prior_stds` are standard deviations of the priors.
     Source: robust regression, Huber 1964; priors as ridge penalties.
     """
     from scipy.optimize import least_squares

@@ -41,7 +41,7 @@ def plan_tasks(plan: Plan) -> TaskGraph:
         plan: A plan with stages.
 
     Raises:
-        PlanUnreadable: HP306 when the plan has no stages, as files of earlier versions.
+        PlanUnreadable: HP306 when the plan lacks the costs of its stages, as files of earlier versions do.
         ScheduleError: HP320 when its schedule cannot run its microbatches.
     """
     s = plan.strategy

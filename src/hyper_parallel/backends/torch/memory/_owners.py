@@ -57,7 +57,7 @@ class Owners:
         """Check that every owner has its bytes, resident or evicted.
 
         Raises:
-            StepChanged: HP512 when another planned device owns them.
+            StepChanged: HP512 when another offloaded step owns them.
         """
         for s, tensor in self._captured.state.items():
             if num_bytes(tensor.untyped_storage()) != self._captured.program.storages[s].num_bytes:
