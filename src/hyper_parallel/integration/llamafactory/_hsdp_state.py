@@ -56,7 +56,7 @@ def load_hsdp_model(model: nn.Module, checkpoint_dir: str | Path) -> bool:
 def load_hsdp_optimizer_and_scheduler(
     optimizer: Any, lr_scheduler: Any, checkpoint_dir: str | Path
 ) -> None:
-    """Load the optimizer state and scheduler state of a checkpoint; do nothing if there is none.
+    """Load weights, optimizer state and scheduler state of a checkpoint; do nothing if there is none.
 
     Raises:
         CheckpointCorrupt: HP701 for damaged files. CheckpointMismatch: HP702 with the first different tensor.
