@@ -147,7 +147,7 @@ def generate(model: Any, prompts: str | Sequence[str], **choices: Any) -> str | 
     place = {key: choices.pop(key) for key in ("device", "dtype") if key in choices}
     chat = bool(choices.pop("chat", False))
     known = [key for key in Sampling.__dataclass_fields__ if key in choices]
-    _check_choices(choices, Sampling.__dataclass_fields__)
+    _check_options(choices, Sampling.__dataclass_fields__)
     sampling = {key: choices[key] for key in known}
     if isinstance(stop := sampling.get("stop"), (str, list)):
         sampling["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
@@ -178,8 +178,8 @@ def _check_prompts(prompts: object) -> None:
         )
 
 
-def _check_choices(choices: Mapping[str, Any], known: Mapping[str, Any]) -> None:
-    """Raise for an unknown option of generate, naming the closest known one."""
+def _check_options(choices: Mapping[str, Any], known: Mapping[str, Any]) -> None:
+    """Raise BadValue (HP102) for an unknown option of `generate`; the hint is the closest known one."""
     from difflib import get_close_matches
 
     from hyper_parallel.errors import BadValue
@@ -189,7 +189,7 @@ def _check_choices(choices: Mapping[str, Any], known: Mapping[str, Any]) -> None
         if key not in known:
             near = get_close_matches(key, allowed, 1)
             raise BadValue(
-                f"`{key}` is no choice of generate",
+                f"unknown option `{key}` of `hp.generate`",
                 where="hyper_parallel.generate",
                 got=key,
                 allowed=", ".join(allowed),

@@ -232,12 +232,12 @@ def on_a_full_disk(knobs, folder):
 
     def full(self, storage, source):
         raise TransferFailed(
-            "a storage could not be written to flash", got="No space left on device"
+            "cannot write a storage to the flash tier", got="No space left on device"
         )
 
     FileTier.write = full
     try:
-        with pytest.raises(TransferFailed, match="could not be written"):
+        with pytest.raises(TransferFailed, match="cannot write a storage"):
             device.step(given(1))
     finally:
         FileTier.write = write

@@ -14,7 +14,7 @@ from hyper_parallel.calibration import (
     fit_probes,
     fit_stack,
     mean_rates,
-    write_own,
+    write_local_cards,
 )
 from hyper_parallel.cost import (
     Candidates,
@@ -133,7 +133,7 @@ def test_own_cards_are_used_on_the_local_machine_only(tmp_path, monkeypatch):
     assert own_cards(node.device.name, 4) is None
     before = Machine.of(node, "float32")
     card = fit_device(made_rates(), node, "measured here")
-    write_own(tmp_path / "hyper-parallel" / "card.yaml", {4: (card, stack_card("cpu"))})
+    write_local_cards(tmp_path / "hyper-parallel" / "card.yaml", {4: (card, stack_card("cpu"))})
     assert Machine.of(node, "float32").card.matmul["float32"] == pytest.approx(0.5, rel=0.02)
     assert Machine.of(supernode(), "float32").card == before.card
     assert own_cards("another device", 4) is None
@@ -236,7 +236,7 @@ def test_a_card_knows_what_depends_on_the_ranks_at_work(tmp_path, monkeypatch):
         dataclasses.replace(stack_card("cpu"), host_s={"tp_x": s}, sources=told)
         for s in (0.0, 4e-3)
     )
-    write_own(own_path(), {1: (fast, quick), 4: (slow, late)})
+    write_local_cards(own_path(), {1: (fast, quick), 4: (slow, late)})
     seen = {ranks: Machine.of(local(ranks), "float32") for ranks in (1, 2, 4, 16)}
     assert {r: on.card.kernel_s for r, on in seen.items()} == pytest.approx(
         {1: 2e-5, 2: 4e-5, 4: 8e-5, 16: 8e-5}

@@ -314,13 +314,13 @@ def test_intervals_hold_the_share_they_promise():
     """Residuals of 40 models with 3 runs each: the width made without a model holds 80 % of it, not all."""
     rng = np.random.default_rng(0)
     folds = np.repeat([f"model {i}" for i in range(40)], 3)
-    residual, votes = rng.normal(0.0, 0.1, 120), np.full(120, 1.0 / 3.0)
-    assert half_width(residual, votes, folds) == pytest.approx(0.1 * 1.29, rel=0.2)
-    assert 0.72 < coverage(residual, votes, folds) < 0.9
+    residual, weights = rng.normal(0.0, 0.1, 120), np.full(120, 1.0 / 3.0)
+    assert half_width(residual, weights, folds) == pytest.approx(0.1 * 1.29, rel=0.2)
+    assert 0.72 < coverage(residual, weights, folds) < 0.9
     # One fold far off is outside the interval of the others; of a single fold nothing may be left out.
     residual[:3] = 5.0
-    assert coverage(residual, votes, folds) < 1.0 - 1.0 / 40.0 + 1e-9
-    assert half_width(residual[:6], votes[:6], folds[:1].repeat(6)) == 5.0
+    assert coverage(residual, weights, folds) < 1.0 - 1.0 / 40.0 + 1e-9
+    assert half_width(residual[:6], weights[:6], folds[:1].repeat(6)) == 5.0
 
 
 def test_expert_layers_of_a_young_generation_get_faster_by_release():

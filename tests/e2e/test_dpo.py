@@ -185,7 +185,7 @@ def test_what_does_not_go_together_is_refused_by_name(place):
     for change, match in (
         (
             f"data.source={place / 'plain.jsonl'}",
-            "trains on pairs of answers, and the source holds conversations",
+            "trains on pairs of answers, but the source holds conversations",
         ),
         ("stage=sft", "the source holds pairs"),
         ("training.microbatch=1", "in one microbatch"),

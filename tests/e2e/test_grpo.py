@@ -396,7 +396,11 @@ def test_rewards_by_name():
         (["parallel.pp=2"], Contradiction, "cannot use pipeline"),
         (["grpo.num_generations=6"], Contradiction, "whole groups"),
         (["stage=sft"], Contradiction, "no effect in another stage"),
-        (["grpo.reward_funcs=[own_rewards.none]"], NotImportable, "no such function"),
+        (
+            ["grpo.reward_funcs=[own_rewards.none]"],
+            NotImportable,
+            "unknown function `own_rewards.none`",
+        ),
         (["grpo.reward_weights=[1.0]"], Contradiction, "exactly one weight"),
         (["grpo.reward_funcs=[own_rewards.wrong]"], BadValue, "one finite number"),
         (["grpo.reward_funcs=[own_rewards.without]"], Contradiction, "needs a column"),

@@ -140,7 +140,7 @@ def test_what_does_not_go_together_is_refused_by_name(place, tmp_path):
         (NoData, f"data.source={tmp_path / 'plain.jsonl'}", "does not say whether its answer"),
         (NoData, f"data.source={tmp_path / 'word.jsonl'}", "does not say whether its answer"),
         (NoData, f"data.source={tmp_path / 'alone.jsonl'}", "there is only one record"),
-        (Contradiction, f"data.source={tmp_path / 'pairs.jsonl'}", "answers with labels, and the"),
+        (Contradiction, f"data.source={tmp_path / 'pairs.jsonl'}", "answers with labels, but the"),
         (Contradiction, "training.microbatch=1", "in one microbatch"),
         (Contradiction, "dpo.beta=0.2", "no effect in another stage"),
     ):

@@ -190,7 +190,7 @@ def test_float16_scales_the_loss_and_a_resumed_run_goes_on_with_its_scale(place:
 @pytest.mark.parametrize(
     ("error", "overrides", "says"),
     [
-        (BadValue, ["training.optimizer=adamx"], "there is no optimizer of this name"),
+        (BadValue, ["training.optimizer=adamx"], "unknown optimizer `adamx`"),
         (NotImportable, ["training.optimizer=mine_of_a_test.Nothing"], "has no attribute"),
         (NotImportable, ["training.optimizer=mine_of_a_test.Stops"], "torch.optim.optimizer.Optimizer"),
         (NotImportable, ["training.callbacks=[no_such_module.Mine]"], "No module named"),

@@ -209,7 +209,11 @@ def test_between_turns_of_a_template_that_reasons(place):
     ("change", "error", "match"),
     [
         (["grpo.environment=null"], Contradiction, "needs an environment"),
-        (["grpo.environment=own_environments.None_"], NotImportable, "there is no such"),
+        (
+            ["grpo.environment=own_environments.None_"],
+            NotImportable,
+            "unknown class `own_environments.None_`",
+        ),
         (["grpo.environment=own_environments.Silent"], BadValue, "a finite reward"),
         (["grpo.partial_rollout=true"], Contradiction, "newer weights"),
     ],

@@ -31,15 +31,15 @@ def _edit(schedule, old, new, rank=None):
     ("old", "new", "what"),
     [
         ("1F1", [], "stage 1 has no forward of microbatch 1"),
-        ("1F1", ["1F1", "1F1"], "1F1 happens twice"),
+        ("1F1", ["1F1", "1F1"], "1F1 is scheduled twice"),
         ("1B1", [], "1F1 has no backward"),
         ("1B1", ["1I1"], "has no 1W1"),
         ("1B1", ["1W1"], "has no 1I1"),
-        ("1B1", ["1W1", "1I1"], "stands before what it needs"),
-        ("1B1", ["1B1", "1I1", "1W1"], "as a whole and in parts"),
-        ("1F1", ["1F1", "3F0"], "stage that does not exist"),
-        ("1F1", ["1F1", "1F9"], "microbatch that does not exist"),
-        ("2F0", ["1F0"], "1F0 happens twice, first as action 0 of rank 1"),
+        ("1B1", ["1W1", "1I1"], "before an action that it depends on"),
+        ("1B1", ["1B1", "1I1", "1W1"], "both as B and as I/W"),
+        ("1F1", ["1F1", "3F0"], "3F0: stage out of range"),
+        ("1F1", ["1F1", "1F9"], "microbatch out of range"),
+        ("2F0", ["1F0"], "1F0 is scheduled twice, first as action 0 of rank 1"),
         ("1F1", ["1F1", "1OFFLOAD1"], "has no partner"),
         ("1B1", ["1B1", "1OFFLOAD1", "1RELOAD1"], "do not lie between forward and backward"),
     ],
@@ -55,9 +55,9 @@ def test_wrong_computations_are_refused(old, new, what):
         ("0SEND_F1", [], "1RECV_F1 has no 0SEND_F1"),
         ("1RECV_F1", [], "0SEND_F1 has no 1RECV_F1"),
         ("1SEND_B2", [], "0RECV_B2 has no 1SEND_B2"),
-        ("0F1", ["0SEND_F1", "0F1"], "0SEND_F1 happens twice"),
-        ("1B1", ["1B1", "1SEND_F9"], "microbatch that does not exist"),
-        ("2F0", ["2F0", "2SEND_F0"], "no stage on another rank as its peer"),
+        ("0F1", ["0SEND_F1", "0F1"], "0SEND_F1 is scheduled twice"),
+        ("1B1", ["1B1", "1SEND_F9"], "microbatch out of range"),
+        ("2F0", ["2F0", "2SEND_F0"], "no peer stage on another rank"),
         ("1F0", ["1F0", "1UNSHARD"], "gathered twice"),
         ("1RESHARD", [], "holds gathered parameters at the end"),
         ("1UNSHARD", [], "parameters that are not gathered"),
@@ -98,7 +98,9 @@ def test_late_receives_and_early_sends_are_refused():
 def test_messages_between_two_ranks_keep_their_order():
     lowered = lower(make_schedule("gpipe", 2, 3))
     verify(lowered)
-    with pytest.raises(ScheduleError, match=r"rank 1 receives 1RECV_F\d where rank 0 sends"):
+    with pytest.raises(
+        ScheduleError, match=r"rank 1 receives 1RECV_F\d, but rank 0 sends 0SEND_F\d next"
+    ):
         verify(
             Schedule.from_csv(
                 "0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1\n"

@@ -214,7 +214,7 @@ def test_where_both_roles_divide_evenly_ranks_that_do_both_win(recipe):
     assert {(r.rollout_ranks, r.max_staleness) for r in found.roles.rejected} == {(1, 0), (1, 1)}
     assert all("slower" in r.reason for r in found.roles.rejected)
     assert "colocated" in found.explain()
-    assert "in step, 1 ranks sample" in found.explain()
+    assert "synchronous, 1 sampler rank" in found.explain()
 
 
 def test_where_a_pass_over_few_sequences_takes_as_long_one_rank_samples_for_both(recipe):

@@ -180,7 +180,7 @@ def test_the_journal_of_another_program_is_refused(tmp_path) -> None:
         assert caught.value.allowed.startswith("role `Counter`, call ")
     lines = journal.read_bytes().splitlines(keepends=True)
     journal.write_bytes(lines[0] + b"garbage\n" + lines[2])
-    with pytest.raises(JournalMismatch, match="no record"):
+    with pytest.raises(JournalMismatch, match="not a record"):
         program(journal, file)
 
 

@@ -121,7 +121,7 @@ def test_offload_refuses_masks_of_several_streams_and_its_hint_works(tmp_path):
     def prepare(*more):
         return prepare_job(load_recipe(place / "recipe.yaml", [*words, *more]), progress=False)
 
-    with pytest.raises(CaptureUnsupported, match="masks of their own") as refusal:
+    with pytest.raises(CaptureUnsupported, match="its own random stream") as refusal:
         prepare()
     assert refusal.value.code == "HP511"
     assert prepare(refusal.value.hint).recipe.disables_dropout

@@ -242,7 +242,7 @@ def test_who_uses_model_or_optimizer_while_a_device_has_their_bytes_is_stopped()
             assert len(optimizer.state_dict()["state"]) == len(model.state_dict())
             training_step(model, optimizer, batch(2))
         device.step(batch(3))
-        with pytest.raises(StepChanged, match="another planned device"):
+        with pytest.raises(StepChanged, match="another offloaded step"):
             opened(step)
     training_step(model, optimizer, batch(4))
 

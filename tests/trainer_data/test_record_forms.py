@@ -140,7 +140,7 @@ REFUSED = {
     "flags that differ": ({"messages": [U, {**A, "train": True, "weight": 0}]}, "`train` and `weight`", None),
     "arguments that are no JSON": ({"messages": [U, {**A, "tool_calls": [{"name": "f", "arguments": "{x"}]}]},
                                    "`arguments`.*not JSON", None),
-    "a label": ({"prompt": "q", "completion": "r", "label": False}, "stage: kto", "data.ignore_keys=[label]"),
+    "a label": ({"prompt": "q", "completion": "r", "label": False}, "only by stage kto", "data.ignore_keys=[label]"),
     "a list of another name": ({"dialog": [U, A]}, "which of them holds", "data.columns.messages=dialog"),
     "two texts": ({"frage": "q", "antwort": "r"}, "which of them holds",
                   "data.columns.prompt=frage data.columns.completion=antwort"),

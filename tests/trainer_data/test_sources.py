@@ -164,7 +164,7 @@ def test_sft_on_plain_text_is_refused(tmp_path):
 def test_a_mixed_directory_is_refused_unless_the_format_is_given(tmp_path):
     (tmp_path / "notes.txt").write_text("about")
     write(tmp_path / "a.jsonl", {"text": "one"})
-    with pytest.raises(NoData, match="mixes") as caught:
+    with pytest.raises(NoData, match="several file types") as caught:
         documents(tmp_path)
     assert caught.value.hint == "data.format=jsonl"
     assert [d.text for d in documents(tmp_path, format="jsonl")] == ["one"]

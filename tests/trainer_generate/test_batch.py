@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hyper_parallel.backends.torch.decode_slots import SlotPasses, passes_of, why_no_slots
+from hyper_parallel.backends.torch.decode_slots import SlotPasses, passes_of, slot_cache_refusal
 from hyper_parallel.backends.torch.forward_variants import keep_float64, loop_over_experts
 from hyper_parallel.errors import BadValue
 from hyper_parallel.trainer.decoding import Decoder, DecodingSequence, Sampling, numbers
@@ -117,7 +117,7 @@ def decoded(model, sequences, sampling, slots=3, **more):
 def test_greedy_tokens_are_those_of_transformers(family):
     """Five prompts of different lengths on three slots, in chunks; log-probabilities are those of one whole pass."""
     model = model_of(family)
-    assert (why_no_slots(model) is not None) == (family in UNCACHED)
+    assert (slot_cache_refusal(model) is not None) == (family in UNCACHED)
     for sequence in decoded(model, running(sampling := Sampling(14, temperature=0)), sampling):
         prompt = torch.tensor([sequence.text[: sequence.start]])
         given = {"attention_mask": torch.ones_like(prompt), "do_sample": False}

@@ -72,7 +72,7 @@ def file_of(config):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_property_that_a_class_lacks_is_measured_and_no_other(name):
     measured = measure_config(file_of(CONFIGS[name]))
-    answers = measured.questions()
+    answers = measured.by_name()
     assert {n for n, answer in answers.items() if answer.holds is False} == LACKS.get(name, set())
     assert answers["causal"].holds is not None
     assert not any(answer.error for answer in answers.values())

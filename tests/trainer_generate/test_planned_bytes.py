@@ -6,7 +6,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hyper_parallel.backends.torch import data_share, read_model
-from hyper_parallel.backends.torch.decode_slots import SlotPasses, why_no_slots
+from hyper_parallel.backends.torch.decode_slots import SlotPasses, slot_cache_refusal
 from hyper_parallel.errors import NoLegalStrategy
 from hyper_parallel.ir import GenerateWorkload, Workload
 from hyper_parallel.model import FAMILIES_READ
@@ -78,7 +78,7 @@ def test_every_family_that_is_planned_keeps_its_cache_in_slots(family):
     config = AutoConfig.for_model(family)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(shallow(config))
-    assert why_no_slots(model) is None
+    assert slot_cache_refusal(model) is None
 
 
 def shallow(config):

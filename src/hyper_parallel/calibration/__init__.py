@@ -5,7 +5,7 @@ from hyper_parallel.calibration._constants import (
     Constant,
     check_card_file,
     write_card,
-    write_own,
+    write_local_cards,
 )
 from hyper_parallel.calibration._local import (
     LocalRates,
@@ -58,5 +58,5 @@ __all__ = [
     "read_runs",
     "write_card",
     "write_cards",
-    "write_own",
+    "write_local_cards",
 ]

@@ -130,8 +130,11 @@ def write_card(path: Path, device: DeviceCard | None, stack: StackCard | None, n
     _dump(path, data)
 
 
-def write_own(path: Path, by_ranks: Mapping[int, tuple[DeviceCard, StackCard]]) -> None:
-    """Write the cards of this machine: those measured with the most ranks, and differing numbers for fewer ranks."""
+def write_local_cards(path: Path, by_ranks: Mapping[int, tuple[DeviceCard, StackCard]]) -> None:
+    """Write this machine's cards.
+
+    The file has every number for the largest rank count, and for smaller counts only the numbers that differ.
+    """
     numbers = {ranks: [_numbers_of(card) for card in by_ranks[ranks]] for ranks in sorted(by_ranks)}
     max_ranks, (device, stack) = numbers.popitem()
     fewer = {

@@ -44,7 +44,7 @@ _STEP: Final = 1e-3
 """Step of a log factor in a difference quotient: far above rounding, far below the width of any prior."""
 _ROUNDS: Final = 6
 _SETTLED: Final = 0.02
-"""Maximum number of Gauss-Newton steps, and the largest move, in prior widths, at which they end early."""
+"""Maximum number of Gauss-Newton steps, and the largest move, in prior prior_stds, at which they end early."""
 _RESERVE_STEP: Final = 1e7
 """Granularity of a reserve in bytes: published memory is rounded to 0.01 GiB."""
 _FITTED: Final = "fitted to published runs; believed: "
@@ -179,8 +179,8 @@ def fit_runs(
     cases = [_Case.of(run, start) for run in runs if run.step_s]
     runs = tuple(case.run for case in cases)
     sizes = Counter(run.group for run in runs)
-    votes = np.asarray([1.0 / sizes[run.group] for run in runs])
-    problem = _Problem(start, constants, cases, votes)
+    weights = np.asarray([1.0 / sizes[run.group] for run in runs])
+    problem = _Problem(start, constants, cases, weights)
     before = problem.residuals(np.zeros(len(constants)))
     solution = problem.solve(before)
     folds = {k: np.asarray([fold(run) for run in runs]) for k, fold in FOLDS.items()}
@@ -193,12 +193,12 @@ def fit_runs(
     interval, covered = dict[str, float](), dict[str, float]()
     for kind in sorted({run.kind for run in runs}):
         of_kind = np.asarray([run.kind == kind for run in runs])
-        width = half_width(unseen[of_kind], votes[of_kind], folds["model"][of_kind])
-        stack_width = half_width(strange[of_kind], votes[of_kind], folds["stack"][of_kind])
+        width = half_width(unseen[of_kind], weights[of_kind], folds["model"][of_kind])
+        stack_width = half_width(strange[of_kind], weights[of_kind], folds["stack"][of_kind])
         interval |= {kind: width, f"{kind}_unknown_stack": max(width, stack_width)}
         if leave_out and len(set(folds[leave_out][of_kind])) > 1:
             labels = folds[leave_out][of_kind]
-            covered[kind] = coverage(left_out[of_kind], votes[of_kind], labels)
+            covered[kind] = coverage(left_out[of_kind], weights[of_kind], labels)
     fitted = _memory_not_too_low(apply(start, solution.factors, constants), runs)
     cards = _described(start, fitted, constants, interval)
     factors = {c.name: float(f) for c, f in zip(constants, solution.factors, strict=True)}
@@ -216,16 +216,16 @@ class _Solution:
 
 @dataclass(frozen=True)
 class _Problem:
-    """Least-squares problem: log factors of constants that explain the step times of runs."""
+    """Least-squares problem: fit log scale factors of card constants to measured step times."""
 
     start: Cards  # cards with the prior values
     constants: Sequence[Constant]
     cases: list[_Case]
-    votes: Array  # weight of every run
+    weights: Array  # weight of every run
 
     @property
-    def widths(self) -> Array:
-        """Widths of the priors."""
+    def prior_stds(self) -> Array:
+        """Standard deviations of the priors."""
         return np.asarray([c.sd for c in self.constants])
 
     def residuals(self, factors: Array) -> Array:
@@ -236,7 +236,7 @@ class _Problem:
     def solve(self, before: Array) -> _Solution:
         """Return the solution by Gauss-Newton steps from the prior values, whose residuals are `before`."""
         uses = [case.card_names(self.start) for case in self.cases]
-        factors, residuals, widths = np.zeros(len(self.constants)), before, self.widths
+        factors, residuals, prior_stds = np.zeros(len(self.constants)), before, self.prior_stds
         slopes = np.zeros((len(self.cases), len(self.constants)))
         for _ in range(_ROUNDS):
             for j, constant in enumerate(self.constants):
@@ -246,9 +246,9 @@ class _Problem:
                 for i, used in enumerate(uses):
                     if not used.isdisjoint(constant.cards):
                         slopes[i, j] = (self.cases[i].log_ratio(cards) - residuals[i]) / _STEP
-            last, factors = factors, _solve(residuals, slopes, factors, self.votes, widths)
+            last, factors = factors, _solve(residuals, slopes, factors, self.weights, prior_stds)
             residuals = self.residuals(factors)
-            if np.abs((factors - last) / widths).max() < _SETTLED:
+            if np.abs((factors - last) / prior_stds).max() < _SETTLED:
                 break
         return _Solution(factors, residuals, slopes)
 
@@ -267,9 +267,9 @@ class _Problem:
             if not name:
                 continue
             in_fold = folds == name
-            votes = self.votes * ~in_fold
+            weights = self.weights * ~in_fold
             factors = _solve(
-                solution.residuals, solution.slopes, solution.factors, votes, self.widths
+                solution.residuals, solution.slopes, solution.factors, weights, self.prior_stds
             )
             cards = apply(self.start, factors, self.constants)
             for i in np.flatnonzero(in_fold):
@@ -280,16 +280,16 @@ class _Problem:
         return left_out
 
 
-def _solve(now: Array, slopes: Array, factors: Array, votes: Array, widths: Array) -> Array:
-    """Return log factors that minimise the residuals, linearized at `factors`, with Huber's loss, votes and priors.
+def _solve(now: Array, slopes: Array, factors: Array, weights: Array, prior_stds: Array) -> Array:
+    """Return log factors that minimise the residuals, linearized at `factors`, with Huber's loss and priors.
 
-    Residuals `now` are [runs], their `slopes` [runs, constants]; `widths` are the widths of the priors.
+    Residuals `now` are [runs], their `slopes` [runs, constants]; `prior_stds` are standard deviations of the priors.
     Source: robust regression, Huber 1964; priors as ridge penalties.
     """
     from scipy.optimize import least_squares
 
-    weights = np.concatenate([votes, np.ones(len(widths))])
-    knee = np.concatenate([np.full(len(votes), HUBER**2), np.full(len(widths), np.inf)])
+    row_weights = np.concatenate([weights, np.ones(len(prior_stds))])
+    knee = np.concatenate([np.full(len(weights), HUBER**2), np.full(len(prior_stds), np.inf)])
 
     def loss(squares: Array) -> Any:
         """Return the value and two derivatives by the square: linear in it up to the knee, in its root beyond."""
@@ -297,14 +297,14 @@ def _solve(now: Array, slopes: Array, factors: Array, votes: Array, widths: Arra
         inside, reach = squares <= knee, HUBER / np.sqrt(squares)
         value = np.where(inside, squares, 2.0 * HUBER * np.sqrt(squares) - HUBER**2)
         slope = np.where(inside, 1.0, reach)
-        return weights * np.stack([value, slope, np.where(inside, 0.0, -0.5 * reach / squares)])
+        return row_weights * np.stack([value, slope, np.where(inside, 0.0, -0.5 * reach / squares)])
 
     result = least_squares(
-        lambda f: np.concatenate([(now + slopes @ (f - factors)) / NOISE, f / widths]),
+        lambda f: np.concatenate([(now + slopes @ (f - factors)) / NOISE, f / prior_stds]),
         factors,
-        lambda f: np.vstack([slopes / NOISE, np.diag(1.0 / widths)]),
+        lambda f: np.vstack([slopes / NOISE, np.diag(1.0 / prior_stds)]),
         loss=loss,
-        x_scale=widths,
+        x_scale=prior_stds,
     )
     return np.asarray(result.x)
 
@@ -321,8 +321,8 @@ def _memory_not_too_low(cards: Cards, runs: Sequence[PublishedRun]) -> Cards:
     return cards
 
 
-def half_width(residual: Array, votes: Array, folds: Names, share: float = 0.8) -> float:
-    """Return the absolute residual that the given share of votes of future runs does not exceed.
+def half_width(residual: Array, weights: Array, folds: Names, share: float = 0.8) -> float:
+    """Return the absolute residual that the given share of the weight of future runs does not exceed.
 
     Runs of a fold are alike, so k folds carry the information of k runs. The share is therefore raised by the factor
     1 + 1/k, to at most 1.
@@ -332,19 +332,19 @@ def half_width(residual: Array, votes: Array, folds: Names, share: float = 0.8) 
     share = min(1.0, share * (1.0 + 1.0 / len(set(folds))))
     size = np.abs(residual)
     order = np.argsort(size)
-    reached = np.cumsum(votes[order]) / votes.sum()
+    reached = np.cumsum(weights[order]) / weights.sum()
     index = min(int(np.searchsorted(reached, share - 1e-9)), len(size) - 1)
     return float(size[order][index])
 
 
-def coverage(residual: Array, votes: Array, folds: Names) -> float:
-    """Return the share of votes within the half width derived from the residuals of other folds."""
+def coverage(residual: Array, weights: Array, folds: Names) -> float:
+    """Return the share of the weight within the half width derived from the residuals of other folds."""
     inside = 0.0
     for name in dict.fromkeys(folds):
         in_fold = folds == name
-        width = half_width(residual[~in_fold], votes[~in_fold], folds[~in_fold])
-        inside += float(votes[in_fold & (np.abs(residual) <= width)].sum())
-    return inside / float(votes.sum())
+        width = half_width(residual[~in_fold], weights[~in_fold], folds[~in_fold])
+        inside += float(weights[in_fold & (np.abs(residual) <= width)].sum())
+    return inside / float(weights.sum())
 
 
 def _described(

@@ -135,7 +135,10 @@ def import_(
 def export(
     run_dir: RunDir,
     out: Annotated[
-        Path | None, typer.Option(help="Directory to write. Default: RUN_DIR/export.")
+        Path | None,
+        typer.Option(
+            help="Directory to write. Default: RUN_DIR/export, or RUN_DIR/merged with --merge."
+        ),
     ] = None,
     step: Annotated[
         int | None, typer.Option(help="Step of the checkpoint. Default: the newest intact one.")

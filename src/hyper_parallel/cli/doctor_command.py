@@ -102,7 +102,7 @@ def _print_properties(model: str, as_json: bool, trusted: bool) -> None:
         say(json.dumps(asdict(properties), indent=2))
         return
     say(f"{properties.model_class}, measured on: {properties.measured_on}")
-    answers = properties.questions()
+    answers = properties.by_name()
     width = max(map(len, answers))
     for name, answer in answers.items():
         mark = {True: "ok", False: "no", None: "--"}[answer.holds]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from hyper_parallel.cli import generate_options as options
-from hyper_parallel.cli.app import NoCode, collect_cycles, say
+from hyper_parallel.cli.app import collect_cycles, say
 from hyper_parallel.errors import BadValue, Contradiction
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def generate(
     topology: options.Topology = "local",
     trust_remote_code: options.TrustRemoteCode = False,
     as_json: options.AsJson = False,
-    no_code: NoCode = False,
+    no_code: options.NoCode = False,
 ) -> None:
     """Continue a prompt with the model of a run; text is printed on stdout as it is generated.
 

@@ -8,7 +8,10 @@ from typing import Annotated
 import typer
 
 RunDir = Annotated[
-    Path, typer.Argument(help="Directory of a run, or a Hugging Face model directory.")
+    Path,
+    typer.Argument(
+        help="Directory of a run, Hugging Face model directory, or a name on the Hugging Face hub."
+    ),
 ]
 Prompt = Annotated[str | None, typer.Option(help="Text to continue.")]
 Prompts = Annotated[
@@ -19,6 +22,13 @@ Output = Annotated[
     Path | None,
     typer.Option(
         "--output", "-o", help="With --prompts: JSON lines file to write. Default: stdout."
+    ),
+]
+NoCode = Annotated[
+    bool,
+    typer.Option(
+        "--no-code",
+        help="Forbid code in the model directory (default); contradicts --trust-remote-code.",
     ),
 ]
 Slots = Annotated[int, typer.Option(help="With --prompts: sequences decoded at a time.", min=1)]

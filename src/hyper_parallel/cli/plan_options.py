@@ -9,7 +9,10 @@ import typer
 
 Model = Annotated[
     str | None,
-    typer.Argument(help="Preset name, Hugging Face directory, or config.json.", show_default=False),
+    typer.Argument(
+        help="Preset name, Hugging Face directory, config.json, or a name on the Hugging Face hub.",
+        show_default=False,
+    ),
 ]
 Topology = Annotated[
     str | None,
@@ -76,7 +79,7 @@ ScheduleCsv = Annotated[
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")]
-DryRun = Annotated[bool, typer.Option(help="Write no files.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Write no files.")]
 Explain = Annotated[
     bool,
     typer.Option("--explain", help="Print every cost term, layout, collective and runner-up."),

@@ -157,7 +157,7 @@ def load_recipe(
     merged = _merge_layers(path, overrides, layers)
     origins = {dotted(key): origin for key, (_, origin) in merged.items()}
     sources = _Sources(path, origins, overrides)
-    recipe = validated(Recipe, _nest(path, merged), sources.where, sources.pasteable)
+    recipe = validated(Recipe, _nest(path, merged), sources.where, sources.as_override)
     resolved = {**{key: _DEFAULT for key, _ in leaves(Recipe)}, **origins}
     for derive in (
         derive_warmup,
@@ -190,7 +190,7 @@ class _Sources:
         """Return the file, the key and its origin."""
         return _where(self.path, key, self.origin_of(key))
 
-    def pasteable(self, key: str, value: object, written: str) -> str:
+    def as_override(self, key: str, value: object, written: str) -> str:
         """Return a change of a value as an override, or as a line of the recipe.
 
         Args:

@@ -167,7 +167,7 @@ def _all_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
 
 
 def _foreign_hint(
-    model: type[BaseModel], key: str, value: object, pasteable: Callable[[str, object, str], str]
+    model: type[BaseModel], key: str, value: object, as_override: Callable[[str, object, str], str]
 ) -> str | None:
     """Return the hint for a key of another training program, or None if the name is unknown."""
     names: Mapping[str, ForeignKey] = getattr(model, "FOREIGN_KEYS", {})
@@ -184,7 +184,7 @@ def _foreign_hint(
     assert owner is not None, foreign.key
     field = owner.model_fields[getattr(owner, "KEY_ALIASES", {}).get(name, name)]
     if _accepts(field, value):
-        return f"write `{pasteable(foreign.key, value, key)}`"
+        return f"write `{as_override(foreign.key, value, key)}`"
     return f"the key is `{foreign.key}`: {describe(field)}"
 
 
@@ -208,7 +208,7 @@ def problems(
     error: ValidationError,
     model: type[BaseModel],
     where: Callable[[str], str],
-    pasteable: Callable[[str, object, str], str],
+    as_override: Callable[[str, object, str], str],
     data: object,
 ) -> list[HyperParallelError]:
     """Return one coded error per item of a validation error, in the order of the file's sections.
@@ -217,18 +217,18 @@ def problems(
         error: Error raised by pydantic while validating `model`.
         model: Section at the root of the file.
         where: Returns the origin of a dotted key: `recipe.yaml: training.lr (set by command line)`.
-        pasteable: Returns a key and a value in the user's syntax; its third argument is the key the user wrote.
+        as_override: Returns a key and a value in the user's syntax; its third argument is the key the user wrote.
         data: Validated values.
     """
     items = error.errors(include_url=False, include_context=False)[:_MOST_PROBLEMS]
-    return [p for item in items for p in _item_problems(item, model, where, pasteable, data)]
+    return [p for item in items for p in _item_problems(item, model, where, as_override, data)]
 
 
 def _item_problems(
     item: ErrorDetails,
     model: type[BaseModel],
     where: Callable[[str], str],
-    pasteable: Callable[[str, object, str], str],
+    as_override: Callable[[str, object, str], str],
     data: object,
 ) -> list[HyperParallelError]:
     """Return the errors of one item: one per leaf for a section of another program, else one."""
@@ -248,12 +248,12 @@ def _item_problems(
         )
     ):
         return [
-            _unknown_key(model, (*path, *inner), leaf, where, pasteable)
+            _unknown_key(model, (*path, *inner), leaf, where, as_override)
             for inner, leaf in _leaves_of(value)
         ]
     problem: HyperParallelError
     if is_extra:
-        problem = _unknown_key(model, path, value, where, pasteable)
+        problem = _unknown_key(model, path, value, where, as_override)
     elif item["type"] == "missing":
         section = None if field is None else optional_section(field.annotation)
         main_key = f"{key}.{getattr(section, 'MAIN_KEY', '')}".rstrip(".")
@@ -264,17 +264,17 @@ def _item_problems(
             hint=f"give `{main_key}` a value",
         )
     elif item["loc"][-1:] == ("[key]",) and field is not None:
-        problem = _unknown_name(field, path, data, pasteable)
+        problem = _unknown_name(field, path, data, as_override)
     elif item["type"] == "value_error":
         message = item["msg"].removeprefix("Value error, ")
-        hint = None if field is None else _default_hint(field, key, pasteable)
+        hint = None if field is None else _default_hint(field, key, as_override)
         problem = BadValue(f"`{key}`: {message}" if key else message, got=_short(value), hint=hint)
     else:
         problem = BadValue(
             f"`{key}` has a value that is not allowed",
             got=_short(value),
             allowed=allowed or item["msg"],
-            hint=_value_hint(model, path, value, data, pasteable),
+            hint=_value_hint(model, path, value, data, as_override),
         )
     problem.where = where(key)
     return [problem]
@@ -285,28 +285,28 @@ def _value_hint(
     path: Sequence[str | int],
     value: object,
     data: object,
-    pasteable: Callable[[str, object, str], str],
+    as_override: Callable[[str, object, str], str],
 ) -> str | None:
-    """Return the hint for an invalid value: a similar allowed value, a one-element list, or the intended key."""
+    """Return the hint for an invalid value: similar allowed value, one-element list, intended key, or the default."""
     field, key = field_at(model, path), dotted(path)
     if field is None:
         return None
     near = _near_value(model, field, path, value)
     if near is None:
-        hint = _main_key_hint(model, field, key, value, pasteable)
-        return hint or _default_hint(field, key, pasteable)
+        hint = _main_key_hint(model, field, key, value, as_override)
+        return hint or _default_hint(field, key, as_override)
     root, whole = _whole_value(path, near[0], data)
-    return f"write `{pasteable(root, whole, root)}`"
+    return f"write `{as_override(root, whole, root)}`"
 
 
 def _default_hint(
-    field: FieldInfo, key: str, pasteable: Callable[[str, object, str], str]
+    field: FieldInfo, key: str, as_override: Callable[[str, object, str], str]
 ) -> str | None:
     """Return a hint with the default value, or None if the default is not a plain value."""
     plain = field.default is None or isinstance(field.default, (bool, int, float, str))
     if "[" in key or not plain or not _accepts(field, field.default):
         return None
-    return f"write `{pasteable(key, field.default, key)}`, the default"
+    return f"write `{as_override(key, field.default, key)}`, the default"
 
 
 def _near_value(
@@ -318,7 +318,7 @@ def _near_value(
     )
     text = value[:80] if isinstance(value, str) else abbreviated(value)
     of_list = typing.get_origin(field.annotation) is tuple and not isinstance(path[-1], int)
-    words = _words(field.annotation)
+    words = _allowed_strings(field.annotation)
     if of_list and not isinstance(value, (list, tuple, dict)) and _accepts(field, [value]):
         return ([value],)
     if (equivalent := foreign_values.get(text.lower())) is not None:
@@ -333,7 +333,10 @@ def _near_value(
 
 
 def _near_word(value: str, words: Sequence[str]) -> str | None:
-    """Return the word that equals a text except for case, is a prefix or an extension of it, or is similar to it."""
+    """Return the allowed string closest to `value`.
+
+    It equals `value` ignoring case, is a prefix of it, is completed from it, or is similar.
+    """
     lower = {word.lower(): word for word in words}
     text = value.lower()
     if text in lower:
@@ -345,15 +348,15 @@ def _near_word(value: str, words: Sequence[str]) -> str | None:
     return lower[near[0]] if near else None
 
 
-def _words(annotation: Any) -> list[str]:
-    """Return the words that an annotation allows."""
+def _allowed_strings(annotation: Any) -> list[str]:
+    """Return the string values that a type annotation allows: literals, and true/false."""
     if typing.get_origin(annotation) is typing.Literal:
         return [word for word in typing.get_args(annotation) if isinstance(word, str)]
     if annotation is bool:
         return ["true", "false"]
     if is_mapping(annotation):
-        return _words(typing.get_args(annotation)[1])
-    return [word for inner in typing.get_args(annotation) for word in _words(inner)]
+        return _allowed_strings(typing.get_args(annotation)[1])
+    return [word for inner in typing.get_args(annotation) for word in _allowed_strings(inner)]
 
 
 def _whole_value(path: Sequence[str | int], value: object, data: object) -> tuple[str, object]:
@@ -378,7 +381,7 @@ def _unknown_name(
     field: FieldInfo,
     path: Sequence[str | int],
     data: object,
-    pasteable: Callable[[str, object, str], str],
+    as_override: Callable[[str, object, str], str],
 ) -> BadValue:
     """Return the error for an unknown entry name in a mapping such as `data.columns`."""
     *sections, name = path
@@ -395,7 +398,7 @@ def _unknown_name(
         corrected = {**rest, near: own} if near in words else None
     if corrected is not None:
         root, whole = _whole_value(sections, corrected, data)
-        hint = f"write `{pasteable(root, whole, root)}`"
+        hint = f"write `{as_override(root, whole, root)}`"
     return BadValue(
         f"`{key}` has no entry `{shown}`: write one of the allowed names before the colon, and the records' after it",
         got=f"{shown}: {own!s:.80}",
@@ -408,7 +411,7 @@ def _names_of(field: FieldInfo) -> list[str]:
     """Return the names that a mapping accepts as keys."""
     for annotation in (field.annotation, *typing.get_args(field.annotation)):
         if is_mapping(annotation):
-            return _words(typing.get_args(annotation)[0])
+            return _allowed_strings(typing.get_args(annotation)[0])
     return []
 
 
@@ -417,21 +420,21 @@ def _main_key_hint(
     field: FieldInfo,
     key: str,
     value: object,
-    pasteable: Callable[[str, object, str], str],
+    as_override: Callable[[str, object, str], str],
 ) -> str | None:
     """Return the hint for a plain value in place of a section: its main key, or assignments contained in the value."""
     section = optional_section(field.annotation)
     if section is None:
         return None
     if isinstance(value, str) and (degrees := _assignments(model, section, key, value)):
-        return " ".join(("write", *(f"`{pasteable(k, number, key)}`" for k, number in degrees)))
+        return " ".join(("write", *(f"`{as_override(k, number, key)}`" for k, number in degrees)))
     main = getattr(section, "MAIN_KEY", "")
     if not main:
         return None
     if value is True:
-        return f"write `{pasteable(key, {main: section.model_fields[main].default}, key)}`"
+        return f"write `{as_override(key, {main: section.model_fields[main].default}, key)}`"
     if _accepts(section.model_fields[main], value):
-        return f"write `{pasteable(f'{key}.{main}', value, key)}`"
+        return f"write `{as_override(f'{key}.{main}', value, key)}`"
     return None
 
 
@@ -489,17 +492,17 @@ def _unknown_key(
     path: tuple[str | int, ...],
     value: object,
     where: Callable[[str], str],
-    pasteable: Callable[[str, object, str], str],
+    as_override: Callable[[str, object, str], str],
 ) -> UnknownKey:
     """Return the error for an unknown key, with the probably intended key as the hint."""
     key, section = dotted(path), _section_at(model, path[:-1])
-    hint = _foreign_hint(model, key, value, pasteable)
+    hint = _foreign_hint(model, key, value, as_override)
     if hint is None and (near := nearest_key(model, path)):
         *sections, name = _parts(near)
         owner = _section_at(model, sections) or model
         field = owner.model_fields[getattr(owner, "KEY_ALIASES", {}).get(name, name)]
         if _accepts(field, value):
-            hint = f"write `{pasteable(near, value, key)}`"
+            hint = f"write `{as_override(near, value, key)}`"
         elif optional_section(field.annotation) is None and str(path[-1]) == name:
             hint = f"the key is `{near}`: {describe(field)}"
     error = UnknownKey(
@@ -515,7 +518,7 @@ def validated(
     model: type[S],
     data: object,
     where: Callable[[str], str],
-    pasteable: Callable[[str, object, str], str],
+    as_override: Callable[[str, object, str], str],
 ) -> S:
     """Return the validated section; arguments as for `problems`.
 
@@ -526,7 +529,7 @@ def validated(
     try:
         return model.model_validate(data)
     except ValidationError as error:
-        raise_all(problems(error, model, where, pasteable, data))
+        raise_all(problems(error, model, where, as_override, data))
         raise
 
 

@@ -292,7 +292,7 @@ def read_cards_by_ranks(path: Path) -> dict[int, tuple[DeviceCard, StackCard]]:
     numbers = file.numbers()
     if file.ranks is None or not all(numbers):
         raise CardUnreadable(
-            "the card of this machine lacks its device, its stack or its number of ranks",
+            "the calibration file of this machine lacks `device`, `stack` or `ranks`",
             where=str(path),
             hint="hyper-parallel calibrate",
         )

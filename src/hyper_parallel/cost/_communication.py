@@ -308,11 +308,11 @@ def step_tail(s: PricingCase) -> dict[str, Array]:
     }
 
 
-def tensor_hops(s: PricingCase) -> Array:
-    """Return seconds of ZeRO-1 in ring steps of tensors that are reduced and gathered one by one.
+def per_tensor_latency_s(s: PricingCase) -> Array:
+    """Return the latency of ZeRO-1's per-tensor collectives in seconds.
 
-    A ring over g ranks takes g - 1 steps of the outermost tier's latency, however small its tensor. Shards of one
-    tensor over hundreds of ranks are small.
+    A ring of g ranks takes g - 1 steps, each at least the latency of the outermost tier, so small shards are
+    latency-bound.
     """
     steps = (s.shards - 1.0) * s.machine.tiers[-1].latency_s.value
     seconds = s.layers * s.machine.stack.tail_tensors * steps

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from hyper_parallel.ir import Rule
 from hyper_parallel.model import AttentionSpec, Block, KeptActivations, ModelSpec, ParamSpec
-from hyper_parallel.shard import uncut_modules
+from hyper_parallel.shard import replicated_matrices
 
 _ROW = re.compile(r"(o_proj|c_proj|out_proj|down_proj|dense_4h_to_h|fc2|w2)\b")
 """Names of projections back to the residual width; the others read it (or a latent)."""
@@ -210,7 +210,7 @@ class ModelNumbers:
         mean, routed = decoders.mean, decoders.routed
         first = next((b.attention for b in decoders.blocks if b.attention), None)
         first = first or AttentionSpec("full", 1, 1, 1, 1)
-        names, stream = _uncut_names(model)
+        names, stream = _replicated_matrices(model)
         uncut = Uncut.of(model, names, stream)
         outside = [b for b in model.blocks if not b.layers]
         head_params = sum(b.num_params for b in outside if b.name == "head")
@@ -424,12 +424,15 @@ def _latent_rest(block: Block) -> int:
     return rows - a.num_kv_heads * a.qk_head_dim if a is not None and rows else 0
 
 
-def _uncut_names(model: ModelSpec) -> tuple[frozenset[str], bool]:
-    """Return `uncut_modules` of a model; the rules of a family cover all modules."""
+def _replicated_matrices(model: ModelSpec) -> tuple[frozenset[str], bool]:
+    """Return the matrices that tensor parallelism replicates, and whether the residual stream is replicated.
+
+    Empty and False for models of a known family, whose rules cover every module.
+    """
     if model.rules is None:
         return frozenset(), False
     rules = tuple(Rule(pattern, style) for pattern, style in model.rules)
-    return uncut_modules([(p.name, p.shape) for b in model.blocks for p in b.params], rules)
+    return replicated_matrices([(p.name, p.shape) for b in model.blocks for p in b.params], rules)
 
 
 def _visits_every_expert(model: ModelSpec) -> bool:

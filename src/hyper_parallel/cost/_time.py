@@ -11,7 +11,7 @@ from typing import Final, Literal
 import numpy as np
 
 from hyper_parallel.cost._candidates import Array, shape_of
-from hyper_parallel.cost._communication import exposed, hop_seconds, step_tail, tensor_hops
+from hyper_parallel.cost._communication import exposed, hop_seconds, per_tensor_latency_s, step_tail
 from hyper_parallel.cost._offload_copies import COPIES, FORMULA, SOURCE
 from hyper_parallel.cost._offload_demand import timed_offload_demand
 from hyper_parallel.cost._phases import optimizer_traffic, stage_elements
@@ -204,7 +204,11 @@ def step_terms(s: PricingCase, step: Step) -> list[TimeTerm]:
     tail_parts, last = step_tail(s), work.backward * layers + step.prices.head
     tail = exposed(tail_parts["scatter_s"], last, overlap) + tail_parts["late_s"]
     tail = tail + exposed(tail_parts["gather_s"], last / 2.0, overlap)
-    tail = tail + exposed(tail_parts["first_s"], work.forward * layers, overlap) + tensor_hops(s)
+    tail = (
+        tail
+        + exposed(tail_parts["first_s"], work.forward * layers, overlap)
+        + per_tensor_latency_s(s)
+    )
     norm = machine.ring(*s.places.group(AXES)).seconds(np.full(1, 4.0))
     elements = stage_elements(s)
     optimizer_bytes = optimizer_traffic(s, elements)

@@ -58,7 +58,7 @@ class HyperParallelError(Exception):
         return self.render()
 
     def render(self) -> str:
-        """Return the fixed printed form: code and problem; where; got and allowed; hint; further problems.
+        """Return the message as printed: code and problem, location, got and allowed, hint, further problems.
 
         Each part is truncated to a bounded length. Control characters, which may come from a file, are escaped.
         """

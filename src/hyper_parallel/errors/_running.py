@@ -135,9 +135,9 @@ class LossNotFinite(HyperParallelError, code="HP604"):
 
 
 class ForkUnsafe(HyperParallelError, code="HP605"):
-    """Local ranks cannot be forked from a process that belongs to a process group or uses a device.
+    """Local ranks cannot be forked from a process that uses a process group or a device, or has a running thread.
 
-    A forked rank inherits the locks of other threads without the threads, and would wait for them forever. A rank also
+    A forked rank inherits locks held by other threads but not the threads, so it could wait forever. A rank also
     cannot use a device whose driver was initialized before the fork, for example by `tensor.cuda()`.
 
     Fix: close the world (`World.close`, or leave its `with` block) before `launch`, or start the ranks with torchrun.
@@ -168,8 +168,8 @@ class RestartsUsedUp(HyperParallelError, code="HP621"):
 class CollectiveMismatch(HyperParallelError, code="HP622"):
     """Ranks called mismatched collectives: different operations, shapes, dtypes or orders.
 
-    Detected by `training.debug_collectives` before a hang. Fix: call the same collectives in the same order with
-    matching shapes on all ranks of the group.
+    `training.debug_collectives` detects the mismatch before the ranks hang. Fix: call the same collectives in the same
+    order with matching shapes on all ranks of the group.
     """
 
 

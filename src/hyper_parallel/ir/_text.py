@@ -214,12 +214,13 @@ def _head(plan: Plan) -> Iterator[str]:
 
 
 def _split(r: RolesPlan | RejectedRoles) -> str:
-    """Return which ranks sample, in words."""
+    """Return the placement of the rollouts as text: `staleness 2, 4 sampler ranks, tp=2`."""
     if not r.rollout_ranks:
         return "colocated"
-    shared = f" in copies of {r.rollout_tp}" if r.rollout_tp > 1 else ""
-    ahead = f"ahead by {r.max_staleness}" if r.max_staleness else "in step"
-    return f"{ahead}, {r.rollout_ranks} ranks sample{shared}"
+    degree = f", tp={r.rollout_tp}" if r.rollout_tp > 1 else ""
+    staleness = f"staleness {r.max_staleness}" if r.max_staleness else "synchronous"
+    ranks = f"{r.rollout_ranks} sampler rank{'s' if r.rollout_ranks > 1 else ''}"
+    return f"{staleness}, {ranks}{degree}"
 
 
 def _roles_line(r: RolesPlan) -> str:
@@ -228,7 +229,7 @@ def _roles_line(r: RolesPlan) -> str:
 
 
 def _roles(plan: Plan) -> Iterator[str]:
-    """Both roles, and the splits that lost."""
+    """Yield the line of the chosen rollout placement, then one line per rejected placement."""
     if plan.roles is None:
         return
     yield _roles_line(plan.roles)

@@ -96,7 +96,9 @@ class Layout:
         """Return the layout with `axes` appended innermost to a dim."""
         if not 0 <= dim < len(self.axes):
             raise LayoutError(
-                "a layout has no such dim", got=dim, allowed=f"0..{len(self.axes) - 1}"
+                f"dim {dim} is out of range for a layout of {len(self.axes)} dims",
+                got=dim,
+                allowed=f"0..{len(self.axes) - 1}",
             )
         new = tuple((*d, *axes) if i == dim else d for i, d in enumerate(self.axes))
         return replace(self, axes=new)

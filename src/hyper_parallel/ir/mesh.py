@@ -77,7 +77,7 @@ class Mesh:
         devices = self.devices or range(self.size)
         if device not in devices:
             allowed = self.devices or f"0..{self.size - 1}"
-            raise MeshError("the device is not in the mesh", got=device, allowed=allowed)
+            raise MeshError(f"device id {device} is not in the mesh", got=device, allowed=allowed)
         return devices.index(device)
 
     def coordinate(self, device: int) -> dict[str, int]:

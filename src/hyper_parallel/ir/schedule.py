@@ -36,7 +36,7 @@ ActionKind: TypeAlias = Literal[
     "OFFLOAD",
     "RELOAD",
 ]
-"""F forward, I input gradient, W weight gradient, B full backward (I and W); the rest says its name."""
+"""F forward, I input gradient, W weight gradient, B full backward (I and W); other names are self-explanatory."""
 
 COMPUTE: Final = frozenset({"F", "I", "W", "B", "OVERLAP_F_B"})
 _PER_STAGE: Final = frozenset({"UNSHARD", "RESHARD", "REDUCE_GRAD"})
@@ -52,7 +52,7 @@ PEERS: Final[dict[str, tuple[int, ActionKind]]] = {
     "SEND_B": (-1, "RECV_B"),
     "RECV_B": (1, "SEND_B"),
 }
-"""For every message what the other side does, and how many stages away it is."""
+"""Stage offset of the peer, and its action, for each send or receive."""
 _OVERLAP: Final = re.compile(r"\((.+)\)OVERLAP_F_B")
 
 
@@ -61,7 +61,7 @@ class Action:
     """Entry of a schedule.
 
     Attributes:
-        stage: Virtual stage, counted from the start of the model; -1 for OVERLAP_F_B, whose parts have their own.
+        stage: Virtual stage, counted from the start of the model; -1 for OVERLAP_F_B, whose parts each have a stage.
         kind: Kind of action.
         microbatch: Index of the microbatch; None for UNSHARD, RESHARD, REDUCE_GRAD and OVERLAP_F_B.
         parts: Actions of an OVERLAP_F_B.

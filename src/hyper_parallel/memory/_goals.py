@@ -86,7 +86,7 @@ def _least_time(search: Search, budget: int, finish: _Finish, limit_s: float) ->
             f"no memory plan fits {format_bytes(budget)} in less time than another one",
             got=f"{budget} bytes",
         )
-    return _any_within(search, budget, finish)
+    return _fallback_within_budget(search, budget, finish)
 
 
 def _fastest_within(
@@ -132,10 +132,10 @@ def _fastest_within(
     return best
 
 
-def _any_within(search: Search, budget: int, finish: _Finish) -> _PlannedProgram:
-    """Return the fastest fitting program among those of least peak, or raise HP402 with the least bytes.
+def _fallback_within_budget(search: Search, budget: int, finish: _Finish) -> _PlannedProgram:
+    """Return the fastest program that fits, from a search for minimum peak and one between that and the budget.
 
-    The search does not depend on the budget, so planning with the bytes of the error succeeds.
+    Raise HP402 with the smallest feasible budget. The minimum-peak search does not depend on the budget.
     """
     arena_budget = budget - search.program.staging_bytes
     floor = working_set_bytes(device_part(search.program, search.machine))

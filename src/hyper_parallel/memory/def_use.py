@@ -38,9 +38,9 @@ def use_definitions(
     """Return every storage's accesses in an order.
 
     Args:
-        program: Operators.
+        program: Operators and storages.
         order: Order of the operators.
-        hosted: Operators in host memory: their writes count, their uses of the device do not.
+        hosted: Optimizer operators that run on the host: their writes count, their uses of the device do not.
     """
     uses: list[list[int]] = [[] for _ in program.storages]
     writes: list[list[int]] = [[] for _ in program.storages]

@@ -240,7 +240,7 @@ def _searches(
     for label, hosted in host_update_sets(program, machine, order, slack_s):
         deferred = defer_host_readers(program, machine, order, hosted)
         rounding = Rounding(
-            program, machine, deferred, hosted, move=goal.move, recompute=goal.recompute
+            program, machine, deferred, hosted, movable_kinds=goal.move, recompute=goal.recompute
         )
         result.append(Search(program, machine, deferred, rounding, label, identity))
     return result

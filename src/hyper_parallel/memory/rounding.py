@@ -61,11 +61,11 @@ class Rounding:
     """Linear program of one order and one set of host updates, with its optima rounded to whole storages.
 
     Args:
-        program: Operators with their seconds.
+        program: Operators and storages, with the duration of each operator.
         machine: Machine with its channels.
         order: Order of the operators.
-        hosted: Operators in host memory.
-        move: Kinds of storages that may leave the device; None: all but inputs and outputs.
+        hosted: Optimizer operators that run on the host.
+        movable_kinds: Storage kinds that may be offloaded; None: all except inputs and outputs.
         recompute: Results may be recomputed.
     """
 
@@ -76,7 +76,7 @@ class Rounding:
         order: tuple[int, ...],
         hosted: frozenset[int],
         *,
-        move: Collection[StorageKind] | None,
+        movable_kinds: Collection[StorageKind] | None,
         recompute: bool,
     ) -> None:
         self._program, self._machine, self._order, self._hosted = program, machine, order, hosted
@@ -86,8 +86,8 @@ class Rounding:
             s
             for s, storage in enumerate(program.storages)
             if (
-                storage.kind in move
-                if move is not None
+                storage.kind in movable_kinds
+                if movable_kinds is not None
                 else storage.kind not in ("input", "output")
             )
             and (storage.persistent or not storage.at_start)

@@ -66,8 +66,8 @@ class ModelProperties:
     idle_modules: tuple[str, ...] = ()
     measured_on: str = ""
 
-    def questions(self) -> dict[str, Property]:
-        """Return the answers by the name of the property."""
+    def by_name(self) -> dict[str, Property]:
+        """Return the measured properties by name."""
         answers = {f.name: getattr(self, f.name) for f in fields(self)}
         return {name: value for name, value in answers.items() if isinstance(value, Property)}
 

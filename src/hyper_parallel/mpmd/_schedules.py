@@ -78,7 +78,7 @@ def make_schedule(
         et al. 2024, "Zero Bubble Pipeline Parallelism"; dualpipev: the V form of DeepSeek-AI 2024, section 3.2.1.
     """
     if name not in _FORMS:
-        raise ScheduleError(f"there is no schedule `{name}`", got=name, allowed=SCHEDULES)
+        raise ScheduleError(f"unknown schedule `{name}`", got=name, allowed=SCHEDULES)
     if ranks < 1:
         raise ScheduleError("a pipeline needs at least one rank", got=ranks, allowed="1 and more")
     form, p, m = _FORMS[name], ranks, microbatches

@@ -99,10 +99,10 @@ def _index(schedule: Schedule) -> dict[Action, _Spot]:
             ("microbatch", leaf.microbatch or 0, schedule.microbatches),
         ):
             if not 0 <= number < count:
-                what = f"{leaf} is of a {kind} that does not exist"
+                what = f"{leaf}: {kind} out of range"
                 _fail(schedule, spot, what, allowed=f"0 to {count - 1}")
         if leaf.microbatch is not None and (first := spots.setdefault(leaf, spot)) is not spot:
-            what = f"{leaf} happens twice, first as action {first[1]} of rank {first[0]}"
+            what = f"{leaf} is scheduled twice, first as action {first[1]} of rank {first[0]}"
             _fail(schedule, spot, what)
     return spots
 
@@ -119,7 +119,7 @@ def _wrong_computations(schedule: Schedule, spots: dict[Action, _Spot]) -> Itera
             last = max(spot for a, spot in spots.items() if a.stage == s)
             yield last, f"stage {s} has no forward of microbatch {i}"
         elif b and parts:
-            yield b, f"the backward of {s}F{i} happens as a whole and in parts"
+            yield b, f"the backward of {s}F{i} is scheduled both as B and as I/W"
         elif len(parts) == 1:
             yield parts[0], f"the backward of {s}F{i} has no {s}{'W' if gi else 'I'}{i}"
         elif not b and not parts:
@@ -127,7 +127,10 @@ def _wrong_computations(schedule: Schedule, spots: dict[Action, _Spot]) -> Itera
         else:
             for earlier, later in pairwise((f, *parts, *filter(None, (b,)))):
                 if later <= earlier:
-                    yield later, f"a backward of {s}F{i} stands before what it needs"
+                    yield (
+                        later,
+                        f"the backward of {s}F{i} is scheduled before an action that it depends on",
+                    )
 
 
 def _wrong_messages(
@@ -158,7 +161,7 @@ def _wrong_messages(
         if a.kind not in PEERS:
             continue
         if a not in expected:
-            yield spots[a], f"{a} has no stage on another rank as its peer"
+            yield spots[a], f"{a} has no peer stage on another rank"
         elif a.kind.startswith("SEND"):
             sends.setdefault((rank, place[a.peer.stage]), []).append(a.peer)
         else:
@@ -167,7 +170,7 @@ def _wrong_messages(
     for (sender, receiver), sent_for in sends.items():
         for wanted, a in zip(sent_for, receives[sender, receiver], strict=True):
             if wanted != a:
-                what = f"rank {receiver} receives {a} where rank {sender} sends for {wanted}"
+                what = f"rank {receiver} receives {a}, but rank {sender} sends {wanted.peer} next"
                 yield spots[a], what
 
 
@@ -196,7 +199,7 @@ def _wrong_sharding(schedule: Schedule, place: dict[int, int]) -> Iterator[_Wron
         backwards[s] += a.kind in ("B", "W")
     for rank, position, a in schedule.leaves():
         if reduced and a.kind == "F" and a.stage not in reduced:
-            what = f"gradients of stage {a.stage} are never reduced, others are"
+            what = f"gradients of stage {a.stage} are never reduced, unlike those of other stages"
             yield (rank, position), what
     for s in sorted(gathered):
         end = (place[s], len(schedule.ranks[place[s]]) - 1)

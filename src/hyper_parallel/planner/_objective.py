@@ -128,7 +128,7 @@ def _best_for(request: PlanRequest, objective: str, deadline_s: float | None, to
     if objective not in OBJECTIVES:
         near = difflib.get_close_matches(objective, OBJECTIVES, 1) or OBJECTIVES
         raise BadValue(
-            "there is no such objective",
+            f"unknown objective `{objective}`",
             got=objective,
             allowed=OBJECTIVES,
             hint=f"--objective {near[0]}",

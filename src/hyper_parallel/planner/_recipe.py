@@ -208,14 +208,15 @@ def _pins(recipe: Recipe, strategy: Strategy, where: Callable[[str], str]) -> di
     key = "stage_layers" if p.stage_layers else "schedule_file"
     if getattr(p, key):
         missing_key = "pp" if p.pp == 1 else "virtual_stages"
+        others = strategy.virtual_stages if p.pp == 1 else p.pp
         if p.pp == 1 or (
             "virtual_stages" not in explicit and p.schedule not in SINGLE_STAGE_SCHEDULES
         ):
             raise Contradiction(
-                f"`{key}` is valid for one number of stages only, so `auto` cannot choose it",
+                f"`{key}` fixes the number of stages, so `auto` needs `{missing_key}` to be set",
                 where=where(f"parallel.{key}"),
                 got=f"{key} without {missing_key}",
-                hint=f"parallel.{missing_key}=2",
+                hint=f"parallel.{missing_key}={max(2, len(p.stage_layers or ()) // others)}",
             )
         if p.stage_layers and len(p.stage_layers) != strategy.stages:
             raise Contradiction(

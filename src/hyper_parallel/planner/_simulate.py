@@ -41,16 +41,17 @@ def plan_tasks(plan: Plan) -> TaskGraph:
         plan: A plan with stages.
 
     Raises:
-        PlanUnreadable: HP306 when the plan has no stages, as files of earlier versions.
+        PlanUnreadable: HP306 when the plan lacks the costs of its stages, as files of earlier versions do.
         ScheduleError: HP320 when its schedule cannot run its microbatches.
     """
     s = plan.strategy
     if len(plan.stages) != s.pp * s.virtual_stages:
         raise PlanUnreadable(
-            "the plan has no stage costs",
+            "the plan's stage costs do not match its pipeline stages",
             got=f"{len(plan.stages)} stages",
-            allowed=s.pp * s.virtual_stages,
-            hint=f"hyper-parallel plan {plan.model.name} --topology {plan.topology} -o plan.json",
+            allowed=f"{s.pp * s.virtual_stages} stages (pp x virtual_stages)",
+            hint=f"hyper-parallel plan {plan.model.name} --topology {plan.topology} "
+            f"--devices {s.world_size} --seq-len {plan.workload.seq_len} -o plan.json",
         )
     microbatches = plan.workload.accumulation_steps or 1
     if s.schedule_file:

@@ -135,7 +135,7 @@ def check_exclusions(excluded: Sequence[str], pins: Mapping[str, int | str]) -> 
             continue
         if axis not in (*DEGREES, "tp", "dp"):
             allowed = (*DEGREES, "tp", *EXCLUDABLE)
-            raise BadValue("there is no such axis to exclude", got=axis, allowed=allowed)
+            raise BadValue(f"unknown axis `{axis}`", got=axis, allowed=allowed)
         for name in ("dp_replicate", "dp_shard") if axis == "dp" else (axis,):
             if pins.get(name, 1) != 1:
                 raise BadValue("an axis is pinned and excluded", got=f"{name}={pins[name]}")

@@ -168,7 +168,7 @@ def _impossible_pins(request: PlanRequest) -> Iterator[str]:
 
 
 def _legal_values(request: PlanRequest, name: str) -> list[int]:
-    """Return the values of a pin that are legal with the other pins."""
+    """Return the values of one fixed choice (`--pin`) that are legal with the other fixed choices."""
     values = [*range(len(PINNABLE[name].values))]
     if not values:
         largest = max(request.num_devices, request.model.num_layers)

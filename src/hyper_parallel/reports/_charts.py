@@ -252,7 +252,10 @@ def _boxes(plot: Any, data: dict[str, list[Any]]) -> Any:
 
 
 def _figure(height: int, x_label: str, unit: Unit, **ranges: Any) -> Any:
-    """Return an empty figure of full width; swiping over it scrolls the page, because no tool is active initially."""
+    """Return an empty full-width figure.
+
+    No drag or scroll tool is active, so touch gestures scroll the page.
+    """
     plot = figure(
         height=height,
         sizing_mode="stretch_width",

@@ -361,7 +361,7 @@ def launched_rank() -> tuple[int, int, int]:
     variables["LOCAL_RANK"] = os.environ.get("LOCAL_RANK", "0")
     for name, text in variables.items():
         if not text.isdecimal():
-            raise _incomplete(f"`{name}` is no number", f"{name}={text}")
+            raise _incomplete(f"`{name}` is not a number", f"{name}={text}")
     rank, world_size, local_rank = (int(text) for text in variables.values())
     if rank >= world_size:
         raise _incomplete("there is no such rank", f"RANK={rank}, WORLD_SIZE={world_size}")

@@ -10,7 +10,7 @@ from hyper_parallel.shard._boundary import (
     ring_bytes,
 )
 from hyper_parallel.shard._derive import derived_rules
-from hyper_parallel.shard._plan import ShardPlan, covers, plan_layouts, uncut_modules
+from hyper_parallel.shard._plan import ShardPlan, covers, plan_layouts, replicated_matrices
 from hyper_parallel.shard._rules import (
     FAMILIES,
     REFUSED,
@@ -65,7 +65,7 @@ __all__ = [
     "padded_sizes",
     "pipeline_boundaries",
     "plan_layouts",
+    "replicated_matrices",
     "ring_bytes",
     "sharing_boundaries",
-    "uncut_modules",
 ]

@@ -105,7 +105,10 @@ def _lengths(experts: list[Param]) -> list[int]:
 
 
 def expert_layout(layout: Layout, param: Param, strategy: Strategy) -> Layout:
-    """Return the layout of an expert parameter, fused or of a list, for ep above 1."""
+    """Return the layout of an expert parameter for ep > 1.
+
+    A fused tensor is sharded over its expert dim; a module of an expert list lives on one ep rank.
+    """
     listed = bool(_index(param))
     layout = replace(layout, one_of=("ep",)) if listed else layout.split(0, "ep")
     edp = strategy.expert_mesh().degree("edp")

@@ -136,7 +136,7 @@ def _fit(assigned: list[Param], sizes: Sizes, whole_stream: bool, notes: list[st
     return assigned
 
 
-def uncut_modules(
+def replicated_matrices(
     params: Iterable[tuple[str, tuple[int, ...]]], rules: Sequence[Rule]
 ) -> tuple[frozenset[str], bool]:
     """Return the matrices that tensor parallelism keeps whole on every rank, whatever its degree.

@@ -1,8 +1,8 @@
 """Rules that assign a style to each module, from a model's own plan or the table of families.
 
 A style states the sharding of a module's weight over the tensor-parallel axis and of its input and output.
-`normalise_plan` converts plans of Hugging Face configuration classes. Hugging Face styles without an exact
-implementation have names of their own, which `plan_layouts` refuses under tensor parallelism.
+`normalise_plan` converts plans of Hugging Face configuration classes. Hugging Face styles that are not
+implemented exactly map to the names in `REFUSED`; `plan_layouts` rejects them under tensor parallelism.
 """
 
 from __future__ import annotations

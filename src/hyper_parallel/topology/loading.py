@@ -65,7 +65,7 @@ def load_topology(name_or_path: str | Path) -> Supernode:
         return read_topology(_PRESETS / f"{preset}.yaml")
     near = difflib.get_close_matches(text, [*names, *_aliases(), "local"], n=3)
     raise UnknownTopology(
-        f"there is no topology `{text}`",
+        f"unknown topology `{text}`",
         got=text,
         allowed=["local", *names, "or the path of a YAML file"],
         hint=f"did you mean {' or '.join(f'`{n}`' for n in near)}?" if near else None,
@@ -79,7 +79,7 @@ def read_topology(path: Path) -> Supernode:
 
 @cache
 def _aliases() -> dict[str, str]:
-    """Alias to preset name, read from the preset files."""
+    """Return the mapping from alias to preset name, read from the preset files."""
     aliases = {}
     for name in preset_names():
         data = read_mapping(_PRESETS / f"{name}.yaml", TopologyUnreadable, "topology file")

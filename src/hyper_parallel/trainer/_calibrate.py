@@ -22,7 +22,7 @@ from hyper_parallel.calibration import (
     fit_probes,
     fit_stack,
     mean_rates,
-    write_own,
+    write_local_cards,
 )
 from hyper_parallel.config import load_recipe
 from hyper_parallel.cost import (
@@ -72,7 +72,7 @@ def calibrate_local(
     check_card_file(path)
     supernode = detect_local(ranks)
     by_ranks = {k: _measure(detect_local(k)) for k in _rank_counts(supernode)}
-    write_own(path, by_ranks)
+    write_local_cards(path, by_ranks)
     yield f"measured {supernode.description}"
     kind = supernode.device.kind
     if len(by_ranks) > 1:
@@ -104,7 +104,7 @@ def calibrate_first_run(job: Job) -> str | None:
     start = time.perf_counter()
     cards = _measure(supernode, short=True)
     try:
-        write_own(path, {**known, ranks: cards})
+        write_local_cards(path, {**known, ranks: cards})
     except OSError as error:
         logger.warning("the measured rates of this machine are not kept: %s", error)
         return None

@@ -20,8 +20,12 @@ _REMOVAL_S: Final = 2.0
 _POLL_S: Final = 0.02  # short compared to that
 
 
-def resume_hint(job: Job) -> str:
-    """Return a hint after non-finite numbers: the newest checkpoint with a smaller learning rate."""
+def nonfinite_hint(job: Job) -> str:
+    """Return a hint for a non-finite step.
+
+    It is the command that resumes from the newest checkpoint at a lower learning rate, or overrides if there is no
+    checkpoint.
+    """
     lr = min(job.recipe.training.lr / 10, _SAFE_LR)
     change = f"training.lr={lr:g}"
     if not checkpoints.steps(job.checkpoint_dir):

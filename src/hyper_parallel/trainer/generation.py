@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from hyper_parallel.backends.torch.decode_slots import SingleSequence, SlotSteps, why_no_slots
+from hyper_parallel.backends.torch.decode_slots import SingleSequence, SlotSteps, slot_cache_refusal
 from hyper_parallel.backends.torch.forward_state import reset_before_calls
 from hyper_parallel.backends.torch.forward_variants import loop_over_experts
 from hyper_parallel.backends.torch.memory.generation import (
@@ -172,7 +172,9 @@ def _load_model(export: Path, base: str, dtype: str | None, *, trusted: bool) ->
             "the exported model cannot be loaded",
             where=str(export),
             got=(str(error).splitlines() or [type(error).__name__])[0][:200],
-            hint="--trust-remote-code" if "trust_remote_code" in str(error) else None,
+            hint="--trust-remote-code"
+            if "trust_remote_code" in str(error)
+            else "hyper-parallel checkpoint export RUN_DIR",
         ) from error
     if report["missing_keys"]:
         raise WeightsUnreadable(
@@ -232,7 +234,7 @@ def decode(
     interrupt: Callable[[], bool] | None,
 ) -> None:
     """Continue sequences of a batch in place, to their ends or to an interrupt."""
-    if reason := why_no_slots(model):
+    if reason := slot_cache_refusal(model):
         logger.warning(
             "decoding has no key-value cache, so every token recomputes its prefix: %s", reason
         )
@@ -306,7 +308,9 @@ class Generator:
         for _ in stream:
             pass
         sequence.seconds = time.perf_counter() - start
-        generation = texts.to_generation(sequence, prompt, sampling, texts.stops(chat=chat))
+        generation = texts.to_generation(
+            sequence, prompt, sampling, texts.stop_token_ids(chat=chat)
+        )
         return replace(generation, memory=self.memory_use)
 
     def generate_batch(
@@ -324,7 +328,7 @@ class Generator:
         its tokens, under its own number, as without interruption; a finished one is returned unchanged.
 
         Args:
-            prompts: TextCodec, numbered from 0, or interrupted generations.
+            prompts: Texts, numbered from 0, or interrupted generations.
             sampling: Rule for choosing tokens.
             chat: Whether prompts are users' turns.
             slots: Maximum number of concurrent sequences.
@@ -376,7 +380,7 @@ class Generator:
     ) -> tuple[DecodingSequence, Iterator[int]]:
         texts, model = self._codec, self.model
         sequence = texts.begin(prompt, 0, sampling, chat=chat)
-        stops, ended = texts.stops(chat=chat), texts.ended(sampling)
+        stops, ended = texts.stop_token_ids(chat=chat), texts.ended(sampling)
         if self.memory is None:
             return sequence, _decode_sequence(model, sequence, sampling, stops, ended)
         length = sequence.start + sequence.limit - 1

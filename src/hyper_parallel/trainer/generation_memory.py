@@ -37,7 +37,7 @@ class DeviceMemory:
         """Return the budget from sizes such as `4GiB`.
 
         Raises:
-            BadValue: HP102 for text that is not a size.
+            BadValue: HP102 for a size that is malformed or not positive.
             OutputNotWritable: HP105 for a folder that is not writable.
         """
         if flash is not None:

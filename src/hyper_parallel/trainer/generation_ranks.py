@@ -68,7 +68,7 @@ def generate_on_ranks(
 
     Args:
         directory: RUN_DIR or Hugging Face directory.
-        prompts: TextCodec, numbered from 0, or interrupted generations.
+        prompts: Texts, numbered from 0, or interrupted generations.
         sampling: Rule for choosing tokens.
         parallel: Layout, as keys of a recipe's `parallel` section: `tp=2`, `dp_replicate=2 pp=2`.
         chat: Whether prompts are users' turns.

@@ -167,7 +167,7 @@ def _measure_in_child(
 def _unmeasured(model_class: str, why: str) -> ModelProperties:
     """Return properties without measurements."""
     empty = ModelProperties(model_class, measured_on=_NOTHING)
-    return replace(empty, **{n: replace(p, reason=why) for n, p in empty.questions().items()})
+    return replace(empty, **{n: replace(p, reason=why) for n, p in empty.by_name().items()})
 
 
 @driver_untouched()

@@ -122,8 +122,8 @@ class TextCodec:
             sequence.logprobs += previous.logprobs
         return sequence
 
-    def stops(self, *, chat: bool) -> set[int]:
-        """Return the stop tokens: the tokenizer's, the model's own list, and in a chat the template's."""
+    def stop_token_ids(self, *, chat: bool) -> set[int]:
+        """Return the stop tokens of the tokenizer and the generation config, and with `chat` those of the template."""
         return stop_ids(self.tokenizer, self._eos, chat=chat)
 
     def ended(self, sampling: Sampling) -> Callable[[DecodingSequence], bool] | None:
@@ -164,7 +164,7 @@ class PromptBatch:
 
     Args:
         texts: Text codec of the model.
-        prompts: TextCodec, numbered from 0, or interrupted generations.
+        prompts: Texts, numbered from 0, or interrupted generations.
         sampling: Rule for choosing tokens.
         chat: Whether prompts are users' turns.
 
@@ -180,7 +180,7 @@ class PromptBatch:
         *,
         chat: bool = False,
     ) -> None:
-        self.sampling, self.stops = sampling, texts.stops(chat=chat)
+        self.sampling, self.stops = sampling, texts.stop_token_ids(chat=chat)
         self.ended = texts.ended(sampling)
         self._texts, self._prompts = texts, prompts
         self.sequences = {

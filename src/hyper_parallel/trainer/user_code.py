@@ -28,7 +28,10 @@ def load_class(path: str, base: type, where: str) -> type:
     cls = _imported(path, where, "class", allowed)
     if not (isinstance(cls, type) and issubclass(cls, base)):
         raise NotImportable(
-            "this is not a subclass of the required class", where=where, got=path, allowed=allowed
+            f"`{path}` is not a subclass of `{base.__qualname__}`",
+            where=where,
+            got=path,
+            allowed=allowed,
         )
     return cls
 
@@ -60,5 +63,5 @@ def _imported(path: str, where: str, kind: str, allowed: str) -> Any:
     except Exception as error:  # imports run user code
         got = f"{path}: {type(error).__name__}: {error}"
         raise NotImportable(
-            f"there is no such {kind}", where=where, got=got, allowed=allowed
+            f"unknown {kind} `{path}`", where=where, got=got, allowed=allowed
         ) from error

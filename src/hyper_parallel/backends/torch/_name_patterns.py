@@ -126,7 +126,7 @@ def chosen_names(config: Any, names: Iterable[str], where: str) -> set[str]:
     return chosen - _with_ends(excluded, chosen)
 
 
-def ends_of(name: str) -> list[str]:
+def name_suffixes(name: str) -> list[str]:
     """Return a name and its suffixes: `a.b.c`, `b.c`, `c`."""
     parts = name.split(".")
     return [".".join(parts[i:]) for i in range(len(parts))]
@@ -134,7 +134,7 @@ def ends_of(name: str) -> list[str]:
 
 def _with_ends(ends: Iterable[str], names: Iterable[str]) -> set[str]:
     known = {*ends}
-    return {name for name in names if not known.isdisjoint(ends_of(name))}
+    return {name for name in names if not known.isdisjoint(name_suffixes(name))}
 
 
 def _in_layers(config: Any, names: Iterable[str], where: str) -> set[str]:
@@ -155,7 +155,7 @@ def _in_layers(config: Any, names: Iterable[str], where: str) -> set[str]:
         for i in range(1, len(parts) - 1):
             # Without patterns, at least two names must precede the index.
             fits = not patterns and i > 1
-            fits = fits or not patterns.isdisjoint(ends_of(".".join(parts[:i])))
+            fits = fits or not patterns.isdisjoint(name_suffixes(".".join(parts[:i])))
             if fits and parts[i].isdecimal():
                 if int(parts[i]) in wanted:
                     selected.add(name)

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from torch import nn
 
-from hyper_parallel.backends.torch._name_patterns import chosen_names, ends_of
+from hyper_parallel.backends.torch._name_patterns import chosen_names, name_suffixes
 from hyper_parallel.backends.torch.token_scores import head_of
 from hyper_parallel.backends.torch.weights.linear_map import is_linear_class, linear_maps
 from hyper_parallel.config import NAMES_OF_EXPERTS
@@ -58,7 +58,7 @@ def all_linear(model: nn.Module, adaptable: Mapping[str, nn.Module]) -> str | li
         return "all-linear"
     ends = last_names(adaptable)
     known = {*ends}
-    fits = {name for name in modules if not known.isdisjoint(ends_of(name))}
+    fits = {name for name in modules if not known.isdisjoint(name_suffixes(name))}
     return ends if fits == adaptable.keys() else sorted(adaptable)
 
 
@@ -80,7 +80,7 @@ def check_names(
     modules = {n: m for n, m in model.named_modules() if n}
     saved, targets = config.modules_to_save or (), config.target_modules
     owners = [n for n, m in modules.items() if any(True for _ in m.parameters(recurse=False))]
-    known = {end for name in modules for end in ends_of(name)}
+    known = {end for name in modules for end in name_suffixes(name)}
     absent = (s for s in saved if s not in known and not any(n.endswith(s) for n in modules))
     if missing := [*itertools.islice(absent, _SHOWN)]:
         names = last_names(owners)

@@ -162,7 +162,7 @@ class SlotPasses(Passes):
     """Passes with a KV cache.
 
     Args:
-        model: A causal language model for which `why_no_slots` returns None.
+        model: A causal language model for which `slot_cache_refusal` returns None.
         slots: Maximum number of concurrent sequences.
         length: Maximum number of tokens read per sequence.
         chunk: Maximum number of tokens per sequence and pass.
@@ -351,8 +351,8 @@ class RecomputePasses(Passes):
         self._texts[target], self._texts[source] = self._texts[source], []
 
 
-def why_no_slots(model: Any) -> str | None:
-    """Return why a model cannot cache several sequences in slots, or None."""
+def slot_cache_refusal(model: Any) -> str | None:
+    """Return why the model cannot decode several sequences in one KV cache, or None."""
     if why := why_no_own_cache(model):
         return why
     config = model.config.get_text_config(decoder=True)
@@ -383,7 +383,7 @@ def passes_of(model: Any, slots: int, length: int) -> Passes:
             allowed=f"at most {max_length} tokens of prompt and continuation",
             hint="fewer new tokens, or one prompt at a time",
         )
-    if why_no_slots(model):
+    if slot_cache_refusal(model):
         properties = known_properties(model)
         batched = properties is None or (
             properties.padding_inert.agrees and properties.rows_independent.agrees

@@ -36,8 +36,8 @@ Wait = Callable[[], Any]
 """Blocks until a collective is complete, and returns its result."""
 
 
-class Launch(Protocol):
-    """Issues a collective on tensors; with `async_op` it returns before the collective is complete."""
+class CollectiveLauncher(Protocol):
+    """Callable that issues a collective; with `async_op`, it returns before completion."""
 
     def __call__(self, *tensors: Tensor, async_op: bool) -> Wait:
         """Return the function that waits for the result."""
@@ -56,7 +56,7 @@ class _Start(torch.autograd.Function):
     """Issue the collective; the results stand for it until `_Finish` replaces them."""
 
     @staticmethod
-    def forward(ctx: Any, flight: _Flight, launch: Launch, *tensors: Tensor) -> Any:
+    def forward(ctx: Any, flight: _Flight, launch: CollectiveLauncher, *tensors: Tensor) -> Any:
         ctx.flight, ctx.num_tensors = flight, len(tensors)
         flight.forward = launch(*tensors, async_op=True)
         return tuple(x.view_as(x) for x in tensors)
@@ -72,7 +72,7 @@ class _Finish(torch.autograd.Function):
     """Wait for the collective; backward issues its transpose, whose result the backward of `_Start` returns."""
 
     @staticmethod
-    def forward(ctx: Any, flight: _Flight, transpose: Launch, *started: Tensor) -> Any:
+    def forward(ctx: Any, flight: _Flight, transpose: CollectiveLauncher, *started: Tensor) -> Any:
         ctx.flight, ctx.transpose = flight, transpose
         ctx.inputs = [(x.shape, x.dtype, x.device) for x in started]
         assert flight.forward is not None
@@ -88,10 +88,12 @@ class _Finish(torch.autograd.Function):
         return None, None, *stand_ins
 
 
-class Pending:
+class PendingCollective:
     """Collective in flight; `finish` must be called once."""
 
-    def __init__(self, launch: Launch, transpose: Launch, *tensors: Tensor) -> None:
+    def __init__(
+        self, launch: CollectiveLauncher, transpose: CollectiveLauncher, *tensors: Tensor
+    ) -> None:
         self._flight, self._transpose = _Flight(), transpose
         self._started = _Start.apply(self._flight, launch, *tensors)
 
@@ -106,7 +108,9 @@ class Pending:
         return _Finish.apply(self._flight, self._transpose, *self._started)
 
 
-def start(launch: Launch, transpose: Launch, *tensors: Tensor) -> Pending:
+def start(
+    launch: CollectiveLauncher, transpose: CollectiveLauncher, *tensors: Tensor
+) -> PendingCollective:
     """Issue a collective.
 
     Args:
@@ -114,13 +118,16 @@ def start(launch: Launch, transpose: Launch, *tensors: Tensor) -> Pending:
         transpose: Its transpose, applied to the gradients of the results.
         tensors: Inputs, of which nothing else may be changed in place before `finish`.
     """
-    return Pending(launch, transpose, *tensors)
+    return PendingCollective(launch, transpose, *tensors)
 
 
 def collective(
-    launch: Launch, transpose: Launch, *tensors: Tensor, leads_to_start: bool = False
+    launch: CollectiveLauncher,
+    transpose: CollectiveLauncher,
+    *tensors: Tensor,
+    leads_to_start: bool = False,
 ) -> Any:
-    """Return the result of a collective; arguments as in `start` and `Pending.finish`.
+    """Return the result of a collective; arguments as in `start` and `PendingCollective.finish`.
 
     It is in flight while another half-batch computes, inside of `interleave`; elsewhere the call blocks.
     """
@@ -139,7 +146,7 @@ def offer_turn() -> None:
         halves.offer()
 
 
-def _blocking(launch: Launch, transpose: Launch, *tensors: Tensor) -> Any:
+def _blocking(launch: CollectiveLauncher, transpose: CollectiveLauncher, *tensors: Tensor) -> Any:
     def run(*inputs: Tensor) -> Any:
         return launch(*inputs, async_op=False)()
 
@@ -153,7 +160,7 @@ def _launch_identity(x: Tensor, *, async_op: bool) -> Wait:
     return lambda: x.view_as(x)
 
 
-def _launch_sum(group: ProcessGroup, name: Purpose) -> Launch:
+def _launch_sum(group: ProcessGroup, name: Purpose) -> CollectiveLauncher:
     return partial(launch_all_reduce, group=group, name=name)
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from hyper_parallel.backends.torch.decode_slots import SlotPasses, why_no_slots
+from hyper_parallel.backends.torch.decode_slots import SlotPasses, slot_cache_refusal
 from hyper_parallel.backends.torch.forward_variants import keep_float64
 from hyper_parallel.backends.torch.half_batch import HalfBatch
 from hyper_parallel.backends.torch.model_structure import layers_of
@@ -269,7 +269,7 @@ class _Texts:
 
     def slot_cache(self) -> float:
         """Decode two texts, one of them prefilled in two chunks; return the largest difference from full passes."""
-        if why := why_no_slots(self._model):
+        if why := slot_cache_refusal(self._model):
             raise _Unmeasured(why)
         passes = SlotPasses(self._model, 3, _DOCUMENT)
         short, long = _PROMPT - 2, _PROMPT

@@ -56,10 +56,11 @@ def load_hsdp_model(model: nn.Module, checkpoint_dir: str | Path) -> bool:
 def load_hsdp_optimizer_and_scheduler(
     optimizer: Any, lr_scheduler: Any, checkpoint_dir: str | Path
 ) -> None:
-    """Load moments by name into a new optimizer, and the scheduler; do nothing when there is no checkpoint.
+    """Load weights, optimizer state and scheduler state of a checkpoint; do nothing if there is none.
 
     Raises:
-        As `load_hsdp_model`, and BadValue (HP102) for an optimizer that does not belong to a prepared model.
+        CheckpointCorrupt: HP701 for damaged files. CheckpointMismatch: HP702 with the first different tensor.
+        BadValue: HP102 for an optimizer that does not belong to a prepared model.
     """
     folder = Path(checkpoint_dir, _FOLDER)
     if not folder.is_dir():

@@ -144,11 +144,15 @@ class HyperParallelArguments(BaseModel):
             )
         experts = max(model_ranks * shard // self.ep_size, 1)
         if self.efsdp_size not in (None, experts):
+            ep_size = math.gcd(self.ep_size, model_ranks * shard)
+            experts = model_ranks * shard // ep_size
             raise DegreesMismatch(
-                "ep_size and efsdp_size do not fit the ranks that share parameters",
+                "ep_size x efsdp_size must equal tp_size x cp_size x fsdp_size",
                 got=f"efsdp_size={self.efsdp_size}, ep_size={self.ep_size} of {model_ranks * shard} ranks",
-                allowed=experts,
-                hint=f'{{"ep_size": {self.ep_size}, "efsdp_size": {experts}}}',
+                allowed=f"efsdp_size={experts}"
+                if ep_size == self.ep_size
+                else f"ep_size={ep_size}, efsdp_size={experts}",
+                hint=f'{{"ep_size": {ep_size}, "efsdp_size": {experts}}}',
             )
         return Strategy(
             dp_replicate=world_size // (model_ranks * shard),

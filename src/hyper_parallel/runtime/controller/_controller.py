@@ -111,7 +111,7 @@ class Controller:
             JournalMismatch: HP641 when the journal records another choice at this position.
         """
         if not calls:
-            raise BadValue("there is no first of no calls", got="[]")
+            raise BadValue("the list of calls is empty", got="[]")
         among = as_json(tuple([call.role.name, call.number] for call in calls), "`first`")
         number = next(self._choices)
         if (record := self.journal.recall(None, number, "first", among)) is not None:

@@ -163,7 +163,7 @@ class Journal:
 
     def _no_record(self, index: int, line: bytes) -> JournalMismatch:
         return JournalMismatch(
-            "a line of the journal is no record",
+            "a line of the journal is not a record",
             where=f"{self._path}:{index + 1}",
             got=repr(line[:80]),
             hint=f"mv {self._path} {self._path}.old",

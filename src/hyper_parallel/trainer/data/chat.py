@@ -111,10 +111,11 @@ def encode_conversation(
     """
     if not tokenizer.is_fast:
         raise BadValue(
-            "stage sft needs a tokenizer that reports character offsets",
+            "conversations need a fast tokenizer, which reports character offsets",
             where="data.tokenizer",
             got=type(tokenizer).__name__,
             allowed="a tokenizer with a tokenizer.json",
+            hint="data.tokenizer=<a tokenizer that is published as tokenizer.json>",
         )
     text, spans = assistant_spans(tokenizer, conversation, where, num_context)
     return tokens_of_spans(tokenizer, text, spans, where)

@@ -194,7 +194,7 @@ class RecordRules:
 
     def _of_another_stage(self, key: str, value: Any, where: str) -> NoData:
         return NoData(
-            f"`{key}` of a record is only read with `stage: {_OF_STAGES[key]}`",
+            f"the key `{key}` is used only by stage {_OF_STAGES[key]}",
             where=where,
             got=f"{key}: {abbreviated(value)}",
             allowed=f"stage={_OF_STAGES[key]}, or records without this key",

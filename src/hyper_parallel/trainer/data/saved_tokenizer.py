@@ -203,12 +203,12 @@ def copy_tokenizer(source: str | Path, target: Path) -> None:
 
 def _same_pipelines(source: Path, target: Path) -> bool:
     """Return whether the copy loads with the pipeline of its source; name the class in the copy if necessary."""
-    with _folder(source, _config_values(source), None, small=source) as folder:
+    with _temporary_tokenizer(source, _config_values(source), None, small=source) as folder:
         original = _load(folder)
     if original is None:
         return False
     for name in [None] * (not _has_code(target)) + [class_name(original)]:
-        with _folder(target, _config_values(target), name, small=source) as folder:
+        with _temporary_tokenizer(target, _config_values(target), name, small=source) as folder:
             if not _same_pipeline(original, _load(folder)):
                 continue
         if name is not None:
@@ -249,7 +249,7 @@ def required_class(
     *,
     is_own: bool = False,
 ) -> str | None:
-    """Return the class that the tokenizer's files must name so that every later reader produces the same tokens.
+    """Return the `tokenizer_class` to write so that transformers loads the exported files with the same tokens.
 
     Args:
         hf: The tokenizer as loaded from the directory.
@@ -262,11 +262,13 @@ def required_class(
         None if the files need no change.
 
     Raises:
-        BadValue: HP102 when the class chosen next to the model's config produces other tokens.
+        BadValue: HP102 if the class that transformers chooses for the model's config produces other tokens.
     """
     names = [None] * (not _has_code(directory)) + [class_name(hf)]
     # If the files without their vocabulary load with the same pipeline, no probes are needed.
-    with _folder(directory, _config_values(directory), None, small=directory) as folder:
+    with _temporary_tokenizer(
+        directory, _config_values(directory), None, small=directory
+    ) as folder:
         small = _load(folder)
     if small is not None and type(small) is type(hf):
         for name in names:
@@ -275,7 +277,7 @@ def required_class(
     for name in names:
         if not any(_differences(hf, directory, config, samples, name)):
             return name
-    with _folder(directory, config, None) as folder:
+    with _temporary_tokenizer(directory, config, None) as folder:
         exported = load_tokenizer(folder)
         name = class_name(exported)
         # Try the class that the model's config demands, then the generic one.
@@ -295,7 +297,7 @@ def _pipelines_agree(
 ) -> Iterator[bool]:
     """Yield whether a tokenizer without vocabulary loads alike next to the model's config, then without a config."""
     for values in (config, None) if config is not None else (None,):
-        with _folder(directory, values, name, small=directory) as folder:
+        with _temporary_tokenizer(directory, values, name, small=directory) as folder:
             yield _same_pipeline(small, _load(folder))
 
 
@@ -308,7 +310,7 @@ def _differences(
 ) -> Iterator[str | None]:
     """Yield the difference of the tokenizer loaded next to the model's config, then without a config; None: equal."""
     for values in (config, None) if config is not None else (None,):
-        with _folder(directory, values, name) as folder:
+        with _temporary_tokenizer(directory, values, name) as folder:
             yield _difference(hf, folder, samples)
 
 
@@ -321,20 +323,20 @@ def _difference(hf: Any, folder: Path, samples: Sequence[str] = ()) -> str | Non
 
 
 @contextmanager
-def _folder(
+def _temporary_tokenizer(
     directory: Path,
     config: Mapping[str, Any] | None,
-    name: str | None,
+    class_name: str | None,
     *,
     small: Path | None = None,
 ) -> Iterator[Path]:
-    """Yield a temporary folder with the files of a tokenizer, its class name, and a model's config.json.
+    """Yield a temporary directory of symlinks to a tokenizer's files.
 
     Args:
         directory: Directory of the tokenizer.
-        config: Values of the config; None: the folder has none.
-        name: Name of the class; None: unchanged.
-        small: Directory whose tokenizer.json, without the vocabulary, replaces the original; only for BPE models.
+        config: Model config; adds a config.json with the keys that select a tokenizer class. None: no config.json.
+        class_name: Replaces the tokenizer's class; None: unchanged.
+        small: Directory whose tokenizer.json is copied without vocabulary, if it is a BPE model.
     """
     with TemporaryDirectory(prefix="tokenizer-") as temporary:
         folder = Path(temporary)
@@ -344,8 +346,8 @@ def _folder(
         if small is not None and (text := without_vocabulary(small)) is not None:
             (folder / BACKEND).unlink()
             (folder / BACKEND).write_text(text, encoding="utf-8")
-        if name is not None:
-            set_class(folder, name)
+        if class_name is not None:
+            set_class(folder, class_name)
         if config is not None:
             values = {key: config[key] for key in _DECIDING if isinstance(config.get(key), str)}
             (folder / _MODEL_CONFIG).write_text(json.dumps(values), encoding="utf-8")

@@ -335,12 +335,21 @@ def _check_stage(source: Source, stage: str) -> None:
         wanted = {"sft": "the assistant's turns", **PREFERENCE_STAGES}.get(stage, "one text each")
         kind = "pairs" if pairs else "conversations" if source.is_conversations else "plain text"
         raise Contradiction(
-            f"`stage: {stage}` trains on {wanted}, and the source holds {kind}",
+            f"`stage: {stage}` trains on {wanted}, but the source holds {kind}",
             where=f"data.source: {source.name}",
             got=f"stage={stage}, records={source.shape}",
-            allowed="dpo, orpo, rm: preference; sft, kto, grpo: sharegpt, alpaca, prompt_completion; pt: any other",
+            allowed=_formats_of(stage),
             hint=f"stage={'dpo' if pairs else 'sft' if source.is_conversations else 'pt'}",
         )
+
+
+def _formats_of(stage: str) -> str:
+    """Return the formats of records that a stage trains on."""
+    if stage in ("dpo", "orpo", "rm"):
+        return "preference"
+    if stage in ("sft", "kto", "grpo"):
+        return "sharegpt, alpaca, prompt_completion"
+    return "any format except preference"
 
 
 def _has_empty_answers(document: Document) -> bool:
@@ -509,10 +518,10 @@ def _of_one_kind(root: Path, files: list[Path], format_: str) -> list[Path]:
     suffixes = ", ".join(sorted({"".join(f.suffixes[-2:]) or f.name for f in files}))
     if format_ == "auto" and len(kinds) > 1:
         raise NoData(
-            "the data directory mixes kinds of files",
+            "the data directory contains several file types",
             where=f"data.source: {root}",
             got=suffixes,
-            allowed="one of text, JSON, parquet, CSV; or a format that says which files to take (text: all)",
+            allowed="one of text, JSON, parquet, CSV; or set data.format to select one (text: all files)",
             hint=f"data.format={next(f for f in _RECORDS[::-1] if _FORMATS[f] & kinds)}",
         )
     chosen = [f for f in files if kind_of(f) in kinds]

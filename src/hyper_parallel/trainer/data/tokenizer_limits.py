@@ -40,7 +40,7 @@ class Unbounded(ValueError):
 
 
 def check_files(directory: Path, names: Sequence[str]) -> None:
-    """Raise for tokenizer files that are not regular files, or larger than any published file.
+    """Raise for tokenizer files that are not regular files or exceed 64 MiB.
 
     Raises:
         NoData: HP602 naming the file.

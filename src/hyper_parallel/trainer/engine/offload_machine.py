@@ -128,7 +128,8 @@ def check_offload(
         return
     if strategy.tp > 1 and has_dropout(model) and resolve_layouts(model, plan).whole_stream:
         raise CaptureUnsupported(
-            "a memory plan draws all random numbers from one stream, and heads of other ranks need masks of their own",
+            "offload does not support dropout under tensor parallelism with replicated activations: each rank needs "
+            "its own random stream",
             where=where("parallel.tp_x"),
             got=f"tp={strategy.tp}, a model with dropout",
             allowed="training.disable_dropout=true, or parallel.tp=1",
@@ -157,7 +158,7 @@ def check_offload(
 
 
 def measured_machine(machine: MemoryMachine, measured: Measured) -> MemoryMachine:
-    """Return the machine with the bandwidths measured in a step."""
+    """Return the machine with bandwidths replaced by measured ones where they differ by more than 2 %."""
     changed = {}
     for kind in ("store", "prefetch", "copy_out", "copy_in"):
         channel: Channel | None = getattr(machine, kind)

@@ -106,7 +106,7 @@ def optimizer_class(name: str, where: str = "training.optimizer") -> Any:
             "the dotted path of a subclass of torch.optim.Optimizer",
         ]
         raise BadValue(
-            "there is no optimizer of this name",
+            f"unknown optimizer `{name}`",
             where=where,
             got=name,
             allowed=allowed,
@@ -135,10 +135,10 @@ def check_optimizer(
     sharded_axes = [f"{axis}={degree}" for axis, degree in sharding.items() if degree > 1]
     if issubclass(chosen, _NEED_FULL_MATRICES) and sharded_axes:
         raise Contradiction(
-            f"{name} needs whole matrices, and the layout shards them",
+            f"{name} needs unsharded matrices, but the layout shards them",
             where=key,
             got=f"optimizer={name}, {', '.join(sharded_axes)}",
-            allowed="pp and dp_replicate; or an optimizer that works element by element: adamw, adam, sgd",
+            allowed="only pp and dp_replicate, or an element-wise optimizer: adamw, adam, sgd",
             hint="set `training.optimizer=adamw`",
         )
     if training.dtype == "float16" and plan.model.num_active_params != plan.model.num_params:

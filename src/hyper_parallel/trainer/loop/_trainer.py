@@ -28,7 +28,7 @@ from hyper_parallel.ir import Plan, Timeline
 from hyper_parallel.received import Limits, read_json
 from hyper_parallel.trainer.data.summary import records_word
 from hyper_parallel.trainer.data_record import write_data_record
-from hyper_parallel.trainer.directory_watch import DirectoryWatch, resume_hint
+from hyper_parallel.trainer.directory_watch import DirectoryWatch, nonfinite_hint
 from hyper_parallel.trainer.files import write_text, write_timeline
 from hyper_parallel.trainer.loop._display import Display
 from hyper_parallel.trainer.loop._schedule import LrSchedule
@@ -209,7 +209,7 @@ class Trainer:
             with closing(DirectoryWatch(self._job.output_dir)) as self._watch:
                 return self._train()
         except LossNotFinite as error:
-            error.hint = error.hint or resume_hint(self._job)
+            error.hint = error.hint or nonfinite_hint(self._job)
             raise
 
     def _train(self) -> Summary | None:

@@ -33,8 +33,8 @@ class Environments:
     Args:
         kind: Class of the user.
         tokenizer: Tokenizer of the run.
-        prompts: TextCodec of the prompts, as passed to rewards.
-        answers: TextCodec of the answers.
+        prompts: Prompts as text, as passed to rewards.
+        answers: Reference answers as text.
         seeds: Seed of each completion; independent of time and rank of sampling.
     """
 

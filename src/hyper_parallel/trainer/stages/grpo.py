@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hyper_parallel.backends.torch import TOKEN_MASK
-from hyper_parallel.backends.torch.decode_slots import why_no_slots
+from hyper_parallel.backends.torch.decode_slots import slot_cache_refusal
 from hyper_parallel.ir import Plan
 from hyper_parallel.trainer.data.batches import IGNORE_INDEX
 from hyper_parallel.trainer.input_checksums import RunInputs
@@ -101,7 +101,7 @@ class GrpoStage:
         if self.reference is not None:
             weights = self.reference()
             self._reference_weights = None if self.settings.reference_on_samplers else weights
-        if (reason := why_no_slots(self.sampler.model)) and self.rank == 0:
+        if (reason := slot_cache_refusal(self.sampler.model)) and self.rank == 0:
             _log.warning(
                 "sampling has no key-value cache, so every token recomputes its prefix: %s", reason
             )
@@ -132,7 +132,7 @@ class GrpoStage:
             "stopped": stopped / total,
             **self._mean_rewards(named, total),
         }
-        batch = self._batch(completions, rewards)
+        batch = self._objective_inputs(completions, rewards)
         batch["weights"] = torch.where(
             completions.sampled[:, 1:], 1 / (total * lengths)[:, None], 0.0
         )
@@ -177,7 +177,7 @@ class GrpoStage:
         if self.settings.scale_rewards:
             advantages = advantages / (groups.std(1, keepdim=True) + _EPSILON)
         tokens = self._record_rollout(completions, groups, sums, step)
-        batch = self._batch(completions, advantages.view(-1))
+        batch = self._objective_inputs(completions, advantages.view(-1))
         batch["weights"], tokens = self._token_weights(batch, completions.sampled, tokens, size)
         if self._reference_weights is not None:
             with self._reference_weights.weights():
@@ -258,8 +258,8 @@ class GrpoStage:
             measured.clear()
         self._effective, self._is_first_iteration = None, False
 
-    def _batch(self, completions: Completions, advantages: Tensor) -> dict[str, Tensor]:
-        """Return the inputs of the objective other than `weights`."""
+    def _objective_inputs(self, completions: Completions, advantages: Tensor) -> dict[str, Tensor]:
+        """Clear the previous step's measurements and return the inputs of the objective, except `weights`."""
         self._begin()
         return {
             "input_ids": completions.tokens[:, :-1],

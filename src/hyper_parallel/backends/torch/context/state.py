@@ -38,9 +38,9 @@ class ContextState:
 
     Attributes:
         group: Context-parallel process group.
-        gather_keys: True if one all-gather of keys and values replaces the rounds of the ring.
-        ulysses: Number of ranks that exchange heads for tokens, inside the group.
-        view: Mask data of the running forward pass; None outside of a pass.
+        gather_keys: True if one all-gather of keys and values replaces the ring steps.
+        ulysses: Ulysses degree: ranks of the group that swap the head shard for the sequence shard by all-to-all.
+        view: Document lengths and boundaries of the running forward pass; None outside of a pass.
         calls: Attention calls of this pass.
     """
 

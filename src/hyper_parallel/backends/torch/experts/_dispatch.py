@@ -33,7 +33,12 @@ from torch.autograd.function import once_differentiable
 
 from hyper_parallel.backends.torch.collectives import all_to_all, launch_all_to_all, paired
 from hyper_parallel.backends.torch.experts.routing import LayerRouting, is_first_forward
-from hyper_parallel.backends.torch.in_flight import Launch, Pending, collective, start
+from hyper_parallel.backends.torch.in_flight import (
+    CollectiveLauncher,
+    PendingCollective,
+    collective,
+    start,
+)
 from hyper_parallel.ir import Purpose
 
 
@@ -112,7 +117,7 @@ def _launch_exchange(
 
 def _exchange_pair(
     send: list[int], receive: list[int], group: dist.ProcessGroup
-) -> tuple[Launch, Launch]:
+) -> tuple[CollectiveLauncher, CollectiveLauncher]:
     """Return the all-to-all of rows and its transpose; `send` and `receive` are the numbers of rows per rank."""
     forward = partial(_launch_exchange, send=send, receive=receive, group=group)
     return forward, partial(_launch_exchange, send=receive, receive=send, group=group)
@@ -345,5 +350,5 @@ def _exchange_and_work(
 
 def _start_next(
     sends: Iterator[Callable[[], Tensor]], a: _Assignment, group: dist.ProcessGroup
-) -> Pending:
+) -> PendingCollective:
     return start(*_exchange_pair(a.send, a.receive, group), next(sends)())

@@ -59,7 +59,7 @@ class Captured:
 
     @property
     def input_storages(self) -> set[int]:
-        """Storages of the step's inputs; the caller keeps them."""
+        """Storages of the step's inputs, which the caller owns."""
         return {view.storage for view in self.inputs.values()}
 
     @property

@@ -39,9 +39,10 @@ def refuse_unplaced(func: Any) -> None:
     """
     if _is_functional(func) and func._opname.removesuffix("_") not in _FUNCTIONAL:
         raise CaptureUnsupported(
-            f"`{func}` cannot write its results at given addresses",
+            f"offload does not support the collective `{func}`: "
+            "it has no variant that writes into a given output buffer",
             allowed=sorted(_FUNCTIONAL),
-            hint="use the collectives of torch.distributed, one tensor each",
+            hint="use the torch.distributed collectives on single tensors",
         )
 
 

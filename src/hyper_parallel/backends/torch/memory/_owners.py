@@ -57,13 +57,13 @@ class Owners:
         """Check that every owner has its bytes, resident or evicted.
 
         Raises:
-            StepChanged: HP512 when another planned device owns them.
+            StepChanged: HP512 when another offloaded step owns them.
         """
         for s, tensor in self._captured.state.items():
             if num_bytes(tensor.untyped_storage()) != self._captured.program.storages[s].num_bytes:
                 raise StepChanged(
-                    f"`{self._name(s)}` has no bytes: another planned device owns them",
-                    hint="close the other device first",
+                    f"the storage of `{self._name(s)}` belongs to another offloaded step",
+                    hint="call `close()` on the other `hp.offload` step first",
                 )
 
     def make_stubs(self) -> None:

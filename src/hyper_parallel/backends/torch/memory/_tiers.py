@@ -164,10 +164,10 @@ class FileTier:
             with suppress(OSError):
                 temporary.unlink(missing_ok=True)
             raise TransferFailed(
-                "a storage could not be written to flash",
+                "cannot write a storage to the flash tier",
                 where=str(path),
                 got=str(error),
-                hint="free space in the flash folder, or plan without a flash tier",
+                hint="free space in `offload.flash_dir` and check its permissions, or plan without a flash tier",
             ) from error
 
     def read(self, storage: int, target: torch.UntypedStorage) -> None:
@@ -211,7 +211,10 @@ class FileTier:
             path.unlink(missing_ok=True)
         except OSError as error:
             raise TransferFailed(
-                "a flash file could not be removed", where=str(path), got=str(error)
+                "cannot delete a file of the flash tier",
+                where=str(path),
+                got=str(error),
+                hint="check the permissions of `offload.flash_dir`",
             ) from error
         self._sums.pop(storage, None)
         self._meter.add(-self._sizes.pop(storage))

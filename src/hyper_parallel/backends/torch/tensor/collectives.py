@@ -24,7 +24,7 @@ from hyper_parallel.backends.torch.collectives import (
     launch_reduce_into,
     paired,
 )
-from hyper_parallel.backends.torch.in_flight import Launch, collective
+from hyper_parallel.backends.torch.in_flight import CollectiveLauncher, collective
 from hyper_parallel.ir import Purpose
 
 
@@ -44,7 +44,9 @@ def gather(x: Tensor, dim: int, group: ProcessGroup, name: Purpose) -> Tensor:
     return collective(*gather_pair(dim, group, name), x)  # type: ignore[no-any-return]
 
 
-def gather_pair(dim: int, group: ProcessGroup, name: Purpose) -> tuple[Launch, Launch]:
+def gather_pair(
+    dim: int, group: ProcessGroup, name: Purpose
+) -> tuple[CollectiveLauncher, CollectiveLauncher]:
     """Return the collective of `gather` and its transpose."""
     back = partial(_launch_scatter, dim=dim, group=group, name=name.backward)
     return partial(_launch_gather, dim=dim, group=group, name=name), back
@@ -53,11 +55,13 @@ def gather_pair(dim: int, group: ProcessGroup, name: Purpose) -> tuple[Launch, L
 def scatter(
     x: Tensor, dim: int, group: ProcessGroup, name: Purpose, *, leads_to_start: bool = False
 ) -> Tensor:
-    """Reduce-scatter along a dim; backward is an all-gather; `leads_to_start` as in `Pending.finish`."""
+    """Reduce-scatter along a dim; backward is an all-gather; `leads_to_start` as in `PendingCollective.finish`."""
     return collective(*scatter_pair(dim, group, name), x, leads_to_start=leads_to_start)  # type: ignore[no-any-return]
 
 
-def scatter_pair(dim: int, group: ProcessGroup, name: Purpose) -> tuple[Launch, Launch]:
+def scatter_pair(
+    dim: int, group: ProcessGroup, name: Purpose
+) -> tuple[CollectiveLauncher, CollectiveLauncher]:
     """Return the collective of `scatter` and its transpose."""
     back = partial(_launch_gather, dim=dim, group=group, name=name.backward)
     return partial(_launch_scatter, dim=dim, group=group, name=name), back
