@@ -54,6 +54,7 @@ REQUIREMENTS: Final = (
     Requirement("jinja2", "3.1", "core", "the report page, chat templates"),
     Requirement("xxhash", "3.4", "core", "checksums of checkpoints"),
     Requirement("filelock", "3.13", "training", "one process prepares the data"),
+    Requirement("greenlet", "3.1", "training", "layers that run on half-batches"),
     Requirement("tensorboard", "2.19", "training", "TensorBoard logs"),
     Requirement("peft", "0.18", "optional", "low-rank adapters (lora)"),
     Requirement("ray", "", "optional", "single controller over machines"),

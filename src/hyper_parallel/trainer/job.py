@@ -52,7 +52,7 @@ from hyper_parallel.trainer.run_directory import (
     mark_run_directory,
     write_editable,
 )
-from hyper_parallel.trainer.stages.preference_rows import check_rewards, check_rows
+from hyper_parallel.trainer.preference_rows import check_rewards, check_rows
 from hyper_parallel.trainer.user_code import load_class
 
 MAX_SIMULATED: Final = 4096
