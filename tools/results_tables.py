@@ -145,8 +145,8 @@ def overlap() -> str:
             for way, r in data["strategies"].items()
         ]  # fmt: skip
     head = (
-        "case, link, communication in the serial step, CPU pressure", "overlap", "step", "serial / this", "hidden, by waits",
-        "hidden, by timeline",
+        "case, link, communication in the serial step, CPU pressure", "overlap", "step", "serial / this",
+        "hidden, by waits", "hidden, by timeline",
     )  # fmt: skip
     return markdown(head, rows) + "\n\n" + source(*names)
 
