@@ -212,7 +212,7 @@ def test_between_turns_of_a_template_that_reasons(place):
         (
             ["grpo.environment=own_environments.None_"],
             NotImportable,
-            "unknown class `own_environments.None_`",
+            "unknown function `own_environments.None_`",
         ),
         (["grpo.environment=own_environments.Silent"], BadValue, "a finite reward"),
         (["grpo.partial_rollout=true"], Contradiction, "newer weights"),

@@ -43,10 +43,10 @@ from hyper_parallel.trainer.files import (
 )
 from hyper_parallel.trainer.hub_models import with_hub_models
 from hyper_parallel.trainer.loop.callback import Callback
+from hyper_parallel.trainer.loop.preference_rows import check_rewards, check_rows
 from hyper_parallel.trainer.loop.resume import check_resume
 from hyper_parallel.trainer.loop.run_facts import run_facts
 from hyper_parallel.trainer.loop.trackers import check_trackers
-from hyper_parallel.trainer.preference_rows import check_rewards, check_rows
 from hyper_parallel.trainer.run_directory import (
     check_run_directory,
     keeps_model,
