@@ -44,6 +44,8 @@ def _run(environ, *args):
 @pytest.mark.sanity
 @pytest.mark.parametrize("args", [["--help"], ["config", "show", "--help"], ["doctor", "--help"]])
 def test_help_imports_nothing_heavy(environ, args):
+    # typer itself imports pydantic for the help of a single command.
+    heavy = (*HEAVY, "pydantic") if args == ["--help"] else HEAVY
     code = f"""
 import sys
 sys.argv = ["hyper-parallel", *{args!r}]
@@ -51,7 +53,7 @@ from hyper_parallel.cli import main
 try:
     main()
 finally:
-    sys.stderr.write(",".join(sorted(set({HEAVY!r}) & set(sys.modules))))
+    sys.stderr.write(",".join(sorted(set({heavy!r}) & set(sys.modules))))
 """
     done = _python(code, environ)
     assert done.returncode == 0

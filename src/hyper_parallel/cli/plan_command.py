@@ -21,7 +21,6 @@ from hyper_parallel.cli.schedule_command import (
     write_schedule,
 )
 from hyper_parallel.errors import BadValue, Contradiction, OutputNotWritable
-from hyper_parallel.owned_folder import check_output_file
 
 if TYPE_CHECKING:
     from hyper_parallel.ir import Plan
@@ -122,6 +121,8 @@ def _difference(left: Path, right: Path) -> str:
 
 def _check_files(output: Path | None, schedule_csv: Path | None) -> None:
     """Raise an error if a file to write exists and is no file of this command."""
+    from hyper_parallel.owned_folder import check_output_file
+
     if output is not None:
         check_output_file(output, _is_plan, "a plan", "--output")
     if schedule_csv is not None:

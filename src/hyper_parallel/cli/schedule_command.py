@@ -6,8 +6,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hyper_parallel.errors import Contradiction, OutputNotWritable
-from hyper_parallel.owned_folder import check_output_file
-from hyper_parallel.serde import write_text
 
 if TYPE_CHECKING:
     from hyper_parallel.ir import Plan
@@ -56,6 +54,7 @@ def pipeline_text(plan: Plan) -> str:
 def check_schedule_file(path: Path) -> None:
     """Raise OutputNotWritable (HP105) if the file exists and is not a schedule."""
     from hyper_parallel.ir import Schedule
+    from hyper_parallel.owned_folder import check_output_file
 
     first = lambda text: bool(Schedule.from_csv(text.partition("\n")[0]).ranks)  # noqa: E731
     check_output_file(path, first, "a schedule", "--schedule-csv")
@@ -69,6 +68,7 @@ def write_schedule(plan: Plan, path: Path) -> None:
         OutputNotWritable: HP105 if the file cannot be written.
     """
     from hyper_parallel.mpmd import step_schedule
+    from hyper_parallel.serde import write_text
 
     if plan.strategy.pp == 1:
         raise Contradiction(
