@@ -22,6 +22,8 @@ from hyper_parallel.trainer.data._template import compiled
 from hyper_parallel.trainer.data.chat import CHATML, PLAIN, RAW
 from hyper_parallel.trainer.data.counts import DataCounts
 from hyper_parallel.trainer.data.saved_tokenizer import (
+    PROCESSOR_FILES,
+    has_processor,
     has_tokenizer,
     load_tokenizer,
     note_on_reading,
@@ -81,6 +83,11 @@ class Tokenizer:
         return generation_stops(self.hf)
 
     @property
+    def has_processor(self) -> bool:
+        """True if the directory holds a processor of images, too."""
+        return has_processor(self.directory)
+
+    @property
     def fingerprint(self) -> str:
         """Hash of the tokenizer's files."""
         names = tokenizer_files(self.directory)
@@ -107,7 +114,8 @@ def open_sources(
 ) -> tuple[Tokenizer, list[tuple[Data, Source]]]:
     """Return the tokenizer of a recipe and its sources with their sections; arguments and errors as for `prepare`."""
     sections = [section for section, _ in data.parts()]
-    sources = [resolve(section, stage) for section in sections]
+    images = has_processor(Path(data.tokenizer or model_path or "").expanduser())
+    sources = [resolve(section, stage, images=images) for section in sections]
     cache = cache_root(data.cache_dir)
     tokenizer = obtain(data, sources, model_path, cache, progress, vocab_limit, model_config)
     if vocab_limit is not None and tokenizer.vocab_size > vocab_limit:
@@ -267,6 +275,7 @@ def _with_template(tokenizer: Tokenizer, template: str, cache: Path) -> Tokenize
 
     def save(target: Path) -> None:
         tokenizer.hf.save_pretrained(str(target))
+        copy_files(tokenizer.directory, target, PROCESSOR_FILES)
         if stops:
             text = json.dumps({"eos_token_id": stops})
             (target / "generation_config.json").write_text(text, encoding="utf-8")
