@@ -39,7 +39,7 @@ def take_images(
     """
     listed = _listed(values, rules, where)
     inline = [reference for turn in turns for reference in turn.get(IMAGES, ())]
-    if listed and not any(inline):
+    if not any(inline):
         turns = [{**t, "content": t["content"].replace(_MARK, IMAGE_MARK)} for t in turns]
     turns = [{key: value for key, value in t.items() if key != IMAGES} for t in turns]
     references = inline if any(inline) else listed

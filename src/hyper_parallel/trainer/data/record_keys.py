@@ -54,6 +54,9 @@ _MEDIA: Final = frozenset(
         "video", "videos", "video_path", "pixel_values",
     )
 )  # fmt: skip
+_SUPPORTED: Final = (
+    "texts; and images with stage=sft, data.streaming=false and a model whose directory has a preprocessor_config.json"
+)
 _PLACEHOLDERS: Final = (
     "<image>", "<img>", "<video>", "<audio>", "<|image|>", "<|video|>", "<|audio|>", "<|image_pad|>",
     "<|vision_start|>", "<start_of_image>", "<image_soft_token>", "<|image_1|>", "[IMG]",
@@ -230,10 +233,10 @@ class RecordRules:
         for text in texts:
             if (mark := next((mark for mark in _PLACEHOLDERS if mark in text), None)) is not None:
                 raise NoData(
-                    f"`{mark}` stands for a value of `{media[0]}`, and images, sounds and videos are not supported",
+                    f"`{mark}` stands for a value of `{media[0]}`, which is not supported",
                     where=where,
                     got=abbreviated(text),
-                    allowed="conversations of texts",
+                    allowed=_SUPPORTED,
                 )
         if media[0] not in self.ignored:
             raise self._unsupported_media(media[0], where)
@@ -243,7 +246,7 @@ class RecordRules:
             f"`{key}` of a record is not supported",
             where=where,
             got=key,
-            allowed="texts, and images with stage=sft and a model whose directory has a preprocessor_config.json",
+            allowed=_SUPPORTED,
             hint=self.ignore_hint([key]),
         )
 
