@@ -53,7 +53,10 @@ def _inputs(batch: Batch) -> dict[str, Tensor]:
 
 
 def _turn(role: str, *parts: Any) -> dict[str, Any]:
-    texts = ({"type": "text", "text": p} if isinstance(p, str) else {"type": "image", "image": p} for p in parts)
+    texts = (
+        {"type": "text", "text": p} if isinstance(p, str) else {"type": "image", "image": p}
+        for p in parts
+    )
     return {"role": role, "content": list(texts)}
 
 
@@ -142,7 +145,10 @@ def test_swapped_images_change_the_loss(tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").touch()
     second = _batch(_prepared_again(tmp_path))
     with torch.no_grad():
-        losses = [float(model(**_inputs(batch), labels=_inputs(batch)["shift_labels"]).loss) for batch in (first, second)]
+        losses = [
+            float(model(**_inputs(batch), labels=_inputs(batch)["shift_labels"]).loss)
+            for batch in (first, second)
+        ]
     assert (first.input_ids == second.input_ids).all()
     assert abs(losses[0] - losses[1]) > 1e-4
 
@@ -192,8 +198,6 @@ def test_ranks_with_and_without_images_repeat_one_rank(tmp_path: Path, family: s
                     for name, gradient in grads.items():
                         assert (gradient is None) == (right[name] is None), (layout, name)
                         if gradient is not None:
-                            torch.testing.assert_close(
-                                gradient, right[name], rtol=1e-8, atol=1e-12
-                            )
+                            torch.testing.assert_close(gradient, right[name], rtol=1e-8, atol=1e-12)
 
     hp.launch(rank, 2, timeout_s=200)

@@ -14,7 +14,9 @@ _TEXT = {
     "vocab_size": 384, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 512, "tie_word_embeddings": False,
 }  # fmt: skip
-_MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}}
+_MROPE = {
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+}
 _TEMPLATE = (
     "{%- for message in messages -%}<|im_start|>{{ message['role'] }}\n"
     "{%- if message['content'] is string -%}{{ message['content'] }}{%- else -%}"
@@ -156,7 +158,9 @@ def _internvl_processor(tokenizer: Any) -> Any:
 
     size = {"height": 16, "width": 16}
     images = GotOcr2ImageProcessor(size=size, max_patches=2)
-    return InternVLProcessor(images, tokenizer, InternVLVideoProcessor(size=size), image_seq_length=4)
+    return InternVLProcessor(
+        images, tokenizer, InternVLVideoProcessor(size=size), image_seq_length=4
+    )
 
 
 def _llama4(ids: Mapping[str, int]) -> Any:
@@ -166,7 +170,12 @@ def _llama4(ids: Mapping[str, int]) -> Any:
         "hidden_size": 16, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 16,
         "patch_size": 4, "vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32,
     }  # fmt: skip
-    text = {**_TEXT, "intermediate_size_mlp": 48, "num_local_experts": 2, "attention_chunk_size": 512}
+    text = {
+        **_TEXT,
+        "intermediate_size_mlp": 48,
+        "num_local_experts": 2,
+        "attention_chunk_size": 512,
+    }
     return Llama4Config(text_config=text, vision_config=vision, image_token_index=ids["<|patch|>"])
 
 
@@ -178,12 +187,23 @@ def _llama4_processor(tokenizer: Any) -> Any:
 
 
 _QWEN = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>")
-_LLAMA4 = ("<|image_start|>", "<|image_end|>", "<|image|>", "<|patch|>", "<|tile_x_separator|>", "<|tile_y_separator|>")
+_LLAMA4 = (
+    "<|image_start|>",
+    "<|image_end|>",
+    "<|image|>",
+    "<|patch|>",
+    "<|tile_x_separator|>",
+    "<|tile_y_separator|>",
+)
 _INTERNVL = {
     "start_image_token": "<img>", "end_image_token": "</img>", "context_image_token": "<IMG_CONTEXT>",
     "video_token": "<video>",
 }  # fmt: skip
-_GEMMA3 = {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"}
+_GEMMA3 = {
+    "boi_token": "<start_of_image>",
+    "eoi_token": "<end_of_image>",
+    "image_token": "<image_soft_token>",
+}
 FAMILIES: dict[str, tuple[Any, Any, Mapping[str, str], Sequence[str], str, str]] = {
     "qwen2_5_vl": (_qwen2_5_vl, _qwen_processor("Qwen2_5_VLProcessor", "Qwen2VLVideoProcessor"), {}, _QWEN,
                    _TEMPLATE, "<|vision_start|><|image_pad|><|vision_end|>"),

@@ -19,7 +19,8 @@ from hyper_parallel.errors import BadValue, OutputNotWritable
 _FIRST: Final = "quickstart"
 """Prefix of the recipe names that are listed first."""
 _NAMED = re.compile(
-    r"^extends: *(\S+)|(?:path: *|source: *)((?:models|data)/\S+\.jsonl?)", re.MULTILINE
+    r"^extends: *(\S+)|(?:path: *|source: *|python recipes/)((?:models|data)/\S+\.(?:jsonl?|py))",
+    re.MULTILINE,
 )
 """Pattern of other files in the recipe folder that a recipe names."""
 

@@ -110,5 +110,7 @@ def _blank(directory: Path, input_ids: Int64) -> dict[str, NDArray[Any]]:
     processor = _processor(directory)
     text = processor.tokenizer.eos_token
     arrays = processor(text=[text], add_special_tokens=False, return_tensors="pt")
-    names = [name for name, tensor in arrays.items() if name not in TEXT_ARRAYS and tensor.dim() == 2]
+    names = [
+        name for name, tensor in arrays.items() if name not in TEXT_ARRAYS and tensor.dim() == 2
+    ]
     return {name: np.zeros(input_ids.shape, np.int64) for name in names}

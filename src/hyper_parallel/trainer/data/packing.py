@@ -125,7 +125,9 @@ def no_target(problem: str, counts: DataCounts, data: Data) -> NoData:
         where=where,
         got=", ".join(f"{count} left out: {reason}" for reason, count in reasons),
         allowed=ALLOWED[reasons[0][0]],
-        hint=f"data.seq_len={data.seq_len * 4}" if reasons[0][0] in (BEHIND_SEQ_LEN, LONG_IMAGES) else None,
+        hint=f"data.seq_len={data.seq_len * 4}"
+        if reasons[0][0] in (BEHIND_SEQ_LEN, LONG_IMAGES)
+        else None,
     )
 
 

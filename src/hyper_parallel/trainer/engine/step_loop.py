@@ -417,7 +417,9 @@ class Loop:
         parts = batches.microbatches(index, share, dp, microbatch, rounds)
         names = ["input_ids", "shift_labels", "position_ids"]
         names += [TOKEN_MASK] if handle(self.model).routes else []
-        arrays = [{n: a for n in names if (a := getattr(b, n)) is not None} | b.media for b in parts]
+        arrays = [
+            {n: a for n in names if (a := getattr(b, n)) is not None} | b.media for b in parts
+        ]
         tensors = [{name: self._on_device(a) for name, a in part.items()} for part in arrays]
         # Every rank counts the whole step from the index, without communication.
         return StepInputs(tensors, max(batches.num_valid(index), 1), lr)
