@@ -65,7 +65,7 @@ def _write_model(folder: Path) -> None:
         PreTrainedTokenizerFast,
     )
 
-    words = [*WORDS, *"which digit is this user assistant".split()]
+    words = [*WORDS, "which", "digit", "is", "this", "user", "assistant"]
     names = ["<pad>", "<unk>", "<|im_start|>", "<|im_end|>", "<image>"]
     vocabulary = {word: i for i, word in enumerate([*names, *words])}
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))

@@ -114,7 +114,7 @@ def test_loss_and_gradients_are_those_of_the_processors_own_output(
         assert (gradient is None) == (parameter.grad is None), name
         if gradient is not None:
             towers += "vision" in name or "visual" in name
-            torch.testing.assert_close(gradient, parameter.grad, rtol=1e-8, atol=1e-12)
+            torch.testing.assert_close(gradient, parameter.grad, rtol=1e-10, atol=1e-12)
     assert towers > 0
 
 
@@ -132,7 +132,8 @@ def test_targets_are_the_answers_whatever_the_images_become(tmp_path: Path, fami
     expected = [one, two, three + four, one]
     assert [tokenizer.decode(row) for row in _answers(batch)] == expected
     assert batch.position_ids is None
-    assert batch.num_real is not None and batch.num_real[0] > batch.num_real[3]
+    assert batch.num_real is not None
+    assert batch.num_real[0] > batch.num_real[3]
 
 
 def test_swapped_images_change_the_loss(tmp_path: Path) -> None:
@@ -198,6 +199,8 @@ def test_ranks_with_and_without_images_repeat_one_rank(tmp_path: Path, family: s
                     for name, gradient in grads.items():
                         assert (gradient is None) == (right[name] is None), (layout, name)
                         if gradient is not None:
-                            torch.testing.assert_close(gradient, right[name], rtol=1e-8, atol=1e-12)
+                            torch.testing.assert_close(
+                                gradient, right[name], rtol=1e-10, atol=1e-12
+                            )
 
     hp.launch(rank, 2, timeout_s=200)

@@ -145,7 +145,7 @@ def test_a_long_conversation_with_images_is_counted_and_left_out(
     counts = _prepare(tmp_path, model).counts[0]
     assert (counts.used, counts.cut, sum(counts.dropped.values())) == (1, 0, 1)
     write_lines(tmp_path / "data.jsonl", [long])
-    with pytest.raises(NoData, match="longer than data.seq_len") as caught:
+    with pytest.raises(NoData, match="longer than data") as caught:
         _prepare(tmp_path, model)
     assert caught.value.hint is not None
     _prepare(tmp_path, model, seq_len=int(caught.value.hint.partition("=")[2]))
@@ -208,8 +208,24 @@ def test_images_need_a_processor(tmp_path: Path, model: Path) -> None:
     shutil.copytree(model, tmp_path / "model")
     (tmp_path / "model" / "processor_config.json").unlink()
     write_lines(tmp_path / "data.jsonl", [{"messages": [_ASKED, _ANSWER], "images": [name]}])
-    with pytest.raises(NoData, match="preprocessor_config.json"):
+    with pytest.raises(NoData, match="preprocessor_config"):
         _prepare(tmp_path, tmp_path / "model")
+
+
+def test_the_template_of_an_older_processor_is_used(tmp_path: Path, model: Path) -> None:
+    (name,) = write_images(tmp_path, ((20, 20),))
+    write_lines(tmp_path / "data.jsonl", [{"messages": [_ASKED, _ANSWER], "images": [name]}])
+    older = tmp_path / "older"
+    shutil.copytree(model, older)
+    template = (older / "chat_template.jinja").read_text()
+    (older / "chat_template.jinja").unlink()
+    (older / "chat_template.json").write_text(json.dumps({"chat_template": template}))
+    parts = []
+    for directory in (model, older):
+        packed = _prepare(tmp_path, directory)
+        parts += Batches(packed.train, sequences_per_step=1).microbatches(0, 0, 1, 1, 1)
+    assert (parts[0].input_ids == parts[1].input_ids).all()
+    assert (parts[0].media["pixel_values"] == parts[1].media["pixel_values"]).all()
 
 
 def test_a_template_that_drops_images_is_refused(tmp_path: Path, model: Path) -> None:

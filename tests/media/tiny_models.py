@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-_WORDS = "what is this digit the a zero one two three four five six seven eight nine and red blue picture user assistant"
+_WORDS = "what is this digit the a zero one two three four five six seven eight nine and red blue user assistant"
 _TEXT = {
     "vocab_size": 384, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 512, "tie_word_embeddings": False,

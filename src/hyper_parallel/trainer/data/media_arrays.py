@@ -1,4 +1,4 @@
-"""Pixel values and other arrays of the images of a batch, computed by the model's processor when a rank reads the batch.
+"""Pixel values and other arrays of the images of a batch, computed by the model's processor when a rank reads them.
 
 Arrays with one number for each token (`mm_token_type_ids`, `token_type_ids`) are padded to the length of the rows. All
 others keep the form in which the processor returns them for the rows with images together.

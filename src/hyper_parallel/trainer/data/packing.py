@@ -23,9 +23,9 @@ from hyper_parallel.trainer.data._sequences import IGNORE_INDEX, DocumentFacts, 
 from hyper_parallel.trainer.data.chat import (
     complete_text,
     encode_conversation,
-    image_line,
     encode_pair,
     encode_prompt,
+    image_line,
 )
 from hyper_parallel.trainer.data.counts import (
     ALLOWED,
@@ -304,8 +304,9 @@ def write_rows(
     A document of T tokens takes T - 1 positions, because its last token is only a label (T positions if it is scored).
     With packing, documents share rows. A longer text is cut into pieces that share one token, so that every token but
     its first is a label once. A longer conversation is cut to its first `seq_len` + 1 tokens, of which `seq_len` are
-    labels; a conversation without a target, or with images that is too long, is dropped. Positions restart at 0 with every document and with the
-    padding. The counts per row are labels with loss and tokens before the padding. Updates the counts of conversations.
+    labels. A conversation is dropped without a target, or if it has images and is longer. Positions restart at 0 with
+    every document and with the padding. The counts per row are labels with loss and tokens before the padding. Updates
+    the counts of conversations.
     """
     seq_len, learn = data.seq_len, flat.learn
     num_label_only = 0 if flat.scored else 1

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from hyper_parallel.config import Data
-from hyper_parallel.errors import BadValue
-from hyper_parallel.received import Limits, read_text
+from hyper_parallel.errors import BadValue, NoData
+from hyper_parallel.received import Limits, read_json, read_text
 from hyper_parallel.trainer.data._cache import byte_bar, cache_root, digest, entry
 from hyper_parallel.trainer.data._template import compiled
 from hyper_parallel.trainer.data.chat import CHATML, PLAIN, RAW
@@ -241,7 +241,16 @@ def _template(data: Data, hf: Any, has_conversations: bool) -> str | None:
         return RAW
     if data.chat_template != "auto":
         return _read_template(Path(data.chat_template).expanduser())
-    return PLAIN if has_conversations and not hf.chat_template else None
+    if not has_conversations or hf.chat_template:
+        return None
+    older = Path(hf.name_or_path) / "chat_template.json"  # of a processor, which no tokenizer reads
+    if not older.is_file():
+        return PLAIN
+    try:
+        return str(read_json(older, Limits(num_bytes=_TEMPLATE_BYTES))["chat_template"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        problem = "the chat template of the processor cannot be read"
+        raise NoData(problem, where=str(older), got=str(error)[:120]) from error
 
 
 def _read_template(path: Path) -> str:
