@@ -83,6 +83,27 @@ def test_parquet_with_encoded_images_is_read_like_files(tmp_path: Path, model: P
     np.testing.assert_array_equal(*pixels)
 
 
+@pytest.mark.parametrize("listed", [False, True])
+def test_image_columns_of_a_saved_dataset_are_read_like_files(
+    tmp_path: Path, model: Path, listed: bool
+) -> None:
+    datasets = pytest.importorskip("datasets")
+    (name,) = write_images(tmp_path, ((20, 20),))
+    content = {"bytes": (tmp_path / name).read_bytes(), "path": None}
+    feature = datasets.List(datasets.Image()) if listed else datasets.Image()
+    turn = {"role": datasets.Value("string"), "content": datasets.Value("string")}
+    features = datasets.Features({"messages": datasets.List(turn), "images": feature})
+    row = {"messages": [_ASKED, _ANSWER], "images": [content] if listed else content}
+    datasets.Dataset.from_list([row], features=features).save_to_disk(tmp_path / "saved")
+    write_lines(tmp_path / "data.jsonl", [{"messages": [_ASKED, _ANSWER], "images": [name]}])
+    pixels = []
+    for source in ("saved", "data.jsonl"):
+        packed = _prepare(tmp_path, model, tmp_path / source)
+        (batch,) = Batches(packed.train, sequences_per_step=1).microbatches(0, 0, 1, 1, 1)
+        pixels.append(batch.media["pixel_values"])
+    np.testing.assert_array_equal(*pixels)
+
+
 @pytest.mark.parametrize(
     ("record", "match"),
     [

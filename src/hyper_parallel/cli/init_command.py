@@ -100,7 +100,7 @@ def _needed(folder: Path, name: str) -> dict[Path, str]:
     """
     target, text = Path("recipes") / name, (folder / name).read_text(encoding="utf-8")
     needed: dict[Path, str] = {}
-    for parent, data in _NAMED.findall(text):
+    for parent, data in _NAMED.findall(text) if name.endswith(".yaml") else ():
         if (folder / (file := parent or data)).is_file():  # other files are the user's
             needed |= _needed(folder, file)
     try:

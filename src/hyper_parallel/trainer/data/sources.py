@@ -323,8 +323,9 @@ def resolve(data: Data, stage: str, *, images: bool = False) -> Source:
     by_document = stage == "pt" and (data.masks(stage) or not data.packing)
     counts = DataCounts(data.source, seq_len=data.seq_len, by_document=by_document)
     has_rows = table is not None or kind_of(files[0]) == "parquet"
-    opened = table.opened if table else ()
     reads_images = images and stage == "sft" and not data.streaming
+    table = table and replace(table, reads_images=reads_images)
+    opened = table.opened if table else ()
     root = _media_root(data, path) if reads_images else None
     rules = RecordRules.of(data, counts, opened, has_rows, root)
     counts.format = shape = _shape(files, table, data, stage, rules)
