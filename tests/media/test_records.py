@@ -222,6 +222,8 @@ def test_packing_is_not_applied_to_images_and_is_refused_beside_them(
     batches = Batches(joined.train, sequences_per_step=6, shuffle=False)
     (batch,) = batches.microbatches(0, 0, 1, 6, 1)
     assert batch.media["pixel_values"].shape[0] == 3
+    parts = batches.microbatches(0, 0, 1, 1, 6)
+    assert sum("pixel_values" in part.media for part in parts) == 3
 
 
 def test_images_need_a_processor(tmp_path: Path, model: Path) -> None:

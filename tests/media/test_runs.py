@@ -39,6 +39,9 @@ def test_layouts_repeat_one_rank_and_the_export_reads_images(place: Path) -> Non
     train(place, place / "two", "parallel.dp_shard=2", "checkpoint.every=1", "training.steps=1")
     train(place, place / "two", "parallel.dp_shard=2")
     assert_same_curve(curve(place / "two"), curve(place / "one"))
+    # Conversations with images are padded in any case.
+    train(place, place / "packed", "parallel.dp_shard=1", "data.packing=true")
+    assert_same_curve(curve(place / "packed"), curve(place / "one"))
     model = AutoModelForImageTextToText.from_pretrained(place / "one" / "export")
     processor = AutoProcessor.from_pretrained(place / "one" / "export")
     image = np.zeros((20, 20, 3), np.uint8)

@@ -274,10 +274,11 @@ class PackedSequences:
         return {}
 
     def images(self, indices: Int64) -> list[RowImages]:
-        """Return text and images of each row; empty without images."""
-        if self._images is None or self._media is None:
+        """Return text and images of each row, which are empty for a row without images."""
+        if self._media is None:
             return [RowImages()] * len(indices)
-        rows = (self._images.read(int(i)) if i >= 0 else {} for i in indices)
+        lines = self._images
+        rows = (lines.read(int(i)) if lines is not None and i >= 0 else {} for i in indices)
         return [RowImages(row, *self._media, self.directory) for row in rows]
 
     def positions(self, indices: Int64) -> Int64 | None:

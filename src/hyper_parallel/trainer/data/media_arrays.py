@@ -77,7 +77,7 @@ def image_arrays(rows: Sequence[RowImages], input_ids: Int64) -> dict[str, NDArr
     """Return the arrays of a batch by their names in the model's forward.
 
     Args:
-        rows: Images of each row, from sources with one processor.
+        rows: Text and images of each row, all with the same processor.
         input_ids: Tokens of the rows, [B, S].
 
     Raises:
@@ -85,7 +85,7 @@ def image_arrays(rows: Sequence[RowImages], input_ids: Int64) -> dict[str, NDArr
     """
     pictured = [i for i, row in enumerate(rows) if row.row]
     if not pictured:
-        return _blank(next(row.processor for row in rows if row.prepared != Path()), input_ids)
+        return _blank(rows[0].processor, input_ids)
     chosen = [rows[i] for i in pictured]
     texts, images = [row.row["text"] for row in chosen], [row.decode() for row in chosen]
     found = process(_processor(chosen[0].processor), texts, images, chosen[0].where)

@@ -54,7 +54,9 @@ _MEDIA: Final = frozenset(
         "video", "videos", "video_path", "pixel_values",
     )
 )  # fmt: skip
-_SUPPORTED: Final = "texts; images if stage=sft, data.streaming=false and model.path has a preprocessor_config.json"
+_SUPPORTED: Final = (
+    "texts; images if stage=sft, data.streaming=false and model.path has a preprocessor_config.json"
+)
 _PLACEHOLDERS: Final = (
     "<image>", "<img>", "<video>", "<audio>", "<|image|>", "<|video|>", "<|audio|>", "<|image_pad|>",
     "<|vision_start|>", "<start_of_image>", "<image_soft_token>", "<|image_1|>", "[IMG]",
