@@ -16,6 +16,7 @@ from hyper_parallel.config import Data
 from hyper_parallel.trainer.data import Batch, Batches, PackedData, prepare
 from tests.media.records import ANSWERS, write_data
 from tests.media.tiny_models import FAMILIES, needs_torchvision, write_model
+from tests.slow import cells
 
 transformers = pytest.importorskip("transformers")
 
@@ -30,7 +31,7 @@ def _prepared(folder: Path, family: str) -> PackedData:
 def _prepared_again(folder: Path) -> PackedData:
     source = folder / "train.jsonl"
     data = Data(
-        source=str(source), seq_len=160, holdout=0.0, packing=False, cache_dir=str(folder / "cache")
+        source=str(source), seq_len=320, holdout=0.0, packing=False, cache_dir=str(folder / "cache")
     )
     return prepare(data, stage="sft", model_path=str(folder / "model"), seed=0, progress=False)
 
@@ -96,6 +97,7 @@ def _expected(folder: Path, model: Any) -> float:
 
 # The forward of Llama4ForConditionalGeneration raises in transformers 5.24.
 TRAINED = [family for family in FAMILIES if family != "llama4"]
+SLOW = ("qwen2_5_vl", "internvl", "llava_next", "idefics3", "mistral3", "gemma3")
 
 
 @pytest.mark.parametrize("family", TRAINED)
@@ -161,7 +163,7 @@ STEPS = ("iitt", "ttit", "tttt", "iiii", "titi")
 
 @pytest.mark.dist
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")
-@pytest.mark.parametrize("family", TRAINED)
+@pytest.mark.parametrize("family", cells(TRAINED, slow=SLOW))
 def test_ranks_with_and_without_images_repeat_one_rank(tmp_path: Path, family: str) -> None:
     needs_torchvision(family)
     write_model(family, tmp_path / "model")

@@ -14,6 +14,11 @@ _TEXT = {
     "vocab_size": 384, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 512, "tie_word_embeddings": False,
 }  # fmt: skip
+_CLIP = {
+    "model_type": "clip_vision_model", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "image_size": 16, "patch_size": 4, "projection_dim": 16,
+}  # fmt: skip
+_PINPOINTS = [[16, 32], [32, 16], [32, 32]]
 _MROPE = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
 }
@@ -122,12 +127,8 @@ def _gemma3_processor(tokenizer: Any) -> Any:
 def _llava(ids: Mapping[str, int]) -> Any:
     from transformers import LlavaConfig
 
-    vision = {
-        "model_type": "clip_vision_model", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
-        "num_attention_heads": 2, "image_size": 16, "patch_size": 4, "projection_dim": 16,
-    }  # fmt: skip
     text = {"model_type": "llama", **_TEXT}
-    return LlavaConfig(text_config=text, vision_config=vision, image_token_index=ids["<image>"])
+    return LlavaConfig(text_config=text, vision_config=_CLIP, image_token_index=ids["<image>"])
 
 
 def _llava_processor(tokenizer: Any) -> Any:
@@ -186,6 +187,65 @@ def _llama4_processor(tokenizer: Any) -> Any:
     return Llama4Processor(images, tokenizer, patch_size=4)
 
 
+def _llava_next(ids: Mapping[str, int]) -> Any:
+    from transformers import LlavaNextConfig
+
+    text, sizes = {"model_type": "llama", **_TEXT}, {"image_grid_pinpoints": _PINPOINTS}
+    image = ids["<image>"]
+    return LlavaNextConfig(text_config=text, vision_config=_CLIP, image_token_index=image, **sizes)
+
+
+def _llava_next_processor(tokenizer: Any) -> Any:
+    from transformers import LlavaNextImageProcessorPil, LlavaNextProcessor
+
+    images = LlavaNextImageProcessorPil(
+        size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16}, image_grid_pinpoints=_PINPOINTS
+    )  # fmt: skip
+    return LlavaNextProcessor(
+        images, tokenizer, patch_size=4, vision_feature_select_strategy="default", num_additional_image_tokens=1
+    )  # fmt: skip
+
+
+def _idefics3(ids: Mapping[str, int]) -> Any:
+    from transformers import Idefics3Config
+
+    vision = {
+        key: value for key, value in _CLIP.items() if key not in ("model_type", "projection_dim")
+    }
+    text = {"model_type": "llama", **_TEXT}
+    image = ids["<image>"]
+    return Idefics3Config(
+        text_config=text, vision_config=vision, image_token_id=image, scale_factor=2
+    )
+
+
+def _idefics3_processor(tokenizer: Any) -> Any:
+    from transformers import Idefics3ImageProcessorPil, Idefics3Processor
+
+    images = Idefics3ImageProcessorPil(
+        size={"longest_edge": 32}, max_image_size={"longest_edge": 16}
+    )
+    return Idefics3Processor(images, tokenizer, image_seq_len=4)
+
+
+def _mistral3(ids: Mapping[str, int]) -> Any:
+    from transformers import Mistral3Config
+
+    vision = {**_CLIP, "model_type": "pixtral", "image_size": 32, "head_dim": 8}
+    vision.pop("projection_dim")
+    text = {"model_type": "mistral", **_TEXT}
+    image = ids["[IMG]"]
+    return Mistral3Config(text_config=text, vision_config=vision, image_token_index=image)
+
+
+def _mistral3_processor(tokenizer: Any) -> Any:
+    from transformers import PixtralImageProcessorPil, PixtralProcessor
+
+    patch = {"height": 4, "width": 4}
+    images = PixtralImageProcessorPil(size={"longest_edge": 32}, patch_size=patch)
+    return PixtralProcessor(images, tokenizer, patch_size=4, spatial_merge_size=2)
+
+
 _QWEN = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>")
 _LLAMA4 = (
     "<|image_start|>",
@@ -195,6 +255,8 @@ _LLAMA4 = (
     "<|tile_x_separator|>",
     "<|tile_y_separator|>",
 )
+_IDEFICS3 = ("<fake_token_around_image>", "<end_of_utterance>", "<global-img>", "<row_1_col_1>", "<row_1_col_2>",
+             "<row_2_col_1>", "<row_2_col_2>")  # fmt: skip
 _INTERNVL = {
     "start_image_token": "<img>", "end_image_token": "</img>", "context_image_token": "<IMG_CONTEXT>",
     "video_token": "<video>",
@@ -212,6 +274,10 @@ FAMILIES: dict[str, tuple[Any, Any, Mapping[str, str], Sequence[str], str, str]]
     "gemma3": (_gemma3, _gemma3_processor, _GEMMA3, (), _TEMPLATE, "<start_of_image>"),
     "internvl": (_internvl, _internvl_processor, _INTERNVL, (), _TEMPLATE, "<IMG_CONTEXT>"),
     "llava": (_llava, _llava_processor, {"image_token": "<image>"}, (), _TEMPLATE_OF_PARTS, "<image>"),
+    "llava_next": (_llava_next, _llava_next_processor, {"image_token": "<image>"}, (), _TEMPLATE, "<image>"),
+    "idefics3": (_idefics3, _idefics3_processor, {"image_token": "<image>"}, _IDEFICS3, _TEMPLATE, "<image>"),
+    "mistral3": (_mistral3, _mistral3_processor, {"image_token": "[IMG]"}, ("[IMG_BREAK]", "[IMG_END]"),
+                 _TEMPLATE, "[IMG]"),
     "llama4": (_llama4, _llama4_processor, {}, _LLAMA4, _TEMPLATE, "<|image|>"),
 }  # fmt: skip
 """Config, processor, special tokens with and without names, template, and text of an image, by family."""
@@ -219,7 +285,7 @@ FAMILIES: dict[str, tuple[Any, Any, Mapping[str, str], Sequence[str], str, str]]
 
 def needs_torchvision(family: str) -> None:
     """Skip a test of a family whose processor needs torchvision if it is not installed."""
-    if family not in ("gemma3", "llava"):
+    if family in ("qwen2_5_vl", "qwen3_vl", "internvl", "llama4"):
         pytest.importorskip("torchvision")
 
 
