@@ -156,6 +156,24 @@ def test_media_dir_names_the_folder_of_the_images(tmp_path: Path, model: Path) -
     assert len(_prepare(tmp_path, model, media_dir=str(tmp_path / "media")).train) == 1
 
 
+def test_an_absolute_path_is_read_inside_the_media_folder_only(tmp_path: Path, model: Path) -> None:
+    (name,) = write_images(tmp_path / "media", ((20, 20),))
+    record = {"messages": [_ASKED, _ANSWER], "images": [str(tmp_path / "media" / name)]}
+    source = write_lines(tmp_path / "data" / "data.jsonl", [record])
+    with pytest.raises(NoData, match="outside of the media folder") as caught:
+        _prepare(tmp_path, model, source)
+    key, _, value = str(caught.value.hint).partition("=")
+    assert key == "data.media_dir"
+    assert len(_prepare(tmp_path, model, source, media_dir=value).train) == 1
+
+
+def test_a_column_with_another_name_is_named_in_columns(tmp_path: Path, model: Path) -> None:
+    (name,) = write_images(tmp_path, ((20, 20),))
+    write_lines(tmp_path / "data.jsonl", [{"messages": [_ASKED, _ANSWER], "chart": name}])
+    packed = _prepare(tmp_path, model, columns={"images": "chart"})
+    assert packed.train.has_images
+
+
 def test_a_long_conversation_with_images_is_counted_and_left_out(
     tmp_path: Path, model: Path
 ) -> None:

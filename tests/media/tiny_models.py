@@ -328,5 +328,6 @@ def write_images(folder: Path, sizes: Sequence[tuple[int, int]]) -> list[str]:
 
 def write_lines(path: Path, records: Sequence[Mapping[str, Any]]) -> Path:
     """Write records as JSON lines."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     return path

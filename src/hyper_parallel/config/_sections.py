@@ -95,7 +95,7 @@ _Format = Literal[
 
 ColumnName = Literal[
     "prompt", "completion", "instruction", "input", "output", "answer", "system", "history", "messages", "chosen",
-    "rejected", "tools", "label", "margin", "role", "content",
+    "rejected", "tools", "label", "margin", "images", "role", "content",
 ]  # fmt: skip
 """Record keys that a reader knows: first keys of records, then keys of turns."""
 RoleName = Literal["system", "developer", "user", "assistant", "tool", "function_call"]

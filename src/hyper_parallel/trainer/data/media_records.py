@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -80,15 +81,18 @@ def _image(reference: Any, rules: RecordRules, where: str) -> ImageFile:
     if not isinstance(reference, str) or not reference:
         got = abbreviated(reference, 60)
         raise NoData("an image has no file name", where=where, got=got, allowed=_REFERENCES)
-    if names_outside(reference) or outside_target(rules.media_root / reference, rules.media_root):
+    root, path = rules.media_root, Path(reference)
+    if ".." not in path.parts and path.is_absolute() and path.is_relative_to(root):
+        reference = str(path.relative_to(root))
+    if names_outside(reference) or outside_target(root / reference, root):
         raise NoData(
             "an image is outside of the media folder",
             where=where,
             got=abbreviated(reference),
-            allowed=f"names of files below {rules.media_root}; URLs are not read",
-            hint=f"data.media_dir={Path(reference).parent}" if Path(reference).is_file() else None,
+            allowed=f"names of files below {root}; URLs are not read",
+            hint=shlex.quote(f"data.media_dir={path.parent}") if path.is_absolute() else None,
         )
-    return ImageFile(reference, rules.media_root)
+    return ImageFile(reference, root)
 
 
 def content_of(image: ImageFile, where: str) -> bytes:

@@ -56,7 +56,9 @@ _TEMPLATED: Final = (
 _WORDLESS: Final = "conversations with answers without words, which are not trained on"
 _JOINED: Final = "pairs of texts joined as plain text, without a chat template"
 _STDLIB_SKIP = frozenset({"test", "tests", "idle_test", "site-packages", "__pycache__"})
-_OPTIONAL_COLUMNS: Final = ("system", "history", "tools", "input", "label", "margin", "answer")
+_OPTIONAL_COLUMNS: Final = (
+    "system", "history", "tools", "input", "label", "margin", "answer", "images",
+)  # fmt: skip
 _RECORDS: Final = ("csv", "jsonl", "parquet")
 _FORMATS: Final = {
     "text": {"text", *KINDS.values()},
