@@ -35,7 +35,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_layouts_repeat_one_rank_and_the_export_reads_images(place: Path) -> None:
-    train(place, place / "one", "parallel.dp_shard=1", "checkpoint.export=true")
+    train(place, place / "one", "parallel.dp_shard=1", "checkpoint.export=true", report=True)
+    assert "data:image/png;base64," in (place / "one" / "report.html").read_text()
     train(place, place / "two", "parallel.dp_shard=2", "checkpoint.every=1", "training.steps=1")
     train(place, place / "two", "parallel.dp_shard=2")
     assert_same_curve(curve(place / "two"), curve(place / "one"))

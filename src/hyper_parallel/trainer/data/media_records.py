@@ -7,6 +7,7 @@ contents. A reference is the name of a file below the media folder, or an encode
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import io
 import shlex
@@ -25,6 +26,8 @@ _MARK: Final = "<image>"
 """Text that stands for the next image of a column."""
 _LIMITS: Final = Limits(num_bytes=64 * MiB)
 _MOST_PIXELS: Final = 2**26
+_SMALL: Final = (96, 96)
+"""Largest size of a copy for reports, in pixels."""
 _FORMATS: Final = ("PNG", "JPEG", "MPO", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 """Formats that Pillow decodes itself; some others start programs."""
 _REFERENCES: Final = "a file name below the media folder, or an encoded image as {bytes, path}"
@@ -142,3 +145,12 @@ def decoded(content: bytes, name: str, where: str) -> Any:
             got=f"{name or 'bytes of the record'}: {str(error)[:160]}",
             allowed=", ".join(_FORMATS),
         ) from error
+
+
+def small_copy(image: ImageFile, where: str) -> str:
+    """Return a small copy of an image for a report: a PNG as base64."""
+    picture = decoded(content_of(image, where), image.name, where)
+    picture.thumbnail(_SMALL)
+    written = io.BytesIO()
+    picture.save(written, "PNG")
+    return base64.b64encode(written.getvalue()).decode("ascii")
