@@ -9,10 +9,16 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from hyper_parallel.errors import HyperParallelError, NoData, UnsupportedSharding
+from hyper_parallel.errors import (
+    Contradiction,
+    HyperParallelError,
+    ModelUnreadable,
+    NoData,
+    UnsupportedSharding,
+)
 from tests.e2e.runs import assert_same_curve, curve, rows, train
 from tests.media.records import write_data
-from tests.media.tiny_models import write_model
+from tests.media.tiny_models import needs_torchvision, write_model
 
 pytestmark = [
     pytest.mark.e2e,
@@ -69,6 +75,11 @@ def test_adapters_and_a_frozen_tower_train_the_language_part(place: Path) -> Non
     [
         ("parallel.pp=2", UnsupportedSharding, "HP205[\\s\\S]*pixel_values[\\s\\S]*parallel.pp=1"),
         ("parallel.cp=2", UnsupportedSharding, "HP205[\\s\\S]*pixel_values[\\s\\S]*parallel.cp=1"),
+        (
+            "parallel.dp_shard=1 offload.max_slowdown=0.5",
+            Contradiction,
+            "HP104[\\s\\S]*offload.budget=null offload.max_slowdown=null",
+        ),
         ("data.streaming=true", NoData, "HP602[\\s\\S]*data.streaming=false"),
     ],
 )
@@ -76,5 +87,14 @@ def test_a_layout_without_support_for_images_is_refused_before_training(
     place: Path, override: str, code: type[HyperParallelError], match: str
 ) -> None:
     with pytest.raises(code, match=match):
-        train(place, place / "refused", override)
+        train(place, place / "refused", *override.split())
     assert not (place / "refused" / "metrics.jsonl").exists()
+
+
+def test_a_model_class_that_ignores_images_is_refused(place: Path, tmp_path: Path) -> None:
+    needs_torchvision("llama4")
+    write_model("llama4", tmp_path / "model")
+    model = f"model.path={tmp_path / 'model'}"
+    options = ("model.init=random", "training.tokens_per_step=96", "parallel.dp_shard=1")
+    with pytest.raises(ModelUnreadable, match=r"HP305[\s\S]*pixel_values"):
+        train(place, tmp_path / "run", model, *options)

@@ -113,6 +113,13 @@ def load_processor(directory: Path) -> Any:
             where=str(directory),
             got=" ".join(str(error).split())[:200] or type(error).__name__,
         ) from error
+    if not (hasattr(processor, "tokenizer") and hasattr(processor, "image_processor")):
+        raise NoData(
+            "the model's processor does not read images",
+            where=str(directory),
+            got=type(processor).__name__,
+            allowed="a processor with a tokenizer and an image processor",
+        )
     tokenizer = processor.tokenizer
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token

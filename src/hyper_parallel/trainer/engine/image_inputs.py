@@ -37,7 +37,7 @@ def check_image_inputs(model: nn.Module, plan: Plan, sequences: Any, *, offload:
             "planned steps repeat one shape, and images have different sizes",
             where="offload",
             got=sorted(tensors),
-            hint="offload=off",
+            hint="offload.budget=null offload.max_slowdown=null",
         )
     known = inspect.signature(model.forward).parameters
     unread = [n for n, t in tensors.items() if t.is_floating_point() and n not in known]
