@@ -19,7 +19,8 @@ from hyper_parallel.errors import BadValue, OutputNotWritable
 _FIRST: Final = "quickstart"
 """Prefix of the recipe names that are listed first."""
 _NAMED = re.compile(
-    r"^extends: *(\S+)|(?:path: *|source: *)((?:models|data)/\S+\.jsonl?)", re.MULTILINE
+    r"^extends: *(\S+)|(?:path: *|source: *|python recipes/)((?:models|data)/\S+\.(?:jsonl?|py))",
+    re.MULTILINE,
 )
 """Pattern of other files in the recipe folder that a recipe names."""
 
@@ -99,7 +100,7 @@ def _needed(folder: Path, name: str) -> dict[Path, str]:
     """
     target, text = Path("recipes") / name, (folder / name).read_text(encoding="utf-8")
     needed: dict[Path, str] = {}
-    for parent, data in _NAMED.findall(text):
+    for parent, data in _NAMED.findall(text) if name.endswith(".yaml") else ():
         if (folder / (file := parent or data)).is_file():  # other files are the user's
             needed |= _needed(folder, file)
     try:

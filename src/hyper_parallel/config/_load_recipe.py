@@ -75,8 +75,8 @@ _CHOSEN: Final = (
 """Other keys of the `parallel` section that the planner chooses if they are not given."""
 
 _PATHS: Final = (
-    "model.path", "data.source", "data.validation", "data.tokenizer", "data.chat_template", "parallel.schedule_file",
-    "checkpoint.from_dir", "topology",
+    "model.path", "data.source", "data.validation", "data.tokenizer", "data.chat_template", "data.media_dir",
+    "parallel.schedule_file", "checkpoint.from_dir", "topology",
 )  # fmt: skip
 """Keys that may name a file or directory to read; a relative path is tried in the recipe's folder first."""
 

@@ -13,6 +13,7 @@ from hyper_parallel.received import Limits, read_json
 from hyper_parallel.units import MiB
 
 _STRICT: Final = ConfigDict(strict=True, extra="allow")
+_Base64 = Annotated[str, Field(pattern=r"^[A-Za-z0-9+/=]*$")]
 _Count = Annotated[int, Field(ge=0, lt=1 << 53)]
 
 
@@ -34,6 +35,7 @@ class _Text(TypedDict):
 class _Example(TypedDict):
     where: str
     texts: list[_Text]
+    images: NotRequired[list[_Base64]]
 
 
 _Bucket = TypedDict("_Bucket", {"from": _Count, "to": _Count, "documents": _Count})

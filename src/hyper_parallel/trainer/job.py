@@ -263,7 +263,7 @@ def prepare_job(
     recipe = (loaded := with_planned_roles(loaded, plan)).recipe
     check_ranks(recipe, plan.strategy.world_size + recipe.grpo.sampling_ranks)
     plan, router_loss = _check_model(loaded, plan, model)
-    packed = _prepare_data(loaded, model, progress=progress)
+    packed = _prepare_data(loaded, plan, model, progress=progress)
     job = Job(
         recipe,
         plan,
@@ -364,10 +364,11 @@ def _check_model(loaded: LoadedRecipe, plan: Plan, model: Any) -> tuple[Plan, st
     return plan, router_loss
 
 
-def _prepare_data(loaded: LoadedRecipe, model: Any, *, progress: bool) -> PackedData:
-    """Return the prepared data of a recipe after checks with its rewards."""
+def _prepare_data(loaded: LoadedRecipe, plan: Plan, model: Any, *, progress: bool) -> PackedData:
+    """Return the prepared data of a recipe after checks with its rewards, the model and the plan."""
     from hyper_parallel.backends.torch.dropout import original_config
     from hyper_parallel.trainer.data import prepare
+    from hyper_parallel.trainer.engine.image_inputs import check_image_inputs
 
     recipe = loaded.recipe
     packed = prepare(
@@ -381,6 +382,8 @@ def _prepare_data(loaded: LoadedRecipe, model: Any, *, progress: bool) -> Packed
     )
     if recipe.stage == "grpo":
         check_rewards(loaded, packed)
+    if not isinstance(packed.train, Stream) and packed.train.has_images:
+        check_image_inputs(model, plan, packed.train, offload=recipe.offload.on)
     return packed
 
 

@@ -21,6 +21,7 @@ from hyper_parallel.received import Limits
 from hyper_parallel.serde import read
 from hyper_parallel.trainer.data.chat import answer_of
 from hyper_parallel.trainer.data.document import Document
+from hyper_parallel.trainer.data.media_arrays import RowImages, image_arrays
 
 Int64 = NDArray[np.int64]
 
@@ -37,12 +38,14 @@ class DocumentFacts:
         margins: Required score margin of the document's pair.
         records: Columns of the document's record including its answer, as a line of JSON.
         columns: Names of the columns of all records, in order of appearance.
+        images: Text and images of the document, as a line of JSON.
     """
 
     good: dict[int, bool] = field(default_factory=dict)
     margins: dict[int, float] = field(default_factory=dict)
     records: dict[int, bytes] = field(default_factory=dict)
     columns: dict[str, None] = field(default_factory=dict)
+    images: dict[int, bytes] = field(default_factory=dict)
     _num_documents: int = 0
     _num_margins: int = 0
 
@@ -86,6 +89,9 @@ class DocumentFacts:
         if self.records:
             lines = [self.records[start] for start in starts]
             _write_records(path.with_name(f"{path.name}_records.jsonl"), lines, [*self.columns])
+        if self.images:
+            lines = [self.images.get(start, b"{}\n") for start in starts]
+            _write_records(path.with_name(f"{path.name}_images.jsonl"), lines, [])
 
 
 class RecordFile:
@@ -145,9 +151,21 @@ class PackedSequences:
     Conversations, and texts in separate rows, are stored as [N, S] inputs and [N, S] shifted labels, -100 at positions
     without loss. If attention is blocked between documents, [N, S] positions restart at 0 with each document. The rest
     of a row is padding.
+
+    Args:
+        directory: Folder of the arrays.
+        split: `train` or `holdout`.
+        seq_len: Tokens of a row.
+        media: Folders of the processor and of the image files; None: the conversations have no images.
     """
 
-    def __init__(self, directory: str | Path, split: str, seq_len: int) -> None:
+    def __init__(
+        self,
+        directory: str | Path,
+        split: str,
+        seq_len: int,
+        media: tuple[Path, Path] | None = None,
+    ) -> None:
         self.directory = Path(directory)
         self.split = split
         self.seq_len = seq_len
@@ -160,6 +178,9 @@ class PackedSequences:
         self._margins = self._optional("margins")
         records = self.directory / f"{split}_records.jsonl"
         self._records = RecordFile(records) if records.exists() else None
+        images = self.directory / f"{split}_images.jsonl"
+        self._images = RecordFile(images) if images.exists() else None
+        self._media = media
 
     def _optional(self, name: str, mmap_mode: Literal["r"] | None = None) -> Any:
         """Return the array `SPLIT_NAME.npy`; None if the file does not exist."""
@@ -167,7 +188,7 @@ class PackedSequences:
         return np.load(path, mmap_mode=mmap_mode) if path.exists() else None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (PackedSequences, (self.directory, self.split, self.seq_len))
+        return PackedSequences, (self.directory, self.split, self.seq_len, self._media)
 
     def __len__(self) -> int:
         if self._labels is not None:
@@ -238,6 +259,27 @@ class PackedSequences:
         """Return the columns of the record of each row."""
         assert self._records is not None
         return [self._records.read(int(index)) for index in indices]
+
+    @property
+    def has_images(self) -> bool:
+        """True if a conversation has images; then every row is one conversation."""
+        return self._images is not None
+
+    def first_images(self) -> dict[str, NDArray[Any]]:
+        """Return the arrays of the first row with images; empty without images."""
+        for index in range(len(self)) if self.has_images else ():
+            row = np.array([index])
+            if self.images(row)[0].row:
+                return image_arrays(self.images(row), self.read(row)[0])
+        return {}
+
+    def images(self, indices: Int64) -> list[RowImages]:
+        """Return text and images of each row, which are empty for a row without images."""
+        if self._media is None:
+            return [RowImages()] * len(indices)
+        lines = self._images
+        rows = (lines.read(int(i)) if lines is not None and i >= 0 else {} for i in indices)
+        return [RowImages(row, *self._media, self.directory) for row in rows]
 
     def positions(self, indices: Int64) -> Int64 | None:
         """Return the position of every input in its document, int64 [len(indices), S].
@@ -319,6 +361,23 @@ class JoinedSequences:
         for part, local, rows in self._split(indices):
             for row, record in zip(rows, part.records(local), strict=True):
                 gathered[row] = record
+        return gathered
+
+    @property
+    def has_images(self) -> bool:
+        """True if a source has images."""
+        return any(part.has_images for part in self.parts)
+
+    def first_images(self) -> dict[str, NDArray[Any]]:
+        """Return the arrays of the first row with images; empty without images."""
+        return next((part.first_images() for part in self.parts if part.has_images), {})
+
+    def images(self, indices: Int64) -> list[RowImages]:
+        """Return text and images of each row."""
+        gathered = [RowImages()] * len(indices)
+        for part, local, rows in self._split(indices):
+            for row, images in zip(rows, part.images(local), strict=True):
+                gathered[row] = images
         return gathered
 
     def positions(self, indices: Int64) -> Int64 | None:

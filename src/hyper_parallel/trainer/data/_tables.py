@@ -5,6 +5,7 @@ A name is read from the library's cache; it is downloaded only if the environmen
 
 from __future__ import annotations
 
+import copy
 import os
 import re
 import shlex
@@ -21,7 +22,7 @@ from hyper_parallel.errors import HyperParallelError, MissingDependency, NoData,
 from hyper_parallel.received import Limits, bounded_heap, names_outside, outside_target, read_json
 from hyper_parallel.trainer.data._parquet import heap_bytes, records_too_long
 from hyper_parallel.trainer.data.data_files import is_file_name
-from hyper_parallel.trainer.data.record_keys import Record
+from hyper_parallel.trainer.data.record_keys import IMAGE_KEYS, Record
 from hyper_parallel.units import format_bytes
 
 _SAVED = ("dataset_dict.json", "state.json")
@@ -37,6 +38,7 @@ class Table:
 
     name: str
     rows: Any  # datasets.Dataset, or IterableDataset when it is streamed
+    reads_images: bool = False  # images are read as {bytes, path}, without opening a file
 
     @property
     def num_bytes(self) -> int:
@@ -52,12 +54,21 @@ class Table:
     @property
     def opened(self) -> tuple[str, ...]:
         """Columns whose values name files or URLs (images, sounds and the like); they are not read."""
+        opening = self._opening
+        return tuple(n for n in opening if not (self.reads_images and n in IMAGE_KEYS))
+
+    @property
+    def _opening(self) -> dict[str, Any]:
+        """Features of columns for which `datasets` opens files."""
         features = getattr(self.rows, "features", None) or {}
-        return tuple(name for name, feature in features.items() if _opens_files(feature))
+        return {name: feature for name, feature in features.items() if _opens_files(feature)}
 
     def _readable(self) -> Any:
         opened = list(self.opened)
-        return self.rows.remove_columns(opened) if opened else self.rows
+        rows = self.rows.remove_columns(opened) if opened else self.rows
+        for name in self._opening.keys() - {*opened}:
+            rows = rows.cast_column(name, _undecoded(self._opening[name]))
+        return rows
 
     def _sound_rows(self) -> Iterator[bool]:
         """Validate the Arrow batches in order and yield True per row, without end after the last row.
@@ -169,6 +180,16 @@ def _lacked_memory(error: BaseException | None) -> bool:
     while error is not None and not isinstance(error, MemoryError):
         error = error.__cause__ or error.__context__
     return error is not None
+
+
+def _undecoded(feature: Any) -> Any:
+    """Return a feature of images, or of a list of them, whose values are read as {bytes, path}."""
+    undecoded = copy.deepcopy(feature)
+    inner = undecoded
+    while not hasattr(inner, "decode"):
+        inner = inner[0] if isinstance(inner, list) else inner.feature
+    inner.decode = False
+    return undecoded
 
 
 def _opens_files(feature: Any) -> bool:

@@ -28,6 +28,7 @@ from hyper_parallel.trainer.data.placeholders import (
     Placeholders,
     WordsPlace,
     forms_of,
+    pieces_of,
     places_of,
 )
 from hyper_parallel.trainer.data.template_properties import (
@@ -245,13 +246,9 @@ def _find_words(
 def _raise_changed(renderer: _Renderer, conversation: Conversation, text: str) -> None:
     """Raise for a conversation whose words the template changes; name the first turn with missing words."""
     for i, message in enumerate(conversation.messages):
-        words = (message.get("content") or "").strip()
-        if words and not any(form in text for form in forms_of(words)):
-            raise renderer.error(
-                "words of a turn do not appear in the text that the chat template writes",
-                i,
-                got=abbreviated(words),
-            )
+        for words in pieces_of(message):
+            if not any(form in text for form in forms_of(words)):
+                raise renderer.error(_DROPPED["content"], i, got=abbreviated(words))
     raise renderer.error(
         "the chat template writes other text around the turns when their words change, so the assistant's "
         "tokens cannot be identified",
@@ -293,9 +290,9 @@ def _check_words(
             )
     if not shape.all_turns:
         for i, message in enumerate(conversation.messages):
-            core = (message.get("content") or "").strip()
-            if message["role"] != "assistant" and not any(f in text for f in forms_of(core)):
-                raise renderer.error(_DROPPED["content"], i, got=abbreviated(core))
+            for core in pieces_of(message) if message["role"] != "assistant" else ():
+                if not any(form in text for form in forms_of(core)):
+                    raise renderer.error(_DROPPED["content"], i, got=abbreviated(core))
     turns = [
         turn for p in places if (turn := shape.words[p.number].turn) in trained
         and shape.words[p.number].kind != "name"
@@ -355,8 +352,8 @@ class _Search:
             borders = [start, *(edge for p in inside for edge in (p.start, p.end)), end]
             gaps = [self._text[a:b] for a, b in zip(borders[::2], borders[1::2], strict=True)]
             for turn, message in enumerate(self._messages):
-                core = (message.get("content") or "").strip()
-                if message["role"] != "assistant" and core and any(core in gap for gap in gaps):
+                cores = pieces_of(message) if message["role"] != "assistant" else ()
+                if any(core in gap for core in cores for gap in gaps):
                     foreign.add(turn)
         if foreign:
             turn = min(foreign)

@@ -11,8 +11,8 @@ microbatch only slice that list, so a step's content is the same for every layou
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
@@ -25,6 +25,7 @@ from hyper_parallel.trainer.data._sequences import (
     JoinedSequences,
     PackedSequences,
 )
+from hyper_parallel.trainer.data.media_arrays import image_arrays
 
 __all__ = ["IGNORE_INDEX", "Batch", "Batches", "Int64", "JoinedSequences", "PackedSequences"]
 
@@ -44,6 +45,9 @@ class Batch:
         None  # [B, S], 0 at the beginning of each document; None: a row is one document
     )
     num_real: Int64 | None = None  # [B] tokens of each row before its padding; None: no padding
+    media: Mapping[str, NDArray[Any]] = field(
+        default_factory=dict
+    )  # arrays of the image processor, by their names in the model's forward
 
     @property
     def token_mask(self) -> NDArray[np.bool_] | None:
@@ -229,11 +233,14 @@ class Batches:
         """
         check_cut(self.sequences_per_step, dp_rank, dp_size, microbatch, accumulation)
         local = self.step_batch(step).reshape(dp_size, accumulation, microbatch)[dp_rank]
+        return [self._batch(i) for i in local]
+
+    def _batch(self, indices: Int64) -> Batch:
         source = self.sequences
-        return [
-            Batch(*source.read(i), source.num_valid(i), source.positions(i), source.num_real(i))
-            for i in local
-        ]
+        inputs, labels = source.read(indices)
+        media = image_arrays(source.images(indices), inputs) if source.has_images else {}
+        sizes = source.num_valid(indices), source.positions(indices), source.num_real(indices)
+        return Batch(inputs, labels, *sizes, media)
 
     def sequences_seen(self, step: int) -> int:
         """Return the number of sequences read before a step, including earlier batch sizes of a resumed run."""

@@ -14,11 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import IO, Any
 
 from hyper_parallel.errors import BadValue
 from hyper_parallel.trainer.data.answer_spans import locate_answers, render_text
 from hyper_parallel.trainer.data.document import Conversation, Message
+from hyper_parallel.trainer.data.media_tokens import expand, reference_line
 from hyper_parallel.trainer.data.span_tokens import ids_of, tokens_of_spans
 from hyper_parallel.trainer.data.template_properties import properties_of
 
@@ -118,7 +119,18 @@ def encode_conversation(
             hint="data.tokenizer=<a tokenizer that is published as tokenizer.json>",
         )
     text, spans = assistant_spans(tokenizer, conversation, where, num_context)
-    return tokens_of_spans(tokenizer, text, spans, where)
+    tokens = tokens_of_spans(tokenizer, text, spans, where)
+    if not conversation.images:
+        return tokens
+    return expand(tokenizer, conversation, text, tokens, where)
+
+
+def image_line(
+    tokenizer: Any, conversation: Conversation, where: str, num_context: int, blob: IO[bytes]
+) -> bytes:
+    """Return the text and the images of a conversation as a line of prepared data, see `reference_line`."""
+    text = assistant_spans(tokenizer, conversation, where, num_context)[0]
+    return reference_line(conversation, text, where, blob)
 
 
 def encode_pair(

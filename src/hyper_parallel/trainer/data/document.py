@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
 
 Message = dict[str, Any]
 """One turn: `role` (system, developer, user, assistant or tool) and `content`, a text.
@@ -17,6 +18,27 @@ Message = dict[str, Any]
 Optional keys: `tool_calls` (list of `{"type": "function", "function": {"name", "arguments"}}`, arguments as an object),
 `reasoning_content` (text), and for role `tool` `name` and `tool_call_id`.
 """
+
+IMAGE_MARK: Final = "\0image\0"
+"""Place of the next image in the content of a turn; templates get a part of type image for it."""
+
+IMAGE_BLOB: Final = "images.bin"
+"""File of prepared data with the images that records hold as bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class ImageFile:
+    """Encoded image.
+
+    Attributes:
+        name: Name of the file relative to `folder`; empty for bytes.
+        folder: Folder outside of which no file is read.
+        content: Bytes of the record; None: the file has them.
+    """
+
+    name: str
+    folder: Path
+    content: bytes | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +52,7 @@ class Conversation:
         template_values: Additional variables for the chat template (`chat_template_kwargs` of the record).
         untrained: Indices of assistant turns that the record excludes from training (`weight: 0`, `train: false`).
         trained: Indices of turns that the record marks as trained on (`weight: 1`, `train: true`).
+        images: Images in the order of `IMAGE_MARK` in the contents.
     """
 
     messages: tuple[Message, ...]
@@ -38,6 +61,7 @@ class Conversation:
     template_values: Mapping[str, Any] = field(default_factory=dict)
     untrained: frozenset[int] = frozenset()
     trained: frozenset[int] = field(default=frozenset(), compare=False)
+    images: tuple[ImageFile, ...] = ()
 
 
 def has_content(turn: Message) -> bool:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from hyper_parallel.trainer.data.document import Message
+from hyper_parallel.trainer.data.document import IMAGE_MARK, Message
 
 PLACEHOLDER: Final = re.compile(r"Qz(\d+)zQ")
 
@@ -75,6 +75,10 @@ class Placeholders:
         return shaped
 
     def _text(self, i: int, text: str, kind: str = "content") -> str:
+        pieces = text.split(IMAGE_MARK)
+        return IMAGE_MARK.join(self._between_images(i, piece, kind) for piece in pieces)
+
+    def _between_images(self, i: int, text: str, kind: str) -> str:
         parts = self.tags.split(text) if self.tags else [text]
         last = len(parts) - 1
         for part in range(0, len(parts), 2):  # every second part is a tag
@@ -111,6 +115,12 @@ class Placeholders:
         if isinstance(value, list):
             return [self._argument(i, item) for item in value]
         return value
+
+
+def pieces_of(message: Message) -> list[str]:
+    """Return the words of a turn's content between its images, without white space at their ends."""
+    pieces = (message.get("content") or "").split(IMAGE_MARK)
+    return [core for piece in pieces if (core := piece.strip())]
 
 
 def forms_of(words: str) -> Iterator[str]:

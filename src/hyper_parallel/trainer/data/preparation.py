@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hyper_parallel.config import PAIRED_STAGES, Data
-from hyper_parallel.errors import NoData
+from hyper_parallel.errors import Contradiction, NoData
 from hyper_parallel.trainer.data._cache import cache_root, digest, entry
 from hyper_parallel.trainer.data._sequences import JoinedSequences, PackedSequences
 from hyper_parallel.trainer.data.counts import DataCounts
@@ -130,15 +130,28 @@ def prepare(
         packed = _open_stream(section, source, setup)
     else:
         parts = [_pack_source(section, source, setup) for section, source in sources]
-        packed = parts[0] if len(parts) == 1 else _join(parts, [w for _, w in data.parts()])
+        packed = parts[0] if len(parts) == 1 else _join(data, parts)
     if validation is None:
         return packed
     fingerprint = validation.fingerprint
     return replace(packed, holdout=validation.train, validation_fingerprint=fingerprint)
 
 
-def _join(parts: list[PackedData], weights: list[float]) -> PackedData:
-    """Return the data of several sources as one."""
+def _join(data: Data, parts: list[PackedData]) -> PackedData:
+    """Return the data of several sources as one.
+
+    Raises:
+        Contradiction: HP104 when only some of them have images and the others are packed.
+    """
+    weights = [weight for _, weight in data.parts()]
+    if data.packing and 0 < sum(part.train.has_images for part in parts) < len(parts):
+        raise Contradiction(
+            "some sources have images, and conversations of the others are packed",
+            where="data.source",
+            got="data.packing=true",
+            allowed="sources that all have images, or none; or conversations in rows of their own",
+            hint="data.packing=false",
+        )
     holdouts = [part.holdout for part in parts if part.holdout]
     return replace(
         parts[0],
@@ -165,7 +178,8 @@ def _pack_validation(data: Data, setup: _Setup) -> PackedData:
             "streaming": False,
         }
     )
-    source = bind_tokenizer(resolve(section, setup.stage), section, setup.tokenizer)
+    resolved = resolve(section, setup.stage, images=setup.tokenizer.has_processor)
+    source = bind_tokenizer(resolved, section, setup.tokenizer)
     return _pack_source(section, source, setup)
 
 
@@ -181,9 +195,11 @@ def _pack_source(data: Data, source: Source, setup: _Setup) -> PackedData:
     hashes = {name: file["sha256"] for name, file in meta["files"].items()}
     content = {n: hashed for n, hashed in hashes.items() if not n.endswith(_WITHOUT_INFLUENCE)}
     records = {n: hashed for n, hashed in hashes.items() if n.endswith("_records.jsonl")}
+    root = source.rules.media_root
+    media = None if root is None else (tokenizer.directory, root)
     return PackedData(
-        train=PackedSequences(directory, "train", data.seq_len),
-        holdout=PackedSequences(directory, "holdout", data.seq_len),
+        train=PackedSequences(directory, "train", data.seq_len, media),
+        holdout=PackedSequences(directory, "holdout", data.seq_len, media),
         tokenizer_dir=str(tokenizer.directory),
         vocab_size=tokenizer.vocab_size,
         fingerprint=digest([content, data.seq_len]),

@@ -16,6 +16,7 @@ from typing import Any, Final
 
 from hyper_parallel.trainer.data.counts import DataCounts, Encoded
 from hyper_parallel.trainer.data.document import Document
+from hyper_parallel.trainer.data.media_records import small_copy
 from hyper_parallel.trainer.data.packing import encode
 from hyper_parallel.trainer.data.sources import Source
 
@@ -27,6 +28,8 @@ _CONTEXT: Final = 8
 _MOST_CHARACTERS: Final = 1200
 """Characters of a segment in the run's file; the middle of a longer segment is left out."""
 _MOST_SEGMENTS: Final = 40
+_IMAGES: Final = 4
+"""Number of images that an example shows."""
 _MOST_BUCKETS: Final = 16
 _PAIR: Final = ("chosen", "rejected")
 
@@ -58,10 +61,11 @@ class ExampleText:
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """Record with its location and its texts (two for a pair)."""
+    """Record with its location, its texts (two for a pair), and small copies of its images as base64 of PNG."""
 
     where: str
     texts: tuple[ExampleText, ...]
+    images: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
@@ -224,10 +228,16 @@ def preview_examples(source: Source, hf: Any, stage: str, seq_len: int) -> tuple
     for unit in itertools.islice(units(first, stage), _SEARCHED):
         encoded = list(encode(unit, hf, stage))
         if is_used(encoded, stage, seq_len):
-            examples.append(shortened(example_of(hf, unit, encoded, stage, seq_len)))
+            example = shortened(example_of(hf, unit, encoded, stage, seq_len))
+            examples.append(replace(example, images=_small_images(unit[0])))
         if len(examples) == _EXAMPLES:
             break
     return tuple(examples)
+
+
+def _small_images(document: Document) -> tuple[str, ...]:
+    images = () if document.conversation is None else document.conversation.images
+    return tuple(small_copy(image, document.where) for image in images[:_IMAGES])
 
 
 def shortened(example: Example, most: int = _MOST_CHARACTERS) -> Example:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Any, Final
 
 from pydantic import Field, StrictBool, TypeAdapter, ValidationError
@@ -45,12 +46,17 @@ _NAMES: Final = """
     """
 WITHOUT_INFLUENCE: Final = frozenset(_NAMES.split())
 """Metadata keys of records and turns: they do not change the text, so they are ignored and counted."""
+IMAGE_KEYS: Final = ("images", "image", "image_path", "image_paths")
+"""Keys of the images of a record."""
 _MEDIA: Final = frozenset(
     (
         "image", "images", "image_url", "image_urls", "image_path", "image_paths", "audio", "audios", "audio_path",
         "video", "videos", "video_path", "pixel_values",
     )
 )  # fmt: skip
+_SUPPORTED: Final = (
+    "texts; images if stage=sft, data.streaming=false and model.path has a preprocessor_config.json"
+)
 _PLACEHOLDERS: Final = (
     "<image>", "<img>", "<video>", "<audio>", "<|image|>", "<|video|>", "<|audio|>", "<|image_pad|>",
     "<|vision_start|>", "<start_of_image>", "<image_soft_token>", "<|image_1|>", "[IMG]",
@@ -81,6 +87,7 @@ class RecordRules:
         media: Columns of images, sounds and the like that the table reader has removed.
         text_key: `data.text_key`.
         is_table: Whether records are rows of a table, in which absent keys are None.
+        media_root: Folder of the images of records; None: images are not supported.
         counts: Counts of ignored keys.
     """
 
@@ -92,10 +99,16 @@ class RecordRules:
     text_key: str = "text"
     is_table: bool = False
     counts: DataCounts = field(default_factory=DataCounts)
+    media_root: Path | None = None
 
     @classmethod
     def of(
-        cls, data: Data, counts: DataCounts, media: tuple[str, ...] = (), is_table: bool = False
+        cls,
+        data: Data,
+        counts: DataCounts,
+        media: tuple[str, ...] = (),
+        is_table: bool = False,
+        media_root: Path | None = None,
     ) -> RecordRules:
         """Return the rules of section `data` of a recipe."""
         columns = {own: name for name, own in data.columns.items()}
@@ -103,7 +116,8 @@ class RecordRules:
         columns = {own: name for own, name in columns.items() if name not in _OF_TURNS}
         roles = {**ROLES, **{word: role for role, word in data.roles.items()}}
         ignored = frozenset(data.ignore_keys)
-        return cls(columns, turns, roles, ignored, media, data.text_key, is_table, counts)
+        text_key = data.text_key
+        return cls(columns, turns, roles, ignored, media, text_key, is_table, counts, media_root)
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -113,6 +127,7 @@ class RecordRules:
             "columns": {**self.columns, **self.turn_columns},
             "roles": roles,
             "ignored": sorted(self.ignored),
+            "media_root": str(self.media_root or ""),
         }
         return {key: value for key, value in values.items() if value}
 
@@ -209,27 +224,29 @@ class RecordRules:
         Raises:
             NoData: HP602 when the record, or the table, has such a column with a value.
         """
+        read = () if self.media_root is None else IMAGE_KEYS
         media = [key for key in (*self.media, *record) if key in _MEDIA or key in self.media]
+        media = [key for key in media if key not in read]
         media = [key for key in media if key in self.media or not is_empty(record.get(key))]
         if not media:
             return
         for text in texts:
             if (mark := next((mark for mark in _PLACEHOLDERS if mark in text), None)) is not None:
                 raise NoData(
-                    f"`{mark}` stands for a value of `{media[0]}`, and images, sounds and videos are not supported",
+                    f"`{mark}` stands for a value of `{media[0]}`, which is not supported",
                     where=where,
                     got=abbreviated(text),
-                    allowed="conversations of texts",
+                    allowed=_SUPPORTED,
                 )
         if media[0] not in self.ignored:
             raise self._unsupported_media(media[0], where)
 
     def _unsupported_media(self, key: str, where: str) -> NoData:
         return NoData(
-            f"`{key}` of a record is not supported: conversations are texts, without images, sounds and videos",
+            f"`{key}` of a record is not supported",
             where=where,
             got=key,
-            allowed="texts",
+            allowed=_SUPPORTED,
             hint=self.ignore_hint([key]),
         )
 

@@ -42,8 +42,15 @@ _GENERIC_NAME: Final = "PreTrainedTokenizerFast"
 _DECIDING: Final = ("model_type", "tokenizer_class", "model_name")
 """Keys of a config.json that choose the class of a tokenizer."""
 _TEMPLATES: Final = "additional_chat_templates"
+PROCESSOR_FILES: Final = (
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+)
+"""Files of a processor of images, next to those of the tokenizer."""
 _FILES: Final = (
     *VOCABULARIES,
+    *PROCESSOR_FILES,
     "vocab.txt",
     "merges.txt",
     CONFIG,
@@ -83,6 +90,12 @@ def tokenizer_files(directory: Path) -> list[str]:
 def has_tokenizer(directory: str | Path | None) -> bool:
     """Return whether a directory holds tokenizer files."""
     return directory is not None and any((Path(directory) / n).is_file() for n in VOCABULARIES)
+
+
+def has_processor(directory: str | Path | None) -> bool:
+    """Return whether a directory holds tokenizer files and those of a processor of images."""
+    names = PROCESSOR_FILES[:2]
+    return has_tokenizer(directory) and any((Path(str(directory)) / n).is_file() for n in names)
 
 
 def load_tokenizer(directory: str | Path, *, trusted: bool = False) -> Any:

@@ -56,7 +56,9 @@ _TEMPLATED: Final = (
 _WORDLESS: Final = "conversations with answers without words, which are not trained on"
 _JOINED: Final = "pairs of texts joined as plain text, without a chat template"
 _STDLIB_SKIP = frozenset({"test", "tests", "idle_test", "site-packages", "__pycache__"})
-_OPTIONAL_COLUMNS: Final = ("system", "history", "tools", "input", "label", "margin", "answer")
+_OPTIONAL_COLUMNS: Final = (
+    "system", "history", "tools", "input", "label", "margin", "answer", "images",
+)  # fmt: skip
 _RECORDS: Final = ("csv", "jsonl", "parquet")
 _FORMATS: Final = {
     "text": {"text", *KINDS.values()},
@@ -290,8 +292,13 @@ def _between_characters(piece: bytes) -> int:
     return len(piece)
 
 
-def resolve(data: Data, stage: str) -> Source:
+def resolve(data: Data, stage: str, *, images: bool = False) -> Source:
     """Find the files of `data.source` and their format.
+
+    Args:
+        data: Section `data` with one source.
+        stage: Stage of the recipe.
+        images: Whether the model has a processor of images.
 
     Raises:
         NoData: HP602 when there are no files to read, or their format is not recognized.
@@ -318,13 +325,32 @@ def resolve(data: Data, stage: str) -> Source:
     by_document = stage == "pt" and (data.masks(stage) or not data.packing)
     counts = DataCounts(data.source, seq_len=data.seq_len, by_document=by_document)
     has_rows = table is not None or kind_of(files[0]) == "parquet"
-    rules = RecordRules.of(data, counts, table.opened if table else (), has_rows)
+    reads_images = images and stage == "sft" and not data.streaming
+    table = table and replace(table, reads_images=reads_images)
+    opened = table.opened if table else ()
+    root = _media_root(data, path) if reads_images else None
+    rules = RecordRules.of(data, counts, opened, has_rows, root)
     counts.format = shape = _shape(files, table, data, stage, rules)
     counts.clear()
     limits = data.max_bytes, table, data.max_records, stage, data.max_record_bytes
     source = Source(data.source, shape, tuple(files), data.text_key, *limits, rules=rules)
     _check_stage(source, stage)
     return source
+
+
+def _media_root(data: Data, path: Path) -> Path:
+    """Return the folder of the images of a source.
+
+    Raises:
+        NoData: HP602 when `data.media_dir` is not a folder.
+    """
+    if data.media_dir is None:
+        return (path if path.is_dir() else path.parent).absolute()
+    folder = Path(data.media_dir).expanduser().absolute()
+    if not folder.is_dir():
+        problem = "the folder of the images does not exist"
+        raise NoData(problem, where="data.media_dir", got=str(folder), hint="data.media_dir=null")
+    return folder
 
 
 def _check_stage(source: Source, stage: str) -> None:

@@ -24,7 +24,7 @@ from hyper_parallel.errors import BadValue
 from hyper_parallel.received import Limits, read_json
 from hyper_parallel.trainer.data._template import rendered, variables_of
 from hyper_parallel.trainer.data._template_work import TemplateBudget
-from hyper_parallel.trainer.data.document import Message
+from hyper_parallel.trainer.data.document import IMAGE_MARK, Message
 from hyper_parallel.trainer.data.tokenizer_limits import tokenizing
 
 _QUESTION, _ANSWER, _FOLLOW_UP, _NAME, _VALUE, _RESULT = (f"Qzp{i}zQ" for i in range(6))
@@ -141,15 +141,16 @@ class TemplateProperties:
         if role == "developer":
             role = self._developer
         calls = message.get("tool_calls")
-        if not calls and len(message) == 2 and not self._takes_parts(role):
+        content = message.get("content") or ""
+        has_image = IMAGE_MARK in content
+        if not calls and len(message) == 2 and not has_image and not self._takes_parts(role):
             return message if role == message["role"] else {**message, "role": role}
         shaped = {
             k: v for k, v in message.items() if k not in ("reasoning_content", "tool_calls") and v is not None
         }  # fmt: skip
-        content = message.get("content") or ""
         shaped |= {"role": role, "content": content}
-        if self._takes_parts(role):
-            shaped["content"] = [{"type": "text", "text": content}]
+        if has_image or self._takes_parts(role):
+            shaped["content"] = _parts_of(content)
         if message.get("reasoning_content"):
             shaped |= self._reasoning(message["reasoning_content"], shaped["content"])
         if calls:
@@ -162,6 +163,14 @@ class TemplateProperties:
     def _question(self) -> Message:
         """User turn of the probes, in the template's form."""
         return self.form({"role": "user", "content": _QUESTION})
+
+    @cached_property
+    def writes_images(self) -> bool:
+        """True if the template writes a part of type image."""
+        text = {"type": "text", "text": _QUESTION}
+        turns = ({"role": "user", "content": [*parts, text]} for parts in ([], [{"type": "image"}]))
+        without, with_image = (self._probe(turn) for turn in turns)
+        return bool(with_image) and with_image != without and "'type':" not in with_image
 
     def _takes_parts(self, role: str) -> bool:
         """Return whether the template reads the content of a role only as a list of parts."""
@@ -378,6 +387,16 @@ def _only_tags(template: TemplateProperties, text: str | None) -> str | None:
     pattern = template.added_names
     rest = _ANY_TAG.sub("", pattern.sub("", text) if pattern else text)
     return None if any(map(str.isalnum, rest)) else text
+
+
+def _parts_of(content: str) -> list[dict[str, str]]:
+    """Return the content of a turn as a list of parts."""
+    first, *rest = content.split(IMAGE_MARK)
+    parts = [{"type": "text", "text": first}] if first or not rest else []
+    for text in rest:
+        parts.append({"type": "image"})
+        parts += [{"type": "text", "text": text}] if text else []
+    return parts
 
 
 def unfinished(text: str) -> str:

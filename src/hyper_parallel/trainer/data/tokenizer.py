@@ -15,13 +15,15 @@ from pathlib import Path
 from typing import Any, Final
 
 from hyper_parallel.config import Data
-from hyper_parallel.errors import BadValue
-from hyper_parallel.received import Limits, read_text
+from hyper_parallel.errors import BadValue, NoData
+from hyper_parallel.received import Limits, read_json, read_text
 from hyper_parallel.trainer.data._cache import byte_bar, cache_root, digest, entry
 from hyper_parallel.trainer.data._template import compiled
 from hyper_parallel.trainer.data.chat import CHATML, PLAIN, RAW
 from hyper_parallel.trainer.data.counts import DataCounts
 from hyper_parallel.trainer.data.saved_tokenizer import (
+    PROCESSOR_FILES,
+    has_processor,
     has_tokenizer,
     load_tokenizer,
     note_on_reading,
@@ -81,6 +83,11 @@ class Tokenizer:
         return generation_stops(self.hf)
 
     @property
+    def has_processor(self) -> bool:
+        """True if the directory holds a processor of images, too."""
+        return has_processor(self.directory)
+
+    @property
     def fingerprint(self) -> str:
         """Hash of the tokenizer's files."""
         names = tokenizer_files(self.directory)
@@ -107,7 +114,8 @@ def open_sources(
 ) -> tuple[Tokenizer, list[tuple[Data, Source]]]:
     """Return the tokenizer of a recipe and its sources with their sections; arguments and errors as for `prepare`."""
     sections = [section for section, _ in data.parts()]
-    sources = [resolve(section, stage) for section in sections]
+    images = has_processor(Path(data.tokenizer or model_path or "").expanduser())
+    sources = [resolve(section, stage, images=images) for section in sections]
     cache = cache_root(data.cache_dir)
     tokenizer = obtain(data, sources, model_path, cache, progress, vocab_limit, model_config)
     if vocab_limit is not None and tokenizer.vocab_size > vocab_limit:
@@ -233,7 +241,16 @@ def _template(data: Data, hf: Any, has_conversations: bool) -> str | None:
         return RAW
     if data.chat_template != "auto":
         return _read_template(Path(data.chat_template).expanduser())
-    return PLAIN if has_conversations and not hf.chat_template else None
+    if not has_conversations or hf.chat_template:
+        return None
+    older = Path(hf.name_or_path) / "chat_template.json"  # of a processor, which no tokenizer reads
+    if not older.is_file():
+        return PLAIN
+    try:
+        return str(read_json(older, Limits(num_bytes=_TEMPLATE_BYTES))["chat_template"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        problem = "the chat template of the processor cannot be read"
+        raise NoData(problem, where=str(older), got=str(error)[:120]) from error
 
 
 def _read_template(path: Path) -> str:
@@ -267,6 +284,7 @@ def _with_template(tokenizer: Tokenizer, template: str, cache: Path) -> Tokenize
 
     def save(target: Path) -> None:
         tokenizer.hf.save_pretrained(str(target))
+        copy_files(tokenizer.directory, target, PROCESSOR_FILES)
         if stops:
             text = json.dumps({"eos_token_id": stops})
             (target / "generation_config.json").write_text(text, encoding="utf-8")

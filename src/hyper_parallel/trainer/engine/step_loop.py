@@ -398,6 +398,12 @@ class Loop:
         coordinate = self.plan.mesh.coordinate(self.world.rank)
         return coordinate["dp_replicate"] * self.plan.strategy.dp_shard + coordinate["dp_shard"]
 
+    def _on_device(self, array: NDArray[Any]) -> Tensor:
+        """Return an array on the device; numbers such as pixel values in the dtype of the parameters."""
+        tensor = torch.from_numpy(array)
+        dtype = next(self.model.parameters()).dtype if tensor.is_floating_point() else tensor.dtype
+        return tensor.to(self.world.device, dtype, non_blocking=True)
+
     def _fetch(
         self,
         batches: Batches | StreamBatches,
@@ -411,14 +417,10 @@ class Loop:
         parts = batches.microbatches(index, share, dp, microbatch, rounds)
         names = ["input_ids", "shift_labels", "position_ids"]
         names += [TOKEN_MASK] if handle(self.model).routes else []
-        tensors = [
-            {
-                name: torch.from_numpy(array).to(self.world.device, non_blocking=True)
-                for name in names
-                if (array := getattr(b, name)) is not None
-            }
-            for b in parts
+        arrays = [
+            {n: a for n in names if (a := getattr(b, n)) is not None} | b.media for b in parts
         ]
+        tensors = [{name: self._on_device(a) for name, a in part.items()} for part in arrays]
         # Every rank counts the whole step from the index, without communication.
         return StepInputs(tensors, max(batches.num_valid(index), 1), lr)
 

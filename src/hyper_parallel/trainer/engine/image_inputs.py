@@ -1,0 +1,50 @@
+"""Checks of a model and a layout with the arrays that the image processor gives for the data, before ranks start."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from hyper_parallel.backends.torch.partial_use import refuse_other_inputs
+from hyper_parallel.errors import Contradiction, ModelUnreadable
+from hyper_parallel.ir import Plan
+
+
+def check_image_inputs(model: nn.Module, plan: Plan, sequences: Any, *, offload: bool) -> None:
+    """Raise for a model or a layout that does not support the images of the data.
+
+    Args:
+        model: Model of the recipe.
+        plan: Plan of the run.
+        sequences: Training sequences with images.
+        offload: Whether steps are planned for offload.
+
+    Raises:
+        UnsupportedSharding: HP205 for pp and cp.
+        Contradiction: HP104 for offload, whose steps all have the same shapes.
+        ModelUnreadable: HP305 when the model's forward does not read the images.
+    """
+    arrays = sequences.first_images()
+    tensors = {name: torch.from_numpy(np.asarray(array)) for name, array in arrays.items()}
+    axes = [axis for axis in ("pp", "cp") if getattr(plan.strategy, axis) > 1]
+    refuse_other_inputs(model, axes, tensors)
+    if offload:
+        raise Contradiction(
+            "planned steps repeat one shape, and images have different sizes",
+            where="offload",
+            got=sorted(tensors),
+            hint="offload.budget=null offload.max_slowdown=null",
+        )
+    known = inspect.signature(model.forward).parameters
+    unread = [n for n, t in tensors.items() if t.is_floating_point() and n not in known]
+    if unread:
+        raise ModelUnreadable(
+            f"the forward of {type(model).__name__} does not read `{unread[0]}`, so images would have no effect",
+            where="model.path",
+            got=sorted(tensors),
+            allowed="a model of images and text",
+        )

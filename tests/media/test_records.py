@@ -1,0 +1,293 @@
+"""Records with images: accepted forms, and one coded error for everything else, before training."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hyper_parallel.config import Data
+from hyper_parallel.errors import BadValue, Contradiction, HyperParallelError, NoData
+from hyper_parallel.trainer.data import Batches, PackedData, prepare
+from tests.media.tiny_models import write_images, write_lines, write_model
+
+_ASKED = {"role": "user", "content": "<image>what is this"}
+_ANSWER = {"role": "assistant", "content": "seven"}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model("llava", tmp_path_factory.mktemp("llava"))
+
+
+def _prepare(folder: Path, model: Path, source: Path | None = None, **data: Any) -> PackedData:
+    data = {"seq_len": 64, "holdout": 0.0, "packing": False, **data}
+    section = Data(
+        source=str(source or folder / "data.jsonl"), cache_dir=str(folder / "cache"), **data
+    )
+    return prepare(section, stage="sft", model_path=str(model), seed=0, progress=False)
+
+
+def _turns(*parts: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": list(parts)}, _ANSWER]}
+
+
+def _text(text: str) -> dict[str, str]:
+    return {"type": "text", "text": text}
+
+
+def test_every_form_of_a_record_gives_the_same_tokens_and_pixels(
+    tmp_path: Path, model: Path
+) -> None:
+    (name,) = write_images(tmp_path, ((20, 20),))
+    records = [
+        {"messages": [_ASKED, _ANSWER], "images": [name]},
+        {"messages": [_ASKED, _ANSWER], "image": name},
+        {"image": name, "conversations": [{"from": "human", "value": _ASKED["content"]},
+                                          {"from": "gpt", "value": "seven"}]},
+        _turns({"type": "image", "image": name}, _text("what is this")),
+        _turns({"type": "image", "path": name}, _text("what is this")),
+        _turns({"type": "image_url", "image_url": {"url": name}}, _text("what is this")),
+        {**_turns({"type": "image"}, _text("what is this")), "images": [name]},
+    ]  # fmt: skip
+    write_lines(tmp_path / "data.jsonl", records)
+    alpaca = {"instruction": _ASKED["content"], "output": "seven", "images": [name]}
+    write_lines(tmp_path / "alpaca.jsonl", [alpaca])
+    parts = []
+    for file in ("data.jsonl", "alpaca.jsonl"):
+        packed = _prepare(tmp_path, model, tmp_path / file)
+        batches = Batches(packed.train, sequences_per_step=1, shuffle=False)
+        parts += [batches.microbatches(i, 0, 1, 1, 1)[0] for i in range(len(packed.train))]
+    assert len(parts) == len(records) + 1
+    for part in parts:
+        assert (part.input_ids == parts[0].input_ids).all()
+        assert (part.media["pixel_values"] == parts[0].media["pixel_values"]).all()
+
+
+def test_parquet_with_encoded_images_is_read_like_files(tmp_path: Path, model: Path) -> None:
+    pa, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    (name,) = write_images(tmp_path, ((20, 20),))
+    content = (tmp_path / name).read_bytes()
+    rows = [{"messages": [_ASKED, _ANSWER], "images": [{"bytes": content, "path": "gone.png"}]}]
+    parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "data.parquet")
+    write_lines(tmp_path / "data.jsonl", [{"messages": [_ASKED, _ANSWER], "images": [name]}])
+    pixels = []
+    for file in ("data.parquet", "data.jsonl"):
+        packed = _prepare(tmp_path, model, tmp_path / file)
+        (batch,) = Batches(packed.train, sequences_per_step=1).microbatches(0, 0, 1, 1, 1)
+        pixels.append(batch.media["pixel_values"])
+    np.testing.assert_array_equal(*pixels)
+
+
+@pytest.mark.parametrize("listed", [False, True])
+def test_image_columns_of_a_saved_dataset_are_read_like_files(
+    tmp_path: Path, model: Path, listed: bool
+) -> None:
+    datasets = pytest.importorskip("datasets")
+    (name,) = write_images(tmp_path, ((20, 20),))
+    content = {"bytes": (tmp_path / name).read_bytes(), "path": None}
+    feature = datasets.List(datasets.Image()) if listed else datasets.Image()
+    turn = {"role": datasets.Value("string"), "content": datasets.Value("string")}
+    features = datasets.Features({"messages": datasets.List(turn), "images": feature})
+    row = {"messages": [_ASKED, _ANSWER], "images": [content] if listed else content}
+    datasets.Dataset.from_list([row], features=features).save_to_disk(tmp_path / "saved")
+    write_lines(tmp_path / "data.jsonl", [{"messages": [_ASKED, _ANSWER], "images": [name]}])
+    pixels = []
+    for source in ("saved", "data.jsonl"):
+        packed = _prepare(tmp_path, model, tmp_path / source)
+        (batch,) = Batches(packed.train, sequences_per_step=1).microbatches(0, 0, 1, 1, 1)
+        pixels.append(batch.media["pixel_values"])
+    np.testing.assert_array_equal(*pixels)
+
+
+@pytest.mark.parametrize(
+    ("record", "match"),
+    [
+        ({"images": ["pictures/0.png"] * 2}, "differ in number"),
+        ({"images": []}, "differ in number"),
+        ({"images": ["../secret.png"]}, "outside of the media folder"),
+        ({"images": ["/etc/passwd"]}, "outside of the media folder"),
+        ({"images": ["https://example.org/a.png"]}, "outside of the media folder"),
+        ({"images": ["link.png"]}, "outside of the media folder"),
+        ({"images": ["missing.png"]}, "cannot be read"),
+        ({"images": ["pictures"]}, "cannot be read"),
+        ({"images": ["data.jsonl"]}, "cannot be decoded"),
+        ({"images": [{"bytes": None, "path": None}]}, "no file name"),
+        ({"videos": ["a.mp4"], "images": ["pictures/0.png"]}, "videos"),
+        ({"messages": [_ASKED, {"role": "assistant", "content": "<image>"}], "images": ["pictures/0.png"] * 2},
+         "an answer contains an image"),
+    ],
+)  # fmt: skip
+def test_a_bad_image_is_one_coded_error_with_file_and_line(
+    tmp_path: Path, model: Path, record: dict[str, Any], match: str
+) -> None:
+    folder = tmp_path / "data"
+    write_images(folder, ((20, 20),))
+    shutil.copy(folder / "pictures/0.png", tmp_path / "secret.png")
+    (folder / "link.png").symlink_to(tmp_path / "secret.png")
+    good = {"messages": [_ASKED, _ANSWER], "images": ["pictures/0.png"]}
+    write_lines(folder / "data.jsonl", [good, {"messages": [_ASKED, _ANSWER], **record}])
+    with pytest.raises(HyperParallelError, match=match) as caught:
+        _prepare(folder, model)
+    assert isinstance(caught.value, NoData | BadValue)
+    assert "data.jsonl" in str(caught.value.where)
+    assert "2" in str(caught.value.where)
+
+
+def test_an_image_of_too_many_pixels_is_refused(tmp_path: Path, model: Path) -> None:
+    from PIL import Image
+
+    Image.new("1", (9000, 9000)).save(tmp_path / "large.png")
+    write_lines(tmp_path / "data.jsonl", [{"messages": [_ASKED, _ANSWER], "images": ["large.png"]}])
+    with pytest.raises(NoData, match="pixels"):
+        _prepare(tmp_path, model)
+
+
+def test_media_dir_names_the_folder_of_the_images(tmp_path: Path, model: Path) -> None:
+    write_images(tmp_path / "media", ((20, 20),))
+    record = {"messages": [_ASKED, _ANSWER], "images": ["pictures/0.png"]}
+    write_lines(tmp_path / "data.jsonl", [record])
+    with pytest.raises(NoData, match="cannot be read"):
+        _prepare(tmp_path, model)
+    assert len(_prepare(tmp_path, model, media_dir=str(tmp_path / "media")).train) == 1
+
+
+def test_an_absolute_path_is_read_inside_the_media_folder_only(tmp_path: Path, model: Path) -> None:
+    (name,) = write_images(tmp_path / "media", ((20, 20),))
+    record = {"messages": [_ASKED, _ANSWER], "images": [str(tmp_path / "media" / name)]}
+    source = write_lines(tmp_path / "data" / "data.jsonl", [record])
+    with pytest.raises(NoData, match="outside of the media folder") as caught:
+        _prepare(tmp_path, model, source)
+    key, _, value = str(caught.value.hint).partition("=")
+    assert key == "data.media_dir"
+    assert len(_prepare(tmp_path, model, source, media_dir=value).train) == 1
+
+
+def test_a_column_with_another_name_is_named_in_columns(tmp_path: Path, model: Path) -> None:
+    (name,) = write_images(tmp_path, ((20, 20),))
+    write_lines(tmp_path / "data.jsonl", [{"messages": [_ASKED, _ANSWER], "chart": name}])
+    packed = _prepare(tmp_path, model, columns={"images": "chart"})
+    assert packed.train.has_images
+
+
+def test_a_long_conversation_with_images_is_counted_and_left_out(
+    tmp_path: Path, model: Path
+) -> None:
+    (name,) = write_images(tmp_path, ((20, 20),))
+    record = {"messages": [_ASKED, _ANSWER], "images": [name]}
+    long = {"messages": [_ASKED, {"role": "assistant", "content": "seven " * 80}], "images": [name]}
+    write_lines(tmp_path / "data.jsonl", [record, long])
+    counts = _prepare(tmp_path, model).counts[0]
+    assert (counts.used, counts.cut, sum(counts.dropped.values())) == (1, 0, 1)
+    write_lines(tmp_path / "data.jsonl", [long])
+    with pytest.raises(NoData, match="longer than data") as caught:
+        _prepare(tmp_path, model)
+    assert caught.value.hint is not None
+    _prepare(tmp_path, model, seq_len=int(caught.value.hint.partition("=")[2]))
+
+
+def test_an_image_that_changes_after_preparation_is_refused_and_the_hint_works(
+    tmp_path: Path, model: Path
+) -> None:
+    names = write_images(tmp_path, ((20, 20), (36, 24)))
+    write_lines(tmp_path / "data.jsonl", [{"messages": [_ASKED, _ANSWER], "images": names[:1]}])
+    _prepare(tmp_path, model)
+    shutil.copy(tmp_path / names[1], tmp_path / names[0])
+    packed = _prepare(tmp_path, model)
+    assert packed.cached
+    with pytest.raises(NoData, match="changed") as caught:
+        Batches(packed.train, sequences_per_step=1).microbatches(0, 0, 1, 1, 1)
+    assert str(caught.value.hint).startswith("data.cache_dir=")
+    again = prepare(
+        Data(
+            source=str(tmp_path / "data.jsonl"),
+            seq_len=64,
+            holdout=0.0,
+            cache_dir=str(tmp_path / "other"),
+        ),
+        stage="sft",
+        model_path=str(model),
+        seed=0,
+        progress=False,
+    )
+    Batches(again.train, sequences_per_step=1).microbatches(0, 0, 1, 1, 1)
+    assert again.fingerprint != packed.fingerprint
+
+
+def test_packing_is_not_applied_to_images_and_is_refused_beside_them(
+    tmp_path: Path, model: Path
+) -> None:
+    (name,) = write_images(tmp_path, ((20, 20),))
+    record = {"messages": [_ASKED, _ANSWER], "images": [name]}
+    write_lines(tmp_path / "data.jsonl", [record] * 3)
+    packed = _prepare(tmp_path, model, packing=True, seq_len=256)
+    assert len(packed.train) == 3
+    assert any("padded" in note for note in packed.notes)
+    asked = {"role": "user", "content": "what"}
+    write_lines(tmp_path / "text.jsonl", [{"messages": [asked, _ANSWER]}] * 3)
+    sources = [{"source": str(tmp_path / f)} for f in ("data.jsonl", "text.jsonl")]
+    section = {"source": sources, "holdout": 0.0, "cache_dir": str(tmp_path / "cache")}
+    with pytest.raises(Contradiction, match="packed") as caught:
+        prepare(Data(**section), stage="sft", model_path=str(model), seed=0, progress=False)
+    assert caught.value.hint == "data.packing=false"
+    joined = prepare(
+        Data(**section, packing=False), stage="sft", model_path=str(model), seed=0, progress=False
+    )
+    batches = Batches(joined.train, sequences_per_step=6, shuffle=False)
+    (batch,) = batches.microbatches(0, 0, 1, 6, 1)
+    assert batch.media["pixel_values"].shape[0] == 3
+    parts = batches.microbatches(0, 0, 1, 1, 6)
+    assert sum("pixel_values" in part.media for part in parts) == 3
+
+
+def test_images_need_a_processor(tmp_path: Path, model: Path) -> None:
+    (name,) = write_images(tmp_path, ((20, 20),))
+    shutil.copytree(model, tmp_path / "model")
+    (tmp_path / "model" / "processor_config.json").unlink()
+    write_lines(tmp_path / "data.jsonl", [{"messages": [_ASKED, _ANSWER], "images": [name]}])
+    with pytest.raises(NoData, match="preprocessor_config"):
+        _prepare(tmp_path, tmp_path / "model")
+
+
+def test_the_template_of_an_older_processor_is_used(tmp_path: Path, model: Path) -> None:
+    (name,) = write_images(tmp_path, ((20, 20),))
+    write_lines(tmp_path / "data.jsonl", [{"messages": [_ASKED, _ANSWER], "images": [name]}])
+    older = tmp_path / "older"
+    shutil.copytree(model, older)
+    template = (older / "chat_template.jinja").read_text()
+    (older / "chat_template.jinja").unlink()
+    (older / "chat_template.json").write_text(json.dumps({"chat_template": template}))
+    parts = []
+    for directory in (model, older):
+        packed = _prepare(tmp_path, directory)
+        parts += Batches(packed.train, sequences_per_step=1).microbatches(0, 0, 1, 1, 1)
+    assert (parts[0].input_ids == parts[1].input_ids).all()
+    assert (parts[0].media["pixel_values"] == parts[1].media["pixel_values"]).all()
+
+
+def test_a_template_that_drops_images_is_refused(tmp_path: Path, model: Path) -> None:
+    (name,) = write_images(tmp_path, ((20, 20),))
+    write_lines(tmp_path / "data.jsonl", [{"messages": [_ASKED, _ANSWER], "images": [name]}])
+    template = tmp_path / "template.jinja"
+    template.write_text(
+        "{% for m in messages %}{{ m['role'] }}: {% if m['content'] is string %}{{ m['content'] }}{% else %}"
+        "{% for p in m['content'] %}{{ p['text'] }}{% endfor %}{% endif %}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    with pytest.raises(BadValue, match="writes nothing for an image"):
+        _prepare(tmp_path, model, chat_template=str(template))
+
+
+def test_prepared_data_of_records_with_images_is_found_again(tmp_path: Path, model: Path) -> None:
+    (name,) = write_images(tmp_path, ((20, 20),))
+    write_lines(tmp_path / "data.jsonl", [{"messages": [_ASKED, _ANSWER], "images": [name]}])
+    first, second = _prepare(tmp_path, model), _prepare(tmp_path, model)
+    assert (first.cached, second.cached) == (False, True)
+    assert first.fingerprint == second.fingerprint
+    lines = (second.train.directory / "train_images.jsonl").read_text().splitlines()
+    assert str(tmp_path) not in lines[0]
+    assert json.loads(lines[0])["images"][0]["name"] == name

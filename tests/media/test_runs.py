@@ -1,0 +1,100 @@
+"""Runs of the command on images: layouts, adapters, frozen towers, continuation and export, and coded refusals."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+from hyper_parallel.errors import (
+    Contradiction,
+    HyperParallelError,
+    ModelUnreadable,
+    NoData,
+    UnsupportedSharding,
+)
+from tests.e2e.runs import assert_same_curve, curve, rows, train
+from tests.media.records import write_data
+from tests.media.tiny_models import needs_torchvision, write_model
+
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning"),
+]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("images")
+    write_model("llava", folder / "model")
+    source = write_data(folder, repeats=3)
+    (folder / "recipe.yaml").write_text(
+        f"model: {{path: {folder / 'model'}}}\nstage: sft\n"
+        f"data: {{source: {source}, seq_len: 96, packing: false, cache_dir: {folder / 'cache'}}}\n"
+        "training: {steps: 2, dtype: float64, tokens_per_step: 384}\n"
+        "checkpoint: {export: false}\n"
+    )
+    return folder
+
+
+def test_layouts_repeat_one_rank_and_the_export_reads_images(place: Path) -> None:
+    train(place, place / "one", "parallel.dp_shard=1", "checkpoint.export=true", report=True)
+    assert "data:image/png;base64," in (place / "one" / "report.html").read_text()
+    train(place, place / "two", "parallel.dp_shard=2", "checkpoint.every=1", "training.steps=1")
+    train(place, place / "two", "parallel.dp_shard=2")
+    assert_same_curve(curve(place / "two"), curve(place / "one"))
+    # Conversations with images are padded in any case.
+    train(place, place / "packed", "parallel.dp_shard=1", "data.packing=true")
+    assert_same_curve(curve(place / "packed"), curve(place / "one"))
+    model = AutoModelForImageTextToText.from_pretrained(place / "one" / "export")
+    processor = AutoProcessor.from_pretrained(place / "one" / "export")
+    image = np.zeros((20, 20, 3), np.uint8)
+    turn = {"role": "user", "content": [{"type": "image", "image": image}]}
+    inputs = processor.apply_chat_template(
+        [turn], tokenize=True, return_dict=True, return_tensors="pt"
+    )
+    with torch.no_grad():
+        assert model(**inputs).logits.isfinite().all()
+
+
+def test_adapters_and_a_frozen_tower_train_the_language_part(place: Path) -> None:
+    frozen = "training.freeze=['model.vision_tower.*']"
+    train(place, place / "frozen", "parallel.dp_shard=2", frozen)
+    train(place, place / "frozen_one", "parallel.dp_shard=1", frozen)
+    assert_same_curve(curve(place / "frozen"), curve(place / "frozen_one"))
+    train(place, place / "lora", "parallel.dp_shard=2", "lora.r=2")
+    losses = [row["loss"] for row in rows(place / "lora" / "metrics.jsonl")]
+    assert losses[1] < losses[0]
+
+
+@pytest.mark.parametrize(
+    ("override", "code", "match"),
+    [
+        ("parallel.pp=2", UnsupportedSharding, "HP205[\\s\\S]*pixel_values[\\s\\S]*parallel.pp=1"),
+        ("parallel.cp=2", UnsupportedSharding, "HP205[\\s\\S]*pixel_values[\\s\\S]*parallel.cp=1"),
+        (
+            "parallel.dp_shard=1 offload.max_slowdown=0.5",
+            Contradiction,
+            "HP104[\\s\\S]*offload.budget=null offload.max_slowdown=null",
+        ),
+        ("data.streaming=true", NoData, "HP602[\\s\\S]*data.streaming=false"),
+    ],
+)
+def test_a_layout_without_support_for_images_is_refused_before_training(
+    place: Path, override: str, code: type[HyperParallelError], match: str
+) -> None:
+    with pytest.raises(code, match=match):
+        train(place, place / "refused", *override.split())
+    assert not (place / "refused" / "metrics.jsonl").exists()
+
+
+def test_a_model_class_that_ignores_images_is_refused(place: Path, tmp_path: Path) -> None:
+    needs_torchvision("llama4")
+    write_model("llama4", tmp_path / "model")
+    model = f"model.path={tmp_path / 'model'}"
+    options = ("model.init=random", "training.tokens_per_step=96", "parallel.dp_shard=1")
+    with pytest.raises(ModelUnreadable, match=r"HP305[\s\S]*pixel_values"):
+        train(place, tmp_path / "run", model, *options)
