@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from hyper_parallel.config import (
     PAIRED_STAGES,
@@ -55,6 +55,9 @@ from hyper_parallel.trainer.run_directory import (
 )
 from hyper_parallel.trainer.user_code import load_class
 
+if TYPE_CHECKING:
+    from hyper_parallel.trainer.engine.step_programs import StepPrograms
+
 MAX_SIMULATED: Final = 4096
 """Maximum microbatches of a step, over all stages, for a simulated timeline."""
 
@@ -76,6 +79,7 @@ class Job:
         trained: Description of adapters and trained parameters; empty when all parameters are trained.
         restarted: Whether this is a restart after lost ranks, which continues from the run's own checkpoints.
         router_loss: Description of the auxiliary loss of expert routers; None: no such loss.
+        programs: Programs of the step, for a back end other than torch; None: torch.
     """
 
     recipe: Recipe
@@ -88,6 +92,7 @@ class Job:
     trained: str = ""
     restarted: bool = False
     router_loss: str | None = None
+    programs: StepPrograms | None = None
 
     @property
     def worlds(self) -> tuple[int, ...]:
@@ -189,6 +194,8 @@ class Job:
         write_text(out / "plan.json", plan.to_json() + "\n")
         write_data_record(self)
         _write_prediction(self.plan, out / "predicted_timeline.json")
+        if self.programs is not None:
+            self.programs.save(out / "programs")
         if keeps_model(self.recipe):
             return
         folder = Replacement(self.model_dir, "model", "the model directory of the run")
@@ -263,6 +270,11 @@ def prepare_job(
     recipe = (loaded := with_planned_roles(loaded, plan)).recipe
     check_ranks(recipe, plan.strategy.world_size + recipe.grpo.sampling_ranks)
     plan, router_loss = _check_model(loaded, plan, model)
+    programs = None
+    if recipe.backend != "torch":
+        from hyper_parallel.trainer.engine.step_programs import capture_programs
+
+        programs = capture_programs(recipe, plan, loaded.where)
     packed = _prepare_data(loaded, model, progress=progress)
     job = Job(
         recipe,
@@ -274,6 +286,7 @@ def prepare_job(
         is_this_machine(recipe.topology),
         trained,
         router_loss=router_loss,
+        programs=programs,
     )
     resolved = _resolve_epochs(loaded, job)
     if resolved is not loaded:

@@ -89,8 +89,16 @@ def train_rank(
     ending = (lambda: False) if stop is None else stop.received
     with World.join(deadlines=deadlines, debug=debug, worlds=job.worlds, ending=ending) as world:
         display = Display(job.recipe.training.steps, world.rank == 0)
-        with TorchEngine(job, world, display, flash, snapshots) as engine:
+        with _engine_type(job)(job, world, display, flash, snapshots) as engine:
             return Trainer(job, engine, display, stop).train()
+
+
+def _engine_type(job: Job) -> type[TorchEngine]:
+    if job.programs is None:
+        return TorchEngine
+    from hyper_parallel.trainer.engine.program_engine import ProgramEngine
+
+    return ProgramEngine
 
 
 class TorchEngine:
@@ -103,6 +111,8 @@ class TorchEngine:
         flash: Folder for files of all ranks; None: no flash tier.
         snapshots: Folder for snapshots; None: no snapshots.
     """
+
+    _make_loop: Callable[..., Loop] = Loop
 
     def __init__(
         self,
@@ -192,7 +202,7 @@ class TorchEngine:
         self._recorder = SpanRecorder(
             self.rank, self._world.device, done + 1, self._world.heartbeat
         )
-        self._loop = Loop(
+        self._loop = self._make_loop(
             self._model,
             self._optimizer,
             job.plan,
