@@ -37,6 +37,10 @@ class ProgramRunner(Protocol):
         """Return the sums of each value over all ranks."""
         ...
 
+    def close(self) -> None:
+        """End the services of this rank."""
+        ...
+
     def facts(self) -> dict[str, str]:
         """Return name and version of the framework for the record of the run."""
         ...

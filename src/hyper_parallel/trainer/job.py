@@ -274,7 +274,7 @@ def prepare_job(
     if recipe.backend != "torch":
         from hyper_parallel.trainer.engine.step_programs import capture_programs
 
-        programs = capture_programs(recipe, plan, loaded.where)
+        programs = capture_programs(recipe, plan, router_loss, loaded.where)
     packed = _prepare_data(loaded, model, progress=progress)
     job = Job(
         recipe,

@@ -1,4 +1,4 @@
-"""Table of the ATen operators that MindSpore can execute; read without MindSpore, by checks and by the documentation."""
+"""Table of the ATen operators that MindSpore executes; checks and documentation read it without MindSpore."""
 
 from __future__ import annotations
 

@@ -29,10 +29,12 @@ class MindSporeRunner:
 
     Args:
         ranks: Number of processes; more than one need an initialized communication.
+        scheduler: Process with which the ranks have registered, on the rank that started it.
     """
 
-    def __init__(self, ranks: int) -> None:
+    def __init__(self, ranks: int, scheduler: subprocess.Popen[bytes] | None = None) -> None:
         self._sum = ops.AllReduce() if ranks > 1 else None
+        self._scheduler = scheduler
 
     def compile(self, program: StepProgram, source: Path) -> CompiledProgram:
         """Compile a program as one graph."""
@@ -59,6 +61,12 @@ class MindSporeRunner:
         """Return the sums of each value over all ranks."""
         return [*values] if self._sum is None else [self._sum(value) for value in values]
 
+    def close(self) -> None:
+        """End the scheduler."""
+        if self._scheduler is not None:
+            self._scheduler.kill()
+            self._scheduler.wait()
+
     def facts(self) -> dict[str, str]:
         """Return the version of MindSpore."""
         return {"mindspore": ms.__version__}
@@ -69,20 +77,24 @@ def join(rank: int, ranks: int, agree: Callable[[str | None], str]) -> MindSpore
 
     MindSpore reads the addresses of a job from the environment, as its launcher `msrun` sets it.
     """
+    process = None
     if ranks > 1:
         port = agree(str(_free_port()) if rank == 0 else None)
         common = {
-            "MS_WORKER_NUM": str(ranks), "MS_SCHED_HOST": "127.0.0.1", "MS_SCHED_PORT": port,
+            "MS_WORKER_NUM": str(ranks), "MS_SCHED_HOST": "127.0.0.1", "MS_SCHED_PORT": port, "GLOG_v": "3",
         }  # fmt: skip
         if rank == 0:
-            scheduler = {**os.environ, **common, "MS_ROLE": "MS_SCHED", "GLOG_v": "3"}
-            process = subprocess.Popen([sys.executable, "-c", _SCHEDULER], env=scheduler)
-            atexit.register(process.kill)
+            environ = {**os.environ, **common, "MS_ROLE": "MS_SCHED"}
+            process = subprocess.Popen(
+                [sys.executable, "-c", _SCHEDULER], env=environ,
+                stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            )  # fmt: skip
+            atexit.register(process.kill)  # also where an error ends this rank
         os.environ |= {**common, "MS_ROLE": "MS_WORKER", "MS_NODE_ID": str(rank)}
     ms.set_device("CPU")
     if ranks > 1:
         ms.communication.init("mccl")
-    return MindSporeRunner(ranks)
+    return MindSporeRunner(ranks, process)
 
 
 def _free_port() -> int:
@@ -96,7 +108,8 @@ def _function(path: Path) -> Callable[..., Any]:
     """Return the function of a generated module; MindSpore reads its text from the file."""
     name = f"step_program_{path.stem}"
     spec = spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = sys.modules[name] = module_from_spec(spec)
     spec.loader.exec_module(module)
     function: Callable[..., Any] = module.step

@@ -34,7 +34,7 @@ def capture_gradients(
     """Return the program of loss and gradients of one microbatch.
 
     Args:
-        model: The model; its buffers become constants, so they need values.
+        model: The model. Buffers that its state does not hold become constants, so they need values.
         batch: Arguments of `loss` by name; only shapes and types count.
         loss: Function of the model and the batch, by keyword, that returns a scalar.
 
@@ -43,18 +43,20 @@ def capture_gradients(
         `loss` and `sum.NAME`.
     """
     leaves = _leaves(model)
+    trained = [name for name, leaf in leaves.items() if leaf.requires_grad]
 
     def step(values: list[Tensor], sums: list[Tensor], given: list[Tensor]) -> list[Tensor]:
-        value = _call_with(model, loss, dict(zip(leaves, values, strict=True)), batch, given)
-        grads = torch.autograd.grad(value, values, allow_unused=True)
+        named = dict(zip(leaves, values, strict=True))
+        value = _call_with(model, loss, named, batch, given)
+        grads = torch.autograd.grad(value, [named[name] for name in trained], allow_unused=True)
         added = (s if g is None else s + g for s, g in zip(sums, grads, strict=True))
         return [value.detach(), *added]
 
-    sums = [leaf.detach().clone() for leaf in leaves.values()]
+    sums = [leaves[name].detach() for name in trained]
     graph = _trace(step, [*leaves.values()], sums, [*batch.values()])
-    inputs = [f"{kind}.{name}" for kind in ("param", "sum") for name in leaves]
-    outputs = ["loss", *(f"sum.{name}" for name in leaves)]
-    return _program(graph, [*inputs, *(f"batch.{name}" for name in batch)], outputs)
+    sum_names = [f"sum.{name}" for name in trained]
+    inputs = [*(f"param.{name}" for name in leaves), *sum_names]
+    return _program(graph, [*inputs, *(f"batch.{name}" for name in batch)], ["loss", *sum_names])
 
 
 def capture_loss(
@@ -94,11 +96,12 @@ def capture_update(
 
 
 def _leaves(model: nn.Module) -> dict[str, Tensor]:
-    """Return empty tensors like the trained parameters, by name."""
+    """Return empty tensors like the parameters and the buffers of the model's state, by name."""
+    saved = model.state_dict().keys()
+    buffers = ((name, buffer) for name, buffer in model.named_buffers() if name in saved)
     return {
-        name: torch.empty(p.shape, dtype=p.dtype, requires_grad=True)
-        for name, p in model.named_parameters()
-        if p.requires_grad
+        name: torch.empty(t.shape, dtype=t.dtype, requires_grad=t.requires_grad)
+        for name, t in (*model.named_parameters(), *buffers)
     }
 
 
@@ -166,6 +169,7 @@ class _Builder:
         self._constants: dict[int, Tensor] = {}
         self._nodes: list[Node] = []
         self._results: dict[FxNode, tuple[int, ...]] = {}
+        self._writing: set[str] = set()
         self._count = 0
 
     def add(self, node: FxNode, inputs: list[str]) -> None:
@@ -190,7 +194,8 @@ class _Builder:
         """Return the program, without nodes that no output needs."""
         needed, kept = set(outputs.values()), []
         for node in reversed(self._nodes):
-            if needed & set(node.results):
+            # A write, such as that of a counter in a buffer, is kept: the back end refuses it by name.
+            if needed & set(node.results) or node.op in self._writing:
                 kept.append(node)
                 for argument in (*node.args, *node.kwargs.values()):
                     needed |= {r.index for r in refs(argument)}
@@ -222,6 +227,8 @@ class _Builder:
                 args, kwargs = torch.fx.map_arg((node.args, node.kwargs), self._folded.__getitem__)
                 self._folded[node] = node.target(*args, **kwargs)
             return
+        if _writes(node.target):
+            self._writing.add(name)
         self._append(node, name)
 
     def _folds(self, node: FxNode) -> bool:
@@ -230,7 +237,9 @@ class _Builder:
         values = node.meta["val"]
         tensors = values if isinstance(values, (list, tuple)) else [values]
         random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-        return not random and all(t.numel() <= _FOLDED_ELEMENTS for t in tensors)
+        return not (random or _writes(node.target)) and all(
+            t.numel() <= _FOLDED_ELEMENTS for t in tensors
+        )
 
     def _append(self, node: FxNode, name: str) -> None:
         values = node.meta["val"]

@@ -42,10 +42,12 @@ class FrameworkState:
         self._runner, self._optimizer = runner, optimizer
         self._tensors: dict[str, Tensor] = {}
         self.step = 0
-        for name, param in model.named_parameters():
+        saved = model.state_dict().keys()
+        buffers = ((name, buffer) for name, buffer in model.named_buffers() if name in saved)
+        for name, param in (*model.named_parameters(), *buffers):
+            self._tensors[f"param.{name}"] = param
             if not param.requires_grad:
                 continue
-            self._tensors[f"param.{name}"] = param
             state = optimizer.state[param]
             for kind in state_names(optimizer):
                 self._tensors[f"{kind}.{name}"] = state.setdefault(kind, torch.zeros_like(param))
@@ -63,8 +65,8 @@ class FrameworkState:
         return {k: v for k, v in self.values.items() if k.startswith("param.")}
 
     def adopt(self, values: dict[str, Any]) -> None:
-        """Replace all values after an update."""
-        self.values = values
+        """Replace values after an update."""
+        self.values |= values
         self.step += 1
         for state in self._optimizer.state.values():
             if "step" in state:
@@ -99,8 +101,9 @@ class ProgramLoop(Loop):
         self.runner, self.programs = runner, programs
         self.state = FrameworkState(self.model, self.optimizer, runner)
         self._zeros = {
-            name.replace("param.", "sum.", 1): runner.value(runner.array(value) * 0)
-            for name, value in self.state.parameters.items()
+            f"sum.{name}": runner.value(torch.zeros_like(local(param.detach())).numpy())
+            for name, param in self.model.named_parameters()
+            if param.requires_grad
         }
 
     def gradients(self, inputs: StepInputs) -> tuple[Tensor, Tensor]:
@@ -139,6 +142,12 @@ class ProgramLoop(Loop):
         )
         return torch.tensor(sum(float(self.runner.array(loss)) for loss in losses))
 
+    def count_routing(self) -> None:
+        """Return None: the programs do not count the tokens of experts."""
+
+    def _locate(self, inputs: StepInputs, step: int) -> None:
+        """Return None: values between the operators of a program cannot be read."""
+
     def _batch(self, part: dict[str, Tensor], valid_tokens: int) -> dict[str, Any]:
         ids = part["input_ids"]
         positions = part.get("position_ids")
@@ -158,9 +167,18 @@ class ProgramEngine(TorchEngine):
 
     _make_loop: Callable[..., Loop] = ProgramLoop
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # The tensors of torch are not those that train: the gauge measures the process.
+        self._gauge.state = self._gauge.kinds = None
+
     def __enter__(self) -> ProgramEngine:
         self._runner = join_ranks(self._recipe.backend, self.rank, self.world_size, self._agree)
         return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._runner.close()
 
     def begin(self, done: int, batches: Batches | StreamBatches) -> None:
         """Open the run's checkpoints, and compile the programs."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,7 +21,7 @@ from hyper_parallel.backends.torch.program_capture import (
     capture_update,
 )
 from hyper_parallel.config import Recipe
-from hyper_parallel.errors import Contradiction, UnsupportedSharding
+from hyper_parallel.errors import Contradiction, MissingDependency, UnsupportedSharding
 from hyper_parallel.ir import Plan
 from hyper_parallel.trainer.engine.optimizer import build_optimizer
 from hyper_parallel.trainer.engine.recipe_model import build_model
@@ -56,15 +57,35 @@ class StepPrograms:
             getattr(self, name).save(folder / name)
 
 
-def capture_programs(recipe: Recipe, plan: Plan, where: Callable[[str], str]) -> StepPrograms:
-    """Capture the programs of a recipe, after checks of what they cannot express.
+def _check_installed(backend: str, where: Callable[[str], str]) -> None:
+    if find_spec(backend) is None:
+        raise MissingDependency(
+            f"the back end {backend} needs the package `{backend}`",
+            where=where("backend"),
+            got=f"backend={backend}",
+            hint="make setup-mindspore",
+        )
+
+
+def capture_programs(
+    recipe: Recipe, plan: Plan, router_loss: str | None, where: Callable[[str], str]
+) -> StepPrograms:
+    """Capture the programs of a recipe, after checks of features that they cannot express.
+
+    Args:
+        recipe: The recipe.
+        plan: Its plan.
+        router_loss: Description of the auxiliary loss of expert routers; None: no such loss.
+        where: Origin of a recipe key, for errors.
 
     Raises:
-        Contradiction: HP104 for a feature of the recipe that programs do not have.
+        MissingDependency: HP501 when the back end is not installed.
+        Contradiction: HP104 for a feature of the recipe that programs do not have, or for operators that the back end
+            does not have.
         UnsupportedSharding: HP205 for a layout with other axes than `dp_replicate`.
-        ModelUnreadable: HP305 naming the operators that the back end lacks.
     """
-    _check_recipe(recipe, plan, where)
+    _check_installed(recipe.backend, where)
+    _check_recipe(recipe, plan, router_loss, where)
     model = _model_with_buffers(recipe)
     if has_dropout(model):
         raise _refused(
@@ -138,8 +159,10 @@ def _model_with_buffers(recipe: Recipe) -> nn.Module:
     return model
 
 
-def _check_recipe(recipe: Recipe, plan: Plan, where: Callable[[str], str]) -> None:
-    """Refuse by name what the programs of a step cannot express."""
+def _check_recipe(
+    recipe: Recipe, plan: Plan, router_loss: str | None, where: Callable[[str], str]
+) -> None:
+    """Refuse by name the features that the programs of a step cannot express."""
     training = recipe.training
     refused = {
         "stage": (recipe.stage not in ("pt", "sft"), f"stage={recipe.stage}", "stage=sft"),
@@ -153,6 +176,14 @@ def _check_recipe(recipe: Recipe, plan: Plan, where: Callable[[str], str]) -> No
         "training.optimizer": (
             training.optimizer not in ("adamw", "sgd"), training.optimizer, "training.optimizer=adamw",
         ),
+        "training.profile": (training.profile is not None, "torch.profiler", "training.profile=null"),
+        "moe.bias_update_rate": (
+            recipe.moe.bias_update_rate != 0, "updates of router biases", "moe.bias_update_rate=0",
+        ),
+        "moe.capacity_factor": (
+            recipe.moe.capacity_factor is not None, "a capacity of experts", "moe.capacity_factor=null",
+        ),
+        "moe.aux_loss_coef": (router_loss is not None, router_loss or "", "moe.aux_loss_coef=0"),
         "training.check_ranks_every": (
             bool(training.check_ranks_every), "comparison of ranks", "training.check_ranks_every=0",
         ),
