@@ -46,6 +46,10 @@ def remainder(x, y):
     return ops.floor_mod(x, y)
 
 
+def fmod(x, y):
+    return x - ops.trunc(x / y) * y
+
+
 def neg(x):
     return ops.neg(x)
 
@@ -402,7 +406,7 @@ def slice_scatter(x, source, dim=0, start=None, end=None, step=1):
     size = x.shape[axis]
     first, last = _limits(size, start, end)
     if step != 1:
-        index = ops.arange(first, last, step)
+        index = ops.cast(ops.arange(first, last, step), ms.int32)
         return ops.index_add(x * 1, index, source - slice_along(x, dim, start, end, step), axis)
     parts = (source,)
     if first > 0:
@@ -515,7 +519,7 @@ def index_put(x, indices, values, accumulate=False):
     if accumulate:
         result = ops.tensor_scatter_add(flat, rows, updates)
     else:
-        result = ops.scatter_update_tensor(flat, rows, updates)
+        result = ops.TensorScatterUpdate()(flat, rows, updates)
     if first > 0:
         result = ops.transpose(result, (*range(1, first + 1), 0, *range(first + 1, flat.ndim)))
     return ops.reshape(result, x.shape)
