@@ -87,9 +87,9 @@ def _values(model, batch):
     [
         # RMS norms compute in float32, and the order of their operators differs.
         ("qwen3", {"tie_word_embeddings": True}, 2e-6),
-        ("gemma2", {"sliding_window": 4}, 2e-6),
+        pytest.param("gemma2", {"sliding_window": 4}, 2e-6, marks=pytest.mark.slow),
         ("gpt2", {}, 1e-11),
-        ("qwen3_moe", {"output_router_logits": False}, 2e-6),
+        pytest.param("qwen3_moe", {"output_router_logits": False}, 2e-6, marks=pytest.mark.slow),
     ],
 )
 def test_a_program_computes_loss_and_gradients_of_the_model(kind, changes, tolerance, tmp_path):

@@ -270,11 +270,6 @@ def prepare_job(
     recipe = (loaded := with_planned_roles(loaded, plan)).recipe
     check_ranks(recipe, plan.strategy.world_size + recipe.grpo.sampling_ranks)
     plan, router_loss = _check_model(loaded, plan, model)
-    programs = None
-    if recipe.backend != "torch":
-        from hyper_parallel.trainer.engine.step_programs import capture_programs
-
-        programs = capture_programs(recipe, plan, router_loss, loaded.where)
     packed = _prepare_data(loaded, model, progress=progress)
     job = Job(
         recipe,
@@ -286,7 +281,7 @@ def prepare_job(
         is_this_machine(recipe.topology),
         trained,
         router_loss=router_loss,
-        programs=programs,
+        programs=_capture(loaded, plan, router_loss),
     )
     resolved = _resolve_epochs(loaded, job)
     if resolved is not loaded:
@@ -375,6 +370,15 @@ def _check_model(loaded: LoadedRecipe, plan: Plan, model: Any) -> tuple[Plan, st
     if recipe.stage in PREFERENCE_STAGES:
         check_rows(loaded, plan)
     return plan, router_loss
+
+
+def _capture(loaded: LoadedRecipe, plan: Plan, router_loss: str | None) -> StepPrograms | None:
+    """Return the programs of the step for a back end other than torch; None for torch."""
+    if loaded.recipe.backend == "torch":
+        return None
+    from hyper_parallel.trainer.engine.step_programs import capture_programs
+
+    return capture_programs(loaded.recipe, plan, router_loss, loaded.where)
 
 
 def _prepare_data(loaded: LoadedRecipe, model: Any, *, progress: bool) -> PackedData:
