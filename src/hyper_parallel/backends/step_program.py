@@ -34,7 +34,7 @@ class ValueType:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One operator.
+    """Call of an operator.
 
     Attributes:
         op: Name with overload, such as `aten.mm.default`.
