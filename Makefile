@@ -11,6 +11,8 @@
 #   make sweeps  checks of properties over all model types of transformers, recorded in docs/results (an hour)
 #   make test-cluster   ranks started by Slurm, Ray and on two hosts, as far as one machine can be them (minutes)
 #   make test-llamafactory   unmodified LlamaFactory with and without us, in an environment of its own (minutes)
+#   make setup-mindspore   an environment for `backend: mindspore` in build/mindspore (minutes)
+#   make test-mindspore   training steps on MindSpore beside torch, in that environment (minutes)
 #   make llamafactory-demo  LlamaFactory's own command on our layouts, losses beside its own (minutes the first time)
 #   make peers   runs beside those of TRL on the same tokens, in an environment of its own, recorded in docs/results (minutes)
 #   make docs    the pages of docs/ as a site in build/site
@@ -22,7 +24,7 @@ export HF_HUB_OFFLINE ?= 1
 bin := .venv/bin
 out := runs/quickstart
 
-.PHONY: help setup train test test-slow test-accelerator test-cluster test-llamafactory check oracles fuzz attack chaos resume-changes sweeps peers docs bench clean llamafactory-demo
+.PHONY: help setup setup-mindspore train test test-slow test-accelerator test-cluster test-llamafactory test-mindspore check oracles fuzz attack chaos resume-changes sweeps peers docs bench clean llamafactory-demo
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -60,6 +62,12 @@ test-cluster: setup
 test-llamafactory:
 	@./tools/llamafactory_env.sh
 	build/llamafactory/bin/python -m pytest integration_tests/llamafactory -q --timeout 600
+
+setup-mindspore:
+	@./tools/mindspore_env.sh
+
+test-mindspore: setup-mindspore
+	build/mindspore/bin/python -m pytest integration_tests/mindspore -q --timeout 600
 
 llamafactory-demo:
 	@./tools/llamafactory_env.sh

@@ -25,6 +25,7 @@ import time
 import traceback
 from collections import Counter
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,11 @@ def names() -> list[str]:
     """Return the names of all sweeps."""
     files = (ROOT / "tools" / "sweeps").glob("*.py")
     return sorted(f.stem for f in files if f.stem not in ("__init__", "interface"))
+
+
+def runnable() -> list[str]:
+    """Return the names of the sweeps whose packages are installed."""
+    return [n for n in names() if all(find_spec(p) for p in getattr(load(n), "NEEDS", ()))]
 
 
 def load(name: str) -> Sweep:
@@ -158,13 +164,13 @@ def main() -> None:
     parser.add_argument("--shard", default="0/1", help="i/n: every n-th type, from the i-th on")
     given = parser.parse_args()
     if given.list:
-        print("\n".join(names()))
+        print("\n".join(runnable()))
         return
     if given.page:
         write_page()
         return
-    if given.name not in names():
-        sys.exit(f"no such sweep: {given.name}; there are {', '.join(names())}")
+    if given.name not in runnable():
+        sys.exit(f"no such sweep: {given.name}; there are {', '.join(runnable())}")
     import transformers
 
     transformers.logging.set_verbosity_error()

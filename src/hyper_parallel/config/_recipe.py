@@ -38,6 +38,9 @@ class Recipe(Section):
     """Training stage. pt: loss on every token. sft: loss on the assistant's tokens of conversations. dpo, orpo:
     preference between two answers. rm: a score per answer, learned from preferences, instead of next tokens. kto:
     answers labelled good or bad. grpo: rewards of the model's own answers to prompts."""
+    backend: Literal["torch", "mindspore"] = "torch"
+    """Framework that computes the steps. mindspore: steps of the torch model are captured as programs of operators, and
+    MindSpore runs them."""
     data: Data = Field(default_factory=Data)
     """Training and evaluation data."""
     training: Training = Field(default_factory=Training)

@@ -19,7 +19,7 @@ _MODULES = {
     "_trace": ("TracedRank", "differences", "trace_rank"),
     "checkpoints._own_loop": ("load", "save", "save_pretrained"),
     "data_panel": ("panel_rows",),
-    "engine.torch_engine": ("train_rank",),
+    "engine.train_rank": ("train_rank",),
     "engine.optimizer": ("build_optimizer", "parameter_groups"),
     "loop": ("Callback", "LrSchedule", "Summary", "startup_panel"),
 }

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from hyper_parallel.config import (
     PAIRED_STAGES,
@@ -55,6 +55,9 @@ from hyper_parallel.trainer.run_directory import (
 )
 from hyper_parallel.trainer.user_code import load_class
 
+if TYPE_CHECKING:
+    from hyper_parallel.trainer.engine.step_programs import StepPrograms
+
 MAX_SIMULATED: Final = 4096
 """Maximum microbatches of a step, over all stages, for a simulated timeline."""
 
@@ -76,6 +79,7 @@ class Job:
         trained: Description of adapters and trained parameters; empty when all parameters are trained.
         restarted: Whether this is a restart after lost ranks, which continues from the run's own checkpoints.
         router_loss: Description of the auxiliary loss of expert routers; None: no such loss.
+        programs: Programs of the step, for a back end other than torch; None: torch.
     """
 
     recipe: Recipe
@@ -88,6 +92,7 @@ class Job:
     trained: str = ""
     restarted: bool = False
     router_loss: str | None = None
+    programs: StepPrograms | None = None
 
     @property
     def worlds(self) -> tuple[int, ...]:
@@ -189,6 +194,8 @@ class Job:
         write_text(out / "plan.json", plan.to_json() + "\n")
         write_data_record(self)
         _write_prediction(self.plan, out / "predicted_timeline.json")
+        if self.programs is not None:
+            self.programs.save(out / "programs")
         if keeps_model(self.recipe):
             return
         folder = Replacement(self.model_dir, "model", "the model directory of the run")
@@ -274,6 +281,7 @@ def prepare_job(
         is_this_machine(recipe.topology),
         trained,
         router_loss=router_loss,
+        programs=_capture(loaded, plan, router_loss),
     )
     resolved = _resolve_epochs(loaded, job)
     if resolved is not loaded:
@@ -364,6 +372,15 @@ def _check_model(loaded: LoadedRecipe, plan: Plan, model: Any) -> tuple[Plan, st
     return plan, router_loss
 
 
+def _capture(loaded: LoadedRecipe, plan: Plan, router_loss: str | None) -> StepPrograms | None:
+    """Return the programs of the step for a back end other than torch; None for torch."""
+    if loaded.recipe.backend == "torch":
+        return None
+    from hyper_parallel.trainer.engine.step_programs import capture_programs
+
+    return capture_programs(loaded.recipe, plan, router_loss, loaded.where)
+
+
 def _prepare_data(loaded: LoadedRecipe, plan: Plan, model: Any, *, progress: bool) -> PackedData:
     """Return the prepared data of a recipe after checks with its rewards, the model and the plan."""
     from hyper_parallel.backends.torch.dropout import original_config
@@ -383,7 +400,7 @@ def _prepare_data(loaded: LoadedRecipe, plan: Plan, model: Any, *, progress: boo
     if recipe.stage == "grpo":
         check_rewards(loaded, packed)
     if not isinstance(packed.train, Stream) and packed.train.has_images:
-        check_image_inputs(model, plan, packed.train, offload=recipe.offload.on)
+        check_image_inputs(model, plan, packed.train, recipe)
     return packed
 
 

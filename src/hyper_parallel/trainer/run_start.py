@@ -24,7 +24,7 @@ from hyper_parallel.runtime import (
 )
 from hyper_parallel.topology import rank_threads
 from hyper_parallel.trainer._elastic import replan_up_to
-from hyper_parallel.trainer.engine.torch_engine import train_rank
+from hyper_parallel.trainer.engine.train_rank import train_rank
 from hyper_parallel.trainer.files import run_lock
 from hyper_parallel.trainer.job import Job, prepare_job, under_torchrun
 from hyper_parallel.trainer.loop import Summary

@@ -10,35 +10,41 @@ import torch
 from torch import nn
 
 from hyper_parallel.backends.torch.partial_use import refuse_other_inputs
+from hyper_parallel.config import Recipe
 from hyper_parallel.errors import Contradiction, ModelUnreadable
 from hyper_parallel.ir import Plan
 
 
-def check_image_inputs(model: nn.Module, plan: Plan, sequences: Any, *, offload: bool) -> None:
+def check_image_inputs(model: nn.Module, plan: Plan, sequences: Any, recipe: Recipe) -> None:
     """Raise for a model or a layout that does not support the images of the data.
 
     Args:
         model: Model of the recipe.
         plan: Plan of the run.
         sequences: Training sequences with images.
-        offload: Whether steps are planned for offload.
+        recipe: Recipe of the run.
 
     Raises:
         UnsupportedSharding: HP205 for pp and cp.
-        Contradiction: HP104 for offload, whose steps all have the same shapes.
+        Contradiction: HP104 for offload and for step programs, whose steps all have the same shapes.
         ModelUnreadable: HP305 when the model's forward does not read the images.
     """
     arrays = sequences.first_images()
     tensors = {name: torch.from_numpy(np.asarray(array)) for name, array in arrays.items()}
     axes = [axis for axis in ("pp", "cp") if getattr(plan.strategy, axis) > 1]
     refuse_other_inputs(model, axes, tensors)
-    if offload:
-        raise Contradiction(
-            "planned steps repeat one shape, and images have different sizes",
-            where="offload",
-            got=sorted(tensors),
-            hint="offload.budget=null offload.max_slowdown=null",
-        )
+    hints = {
+        "offload": (recipe.offload.on, "offload.budget=null offload.max_slowdown=null"),
+        "backend": (recipe.backend != "torch", "backend=torch"),
+    }
+    for key, (applies, hint) in hints.items():
+        if applies:
+            raise Contradiction(
+                "planned steps repeat one shape, and images have different sizes",
+                where=key,
+                got=sorted(tensors),
+                hint=hint,
+            )
     known = inspect.signature(model.forward).parameters
     unread = [n for n, t in tensors.items() if t.is_floating_point() and n not in known]
     if unread:

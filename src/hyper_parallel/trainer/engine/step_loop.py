@@ -274,7 +274,7 @@ class Loop:
             inputs = self._fetch(batches, 0)
             count, parts = int(inputs.valid_tokens), inputs.microbatches
             if self.stage is None:
-                loss_sum = forward_loss(self.model, parts, count)
+                loss_sum = self.held_out_loss(parts, count)
             else:
                 parts, tokens = self.stage.held_out(parts, self._rows(batches, 0), batches)
                 count = count if tokens is None else tokens
@@ -284,6 +284,10 @@ class Loop:
             record = {} if self.stage is None else self.stage.record()
         self.model.train()
         return EvalResult(mean, count, record.get("preference"), record.get("rollout"))
+
+    def held_out_loss(self, parts: list[dict[str, Tensor]], count: int) -> Tensor:
+        """Return this rank's share of the cross entropy of microbatches, divided by `count`."""
+        return forward_loss(self.model, parts, count)
 
     def inputs(
         self, batches: Batches | StreamBatches, step: int, lr: float, share: int | None = None

@@ -24,7 +24,7 @@ from hyper_parallel.backends.torch.token_scores import scores_tokens
 from hyper_parallel.backends.torch.weights.lora import initialise_adapters
 from hyper_parallel.errors import Unwritten
 from hyper_parallel.ir import Timeline
-from hyper_parallel.runtime import Deadlines, World, parallelize
+from hyper_parallel.runtime import World, parallelize
 from hyper_parallel.trainer.checkpoints.adapter_files import export_adapter
 from hyper_parallel.trainer.checkpoints.checkpointer import Checkpointer
 from hyper_parallel.trainer.checkpoints.extra_state import check_trainer_extra
@@ -58,39 +58,12 @@ from hyper_parallel.trainer.loop import (
     EvalResult,
     LrSchedule,
     StepResult,
-    Summary,
-    Trainer,
 )
-from hyper_parallel.trainer.signals import StopRequest
 from hyper_parallel.trainer.snapshots import SNAPSHOTS_KEPT
 from hyper_parallel.trainer.stages.build_stage import build_stage
 
 if TYPE_CHECKING:
     from hyper_parallel.trainer.data import Batches, StreamBatches
-
-
-def train_rank(
-    job: Job,
-    flash: Path | None = None,
-    stop: StopRequest | None = None,
-    snapshots: Path | None = None,
-) -> Summary | None:
-    """Train on this rank; return the summary on rank 0, None on other ranks.
-
-    Args:
-        job: The run.
-        flash: Folder for files of all ranks started by this process; required with `offload.flash_dir`.
-        stop: Source of requests to end before the last step; None: no such source.
-        snapshots: Folder for snapshots; required with `checkpoint.snapshot_every`.
-    """
-    training = job.recipe.training
-    deadlines = Deadlines(training.timeout_s, training.first_step_timeout_s)
-    debug = training.debug_collectives
-    ending = (lambda: False) if stop is None else stop.received
-    with World.join(deadlines=deadlines, debug=debug, worlds=job.worlds, ending=ending) as world:
-        display = Display(job.recipe.training.steps, world.rank == 0)
-        with TorchEngine(job, world, display, flash, snapshots) as engine:
-            return Trainer(job, engine, display, stop).train()
 
 
 class TorchEngine:
@@ -103,6 +76,8 @@ class TorchEngine:
         flash: Folder for files of all ranks; None: no flash tier.
         snapshots: Folder for snapshots; None: no snapshots.
     """
+
+    _make_loop: Callable[..., Loop] = Loop
 
     def __init__(
         self,
@@ -192,7 +167,7 @@ class TorchEngine:
         self._recorder = SpanRecorder(
             self.rank, self._world.device, done + 1, self._world.heartbeat
         )
-        self._loop = Loop(
+        self._loop = self._make_loop(
             self._model,
             self._optimizer,
             job.plan,

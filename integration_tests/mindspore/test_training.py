@@ -1,0 +1,109 @@
+"""Recipes on MindSpore beside the same recipes on torch, through the command line."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+MODEL = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 384, "hidden_size": 32,
+    "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 8, "max_position_embeddings": 128, "tie_word_embeddings": True, "hidden_act": "silu",
+    "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
+}  # fmt: skip
+RECIPE = {
+    "model": {"path": "model.json"},
+    "data": {"source": "text", "seq_len": 32, "vocab_size": 384},
+    "training": {
+        "steps": 6, "dtype": "float32", "tokens_per_step": 256, "lr": 1e-2, "warmup_steps": 2,
+        "eval_tokens": 128, "max_grad_norm": 0.5,
+    },
+    "parallel": {"dp_replicate": 1},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    place = tmp_path_factory.mktemp("mindspore")
+    (place / "model.json").write_text(json.dumps(MODEL))
+    (place / "recipe.json").write_text(json.dumps(RECIPE))
+    (place / "text").mkdir()
+    for path in sorted(Path(json.__file__).parent.glob("*.py")):
+        (place / "text" / f"{path.stem}.txt").write_text(path.read_text())
+    return place
+
+
+def _train(place, name, *changes):
+    command = [
+        sys.executable,
+        "-m",
+        "hyper_parallel",
+        "train",
+        "recipe.json",
+        f"output_dir={name}",
+        *changes,
+    ]
+    done = subprocess.run(command, cwd=place, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return [json.loads(line) for line in (place / name / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def on_torch(place):
+    return _train(place, "torch")
+
+
+def _same(rows, wanted, tolerance):
+    assert [row["step"] for row in rows] == [row["step"] for row in wanted]
+    for key in ("loss", "grad_norm"):
+        assert [r[key] for r in rows] == pytest.approx([w[key] for w in wanted], rel=tolerance), key
+    assert [row["tokens"] for row in rows] == [row["tokens"] for row in wanted]
+
+
+def _logits(directory):
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    with torch.no_grad():
+        return model(torch.arange(20)[None]).logits
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [[], ["training.tokens_per_step=512"], ["training.optimizer=sgd"]],
+    ids=["adamw", "more microbatches", "sgd"],
+)
+def test_a_recipe_trains_as_on_torch(place, on_torch, changes, request):
+    name = request.node.callspec.id.replace(" ", "_")
+    wanted = on_torch if not changes else _train(place, f"torch_{name}", *changes)
+    rows = _train(place, f"mindspore_{name}", "backend=mindspore", *changes)
+    _same(rows, wanted, 2e-5)
+    assert (place / f"mindspore_{name}" / "programs" / "gradients" / "program.json").is_file()
+
+
+def test_the_export_is_that_of_torch(place, on_torch):
+    _train(place, "exported", "backend=mindspore")
+    ours, theirs = _logits(place / "exported" / "export"), _logits(place / "torch" / "export")
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-4)
+    start = _logits_of_start(place)
+    assert (theirs - start).abs().max() > 0.05  # training has changed the model
+
+
+def _logits_of_start(place):
+    _train(place, "start", "training.steps=1", "training.lr=1e-12")
+    return _logits(place / "start" / "export")
+
+
+def test_two_processes_train_as_one(place, on_torch):
+    rows = _train(place, "two", "backend=mindspore", "parallel.dp_replicate=2")
+    _same(rows, on_torch, 2e-5)
+
+
+def test_a_run_changes_the_back_end_twice(place, on_torch):
+    same = "training.lr_schedule=constant"
+    for steps, backend in ((2, "torch"), (4, "mindspore"), (6, "torch")):
+        rows = _train(place, "changing", same, f"training.steps={steps}", f"backend={backend}")
+    wanted = _train(place, "constant", same)
+    _same(rows, wanted, 1e-4)

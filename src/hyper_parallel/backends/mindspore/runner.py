@@ -1,0 +1,116 @@
+"""Runner of step programs on MindSpore: one compiled graph per program, sums over ranks by its own collectives."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from typing import Any, Final
+
+import mindspore as ms
+from mindspore import Tensor, ops
+from numpy.typing import NDArray
+
+from hyper_parallel.backends.mindspore.translate import to_source
+from hyper_parallel.backends.program_runner import CompiledProgram
+from hyper_parallel.backends.step_program import StepProgram
+
+_SCHEDULER: Final = "import mindspore as ms; ms.set_device('CPU'); ms.communication.init('mccl')"
+"""Program of the process with which ranks register; it ends when they have ended."""
+
+
+class MindSporeRunner:
+    """MindSpore on the CPU of this rank.
+
+    Args:
+        ranks: Number of processes; more than one need an initialized communication.
+        scheduler: Process with which the ranks have registered, on the rank that started it.
+    """
+
+    def __init__(self, ranks: int, scheduler: subprocess.Popen[bytes] | None = None) -> None:
+        self._sum = ops.AllReduce() if ranks > 1 else None
+        self._scheduler = scheduler
+
+    def compile(self, program: StepProgram, source: Path) -> CompiledProgram:
+        """Compile a program as one graph."""
+        source.write_text(to_source(program), encoding="utf-8")
+        function = ms.jit(_function(source))
+        constants = [Tensor.from_numpy(array) for array in program.constants.values()]
+
+        def run(values: Mapping[str, Any]) -> dict[str, Any]:
+            given = [values[name] for name in program.inputs]
+            return dict(zip(program.outputs, function(*given, *constants), strict=True))
+
+        return run
+
+    def value(self, array: NDArray[Any]) -> Any:
+        """Return a tensor with a copy of the array."""
+        return Tensor(array)
+
+    def array(self, value: Any) -> NDArray[Any]:
+        """Return a tensor as an array."""
+        array: NDArray[Any] = value.asnumpy()
+        return array
+
+    def sum_over_ranks(self, values: Sequence[Any]) -> list[Any]:
+        """Return the sums of each value over all ranks."""
+        return [*values] if self._sum is None else [self._sum(value) for value in values]
+
+    def close(self) -> None:
+        """End the scheduler."""
+        if self._scheduler is not None:
+            self._scheduler.kill()
+            self._scheduler.wait()
+
+    def facts(self) -> dict[str, str]:
+        """Return the version of MindSpore."""
+        return {"mindspore": ms.__version__}
+
+
+def join(rank: int, ranks: int, agree: Callable[[str | None], str]) -> MindSporeRunner:
+    """Return the runner of this rank; see `join_ranks`.
+
+    MindSpore reads the addresses of a job from the environment, as its launcher `msrun` sets it.
+    """
+    process = None
+    if ranks > 1:
+        port = agree(str(_free_port()) if rank == 0 else None)
+        common = {
+            "MS_WORKER_NUM": str(ranks), "MS_SCHED_HOST": "127.0.0.1", "MS_SCHED_PORT": port, "GLOG_v": "3",
+        }  # fmt: skip
+        if rank == 0:
+            environ = {**os.environ, **common, "MS_ROLE": "MS_SCHED"}
+            process = subprocess.Popen(
+                [sys.executable, "-c", _SCHEDULER], env=environ,
+                stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            )  # fmt: skip
+            atexit.register(process.kill)  # also where an error ends this rank
+        os.environ |= {**common, "MS_ROLE": "MS_WORKER", "MS_NODE_ID": str(rank)}
+    ms.set_device("CPU")
+    if ranks > 1:
+        ms.communication.init("mccl")
+    return MindSporeRunner(ranks, process)
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+        return port
+
+
+def _function(path: Path) -> Callable[..., Any]:
+    """Return the function of a generated module; MindSpore reads its text from the file."""
+    name = f"step_program_{path.stem}"
+    spec = spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[name] = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    function: Callable[..., Any] = module.step
+    return function

@@ -1,0 +1,55 @@
+"""Translation of a step program into Python source that MindSpore compiles, one line per operator."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from hyper_parallel.backends.mindspore.operators import OPERATORS
+from hyper_parallel.backends.step_program import Node, Ref, StepProgram
+
+
+def to_source(program: StepProgram, name: str = "step") -> str:
+    """Return the source of a module with a function of the inputs and constants that returns the outputs."""
+    numbers = [*(i for i, _ in program.inputs.values()), *program.constants]
+    parameters = ", ".join(f"v{i}" for i in numbers)
+    lines = [_call(node) for node in program.nodes]
+    types = sorted({t for line in lines for t in re.findall(r"\bt_(\w+)", line)})
+    outputs = ", ".join(f"v{i}" for i in program.outputs.values())
+    return "\n".join(
+        [
+            "from hyper_parallel.backends.mindspore import kernels as k",
+            "",
+            *(f't_{t} = k.dtype("{t}")' for t in types),
+            "",
+            "",
+            f"def {name}({parameters}):",
+            *(f"    {line}" for line in lines),
+            f"    return ({outputs},)",
+            "",
+        ]
+    )
+
+
+def _call(node: Node) -> str:
+    kwargs = {k: v for k, v in node.kwargs.items() if k not in _IGNORED and v is not None}
+    words = [*map(_text, node.args), *(f"{k}={_keyword(k, v)}" for k, v in kwargs.items())]
+    results = ", ".join(f"v{i}" for i in node.results)
+    return f"{results} = k.{OPERATORS[node.op]}({', '.join(words)})"
+
+
+_IGNORED = ("device", "layout", "memory_format", "pin_memory", "non_blocking")
+
+
+def _keyword(key: str, value: Any) -> str:
+    return f"t_{value}" if key == "dtype" else _text(value)
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, Ref):
+        return f"v{value.index}"
+    if isinstance(value, (list, tuple)):
+        return "(" + "".join(f"{_text(part)}, " for part in value) + ")"
+    if isinstance(value, float) and value in (float("inf"), float("-inf")):
+        return f"({'-' if value < 0 else ''}3.4028234663852886e38)"
+    return repr(value)

@@ -1,0 +1,72 @@
+"""Back ends that execute step programs: the interface, and the table of their names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+from numpy.typing import NDArray
+
+from hyper_parallel.backends.step_program import StepProgram
+
+PROGRAM_BACKENDS: Final = {"mindspore": "hyper_parallel.backends.mindspore"}
+"""Value of `backend` to a package with modules `operators` and `runner`."""
+
+CompiledProgram = Callable[[Mapping[str, Any]], dict[str, Any]]
+"""Compiled program: values of the back end by name in, values by name out."""
+
+
+class ProgramRunner(Protocol):
+    """Framework of one rank; its values are opaque to callers."""
+
+    def compile(self, program: StepProgram, source: Path) -> CompiledProgram:
+        """Compile a program; `source` is the file for generated code, which ends in `.py`."""
+        ...
+
+    def value(self, array: NDArray[Any]) -> Any:
+        """Return a value of an array; the array may be changed afterwards."""
+        ...
+
+    def array(self, value: Any) -> NDArray[Any]:
+        """Return a value as an array."""
+        ...
+
+    def sum_over_ranks(self, values: Sequence[Any]) -> list[Any]:
+        """Return the sums of each value over all ranks."""
+        ...
+
+    def close(self) -> None:
+        """End the services of this rank."""
+        ...
+
+    def facts(self) -> dict[str, str]:
+        """Return name and version of the framework for the record of the run."""
+        ...
+
+
+def unsupported_operators(backend: str, program: StepProgram) -> dict[str, str]:
+    """Return the operators that a back end lacks, each with the path of the first module that needs it."""
+    known = import_module(f"{PROGRAM_BACKENDS[backend]}.operators").OPERATORS
+    missing: dict[str, str] = {}
+    for node in program.nodes:
+        if node.op not in known:
+            missing.setdefault(node.op, node.module)
+    return missing
+
+
+def join_ranks(
+    backend: str, rank: int, ranks: int, agree: Callable[[str | None], str]
+) -> ProgramRunner:
+    """Return the runner of this rank; imports its framework.
+
+    Args:
+        backend: Name in `PROGRAM_BACKENDS`.
+        rank: Rank of this process.
+        ranks: Number of processes.
+        agree: Returns the text of rank 0 on every rank; other ranks pass None.
+    """
+    module = import_module(f"{PROGRAM_BACKENDS[backend]}.runner")
+    runner: ProgramRunner = module.join(rank, ranks, agree)
+    return runner

@@ -1,0 +1,145 @@
+"""Step program: one rank's training step as a list of core ATen operators, without torch.
+
+A back end that does not run torch executes it. Values are numbered in the order of creation: inputs, constants, then
+one value per result of a node. All shapes are static.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """Number of a value."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class ValueType:
+    """Shape of a tensor, and its data type in torch's spelling, such as `float32`."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """Call of an operator.
+
+    Attributes:
+        op: Name with overload, such as `aten.mm.default`.
+        args: Arguments in order: `Ref`, numbers, strings, None, or lists of them.
+        kwargs: Arguments by name.
+        results: Numbers of the results.
+        types: Types of the results.
+        module: Path of the model's module that called it; empty outside of one.
+    """
+
+    op: str
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    results: tuple[int, ...]
+    types: tuple[ValueType, ...]
+    module: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class StepProgram:
+    """Operators of a step.
+
+    Attributes:
+        inputs: Name to number and type of each input, in order.
+        constants: Number to array.
+        nodes: Operators in an order in which they can run.
+        outputs: Name to number of each output.
+    """
+
+    inputs: Mapping[str, tuple[int, ValueType]]
+    constants: Mapping[int, NDArray[Any]]
+    nodes: tuple[Node, ...]
+    outputs: Mapping[str, int]
+
+    def operators(self) -> Counter[str]:
+        """Return the number of nodes of each operator."""
+        return Counter(node.op for node in self.nodes)
+
+    def save(self, folder: Path) -> None:
+        """Write `program.json` (operators, a line each) and `constants.npz` into a folder."""
+        folder.mkdir(parents=True, exist_ok=True)
+        head = {
+            "inputs": {k: [i, list(t.shape), t.dtype] for k, (i, t) in self.inputs.items()},
+            "outputs": dict(self.outputs),
+        }
+        lines = ",\n".join(json.dumps(_node_json(node)) for node in self.nodes)
+        text = json.dumps(head)[:-1] + f', "nodes": [\n{lines}\n]}}\n'
+        (folder / "program.json").write_text(text, encoding="utf-8")
+        arrays: dict[str, Any] = {str(i): array for i, array in self.constants.items()}
+        np.savez(folder / "constants.npz", **arrays)
+
+    @classmethod
+    def load(cls, folder: Path) -> StepProgram:
+        """Read a program that `save` wrote."""
+        data = json.loads((folder / "program.json").read_text(encoding="utf-8"))
+        with np.load(folder / "constants.npz", allow_pickle=False) as arrays:
+            constants = {int(name): arrays[name] for name in arrays.files}
+        return cls(
+            {k: (i, ValueType(tuple(s), t)) for k, (i, s, t) in data["inputs"].items()},
+            constants,
+            tuple(_node_from(n) for n in data["nodes"]),
+            data["outputs"],
+        )
+
+
+def refs(argument: Any) -> Iterator[Ref]:
+    """Yield the references of an argument, those inside of lists included."""
+    if isinstance(argument, Ref):
+        yield argument
+    elif isinstance(argument, (list, tuple)):
+        for part in argument:
+            yield from refs(part)
+
+
+def _encode(argument: Any) -> Any:
+    if isinstance(argument, Ref):
+        return {"ref": argument.index}
+    if isinstance(argument, (list, tuple)):
+        return [_encode(part) for part in argument]
+    if isinstance(argument, float) and argument in (float("inf"), float("-inf")):
+        return {"number": str(argument)}
+    return argument
+
+
+def _decode(argument: Any) -> Any:
+    if isinstance(argument, dict):
+        return Ref(argument["ref"]) if "ref" in argument else float(argument["number"])
+    if isinstance(argument, list):
+        return [_decode(part) for part in argument]
+    return argument
+
+
+def _node_json(node: Node) -> list[Any]:
+    types = [[list(t.shape), t.dtype] for t in node.types]
+    kwargs = {name: _encode(value) for name, value in node.kwargs.items()}
+    return [node.op, _encode(node.args), kwargs, list(node.results), types, node.module]
+
+
+def _node_from(data: list[Any]) -> Node:
+    op, args, kwargs, results, types, module = data
+    return Node(
+        op,
+        tuple(_decode(a) for a in args),
+        {name: _decode(value) for name, value in kwargs.items()},
+        tuple(results),
+        tuple(ValueType(tuple(shape), dtype) for shape, dtype in types),
+        module,
+    )

@@ -1,0 +1,285 @@
+"""Capture of a training step as a `StepProgram`, with fake tensors: no memory, no computation."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch._decomp import core_aten_decompositions
+from torch.func import functional_call, functionalize
+from torch.fx import GraphModule
+from torch.fx import Node as FxNode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._pytree import tree_map
+
+from hyper_parallel.backends.step_program import Node, Ref, StepProgram, ValueType, refs
+
+_SAME_VALUE: Final = (
+    "aten.alias.default",
+    "aten.detach.default",
+    "aten.clone.default",
+    "aten.lift_fresh_copy.default",
+)
+"""Operators whose result is their argument, in a program without writes in place."""
+_FOLDED_ELEMENTS: Final = 1 << 16
+"""Results of constants above this number of elements are computed in each step instead of being stored."""
+
+
+def capture_gradients(
+    model: nn.Module, batch: Mapping[str, Tensor], loss: Callable[..., Tensor]
+) -> StepProgram:
+    """Return the program of loss and gradients of one microbatch.
+
+    Args:
+        model: The model. Buffers that its state does not hold become constants, so they need values.
+        batch: Arguments of `loss` by name; only shapes and types count.
+        loss: Function of the model and the batch, by keyword, that returns a scalar.
+
+    Returns:
+        Program with inputs `param.NAME`, `sum.NAME` (gradients of earlier microbatches) and `batch.NAME`, and outputs
+        `loss` and `sum.NAME`.
+    """
+    leaves = _leaves(model)
+    trained = [name for name, leaf in leaves.items() if leaf.requires_grad]
+
+    def step(values: list[Tensor], sums: list[Tensor], given: list[Tensor]) -> list[Tensor]:
+        named = dict(zip(leaves, values, strict=True))
+        value = _call_with(model, loss, named, batch, given)
+        grads = torch.autograd.grad(value, [named[name] for name in trained], allow_unused=True)
+        added = (s if g is None else s + g for s, g in zip(sums, grads, strict=True))
+        return [value.detach(), *added]
+
+    sums = [leaves[name].detach() for name in trained]
+    graph = _trace(step, [*leaves.values()], sums, [*batch.values()])
+    sum_names = [f"sum.{name}" for name in trained]
+    inputs = [*(f"param.{name}" for name in leaves), *sum_names]
+    return _program(graph, [*inputs, *(f"batch.{name}" for name in batch)], ["loss", *sum_names])
+
+
+def capture_loss(
+    model: nn.Module, batch: Mapping[str, Tensor], loss: Callable[..., Tensor]
+) -> StepProgram:
+    """Return the program of the loss alone, with inputs `param.NAME` and `batch.NAME` and output `loss`."""
+    leaves = _leaves(model)
+
+    def step(values: list[Tensor], given: list[Tensor]) -> list[Tensor]:
+        with torch.no_grad():
+            named = dict(zip(leaves, values, strict=True))
+            return [_call_with(model, loss, named, batch, given)]
+
+    graph = _trace(step, [*leaves.values()], [*batch.values()])
+    inputs = [*(f"param.{name}" for name in leaves), *(f"batch.{name}" for name in batch)]
+    return _program(graph, inputs, ["loss"])
+
+
+def capture_update(
+    update: Callable[..., dict[str, Tensor]], example: Mapping[str, Tensor]
+) -> StepProgram:
+    """Return the program of a function from tensors by name to tensors by name.
+
+    Args:
+        update: The function; it changes no argument.
+        example: Its arguments; only shapes and types count.
+    """
+    outputs: list[str] = []
+
+    def step(values: list[Tensor]) -> list[Tensor]:
+        results = update(dict(zip(example, values, strict=True)))
+        outputs[:] = results
+        return [*results.values()]
+
+    graph = _trace(step, [*example.values()])
+    return _program(graph, [*example], outputs)
+
+
+def _leaves(model: nn.Module) -> dict[str, Tensor]:
+    """Return empty tensors like the parameters and the buffers of the model's state, by name."""
+    saved = model.state_dict().keys()
+    buffers = ((name, buffer) for name, buffer in model.named_buffers() if name in saved)
+    return {
+        name: torch.empty(t.shape, dtype=t.dtype, requires_grad=t.requires_grad)
+        for name, t in (*model.named_parameters(), *buffers)
+    }
+
+
+def _call_with(
+    model: nn.Module,
+    loss: Callable[..., Tensor],
+    parameters: Mapping[str, Tensor],
+    batch: Mapping[str, Tensor],
+    given: list[Tensor],
+) -> Tensor:
+    """Return the loss of the model with other parameters."""
+
+    class Call(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, **kwargs: Tensor) -> Tensor:
+            return loss(self.model, **kwargs)
+
+    own = {f"model.{name}": value for name, value in parameters.items()}
+    result: Tensor = functional_call(Call(), own, (), dict(zip(batch, given, strict=True)))
+    return result
+
+
+def _trace(function: Callable[..., Any], *example: Any) -> GraphModule:
+    """Return the operators of a function on tensors without values; writes in place become new values."""
+    # One object that stands for two arguments would be traced as one argument.
+    example = tree_map(lambda x: x.detach().clone().requires_grad_(x.requires_grad), example)
+
+    def trace(traced: Callable[..., Any]) -> GraphModule:
+        return make_fx(
+            traced, core_aten_decompositions(), tracing_mode="fake", _allow_non_fake_inputs=True
+        )(*example)  # fmt: skip
+
+    graph = trace(function)
+    if any(n.op == "call_function" and _writes(n.target) for n in graph.graph.nodes):
+        return trace(functionalize(graph, remove="mutations"))
+    return graph
+
+
+def _writes(target: Any) -> bool:
+    """Return whether an operator changes one of its arguments."""
+    return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
+
+
+def _program(graph: GraphModule, inputs: list[str], outputs: list[str]) -> StepProgram:
+    builder = _Builder(graph)
+    graph.graph.eliminate_dead_code()
+    for node in graph.graph.nodes:
+        builder.add(node, inputs)
+    results = next(n for n in graph.graph.nodes if n.op == "output").args[0]
+    numbers = [builder.value(r) for r in results]
+    return builder.finish(dict(zip(outputs, numbers, strict=True)))
+
+
+class _Builder:
+    """Turns graph nodes into nodes of a program; what depends on constants alone is computed."""
+
+    def __init__(self, graph: GraphModule) -> None:
+        self._graph = graph
+        self._numbers: dict[FxNode, int] = {}
+        self._folded: dict[FxNode, Any] = {}
+        self._inputs: dict[str, tuple[int, ValueType]] = {}
+        self._constants: dict[int, Tensor] = {}
+        self._nodes: list[Node] = []
+        self._results: dict[FxNode, tuple[int, ...]] = {}
+        self._writing: set[str] = set()
+        self._count = 0
+
+    def add(self, node: FxNode, inputs: list[str]) -> None:
+        if node.op == "placeholder":
+            number = self._new()
+            self._numbers[node] = number
+            self._inputs[inputs[len(self._inputs)]] = number, _type(node.meta["val"])
+        elif node.op == "get_attr":
+            self._folded[node] = getattr(self._graph, str(node.target))
+        elif node.op == "call_function":
+            self._call(node)
+
+    def value(self, node: FxNode) -> int:
+        """Return the number of a node's value; a folded one becomes a constant."""
+        if node not in self._numbers:
+            number = self._new()
+            self._constants[number] = self._folded[node].detach()
+            self._numbers[node] = number
+        return self._numbers[node]
+
+    def finish(self, outputs: dict[str, int]) -> StepProgram:
+        """Return the program, without nodes that no output needs."""
+        needed, kept = set(outputs.values()), []
+        for node in reversed(self._nodes):
+            # A write, such as that of a counter in a buffer, is kept: the back end refuses it by name.
+            if needed & set(node.results) or node.op in self._writing:
+                kept.append(node)
+                for argument in (*node.args, *node.kwargs.values()):
+                    needed |= {r.index for r in refs(argument)}
+        constants = {
+            i: (c.float() if c.dtype == torch.bfloat16 else c).cpu().numpy()
+            for i, c in self._constants.items()
+            if i in needed
+        }
+        return StepProgram(self._inputs, constants, tuple(reversed(kept)), outputs)
+
+    def _call(self, node: FxNode) -> None:
+        name = str(node.target)
+        if node.target is operator.getitem:
+            source, index = node.args
+            if source in self._folded:
+                self._folded[node] = self._folded[source][index]
+            else:
+                self._numbers[node] = self._results[source][index]
+            return
+        if name in _SAME_VALUE:
+            source = node.args[0]
+            if source in self._folded:
+                self._folded[node] = self._folded[source]
+            else:
+                self._numbers[node] = self.value(source)
+            return
+        if self._folds(node):
+            with torch.no_grad():
+                args, kwargs = torch.fx.map_arg((node.args, node.kwargs), self._folded.__getitem__)
+                self._folded[node] = node.target(*args, **kwargs)
+            return
+        if _writes(node.target):
+            self._writing.add(name)
+        self._append(node, name)
+
+    def _folds(self, node: FxNode) -> bool:
+        if any(arg not in self._folded for arg in node.all_input_nodes):
+            return False
+        values = node.meta["val"]
+        tensors = values if isinstance(values, (list, tuple)) else [values]
+        random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+        return not (random or _writes(node.target)) and all(
+            t.numel() <= _FOLDED_ELEMENTS for t in tensors
+        )
+
+    def _append(self, node: FxNode, name: str) -> None:
+        values = node.meta["val"]
+        tensors = list(values) if isinstance(values, (list, tuple)) else [values]
+        convert = lambda x: _argument(x, self.value)  # noqa: E731
+        args = tuple(convert(a) for a in node.args)
+        kwargs = {k: convert(v) for k, v in node.kwargs.items()}
+        results = tuple(self._new() for _ in tensors)
+        if isinstance(values, (list, tuple)):
+            self._results[node] = results
+        else:
+            self._numbers[node] = results[0]
+        types = tuple(_type(t) for t in tensors)
+        self._nodes.append(Node(name, args, kwargs, results, types, _module(node)))
+
+    def _new(self) -> int:
+        self._count += 1
+        return self._count - 1
+
+
+def _type(tensor: Tensor) -> ValueType:
+    return ValueType(tuple(tensor.shape), _dtype_name(tensor.dtype))
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _argument(value: Any, number: Callable[[FxNode], int]) -> Any:
+    if isinstance(value, FxNode):
+        return Ref(number(value))
+    if isinstance(value, (list, tuple)):
+        return [_argument(part, number) for part in value]
+    if isinstance(value, torch.dtype):
+        return _dtype_name(value)
+    if isinstance(value, (torch.device, torch.layout, torch.memory_format)):
+        return None
+    return value
+
+
+def _module(node: FxNode) -> str:
+    stack = node.meta.get("nn_module_stack") or {}
+    return next(reversed([str(path) for path, _ in stack.values()]), "")

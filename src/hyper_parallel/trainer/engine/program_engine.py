@@ -1,0 +1,210 @@
+"""Engine whose steps are step programs of another framework; torch holds the state for checkpoints and exports.
+
+Batches, order of data, learning rates, records, checkpoints and exports are those of the torch engine. Weights and
+optimizer state live in the framework between steps; a save, an export or a resume copies them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hyper_parallel.backends.program_runner import CompiledProgram, ProgramRunner, join_ranks
+from hyper_parallel.backends.torch import local
+from hyper_parallel.trainer.data import Batches, StreamBatches
+from hyper_parallel.trainer.engine.step_loop import Loop, StepInputs
+from hyper_parallel.trainer.engine.step_programs import (
+    VALID_TOKENS,
+    state_names,
+    update_scalars,
+)
+from hyper_parallel.trainer.engine.torch_engine import TorchEngine
+
+
+class FrameworkState:
+    """Weights and optimizer state of one rank in the framework.
+
+    Args:
+        model: Model of torch, from which the values are read.
+        optimizer: Its optimizer.
+        runner: The framework.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, runner: ProgramRunner
+    ) -> None:
+        self._runner, self._optimizer = runner, optimizer
+        self._tensors: dict[str, Tensor] = {}
+        self.step = 0
+        saved = model.state_dict().keys()
+        buffers = ((name, buffer) for name, buffer in model.named_buffers() if name in saved)
+        for name, param in (*model.named_parameters(), *buffers):
+            self._tensors[f"param.{name}"] = param
+            if not param.requires_grad:
+                continue
+            state = optimizer.state[param]
+            for kind in state_names(optimizer):
+                self._tensors[f"{kind}.{name}"] = state.setdefault(kind, torch.zeros_like(param))
+            if isinstance(optimizer, torch.optim.AdamW):
+                state.setdefault("step", torch.zeros((), dtype=torch.float32))
+                self.step = int(state["step"])
+        self.values = {
+            name: runner.value(local(t.detach()).numpy()) for name, t in self._tensors.items()
+        }
+        self._names = {id(tensor): name for name, tensor in self._tensors.items()}
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        """Values of the parameters, by `param.NAME`."""
+        return {k: v for k, v in self.values.items() if k.startswith("param.")}
+
+    def adopt(self, values: dict[str, Any]) -> None:
+        """Replace values after an update."""
+        self.values |= values
+        self.step += 1
+        for state in self._optimizer.state.values():
+            if "step" in state:
+                state["step"].fill_(self.step)
+
+    def on_host(self, tensor: Tensor) -> Tensor:
+        """Return a tensor of model or optimizer with its current value."""
+        name = self._names.get(id(tensor))
+        if name is not None:
+            array = torch.from_numpy(self._runner.array(self.values[name]))
+            local(tensor.detach()).copy_(array)
+        return tensor.detach()
+
+
+@dataclass
+class ProgramLoop(Loop):
+    """Steps and evaluations by programs.
+
+    Attributes:
+        runner: The framework.
+        state: Weights and optimizer state.
+        programs: Compiled programs by name: loss, gradients, update.
+    """
+
+    runner: ProgramRunner = field(init=False)
+    state: FrameworkState = field(init=False)
+    programs: dict[str, CompiledProgram] = field(init=False)
+    _pending: dict[str, Any] = field(init=False, default_factory=dict)
+
+    def connect(self, runner: ProgramRunner, programs: dict[str, CompiledProgram]) -> None:
+        """Take the weights and the optimizer state from torch."""
+        self.runner, self.programs = runner, programs
+        self.state = FrameworkState(self.model, self.optimizer, runner)
+        self._zeros = {
+            f"sum.{name}": runner.value(torch.zeros_like(local(param.detach())).numpy())
+            for name, param in self.model.named_parameters()
+            if param.requires_grad
+        }
+
+    def gradients(self, inputs: StepInputs) -> tuple[Tensor, Tensor]:
+        """Return this rank's share of the loss and the global gradient norm before clipping; prepare the update."""
+        sums, loss = self._zeros, 0.0
+        with self.recorder.span("forward and backward", "compute"):
+            for part in inputs.microbatches:
+                batch = self._batch(part, int(inputs.valid_tokens))
+                results = self.programs["gradients"](self.state.parameters | sums | batch)
+                loss += float(self.runner.array(results.pop("loss")))
+                sums = results
+        with self.recorder.span("gradients", "communication"):
+            summed = self.runner.sum_over_ranks([*sums.values()])
+        grads = {
+            name.replace("sum.", "grad.", 1): value
+            for name, value in zip(sums, summed, strict=True)
+        }
+        with self.recorder.span("update", "optimizer"):
+            scalars = update_scalars(self.optimizer, self.state.step + 1, float(inputs.lr))
+            given = {k: self.runner.value(torch.tensor(v).numpy()) for k, v in scalars.items()}
+            self._pending = self.programs["update"](self.state.values | grads | given)
+            norm = float(self.runner.array(self._pending.pop("grad_norm")))
+        return torch.tensor(loss, dtype=torch.float64), torch.tensor(norm, dtype=torch.float64)
+
+    def update(self, lr: float | Tensor, skip: Tensor | None = None) -> None:
+        """Adopt the prepared update unless `skip` is true."""
+        if skip is None or not bool(skip):
+            self.state.adopt(self._pending)
+        self._pending = {}
+
+    def held_out_loss(self, parts: list[dict[str, Tensor]], count: int) -> Tensor:
+        """Return this rank's share of the mean loss."""
+        losses = (
+            self.programs["loss"](self.state.parameters | self._batch(part, count))["loss"]
+            for part in parts
+        )
+        return torch.tensor(sum(float(self.runner.array(loss)) for loss in losses))
+
+    def count_routing(self) -> None:
+        """Return None: the programs do not count the tokens of experts."""
+
+    def _locate(self, inputs: StepInputs, step: int) -> None:
+        """Return None: values between the operators of a program cannot be read."""
+
+    def _batch(self, part: dict[str, Tensor], valid_tokens: int) -> dict[str, Any]:
+        ids = part["input_ids"]
+        positions = part.get("position_ids")
+        if positions is None:
+            positions = torch.arange(ids.shape[1]).expand(ids.shape).contiguous()
+        tensors = {
+            "input_ids": ids,
+            "shift_labels": part["shift_labels"],
+            "position_ids": positions,
+            VALID_TOKENS: torch.tensor(float(valid_tokens), dtype=torch.float32),
+        }
+        return {f"batch.{name}": self.runner.value(t.numpy()) for name, t in tensors.items()}
+
+
+class ProgramEngine(TorchEngine):
+    """Engine of a back end that executes step programs."""
+
+    _make_loop: Callable[..., Loop] = ProgramLoop
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # The tensors of torch are not those that train: the gauge measures the process.
+        self._gauge.state = self._gauge.kinds = None
+
+    def __enter__(self) -> ProgramEngine:
+        self._runner = join_ranks(self._recipe.backend, self.rank, self.world_size, self._agree)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._runner.close()
+
+    def begin(self, done: int, batches: Batches | StreamBatches) -> None:
+        """Open the run's checkpoints, and compile the programs."""
+        super().begin(done, batches)
+        programs = self._job.programs
+        folder = Path(self._job.output_dir) / "programs"
+        folder.mkdir(exist_ok=True)
+        compiled = {
+            name: self._runner.compile(
+                getattr(programs, name), folder / f"{name}_rank{self.rank}.py"
+            )
+            for name in ("loss", "gradients", "update")
+        }
+        assert isinstance(self._loop, ProgramLoop)
+        self._loop.connect(self._runner, compiled)
+
+    def facts(self) -> dict[str, Any]:
+        """Return facts about device and versions for the record of the run."""
+        return super().facts() | self._runner.facts()
+
+    def _agree(self, text: str | None) -> str:
+        """Return the text of rank 0."""
+        texts = [text]
+        dist.broadcast_object_list(texts)
+        return str(texts[0])
+
+    def _resident(self, tensor: Tensor) -> Tensor:
+        assert isinstance(self._loop, ProgramLoop)
+        return self._loop.state.on_host(tensor)

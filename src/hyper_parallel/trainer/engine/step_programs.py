@@ -1,0 +1,260 @@
+"""Programs of a training step, for back ends that do not run torch: loss, gradients and optimizer update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hyper_parallel.backends.program_runner import unsupported_operators
+from hyper_parallel.backends.step_program import StepProgram
+from hyper_parallel.backends.torch.dropout import has_dropout
+from hyper_parallel.backends.torch.program_capture import (
+    capture_gradients,
+    capture_loss,
+    capture_update,
+)
+from hyper_parallel.config import Recipe
+from hyper_parallel.errors import Contradiction, MissingDependency, UnsupportedSharding
+from hyper_parallel.ir import Plan
+from hyper_parallel.trainer.engine.optimizer import build_optimizer
+from hyper_parallel.trainer.engine.recipe_model import build_model
+
+VALID_TOKENS: Final = "valid_tokens"
+"""Name of the batch's value by which the loss is divided."""
+
+_STATES: Final[dict[type, tuple[str, ...]]] = {
+    torch.optim.AdamW: ("exp_avg", "exp_avg_sq"),
+    torch.optim.SGD: ("momentum_buffer",),
+}
+"""Optimizer to its tensors per parameter, in torch's names."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepPrograms:
+    """Programs of a run.
+
+    Attributes:
+        loss: Loss of one microbatch of the held-out data.
+        gradients: Loss and gradients of one microbatch, see `capture_gradients`.
+        update: Clipping and optimizer step; inputs `param.NAME`, `grad.NAME`, `STATE.NAME`, `lr` and the scalars of
+            `update_scalars`; outputs `grad_norm`, `param.NAME` and `STATE.NAME`.
+    """
+
+    loss: StepProgram
+    gradients: StepProgram
+    update: StepProgram
+
+    def save(self, folder: Path) -> None:
+        """Write each program into a folder of its own."""
+        for name in ("loss", "gradients", "update"):
+            getattr(self, name).save(folder / name)
+
+
+def _check_installed(backend: str, where: Callable[[str], str]) -> None:
+    if find_spec(backend) is None:
+        raise MissingDependency(
+            f"the back end {backend} needs the package `{backend}`",
+            where=where("backend"),
+            got=f"backend={backend}",
+            hint="make setup-mindspore",
+        )
+
+
+def capture_programs(
+    recipe: Recipe, plan: Plan, router_loss: str | None, where: Callable[[str], str]
+) -> StepPrograms:
+    """Capture the programs of a recipe, after checks of features that they cannot express.
+
+    Args:
+        recipe: The recipe.
+        plan: Its plan.
+        router_loss: Description of the auxiliary loss of expert routers; None: no such loss.
+        where: Origin of a recipe key, for errors.
+
+    Raises:
+        MissingDependency: HP501 when the back end is not installed.
+        Contradiction: HP104 for a feature of the recipe that programs do not have, or for operators that the back end
+            does not have.
+        UnsupportedSharding: HP205 for a layout with other axes than `dp_replicate`.
+    """
+    _check_installed(recipe.backend, where)
+    _check_recipe(recipe, plan, router_loss, where)
+    model = _model_with_buffers(recipe)
+    if has_dropout(model):
+        raise _refused(
+            "dropout", where("training.disable_dropout"), "training.disable_dropout=true"
+        )
+    rows = plan.workload.microbatch or 1, recipe.data.seq_len
+    ids = torch.zeros(rows, dtype=torch.int64)
+    batch = {
+        "input_ids": ids, "shift_labels": ids, "position_ids": ids,
+        VALID_TOKENS: torch.ones((), dtype=torch.float32),
+    }  # fmt: skip
+    optimizer = build_optimizer(model, recipe.training)
+    programs = StepPrograms(
+        capture_loss(model, batch, _loss),
+        capture_gradients(model, batch, _loss),
+        _update_program(model, optimizer, recipe.training.max_grad_norm),
+    )
+    missing: dict[str, str] = {}
+    for program in (programs.gradients, programs.update, programs.loss):
+        missing = unsupported_operators(recipe.backend, program) | missing
+    if missing:
+        raise Contradiction(
+            f"{type(model).__name__} uses operators that the back end does not have",
+            where=where("backend"),
+            got=", ".join(f"{op} ({module})" if module else op for op, module in missing.items()),
+            hint="backend=torch",
+        )
+    return programs
+
+
+def update_scalars(optimizer: torch.optim.Optimizer, step: int, lr: float) -> dict[str, float]:
+    """Return the scalar inputs of the update in a step counted from 1."""
+    if not isinstance(optimizer, torch.optim.AdamW):
+        return {"lr": lr}
+    first, second = optimizer.param_groups[0]["betas"]
+    return {"lr": lr, "step_size": lr / (1 - first**step), "root": (1 - second**step) ** 0.5}
+
+
+def state_names(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
+    """Return the names of the optimizer's tensors per parameter."""
+    if isinstance(optimizer, torch.optim.SGD) and not optimizer.param_groups[0]["momentum"]:
+        return ()
+    return _STATES[type(optimizer)]
+
+
+def _loss(
+    model: nn.Module,
+    input_ids: Tensor,
+    shift_labels: Tensor,
+    position_ids: Tensor,
+    valid_tokens: Tensor,
+) -> Tensor:
+    """Return the cross entropy over the tokens of one microbatch, divided by the tokens of the step."""
+    output = model(input_ids=input_ids, position_ids=position_ids, use_cache=False)
+    logits = output.logits.float().flatten(0, 1)
+    return F.cross_entropy(logits, shift_labels.flatten(), reduction="sum") / valid_tokens
+
+
+def _model_with_buffers(recipe: Recipe) -> nn.Module:
+    """Return the model, parameters without values and buffers with them, in forms that have static shapes."""
+    from hyper_parallel.backends.torch import materialize
+
+    model = build_model(recipe)
+    materialize(model, seed=recipe.training.seed, device=torch.device("cpu"))
+    for name, form in (
+        ("set_attn_implementation", "eager"),
+        ("set_experts_implementation", "batched_mm"),
+    ):
+        if hasattr(model, name):
+            getattr(model, name)(form)
+    return model
+
+
+def _check_recipe(
+    recipe: Recipe, plan: Plan, router_loss: str | None, where: Callable[[str], str]
+) -> None:
+    """Refuse by name the features that the programs of a step cannot express."""
+    training = recipe.training
+    refused = {
+        "stage": (recipe.stage not in ("pt", "sft"), f"stage={recipe.stage}", "stage=sft"),
+        "lora": (recipe.lora is not None, "adapters", "lora=null"),
+        "offload": (recipe.offload.on, "offload", "offload.mode=off"),
+        "training.compile": (bool(training.compile), "torch.compile", "training.compile=false"),
+        "training.dtype": (training.dtype != "float32", training.dtype, "training.dtype=float32"),
+        "training.neftune_noise_alpha": (
+            training.neftune_noise_alpha is not None, "embedding noise", "training.neftune_noise_alpha=null",
+        ),
+        "training.optimizer": (
+            training.optimizer not in ("adamw", "sgd"), training.optimizer, "training.optimizer=adamw",
+        ),
+        "training.profile": (training.profile is not None, "torch.profiler", "training.profile=null"),
+        "moe.bias_update_rate": (
+            recipe.moe.bias_update_rate != 0, "updates of router biases", "moe.bias_update_rate=0",
+        ),
+        "moe.capacity_factor": (
+            recipe.moe.capacity_factor is not None, "a capacity of experts", "moe.capacity_factor=null",
+        ),
+        "moe.aux_loss_coef": (router_loss is not None, router_loss or "", "moe.aux_loss_coef=0"),
+        "training.check_ranks_every": (
+            bool(training.check_ranks_every), "comparison of ranks", "training.check_ranks_every=0",
+        ),
+    }  # fmt: skip
+    for key, (applies, text, hint) in refused.items():
+        if applies:
+            raise _refused(text, where(key), hint)
+    strategy = plan.strategy
+    if strategy.world_size != strategy.dp_replicate:
+        raise UnsupportedSharding(
+            f"the back end {recipe.backend} runs data parallelism with whole models only",
+            where=where("parallel"),
+            got=str(strategy),
+            hint=f"parallel.dp_replicate={strategy.world_size} parallel.dp_shard=1",
+        )
+
+
+def _refused(text: str, where: str, hint: str) -> Contradiction:
+    return Contradiction(
+        "the step programs of this back end do not have this feature",
+        where=where,
+        got=text,
+        hint=hint,
+    )
+
+
+def _update_program(
+    model: nn.Module, optimizer: torch.optim.Optimizer, max_norm: float | None
+) -> StepProgram:
+    names = {p: n for n, p in model.named_parameters()}
+    groups = {names[p]: group for group in optimizer.param_groups for p in group["params"]}
+    shapes = {names[p]: torch.empty(p.shape, dtype=p.dtype) for p in names if names[p] in groups}
+    kinds = ("param", "grad", *state_names(optimizer))
+    example = {f"{kind}.{name}": shapes[name] for kind in kinds for name in shapes}
+    example |= {name: torch.ones(()) for name in update_scalars(optimizer, 1, 1.0)}
+    rule = _adamw if isinstance(optimizer, torch.optim.AdamW) else _sgd
+
+    def update(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        grads = {name: values[f"grad.{name}"] for name in shapes}
+        norm = torch.stack([g.float().square().sum() for g in grads.values()]).sum().sqrt()
+        results = {"grad_norm": norm}
+        scale = None if max_norm is None else (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        for name, group in groups.items():
+            own = {k: values[f"{k}.{name}"] for k in ("param", *state_names(optimizer))}
+            grad = grads[name] if scale is None else grads[name] * scale
+            updated = rule(own, grad, values, group)
+            results |= {f"{kind}.{name}": value for kind, value in updated.items()}
+        return results
+
+    return capture_update(update, example)
+
+
+def _adamw(
+    own: Mapping[str, Tensor], grad: Tensor, values: Mapping[str, Tensor], group: Mapping[str, Any]
+) -> dict[str, Tensor]:
+    """Return parameter and moments after a step of torch.optim.AdamW."""
+    first, second = group["betas"]
+    param = own["param"] * (1 - values["lr"] * group["weight_decay"])
+    mean = own["exp_avg"] + (grad - own["exp_avg"]) * (1 - first)
+    square = own["exp_avg_sq"] * second + grad * grad * (1 - second)
+    step = values["step_size"] * mean / (square.sqrt() / values["root"] + group["eps"])
+    return {"param": param - step, "exp_avg": mean, "exp_avg_sq": square}
+
+
+def _sgd(
+    own: Mapping[str, Tensor], grad: Tensor, values: Mapping[str, Tensor], group: Mapping[str, Any]
+) -> dict[str, Tensor]:
+    """Return parameter and momentum after a step of torch.optim.SGD without dampening."""
+    grad = grad + group["weight_decay"] * own["param"]
+    if "momentum_buffer" not in own:
+        return {"param": own["param"] - values["lr"] * grad}
+    buffer = group["momentum"] * own["momentum_buffer"] + grad
+    direction = grad + group["momentum"] * buffer if group["nesterov"] else buffer
+    return {"param": own["param"] - values["lr"] * direction, "momentum_buffer": buffer}

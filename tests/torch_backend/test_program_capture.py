@@ -1,0 +1,162 @@
+"""Step programs of Hugging Face models: torch runs them operator by operator and gets loss and gradients."""
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from hyper_parallel.backends.mindspore.operators import OPERATORS
+from hyper_parallel.backends.program_runner import unsupported_operators
+from hyper_parallel.backends.step_program import Ref, StepProgram
+from hyper_parallel.backends.torch.program_capture import capture_gradients, capture_update
+
+SMALL = {
+    "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64, "pad_token_id": 0,
+    "moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2, "bos_token_id": 1, "eos_token_id": 2,
+    "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
+}  # fmt: skip
+
+
+def _model(kind, **changes):
+    config = AutoConfig.for_model(kind, **(SMALL | changes))
+    config._attn_implementation = "eager"
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float64).train()
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("batched_mm")
+    return model
+
+
+def _batch():
+    ids = torch.randint(3, 96, (2, 12))
+    positions = torch.arange(12).repeat(2, 1)
+    positions[0, 5:] = torch.arange(7)  # two documents in one row
+    labels = ids.roll(-1, 1)
+    labels[1, 3] = -100
+    return {"input_ids": ids, "labels": labels, "position_ids": positions}
+
+
+def _loss(model, input_ids, labels, position_ids):
+    logits = model(input_ids=input_ids, position_ids=position_ids, use_cache=False).logits
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+
+
+def _run(program, values):
+    """Execute a program by torch."""
+    numbers = {i: torch.from_numpy(a) for i, a in program.constants.items()}
+    numbers |= {i: values[name] for name, (i, _) in program.inputs.items()}
+
+    def resolved(x):
+        if isinstance(x, Ref):
+            return numbers[x.index]
+        if isinstance(x, (list, tuple)):
+            return [resolved(part) for part in x]
+        return x
+
+    for node in program.nodes:
+        _, name, overload = node.op.split(".")
+        if name == "view":  # a program has no strides
+            name = "reshape"
+        operator = getattr(getattr(torch.ops.aten, name), overload)
+        kwargs = {
+            k: getattr(torch, v) if k == "dtype" else v
+            for k, v in node.kwargs.items()
+            if v is not None
+        }
+        results = operator(*map(resolved, node.args), **kwargs)
+        results = results if isinstance(results, (list, tuple)) else [results]
+        numbers |= dict(zip(node.results, results, strict=True))
+        for result, kind in zip(results, node.types, strict=True):
+            assert (tuple(result.shape), str(result.dtype)) == (kind.shape, f"torch.{kind.dtype}")
+    return {name: numbers[i] for name, i in program.outputs.items()}
+
+
+def _values(model, batch):
+    state = {
+        f"param.{n}": p.detach() for n, p in (*model.named_parameters(), *model.named_buffers())
+    }
+    sums = {f"sum.{n}": torch.ones_like(p) for n, p in model.named_parameters() if p.requires_grad}
+    return state | sums | {f"batch.{n}": t for n, t in batch.items()}
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "tolerance"),
+    [
+        # RMS norms compute in float32, and the order of their operators differs.
+        ("qwen3", {"tie_word_embeddings": True}, 2e-6),
+        pytest.param("gemma2", {"sliding_window": 4}, 2e-6, marks=pytest.mark.slow),
+        ("gpt2", {}, 1e-11),
+        pytest.param("qwen3_moe", {"output_router_logits": False}, 2e-6, marks=pytest.mark.slow),
+    ],
+)
+def test_a_program_computes_loss_and_gradients_of_the_model(kind, changes, tolerance, tmp_path):
+    model, batch = _model(kind, **changes), _batch()
+    capture_gradients(model, batch, _loss).save(tmp_path)
+    program = StepProgram.load(tmp_path)
+
+    loss = _loss(model, **batch)
+    loss.backward()
+    results = _run(program, _values(model, batch))
+    torch.testing.assert_close(results["loss"], loss.detach(), rtol=tolerance, atol=0)
+    grads = {n: p.grad for n, p in model.named_parameters()}
+    assert {f"sum.{n}" for n in grads} == results.keys() - {"loss"}
+    for name, grad in grads.items():
+        torch.testing.assert_close(results[f"sum.{name}"], grad + 1, rtol=0, atol=tolerance)
+    assert not unsupported_operators("mindspore", program)
+
+
+def test_a_program_reads_other_tokens_and_weights_than_it_was_captured_with():
+    model, batch = _model("qwen3"), _batch()
+    program = capture_gradients(model, {n: torch.zeros_like(t) for n, t in batch.items()}, _loss)
+    for param in model.parameters():
+        param.data.mul_(1.5)
+    results = _run(program, _values(model, batch))
+    torch.testing.assert_close(results["loss"], _loss(model, **batch).detach(), rtol=1e-6, atol=0)
+
+
+def test_frozen_parameters_and_saved_buffers_are_inputs_without_gradients():
+    model, batch = _model("qwen3"), _batch()
+    model.register_buffer("scale", torch.tensor(2.0, dtype=torch.float64))
+    model.model.embed_tokens.requires_grad_(False)
+
+    def loss(model, **batch):
+        return model.scale * _loss(model, **batch)
+
+    program = capture_gradients(model, batch, loss)
+    assert {"param.scale", "param.model.embed_tokens.weight"} <= program.inputs.keys()
+    assert "sum.model.embed_tokens.weight" not in program.outputs
+    model.scale.fill_(3.0)
+    results = _run(program, _values(model, batch))
+    torch.testing.assert_close(
+        results["loss"], 3 * _loss(model, **batch).detach(), rtol=1e-12, atol=0
+    )
+
+
+def test_a_counter_that_a_model_writes_is_an_unsupported_operator():
+    class Counting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3))
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x):
+            self.calls += 1
+            return (self.weight * x).sum()
+
+    program = capture_gradients(Counting(), {"x": torch.ones(3)}, lambda model, x: model(x))
+    assert unsupported_operators("mindspore", program)
+
+
+def test_writes_in_place_become_new_values():
+    def update(values):
+        doubled = values["a"] * 2
+        doubled.add_(values["b"])
+        return {"c": doubled}
+
+    program = capture_update(update, {"a": torch.ones(3), "b": torch.ones(3)})
+    assert program.operators().keys() <= OPERATORS.keys()
+    results = _run(program, {"a": torch.full((3,), 2.0), "b": torch.full((3,), 5.0)})
+    np.testing.assert_array_equal(results["c"], [9.0, 9.0, 9.0])
