@@ -22,7 +22,7 @@ LONG = draw.integers(0, 7, (2, 6))
 PERMUTATIONS = np.stack([draw.permutation(3) for _ in range(8)]).reshape(2, 4, 3)
 ORDER = PERMUTATIONS.transpose(0, 2, 1).copy()
 
-UNARY = (  # fmt: skip
+UNARY = (
     "neg",
     "abs",
     "sign",

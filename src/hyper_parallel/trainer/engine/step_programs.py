@@ -167,7 +167,7 @@ def _check_recipe(
     refused = {
         "stage": (recipe.stage not in ("pt", "sft"), f"stage={recipe.stage}", "stage=sft"),
         "lora": (recipe.lora is not None, "adapters", "lora=null"),
-        "offload": (recipe.offload.on, "offload", "offload.mode=off"),
+        "offload": (recipe.offload.on, "offload", "offload.budget=null offload.max_slowdown=null"),
         "training.compile": (bool(training.compile), "torch.compile", "training.compile=false"),
         "training.dtype": (training.dtype != "float32", training.dtype, "training.dtype=float32"),
         "training.neftune_noise_alpha": (

@@ -1,0 +1,92 @@
+"""The key `backend`: refusals before any process starts, with hints that work when pasted."""
+
+import json
+import re
+import sys
+
+import pytest
+
+from hyper_parallel.config import load_recipe
+from hyper_parallel.errors import HyperParallelError
+from hyper_parallel.trainer import prepare_job
+
+MODEL = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 384, "hidden_size": 32,
+    "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 8, "max_position_embeddings": 128, "tie_word_embeddings": True, "hidden_act": "silu",
+    "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
+}  # fmt: skip
+BASE = [
+    "training.steps=2", "training.dtype=float32", "training.tokens_per_step=128", "data.seq_len=32",
+    "data.vocab_size=384", "parallel.dp_replicate=1", "backend=mindspore",
+]  # fmt: skip
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    (tmp_path / "model.json").write_text(json.dumps(MODEL))
+    (tmp_path / "text.txt").write_text("Ranks train a model. " * 200)
+    path = tmp_path / "recipe.json"
+    data = {
+        "model": {"path": "model.json"},
+        "data": {"source": "text.txt"},
+        "output_dir": str(tmp_path / "run"),
+    }
+    path.write_text(json.dumps(data))
+    return path
+
+
+def _prepare(recipe, *overrides):
+    return prepare_job(load_recipe(recipe, [*BASE, *overrides]), progress=False)
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """The check of the installation passes, as in an environment with MindSpore; nothing of it is imported."""
+    from importlib.util import find_spec
+
+    name = "hyper_parallel.trainer.engine.step_programs.find_spec"
+    monkeypatch.setattr(
+        name, lambda package: True if package == "mindspore" else find_spec(package)
+    )
+
+
+def test_a_missing_framework_is_named(recipe):
+    if "mindspore" in sys.modules:
+        pytest.skip("MindSpore is installed")
+    with pytest.raises(HyperParallelError) as error:
+        _prepare(recipe)
+    assert (error.value.code, error.value.hint) == ("HP501", "make setup-mindspore")
+
+
+def test_programs_of_the_step_belong_to_the_job(recipe, installed, tmp_path):
+    job = _prepare(recipe)
+    assert {"loss", "param.model.norm.weight"} <= (
+        job.programs.gradients.outputs.keys() | job.programs.gradients.inputs.keys()
+    )
+    assert "grad_norm" in job.programs.update.outputs
+    (tmp_path / "run").mkdir()
+    job.write(job.plan)
+    assert (tmp_path / "run" / "programs" / "update" / "program.json").is_file()
+    assert _prepare(recipe, "backend=torch").programs is None
+
+
+@pytest.mark.parametrize(
+    ("overrides", "code"),
+    [
+        (["training.dtype=bfloat16"], "HP104"),
+        (["training.optimizer=muon"], "HP104"),
+        (["training.neftune_noise_alpha=5"], "HP104"),
+        (["training.check_ranks_every=2", "training.deterministic=true"], "HP104"),
+        (["parallel.dp_replicate=1", "parallel.dp_shard=2"], "HP205"),
+        (["parallel.tp=2"], "HP205"),
+    ],
+)
+def test_features_without_programs_are_refused(recipe, installed, overrides, code):
+    with pytest.raises(HyperParallelError) as error:
+        _prepare(recipe, *overrides)
+    assert error.value.code == code
+    assert overrides[0].partition("=")[0].rpartition(".")[0] in error.value.where
+    pasted = re.findall(r"[a-z_]+(?:\.[a-z_]+)*=\S+", error.value.hint or "")
+    assert pasted
+    _prepare(recipe, *overrides, *pasted)
