@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from hyper_parallel.backends.torch.collectives import all_to_all, paired
-from hyper_parallel.backends.torch.in_flight import offer_turn, sum_both, sum_forward
+from hyper_parallel.backends.torch.in_flight import half_index, offer_turn, sum_both, sum_forward
 from hyper_parallel.backends.torch.regather import RegatherScope
 from hyper_parallel.backends.torch.tensor._span_attention import SpanAttention
 from hyper_parallel.backends.torch.tensor.collectives import gather, padded, reshard, scatter
@@ -88,7 +88,7 @@ class Region:
     @property
     def current(self) -> RegionPass:
         """Values of the forward of the half-batch that computes now."""
-        return self.passes[self.state.half]
+        return self.passes[half_index()]
 
     def group(self, purpose: Purpose) -> ProcessGroup:
         """Return the process group of a collective of the program."""
