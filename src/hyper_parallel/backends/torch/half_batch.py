@@ -88,17 +88,17 @@ class HalfBatch:
             layer.forward = functools.wraps(layer.forward)(run)
 
     def watch(self, model: nn.Module) -> None:
-        """Refuse passes that record values of every layer, and end the halves with each pass of a model."""
+        """Refuse to record attention weights, and end the halves with each pass of a model."""
 
         def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-            for option in ("output_attentions", "output_router_logits"):
-                default = getattr(getattr(module, "config", None), option, False)
-                if kwargs.get(option, default):
-                    raise UnsupportedSharding(
-                        f"`{option}` would return two values per layer, one per half-batch",
-                        where=type(module).__name__,
-                        hint=f"{option}=False",
-                    )
+            option = "output_attentions"
+            default = getattr(getattr(module, "config", None), option, False)
+            if kwargs.get(option, default):
+                raise UnsupportedSharding(
+                    f"`{option}` would return two values per layer, one per half-batch",
+                    where=type(module).__name__,
+                    hint=f"{option}=False",
+                )
 
         def after(module: nn.Module, args: Any, output: Any) -> None:
             if output is None:  # an error in the model abandons the second half
@@ -127,7 +127,11 @@ class HalfBatch:
     def end(self, call: Callable[[Tensor], Any], x: Tensor, dims: tuple[int, int]) -> Any:
         """Call a function of each half of `x` along the first dim; return the results, joined along the second dim."""
         half = _half_of(x, dims[0])
-        return self._run([lambda i=i: call(half(i)) for i in range(2)], dims[1], joins=True)
+
+        def call_half(index: int) -> Any:
+            return call(half(index))
+
+        return self._run([partial(call_half, index) for index in range(2)], dims[1], joins=True)
 
     def _forward(
         self,

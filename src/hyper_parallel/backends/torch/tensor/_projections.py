@@ -72,6 +72,7 @@ class Region:
         key_program: Collectives of key and value projections.
         kv_heads: Key and value heads of the model; 0 for a module that accepts tokens in any order.
         spans: Attention on one span of every sequence, or None.
+        last_column: Last column-parallel projection; with a half of its computation done, the module offers a turn.
         passes: Values of the running forward, per half-batch.
     """
 
@@ -81,6 +82,7 @@ class Region:
     key_program: Program = field(default_factory=dict)
     kv_heads: int = 0
     spans: SpanAttention | None = None
+    last_column: nn.Module | None = None
     passes: tuple[RegionPass, RegionPass] = field(
         default_factory=lambda: (RegionPass(), RegionPass())
     )
@@ -218,8 +220,9 @@ def colwise(module: nn.Module, name: str, region: Region, rows: slice | None = N
     program = region.key_program if keys else region.program
     heads, width = (program.get(p) for p in (Purpose.HEAD_SCATTER, Purpose.WIDTH_SCATTER))
     is_adapted = LORA_A in module._parameters
+    region.last_column = module
 
-    def forward(x: Tensor) -> Tensor:
+    def project(x: Tensor) -> Tensor:
         gathered = region.current.gathered
         x = x if gathered is None else gathered
         bias = state.local(module.bias, rows)
@@ -238,6 +241,12 @@ def colwise(module: nn.Module, name: str, region: Region, rows: slice | None = N
             return out
         return out if bias is None else out + bias
 
+    def forward(x: Tensor) -> Tensor:
+        out = project(x)
+        if region.last_column is module:
+            offer_turn()
+        return out
+
     module.forward = forward
 
 
@@ -248,7 +257,6 @@ def rowwise(module: nn.Module, name: str, region: Region) -> None:
     is_adapted = LORA_A in module._parameters
 
     def forward(x: Tensor) -> Tensor:
-        offer_turn()
         region.current.block_input = region.current.block_input_summed_grad = None
 
         def product(weight: Tensor) -> Tensor:
