@@ -1,10 +1,14 @@
 """Half-batches: decoder layers run on two halves of the sequences of a microbatch, which take turns.
 
 While one half waits for a collective, the other one computes, in forward and, by the order of autograd, in backward.
-The layer's code is not changed: its forward is called once per half. The halves meet again at the end of the layer, so
-data parallelism, recomputation and the rest of the model see one call.
+The layer's code is not changed: its forward is called once per half.
 
-A pass whose sequences cannot be halved runs whole, which `HalfBatch.whole_layers` counts.
+    layer k      half 0 | half 1
+    layer k + 1           half 0 | half 1       layer k returns when half 0 is done: half 1 ends in layer k + 1
+
+A layer returns stand-ins, see `HalvedTensor`: any use of them but by the next layer completes the second half first.
+The halves meet at the end of a layer if a hook follows, such as that of FSDP, or if the layer is recomputed, and at the
+end of the model. A pass whose sequences cannot be halved runs whole, which `HalfBatch.whole_layers` counts.
 """
 
 from __future__ import annotations
@@ -169,8 +173,8 @@ class HalfBatch:
         return self._run([partial(call, index) for index in range(2)], dim, joins)
 
     def _is_watched(self, layer: nn.Module, following: nn.Module | None) -> bool:
-        """Return whether other code than the model's sees the output of a layer: a hook, or what follows the layers."""
-        if layer._forward_hooks:
+        """Return whether other code than the model's sees the output of a layer, or code that no stand-in reaches."""
+        if layer._forward_hooks or getattr(layer, "gradient_checkpointing", False):
             return True
         return self._tp is None if following is None else bool(following._forward_pre_hooks)
 

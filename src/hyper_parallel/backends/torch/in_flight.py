@@ -3,7 +3,7 @@
     forward     start issues the collective         finish waits for the result
     backward    start waits for the gradient        finish issues the transposed collective
 
-Whatever runs between start and finish overlaps with the collective, and so does its backward: autograd runs nodes in
+Code that runs between start and finish overlaps with the collective, and so does its backward: autograd runs nodes in
 the reverse order of their creation, so between the backward of finish and that of start it runs the backward of what
 lay between them. No thread takes part. The order of issue is the same on every rank, because it follows from the
 order of creation alone.

@@ -222,8 +222,8 @@ def colwise(module: nn.Module, name: str, region: Region, rows: slice | None = N
     is_adapted = LORA_A in module._parameters
     region.last_column = module
 
-    def project(x: Tensor) -> Tensor:
-        gathered = region.current.gathered
+    def forward(x: Tensor) -> Tensor:
+        gathered = None if region.spans is None else region.current.gathered
         x = x if gathered is None else gathered
         bias = state.local(module.bias, rows)
 
@@ -237,15 +237,11 @@ def colwise(module: nn.Module, name: str, region: Region, rows: slice | None = N
             out, bias = region.sum_heads(out, bias, rows, heads)
         elif width is not None:  # every y rank keeps its tokens
             out = scatter(out, 1, state.groups[width.axes], Purpose.WIDTH_SCATTER)
-        else:
-            return out
-        return out if bias is None else out + bias
-
-    def forward(x: Tensor) -> Tensor:
-        out = project(x)
+        else:  # included in the product
+            bias = None
         if region.last_column is module:
             offer_turn()
-        return out
+        return out if bias is None else out + bias
 
     module.forward = forward
 
@@ -257,7 +253,8 @@ def rowwise(module: nn.Module, name: str, region: Region) -> None:
     is_adapted = LORA_A in module._parameters
 
     def forward(x: Tensor) -> Tensor:
-        region.current.block_input = region.current.block_input_summed_grad = None
+        if not program:
+            region.current.block_input = region.current.block_input_summed_grad = None
 
         def product(weight: Tensor) -> Tensor:
             def linear(columns: Tensor) -> Tensor:
