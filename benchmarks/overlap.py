@@ -102,12 +102,12 @@ def cases() -> dict[str, Case]:
                 "half-batch, chunks 2": replaced(experts, half_batch=True, ep_chunks=2),
                 "half-batch, chunks 4": replaced(experts, half_batch=True, ep_chunks=4),
             },
-            200, 1.4,
+            110, 1.4,
         ),
         "tensor": Case(
             dense, 4, 256,
             {"serial": tensor, "half-batch": replaced(tensor, half_batch=True)},
-            1000, 1.25,
+            1600, 1.25,
         ),
     }  # fmt: skip
 
