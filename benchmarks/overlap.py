@@ -84,13 +84,14 @@ def cases() -> dict[str, Case]:
 
     common = {
         "vocab_size": 512, "hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 8,
-        "num_hidden_layers": 3, "max_position_embeddings": 1024,
+        "max_position_embeddings": 1024,
     }  # fmt: skip
     moe = Qwen3MoeConfig(
-        **common, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=1024,
+        **common, num_hidden_layers=3, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=1024,
         decoder_sparse_step=1, mlp_only_layers=[], output_router_logits=False,
     )  # fmt: skip
-    dense = Qwen3Config(**common, intermediate_size=2048, head_dim=64)
+    # The halves of tensor parallelism meet after all layers: more of them than 3 hide more, as in a real model.
+    dense = Qwen3Config(**common, num_hidden_layers=12, intermediate_size=2048, head_dim=64)
     return {
         "experts": Case(
             moe, 4, 256,
@@ -99,13 +100,14 @@ def cases() -> dict[str, Case]:
                 "chunks 4": replaced(experts, ep_chunks=4),
                 "half-batch": replaced(experts, half_batch=True),
                 "half-batch, chunks 2": replaced(experts, half_batch=True, ep_chunks=2),
+                "half-batch, chunks 4": replaced(experts, half_batch=True, ep_chunks=4),
             },
-            200, 1.4,
+            110, 1.4,
         ),
         "tensor": Case(
-            dense, 8, 256,
+            dense, 4, 256,
             {"serial": tensor, "half-batch": replaced(tensor, half_batch=True)},
-            1000, 1.25,
+            1600, 1.25,
         ),
     }  # fmt: skip
 

@@ -240,10 +240,10 @@ _PLAIN: Final = {
     "wait_for_unshard": "all_gather",
     "all_gather_into_tensor": "all_gather",
     "all_gather_single": "all_gather",
-    "gather_rows": "all_gather",
+    "launch_gather_rows": "all_gather",
     "reduce_scatter_tensor": "reduce_scatter",
     "reduce_scatter_single": "reduce_scatter",
-    "reduce_into": "reduce_scatter",
+    "launch_reduce_into": "reduce_scatter",
     "all_to_all_single": "all_to_all",
 }
 

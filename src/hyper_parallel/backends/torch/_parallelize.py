@@ -269,8 +269,10 @@ def _apply_model_axes(
     layers = [layer for stage in by_stage for layer in stage]
     halves = None
     if strategy.overlap.half_batch:
-        halves = HalfBatch(strategy.overlap, tp, tokens)
+        # Wrappers around a layer's forward must not return before the layer is done.
+        halves = HalfBatch(strategy.overlap, tp, per_module or strategy.recompute != "none")
         halves.install(layers)
+        halves.watch(model)
     if tp is not None and per_module:
         apply_tensor_parallel(model, decoder, shard_plan.styles, tp, strategy, sharded.trial)
     watch_padding(model, tokens)

@@ -99,9 +99,7 @@ def all_to_all(
         receive: Number of rows from each rank; None: equal numbers.
         send: Number of rows to each rank; None: equal numbers.
     """
-    with purpose(name):
-        dist.all_to_all_single(out, x, receive, send, group=group)
-    return out
+    return launch_all_to_all(out, x, group, name, receive, send, async_op=False)()
 
 
 def launch_all_to_all(
@@ -169,17 +167,12 @@ def await_collective(
 
 def gather_rows(x: Tensor, group: dist.ProcessGroup, name: Purpose) -> Tensor:
     """Stack every rank's tensor along a new first dim; no gradient."""
-    out = x.new_empty(group.size() * x.shape[0], *x.shape[1:])
-    with purpose(name):
-        _all_gather(out, x.contiguous(), group=group)
-    return out.view(group.size(), *x.shape)
+    return launch_gather_rows(x, group, name, async_op=False)()
 
 
 def reduce_into(out: Tensor, rows: Tensor, group: dist.ProcessGroup, name: Purpose) -> Tensor:
     """Fill `out` with this rank's rows of the sum; no gradient."""
-    with purpose(name):
-        _reduce_scatter(out, rows, group=group)
-    return out
+    return launch_reduce_into(out, rows, group, name, async_op=False)()
 
 
 def send_receive(

@@ -1,10 +1,14 @@
 """Half-batches: decoder layers run on two halves of the sequences of a microbatch, which take turns.
 
 While one half waits for a collective, the other one computes, in forward and, by the order of autograd, in backward.
-The layer's code is not changed: its forward is called once per half. The halves meet again at the end of the layer, so
-data parallelism, recomputation and the rest of the model see one call.
+The layer's code is not changed: its forward is called once per half.
 
-A pass whose sequences cannot be halved runs whole, which `HalfBatch.whole_layers` counts.
+    layer k      half 0 | half 1
+    layer k + 1           half 0 | half 1       layer k returns when half 0 is done: half 1 ends in layer k + 1
+
+A layer returns stand-ins, see `HalvedTensor`: any use of them but by the next layer completes the second half first.
+The halves meet at the end of a layer if a hook follows, such as that of FSDP, or if the layer is recomputed, and at the
+end of the model. A pass whose sequences cannot be halved runs whole, which `HalfBatch.whole_layers` counts.
 """
 
 from __future__ import annotations
@@ -18,9 +22,9 @@ import torch
 from torch import Tensor, nn
 
 from hyper_parallel.backends.torch.dropout import has_dropout
-from hyper_parallel.backends.torch.in_flight import interleave
+from hyper_parallel.backends.torch.halved_tensor import HalvedTensor
+from hyper_parallel.backends.torch.in_flight import Turns
 from hyper_parallel.backends.torch.tensor.state import TpState
-from hyper_parallel.backends.torch.token_rows import Padding, Tokens
 from hyper_parallel.errors import UnsupportedSharding
 from hyper_parallel.ir import Overlap, Strategy
 
@@ -66,18 +70,47 @@ class HalfBatch:
         whole_layers: Layers run on whole batches.
     """
 
-    def __init__(self, overlap: Overlap, tp: TpState | None, tokens: Tokens) -> None:
-        self._overlap = overlap
+    def __init__(self, overlap: Overlap, tp: TpState | None, joins_layers: bool) -> None:
+        """Make an executor.
+
+        Args:
+            overlap: What overlaps.
+            tp: Tensor-parallel state, or None.
+            joins_layers: Join the halves at the end of every layer.
+        """
+        self._overlap, self._joins_layers = overlap, joins_layers
         self._tp = None if tp is None or tp.replicated_activations else tp
-        self._state, self._tokens = tp, tokens
-        if tp is not None:
-            tp.parts_of_pass = self.parts
+        if self._tp is not None:
+            self._tp.halves = self
+        self._turns = Turns()
         self.halved_layers = self.whole_layers = 0
 
     def install(self, layers: Sequence[nn.Module]) -> None:
         """Wrap the forward of decoder layers."""
-        for layer in layers:
-            layer.forward = functools.wraps(layer.forward)(partial(self._forward, layer.forward))
+        for layer, following in zip(layers, [*layers[1:], None], strict=True):
+            run = partial(self._forward, layer, following, layer.forward)
+            layer.forward = functools.wraps(layer.forward)(run)
+
+    def watch(self, model: nn.Module) -> None:
+        """Refuse to record attention weights, and end the halves with each pass of a model."""
+
+        def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+            option = "output_attentions"
+            default = getattr(getattr(module, "config", None), option, False)
+            if kwargs.get(option, default):
+                raise UnsupportedSharding(
+                    f"`{option}` would return two values per layer, one per half-batch",
+                    where=type(module).__name__,
+                    hint=f"{option}=False",
+                )
+
+        def after(module: nn.Module, args: Any, output: Any) -> None:
+            if output is None:  # an error in the model abandons the second half
+                self._turns.close()
+            self._turns.finish()
+
+        model.register_forward_pre_hook(before, with_kwargs=True)
+        model.register_forward_hook(after, always_call=True)
 
     def parts(self, batch: tuple[int, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         """Return the number of parts of a pass over (B, S) tokens, given the arguments of its first layer."""
@@ -90,7 +123,28 @@ class HalfBatch:
         self.halved_layers = self.whole_layers = 0
         return counts
 
-    def _forward(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def begin(self, calls: Sequence[Callable[[], Any]], dim: int) -> Any:
+        """Begin a pass with one call per half; return their results, joined along a dim."""
+        self._turns.close()
+        return self._run(calls, dim, joins=self._joins_layers)
+
+    def end(self, call: Callable[[Tensor], Any], x: Tensor, dims: tuple[int, int]) -> Any:
+        """Call a function of each half of `x` along the first dim; return the results, joined along the second dim."""
+        half = _half_of(x, dims[0])
+
+        def call_half(index: int) -> Any:
+            return call(half(index))
+
+        return self._run([partial(call_half, index) for index in range(2)], dims[1], joins=True)
+
+    def _forward(
+        self,
+        layer: nn.Module,
+        following: nn.Module | None,
+        inner: Callable[..., Any],
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
         by_keyword = "hidden_states" in kwargs
         hidden = kwargs["hidden_states"] if by_keyword else args[0]
         batch = self._batch(hidden)
@@ -98,7 +152,7 @@ class HalfBatch:
         if halves is None and batch is not None and self._tp is not None:
             raise UnsupportedSharding(
                 "this layer has arguments that the first layer does not have, and they cannot be halved",
-                where=type(getattr(inner, "__self__", inner)).__name__,
+                where=type(layer).__name__,
                 got=", ".join(kwargs),
                 hint="overlap=none",
             )
@@ -107,16 +161,35 @@ class HalfBatch:
             return inner(*args, **kwargs)
         self.halved_layers += 1
         dim = 0 if self._tp is None else 1
+        half = _half_of(hidden, dim)
 
         def call(index: int) -> Any:
             own_args, own_kwargs = halves[index]
-            own = hidden.chunk(2, dim)[index]
             if by_keyword:
-                return inner(*own_args, **own_kwargs, hidden_states=own)
-            return inner(own, *own_args[1:], **own_kwargs)
+                return inner(*own_args, **own_kwargs, hidden_states=half(index))
+            return inner(half(index), *own_args[1:], **own_kwargs)
 
-        outputs = self._take_turns([partial(call, index) for index in range(2)])
-        return _joined(outputs, dim, type(inner).__name__)
+        joins = self._joins_layers or self._is_watched(layer, following)
+        return self._run([partial(call, index) for index in range(2)], dim, joins)
+
+    def _is_watched(self, layer: nn.Module, following: nn.Module | None) -> bool:
+        """Return whether other code than the model's sees the output of a layer, or code that no stand-in reaches."""
+        if layer._forward_hooks or getattr(layer, "gradient_checkpointing", False):
+            return True
+        return self._tp is None if following is None else bool(following._forward_pre_hooks)
+
+    def _run(self, calls: Sequence[Callable[[], Any]], dim: int, joins: bool) -> Any:
+        """Return the results of two calls; without `joins`, that of the second one may be incomplete."""
+        results = self._turns.add(calls)
+        if joins:
+            self._turns.finish()
+
+        def joined(second: Callable[[], Tensor], first: Tensor, dim: int) -> Tensor:
+            if joins:
+                return torch.cat((first, second()), dim)
+            return HalvedTensor.stand_in(first, second, dim, self._turns.finish)
+
+        return _joined(results[0], lambda: results[1], dim, joined)
 
     def _batch(self, hidden: Tensor) -> int | None:
         """Return the number of sequences; None: they cannot be halved."""
@@ -125,25 +198,10 @@ class HalfBatch:
         sequences, length = hidden.shape[:2]
         return sequences if self._overlap.parts(sequences, length) == 2 else None
 
-    def _take_turns(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
-        """Return the results of two calls, with the state of each half while it computes."""
-        state, tokens = self._state, self._tokens
-        whole = tokens.padding
-        paddings = [whole, whole]
-        if whole is not None:
-            paddings = [Padding(real, whole.unread) for real in whole.real.chunk(2)]
 
-        def on_turn(index: int) -> None:
-            tokens.padding = paddings[index]
-            if state is not None:
-                state.half = index
-
-        try:
-            return interleave(calls, on_turn)
-        finally:
-            tokens.padding = whole
-            if state is not None:
-                state.half = 0
+def _half_of(x: Tensor, dim: int) -> Callable[[int], Tensor]:
+    """Return the function from the index of a half to that half of `x`."""
+    return x.take_half if isinstance(x, HalvedTensor) else x.chunk(2, dim).__getitem__
 
 
 def _without_hidden(
@@ -198,22 +256,26 @@ def _halved(value: Any, batch: int) -> tuple[Any, Any] | None:
     return None
 
 
-def _joined(outputs: Sequence[Any], dim: int, name: str) -> Any:
-    """Return the output of a layer for both halves."""
-    first = outputs[0]
+def _joined(
+    first: Any,
+    second: Callable[[], Any],
+    dim: int,
+    joined: Callable[[Callable[[], Tensor], Tensor, int], Tensor],
+) -> Any:
+    """Return the output of a layer for both halves; tensors after the first one are joined along dim 0."""
     if isinstance(first, Tensor):
-        return torch.cat(list(outputs), dim)
+        return joined(second, first, dim)
     if isinstance(first, tuple):
         parts = [
-            _joined(part, dim if i == 0 else 0, name)
-            for i, part in enumerate(zip(*outputs, strict=True))
+            _joined(part, lambda i=i: second()[i], dim if i == 0 else 0, joined)
+            for i, part in enumerate(first)
         ]
         return tuple(parts)
     if first is None:
         return None
     raise UnsupportedSharding(
         "a decoder layer returns a value that cannot be joined from two half-batches",
-        where=name,
+        where="overlap",
         got=type(first).__name__,
         hint="overlap=none",
     )

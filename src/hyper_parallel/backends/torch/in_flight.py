@@ -3,14 +3,14 @@
     forward     start issues the collective         finish waits for the result
     backward    start waits for the gradient        finish issues the transposed collective
 
-Whatever runs between start and finish overlaps with the collective, and so does its backward: autograd runs nodes in
+Code that runs between start and finish overlaps with the collective, and so does its backward: autograd runs nodes in
 the reverse order of their creation, so between the backward of finish and that of start it runs the backward of what
 lay between them. No thread takes part. The order of issue is the same on every rank, because it follows from the
 order of creation alone.
 
     serial      `collective(launch, transpose, x)`                  one node, as without this module
     chunks      `pending = start(launch, transpose, x)` ... `pending.finish()`
-    halves      `interleave(calls)`: calls take turns; each is suspended while its collective is in flight
+    halves      `Turns`: the calls of two halves take turns; each is suspended while its collective is in flight
 
 Sources: Wang et al. 2024 (Domino), section 3, for half-batches; the schedule of backward is ours.
 """
@@ -18,8 +18,10 @@ Sources: Wang et al. 2024 (Domino), section 3, for half-batches; the schedule of
 from __future__ import annotations
 
 import contextvars
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -103,8 +105,8 @@ class PendingCollective:
         Args:
             leads_to_start: The next collective starts after little computation, see `offer_turn`.
         """
-        if (halves := _interleaved.get()) is not None:
-            halves.switch(leads_to_start)
+        if (half := _half.get()) is not None:
+            half.turns.suspend(half.index, leads_to_start)
         return _Finish.apply(self._flight, self._transpose, *self._started)
 
 
@@ -129,9 +131,9 @@ def collective(
 ) -> Any:
     """Return the result of a collective; arguments as in `start` and `PendingCollective.finish`.
 
-    It is in flight while another half-batch computes, inside of `interleave`; elsewhere the call blocks.
+    It is in flight while another half-batch computes, inside of `Turns`; elsewhere the call blocks.
     """
-    if _interleaved.get() is not None:
+    if _half.get() is not None:
         return start(launch, transpose, *tensors).finish(leads_to_start=leads_to_start)
     return _blocking(launch, transpose, *tensors)
 
@@ -142,8 +144,8 @@ def offer_turn() -> None:
     Without this, a half whose collective is complete would not start the next one before the computation ends, and the
     link would be idle.
     """
-    if (halves := _interleaved.get()) is not None:
-        halves.offer()
+    if (half := _half.get()) is not None:
+        half.turns.offer(half.index)
 
 
 def _blocking(launch: CollectiveLauncher, transpose: CollectiveLauncher, *tensors: Tensor) -> Any:
@@ -184,72 +186,110 @@ def blocking_sum(x: Tensor, group: ProcessGroup, name: Purpose) -> Tensor:
     return _blocking(_launch_sum(group, name), _launch_sum(group, name.backward), x)  # type: ignore[no-any-return]
 
 
-class _Interleaved:
-    """Calls that take turns on one thread."""
+class Turns:
+    """Calls of two halves of a pass, which take turns on one thread: one computes while the other communicates.
 
-    def __init__(self, on_turn: Callable[[int], None]) -> None:
-        self._on_turn = on_turn
+    The calls of a half run in the order in which they were added, and the order of turns is fixed. So collectives are
+    issued in one order on all ranks if every rank adds the same calls.
+    """
+
+    def __init__(self) -> None:
+        self._calls: tuple[deque[greenlet], ...] = (deque(), deque())
         self._scheduler = getcurrent()
-        self._running = 0
         self._soon_starting: set[int] = set()
 
-    def switch(self, leads_to_start: bool = False) -> None:
-        """Suspend the running call until the others had their turn."""
-        index = self._running
-        if leads_to_start:
-            self._soon_starting.add(index)
-        self._scheduler.switch()
-        self._soon_starting.discard(index)
+    def add(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
+        """Add one call per half, and return when that of the first half has returned.
 
-    def offer(self) -> None:
-        """Suspend the running call if another one soon starts its next collective."""
-        if self._soon_starting - {self._running}:
-            self._scheduler.switch()
+        Returns:
+            The results; that of the second half is None until `finish`, or until a later call of that half begins.
 
-    def run(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
-        """Return the results of the calls."""
-        results: list[Any] = [None] * len(calls)
+        Raises:
+            Exception: The first error of a call, which may be an earlier one; all others are ended.
+        """
+        results: list[Any] = [None, None]
+        grad = torch.is_grad_enabled()
 
-        def keep_result(index: int) -> None:
+        def run(index: int) -> None:
+            torch.set_grad_enabled(grad)
             results[index] = calls[index]()
 
-        turns = [greenlet(partial(keep_result, index)) for index in range(len(calls))]
-        for turn in turns:
-            turn.gr_context = contextvars.copy_context()
-        try:
-            while any(not turn.dead for turn in turns):
-                for index, turn in enumerate(turns):
-                    if not turn.dead:
-                        self._running = index
-                        self._on_turn(index)
-                        turn.switch()
-        finally:
-            for turn in turns:
-                if turn:  # suspended when another one failed
-                    turn.throw()
+        for index, queue in enumerate(self._calls):
+            call = greenlet(partial(run, index))
+            context = contextvars.copy_context()
+            context.run(_half.set, Half(index, self))
+            call.gr_context = context
+            queue.append(call)
+        self._give_turns(lambda: self._calls[0])
         return results
 
+    def finish(self) -> None:
+        """Return when all calls have returned; raises as `add`."""
+        self._give_turns(lambda: self._calls[0] or self._calls[1])
 
-_interleaved: ContextVar[_Interleaved | None] = ContextVar("interleaved", default=None)
+    def close(self) -> None:
+        """End the calls that have not returned, after an error."""
+        for queue in self._calls:
+            while queue:
+                if call := queue.popleft():  # suspended
+                    call.throw()
+        self._soon_starting.clear()
+
+    def suspend(self, index: int, leads_to_start: bool = False) -> None:
+        """Suspend the running call, of half `index`, until the other half had its turn."""
+        if leads_to_start:
+            self._soon_starting.add(index)
+        grad = torch.is_grad_enabled()
+        self._scheduler.switch()
+        torch.set_grad_enabled(grad)
+        self._soon_starting.discard(index)
+
+    def offer(self, index: int) -> None:
+        """Suspend the running call, of half `index`, if the other half soon starts its next collective."""
+        if self._soon_starting - {index}:
+            self.suspend(index)
+
+    def _give_turns(self, is_needed: Callable[[], Any]) -> None:
+        self._scheduler, grad = getcurrent(), torch.is_grad_enabled()
+        try:
+            while is_needed():
+                for queue in self._calls:
+                    if is_needed():
+                        _resume(queue)
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            torch.set_grad_enabled(grad)
 
 
-def interleave(
-    calls: Sequence[Callable[[], Any]], on_turn: Callable[[int], None] = lambda index: None
-) -> list[Any]:
-    """Return the results of calls that take turns: one computes while the collectives of the others are in flight.
+def _resume(calls: deque[greenlet]) -> None:
+    """Run the calls of a half until one is suspended."""
+    while calls:
+        calls[0].switch()
+        if not calls[0].dead:
+            return
+        calls.popleft()
 
-    The order of turns is fixed, so collectives are issued in one order on all ranks if every rank runs the same calls.
 
-    Args:
-        calls: Functions without arguments. They may not be inside of `interleave` themselves.
-        on_turn: Called with the index of a call before it starts or resumes.
+@dataclass(frozen=True, slots=True)
+class Half:
+    """Half of a pass that computes now, in the context of its calls."""
 
-    Raises:
-        Exception: The first error of a call; the others are ended.
-    """
-    halves = _Interleaved(on_turn)
-    token = _interleaved.set(halves)
-    try:
-        return halves.run(calls)
-    finally:
-        _interleaved.reset(token)
+    index: int
+    turns: Turns
+
+
+_half: ContextVar[Half | None] = ContextVar("half", default=None)
+
+
+def half_index() -> int:
+    """Return the index of the half-batch that computes now; 0 outside of half-batches."""
+    half = _half.get()
+    return 0 if half is None else half.index
+
+
+def rows_of_half(x: Tensor) -> Tensor:
+    """Return the rows of the half-batch that computes now; all rows outside of half-batches."""
+    half = _half.get()
+    return x if half is None else x.chunk(2)[half.index]

@@ -23,7 +23,6 @@ from hyper_parallel.backends.torch.static_cache import (
     StaticSteps,
     why_no_own_cache,
 )
-from hyper_parallel.backends.torch.token_rows import Tokens
 from hyper_parallel.ir import Overlap
 from hyper_parallel.model import ModelProperties, Property
 
@@ -203,7 +202,7 @@ class _Texts:
             raise _Unmeasured("the model has no list of decoder layers")
         batch = self._drawn[:, :_DOCUMENT]
         whole, forwards = self.run(batch), [layer.forward for layer in layers]
-        halves = HalfBatch(Overlap(half_batch=True), None, Tokens())
+        halves = HalfBatch(Overlap(half_batch=True), None, joins_layers=False)
         try:
             halves.install(layers)
             difference = _difference(self.run(batch), whole)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from hyper_parallel.backends.torch.context.state import TOKENS, ContextState
+from hyper_parallel.backends.torch.in_flight import rows_of_half
 from hyper_parallel.backends.torch.tensor.collectives import piece_size
 from hyper_parallel.backends.torch.tensor.state import TpState
 
@@ -63,7 +64,7 @@ class Tokens:
         """Return a mask of the real tokens among the rows of `token_rows`; None if all are real."""
         if self.padding is None:
             return None
-        real = self.padding.real
+        real = rows_of_half(self.padding.real)
         if self.tp is not None:
             indices = self.tp.grid.token_indices(self.tp.rank).to(real.device)
             real = real[indices.clamp(min=0)]
@@ -84,7 +85,7 @@ class Tokens:
         if (inside := self._inside(rows)) is not None:
             indices = indices[inside[indices]]
         indices = indices.to(device)
-        return indices, None if self.padding is None else self.padding.real[indices]
+        return indices, None if self.padding is None else rows_of_half(self.padding.real)[indices]
 
     def _inside(self, total: int) -> Tensor | None:
         """Return a CPU mask of the tokens that are no padding of context parallelism; None without such padding."""

@@ -33,12 +33,7 @@ from torch.autograd.function import once_differentiable
 
 from hyper_parallel.backends.torch.collectives import all_to_all, launch_all_to_all, paired
 from hyper_parallel.backends.torch.experts.routing import LayerRouting, is_first_forward
-from hyper_parallel.backends.torch.in_flight import (
-    CollectiveLauncher,
-    PendingCollective,
-    collective,
-    start,
-)
+from hyper_parallel.backends.torch.in_flight import CollectiveLauncher, collective, start
 from hyper_parallel.ir import Purpose
 
 
@@ -330,25 +325,20 @@ def _exchange_and_work(
 ) -> list[Tensor]:
     """Return the results of each chunk, in the slots of its send buffer.
 
-    With several chunks, the rows of the next one and the results of the previous one are in flight during `work`.
+    With several chunks, the rows of the next ones and the results of the previous ones are in flight during `work`.
     """
     if len(assigned) == 1:
         (send,), (a,) = sends, assigned
         results = work(_exchange(send(), a.send, a.receive, group), a.local_expert)
         return [_exchange(results, a.receive, a.send, group)]
     assert group is not None
-    arriving, returning = _start_next(sends, assigned[0], group), []
-    for i, a in enumerate(assigned):
-        following = assigned[i + 1] if i + 1 < len(assigned) else None
-        next_arriving = None if following is None else _start_next(sends, following, group)
-        assert arriving is not None
-        results = work(arriving.finish(), a.local_expert)
+    # All rows before any results: a link that is the bottleneck is then never idle before the last results.
+    arriving = [
+        start(*_exchange_pair(a.send, a.receive, group), send())
+        for send, a in zip(sends, assigned, strict=True)
+    ]
+    returning = []
+    for pending, a in zip(arriving, assigned, strict=True):
+        results = work(pending.finish(), a.local_expert)
         returning.append(start(*_exchange_pair(a.receive, a.send, group), results))
-        arriving = next_arriving
     return [pending.finish() for pending in returning]
-
-
-def _start_next(
-    sends: Iterator[Callable[[], Tensor]], a: _Assignment, group: dist.ProcessGroup
-) -> PendingCollective:
-    return start(*_exchange_pair(a.send, a.receive, group), next(sends)())

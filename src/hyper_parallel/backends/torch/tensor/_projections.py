@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from hyper_parallel.backends.torch.collectives import all_to_all, paired
-from hyper_parallel.backends.torch.in_flight import offer_turn, sum_both, sum_forward
+from hyper_parallel.backends.torch.in_flight import half_index, offer_turn, sum_both, sum_forward
 from hyper_parallel.backends.torch.regather import RegatherScope
 from hyper_parallel.backends.torch.tensor._span_attention import SpanAttention
 from hyper_parallel.backends.torch.tensor.collectives import gather, padded, reshard, scatter
@@ -72,6 +72,7 @@ class Region:
         key_program: Collectives of key and value projections.
         kv_heads: Key and value heads of the model; 0 for a module that accepts tokens in any order.
         spans: Attention on one span of every sequence, or None.
+        last_column: Last column-parallel projection; with a half of its computation done, the module offers a turn.
         passes: Values of the running forward, per half-batch.
     """
 
@@ -81,6 +82,7 @@ class Region:
     key_program: Program = field(default_factory=dict)
     kv_heads: int = 0
     spans: SpanAttention | None = None
+    last_column: nn.Module | None = None
     passes: tuple[RegionPass, RegionPass] = field(
         default_factory=lambda: (RegionPass(), RegionPass())
     )
@@ -88,7 +90,7 @@ class Region:
     @property
     def current(self) -> RegionPass:
         """Values of the forward of the half-batch that computes now."""
-        return self.passes[self.state.half]
+        return self.passes[half_index()]
 
     def group(self, purpose: Purpose) -> ProcessGroup:
         """Return the process group of a collective of the program."""
@@ -218,9 +220,10 @@ def colwise(module: nn.Module, name: str, region: Region, rows: slice | None = N
     program = region.key_program if keys else region.program
     heads, width = (program.get(p) for p in (Purpose.HEAD_SCATTER, Purpose.WIDTH_SCATTER))
     is_adapted = LORA_A in module._parameters
+    region.last_column = module
 
     def forward(x: Tensor) -> Tensor:
-        gathered = region.current.gathered
+        gathered = None if region.spans is None else region.current.gathered
         x = x if gathered is None else gathered
         bias = state.local(module.bias, rows)
 
@@ -234,8 +237,10 @@ def colwise(module: nn.Module, name: str, region: Region, rows: slice | None = N
             out, bias = region.sum_heads(out, bias, rows, heads)
         elif width is not None:  # every y rank keeps its tokens
             out = scatter(out, 1, state.groups[width.axes], Purpose.WIDTH_SCATTER)
-        else:
-            return out
+        else:  # included in the product
+            bias = None
+        if region.last_column is module:
+            offer_turn()
         return out if bias is None else out + bias
 
     module.forward = forward
@@ -248,8 +253,8 @@ def rowwise(module: nn.Module, name: str, region: Region) -> None:
     is_adapted = LORA_A in module._parameters
 
     def forward(x: Tensor) -> Tensor:
-        offer_turn()
-        region.current.block_input = region.current.block_input_summed_grad = None
+        if not program:
+            region.current.block_input = region.current.block_input_summed_grad = None
 
         def product(weight: Tensor) -> Tensor:
             def linear(columns: Tensor) -> Tensor:

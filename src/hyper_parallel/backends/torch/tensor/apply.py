@@ -229,7 +229,7 @@ class TensorParallel:
         if head is not None and hasattr(head, "weight"):  # otherwise on another pipeline rank
             self._head(head, names[head])
         _wrap(layers[0], self._enter)
-        _wrap(final_norm(base), lambda inner, *a, **k: self.state.leave(inner(*a, **k)))
+        _wrap(final_norm(base), self._leave)
         self._guard()
 
     def apply_to_modules(self, splits_logits: bool) -> None:
@@ -358,10 +358,14 @@ class TensorParallel:
         """Shard the residual stream at the first layer."""
         state = self.state
         batch, parts = tuple(hidden_states.shape[:-1]), 1
-        if state.parts_of_pass is not None:
-            parts = state.parts_of_pass(batch, (hidden_states, *args), kwargs)
+        if state.halves is not None:
+            parts = state.halves.parts(batch, (hidden_states, *args), kwargs)
         state.shape = PassShape((batch[0] // parts, *batch[1:]), parts)
         return inner(state.enter(hidden_states), *args, **kwargs)
+
+    def _leave(self, inner: Forward, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Gather the residual stream after the final norm."""
+        return self.state.leave(lambda part: inner(part, *args, **kwargs), hidden_states)
 
     def _guard(self) -> None:
         """Register hooks on the root module: refuse sharded outputs before forward, gather logits after it."""

@@ -14,9 +14,10 @@ Source: Shoeybi et al. 2019 (Megatron-LM), appendix B.1.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from functools import partial
+from typing import Any, Final, Protocol
 
 import torch
 import torch.distributed as dist
@@ -124,6 +125,22 @@ class PassShape:
     parts: int = 1
 
 
+class Halves(Protocol):
+    """Executor of half-batches."""
+
+    def parts(self, batch: tuple[int, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+        """Return the number of parts of a pass over (B, S) tokens, given the arguments of its first layer."""
+        ...
+
+    def begin(self, calls: Sequence[Callable[[], Any]], dim: int) -> Any:
+        """Begin a pass with one call per half; return their results, joined along a dim."""
+        ...
+
+    def end(self, call: Callable[[Tensor], Any], x: Tensor, dims: tuple[int, int]) -> Any:
+        """Call a function of each half of `x` along the first dim; return the results, joined along the second dim."""
+        ...
+
+
 @dataclass(slots=True)
 class TpState:
     """Tensor-parallel state of one model.
@@ -135,10 +152,8 @@ class TpState:
         replicated_activations: True if every rank holds the residual stream of all tokens.
         regather: True if gathered inputs are gathered again in backward instead of being saved.
         gradients: Reducer of the gradients of replicated parameters.
-        parts_of_pass: Function of the tokens (B, S) of a pass and of the arguments of its first layer that returns the
-            number of parts; None: one.
+        halves: Executor of half-batches; None: passes run whole.
         shape: Shape of the running forward pass; set at the first decoder layer.
-        half: Index of the half-batch that computes now.
         head_batch: Shape of the head's input tokens, if the head shards them.
         partial_embedding: True if the embedding returned partial sums that are not reduced yet.
         loss_taken: True if the loss function has consumed this pass's logits.
@@ -154,9 +169,8 @@ class TpState:
     replicated_activations: bool = False
     regather: bool = False
     gradients: TpGradients = field(default_factory=TpGradients)
-    parts_of_pass: Callable[[tuple[int, ...], tuple[Any, ...], dict[str, Any]], int] | None = None
+    halves: Halves | None = None
     shape: PassShape = field(default_factory=PassShape)
-    half: int = 0
     head_batch: tuple[int, ...] = ()
     partial_embedding: bool = False
     loss_taken: bool = False
@@ -208,9 +222,12 @@ class TpState:
 
     def enter(self, full: Tensor) -> Tensor:
         """Shard the stream [B, S, D] and return this rank's part; reduces the embedding's partial sums, if any."""
-        summand, self.partial_embedding = self.partial_embedding, False
-        pieces = [self._enter(part, summand) for part in full.chunk(self.shape.parts)]
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1)
+        is_summand, self.partial_embedding = self.partial_embedding, False
+        calls = [partial(self._enter, x, is_summand) for x in full.chunk(self.shape.parts)]
+        if self.halves is None or len(calls) == 1:
+            return calls[0]()
+        result: Tensor = self.halves.begin(calls, 1)
+        return result
 
     def _enter(self, full: Tensor, is_summand: bool) -> Tensor:
         parts = self.grid.parts(full)
@@ -224,13 +241,17 @@ class TpState:
         """Return this rank's part of the concatenated parts of all ranks."""
         return parts.chunk(self.degree, dim=1)[self.rank].clone()
 
-    def leave(self, part: Tensor) -> Tensor:
-        """Gather the stream [B, S, D] on every rank."""
-        pieces = [
-            self.grid.whole(gather(piece, 1, self.group, Purpose.SEQUENCE_GATHER))
-            for piece in part.chunk(self.shape.parts, 1)
-        ]
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+    def leave(self, norm: Callable[[Tensor], Tensor], part: Tensor) -> Tensor:
+        """Apply the final norm to this rank's part and gather the stream [B, S, D] on every rank."""
+
+        def gathered(piece: Tensor) -> Tensor:
+            tokens = gather(norm(piece), 1, self.group, Purpose.SEQUENCE_GATHER)
+            return self.grid.whole(tokens)
+
+        if self.halves is None or self.shape.parts == 1:
+            return gathered(part)
+        result: Tensor = self.halves.end(gathered, part, (1, 0))
+        return result
 
     def local(self, param: Any, rows: slice | None = None) -> Any:
         """Call `to_local` with this state's gradient reducer."""

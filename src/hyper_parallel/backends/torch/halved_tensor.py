@@ -1,0 +1,93 @@
+"""Stand-in of a tensor whose second half may still be computed; any use but by the next layer completes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from hyper_parallel.errors import UnsupportedSharding
+
+_ATTRIBUTES: Final = (Tensor.shape, Tensor.dtype, Tensor.device, Tensor.ndim, Tensor.requires_grad)
+_METHODS: Final = (Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point)
+
+
+class HalvedTensor(Tensor):
+    """Output of two half-batches; shape and dtype are known before the second half is complete."""
+
+    _first: Tensor
+    _second: Callable[[], Tensor | None]
+    _finish: Callable[[], None]
+    _dim: int
+    _whole: Tensor | None
+
+    @staticmethod
+    def stand_in(
+        first: Tensor, second: Callable[[], Tensor], dim: int, finish: Callable[[], None]
+    ) -> HalvedTensor:
+        """Return a stand-in.
+
+        Args:
+            first: The first half.
+            second: Returns the second half when it is complete.
+            dim: Dim along which the halves are joined.
+            finish: Completes the second half.
+        """
+        shape = list(first.shape)
+        shape[dim] *= 2
+        x: HalvedTensor = Tensor._make_wrapper_subclass(
+            HalvedTensor,
+            shape,
+            dtype=first.dtype,
+            device=first.device,
+            requires_grad=first.requires_grad,
+        )
+        x._first, x._second, x._dim, x._finish, x._whole = first, second, dim, finish, None
+        if first.requires_grad:
+            with torch._C.DisableTorchFunctionSubclass():
+                x.register_hook(_refuse_gradient)
+        return x
+
+    def take_half(self, index: int) -> Tensor:
+        """Return a half, which must be complete."""
+        if self._whole is not None:
+            return self._whole.chunk(2, self._dim)[index]
+        return self._second() if index else self._first
+
+    def whole(self) -> Tensor:
+        """Complete both halves and return them joined; always the same tensor."""
+        if self._whole is None:
+            self._finish()
+            if (second := self._second()) is None:
+                raise RuntimeError("the pass of this tensor ended with an error")
+            with torch.set_grad_enabled(self._first.requires_grad):
+                self._whole = torch.cat((self._first, second), self._dim)
+        return self._whole
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func in _METHODS or getattr(func, "__self__", None) in _ATTRIBUTES:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        args, kwargs = tree_map_only(HalvedTensor, HalvedTensor.whole, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        args, kwargs = tree_map_only(HalvedTensor, HalvedTensor.whole, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def _refuse_gradient(grad: Tensor) -> None:
+    raise UnsupportedSharding(
+        "code between two layers gives the layers' output to an autograd function of its own",
+        where="overlap",
+        hint="overlap=none",
+    )

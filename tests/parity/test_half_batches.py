@@ -1,0 +1,356 @@
+"""Half-batches over the layers of a model: what runs while a collective is in flight, and code between the layers."""
+
+from __future__ import annotations
+
+import gc
+import re
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from types import MethodType
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from greenlet import greenlet
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from hyper_parallel.backends.torch import collectives
+from hyper_parallel.errors import UnsupportedSharding
+from hyper_parallel.ir import Overlap, Strategy
+from hyper_parallel.runtime import World, forward_backward, launch, parallelize
+from tests.parity.universal import Reference, Setup, check
+
+pytestmark = pytest.mark.parity
+
+HALVES = Strategy(tp_x=2, overlap=Overlap(half_batch=True))
+EXPERT_HALVES = Strategy(dp_shard=2, ep=2, overlap=Overlap(half_batch=True))
+EXPERT_CHUNKS = Strategy(dp_shard=2, ep=2, overlap=Overlap(ep_chunks=3))
+
+
+@dataclass
+class Collective:
+    """A collective in flight: how much was computed until its end was awaited."""
+
+    name: str
+    products: int = 0
+    waited: bool = False
+
+    def wait(self, work: dist.Work) -> None:
+        self.waited = True
+        work.wait()
+
+
+@dataclass
+class Recorder(TorchDispatchMode):
+    """Collectives that layers issue without waiting, in order, and the matrix products while each is in flight."""
+
+    issued: list[Collective] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        owners = [
+            (collectives, "_all_gather"),
+            (collectives, "_reduce_scatter"),
+            (dist, "all_to_all_single"),
+        ]
+        originals = [getattr(owner, name) for owner, name in owners]
+        for (owner, name), function in zip(owners, originals, strict=True):
+            setattr(owner, name, self._recorded(function, name))
+        try:
+            with self:
+                yield
+        finally:
+            for (owner, name), function in zip(owners, originals, strict=True):
+                setattr(owner, name, function)
+
+    def _recorded(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
+        recorder = self
+
+        def call(*args: Any, async_op: bool = False, **kwargs: Any) -> Any:
+            work = function(*args, async_op=async_op, **kwargs)
+            if not async_op:
+                return work
+            collective = Collective(f"{name} {collectives.current_purpose()}")
+            recorder.issued.append(collective)
+
+            class Awaited:
+                def wait(self) -> None:
+                    collective.wait(work)
+
+            return Awaited()
+
+        return call
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if re.search(r"::(mm|addmm|bmm|.*attention.*)$", func._schema.name):
+            for collective in self.issued:
+                collective.products += not collective.waited
+        return func(*args, **(kwargs or {}))
+
+    def exposed(self) -> int:
+        """Return the number of collectives during which nothing was computed."""
+        assert all(c.waited for c in self.issued)
+        return sum(c.products == 0 for c in self.issued)
+
+
+def record(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Recorder, Recorder]:
+    """Record one forward and its backward."""
+    forward, backward = Recorder(), Recorder()
+    with forward.installed():
+        loss = model(**batch, labels=batch["input_ids"], use_cache=False).loss
+    with backward.installed():
+        loss.backward()
+    return forward, backward
+
+
+@pytest.mark.parametrize(
+    ("family", "strategy", "issued", "exposed"),
+    [
+        # Forward: the entry of both halves, the first gather, the last scatter and the last gather.
+        ("llama", HALVES, lambda layers: 8 * layers + 4, lambda layers: 5),
+        # One dispatch and one combination per layer.
+        ("qwen3_moe", EXPERT_CHUNKS, lambda layers: 6 * layers, lambda layers: 2 * layers),
+        # The halves meet at the end of each layer, of which FSDP frees the parameters.
+        ("qwen3_moe", EXPERT_HALVES, lambda layers: 4 * layers, lambda layers: layers),
+    ],
+)
+def test_layers_compute_while_their_collectives_are_in_flight(
+    family: str, strategy: Strategy, issued: Callable[[int], int], exposed: Callable[[int], int]
+) -> None:
+    def rank(_: int) -> list[Any]:
+        found: list[Any] = []
+        with World.join("cpu") as world:
+            for layers in (2, 4):
+                setup = Setup(
+                    family, sequences=4 * strategy.dp, config=(("num_hidden_layers", layers),)
+                )
+                model = parallelize(setup.build(), setup.plan(strategy), world)
+                batch = {k: v[:4] for k, v in setup.batch().items()}
+                for direction in record(model, batch):
+                    names = [c.name for c in direction.issued]
+                    found.append((layers, names, direction.exposed()))
+        return found
+
+    ranks = launch(rank, 2, timeout_s=100)
+    assert ranks[0] == ranks[1]
+    for layers, names, number in ranks[0]:
+        assert len(names) == issued(layers)
+        assert number == exposed(layers)
+
+
+def scale(self: nn.Module, index: int, hidden: Tensor) -> Tensor:
+    return hidden * 0.9
+
+
+def add_first(self: nn.Module, index: int, hidden: Tensor) -> Tensor:
+    if index == 0:
+        self.first = hidden
+    return hidden + self.first if index == 2 else hidden
+
+
+def read_without_gradient(self: nn.Module, index: int, hidden: Tensor) -> Tensor:
+    with torch.no_grad():
+        assert hidden.isfinite().all()
+    return hidden
+
+
+def change_in_place(self: nn.Module, index: int, hidden: Tensor) -> Tensor:
+    hidden *= 0.9
+    hidden[..., :2] += 0.1
+    return hidden
+
+
+def fail_if_told(self: nn.Module, index: int, hidden: Tensor) -> Tensor:
+    assert isinstance(hidden, Tensor)
+    assert hidden.shape[-1] == self.config.hidden_size
+    if getattr(self, "fails", False):
+        raise LookupError("between layers")
+    return hidden
+
+
+TOUCHES = (scale, add_first, read_without_gradient, change_in_place, fail_if_told)
+BETWEEN = {touch.__name__: touch for touch in TOUCHES}
+
+
+@dataclass(frozen=True)
+class Between(Setup):
+    """Setup of a model with code between its layers; `returns_tuples`: layers return a tuple, as in older models."""
+
+    between: str = "fail_if_told"
+    returns_tuples: bool = False
+
+    def build(self) -> nn.Module:
+        model = super().build()
+        touch, returns_tuples = BETWEEN[self.between], self.returns_tuples
+
+        def forward(self: Any, input_ids: Tensor, **kwargs: Any) -> BaseModelOutputWithPast:
+            hidden = self.embed_tokens(input_ids)
+            positions = torch.arange(input_ids.shape[1])[None]
+            rotary = self.rotary_emb(hidden, position_ids=positions)
+            for index, layer in enumerate(self.layers):
+                out = layer(
+                    hidden, attention_mask=None, position_embeddings=rotary, position_ids=positions
+                )
+                hidden = touch(self, index, out[0] if returns_tuples else out)
+            return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden))
+
+        base: Any = model.model
+        base.forward = MethodType(forward, base)
+        if returns_tuples:
+            for layer in base.layers:
+                layer.forward = MethodType(_with_norm(type(layer).forward), layer)
+        return model
+
+
+def _with_norm(inner: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, None, Tensor]]:
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, None, Tensor]:
+        hidden = inner(self, *args, **kwargs)
+        return hidden, None, hidden.square().sum(-1)
+
+    return forward
+
+
+def _layers(layers: int, **values: Any) -> Between:
+    return Between("llama", sequences=4, config=(("num_hidden_layers", layers),), **values)
+
+
+SETUPS = [
+    _layers(3, between=name, returns_tuples=name in ("scale", "fail_if_told")) for name in BETWEEN
+]
+
+
+def test_code_between_layers_sees_both_halves() -> None:
+    references = [Reference(setup) for setup in SETUPS]
+
+    def rank(_: int) -> list[str]:
+        failures = []
+        with World.join("cpu") as world:
+            for reference in references:
+                try:
+                    check(reference, HALVES, world, plan=None)
+                except AssertionError as error:
+                    failures.append(f"{reference.setup}: {error}")
+        return failures
+
+    assert launch(rank, 2, timeout_s=100) == [[], []]
+
+
+def suspended() -> list[greenlet]:
+    gc.collect()
+    return [g for g in gc.get_objects() if isinstance(g, greenlet) and g and g.parent is not None]
+
+
+def test_an_error_ends_both_halves_and_the_next_pass_is_right() -> None:
+    setup = _layers(3)
+    expected = Reference(setup).result
+
+    def rank(_: int) -> None:
+        with World.join("cpu") as world:
+            model = parallelize(setup.build(), setup.plan(HALVES), world)
+            batch = setup.batch()
+            tokens = int((batch["shift_labels"] != -100).sum())
+
+            def loss() -> float:
+                total = torch.tensor(float(forward_backward(model, [batch], tokens)))
+                model.zero_grad()
+                dist.all_reduce(total)
+                return float(total)
+
+            with torch.no_grad():  # a pass without backward
+                model(**batch, use_cache=False)
+            assert loss() == pytest.approx(expected.share, rel=1e-6)
+            mlp = model.model.layers[0].mlp
+            inner, calls = mlp.forward, []
+
+            def fail_in_second_half(x: Tensor) -> Tensor:
+                out = inner(x)
+                calls.append(out)
+                if len(calls) == 2:
+                    raise ArithmeticError("second half")
+                return out
+
+            mlp.forward = fail_in_second_half
+            with pytest.raises(ArithmeticError, match="second half") as caught:
+                model(**batch, use_cache=False)
+            frames = [f.name for f in traceback.extract_tb(caught.value.__traceback__)]
+            assert frames[-1] == "fail_in_second_half"
+            mlp.forward = inner
+            assert not suspended()
+            assert loss() == pytest.approx(expected.share, rel=1e-6)
+
+            model.model.fails = True
+            with pytest.raises(LookupError, match="between layers"):
+                model(**batch, use_cache=False)
+            model.model.fails = False
+            assert not suspended()
+            assert loss() == pytest.approx(expected.share, rel=1e-6)
+
+    launch(rank, 2, timeout_s=100)
+
+
+def test_what_layers_record_is_whole_or_refused() -> None:
+    setup = Setup("qwen3_moe", sequences=8, config=(("num_hidden_layers", 3),))
+    serial = replace(EXPERT_HALVES, overlap=Overlap())
+
+    def rank(index: int) -> None:
+        ids = setup.batch()["input_ids"]
+        own = slice(4 * index, 4 * index + 4)
+        with World.join("cpu") as world:
+            recorded = []
+            for strategy in (serial, EXPERT_HALVES):
+                model = parallelize(setup.build(), setup.plan(strategy), world)
+                with torch.no_grad():
+                    out = model(input_ids=ids[own], output_hidden_states=True)
+                recorded.append(out.hidden_states)
+            torch.testing.assert_close(*recorded, rtol=1e-10, atol=1e-10)
+            refusals = {
+                "output_attentions": "two values per layer",
+                "output_router_logits": "not returned",
+            }
+            for option, reason in refusals.items():
+                with pytest.raises(UnsupportedSharding, match=reason) as caught:
+                    model(input_ids=ids[own], **{option: True})
+                assert caught.value.code == "HP205"
+                assert caught.value.hint
+            model = parallelize(setup.build(), setup.plan(HALVES), world)
+            with pytest.raises(UnsupportedSharding, match="output_hidden_states"):
+                model(input_ids=ids, output_hidden_states=True)
+
+    launch(rank, 2, timeout_s=100)
+
+
+class Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * 2
+
+
+def call_function(self: nn.Module, index: int, hidden: Tensor) -> Tensor:
+    return Double.apply(hidden)
+
+
+def test_a_function_that_would_lose_the_gradient_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(BETWEEN, "call_function", call_function)
+    setup = _layers(2, between="call_function")
+
+    def rank(_: int) -> None:
+        with World.join("cpu") as world:
+            model = parallelize(setup.build(), setup.plan(HALVES), world)
+            with pytest.raises(UnsupportedSharding, match="autograd function"):
+                forward_backward(model, [setup.batch()], 1)
+
+    launch(rank, 2, timeout_s=100)
