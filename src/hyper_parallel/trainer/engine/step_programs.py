@@ -193,11 +193,13 @@ def _check_recipe(
             raise _refused(text, where(key), hint)
     strategy = plan.strategy
     if strategy.world_size != strategy.dp_replicate:
+        axes = ("dp_shard", "pp", "cp", "tp_x", "tp_y", "ep")
+        single = [f"parallel.{a}=1" for a in axes if a == "dp_shard" or getattr(strategy, a) > 1]
         raise UnsupportedSharding(
             f"the back end {recipe.backend} runs data parallelism with whole models only",
             where=where("parallel"),
             got=str(strategy),
-            hint=f"parallel.dp_replicate={strategy.world_size} parallel.dp_shard=1",
+            hint=f"parallel.dp_replicate={strategy.world_size} {' '.join(single)}",
         )
 
 
