@@ -52,7 +52,7 @@ from hyper_parallel.ir.plan import (
 from hyper_parallel.ir.purpose import Purpose
 from hyper_parallel.ir.redistribution import CollectiveStep, redistribute
 from hyper_parallel.ir.replay import replay
-from hyper_parallel.ir.roles import RejectedRoles, RolesPlan, role_tasks, steady_step_s
+from hyper_parallel.ir.roles import RejectedRoles, RolesPlan, role_tasks
 from hyper_parallel.ir.schedule import Action, ActionKind, Schedule, grid
 from hyper_parallel.ir.sequence import Interval, SequenceCut, sees_all, sees_some
 from hyper_parallel.ir.strategy import (
@@ -63,7 +63,7 @@ from hyper_parallel.ir.strategy import (
     Strategy,
     ulysses_degree,
 )
-from hyper_parallel.ir.taskgraph import Cores, Task, TaskGraph, peaks, simulate
+from hyper_parallel.ir.taskgraph import Cores, Task, TaskGraph
 from hyper_parallel.ir.timeline import Counter, Span, Timeline, joined
 from hyper_parallel.ir.workload import PROMPT_CHUNK, GenerateWorkload, Workload
 
@@ -132,7 +132,6 @@ __all__ = [
     "gate_up_parts",
     "grid",
     "joined",
-    "peaks",
     "placements",
     "qkv_parts",
     "redistribute",
@@ -140,10 +139,8 @@ __all__ = [
     "role_tasks",
     "sees_all",
     "sees_some",
-    "simulate",
     "slab_bytes",
     "slabs",
-    "steady_step_s",
     "ulysses_degree",
     "working_rows",
 ]
