@@ -81,9 +81,10 @@ class Candidates:
     # 1 if 2-D attention scatters tokens over y, and gathers keys and values, instead of heads
     attention_tokens: Array
     cp_gather: Array  # 1 if all keys and values are gathered instead of passed around a ring
-    # parts of a microbatch that layers run in, 1 or 2; 0 in a partial strategy: priced with a lower bound
+    # parts of a microbatch that layers run in, 1 or 2; negative in a partial strategy: up to that many, priced with a
+    # lower bound
     halves: Array
-    ep_chunks: Array  # chunks of the experts' tokens; 0 as for `halves`
+    ep_chunks: Array  # chunks of the experts' tokens; negative as for `halves`
 
     @classmethod
     def of_columns(cls, **columns: ArrayLike) -> Candidates:

@@ -23,10 +23,6 @@ from hyper_parallel.cost._layer import Compute, layer_compute, matmuls
 from hyper_parallel.cost._pricing_case import PricingCase
 from hyper_parallel.sim import LaneProgram
 
-OPEN: Final = 0.0
-"""Value of the columns `halves` and `ep_chunks` of a partial strategy, which is priced with a lower bound."""
-CHUNKS: Final = (2, 4, 8)
-"""Numbers of chunks that a search tries."""
 _COMPUTE, _LINK = 0, 1
 _STEADY: Final = 3
 """Layers of a program after which one more layer always adds the same time."""
@@ -122,24 +118,35 @@ def with_overlap(s: PricingCase, work: Compute, comm: Communication) -> Communic
         np.broadcast_to(x, shape)
         for x in (work.forward + work.backward + work.recompute + work.launch, comm.tp_whole)
     )
+    demand = min(1.0, s.machine.card.collective_share)
     first, kind = distinct((halves, chunks))
     for index, row in enumerate(first):
         half, chunk = int(halves[row]), int(chunks[row])
         mask = kind == index
         if (half, chunk) == (1, 1):
             continue
-        if half == OPEN:
-            exposed = np.maximum(tp_whole[mask] + ep[mask] - compute_s[mask], 0.0)
+        if half < 0:
+            traffic = tp_whole[mask] + ep[mask]
+            exposed = _least_exposed(traffic, np.maximum(traffic - compute_s[mask], 0.0), demand)
             tp[mask], ep[mask] = _split(exposed, tp_whole[mask], ep[mask])
-        elif chunk == OPEN:
+        elif chunk < 0:
             # The first dispatch and the last combine are exposed.
-            ep[mask] -= np.minimum(compute_s[mask], ep[mask] * (1.0 - 1.0 / max(CHUNKS)))
+            rest = np.maximum(ep[mask] - compute_s[mask], ep[mask] / -chunk)
+            ep[mask] = _least_exposed(ep[mask], rest, demand)
         elif half == 1:
             ep[mask] = _exposed_exchanges(replace(s, c=c.take(mask)), chunk)
         else:
             case = replace(s, c=c.take(mask))
             tp[mask], ep[mask] = _exposed_halves(case, compute_s[mask], half, chunk)
     return replace(comm, tp=tp, ep=ep)
+
+
+def _least_exposed(traffic: Array, alone: Array, demand: float) -> Array:
+    """Return a lower bound of exposed traffic of which `alone` has no computation to hide behind.
+
+    Hidden traffic still slows the computation down: see `LaneProgram.contended_span`.
+    """
+    return (1.0 - demand) * alone + demand * traffic
 
 
 def _split(exposed: Array, tp: Array, ep: Array) -> tuple[Array, Array]:
