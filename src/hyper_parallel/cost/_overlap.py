@@ -24,6 +24,8 @@ from hyper_parallel.cost._pricing_case import PricingCase
 from hyper_parallel.sim import LaneProgram
 
 _COMPUTE, _LINK = 0, 1
+_FIRST_COLLECTIVE: Final = 3
+"""First row of `PassSeconds.durations` that is a collective."""
 _STEADY: Final = 3
 """Layers of a program after which one more layer always adds the same time."""
 
@@ -47,44 +49,64 @@ class PassSeconds:
         )  # fmt: skip
 
 
-@lru_cache(maxsize=64)
-def layer_program(layers: int, halves: int, chunks: int) -> LaneProgram:
+@lru_cache(maxsize=256)
+def layer_program(
+    layers: int, halves: int, chunks: int, used: tuple[bool, ...] = (True,) * 6
+) -> LaneProgram:
     """Return the forward program of some layers: lanes 0 for computation and 1 for communication.
 
-    Halves take turns task by task. The exchange of the next chunk is issued before the current chunk is computed.
+    A half has the lanes until its next computation waits for a collective, then the other half has its turn. The
+    exchange of the next chunk is issued before the current chunk is computed.
+
+    Args:
+        layers: Number of layers.
+        halves: Number of parts of the microbatch.
+        chunks: Chunks of the experts' tokens of a part.
+        used: For every row of `PassSeconds.durations`, whether layers have such tasks.
     """
-    lanes: list[int] = []
-    deps: list[tuple[int, ...]] = []
-    rows: list[int] = []
+    chain = _chain(layers, chunks, used)
+    turns: list[list[int]] = [[]]
+    for step, (row, _) in enumerate(chain):
+        if row < _FIRST_COLLECTIVE and any(chain[n][0] >= _FIRST_COLLECTIVE for n in turns[-1]):
+            turns.append([])
+        turns[-1].append(step)
+    order = [(half, step) for turn in turns for half in range(halves) for step in turn]
+    number = {key: n for n, key in enumerate(order)}
+    return LaneProgram(
+        tuple(_LINK if chain[step][0] >= _FIRST_COLLECTIVE else _COMPUTE for _, step in order),
+        tuple(tuple(number[half, dep] for dep in chain[step][1]) for half, step in order),
+        tuple(chain[step][0] for _, step in order),
+    )
 
-    def add(lane: int, row: int, *after: int) -> int:
-        lanes.append(lane)
-        deps.append(after)
-        rows.append(row)
-        return len(rows) - 1
 
-    ends: list[tuple[int, ...]] = [()] * halves
+def _chain(layers: int, chunks: int, used: tuple[bool, ...]) -> list[tuple[int, tuple[int, ...]]]:
+    """Return the tasks of one half: their row of durations, and the tasks of the half that each waits for."""
+    chain: list[tuple[int, tuple[int, ...]]] = []
+
+    def add(row: int, after: tuple[int, ...]) -> tuple[int, ...]:
+        if not used[row]:
+            return after
+        chain.append((row, after))
+        return (len(chain) - 1,)
+
+    ready: tuple[int, ...] = ()
     for _ in range(layers):
-        for compute, collective in ((0, 3), (1, 4)):
-            for lane, row in ((_LINK, collective), (_COMPUTE, compute), (_LINK, collective)):
-                ends = [(add(lane, row, *end),) for end in ends]
-        sent = [[add(_LINK, 5, *end)] for end in ends]
-        combined: list[list[int]] = [[] for _ in range(halves)]
+        for row in (3, 0, 3, 4, 1, 4):
+            ready = add(row, ready)
+        sent, combined = [add(5, ready)], ready[:0]
         for chunk in range(chunks):
-            for half in range(halves):
-                if chunk + 1 < chunks:
-                    sent[half].append(add(_LINK, 5, *ends[half]))
-                computed = add(_COMPUTE, 2, sent[half][chunk])
-                combined[half].append(add(_LINK, 5, computed))
-        ends = [tuple(parts) for parts in combined]
-    return LaneProgram(tuple(lanes), tuple(deps), tuple(rows))
+            if chunk + 1 < chunks:
+                sent.append(add(5, ready))
+            combined += add(5, add(2, sent[chunk]))
+        ready = combined
+    return chain
 
 
 def pass_span(seconds: PassSeconds, halves: int, chunks: int, meets: Array, demand: float) -> Array:
     """Return the seconds of one pass through one layer.
 
     Args:
-        seconds: Seconds of a part.
+        seconds: Seconds of a part; all candidates have the same tasks.
         halves: Number of parts of the microbatch, 1 or 2.
         chunks: Chunks of the experts' tokens of a part.
         meets: 1 if the halves meet after every layer.
@@ -92,12 +114,18 @@ def pass_span(seconds: PassSeconds, halves: int, chunks: int, meets: Array, dema
     """
     durations = seconds.durations()
 
+    used = tuple(bool(np.any(row > 0.0)) for row in durations)
+
     def span(layers: int) -> Array:
-        return layer_program(layers, halves, chunks).contended_span(durations, demand)
+        program = layer_program(layers, halves, chunks, used)
+        return program.contended_span(durations, demand)
 
     if halves == 1 or bool(np.all(meets)):
         return span(1)
-    steady = span(_STEADY + 1) - span(_STEADY)
+    _, busy = layer_program(1, halves, chunks, used).span(durations)
+    longest = np.maximum.reduce(np.broadcast_arrays(*busy))
+    least = longest + demand * (sum(busy) - longest)
+    steady = np.maximum(span(_STEADY + 1) - span(_STEADY), least)
     return np.where(meets > 0, span(1), steady)
 
 
@@ -119,7 +147,9 @@ def with_overlap(s: PricingCase, work: Compute, comm: Communication) -> Communic
         for x in (work.forward + work.backward + work.recompute + work.launch, comm.tp_whole)
     )
     demand = min(1.0, s.machine.card.collective_share)
-    first, kind = distinct((halves, chunks))
+    # Programs differ in their parts and in the tasks that they have.
+    tasks = (np.broadcast_to(degree > 1, shape).astype(np.float64) for degree in (c.tp, c.ep))
+    first, kind = distinct((halves, chunks, *tasks))
     for index, row in enumerate(first):
         half, chunk = int(halves[row]), int(chunks[row])
         mask = kind == index

@@ -375,6 +375,8 @@ class Space:
         micro, zero = named.pop("microbatch"), named.pop("zero")
         plain = Strategy(**named, zero=zero if zero < 2 else None)
         workload = Workload(self.request.workload.seq_len, microbatch=micro)
+        if self.overlaps == (Overlap(),):
+            return [(1, 1)]
         options = []
         for overlap in self.overlaps:
             try:

@@ -62,7 +62,8 @@ class LaneProgram:
         """Return the end of the last task, and the busy time of every lane: the longest path, column by column."""
         ends: list[Array] = []
         zero: Array = np.zeros(1)
-        free, busy = [zero] * (max(self.lanes) + 1), [zero] * (max(self.lanes) + 1)
+        num_lanes = max(self.lanes, default=0) + 1
+        free, busy = [zero] * num_lanes, [zero] * num_lanes
         for lane, deps, row in zip(self.lanes, self.deps, self.rows, strict=True):
             start = free[lane]
             for dep in deps:
@@ -82,5 +83,5 @@ class LaneProgram:
         rate 1 / (1 + demand), so the order of events is that without contention, and every interval with both busy
         lasts 1 + demand times as long.
         """
-        end, (first, second) = self.span(durations)
-        return end + demand * (first + second - end)
+        end, busy = self.span(durations)
+        return end + demand * (sum(busy) - end)
