@@ -51,15 +51,14 @@ def slow_links(model, factor=40.0):
 @pytest.mark.parametrize(
     ("model", "pins"),
     [
-        (moe_model(), {"ep": 4, "dp_shard": 4, "tp": 1, "zero": 0}),
-        (moe_model(), {"pp": 2, "ep": 4, "dp_shard": 4, "tp": 1, "cp": 1, "zero": 3}),
-        (small_model(), {"tp": 4, "cp": 1, "pp": 1}),
-        (small_model(), {"tp": 4, "cp": 1, "pp": 1, "recompute": "full"}),
+        (moe_model(), {"pp": 1, "dp_replicate": 1, "ep": 4, "tp": 1, "zero": 0}),
+        (moe_model(), {"pp": 2, "dp_replicate": 1, "ep": 4, "tp": 1, "cp": 1, "zero": 3}),
+        (small_model(), {"pp": 1, "dp_replicate": 1, "tp": 4, "cp": 1}),
     ],
 )
 def test_overlap_is_chosen_where_it_pays(model, pins, few_orders):
     request = slow_links(model)
-    request = dataclasses.replace(request, pins=check_pins(pins))
+    request = dataclasses.replace(request, pins=check_pins(pins | {"recompute": "none"}))
     plain = find_best(request)
     auto = dataclasses.replace(request, pins=request.pins | AUTO)
     outcome = find_best(auto)

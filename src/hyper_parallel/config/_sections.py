@@ -429,8 +429,8 @@ class Overlap(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _off(cls, data: object) -> object:
-        return {} if data == "none" else {"auto": True} if data == "auto" else data
+    def _word(cls, data: object) -> object:
+        return {"auto": data == "auto"} if data in ("none", "auto") else data
 
     @model_validator(mode="after")
     def _auto_alone(self) -> Overlap:

@@ -64,7 +64,7 @@ from hyper_parallel.ir.strategy import (
     ulysses_degree,
 )
 from hyper_parallel.ir.taskgraph import Cores, Task, TaskGraph
-from hyper_parallel.ir.timeline import Counter, Span, Timeline, joined
+from hyper_parallel.ir.timeline import Counter, Flight, Span, Timeline, joined, masking
 from hyper_parallel.ir.workload import PROMPT_CHUNK, GenerateWorkload, Workload
 
 __all__ = [
@@ -87,6 +87,7 @@ __all__ = [
     "CostTerm",
     "Counter",
     "Extent",
+    "Flight",
     "GenerateWorkload",
     "HostBuffers",
     "Interval",
@@ -132,6 +133,7 @@ __all__ = [
     "gate_up_parts",
     "grid",
     "joined",
+    "masking",
     "placements",
     "qkv_parts",
     "redistribute",

@@ -369,7 +369,8 @@ def _by_kind(
 def _phases(timeline: Timeline) -> dict[str, float]:
     """Return mean seconds per phase, step and rank; the first recorded step is excluded as slower: it counts bytes."""
     steps = {*(steps_of(timeline)[1:] or steps_of(timeline))}
-    spans = [s for s in timeline.spans if s.step in steps]
+    # A collective in flight is no phase: the rank computes or waits meanwhile.
+    spans = [s for s in timeline.spans if s.step in steps and s.category != "in flight"]
     rank_steps = len({(s.lane.split("/")[0], s.step) for s in spans}) or 1
     total: dict[str, float] = {}
     for span in spans:
