@@ -99,7 +99,7 @@ def masking(flights: Sequence[Flight], alone_s: Mapping[tuple[str, int], float])
 
     Args:
         flights: Collectives of one step of one rank, which computes while it does not wait.
-        alone_s: Seconds of each `Flight.work` without anything beside it.
+        alone_s: Seconds of each `Flight.work` without other work at the same time.
 
     Returns:
         `exposed_s`: seconds of waiting by `Purpose.parallelism`. `masking_timeline`: of the time with a collective in

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import fields, replace
 from typing import Any, Final, Literal
 
@@ -11,16 +12,18 @@ import yaml
 from pydantic import Field
 
 from hyper_parallel.config import Parallel, Recipe, parse_yaml, validated
-from hyper_parallel.errors import BadValue, Contradiction, DegreesMismatch
+from hyper_parallel.errors import BadValue, Contradiction, DegreesMismatch, UnsupportedSharding
 from hyper_parallel.ir import Overlap, Plan, Rule, Strategy, Workload
 from hyper_parallel.model import ModelSpec
 from hyper_parallel.mpmd import check_virtual
-from hyper_parallel.planner.pins import AUTO_OVERLAP, PINNABLE, check_pins
-from hyper_parallel.planner.plan_builder import evaluate, evaluate_overlaps, search
+from hyper_parallel.planner.bounds import TIE
+from hyper_parallel.planner.pins import AUTO_OVERLAP, OVERLAPS, PINNABLE, check_pins
+from hyper_parallel.planner.plan_builder import evaluate, search
 from hyper_parallel.planner.refusals import check_degrees
 from hyper_parallel.planner.request import HostMemory, PlanRequest, resolve
 from hyper_parallel.planner.trained_share import trained_share
 from hyper_parallel.received import LimitExceeded
+from hyper_parallel.shard import check_overlap
 
 _STRATEGY_KEYS: Final = tuple(
     f.name for f in fields(Strategy) if f.name in Parallel.model_fields and f.name != "rules"
@@ -83,7 +86,7 @@ def _plan_explicit(
     request = replace(request, half_batches=half_batches)
     num_devices = world_size or parallel.world_size
     if _searches_overlap(recipe):
-        plan = evaluate_overlaps(request, strategy, culprit, num_devices)
+        plan = _evaluate_overlaps(request, strategy, culprit, num_devices)
     else:
         plan = evaluate(request, strategy, culprit, num_devices)
     if recipe.stage == "grpo":
@@ -91,6 +94,22 @@ def _plan_explicit(
 
         plan = with_roles(recipe, request, plan, where)
     return plan
+
+
+def _evaluate_overlaps(
+    request: PlanRequest, strategy: Strategy, where: str | None, num_devices: int | None
+) -> Plan:
+    """Return the fastest Plan of one strategy over all overlaps that are legal with it; arguments as for `evaluate`."""
+    best = evaluate(request, strategy, where, num_devices)
+    for overlap in OVERLAPS:
+        candidate = replace(strategy, overlap=overlap)
+        if overlap.half_batch and not request.half_batches:
+            continue
+        with suppress(UnsupportedSharding):
+            check_overlap(candidate, best.workload)
+            plan = evaluate(request, candidate, where, num_devices)
+            best = plan if plan.step_s < best.step_s * (1 - TIE) else best
+    return best
 
 
 def _plan_auto(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,8 +31,7 @@ from hyper_parallel.planner._runners_up import (
     faster_oversized_strategies,
     rejected_runner_up,
 )
-from hyper_parallel.planner.bounds import TIE, join, ranked, strategy_at
-from hyper_parallel.planner.pins import OVERLAPS
+from hyper_parallel.planner.bounds import join, ranked, strategy_at
 from hyper_parallel.planner.pricing import PricedStrategy, price, with_stage_memory
 from hyper_parallel.planner.refinement import Outcome, find_best
 from hyper_parallel.planner.refusals import (
@@ -82,22 +80,6 @@ def evaluate(
     if priced.memory_bytes > request.machine.memory_bytes:
         notes.append(_exceeds(priced, request.machine.memory_bytes))
     return _build_plan(request, priced, notes=tuple(notes), where=where)
-
-
-def evaluate_overlaps(
-    request: PlanRequest, strategy: Strategy, where: str | None, num_devices: int | None
-) -> Plan:
-    """Return the fastest Plan of one strategy over all overlaps that are legal with it; arguments as for `evaluate`."""
-    best = evaluate(request, strategy, where, num_devices)
-    for overlap in OVERLAPS:
-        candidate = replace(strategy, overlap=overlap)
-        if overlap.half_batch and not request.half_batches:
-            continue
-        with suppress(UnsupportedSharding):
-            check_overlap(candidate, best.workload)
-            plan = evaluate(request, candidate, where, num_devices)
-            best = plan if plan.step_s < best.step_s * (1 - TIE) else best
-    return best
 
 
 def _exceeds(priced: PricedStrategy, capacity_bytes: int) -> str:
