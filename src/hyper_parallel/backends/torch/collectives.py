@@ -80,16 +80,6 @@ def _recorded() -> _Flight | None:
 
 
 @contextmanager
-def _blocking(kind: str, name: Purpose, sent: Tensor) -> Iterator[None]:
-    """Set the purpose of a collective that blocks, and report it."""
-    flight = _recorded()
-    with purpose(name):
-        yield
-    if flight is not None:
-        flight.report(kind, name, sent, flight.start_s)
-
-
-@contextmanager
 def purpose(name: Purpose, coalesced: bool = False) -> Iterator[None]:
     """Set the purpose of collectives issued in this context; of nested contexts the innermost one applies."""
     if torch.compiler.is_compiling():  # recorders see eager code only
@@ -130,8 +120,11 @@ def paired(forward: Callable[..., Any], backward: Callable[..., Any], *tensors: 
 
 def all_reduce(x: Tensor, group: dist.ProcessGroup | None, name: Purpose) -> Tensor:
     """Sum over ranks in place; no gradient."""
-    with _blocking("all_reduce", name, x):
+    flight = _recorded()
+    with purpose(name):
         dist.all_reduce(x, group=group)
+    if flight is not None:
+        flight.report("all_reduce", name, x, flight.start_s)
     return x
 
 
@@ -153,8 +146,11 @@ def all_to_all(
         receive: Number of rows from each rank; None: equal numbers.
         send: Number of rows to each rank; None: equal numbers.
     """
-    with _blocking("all_to_all", name, x):
+    flight = _recorded()
+    with purpose(name):
         dist.all_to_all_single(out, x, receive, send, group=group)
+    if flight is not None:
+        flight.report("all_to_all", name, x, flight.start_s)
     return out
 
 
@@ -247,15 +243,21 @@ def await_collective(
 def gather_rows(x: Tensor, group: dist.ProcessGroup, name: Purpose) -> Tensor:
     """Stack every rank's tensor along a new first dim; no gradient."""
     out = x.new_empty(group.size() * x.shape[0], *x.shape[1:])
-    with _blocking("all_gather", name, x):
+    flight = _recorded()
+    with purpose(name):
         _all_gather(out, x.contiguous(), group=group)
+    if flight is not None:
+        flight.report("all_gather", name, x, flight.start_s)
     return out.view(group.size(), *x.shape)
 
 
 def reduce_into(out: Tensor, rows: Tensor, group: dist.ProcessGroup, name: Purpose) -> Tensor:
     """Fill `out` with this rank's rows of the sum; no gradient."""
-    with _blocking("reduce_scatter", name, rows):
+    flight = _recorded()
+    with purpose(name):
         _reduce_scatter(out, rows, group=group)
+    if flight is not None:
+        flight.report("reduce_scatter", name, rows, flight.start_s)
     return out
 
 
