@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
@@ -59,9 +59,13 @@ class _Flight:
         self.end_s: float | None = None
 
     def watch(self, work: dist.Work | None) -> None:
-        """Note the completion of an asynchronous collective, in the thread that completes it."""
+        """Note the completion of an asynchronous collective, in the thread that completes it.
+
+        Reduce-scatters of gloo do not tell; they count as in flight until the wait.
+        """
         if work is not None:
-            work.get_future().add_done_callback(self._complete)
+            with suppress(RuntimeError):
+                work.get_future().add_done_callback(self._complete)
 
     def _complete(self, _: Any) -> None:
         self.end_s = time.perf_counter()
