@@ -80,4 +80,4 @@ def test_a_held_lane_starts_later():
     schedule.append("compute", 5)
     assert schedule.hold("compute", 8) == 3
     assert schedule.append("compute", 1) == 8
-    assert schedule.free("communication") == 0
+    assert schedule.free["communication"] == 0

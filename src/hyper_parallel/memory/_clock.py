@@ -43,6 +43,7 @@ class ProgramClock:
         self._program = program
         self._machine = machine
         self._schedule = Schedule()
+        self._free = self._schedule.free
         self.wait_s = 0.0
         self.join_s = 0.0
         self._copied: dict[str, list[tuple[int, float]]] = {kind: [] for kind in COPIES}
@@ -52,7 +53,7 @@ class ProgramClock:
     @property
     def now_s(self) -> float:
         """Time on the compute lane."""
-        return float(self._schedule.free("compute"))
+        return self._free["compute"]  # type: ignore[no-any-return]
 
     def apply(self, action: MemoryAction) -> None:
         """Advance by one action."""
@@ -97,11 +98,12 @@ class ProgramClock:
 
     def idle(self, kind: str) -> bool:
         """Return whether the lane of a kind of copy is idle now."""
-        return bool(self._schedule.free(kind) <= self.now_s)
+        return bool(self._free[kind] <= self._free["compute"])
 
     def _append(self, lane: str, seconds: float, *ready_s: float) -> float:
         """Append work that the compute lane issues now, and return its end."""
-        return float(self._schedule.append(lane, seconds, (self.now_s, *ready_s))) + seconds
+        self._schedule.append(lane, seconds, (self._free["compute"], *ready_s))
+        return self._free[lane]  # type: ignore[no-any-return]
 
     def _update(self, index: int) -> None:
         assert self._machine is not None, "an update needs a host"
