@@ -158,6 +158,11 @@ class Candidates:
         """Number of devices."""
         return self.pp * self.dp * self.cp * self.tp
 
+    @property
+    def any_overlap(self) -> bool:
+        """True if a candidate overlaps communication inside of layers, or may do so."""
+        return bool((self.halves != 1).any() or (self.ep_chunks != 1).any())
+
     def __len__(self) -> int:
         return len(self.pp)
 

@@ -136,7 +136,7 @@ def with_overlap(s: PricingCase, work: Compute, comm: Communication) -> Communic
     losses of overlap: contention, launches and smaller matmuls.
     """
     c = s.c
-    if (c.halves == 1).all() and (c.ep_chunks == 1).all():
+    if not c.any_overlap:
         return comm
     shape = shape_of(c)
     tp, ep, halves, chunks = (

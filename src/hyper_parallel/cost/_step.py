@@ -112,8 +112,8 @@ class Step:
         prices, stack = LayerPrices.of(s, blocks), s.machine.stack
         chunked = (s.c.pp > 1) & (s.c.vpp > 1)
         hidden = np.where(chunked, max(stack.overlap_ep_chunks, stack.overlap_ep), stack.overlap_ep)
-        # With an overlap of the strategy, the simulated layer says how much is hidden.
-        hidden = np.where((s.c.halves == 1) & (s.c.ep_chunks == 1), hidden, 0.0)
+        if s.c.any_overlap:  # the simulated layer says how much is hidden
+            hidden = np.where((s.c.halves == 1) & (s.c.ep_chunks == 1), hidden, 0.0)
         ep = prices.comm.ep * (1.0 - hidden)
         stages = split_layers_closed_form(
             s.c, s.n.layers, prices.layer + ep, prices.head, bool(stack.even_stages), s.machine.pace

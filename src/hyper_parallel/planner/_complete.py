@@ -159,13 +159,14 @@ class Completer:
         feasible = (peaks <= pricer.capacity) & pricer.selectable[:, None]
         best, cut_by_tp = np.full(len(kinds), np.inf), columns["tp_x"] * columns["tp_y"] > 1.0
         seconds = _ChoiceSeconds(pricer, columns, least).seconds
+        has_halves = "halves" in columns and bool((columns["halves"] == 2.0).any())
         options: list[tuple[NDArray[np.intp], Array]] = []
         for number, choice in enumerate(pricer.choices):
             offload, regather, kind = choice
             # A choice that adds no time is not improved by a later one.
             improvable = feasible[number] & (best > least * (1 + TIE))
-            if not pricer.space.halves_run_with(offload, regather):
-                improvable &= np.asarray(columns.get("halves", 1.0)) < 2.0
+            if has_halves and not pricer.space.halves_run_with(offload, regather):
+                improvable &= columns["halves"] < 2.0
             indices = np.flatnonzero(
                 improvable & (cut_by_tp | (regather == pricer.fastest_choice[1]))
             )
