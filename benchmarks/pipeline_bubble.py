@@ -11,7 +11,7 @@ of the split backward are real, the products are tiny.
 
 The bubble of a step is 1 - busy / (ranks * step): busy are the spans of the actions, the step runs from the first
 action of any rank to the last. FSDP, optimizer and gradient reduction are outside. Steps in which other processes used
-the cores do not count as long as enough others do. The bubble is compared with `ir.simulate` of
+the cores do not count as long as enough others do. The bubble is compared with `sim.simulate` of
 the same schedule. A message between ranks takes the median of round trips between neighbours, halved, measured after
 the steps in the same processes with messages of the same size. An action takes, in seconds of the same run,
 
@@ -50,11 +50,12 @@ from _machine import machine
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hyper_parallel.ir import Action, ModelRef, Plan, Strategy, TaskGraph, Workload, simulate
+from hyper_parallel.ir import Action, ModelRef, Plan, Strategy, TaskGraph, Workload
 from hyper_parallel.model import spec_from_config
 from hyper_parallel.mpmd import StageCost, bubble_fraction, schedule_tasks, step_schedule
 from hyper_parallel.runtime import World, forward_backward, handle, launch, parallelize
 from hyper_parallel.shard import family_rules, plan_layouts
+from hyper_parallel.sim import simulate
 
 SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb-h1": 1, "zbv": 2, "dualpipev": 2}
 WARM_UP = 2

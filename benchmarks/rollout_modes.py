@@ -27,7 +27,8 @@ from pathlib import Path
 from _machine import machine
 from _trained import Rows, train
 
-from hyper_parallel.ir import role_tasks, steady_step_s
+from hyper_parallel.ir import role_tasks
+from hyper_parallel.sim import steady_step_s
 
 RECIPE = Path(__file__).parent.parent / "recipes/grpo_arithmetic.yaml"
 WARM = 10

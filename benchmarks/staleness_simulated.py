@@ -39,7 +39,8 @@ from pathlib import Path
 
 import numpy as np
 
-from hyper_parallel.ir import Cores, Task, TaskGraph, role_tasks, simulate, steady_step_s
+from hyper_parallel.ir import Cores, Task, TaskGraph, role_tasks
+from hyper_parallel.sim import simulate, steady_step_s
 
 PROMPTS, RESPONSES, BATCHES, LONGEST = 512, 16, 4, 28 * 1024
 TP, PROMPTS_PER_SERVER = 4, 16  # gen_tp, and `max_concurrent_samples` of the recipe

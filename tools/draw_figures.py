@@ -66,8 +66,8 @@ class Drawing:
 
 def pipeline_schedules() -> str:
     """Return Gantt charts of three simulated schedules on 4 ranks."""
-    from hyper_parallel.ir import simulate
     from hyper_parallel.mpmd import StageCost, bubble_fraction, make_schedule, schedule_tasks
+    from hyper_parallel.sim import simulate
 
     ranks, microbatches, row, slot = 4, 8, 16, 13.5
     colours = {"F": _FORWARD, "B": _BACKWARD, "I": _INPUT, "W": _WEIGHT}

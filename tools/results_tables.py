@@ -152,6 +152,24 @@ def overlap() -> str:
 
 
 @table
+def overlap_predictions() -> str:
+    """Return published effects of overlap beside their predictions."""
+    data = load("overlap_predictions")
+    rows = [
+        (pair["name"], pair["source"], "-" if pair["published"] is None else f"{pair['published']:.2f}",
+         f"{pair['predicted']:.2f}", "right" if pair["right_sign"] else "wrong")
+        for pair in data["pairs"]
+    ]  # fmt: skip
+    summary = (
+        f"Mean error of the log ratio: {data['mean_error']:.3f}, of the prediction that overlap has no effect "
+        f"{data['mean_error_without_effect']:.3f}. Right signs: {percent(data['right_signs'], 0)}. The bars are half "
+        f"of the latter error, and 85 % of the signs: {'met' if data['met'] else 'missed'}."
+    )
+    head = ("pair", "source", "published speed-up", "predicted", "sign")
+    return markdown(head, rows) + "\n\n" + summary + "\n\n" + source("overlap_predictions")
+
+
+@table
 def pipeline_bubbles() -> str:
     """Return the measured and simulated bubbles by schedule."""
     compute, wait = load("pipeline_bubble_cpu")["runs"].values()

@@ -100,7 +100,7 @@ def make_step(name, place):
     model = deepcopy(before)
     plan = hp.plan_of(model, "", WORK)
     hp.parallelize(model, plan)
-    batches = Batches(packed.train, sequences_per_step=ROWS, shuffle=False, together=2)
+    batches = Batches(packed.train, sequences_per_step=ROWS, shuffle=False, group_size=2)
     reference = Reference(model, plan, 0, True, place, None, torch.device("cpu"))
     reference.begin(packed.train)
     reference.source = place  # the run goes on: its model is another one now
@@ -222,7 +222,7 @@ def test_the_loss_of_a_reward_model_is_trls(tmp_path, coefficient):
     stage = RewardModelStage(
         Rm(center_rewards_coefficient=coefficient), PairScores(plan, torch.device("cpu"))
     )
-    batches = Batches(packed.train, sequences_per_step=ROWS, shuffle=False, together=2)
+    batches = Batches(packed.train, sequences_per_step=ROWS, shuffle=False, group_size=2)
     step = SimpleNamespace(model=mine, batches=batches, ids=ids, targets=targets, rows=at)
     loss, record = ours(step, stage)
     metrics = trl._metrics["train"]

@@ -47,6 +47,10 @@ def planned(recipe: Path, overrides: list[str]) -> Overlap:
             Overlap(half_batch=True, ep_chunks=2),
         ),
         (["parallel.tp=2", "overlap=none"], Overlap()),
+        (["parallel.tp=2", "overlap=none", "overlap.tp=half-batch"], Overlap(half_batch=True)),
+        (["parallel.tp=2", "overlap=auto", "overlap={tp: half-batch}"], Overlap(half_batch=True)),
+        # Ranks share the cores of this machine.
+        (["parallel.tp=2", "overlap.tp=half-batch", "overlap=auto"], Overlap()),
     ],
 )
 def test_a_recipe_sets_the_overlap_of_its_plan(
@@ -98,3 +102,15 @@ def test_a_capacity_excludes_chunks(recipe: Path) -> None:
     ]
     with pytest.raises(HyperParallelError, match="capacity"):
         load_recipe(recipe, overrides)
+
+
+def test_the_planner_chooses_the_overlap_of_given_degrees(recipe: Path) -> None:
+    degrees = ["topology=dgx-h100", "parallel.tp=8", "model.path=llama-3-8b", "data.seq_len=4096"]
+    fixed = [*degrees, "training.microbatch=4", "overlap=auto"]
+    assert planned(recipe, fixed) == Overlap(half_batch=True)
+    loaded = load_recipe(recipe, fixed)
+    known = plan_recipe(loaded.recipe, half_batches=False)
+    assert known.strategy.overlap == Overlap()
+    with pytest.raises(HyperParallelError) as caught:
+        load_recipe(recipe, ["overlap={auto: true, tp: half-batch}"])
+    assert caught.value.code == "HP102"

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hyper_parallel.ir import MemoryPlan, peaks, simulate
+from hyper_parallel.ir import MemoryPlan
 from hyper_parallel.memory import (
     ProgramClock,
     Roofline,
@@ -20,6 +20,7 @@ from hyper_parallel.memory.emission import EmissionOptions, Emitter
 from hyper_parallel.memory.emitted_programs import assign_tiers
 from hyper_parallel.memory.host_updates import HostUpdates, hostable_operators
 from hyper_parallel.memory.recompute import ChainFinder, choose_recomputes
+from hyper_parallel.sim import peaks, simulate
 from tests.memory.programs import training_chain
 from tests.memory.test_communication import communicating
 from tests.memory.test_random_programs import machines, programs

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from hyper_parallel.errors import ScheduleError
-from hyper_parallel.ir import Schedule, grid, simulate
+from hyper_parallel.ir import Schedule, grid
 from hyper_parallel.mpmd import (
     SCHEDULES,
     StageCost,
@@ -16,6 +16,7 @@ from hyper_parallel.mpmd import (
     unit_starts,
     verify,
 )
+from hyper_parallel.sim import simulate
 
 pytestmark = pytest.mark.unit
 PAGE = (Path(__file__).parents[2] / "docs" / "explanation" / "pipelines.md").read_text()

@@ -5,7 +5,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hyper_parallel.errors import ScheduleError
-from hyper_parallel.ir import simulate
 from hyper_parallel.mpmd import (
     SCHEDULES,
     StageCost,
@@ -19,6 +18,7 @@ from hyper_parallel.mpmd import (
     schedule_tasks,
     verify,
 )
+from hyper_parallel.sim import simulate
 
 pytestmark = pytest.mark.unit
 

@@ -5,7 +5,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hyper_parallel.errors import ScheduleError
-from hyper_parallel.ir import simulate
 from hyper_parallel.mpmd import (
     SCHEDULES,
     StageCost,
@@ -14,6 +13,7 @@ from hyper_parallel.mpmd import (
     makespan_s,
     schedule_tasks,
 )
+from hyper_parallel.sim import simulate
 
 pytestmark = pytest.mark.unit
 

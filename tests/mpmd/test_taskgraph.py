@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hyper_parallel.errors import ScheduleError, TaskGraphError
-from hyper_parallel.ir import Cores, Counter, Schedule, Task, TaskGraph, peaks, simulate
+from hyper_parallel.ir import Cores, Counter, Schedule, Task, TaskGraph
 from hyper_parallel.mpmd import (
     StageCost,
     bubble_fraction,
@@ -24,6 +24,7 @@ from hyper_parallel.mpmd import (
     schedule_tasks,
 )
 from hyper_parallel.serde import decode, encode
+from hyper_parallel.sim import peaks, simulate
 
 pytestmark = pytest.mark.unit
 

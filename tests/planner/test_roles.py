@@ -10,9 +10,10 @@ import pytest
 
 from hyper_parallel.config import Recipe, load_recipe
 from hyper_parallel.errors import Contradiction, DoesNotFit, HyperParallelError, NotDivisible
-from hyper_parallel.ir import Plan, role_tasks, steady_step_s
+from hyper_parallel.ir import Plan, role_tasks
 from hyper_parallel.mpmd import on_shared_cores
 from hyper_parallel.planner import plan_recipe
+from hyper_parallel.sim import steady_step_s
 
 pytestmark = pytest.mark.unit
 

@@ -388,3 +388,28 @@ def test_rewards_and_lengths_of_completions_have_curves(run_dir: Path) -> None:
     write_comparison([run_dir, run_dir])
     for page in ("report.html", "comparison.html"):
         assert_charts_have_places(run_dir / page)
+
+
+def test_exposed_communication_is_shown_with_both_figures_of_masking(run_dir: Path) -> None:
+    timeline = make_timeline()
+    lane = "rank 0/communication"
+    flying = Span(lane, "sequence gather", 13.5, 0.2, "in flight", 3)
+    measured = Timeline("measured", (*timeline.spans, flying))
+    (run_dir / "timeline.json").write_text(json.dumps(encode(measured)))
+    path = run_dir / "metrics.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    for row, exposed_s in zip(rows[1:4], (0.1, 0.2, 0.4), strict=True):
+        row["overlap"] = {
+            "halved_layers": 2,
+            "exposed_s": {"tp": exposed_s},
+            "masking_timeline": 0.75,
+            "masking_wait": -0.5,
+        }
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    text = " ".join(page_of(run_dir).text)
+    assert "tp 200 ms" in text
+    assert "75% of the time with a collective in flight, -50% by waits" in text
+    trace = json.loads((run_dir / "trace.json").read_text())["traceEvents"]
+    (thread,) = [e for e in trace if e["ph"] == "M" and e["args"].get("name") == lane]
+    (event,) = [e for e in trace if e.get("name") == "sequence gather"]
+    assert (event["pid"], event["tid"]) == (thread["pid"], thread["tid"])

@@ -75,8 +75,8 @@ def test_a_walk_through_names_at_most_ten_functions_that_exist(title: str) -> No
 
 
 def test_missing_names_are_seen() -> None:
-    assert exists("ir.taskgraph.simulate")
-    assert not exists("ir.taskgraph.simulated")
+    assert exists("sim.events.simulate")
+    assert not exists("sim.events.simulated")
     assert not exists("ir.nothing.simulate")
 
 

@@ -1,11 +1,12 @@
 """Recipe loader: merges the layers parent, file and overrides, in this order, and records the origin of each value.
 
 A recipe is flattened to leaves (`training.lr`, `parallel.rules` per glob). Merging is one dictionary update, and an
-origin is one label per leaf. Three rules of `parallel` are applied to each layer:
+origin is one label per leaf. Rules of `parallel` and `overlap` are applied to each layer:
 
 * `parallel: auto` lets the planner choose every degree; degrees of earlier layers are dropped.
 * A layer that gives a degree but not `parallel.auto` turns auto off; omitted degrees are 1.
 * `tp` is an alias of `tp_x`.
+* `overlap: none` and `overlap: auto` replace all keys of `overlap` before them; keys after them turn auto off.
 """
 
 from __future__ import annotations
@@ -432,6 +433,7 @@ def _merge_layers(
         sources.append((_COMMAND_LINE, _override_layer(path, overrides)))
     for origin, layer in sources:
         _merge_parallel(path, merged, layer, origin)
+        _merge_overlap(merged, layer)
         _drop_replaced(merged, layer)
         for key, value in layer.items():
             if value is _UNSET:
@@ -489,6 +491,22 @@ def _merge_parallel(
             )
         layer[("parallel", name)] = value
     if any(("parallel", degree) in layer for degree in DEGREES):
+        layer.setdefault(auto, False)
+
+
+def _merge_overlap(merged: dict[_Key, tuple[Any, str]], layer: dict[_Key, Any]) -> None:
+    """Replace a word for the whole `overlap` section by its keys, before merging a layer; later keys replace a word."""
+    section, auto = ("overlap",), ("overlap", "auto")
+    keys = [key for key in layer if key[:1] == section]
+    if (word := layer.get(section)) in ("none", "auto"):
+        _drop(merged, section)
+        earlier = keys[: keys.index(section) + 1]
+        for key in earlier:
+            del layer[key]
+        keys = keys[len(earlier) :]
+        if not keys:
+            layer[auto] = word == "auto"
+    if keys and section not in layer:
         layer.setdefault(auto, False)
 
 

@@ -416,8 +416,10 @@ class Moe(Section):
 
 
 class Overlap(Section):
-    """Communication inside of a layer that runs while the same rank computes. `overlap: none` is the default."""
+    """Communication inside of a layer that runs while the same rank computes: `none` (default), `auto`, or keys."""
 
+    auto: bool = False
+    """Let the planner choose, by predicted time. The other keys are then not allowed."""
     tp: Literal["none", "half-batch"] = "none"
     """Collectives of tensor parallelism. half-batch: layers run on two halves of the sequences of a microbatch, and one
     half computes while a collective of the other is in flight."""
@@ -429,8 +431,14 @@ class Overlap(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _off(cls, data: object) -> object:
-        return {} if data == "none" else data
+    def _word(cls, data: object) -> object:
+        return {"auto": data == "auto"} if data in ("none", "auto") else data
+
+    @model_validator(mode="after")
+    def _auto_alone(self) -> Overlap:
+        if self.auto and self.model_fields_set - {"auto"}:
+            raise ValueError("`overlap: auto` chooses all other keys of `overlap`")
+        return self
 
 
 class Checkpoint(Section):

@@ -39,6 +39,7 @@ from hyper_parallel.cost._offload_copies import (
     move_to_host,
 )
 from hyper_parallel.cost._offload_demand import offloaded_bytes
+from hyper_parallel.cost._overlap import PassSeconds, layer_program, pass_span
 from hyper_parallel.cost._own_cards import (
     LOCAL_CARD,
     cards_for_ranks,
@@ -68,6 +69,7 @@ __all__ = [
     "Machine",
     "ModelNumbers",
     "OffloadDemand",
+    "PassSeconds",
     "Places",
     "PricingCase",
     "RankStages",
@@ -84,6 +86,7 @@ __all__ = [
     "distinct",
     "interpolate_copies",
     "kept_bytes",
+    "layer_program",
     "load_card",
     "memory_key",
     "memory_terms",
@@ -94,6 +97,7 @@ __all__ = [
     "own_cards",
     "own_cards_by_ranks",
     "own_path",
+    "pass_span",
     "peak_memory",
     "rank_model",
     "read_card",

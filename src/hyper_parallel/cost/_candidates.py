@@ -10,7 +10,7 @@ from typing import Any, Final, Literal, get_args
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from hyper_parallel.ir import Strategy, Workload
+from hyper_parallel.ir import Overlap, Strategy, Workload
 from hyper_parallel.ir.strategy import BLOCK_SHAPES, CpKind, ScheduleKind
 
 Array = NDArray[np.float64]
@@ -81,13 +81,17 @@ class Candidates:
     # 1 if 2-D attention scatters tokens over y, and gathers keys and values, instead of heads
     attention_tokens: Array
     cp_gather: Array  # 1 if all keys and values are gathered instead of passed around a ring
+    # parts of a microbatch that layers run in, 1 or 2; negative in a partial strategy: up to that many, priced with a
+    # lower bound
+    halves: Array
+    ep_chunks: Array  # chunks of the experts' tokens; negative as for `halves`
 
     @classmethod
     def of_columns(cls, **columns: ArrayLike) -> Candidates:
         """Return candidates from some of the columns, with defaults for the others.
 
-        Defaults: degrees, microbatch and accumulation 1; 1F1B, or interleaved 1F1B if vpp > 1; no recomputation;
-        ZeRO-3; the mesh's own order; 2-D blocks (no effect if tp_y = 1); etp = tp if ep = 1, else 1.
+        Defaults: degrees, microbatch and accumulation 1; no overlap; 1F1B, or interleaved 1F1B if vpp > 1; no
+        recomputation; ZeRO-3; the mesh's own order; 2-D blocks (no effect if tp_y = 1); etp = tp if ep = 1, else 1.
         """
         arrays: dict[str, Any] = {k: np.asarray(v, dtype=np.float64) for k, v in columns.items()}
         length = max((v.shape for v in arrays.values() if v.ndim == 1), default=(1,))
@@ -112,6 +116,8 @@ class Candidates:
         collapse = ("recompute", "order", "offload", "regather", "attention_tokens", "cp_gather")
         for name in collapse:
             row[name] = column(name, 0.0)
+        for name in ("halves", "ep_chunks"):
+            row[name] = column(name, 1.0)
         for name in ("attention_shape", "mlp_shape"):
             row[name] = column(name, SHAPES.index("2d"))
         row["zero"] = column("zero", 3.0)
@@ -133,7 +139,8 @@ class Candidates:
             recompute=RECOMPUTE.index(s.recompute), zero=2 if single_microbatch else s.zero_stage, etp=s.expert_tp,
             order=ORDERS.index(s.order), offload=int(s.offload),
             regather=int(s.gathered_inputs == "re-gather"), attention_tokens=int(s.attention_scatter == "token"),
-            cp_gather=int(s.cp_kind == "all_gather"),
+            cp_gather=int(s.cp_kind == "all_gather"), halves=1 + int(s.overlap.half_batch),
+            ep_chunks=s.overlap.ep_chunks,
         )  # fmt: skip
 
     @property
@@ -150,6 +157,11 @@ class Candidates:
     def world_size(self) -> Array:
         """Number of devices."""
         return self.pp * self.dp * self.cp * self.tp
+
+    @property
+    def any_overlap(self) -> bool:
+        """True if a candidate overlaps communication inside of layers, or may do so."""
+        return bool((self.halves != 1).any() or (self.ep_chunks != 1).any())
 
     def __len__(self) -> int:
         return len(self.pp)
@@ -187,6 +199,7 @@ class Candidates:
             recompute=RECOMPUTE[row["recompute"]], reshard_after_forward=row["zero"] != 2,
             zero=(0, 1, None, None)[row["zero"]], etp=None if row["etp"] == folded else row["etp"],
             order=ORDERS[row["order"]], offload=bool(row["offload"]),
+            overlap=Overlap(row["halves"] == 2, max(1, row["ep_chunks"])),
         )  # fmt: skip
         if strategy.pp == 1:  # without a pipeline its choices have defaults
             default = Strategy()

@@ -57,6 +57,9 @@ class DeviceCard:
     # memory reserved by the allocator but unusable, as a share of transient bytes
     fragmentation: float
     latency: float = 1.0  # seconds of a collective with a tiny message against the topology's
+    # share of the compute units that a collective occupies, so that it and computation slow each other down; 1 hides
+    # nothing
+    collective_share: float = 1.0
     # share of a stack's growth by release (`moe_month`) on this device. The growth is fitted to runs on Blackwell, the
     # share to generations with runs of several releases
     maturing: float = 1.0

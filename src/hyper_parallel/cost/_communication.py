@@ -97,7 +97,7 @@ def _call_seconds(s: PricingCase, b: Boundary, kind: str, size: Array) -> Array:
 
 def block_communication(s: PricingCase, work: Compute) -> BlockCommunication:
     """Return the exposed communication inside the blocks of one mean layer."""
-    tp = _tensor(s)
+    tp = tensor_seconds(s)
     cp_whole, cp = _context(s, work)
     hidden = exposed(tp, 3.0 * work.matmul, s.machine.stack.overlap_tp)
     return BlockCommunication(hidden, tp, cp, cp_whole)
@@ -122,7 +122,7 @@ def layer_communication(s: PricingCase, work: Compute, blocks: BlockCommunicatio
         if np.any(b.forward + b.backward):
             outside = outside + (b.forward + b.backward) * call_seconds(s, b)
     inside = (blocks.tp, blocks.tp_whole, blocks.cp, blocks.cp_whole)
-    return Communication(*inside, _experts(s), fsdp, gather, scatter, outside)
+    return Communication(*inside, expert_seconds(s), fsdp, gather, scatter, outside)
 
 
 def forward_communication(s: PricingCase) -> tuple[Array, Array, Array, Array]:
@@ -137,10 +137,10 @@ def forward_communication(s: PricingCase) -> tuple[Array, Array, Array, Array]:
     for rows in (_layer_boundaries(s, 1.0), _sharing_boundaries(s, outside_elements, freed=True)):
         own = [b for b in rows if b.purpose in _PARAMETERS and np.any(b.forward)]
         gathers.append(sum((call_seconds(s, b) for b in own), np.zeros(1)))
-    return _tensor(s, 0.0), _experts(s, 0.0), gathers[0], gathers[1]
+    return tensor_seconds(s, 0.0), expert_seconds(s, 0.0), gathers[0], gathers[1]
 
 
-def _tensor(s: PricingCase, backward: float = 1.0) -> Array:
+def tensor_seconds(s: PricingCase, backward: float = 1.0) -> Array:
     """Return seconds of tensor-parallel collectives; experts on the tokens of their rank need none in their block.
 
     Stacks that re-gather an input overlap it with the backward matmul, so only 8 count in 1-D; a strategy that
@@ -227,7 +227,7 @@ def _context(s: PricingCase, work: Compute) -> tuple[Array, Array]:
     return ring_forward + ring_backward + unhidden, hidden + unhidden
 
 
-def _experts(s: PricingCase, backward: float = 1.0) -> Array:
+def expert_seconds(s: PricingCase, backward: float = 1.0) -> Array:
     """Return seconds of all dispatches and combines of a mean layer.
 
     Ranks that shard one expert gather each other's rows; without ep that is part of tensor parallelism. `backward` = 0

@@ -19,6 +19,7 @@ from hyper_parallel.cost._communication import (
     layer_communication,
 )
 from hyper_parallel.cost._layer import Compute, layer_compute, matmul_seconds
+from hyper_parallel.cost._overlap import with_overlap
 from hyper_parallel.cost._pricing_case import PricingCase
 from hyper_parallel.cost.pipeline import StageSplit, split_layers_closed_form
 
@@ -70,7 +71,8 @@ class LayerPrices:
     def of(cls, s: PricingCase, blocks: BlockPrices | None = None) -> LayerPrices:
         """Return prices of the layers of candidates; `blocks` are their block prices if already computed."""
         blocks = blocks or BlockPrices.of(s)
-        return cls(blocks.work, layer_communication(s, blocks.work, blocks.comm), blocks.head)
+        comm = layer_communication(s, blocks.work, blocks.comm)
+        return cls(blocks.work, with_overlap(s, blocks.work, comm), blocks.head)
 
     @property
     def layer(self) -> Array:
@@ -110,6 +112,8 @@ class Step:
         prices, stack = LayerPrices.of(s, blocks), s.machine.stack
         chunked = (s.c.pp > 1) & (s.c.vpp > 1)
         hidden = np.where(chunked, max(stack.overlap_ep_chunks, stack.overlap_ep), stack.overlap_ep)
+        if s.c.any_overlap:  # the simulated layer says how much is hidden
+            hidden = np.where((s.c.halves == 1) & (s.c.ep_chunks == 1), hidden, 0.0)
         ep = prices.comm.ep * (1.0 - hidden)
         stages = split_layers_closed_form(
             s.c, s.n.layers, prices.layer + ep, prices.head, bool(stack.even_stages), s.machine.pace

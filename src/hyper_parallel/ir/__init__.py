@@ -52,7 +52,7 @@ from hyper_parallel.ir.plan import (
 from hyper_parallel.ir.purpose import Purpose
 from hyper_parallel.ir.redistribution import CollectiveStep, redistribute
 from hyper_parallel.ir.replay import replay
-from hyper_parallel.ir.roles import RejectedRoles, RolesPlan, role_tasks, steady_step_s
+from hyper_parallel.ir.roles import RejectedRoles, RolesPlan, role_tasks
 from hyper_parallel.ir.schedule import Action, ActionKind, Schedule, grid
 from hyper_parallel.ir.sequence import Interval, SequenceCut, sees_all, sees_some
 from hyper_parallel.ir.strategy import (
@@ -63,8 +63,8 @@ from hyper_parallel.ir.strategy import (
     Strategy,
     ulysses_degree,
 )
-from hyper_parallel.ir.taskgraph import Cores, Task, TaskGraph, peaks, simulate
-from hyper_parallel.ir.timeline import Counter, Span, Timeline, joined
+from hyper_parallel.ir.taskgraph import Cores, Task, TaskGraph
+from hyper_parallel.ir.timeline import Counter, Flight, Span, Timeline, joined, masking
 from hyper_parallel.ir.workload import PROMPT_CHUNK, GenerateWorkload, Workload
 
 __all__ = [
@@ -87,6 +87,7 @@ __all__ = [
     "CostTerm",
     "Counter",
     "Extent",
+    "Flight",
     "GenerateWorkload",
     "HostBuffers",
     "Interval",
@@ -132,7 +133,7 @@ __all__ = [
     "gate_up_parts",
     "grid",
     "joined",
-    "peaks",
+    "masking",
     "placements",
     "qkv_parts",
     "redistribute",
@@ -140,10 +141,8 @@ __all__ = [
     "role_tasks",
     "sees_all",
     "sees_some",
-    "simulate",
     "slab_bytes",
     "slabs",
-    "steady_step_s",
     "ulysses_degree",
     "working_rows",
 ]

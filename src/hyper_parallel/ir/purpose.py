@@ -71,7 +71,23 @@ class Purpose(StrEnum):
         """Purpose of the transposed collective in backward; the same purpose if it has no other name."""
         return _BACKWARD.get(self, self)
 
+    @property
+    def parallelism(self) -> str:
+        """Kind of parallelism that needs the collective: dp, tp, cp, ep, pp, or step for those once per step."""
+        name = self.name
+        if name in ("EXPERT_ROW_COUNTS", "EXPERT_ROWS", "EXPERT_LOAD", "BALANCE_LOSS"):
+            return "ep"
+        if name in ("GRADIENT_NORM", "STEP_LOG"):
+            return "step"
+        return next((kind for start, kind in _PARALLELISMS if name.startswith(start)), "tp")
 
+
+_PARALLELISMS = (
+    *((start, "dp") for start in ("FSDP_", "EXPERT_", "REPLICA_", "UNIT_")),
+    *((start, "cp") for start in ("KEYS_", "KEY_VALUE_GRADIENTS", "HEADS_FOR", "TOKENS_FOR")),
+    *((start, "pp") for start in ("PIPELINE_", "SHARED_")),
+)
+"""Starts of names, and the kind of parallelism; all others belong to tensor parallelism."""
 _PAIRS = (
     (Purpose.SEQUENCE_GATHER, Purpose.SEQUENCE_SCATTER),
     (Purpose.HEAD_GATHER, Purpose.HEAD_SCATTER),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hyper_parallel.ir.taskgraph import Task, TaskGraph, simulate
+from hyper_parallel.ir.taskgraph import Task, TaskGraph
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,22 +79,3 @@ def role_tasks(
         sampling = add("sample", learners if max_staleness is None else samplers, sample_s, before)
         learned.append(add("learn", learners, learn_s, sampling))
     return TaskGraph(tuple(tasks))
-
-
-def steady_step_s(graph: TaskGraph, max_staleness: int | None) -> float:
-    """Seconds per step of a graph of `role_tasks`, between ends of learning.
-
-    The first steps, whose sampling can begin at once, are excluded. So are the last ones, during which no rank samples
-    any more: they are faster where roles share cores.
-
-    Args:
-        graph: Of more than twice as many steps as `max_staleness` + 2.
-        max_staleness: As in `role_tasks`.
-    """
-    ends: dict[str, float] = {}
-    for span in simulate(graph).spans:
-        if span.category == "learn":
-            ends[span.name] = max(ends.get(span.name, 0.0), span.end_s)
-    first = (max_staleness or 0) + 2
-    last = len(ends) - 1 - first
-    return (ends[f"learn {last}"] - ends[f"learn {first}"]) / (last - first)

@@ -1,8 +1,7 @@
-"""The incremental clock of an emission: `simulate(plan_tasks(...))` one action at a time.
+"""Translator of memory actions to `sim.Schedule`: `simulate(plan_tasks(...))` one action at a time.
 
 Emission asks for the time at which an action would end, thousands of times per plan, so it cannot build and simulate a
-task graph. This clock is the only fast path. It has five serial lanes whose order is the order of issue.
-`_timeline.py` has the same rules as a task graph, and a test holds both to the same times.
+task graph. `_timeline.py` has the same rules as a task graph, and a test holds both to the same times.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ from dataclasses import dataclass
 
 from hyper_parallel.ir import COPIES, MemoryAction, MemoryProgram
 from hyper_parallel.memory.memory_machine import MemoryMachine
+from hyper_parallel.sim import Schedule
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,6 @@ class ProgramClock:
         machine: Channels and host; None: no action copies.
 
     Attributes:
-        now_s: Time on the compute lane.
         wait_s: Seconds the compute lane waited for copies and for updates in host memory.
         join_s: Seconds the compute lane waited for other ranks.
     """
@@ -43,13 +42,18 @@ class ProgramClock:
     def __init__(self, program: MemoryProgram, machine: MemoryMachine | None = None) -> None:
         self._program = program
         self._machine = machine
-        self.now_s = 0.0
+        self._schedule = Schedule()
+        self._free = self._schedule.free
         self.wait_s = 0.0
         self.join_s = 0.0
-        self._lane_free_s = dict.fromkeys((*COPIES, "communication", "host"), 0.0)
         self._copied: dict[str, list[tuple[int, float]]] = {kind: [] for kind in COPIES}
         self._arrival_s: dict[tuple[int, str], float] = {}
         self._done_s: dict[int, float] = {}  # operators begun outside the compute lane
+
+    @property
+    def now_s(self) -> float:
+        """Time on the compute lane."""
+        return self._free["compute"]  # type: ignore[no-any-return]
 
     def apply(self, action: MemoryAction) -> None:
         """Advance by one action."""
@@ -57,10 +61,8 @@ class ProgramClock:
         if kind in ("run", "recompute"):
             operator = self._program.operators[target]
             if operator.group:
-                begin = max(self.now_s, self._lane_free_s["communication"])
-                self._done_s[target] = begin + operator.comm_s
-                self._lane_free_s["communication"] = self._done_s[target]
-            self.now_s += operator.seconds
+                self._done_s[target] = self._append("communication", operator.comm_s)
+            self._schedule.append("compute", operator.seconds)
         elif kind in COPIES:
             self._copy(kind, target)
         elif kind == "wait":
@@ -92,21 +94,23 @@ class ProgramClock:
 
     def stand_until(self, time_s: float) -> float:
         """Advance the compute lane to a time and return the seconds that it waited."""
-        seconds = max(time_s - self.now_s, 0.0)
-        self.now_s = max(self.now_s, time_s)
-        return seconds
+        return float(self._schedule.hold("compute", time_s))
 
     def idle(self, kind: str) -> bool:
         """Return whether the lane of a kind of copy is idle now."""
-        return self._lane_free_s[kind] <= self.now_s
+        return bool(self._free[kind] <= self._free["compute"])
+
+    def _append(self, lane: str, seconds: float, *ready_s: float) -> float:
+        """Append work that the compute lane issues now, and return its end."""
+        self._schedule.append(lane, seconds, (self._free["compute"], *ready_s))
+        return self._free[lane]  # type: ignore[no-any-return]
 
     def _update(self, index: int) -> None:
         assert self._machine is not None, "an update needs a host"
         operator = self._program.operators[index]
         arrived = (self._arrival_s.get((s, "dram"), 0.0) for s in operator.touched)
-        begin = max(self.now_s, self._lane_free_s["host"], *arrived)
-        end = self._done_s[index] = begin + self._machine.host_seconds(operator)
-        self._lane_free_s["host"] = end
+        end = self._append("host", self._machine.host_seconds(operator), *arrived)
+        self._done_s[index] = end
         for s in operator.writes:
             self._arrival_s[s, "dram"] = end
 
@@ -115,9 +119,8 @@ class ProgramClock:
         source, destination = COPIES[kind]
         num_bytes = self._program.storages[target].num_bytes
         arrived = self._arrival_s.get((target, source), 0.0)
-        begin = max(self.now_s, self._lane_free_s[kind], arrived)
         seconds = self._machine.channel(kind).seconds(num_bytes)
-        self._lane_free_s[kind] = self._arrival_s[target, destination] = begin + seconds
+        self._arrival_s[target, destination] = self._append(kind, seconds, arrived)
         self._copied[kind].append((num_bytes, seconds))
 
 

@@ -1,4 +1,4 @@
-"""Timeline of a memory plan: its task graph for `ir.simulate`, and the figures drawn from it.
+"""Timeline of a memory plan: its task graph for `sim.simulate`, and the figures drawn from it.
 
 Every action is one task on the compute lane, which issues the actions in program order. An operator that runs there
 takes its seconds, every other action none. The other lanes are serial and work in the order of issue; a copy also
@@ -24,9 +24,9 @@ from hyper_parallel.ir import (
     Task,
     TaskGraph,
     Timeline,
-    simulate,
 )
 from hyper_parallel.memory.memory_machine import MemoryMachine
+from hyper_parallel.sim import simulate
 
 _WAIT, _ISSUE = "wait", "issue"  # kinds of tasks without seconds of their own
 

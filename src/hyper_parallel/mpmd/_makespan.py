@@ -17,10 +17,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hyper_parallel.errors import ScheduleError
-from hyper_parallel.ir import Schedule, StageCost, simulate
+from hyper_parallel.ir import Schedule, StageCost
 from hyper_parallel.mpmd._replay import replay
 from hyper_parallel.mpmd._schedules import make_schedule
 from hyper_parallel.mpmd._tasks import action_costs, nanoseconds, on_shared_cores, schedule_tasks
+from hyper_parallel.sim import simulate
 
 
 def makespan_s(

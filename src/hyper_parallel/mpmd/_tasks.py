@@ -1,4 +1,4 @@
-"""Task graph of a schedule with costs, for `ir.simulate`."""
+"""Task graph of a schedule with costs, for `sim.simulate`."""
 
 from __future__ import annotations
 
@@ -8,18 +8,10 @@ from fractions import Fraction
 from typing import Literal
 
 from hyper_parallel.errors import ScheduleError
-from hyper_parallel.ir import (
-    Action,
-    Cores,
-    Schedule,
-    StageCost,
-    Task,
-    TaskGraph,
-    Timeline,
-    simulate,
-)
+from hyper_parallel.ir import Action, Cores, Schedule, StageCost, Task, TaskGraph, Timeline
 from hyper_parallel.ir.schedule import COMPUTE, PEERS
 from hyper_parallel.mpmd._replay import replay
+from hyper_parallel.sim import simulate
 
 
 def schedule_tasks(

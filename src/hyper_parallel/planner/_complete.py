@@ -121,6 +121,12 @@ class Completer:
         self.cut["slower by its bound"] += int((~fast).sum())
         return fast
 
+    def promising(self, columns: Columns) -> Columns:
+        """Return the rows that can be among the best by the bound under the fastest choice."""
+        pricer = self.pricer
+        per_token_s = pricer.seconds(columns, pricer.fastest_choice) / pricer.tokens(columns)
+        return select(columns, self.faster(per_token_s))
+
     def fit(self, columns: Columns) -> tuple[NDArray[np.intp], NDArray[np.bool_]]:
         """Return the kind of every row in `PeakBytes`, and whether it fits under any choice."""
         kinds = self.peaks.kinds(columns)
@@ -153,11 +159,14 @@ class Completer:
         feasible = (peaks <= pricer.capacity) & pricer.selectable[:, None]
         best, cut_by_tp = np.full(len(kinds), np.inf), columns["tp_x"] * columns["tp_y"] > 1.0
         seconds = _ChoiceSeconds(pricer, columns, least).seconds
+        has_halves = "halves" in columns and bool((columns["halves"] == 2.0).any())
         options: list[tuple[NDArray[np.intp], Array]] = []
         for number, choice in enumerate(pricer.choices):
             offload, regather, kind = choice
             # A choice that adds no time is not improved by a later one.
             improvable = feasible[number] & (best > least * (1 + TIE))
+            if has_halves and not pricer.space.halves_run_with(offload, regather):
+                improvable &= columns["halves"] < 2.0
             indices = np.flatnonzero(
                 improvable & (cut_by_tp | (regather == pricer.fastest_choice[1]))
             )

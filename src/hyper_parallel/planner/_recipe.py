@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import fields, replace
 from typing import Any, Final, Literal
 
@@ -11,16 +12,18 @@ import yaml
 from pydantic import Field
 
 from hyper_parallel.config import Parallel, Recipe, parse_yaml, validated
-from hyper_parallel.errors import BadValue, Contradiction, DegreesMismatch
+from hyper_parallel.errors import BadValue, Contradiction, DegreesMismatch, UnsupportedSharding
 from hyper_parallel.ir import Overlap, Plan, Rule, Strategy, Workload
 from hyper_parallel.model import ModelSpec
 from hyper_parallel.mpmd import check_virtual
-from hyper_parallel.planner.pins import PINNABLE, check_pins
+from hyper_parallel.planner.bounds import TIE
+from hyper_parallel.planner.pins import AUTO_OVERLAP, OVERLAPS, PINNABLE, check_pins
 from hyper_parallel.planner.plan_builder import evaluate, search
 from hyper_parallel.planner.refusals import check_degrees
 from hyper_parallel.planner.request import HostMemory, PlanRequest, resolve
 from hyper_parallel.planner.trained_share import trained_share
 from hyper_parallel.received import LimitExceeded
+from hyper_parallel.shard import check_overlap
 
 _STRATEGY_KEYS: Final = tuple(
     f.name for f in fields(Strategy) if f.name in Parallel.model_fields and f.name != "rules"
@@ -38,6 +41,7 @@ def plan_recipe(
     where: Callable[[str], str] = str,
     model: ModelSpec | None = None,
     trained: float | None = None,
+    half_batches: bool = True,
 ) -> Plan:
     """Return the plan of a recipe.
 
@@ -53,14 +57,14 @@ def plan_recipe(
         where: Returns the origin of a key's value, for errors; `LoadedRecipe.where`.
         model: The recipe's model, if already read; None: it is read from `model.path`.
         trained: Elements with a gradient over the parameters of the model; None: estimated from the specification.
+        half_batches: Whether `overlap: auto` may choose half-batches, if that is known.
 
     Raises:
         DegreesMismatch: HP301 when explicit degrees do not multiply to the ranks.
         HyperParallelError: As raised by `plan`.
     """
-    if recipe.parallel.auto:
-        return _plan_auto(recipe, world_size, where, model, trained)
-    return _plan_explicit(recipe, world_size, where, model, trained)
+    chosen = _plan_auto if recipe.parallel.auto else _plan_explicit
+    return chosen(recipe, world_size, where, model, trained, half_batches)
 
 
 def _plan_explicit(
@@ -69,6 +73,7 @@ def _plan_explicit(
     where: Callable[[str], str],
     model: ModelSpec | None,
     trained: float | None,
+    half_batches: bool,
 ) -> Plan:
     """Return the plan of a recipe with explicit degrees; arguments and errors as for `plan_recipe`."""
     parallel, strategy = recipe.parallel, _strategy(recipe)
@@ -78,12 +83,33 @@ def _plan_explicit(
     request = _request(recipe, model, strategy.world_size, trained)
     if recipe.stage == "grpo":
         request = request.sharing_cores_with(strategy.world_size + recipe.grpo.sampling_ranks)
-    plan = evaluate(request, strategy, culprit, world_size or parallel.world_size)
+    request = replace(request, half_batches=half_batches)
+    num_devices = world_size or parallel.world_size
+    if _searches_overlap(recipe):
+        plan = _evaluate_overlaps(request, strategy, culprit, num_devices)
+    else:
+        plan = evaluate(request, strategy, culprit, num_devices)
     if recipe.stage == "grpo":
         from hyper_parallel.planner._roles import with_roles
 
         plan = with_roles(recipe, request, plan, where)
     return plan
+
+
+def _evaluate_overlaps(
+    request: PlanRequest, strategy: Strategy, where: str | None, num_devices: int | None
+) -> Plan:
+    """Return the fastest Plan of one strategy over all overlaps that are legal with it; arguments as for `evaluate`."""
+    best = evaluate(request, strategy, where, num_devices)
+    for overlap in OVERLAPS:
+        candidate = replace(strategy, overlap=overlap)
+        if overlap.half_batch and not request.half_batches:
+            continue
+        with suppress(UnsupportedSharding):
+            check_overlap(candidate, best.workload)
+            plan = evaluate(request, candidate, where, num_devices)
+            best = plan if plan.step_s < best.step_s * (1 - TIE) else best
+    return best
 
 
 def _plan_auto(
@@ -92,6 +118,7 @@ def _plan_auto(
     where: Callable[[str], str],
     model: ModelSpec | None,
     trained: float | None,
+    half_batches: bool,
 ) -> Plan:
     """Return the best plan of a recipe with `parallel: auto`; arguments and errors as for `plan_recipe`."""
     parallel, strategy = recipe.parallel, _strategy(recipe)
@@ -113,6 +140,7 @@ def _plan_auto(
     request = _request(recipe, model, world_size or parallel.world_size, trained)
     pins = _pins(recipe, strategy, where)
     request = replace(request, from_recipe=True, executable=True, pins=pins, base=base)
+    request = replace(request, half_batches=half_batches)
     if recipe.stage == "grpo":
         from hyper_parallel.planner._roles import split_devices
 
@@ -190,6 +218,8 @@ def _pins(recipe: Recipe, strategy: Strategy, where: Callable[[str], str]) -> di
         named["recompute"] = recipe.training.recompute
     # Every pipeline has the schedule of the recipe, 1F1B by default.
     pins = check_pins({**named, "schedule": strategy.schedule})
+    if _searches_overlap(recipe):
+        pins["overlap"] = AUTO_OVERLAP
     if p.zero is not None:
         pins["zero"] = p.zero
     elif "reshard_after_forward" in explicit:
@@ -246,6 +276,11 @@ def _strategy(recipe: Recipe) -> Strategy:
         offload=recipe.offload.on,
         overlap=_overlap(recipe),
     )
+
+
+def _searches_overlap(recipe: Recipe) -> bool:
+    """Return whether the planner chooses the overlap of a recipe; a capacity of experts allows none."""
+    return recipe.overlap.auto and recipe.moe.capacity_factor is None
 
 
 def _overlap(recipe: Recipe) -> Overlap:

@@ -18,7 +18,6 @@ from hyper_parallel.ir import (
     Strategy,
     Workload,
     role_tasks,
-    steady_step_s,
 )
 from hyper_parallel.model import FAMILIES_READ
 from hyper_parallel.mpmd import on_shared_cores
@@ -28,6 +27,7 @@ from hyper_parallel.planner.pricing import PricedStrategy
 from hyper_parallel.planner.refinement import Outcome, find_best
 from hyper_parallel.planner.request import PlanRequest
 from hyper_parallel.planner.strategy_space import Space
+from hyper_parallel.sim import steady_step_s
 from hyper_parallel.units import format_seconds
 
 MAX_LAYOUTS: Final = 1024

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Final
 
 from hyper_parallel.errors import PlanUnreadable
-from hyper_parallel.ir import Plan, Task, TaskGraph, Timeline, simulate
+from hyper_parallel.ir import Plan, Task, TaskGraph, Timeline
 from hyper_parallel.mpmd import (
     make_schedule,
     on_shared_cores,
@@ -19,6 +19,7 @@ from hyper_parallel.mpmd import (
     schedule_tasks,
     step_schedule,
 )
+from hyper_parallel.sim import simulate
 from hyper_parallel.units import format_seconds
 
 WIDTH: Final = 100

@@ -206,6 +206,8 @@ class Pricer:
         """Return the pricing case of some rows, with columns that are the same for all rows in `fixed`."""
         named: dict[str, Any] = columns | fixed
         named = {n: c for n, c in named.items() if n not in ("dp", "block")}
+        if "halves" not in named:
+            named |= self.space.open_overlap(named)
         if "zero" in named:
             # Same rule as `Candidates.of`: gradients of a single microbatch are reduced layer by layer.
             single_microbatch = (named["zero"] == 1) & (np.asarray(named["accumulation"]) == 1)

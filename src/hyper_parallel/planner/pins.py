@@ -15,6 +15,7 @@ from typing import Any, Final, Literal, get_args, get_origin
 from hyper_parallel.config import DEGREES, Parallel, Training
 from hyper_parallel.cost import ORDERS, RECOMPUTE, Candidates
 from hyper_parallel.errors import BadValue, UnknownKey
+from hyper_parallel.ir import Overlap
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +47,19 @@ _COLUMNS: Final = {
 """Columns with another name than their key."""
 _SEARCH_VALUES: Final = {"recompute": RECOMPUTE, "zero": (0, 1, 2, 3)}
 """Choices with more values in a search than in a recipe."""
+OVERLAPS: Final = (
+    Overlap(),
+    Overlap(half_batch=True),
+    *(Overlap(ep_chunks=chunks) for chunks in (2, 4, 8)),
+)
+"""Overlap that a search tries, the plainest first."""
+AUTO_OVERLAP: Final = len(OVERLAPS)
+"""Pin of `overlap` to the choice of the search."""
 _SEARCH_ONLY: Final = (
     Pinnable("tp", ""),
     Pinnable("etp", ""),
     Pinnable("order", "", tuple(">".join(order) for order in ORDERS)),
+    Pinnable("overlap", "overlap", (*map(str, OVERLAPS), "auto")),
 )
 _COLUMN_NAMED: Final = ("virtual_stages", "accumulation_steps")
 

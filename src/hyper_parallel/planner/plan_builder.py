@@ -13,7 +13,6 @@ from hyper_parallel.ir import (
     Alternative,
     Certificate,
     Layout,
-    Overlap,
     Plan,
     Rejected,
     Strategy,
@@ -196,8 +195,6 @@ def _build_plan(
         strategy = replace(strategy, stage_layers=tuple(stage.layers for stage in priced.stages))
     check_overlap(strategy, workload)
     layouts, layout_notes = _layouts(request, strategy, where)
-    if strategy.overlap != Overlap():
-        notes += ("overlap is not priced: times are those of the same step without it",)
     layout_notes += offload_note(priced.cost, priced.memory_bytes)
     if strategy.pp > 1 and layouts:
         # Verify the schedule before any process starts.

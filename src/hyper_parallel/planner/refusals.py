@@ -185,14 +185,16 @@ def _pinned(request: PlanRequest, name: str, value: int) -> PlanRequest:
 def _any_legal(request: PlanRequest) -> bool:
     """Return whether any combination of degrees is legal and executable."""
     space = Space(request)
-    meshes = tuples(space.meshes(), ("pp", "tp_x", "tp_y", "cp", "dp", "accumulation"))
+    names = ("pp", "tp_x", "tp_y", "cp", "dp", "accumulation", "microbatch")
+    meshes = tuples(space.meshes(), names)
     return any(
         space.refusal_of(shard, cp, x, y, *block, pp=pp) is None
-        for pp, x, y, cp, dp, steps in dict.fromkeys(meshes)
+        for pp, x, y, cp, dp, steps, micro in dict.fromkeys(meshes)
         if space.schedules(pp, steps)
         for block in space.blocks(x, y, cp, dp)
-        for _, shard, *_ in space.states(pp, dp, x * y * cp, block[2] * block[3])
+        for _, shard, zero in space.states(pp, dp, x * y * cp, block[2] * block[3])
         if space.has_pinned_zero(np.array(shard * cp))
+        if space.overlaps_of(pp, shard, cp, x, y, block[2], zero, micro)
     )
 
 

@@ -54,6 +54,7 @@ class PlanRequest:
     base: Strategy = field(
         default_factory=Strategy
     )  # source of the rules and of the layers per stage
+    half_batches: bool = True  # whether layers of the model may run on half-batches
     group_sequences: int = 1  # sequences of a step that stay on one data-parallel rank
 
     def allows(self, name: str, value: float) -> bool:

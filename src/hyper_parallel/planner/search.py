@@ -10,7 +10,10 @@ The bounds hold because they price a partial strategy with the best value of eve
     pipeline   adds pp, the schedule and its bubble; no data-parallel cost and no recomputation; memory with all
                allowed sharding, offload and recomputation
     states     adds data parallelism and recomputation; every group on the best links of the machine
-    order      complete strategy: the price itself
+    order      complete except for overlap inside of layers: no overlap is priced as it is, the others by their bound
+    overlap    complete strategy: the price itself
+
+The bound of overlap hides communication behind all computation of a layer, except for the first and last chunk.
 
 Recomputation is solved per strategy: for every kind, the smallest number of layers that fits, with gathered inputs kept
 or re-gathered.
@@ -28,7 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hyper_parallel.cost import SCHEDULES, distinct
-from hyper_parallel.ir import AXES
+from hyper_parallel.ir import AXES, Overlap
 from hyper_parallel.planner._complete import Completer
 from hyper_parallel.planner.bounds import (
     FREED,
@@ -42,7 +45,7 @@ from hyper_parallel.planner.bounds import (
     select,
     tuples,
 )
-from hyper_parallel.planner.strategy_space import BLOCKS, Columns, Space
+from hyper_parallel.planner.strategy_space import BLOCKS, OVERLAP_KEY, Columns, Space
 
 Array = NDArray[np.float64]
 
@@ -101,6 +104,7 @@ class BranchAndBound:
         self.pricer = Pricer(space)
         self.completer = Completer(self.pricer, max_s_per_token or np.inf)
         self.domains = link_domains(self.pricer.machine)
+        self._is_plain = Overlap() in space.overlaps
         self.rows = self.slower = self.barred = join([])
         self.num_refused = 0
         self._completed: list[Columns] = []
@@ -264,9 +268,26 @@ class BranchAndBound:
         """Complete strategies with the distinct orders of the axes; return the rows unchanged for the next level."""
         keys = (*(columns[n] for n in AXES), np.full(len(bound), float(inner)))
         expanded = self._expand(_drop_columns(columns, "block"), ("order",), self._orders_of, *keys)
-        if count(expanded):
-            self._record(self.completer.complete(expanded))
+        if self._is_plain:
+            ones = np.ones(count(expanded))
+            self._complete(expanded | {"halves": ones, "ep_chunks": ones})
+        if self.space.overlaps != (Overlap(),):
+            # The plainest overlap lowers the threshold first, which prunes most rows by their bound.
+            fast = self.completer.promising(expanded)
+            overlaps = self._expand(
+                fast, ("halves", "ep_chunks"), self._overlaps_of, *(fast[n] for n in OVERLAP_KEY)
+            )
+            self._complete(overlaps)
         return columns, bound
+
+    def _complete(self, rows: Columns) -> None:
+        """Complete and record strategies that lack only the choices that free memory."""
+        if count(rows):
+            self._record(self.completer.complete(rows))
+
+    def _overlaps_of(self, *key: int) -> list[tuple[int, int]]:
+        """Return the overlaps to try for a key, without the plain one, which is priced before."""
+        return [o for o in self.space.overlaps_of(*key) if not self._is_plain or o != (1, 1)]
 
     def _orders_of(self, *key: int) -> list[int]:
         """Return the orders to try for the degrees and the `inner` flag in a key."""

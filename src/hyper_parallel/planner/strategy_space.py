@@ -7,6 +7,7 @@ A strategy is chosen level by level, so the space is a few tables instead of one
     states     dp_replicate x dp_shard, and the sharded states (zero)
     schedule   pipeline schedule and virtual stages
     order      axes outer to inner, one order per distinct placement on the tiers
+    overlap    half-batches, and chunks of the experts' tokens
 
 Illegal combinations are counted by reason when their level is built.
 """
@@ -17,6 +18,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, Final, TypeAlias
 
@@ -24,10 +26,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hyper_parallel.cost import ORDERS, RECOMPUTE, SCHEDULES, SHAPES, Candidates
-from hyper_parallel.ir import AXES, Strategy, Workload
-from hyper_parallel.planner.pins import PINNABLE
+from hyper_parallel.errors import UnsupportedSharding
+from hyper_parallel.ir import AXES, Overlap, Strategy, Workload
+from hyper_parallel.planner.pins import AUTO_OVERLAP, OVERLAPS, PINNABLE
 from hyper_parallel.planner.request import PlanRequest, unimplemented
-from hyper_parallel.shard import legal_tp
+from hyper_parallel.shard import check_overlap, legal_tp
 
 TENSOR_INNERMOST: Final = frozenset(
     i for i, order in enumerate(ORDERS) if {*order[-2:]} == {"tp_x", "tp_y"}
@@ -68,6 +71,8 @@ BLOCKS: Final = (
     "attention_shape", "mlp_shape", "ep", "etp", "cp_ulysses", "attention_tokens", "cp_gather",
 )  # fmt: skip
 """Columns of a row of `Space.blocks`."""
+OVERLAP_KEY: Final = ("pp", "dp_shard", "cp", "tp_x", "tp_y", "ep", "zero", "microbatch")
+"""Columns that decide which overlap is legal."""
 _ONE, _TWO, _MOVED = (SHAPES.index(shape) for shape in ("1d", "2d", "weight"))
 
 Columns: TypeAlias = dict[str, NDArray[np.float64]]
@@ -90,6 +95,7 @@ class Space:
         recomputes: Allowed kinds of recomputation, as indices into `cost.RECOMPUTE`.
         regathers: Whether gathered inputs may be re-gathered in backward; 0 (keep them, faster) first.
         offloads: Whether bytes that exceed the device may be offloaded to host memory.
+        overlaps: Allowed overlap inside of layers, the plainest first.
     """
 
     def __init__(self, request: PlanRequest) -> None:
@@ -111,6 +117,7 @@ class Space:
         self.regathers = self._allowed("gathered_inputs", (0, 1))
         host = request.offload is not None and request.machine.host_bytes_s > 0
         self.offloads = self._allowed("offload", (0, 1)) if host else [0]
+        self.overlaps = self._allowed_overlaps()
         legal = legal_tp(model.num_heads, model.num_kv_heads, *model.intermediate_sizes)
         self._tp = {t for t in legal if not runs or request.refusal(Strategy(tp_x=t)) is None}
         self._ep: dict[int, bool] = {1: True}
@@ -119,6 +126,14 @@ class Space:
     def _allowed(self, name: str, values: Sequence[int]) -> list[int]:
         """Return the values of a column that the pins allow."""
         return [value for value in values if self.request.allows(name, value)]
+
+    def _allowed_overlaps(self) -> tuple[Overlap, ...]:
+        """Return the pinned overlap, or all that a search tries; without a pin, the overlap of the base."""
+        pinned = self.request.pins.get("overlap")
+        if pinned is None:
+            return (self.request.base.overlap,)
+        options = OVERLAPS if pinned == AUTO_OVERLAP else (OVERLAPS[pinned],)
+        return tuple(o for o in options if self.request.half_batches or not o.half_batch)
 
     def _divisors(self, axis: str, number: int) -> list[int]:
         """Return the divisors of a number that the pins of an axis allow."""
@@ -338,6 +353,53 @@ class Space:
             )
             self._refusals[key] = self.request.refusal(strategy)
         return self._refusals[key]
+
+    def open_overlap(self, columns: Columns) -> Columns:
+        """Return columns of rows without a chosen overlap, for a lower bound over all allowed ones."""
+        if self.overlaps == (Overlap(),):
+            return {}
+        chunks = max(o.ep_chunks for o in self.overlaps)
+        halved = (columns["cp"] == 1) & (columns["tp_y"] == 1) & (columns["microbatch"] % 2 == 0)
+        halved &= (np.asarray(columns.get("pp", 1.0)) == 1) & any(
+            o.half_batch for o in self.overlaps
+        )
+        chunked = (columns["ep"] > 1) & (chunks > 1)
+        return {
+            "halves": np.where(halved, -2.0, 1.0),
+            "ep_chunks": np.where(chunked, -float(chunks), 1.0),
+        }
+
+    def overlaps_of(self, *key: int) -> list[tuple[int, int]]:
+        """Return level six: (halves, ep_chunks) that are legal, and not without effect, for `OVERLAP_KEY`."""
+        named: dict[str, Any] = dict(zip(OVERLAP_KEY, key, strict=True))
+        micro, zero = named.pop("microbatch"), named.pop("zero")
+        plain = Strategy(**named, zero=zero if zero < 2 else None)
+        workload = Workload(self.request.workload.seq_len, microbatch=micro)
+        if self.overlaps == (Overlap(),):
+            return [(1, 1)]
+        options = []
+        for overlap in self.overlaps:
+            try:
+                check_overlap(replace(plain, overlap=overlap), workload)
+            except UnsupportedSharding as error:
+                self.rule_out(error.what)
+            else:
+                options.append((1 + overlap.half_batch, overlap.ep_chunks))
+        return options
+
+    def halves_run_with(self, offload: int, regather: int) -> bool:
+        """Return whether half-batches are legal with a choice that frees memory."""
+        strategy = Strategy(
+            tp_x=2,
+            offload=bool(offload),
+            gathered_inputs="re-gather" if regather else "keep",
+            overlap=Overlap(half_batch=True),
+        )
+        try:
+            check_overlap(strategy, Workload(8, microbatch=2))
+        except UnsupportedSharding:
+            return False
+        return True
 
     def states(self, pp: int, dp: int, inner: int, fold: int) -> list[tuple[int, ...]]:
         """Return level three: (dp_replicate, dp_shard, zero), where ep x etp folds over dp_shard x cp x tp."""

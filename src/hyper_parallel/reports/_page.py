@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from statistics import median
 from typing import Any, Final
 
 from bokeh.embed import components
@@ -123,11 +124,28 @@ def render(*runs: RunRecord) -> str:
         layouts=[(name, _layout(x, run.plan.mesh)) for name, x in run.plan.layouts.items()],
         hidden_lanes=len(_ranks(run.timeline)) - _MAX_LANES if run.timeline else 0,
         offload=_offload_facts(run),
+        exposed=_exposed(run),
         medians=medians_text(run),
         parts=part_rows(run),
         data=data_section(run.data),
         loss_title=run.terms.loss[0].upper() + run.terms.loss[1:],
     )
+
+
+def _exposed(run: RunRecord) -> dict[str, Any] | None:
+    """Return medians over recorded steps: exposed seconds by kind of parallelism, and both figures of masking."""
+    steps = [m["overlap"] for m in run.last.rows if "exposed_s" in m.get("overlap", {})]
+    if not steps:
+        return None
+    kinds = dict.fromkeys(kind for step in steps for kind in step["exposed_s"])
+    masked = {
+        name: [step[name] for step in steps if step.get(name) is not None]
+        for name in ("masking_timeline", "masking_wait")
+    }
+    return {
+        "seconds": {k: median(s["exposed_s"].get(k, 0.0) for s in steps) for k in kinds},
+        **{name: median(values) if values else None for name, values in masked.items()},
+    }
 
 
 def _names(runs: Sequence[RunRecord]) -> list[str]:
@@ -369,7 +387,8 @@ def _by_kind(
 def _phases(timeline: Timeline) -> dict[str, float]:
     """Return mean seconds per phase, step and rank; the first recorded step is excluded as slower: it counts bytes."""
     steps = {*(steps_of(timeline)[1:] or steps_of(timeline))}
-    spans = [s for s in timeline.spans if s.step in steps]
+    # A collective in flight is no phase: the rank computes or waits meanwhile.
+    spans = [s for s in timeline.spans if s.step in steps and s.category != "in flight"]
     rank_steps = len({(s.lane.split("/")[0], s.step) for s in spans}) or 1
     total: dict[str, float] = {}
     for span in spans:

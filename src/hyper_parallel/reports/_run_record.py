@@ -34,6 +34,15 @@ class _Offloaded(TypedDict):
 
 
 @with_config(_STRICT)
+class _Overlap(TypedDict):
+    """Fields of exposed communication that a report uses; see `ir.masking`."""
+
+    exposed_s: NotRequired[dict[str, _Number]]
+    masking_timeline: NotRequired[_Number | None]
+    masking_wait: NotRequired[_Number | None]
+
+
+@with_config(_STRICT)
 class _Row(TypedDict):
     """Fields of a line of metrics.jsonl or eval.jsonl that a report uses."""
 
@@ -50,6 +59,7 @@ class _Row(TypedDict):
     rollout: NotRequired[dict[str, _Number | None] | None]
     preference: NotRequired[dict[str, _Number | None] | None]
     offload: NotRequired[_Offloaded]
+    overlap: NotRequired[_Overlap]
 
 
 @with_config(_STRICT)

@@ -89,7 +89,7 @@ def kind_of(name: str, category: str = "") -> str:
         return kind
     if category == "wait":
         return "waiting"
-    if "communication" in (category, name.rpartition(" ")[2]):
+    if category == "in flight" or "communication" in (category, name.rpartition(" ")[2]):
         return "communication"
     return BOTH
 

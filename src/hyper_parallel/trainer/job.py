@@ -19,7 +19,12 @@ from hyper_parallel.config import (
     with_absolute_paths,
     with_steps,
 )
-from hyper_parallel.errors import CheckpointCorrupt, Contradiction, TokenizerMissing
+from hyper_parallel.errors import (
+    CheckpointCorrupt,
+    Contradiction,
+    TokenizerMissing,
+    UnsupportedSharding,
+)
 from hyper_parallel.ir import Plan
 from hyper_parallel.owned_folder import Replacement
 from hyper_parallel.topology import is_this_machine
@@ -265,7 +270,8 @@ def prepare_job(
     share, trained = trained_of(model := build_model(recipe))
     if weights is not None:
         check_pretrained(model, weights)
-    plan = plan_recipe(recipe, training_ranks, loaded.where, spec, share)
+    half_batches = not recipe.overlap.auto or _runs_half_batches(loaded, model)
+    plan = plan_recipe(recipe, training_ranks, loaded.where, spec, share, half_batches)
     check_plan(plan)
     recipe = (loaded := with_planned_roles(loaded, plan)).recipe
     check_ranks(recipe, plan.strategy.world_size + recipe.grpo.sampling_ranks)
@@ -341,6 +347,22 @@ def _check_weights(loaded: LoadedRecipe) -> Path | None:
             hint="set `lora=null` or `checkpoint.export=false`, or `model.path=RUN_DIR/export`",
         )
     return weights
+
+
+def _runs_half_batches(loaded: LoadedRecipe, model: Any) -> bool:
+    """Return whether the model of a recipe can run on half-batches, as measured and by the losses of the recipe."""
+    from hyper_parallel.backends.torch import check_half_batches, check_routing
+    from hyper_parallel.ir import Overlap, Strategy
+    from hyper_parallel.trainer.engine.recipe_model import routing_of
+    from hyper_parallel.trainer.model_properties import recipe_properties
+
+    router_loss = check_routing(model, routing_of(loaded.recipe), loaded.where("moe"))
+    halved = Strategy(tp_x=2, overlap=Overlap(half_batch=True))
+    try:
+        check_half_batches(model, halved, router_loss is not None)
+    except UnsupportedSharding:
+        return False
+    return bool(recipe_properties(loaded.recipe).half_batches.holds)
 
 
 def _check_model(loaded: LoadedRecipe, plan: Plan, model: Any) -> tuple[Plan, str | None]:

@@ -16,7 +16,7 @@ from torch import nn
 
 from hyper_parallel.backends.torch import measure_properties as measuring
 from hyper_parallel.backends.torch.driver import driver_untouched
-from hyper_parallel.config import LoadedRecipe
+from hyper_parallel.config import LoadedRecipe, Recipe
 from hyper_parallel.errors import Contradiction, ForkUnsafe, HyperParallelError, RankFailed
 from hyper_parallel.ir import Plan
 from hyper_parallel.model import ConfigFile, ModelProperties, read_config
@@ -67,6 +67,16 @@ def properties_of(
     return measured
 
 
+def recipe_properties(recipe: Recipe) -> ModelProperties:
+    """Return the measured properties of a recipe's model, as `properties_of`."""
+    return properties_of(
+        read_config(recipe.model.path),
+        recipe.model.attn_implementation,
+        trusted=recipe.model.trust_remote_code,
+        scores=recipe.stage == "rm",
+    )
+
+
 def check_properties(loaded: LoadedRecipe, plan: Plan) -> ModelProperties:
     """Return the properties of a recipe's model, and raise for a run with an invalid loss.
 
@@ -81,9 +91,7 @@ def check_properties(loaded: LoadedRecipe, plan: Plan) -> ModelProperties:
     recipe = loaded.recipe
     trusted, scores = recipe.model.trust_remote_code, recipe.stage == "rm"
     file = read_config(recipe.model.path)
-    properties = properties_of(
-        file, recipe.model.attn_implementation, trusted=trusted, scores=scores
-    )
+    properties = recipe_properties(recipe)
     if properties.causal.holds is False and not scores:
         setting = _causal_setting(file, trusted)
         raise Contradiction(

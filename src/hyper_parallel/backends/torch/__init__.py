@@ -22,7 +22,7 @@ from hyper_parallel.backends.torch._step import (
     forward_backward,
     forward_loss,
 )
-from hyper_parallel.backends.torch.collectives import purpose
+from hyper_parallel.backends.torch.collectives import flights_to, purpose
 from hyper_parallel.backends.torch.data.fsdp import FLAT
 from hyper_parallel.backends.torch.experts.router_loss import RouterLoss, router_loss_facts
 from hyper_parallel.backends.torch.experts.routing import (
@@ -74,6 +74,7 @@ __all__ = [
     "data_share",
     "device_workspace",
     "end_step",
+    "flights_to",
     "forward_backward",
     "forward_loss",
     "half_batch_counts",

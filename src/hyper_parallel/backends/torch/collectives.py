@@ -6,8 +6,9 @@ DTensor operator: in eager mode the dispatch costs more than the small operators
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
@@ -17,11 +18,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hyper_parallel.ir import Purpose
+from hyper_parallel.ir import Flight, Purpose
 
 # torch 2.13 renamed both functions and deprecates the names of 2.11.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_listener: ContextVar[Callable[[Flight], None] | None] = ContextVar("flights", default=None)
 _current: ContextVar[tuple[Purpose | None, bool]] = ContextVar("purpose", default=(None, False))
 
 
@@ -33,6 +35,52 @@ def current_purpose() -> Purpose | None:
 def is_coalesced() -> bool:
     """Return whether messages issued now are coalesced: all are issued before the first wait."""
     return _current.get()[1]
+
+
+@contextmanager
+def flights_to(listener: Callable[[Flight], None]) -> Iterator[None]:
+    """Tell a listener about every collective of this package that is waited for in this context, on this thread.
+
+    Its times are those of the host, so on an accelerator they say nothing.
+    """
+    token = _listener.set(listener)
+    try:
+        yield
+    finally:
+        _listener.reset(token)
+
+
+class _Flight:
+    """Times of a collective that is being recorded."""
+
+    def __init__(self, listener: Callable[[Flight], None]) -> None:
+        self._listener = listener
+        self.start_s = time.perf_counter()
+        self.end_s: float | None = None
+
+    def watch(self, work: dist.Work | None) -> None:
+        """Note the completion of an asynchronous collective, in the thread that completes it.
+
+        Reduce-scatters of gloo do not tell; they count as in flight until the wait.
+        """
+        if work is not None:
+            with suppress(RuntimeError):
+                work.get_future().add_done_callback(self._complete)
+
+    def _complete(self, _: Any) -> None:
+        self.end_s = time.perf_counter()
+
+    def report(self, kind: str, name: Purpose, sent: Tensor, wait_s: float) -> None:
+        """Report the collective, whose wait has ended."""
+        now = time.perf_counter()
+        work = kind, sent.numel() * sent.element_size()
+        self._listener(Flight(name, work, self.start_s, wait_s, now, self.end_s or now))
+
+
+def _recorded() -> _Flight | None:
+    """Return the record of a collective that is issued now; None without a listener."""
+    listener = None if torch.compiler.is_compiling() else _listener.get()
+    return None if listener is None else _Flight(listener)
 
 
 @contextmanager
@@ -76,8 +124,11 @@ def paired(forward: Callable[..., Any], backward: Callable[..., Any], *tensors: 
 
 def all_reduce(x: Tensor, group: dist.ProcessGroup | None, name: Purpose) -> Tensor:
     """Sum over ranks in place; no gradient."""
+    flight = _recorded()
     with purpose(name):
         dist.all_reduce(x, group=group)
+    if flight is not None:
+        flight.report("all_reduce", name, x, flight.start_s)
     return x
 
 
@@ -113,9 +164,10 @@ def launch_all_to_all(
     async_op: bool,
 ) -> Callable[[], Tensor]:
     """Issue `all_to_all` and return the function that waits for it and returns `out`."""
+    flight = _recorded()
     with purpose(name):
         work = dist.all_to_all_single(out, x, receive, send, group=group, async_op=async_op)
-    return partial(await_collective, "all_to_all", work, out, x, group, name)
+    return _awaited("all_to_all", work, out, x, group, name, flight)
 
 
 def launch_gather_rows(
@@ -123,19 +175,21 @@ def launch_gather_rows(
 ) -> Callable[[], Tensor]:
     """Issue `gather_rows` and return the function that waits for it and returns its result."""
     out, x = x.new_empty(group.size() * x.shape[0], *x.shape[1:]), x.contiguous()
+    flight = _recorded()
     with purpose(name):
         work = _all_gather(out, x, group=group, async_op=async_op)
     stacked = out.view(group.size(), *x.shape)
-    return partial(await_collective, "all_gather", work, stacked, x, group, name)
+    return _awaited("all_gather", work, stacked, x, group, name, flight)
 
 
 def launch_reduce_into(
     out: Tensor, rows: Tensor, group: dist.ProcessGroup, name: Purpose, *, async_op: bool
 ) -> Callable[[], Tensor]:
     """Issue `reduce_into` and return the function that waits for it and returns `out`."""
+    flight = _recorded()
     with purpose(name):
         work = _reduce_scatter(out, rows, group=group, async_op=async_op)
-    return partial(await_collective, "reduce_scatter", work, out, rows, group, name)
+    return _awaited("reduce_scatter", work, out, rows, group, name, flight)
 
 
 def launch_all_reduce(
@@ -143,9 +197,25 @@ def launch_all_reduce(
 ) -> Callable[[], Tensor]:
     """Issue a sum over ranks of a copy and return the function that waits for it and returns the sum."""
     out = x.contiguous().clone()
+    flight = _recorded()
     with purpose(name):
         work = dist.all_reduce(out, group=group, async_op=async_op)
-    return partial(await_collective, "all_reduce", work, out, out, group, name)
+    return _awaited("all_reduce", work, out, out, group, name, flight)
+
+
+def _awaited(
+    kind: str,
+    work: dist.Work | None,
+    out: Tensor,
+    sent: Tensor,
+    group: dist.ProcessGroup,
+    name: Purpose,
+    flight: _Flight | None,
+) -> Callable[[], Tensor]:
+    """Return the function that waits for an issued collective."""
+    if flight is not None:
+        flight.watch(work)
+    return partial(await_collective, kind, work, out, sent, group, name, flight)
 
 
 def await_collective(
@@ -155,13 +225,17 @@ def await_collective(
     sent: Tensor,
     group: dist.ProcessGroup,
     name: Purpose,
+    flight: _Flight | None = None,
 ) -> Tensor:
     """Wait for a collective and return `out`.
 
     `sent` is an argument to keep it alive until then; a monitor reads `kind`, `group` and `name` of a rank that hangs.
     """
+    begin_s = time.perf_counter() if flight is not None else 0.0
     if work is not None:
         work.wait()
+    if flight is not None:
+        flight.report(kind, name, sent, begin_s if work is not None else flight.start_s)
     return out
 
 
@@ -189,12 +263,16 @@ def send_receive(
         dist.P2POp(dist.irecv, received, group=group, group_peer=source),
     ]
     with purpose(name, coalesced=True):
+        flight = _recorded()
         works = dist.batch_isend_irecv(pair)
 
     def wait(
         sent: Tensor = sent,
     ) -> None:  # the default value keeps the buffer alive until it is sent
+        begin_s = time.perf_counter()
         for work in works:
             work.wait()
+        if flight is not None:
+            flight.report("send_recv", name, sent, begin_s)
 
     return received, wait

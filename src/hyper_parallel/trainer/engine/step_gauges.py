@@ -17,15 +17,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hyper_parallel.backends.torch import local
+from hyper_parallel.backends.torch import flights_to, local
 from hyper_parallel.backends.torch.memory import StorageWatch
 from hyper_parallel.errors import Unwritten, not_writable
-from hyper_parallel.ir import Counter, Span, Timeline, joined
+from hyper_parallel.ir import Counter, Flight, Span, Timeline, joined, masking
 from hyper_parallel.runtime import HeartbeatWriter
 
 WINDOW: Final = range(2, 13)
 """Recorded steps, few enough for small files: the second, whose bytes are counted, and ten after the warm-up."""
 _MAX_RANKS: Final = 64
+_MAX_FLIGHTS: Final = 20_000
+"""Collectives of a rank that a timeline shows; all of them count in the figures of a step."""
 _ACTION: Final = re.compile(r"\d+([FBIW])\d+")
 """Name of a pipeline action: stage, direction, microbatch."""
 
@@ -62,6 +64,9 @@ class SpanRecorder:
         self._spans: list[tuple[tuple[str, str, str, int | None], Any, Any]] = []
         self._samples: list[tuple[str, Any, float]] = []
         self._step: int | None = None
+        self._flights: list[Flight] = []
+        self._alone_s: dict[tuple[str, int], float] = {}
+        self._shown_flights = 0
         self._origin, self.origin_s = self._now(), time.time()
 
     def begin_step(self, step: int | None) -> None:
@@ -86,6 +91,36 @@ class SpanRecorder:
         self._spans.append((what, start, end))
         if self._events:
             self._samples.append(("memory", end, torch.accelerator.memory_allocated(self._device)))
+
+    @contextmanager
+    def collectives(self) -> Iterator[None]:
+        """Record when collectives of the enclosed step are in flight, and when this rank waits for them.
+
+        Only steps in the window and ranks on a CPU: a host does not wait for the collectives of an accelerator.
+        Collectives of FSDP, which torch issues, are not recorded.
+        """
+        self._flights = []
+        if self._events or self._step not in self._window:
+            yield
+            return
+        with flights_to(self._flights.append):
+            yield
+        for flight in self._flights:
+            seconds = flight.end_s - flight.start_s
+            self._alone_s[flight.work] = min(seconds, self._alone_s.get(flight.work, seconds))
+        shown = self._flights[: _MAX_FLIGHTS - self._shown_flights]
+        self._shown_flights += len(shown)
+        for flight in shown:
+            lane = f"{self._lane}/communication"
+            span = lane, str(flight.purpose), "in flight", self._step
+            self._spans.append((span, flight.start_s, flight.end_s))
+
+    def overlap(self) -> dict[str, Any]:
+        """Return `ir.masking` of the last step; empty without recorded collectives.
+
+        A collective alone takes its shortest time of the recorded steps so far.
+        """
+        return masking(self._flights, self._alone_s) if self._flights else {}
 
     def memory(self, samples: Iterable[tuple[str, float, int]]) -> None:
         """Add the gauge's samples of the step: name, host time and bytes."""

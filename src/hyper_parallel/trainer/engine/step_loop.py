@@ -216,7 +216,7 @@ class Loop:
         start = time.perf_counter()
         self.recorder.begin_step(step)
         self.seed(step)
-        with self.gauge.step():
+        with self.gauge.step(), self.recorder.collectives():
             inputs = self.inputs(batches, step, lr)
             if self.stage is not None:
                 rows = self._rows(batches, step - 1)
@@ -237,8 +237,8 @@ class Loop:
         self.recorder.memory(self.gauge.samples)
         seconds = time.perf_counter() - start
         result = output.result(int(inputs.valid_tokens), seconds, routing)
-        if (counts := half_batch_counts(self.model)) is not None:
-            result = replace(result, overlap=counts)
+        overlap = (half_batch_counts(self.model) or {}) | self.recorder.overlap()
+        result = replace(result, overlap=overlap or None)
         if self.stage is not None:
             result = replace(result, **self.stage.record())
         skipped = self.policy.after(output, step, bool(rejected))

@@ -70,7 +70,9 @@ class StepResult:
     )
     rollout: dict[str, Any] | None = None  # rewards and lengths of completions
     preference: dict[str, Any] | None = None  # scores of pairs of answers
-    overlap: dict[str, Any] | None = None  # layers run on half-batches; None without half-batches
+    overlap: dict[str, Any] | None = (
+        None  # half-batches, and exposed communication; None without either
+    )
     stop: bool = False  # a rank requests the end of the run after this step
     save: bool = False  # a rank requests a checkpoint after this step
 

@@ -60,7 +60,7 @@ class StepRecord:
     rollout: dict[str, Any] | None = None  # rewards and lengths of completions
     preference: dict[str, Any] | None = None  # scores of pairs of answers
     overlap: dict[str, Any] | None = (
-        None  # layers run on half-batches and on whole batches; None without half-batches
+        None  # layers run on half-batches and whole; in recorded steps exposed communication of rank 0
     )
 
 

@@ -1,0 +1,249 @@
+"""Published pairs of runs without and with overlap against predictions: size and sign of the effect.
+
+    python benchmarks/overlap_predictions.py            # a table
+    python benchmarks/overlap_predictions.py --json     # the same as JSON
+
+The pairs, their sources and the assumed conditions are in `data/overlap_pairs.json`. Pairs for calibration are not
+scored. A prediction is the step time without overlap over that with it; only the exposed communication differs.
+
+    strategy           overlap of our own strategies, as the planner prices it
+    share              the same program of a layer, from the published share of communication alone
+    chunked-tp         a gather under the matmul that consumes it, chunk by chunk, or a scatter under its producer
+    two-microbatches   exchanges of one microbatch under the computation of another
+
+Exit status 1 when a bar is missed: `BAR` of the mean absolute error of the log ratio of "no effect", and `SIGNS` of the
+pairs with an effect above `EFFECT` with the right sign.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hyper_parallel.cost import (
+    Candidates,
+    LayerPrices,
+    Machine,
+    ModelNumbers,
+    PassSeconds,
+    PricingCase,
+    pass_span,
+    score,
+    stack_card,
+)
+from hyper_parallel.ir import Overlap, Strategy, Workload
+from hyper_parallel.model import ModelSpec, load_model
+from hyper_parallel.sim import LaneProgram
+from hyper_parallel.topology import load_topology
+
+PAIRS = Path(__file__).with_name("data") / "overlap_pairs.json"
+BAR, SIGNS, EFFECT = 0.5, 0.85, 0.03
+NO_OVERLAP = Overlap()
+Array = np.ndarray[Any, np.dtype[np.float64]]
+
+
+def published_ratio(pair: dict[str, Any]) -> float | None:
+    """Speed with overlap over that without; None if only the sign is published."""
+    if pair["without"] is None:
+        return None
+    ratio = pair["with"] / pair["without"]
+    return 1.0 / ratio if pair["unit"] == "seconds" else ratio
+
+
+def case_of(pair: dict[str, Any], overlap: Overlap = NO_OVERLAP) -> PricingCase:
+    """The priced run of a pair; the stack overlaps nothing inside of layers by itself."""
+    model, supernode = load_model(pair["model"]), load_topology(pair["topology"])
+    if "layers" in pair:
+        model = first_layers(model, pair["layers"])
+    if "link_bytes_s" in pair:
+        inner, *outer = supernode.tiers
+        rate = dataclasses.replace(inner.bytes_s, value=pair["link_bytes_s"])
+        supernode = dataclasses.replace(
+            supernode, tiers=(dataclasses.replace(inner, bytes_s=rate), *outer)
+        )
+    chosen = {k: v for k, v in pair["strategy"].items() if k != "overlap"}
+    strategy = Strategy(**chosen, overlap=overlap)
+    workload = Workload(
+        pair["seq_len"],
+        microbatch=pair["microbatch"],
+        accumulation_steps=pair.get("accumulation", 1),
+    ).resolve(strategy.dp)
+    stack = dataclasses.replace(
+        stack_card(pair["stack"]), overlap_tp=0.0, overlap_ep=0.0, overlap_ep_chunks=0.0
+    )
+    dtype = pair.get("matmul_dtype", "bfloat16")
+    machine = Machine.of(supernode, "bfloat16", matmul_dtype=dtype, stack=stack)
+    return PricingCase(ModelNumbers.of(model), machine, workload, Candidates.of(strategy, workload))
+
+
+def first_layers(model: ModelSpec, count: int) -> ModelSpec:
+    """A model with only the first layers of another."""
+    blocks = []
+    for block in model.blocks:
+        layers = tuple(layer for layer in block.layers if layer < count)
+        if layers or not block.layers:
+            blocks.append(dataclasses.replace(block, layers=layers))
+    return dataclasses.replace(model, blocks=tuple(blocks))
+
+
+def terms_of(case: PricingCase) -> dict[str, float]:
+    """Seconds of the terms of a step."""
+    return {t.name: float(t.seconds[0]) for t in score(case).time}
+
+
+def strategy_ratio(pair: dict[str, Any]) -> float:
+    """Speed-up of an overlap of our own strategies."""
+    overlap = Overlap(**pair["strategy"]["overlap"])
+    plain, other = (sum(terms_of(case_of(pair, o)).values()) for o in (Overlap(), overlap))
+    return plain / other
+
+
+def share_ratio(pair: dict[str, Any]) -> float:
+    """Speed-up of a layer of which the share of communication is known; its link needs no cores."""
+    halves, chunks = pair["halves"], pair["chunks"]
+    traffic = pair["communication_share"]
+    work = (1.0 - traffic) / halves
+    attention, mlp = work * pair["attention_share"], work * pair["mlp_share"]
+    experts = max(0.0, work - attention - mlp)
+    dense = experts < 1e-9
+    values = {
+        "attention": attention,
+        "mlp": mlp,
+        "experts": 0.0 if dense else experts / chunks,
+        "attention_collective": traffic / halves / 4 if dense else 0.0,
+        "mlp_collective": traffic / halves / 4 if dense else 0.0,
+        "exchange": 0.0 if dense else traffic / halves / 2 / chunks,
+    }
+    seconds = PassSeconds(**{name: np.array([value]) for name, value in values.items()})
+    # Halves met after every layer in these measurements.
+    return 1.0 / float(pass_span(seconds, halves, chunks, np.ones(1), 0.0)[0])
+
+
+def chunked_matmul_s(traffic: Array, matmul: Array, ranks: int) -> Array:
+    """Seconds of a gather under the matmul that consumes it: the own chunk needs no message, copies need no cores."""
+    lanes = [0]
+    deps: list[tuple[int, ...]] = [()]
+    rows = [0]
+    for _ in range(ranks - 1):
+        lanes += [1, 0]
+        deps += [(), (len(rows),)]
+        rows += [1, 0]
+    program = LaneProgram(tuple(lanes), tuple(deps), tuple(rows))
+    return program.span([matmul / ranks, traffic / (ranks - 1)])[0]
+
+
+def chunked_tp_ratio(pair: dict[str, Any]) -> float:
+    """Speed-up of chunked gathers and scatters of tensor parallelism, four in each pass through a layer."""
+    case = case_of(pair)
+    ranks = int(pair["strategy"]["tp_x"])
+    small = case.with_columns(microbatch=case.c.microbatch / ranks)
+    prices, chunk = LayerPrices.of(case), LayerPrices.of(small)
+    whole_s, chunks_s = prices.work.matmul, ranks * chunk.work.matmul
+    passes = 2.0 + (case.c.recompute > 1)
+    traffic = prices.comm.tp_whole / (4.0 * passes)
+    chunk_traffic = np.maximum(traffic, ranks * chunk.comm.tp_whole / (4.0 * passes))
+    # Attention and the feed-forward part have half of the four matmuls each, in proportion to their weights.
+    attention = case.n.attention_weights / (case.n.attention_weights + case.n.mlp_weights)
+    exposed: Array = np.zeros(1)
+    for share in (attention / 2.0, (1.0 - attention) / 2.0):
+        span = chunked_matmul_s(chunk_traffic, chunks_s * share, ranks)
+        exposed = exposed + 2.0 * passes * (span - whole_s * share)
+    terms = terms_of(case)
+    step = sum(terms.values())
+    tp = terms["tp communication"]
+    return step / (step - tp + tp * float((exposed / prices.comm.tp_whole)[0]))
+
+
+def two_microbatches_ratio(pair: dict[str, Any]) -> float:
+    """Speed-up of exchanges under the computation of another microbatch, with the same passes for both."""
+    case = case_of(pair)
+    prices = LayerPrices.of(case)
+    work = prices.work
+    passes = 2.0 + (case.c.recompute > 1)
+    compute = (work.forward + work.backward + work.recompute + work.launch) / passes
+    exchange = prices.comm.ep / passes / 2.0
+    zero = np.zeros(1)
+    seconds = PassSeconds(compute / 2.0, zero, compute / 2.0, zero, zero, exchange)
+    demand = case.machine.card.collective_share
+    pair_s = pass_span(seconds, 2, 1, np.zeros(1), demand)
+    exposed = passes * (pair_s / 2.0 - compute)
+    terms = terms_of(case)
+    step, ep = sum(terms.values()), terms["ep communication"]
+    return step / (step - ep + ep * float((exposed / prices.comm.ep)[0]))
+
+
+PREDICT = {
+    "strategy": strategy_ratio,
+    "share": share_ratio,
+    "chunked-tp": chunked_tp_ratio,
+    "two-microbatches": two_microbatches_ratio,
+}
+
+
+def scored(pairs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Predictions of the held-out pairs, and their scores."""
+    rows = []
+    for pair in pairs:
+        if pair.get("calibration"):
+            continue
+        published, predicted = published_ratio(pair), PREDICT[pair["mechanism"]](pair)
+        sign = pair["sign"] if published is None else int(np.sign(math.log(published)))
+        rows.append(
+            {"name": pair["name"], "source": pair["source"], "mechanism": pair["mechanism"],
+             "published": published, "predicted": round(predicted, 4),
+             "sign": sign, "right_sign": (math.log(predicted) > 0.0) == (sign > 0)}
+        )  # fmt: skip
+    sized = [r for r in rows if r["published"] is not None]
+    null = np.mean([abs(math.log(r["published"])) for r in sized])
+    error = np.mean([abs(math.log(r["predicted"] / r["published"])) for r in sized])
+    clear = [
+        r
+        for r in rows
+        if r["published"] is None or abs(math.log(r["published"])) > math.log1p(EFFECT)
+    ]
+    signs = np.mean([r["right_sign"] for r in clear])
+    return {
+        "pairs": rows,
+        "mean_error": round(float(error), 4),
+        "mean_error_without_effect": round(float(null), 4),
+        "error_share": round(float(error / null), 4),
+        "right_signs": round(float(signs), 4),
+        "signed_pairs": len(clear),
+        "bars": {"error_share": BAR, "right_signs": SIGNS},
+        "met": bool(error <= BAR * null and signs >= SIGNS),
+    }
+
+
+def main() -> int:
+    """Print the predictions; return 1 when a bar is missed."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--json", action="store_true")
+    as_json = parser.parse_args().json
+    data = json.loads(PAIRS.read_text())
+    result = scored(data["pairs"]) | {"left_out": data["left_out"]}
+    if as_json:
+        print(json.dumps(result, indent=1))
+        return 0 if result["met"] else 1
+    print(f"{'pair':48}{'published':>10}{'predicted':>10}  sign")
+    for row in result["pairs"]:
+        published = "" if row["published"] is None else f"{row['published']:.3f}"
+        mark = "right" if row["right_sign"] else "wrong"
+        print(f"{row['name'][:47]:48}{published:>10}{row['predicted']:>10.3f}  {mark}")
+    print(
+        f"mean error of the log ratio {result['mean_error']:.3f}, with no effect "
+        f"{result['mean_error_without_effect']:.3f} (bar: {BAR:.0%} of it); right signs "
+        f"{result['right_signs']:.0%} of {result['signed_pairs']} (bar: {SIGNS:.0%})"
+    )
+    return 0 if result["met"] else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,197 @@
+"""Event-driven reference of every clock: a TaskGraph becomes a Timeline, in exact integer nanoseconds."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from heapq import heappop, heappush
+
+from hyper_parallel.ir import Counter, Span, Task, TaskGraph, Timeline
+
+
+def simulate(graph: TaskGraph) -> Timeline:
+    """Run a task graph event by event.
+
+    A task starts when all its dependencies have ended and its executor is free and selects it. At one instant, ends are
+    processed before starts: a priority queue knows all ready tasks, and memory released at an instant is available to
+    tasks that start then.
+
+    Returns:
+        A simulated timeline: one span per task in the order they start, and one counter sample per memory change.
+
+    Cost: O((tasks + dependencies) log tasks).
+    """
+    tasks = graph.tasks
+    lanes = {name: i for i, name in enumerate(dict.fromkeys(t.executor for t in tasks))}
+    lane_of = [lanes[t.executor] for t in tasks]
+    ready, waiting, followers = _initial_queues(graph, lane_of, len(lanes))
+    started: list[int] = []
+    begin, end = [0] * len(tasks), [0] * len(tasks)
+    lane_bytes = dict(graph.initial_bytes)
+    samples = [Counter(lane, 0.0, value) for lane, value in lane_bytes.items()]
+    busy = [False] * len(lanes)
+    clock = _Clock(graph, tuple(lanes))
+    touched = set(range(len(lanes)))
+    now = 0
+
+    def change_memory(effects: tuple[tuple[str, int], ...]) -> None:
+        for lane, delta in effects:
+            lane_bytes[lane] = lane_bytes.get(lane, 0) + delta
+            samples.append(Counter(lane, now / 1e9, lane_bytes[lane]))
+
+    while True:
+        for lane in sorted(touched):
+            if busy[lane] or not ready[lane]:
+                continue
+            number = heappop(ready[lane])[2]
+            busy[lane] = True
+            clock.start(lane, number)
+            started.append(number)
+            begin[number] = now
+            change_memory(tasks[number].at_start)
+        if clock.idle:
+            break
+        ended = clock.advance()
+        now = clock.now
+        touched.clear()
+        for number in ended:
+            end[number] = now
+            busy[lane_of[number]] = False
+            touched.add(lane_of[number])
+            change_memory(tasks[number].at_end)
+            for follower in followers[number]:
+                waiting[follower] -= 1
+                if not waiting[follower]:
+                    lane = lane_of[follower]
+                    touched.add(lane)
+                    heappush(ready[lane], (tasks[follower].priority, now, follower))
+    assert len(started) == len(tasks), "a graph in dependency order cannot get stuck"
+    spans = tuple(_span(tasks[n], begin[n], end[n]) for n in started)
+    return Timeline("simulated", spans, tuple(samples))
+
+
+def _span(task: Task, begin_ns: int, end_ns: int) -> Span:
+    """Return the span of a task that ran."""
+    return Span(task.executor, task.name, begin_ns / 1e9, (end_ns - begin_ns) / 1e9, task.kind)
+
+
+def _initial_queues(
+    graph: TaskGraph, lane_of: list[int], num_lanes: int
+) -> tuple[list[list[tuple[int, int, int]]], list[int], list[list[int]]]:
+    """Return the ready queue of every lane at time 0, and the number of dependencies and the followers of every task.
+
+    Entries of a ready queue are (priority, time at which the task became ready, number of the task). On an executor
+    that keeps to the order of the list, each task also depends on the task before.
+    """
+    tasks = graph.tasks
+    ready: list[list[tuple[int, int, int]]] = [[] for _ in range(num_lanes)]
+    waiting = [len(t.deps) for t in tasks]
+    followers: list[list[int]] = [[] for _ in tasks]
+    last: dict[str, int] = {}
+    for number, task in enumerate(tasks):
+        for dep in task.deps:
+            followers[dep].append(number)
+        if graph.policies.get(task.executor) != "priority":
+            if task.executor in last:
+                followers[last[task.executor]].append(number)
+                waiting[number] += 1
+            last[task.executor] = number
+        if not waiting[number]:
+            heappush(ready[lane_of[number]], (task.priority, 0, number))
+    return ready, waiting, followers
+
+
+class _Clock:
+    """Clock of running tasks: the end of a task is known at its start, except on shared cores and resources.
+
+    All tasks on shared cores progress alike, so the work done by each of them since the beginning is one number. A task
+    ends when that number has grown by its duration. Tasks with demands have a rate and remaining work of their own.
+    Work is in whole nanoseconds, rounded down at every event, and times are rounded up, so no task ends before its
+    duration.
+    """
+
+    def __init__(self, graph: TaskGraph, lanes: tuple[str, ...]) -> None:
+        self.now = 0
+        self._tasks, self._capacities, self._cores = graph.tasks, graph.capacities, graph.cores
+        self._shared = [graph.cores is not None and name in graph.cores.executors for name in lanes]
+        self._shared_work_ns = 0
+        self._own: list[tuple[int, int]] = []
+        self._sharing: list[tuple[int, int]] = []
+        self._left_ns: dict[int, int] = {}  # remaining work of tasks with demands
+
+    @property
+    def idle(self) -> bool:
+        """True if no task is running."""
+        return not self._own and not self._sharing and not self._left_ns
+
+    def start(self, lane: int, number: int) -> None:
+        """Start a task now."""
+        task = self._tasks[number]
+        if task.demands:
+            self._left_ns[number] = task.duration_ns
+        elif self._shared[lane]:
+            heappush(self._sharing, (self._shared_work_ns + task.duration_ns, number))
+        else:
+            heappush(self._own, (self.now + task.duration_ns, number))
+
+    def _rates(self) -> dict[int, Fraction]:
+        """Return the rate of every running task with demands."""
+        demanded: dict[str, Fraction] = {}
+        for number in self._left_ns:
+            for resource, amount in self._tasks[number].demands:
+                demanded[resource] = demanded.get(resource, Fraction(0)) + amount
+        rate_of = {
+            r: min(Fraction(1), self._capacities[r] / total) if total else Fraction(1)
+            for r, total in demanded.items()
+        }
+        return {n: min(rate_of[r] for r, _ in self._tasks[n].demands) for n in self._left_ns}
+
+    def advance(self) -> list[int]:
+        """Advance to the next instant at which tasks end, and return these tasks in the order of the list."""
+        instants = [self._own[0][0]] if self._own else []
+        rates = self._rates() if self._left_ns else {}
+        instants += [self.now - (-self._left_ns[n] // rate) for n, rate in rates.items()]
+        up = down = 1
+        if self._sharing:
+            assert self._cores is not None, "only shared cores have lanes that share"
+            up, down = self._cores.rate(len(self._sharing)).as_integer_ratio()
+            instants.append(self.now - (self._shared_work_ns - self._sharing[0][0]) * down // up)
+        elapsed_ns, self.now = min(instants) - self.now, min(instants)
+        if self._sharing:
+            self._shared_work_ns += elapsed_ns * up // down
+        for number, rate in rates.items():
+            self._left_ns[number] -= int(elapsed_ns * rate)
+        ended = [number for number, left_ns in self._left_ns.items() if left_ns <= 0]
+        for number in ended:
+            del self._left_ns[number]
+        while self._own and self._own[0][0] == self.now:
+            ended.append(heappop(self._own)[1])
+        while self._sharing and self._sharing[0][0] <= self._shared_work_ns:
+            ended.append(heappop(self._sharing)[1])
+        return sorted(ended)
+
+
+def peaks(timeline: Timeline) -> dict[str, float]:
+    """Return the highest value of every counter lane."""
+    result: dict[str, float] = {}
+    for sample in timeline.counters:
+        result[sample.lane] = max(result.get(sample.lane, sample.value), sample.value)
+    return result
+
+
+def steady_step_s(graph: TaskGraph, max_staleness: int | None) -> float:
+    """Seconds per step of a graph of `ir.role_tasks`, between ends of learning.
+
+    The first steps, whose sampling can begin at once, are excluded. So are the last ones, during which no rank samples
+    any more: they are faster where roles share cores.
+
+    Args:
+        graph: Of more than twice as many steps as `max_staleness` + 2.
+        max_staleness: As in `role_tasks`.
+    """
+    ends: dict[str, float] = {}
+    for span in simulate(graph).spans:
+        if span.category == "learn":
+            ends[span.name] = max(ends.get(span.name, 0.0), span.end_s)
+    first = (max_staleness or 0) + 2
+    last = len(ends) - 1 - first
+    return (ends[f"learn {last}"] - ends[f"learn {first}"]) / (last - first)
