@@ -26,12 +26,12 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
-from greenlet import getcurrent, greenlet
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from hyper_parallel.backends.torch.collectives import launch_all_reduce, paired
+from hyper_parallel.errors import MissingDependency
 from hyper_parallel.ir import Purpose
 
 Wait = Callable[[], Any]
@@ -194,8 +194,9 @@ class Turns:
     """
 
     def __init__(self) -> None:
-        self._calls: tuple[deque[greenlet], ...] = (deque(), deque())
-        self._scheduler = getcurrent()
+        self._greenlet = _greenlet_module()
+        self._calls: tuple[deque[Any], ...] = (deque(), deque())
+        self._scheduler = self._greenlet.getcurrent()
         self._soon_starting: set[int] = set()
 
     def add(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
@@ -215,7 +216,7 @@ class Turns:
             results[index] = calls[index]()
 
         for index, queue in enumerate(self._calls):
-            call = greenlet(partial(run, index))
+            call = self._greenlet.greenlet(partial(run, index))
             context = contextvars.copy_context()
             context.run(_half.set, Half(index, self))
             call.gr_context = context
@@ -250,7 +251,7 @@ class Turns:
             self.suspend(index)
 
     def _give_turns(self, is_needed: Callable[[], Any]) -> None:
-        self._scheduler, grad = getcurrent(), torch.is_grad_enabled()
+        self._scheduler, grad = self._greenlet.getcurrent(), torch.is_grad_enabled()
         try:
             while is_needed():
                 for queue in self._calls:
@@ -263,7 +264,18 @@ class Turns:
             torch.set_grad_enabled(grad)
 
 
-def _resume(calls: deque[greenlet]) -> None:
+def _greenlet_module() -> Any:
+    """Return the package `greenlet`, which only half-batches need."""
+    try:
+        import greenlet
+    except ImportError as error:
+        raise MissingDependency(
+            "half-batches need the package `greenlet`", where="overlap", hint="pip install greenlet"
+        ) from error
+    return greenlet
+
+
+def _resume(calls: deque[Any]) -> None:
     """Run the calls of a half until one is suspended."""
     while calls:
         calls[0].switch()
