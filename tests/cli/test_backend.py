@@ -9,6 +9,7 @@ import pytest
 from hyper_parallel.config import load_recipe
 from hyper_parallel.errors import HyperParallelError
 from hyper_parallel.trainer import prepare_job
+from tests.slow import cells
 
 MODEL = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 384, "hidden_size": 32,
@@ -20,6 +21,16 @@ BASE = [
     "training.steps=2", "training.dtype=float32", "training.tokens_per_step=128", "data.seq_len=32",
     "data.vocab_size=384", "parallel.dp_replicate=1", "backend=mindspore",
 ]  # fmt: skip
+
+
+REFUSED = [
+    (("training.dtype=bfloat16",), "HP104"),
+    (("parallel.tp=2",), "HP205"),
+    (("training.optimizer=muon",), "HP104"),
+    (("training.neftune_noise_alpha=5",), "HP104"),
+    (("training.check_ranks_every=2", "training.deterministic=true"), "HP104"),
+    (("parallel.dp_shard=2",), "HP205"),
+]
 
 
 @pytest.fixture
@@ -72,17 +83,10 @@ def test_programs_of_the_step_belong_to_the_job(recipe, installed, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("overrides", "code"),
-    [
-        (["training.dtype=bfloat16"], "HP104"),
-        (["training.optimizer=muon"], "HP104"),
-        (["training.neftune_noise_alpha=5"], "HP104"),
-        (["training.check_ranks_every=2", "training.deterministic=true"], "HP104"),
-        (["parallel.dp_replicate=1", "parallel.dp_shard=2"], "HP205"),
-        (["parallel.tp=2"], "HP205"),
-    ],
+    "refused", cells(REFUSED, slow=REFUSED[2:]), ids=lambda refused: refused[0][0]
 )
-def test_features_without_programs_are_refused(recipe, installed, overrides, code):
+def test_features_without_programs_are_refused(recipe, installed, refused):
+    overrides, code = refused
     with pytest.raises(HyperParallelError) as error:
         _prepare(recipe, *overrides)
     assert error.value.code == code

@@ -285,7 +285,7 @@ FAMILIES: dict[str, tuple[Any, Any, Mapping[str, str], Sequence[str], str, str]]
 
 def needs_torchvision(family: str) -> None:
     """Skip a test of a family whose processor needs torchvision if it is not installed."""
-    if family in ("qwen2_5_vl", "qwen3_vl", "internvl", "llama4"):
+    if family in ("qwen2_5_vl", "qwen3_vl", "internvl", "mistral3", "llama4"):
         pytest.importorskip("torchvision")
 
 

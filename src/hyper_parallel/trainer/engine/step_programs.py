@@ -193,8 +193,9 @@ def _check_recipe(
             raise _refused(text, where(key), hint)
     strategy = plan.strategy
     if strategy.world_size != strategy.dp_replicate:
-        axes = ("dp_shard", "pp", "cp", "tp_x", "tp_y", "ep")
-        single = [f"parallel.{a}=1" for a in axes if a == "dp_shard" or getattr(strategy, a) > 1]
+        tp = ("tp_x", "tp_y") if strategy.tp_y > 1 else ("tp",)
+        axes = [a for a in ("pp", "cp", *tp, "ep") if getattr(strategy, a) > 1]
+        single = [f"parallel.{axis}=1" for axis in ("dp_shard", *axes)]
         raise UnsupportedSharding(
             f"the back end {recipe.backend} runs data parallelism with whole models only",
             where=where("parallel"),
