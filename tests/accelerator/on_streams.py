@@ -43,7 +43,7 @@ def planned(flash):
 
 @functools.cache
 def losses():
-    """Of the plain steps on the device."""
+    """Losses of the plain steps on the device."""
     net = There()
     return [float(net.step(**given(n))) for n in range(4)], net
 

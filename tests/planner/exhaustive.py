@@ -66,7 +66,7 @@ def every_strategy(request):
 
 
 def regathers(request, tp):
-    """Whether inputs are gathered again: a pin, or both where there are gathered inputs."""
+    """Values of re-gathered inputs: a pin, or both where there are gathered inputs."""
     pinned = request.pins.get("gathered_inputs")
     return (0, 1) if pinned is None and tp > 1 else (pinned or 0,)
 

@@ -219,7 +219,7 @@ def test_where_both_roles_divide_evenly_ranks_that_do_both_win(recipe):
 
 
 def test_where_a_pass_over_few_sequences_takes_as_long_one_rank_samples_for_both(recipe):
-    """What decode reads for half of the completions is what it reads for all."""
+    """Decode reads as much for half of the completions as for all."""
     found = split(recipe, 2, max_staleness=1, max_completion_length=64)
     assert found.roles.rollout_ranks == 1
     colocated = next(r for r in found.roles.rejected if not r.rollout_ranks)
@@ -294,7 +294,7 @@ def test_a_plan_keeps_its_roles_in_a_file_and_one_of_before_has_none(recipe):
 
 
 def test_ranks_that_share_this_machine_are_slower_while_both_roles_work(recipe):
-    """Of a machine whose ranks share cores, asynchrony gives less than the longer role, and never more than in step."""
+    """On a machine whose ranks share cores, asynchrony gives less than the longer role, and never more than in step."""
     given = {"parallel": {"dp_replicate": 1}, "topology": "local"}
     numbers = {"rollout_ranks": 1, "max_staleness": 1}
     plan = plan_recipe(recipe(grpo=numbers, training={"dtype": "float32"}, **given))

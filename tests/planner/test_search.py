@@ -254,7 +254,7 @@ def test_pins_that_nothing_can_have_are_named_first(pins, why):
     ],
 )
 def test_choices_that_are_pinned_have_their_own_price(pins):
-    """What the search sorts by is what the strategy costs, and that differs from the price of the usual choice."""
+    """The search sorts by the cost of the strategy, which differs from the price of the usual choice."""
     request = resolve("llama-3-8b", "dgx-h100", Workload(8192, 2**20), 16)
     outcome = find_best(dataclasses.replace(request, pins=pins))
     best = outcome.ranked[0]

@@ -63,9 +63,11 @@ def one_line(error: BaseException) -> str:
 
 
 def refusal_or_failure(error: BaseException) -> str:
-    """Return the cell of an exception: the coded refusal, or `fails`."""
-    from hyper_parallel.errors import HyperParallelError
+    """Return the cell of an exception: the coded refusal, or `fails`, also for an uncoded error of a rank."""
+    from hyper_parallel.errors import HyperParallelError, RankFailed
 
+    if isinstance(error, RankFailed):
+        return f"fails: {str(error.what).strip().splitlines()[-1][:160]}"
     if isinstance(error, HyperParallelError):
         return f"{error.code}: {error.what}"
     return f"fails: {one_line(error)}"

@@ -29,7 +29,7 @@ _MOST_CHARACTERS: Final = 1200
 """Characters of a segment in the run's file; the middle of a longer segment is left out."""
 _MOST_SEGMENTS: Final = 40
 _IMAGES: Final = 4
-"""Number of images that an example shows."""
+"""Images that an example shows, at most: one row of a report."""
 _MOST_BUCKETS: Final = 16
 _PAIR: Final = ("chosen", "rejected")
 
