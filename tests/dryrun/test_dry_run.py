@@ -193,3 +193,27 @@ def test_experts_in_float32_are_traced(tmp_path):
     )
     shown = command("train", str(tmp_path / "recipe.yaml"), "--dry-run", "--json").stdout
     assert json.loads(shown)["differences"] == [[]]
+
+
+def test_rows_that_visit_every_expert_are_planned_once(tmp_path):
+    """Llama 4 repeats every token for every expert: inputs of experts are saved in the layer and in the experts."""
+    sizes = {
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "intermediate_size_mlp": 512,
+        "num_hidden_layers": 4,
+    }
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 64, "vocab_size": 256}
+    experts = {"num_local_experts": 16, "num_experts_per_tok": 1, "interleave_moe_layer_step": 1}
+    config = {"model_type": "llama4_text", **sizes, **heads, **experts}
+    (tmp_path / "model.json").write_text(json.dumps(config))
+    path = tmp_path / "recipe.yaml"
+    path.write_text(
+        f"model: {{path: {tmp_path}/model.json}}\ndata: {{seq_len: 4096}}\ntraining: {{dtype: bfloat16}}\n"
+    )
+    found = json.loads(
+        _run(
+            path, "parallel.dp_shard=8", "--dry-run", "--topology", "dgx-b200", "--trace", "--json"
+        )
+    )
+    assert found["planned_to_traced"] == pytest.approx(0.0, abs=0.05)

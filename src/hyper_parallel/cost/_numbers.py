@@ -185,6 +185,8 @@ class ModelNumbers:
     moe_share: float  # share of the layers that have routed experts
     expert_saved_width: float  # elements per token that the backward of the routed experts needs
     measured: KeptActivations | None  # measured activations kept by forward
+    # measured bytes per token that the experts of a mean layer keep in bfloat16 if a token visits all; else 0
+    every_expert_bytes: float
     measured_whole: (
         float  # bytes per token of them that tensor parallelism keeps whole, experts apart
     )
@@ -245,6 +247,7 @@ class ModelNumbers:
             moe_share=sum(b.count for b in routed) / decoders.layers,
             expert_saved_width=mean(lambda b: decoders.expert_saved_width(b, model.hidden_size)),
             measured=model.kept,
+            every_expert_bytes=_measured_experts(model) if decoders.visits_all else 0.0,
             measured_whole=_measured_whole(model, names, stream),
             uncut=uncut,
             attention_weights=decoders.weights("attention"),
@@ -282,7 +285,16 @@ class ModelNumbers:
 
     @property
     def expert_copies(self) -> float:
-        """Elements per token that unfused routed experts keep beyond `expert_saved_width`."""
+        """Elements per token that unfused routed experts keep beyond `expert_saved_width`.
+
+        Rows of a forward that sends every token to every expert do not depend on values, so those are measured.
+        """
+        if self.every_expert_bytes:
+            return (
+                self.every_expert_bytes / 2.0
+                + self.experts_per_token * self.hidden
+                - self.expert_saved_width
+            )
         wide = (1.0 + self.clamped_widths) * self.expert_width
         return self.experts_per_token * (wide + self.hidden)
 
@@ -439,6 +451,12 @@ def _visits_every_expert(model: ModelSpec) -> bool:
     """Return whether forward sends every token to every expert, with weight 0 for experts that are not chosen."""
     rows = 0.0 if model.kept is None else model.kept.expert_rows
     return bool(model.num_experts > 1) and rows >= model.num_experts
+
+
+def _measured_experts(model: ModelSpec) -> float:
+    """Return the bytes per token kept by the routed experts of a mean layer."""
+    modules = () if model.kept is None else model.kept.modules
+    return math.fsum(kept for name, kept in modules if name.endswith(".experts"))
 
 
 def _measured_whole(model: ModelSpec, names: frozenset[str], stream: bool) -> float:

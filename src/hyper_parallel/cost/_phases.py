@@ -124,6 +124,9 @@ def _work_space(s: PricingCase) -> tuple[Array, Array]:
     n, c, width, tokens = s.n, s.c, s.machine.width, s.tokens
     working = 2.0 * tokens * width * n.hidden * s.over_tp(s.uncut.stream)
     working = working + 2.0 * tokens * width * n.mlp_width * s.over_tp(s.uncut.mlp)
+    if n.every_expert_bytes:
+        visited = n.experts_per_token * n.expert_width
+        working = working + 2.0 * tokens * width * visited * s.over_tp(s.uncut.stream)
     working = working + np.where(c.tp > 1, tokens * n.hidden * width, 0.0)
     # Besides the kept probabilities: their gradient and that of the scores, in float32 in unfused operators, without
     # the cast probabilities, which are freed after the product with the values. Activations of the feed-forward part
