@@ -125,7 +125,8 @@ def _work_space(s: PricingCase) -> tuple[Array, Array]:
     working = 2.0 * tokens * width * n.hidden * s.over_tp(s.uncut.stream)
     working = working + 2.0 * tokens * width * n.mlp_width * s.over_tp(s.uncut.mlp)
     if n.every_expert_bytes:
-        visited = n.experts_per_token * n.expert_width
+        # The last layers have experts, so a mean over all layers would be too small.
+        visited = n.experts_per_token / max(n.moe_share, 1e-9) * n.expert_width
         working = working + 2.0 * tokens * width * visited * s.over_tp(s.uncut.stream)
     working = working + np.where(c.tp > 1, tokens * n.hidden * width, 0.0)
     # Besides the kept probabilities: their gradient and that of the scores, in float32 in unfused operators, without
