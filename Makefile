@@ -2,6 +2,7 @@
 #   make train   plan, train on local ranks, sample text, write a report (runs/quickstart/)
 #   make fuzz N=100 SEED=1   random strategies against one device; a failing one is made as small as possible
 #   make attack N=2000  hostile and damaged files of every kind: each is read, or refused with a code, at little cost
+#   make targets  trained tokens of record forms and of templates of 54 families, beside an independent decoder (a minute)
 #   make chaos N=20 SEED=1   faults in small runs (killed, frozen, damaged checkpoints): nothing may be lost
 #   make resume-changes   one change each between a checkpoint and its resume: equal curve, refused or named (minutes)
 #   make test    formatting, types, import layers, and the test suite in two processes
@@ -24,7 +25,7 @@ export HF_HUB_OFFLINE ?= 1
 bin := .venv/bin
 out := runs/quickstart
 
-.PHONY: help setup setup-mindspore train test test-slow test-accelerator test-cluster test-llamafactory test-mindspore check oracles fuzz attack chaos resume-changes sweeps peers docs bench clean llamafactory-demo
+.PHONY: help setup setup-mindspore train test test-slow test-accelerator test-cluster test-llamafactory test-mindspore check oracles fuzz attack targets chaos resume-changes sweeps peers docs bench clean llamafactory-demo
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -78,6 +79,9 @@ fuzz: setup
 
 attack: setup
 	$(bin)/python tools/attack.py --inputs $(or $(N),2000) --seed $(or $(SEED),1)
+
+targets: setup
+	$(bin)/python tools/targets.py
 
 chaos: setup
 	$(bin)/python tools/chaos.py --faults $(or $(N),20) --seed $(or $(SEED),1)

@@ -265,6 +265,17 @@ def test_reasoning_is_trained_where_the_template_writes_it(tokenizer):
         assert targets(tokenizer, one) == ["Let me see.\n</think>\n\nReply one<|end|>"]
 
 
+def test_a_block_that_the_generation_prompt_opens_is_no_target_within_the_words(tokenizer):
+    tokenizer.chat_template = loop(
+        "<|assistant|>\n{{ m.content }}<|end|>", header="<|assistant|>\n<think>\n"
+    )
+    inline = {"role": "assistant", "content": "<think>\nLet me see.\n</think>\n\nReply one"}
+    one = Conversation((*turns("a"), inline))
+    assert targets(tokenizer, one) == ["Let me see.\n</think>\n\nReply one<|end|>"]
+    # A turn without the block does not begin as the generation prompt does.
+    assert targets(tokenizer, Conversation(turns("a", "Reply two"))) == ["Reply two<|end|>"]
+
+
 def test_reasoning_that_the_template_drops_is_refused_where_it_is_trained(tokenizer):
     tokenizer.chat_template = HISTORY_WITHOUT_REASONING
     two = Conversation((*turns("query one"), REASONED, *turns("query two", "Reply two")))

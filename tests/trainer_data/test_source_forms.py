@@ -206,6 +206,9 @@ def test_pairs_of_texts_are_joined_without_a_template(tmp_path, make):
     with pytest.raises(NoData, match="joins pairs of texts") as caught:
         make(path, chat_template="none", **values)
     assert caught.value.hint == "data.chat_template=auto"
+    path.write_text(lines([{"instruction": "q", "output": "r"}]))
+    with pytest.raises(NoData, match="a record has an instruction"):
+        make(path, chat_template="none", **values)
 
 
 @pytest.mark.torch

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 from hyper_parallel.config import Data
 from hyper_parallel.errors import BadValue, NoData
-from hyper_parallel.trainer.data import StreamBatches
+from hyper_parallel.trainer.data import StreamBatches, load_tokenizer
 from hyper_parallel.trainer.data.chat import assistant_spans
 from hyper_parallel.trainer.data.counts import EMPTY_ANSWERS
 from hyper_parallel.trainer.data.document import Conversation
@@ -50,6 +50,18 @@ def test_counts_are_the_labels_that_are_trained(tmp_path, make, stage):
     wanted = 0 if stage == "grpo" else (labels >= 0).sum()
     assert counts.target_tokens == wanted
     assert counts.used == 3 * len(RECORDS[stage])
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("stage", sorted(RECORDS))
+def test_examples_mark_what_is_counted(tmp_path, make, stage):
+    path = write(tmp_path / "a.jsonl", RECORDS[stage][:2])
+    packed = make(path, stage=stage, holdout=0, seq_len=128, packing=False)
+    tokenizer = load_tokenizer(packed.tokenizer_dir)
+    texts = [text for e in packed.previews[0].examples for text in e.texts if text.name != "answer"]
+    marked = [one.text for text in texts for one in text.segments if one.trained]
+    num_marked = sum(len(tokenizer(one, add_special_tokens=False)["input_ids"]) for one in marked)
+    assert num_marked == packed.counts[0].target_tokens
 
 
 @pytest.mark.torch
@@ -264,8 +276,6 @@ IDS = (
 
 @pytest.mark.torch
 def test_a_template_that_writes_the_ids_of_calls_names_its_need(tmp_path, make):
-    from hyper_parallel.trainer.data import load_tokenizer
-
     corpus = write(tmp_path / "a.jsonl", [{"messages": [U, A]}] * 3)
     hf = load_tokenizer(make(corpus, stage="sft", holdout=0).tokenizer_dir)
     hf.chat_template = IDS
@@ -287,8 +297,6 @@ def test_a_template_that_writes_the_ids_of_calls_names_its_need(tmp_path, make):
 
 @pytest.mark.torch
 def test_marks_without_the_end_marker_train_it(tmp_path, make):
-    from hyper_parallel.trainer.data import load_tokenizer
-
     corpus = write(tmp_path / "a.jsonl", [{"messages": [U, A]}] * 3)
     template = tmp_path / "marks.jinja"
     template.write_text(

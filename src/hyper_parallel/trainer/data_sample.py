@@ -187,8 +187,8 @@ def _sample(source: Source, hf: Any, limits: _Limits) -> SourceSample:
             if seen < _OWN_RECORDS or len(examples) < limits.examples or not helpers.submit(batch):
                 for unit, encoded in encoded_units(batch, hf, stage):
                     count_unit(unit, encoded, stage, counts, lengths)
-                    if len(examples) < limits.examples and is_used(encoded, stage, counts.seq_len):
-                        examples.append(example_of(hf, unit, encoded, stage, counts.seq_len))
+                    if len(examples) < limits.examples and is_used(encoded, stage, counts):
+                        examples.append(example_of(hf, unit, encoded, stage, counts))
             seen += len(batch)
             num_bytes += sum(document.num_bytes for unit in batch for document in unit)
             if seen >= limits.records or num_bytes >= limits.num_bytes:

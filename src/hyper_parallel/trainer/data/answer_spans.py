@@ -376,7 +376,8 @@ class _Search:
     def _start(self, i: int) -> int:
         own = self.words_of(i)
         before = self._renderer.prompt_before(i)
-        limit = own[0].start if own else len(self._text)
+        # The words of an answer may begin with the reasoning block that the generation prompt opens.
+        limit = own[0].end if own else len(self._text)
         if before is not None and len(before) <= limit and self._text.startswith(before):
             return len(before)
         self._check_context(i, before)

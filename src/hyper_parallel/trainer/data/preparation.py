@@ -239,7 +239,7 @@ def _build(target: Path, data: Data, source: Source, setup: _Setup) -> dict[str,
     # With `kto` every second document is a prompt with the answer to another one.
     for span in flat.spans[:: 2 if stage == "kto" else 1]:
         lengths.add(span.stop - span.start)
-    examples = preview_examples(source, tokenizer.hf, stage, data.seq_len)
+    examples = preview_examples(source, tokenizer.hf, stage)
     return {
         "notes": source.counts.losses + notes,
         "counts": source.counts.as_dict(),
@@ -256,7 +256,7 @@ def _open_stream(data: Data, source: Source, setup: _Setup) -> PackedData:
     tokenizer, stage = setup.tokenizer, setup.stage
     stream = Stream(source, tokenizer.hf, data, stage, setup.seed, tokenizer.pad_id)
     next(stream.rows(Place()))  # refuses a source without a sequence
-    examples = preview_examples(source, tokenizer.hf, stage, data.seq_len)
+    examples = preview_examples(source, tokenizer.hf, stage)
     settings = [data.seq_len, data.packing, stream.masked, data.max_bytes, data.text_key]
     settings += [data.max_records] if data.max_records else []
     settings += setup.encoding_rules(source)

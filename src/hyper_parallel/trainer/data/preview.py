@@ -128,7 +128,11 @@ class SourcePreview:
 
 
 def example_of(
-    hf: Any, documents: Sequence[Document], encoded: Sequence[Encoded], stage: str, seq_len: int
+    hf: Any,
+    documents: Sequence[Document],
+    encoded: Sequence[Encoded],
+    stage: str,
+    counts: DataCounts,
 ) -> Example:
     """Return the example of a record.
 
@@ -137,7 +141,7 @@ def example_of(
         documents: The document of the record, or the two of a pair.
         encoded: Tokens and targets of each document.
         stage: Stage of the recipe.
-        seq_len: `data.seq_len`.
+        counts: Counts of the source.
     """
     where = documents[0].where
     if stage == "grpo":
@@ -148,21 +152,26 @@ def example_of(
     elif stage == "pt":
         names = ("text",)
     texts = [
-        _example_text(hf, name, ids, learn, stage, seq_len)
+        _example_text(hf, name, ids, learn, stage, counts)
         for name, (ids, learn) in zip(names, encoded, strict=True)
     ]
     return Example(where, tuple(texts))
 
 
 def _example_text(
-    hf: Any, name: str, ids: Sequence[int], learn: Sequence[bool], stage: str, seq_len: int
+    hf: Any,
+    name: str,
+    ids: Sequence[int],
+    learn: Sequence[bool],
+    stage: str,
+    counts: DataCounts,
 ) -> ExampleText:
     # A reward model reads the score at the last token; other stages also predict the token after the sequence.
-    shown = list(ids[: seq_len if stage == "rm" else seq_len + 1])
+    shown = list(ids[: counts.seq_len + (stage != "rm")])
     if stage == "rm":
         targets = [False] * (len(shown) - 1) + [True] * bool(shown)
     elif stage == "pt":
-        targets = [True] * len(shown)
+        targets = [index > 0 or not counts.by_document for index in range(len(shown))]
     else:
         targets = [index > 0 and one for index, one in enumerate(learn[: len(shown)])]
     num_cut = 0 if stage == "pt" else len(ids) - len(shown)
@@ -199,11 +208,11 @@ def _decoded(hf: Any, before: Sequence[int], ids: Sequence[int]) -> str:
     return whole[len(context) :] if whole.startswith(context) else hf.decode(list(ids), **options)
 
 
-def is_used(encoded: Sequence[Encoded], stage: str, seq_len: int) -> bool:
-    """Return whether a record is trained on, as `DataCounts.add` counts it."""
-    counts = DataCounts(seq_len=seq_len)
-    counts.add([Document("")] * len(encoded), encoded, stage)
-    return counts.used > 0
+def is_used(encoded: Sequence[Encoded], stage: str, counts: DataCounts) -> bool:
+    """Return whether a record is trained on, as `counts` would count it."""
+    own = DataCounts(seq_len=counts.seq_len, by_document=counts.by_document)
+    own.add([Document("")] * len(encoded), encoded, stage)
+    return own.used > 0
 
 
 def units(source: Source, stage: str) -> Iterator[list[Document]]:
@@ -214,21 +223,22 @@ def units(source: Source, stage: str) -> Iterator[list[Document]]:
         yield unit
 
 
-def preview_examples(source: Source, hf: Any, stage: str, seq_len: int) -> tuple[Example, ...]:
+def preview_examples(source: Source, hf: Any, stage: str) -> tuple[Example, ...]:
     """Return the first records of a source that are trained on, with long texts shortened.
 
     Reads the beginning of the source again without changing its counts.
     """
     # A text file is one document; its first sequence is shown.
-    head = seq_len * 16 if source.shape == "text" else None
+    counts = source.counts
+    head = counts.seq_len * 16 if source.shape == "text" else None
     most = source.max_bytes if head is None else min(head, source.max_bytes or head)
     rules = replace(source.rules, counts=DataCounts())
     first = replace(source, rules=rules, max_bytes=most)
     examples: list[Example] = []
     for unit in itertools.islice(units(first, stage), _SEARCHED):
         encoded = list(encode(unit, hf, stage))
-        if is_used(encoded, stage, seq_len):
-            example = shortened(example_of(hf, unit, encoded, stage, seq_len))
+        if is_used(encoded, stage, counts):
+            example = shortened(example_of(hf, unit, encoded, stage, counts))
             examples.append(replace(example, images=_small_images(unit[0])))
         if len(examples) == _EXAMPLES:
             break

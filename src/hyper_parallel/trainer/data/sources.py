@@ -228,8 +228,9 @@ class Source:
             self.counts.remarks[_TEMPLATED] += pair
             return True
         if not pair:
+            other = "an instruction" if self.shape == "alpaca" else "turns, tools or a system text"
             raise NoData(
-                "`data.chat_template: none` joins pairs of texts, but a record has turns, tools or a system text",
+                f"`data.chat_template: none` joins pairs of texts, but a record has {other}",
                 where=where,
                 got=sorted(map(str, record)),
                 allowed="a prompt and a completion, both texts",
