@@ -44,18 +44,16 @@ FOUR = {
     ),
     QWEN: (
         S(tp_x=2, tp_y=2, ep=4),
-        S(dp_replicate=2, dp_shard=2, ep=2),
         S(cp=2, dp_shard=2, ep=4),
     ),
     DEEPSEEK: (S(tp_x=2, dp_shard=2, ep=4),),
-    GPT_OSS: (S(tp_x=2, dp_shard=2, ep=4),),
     UNEVEN: (S(tp_x=4, ep=4),),
 }
 MORE = {
-    QWEN: (S(tp_x=4, ep=2), S(tp_x=2, dp_shard=2, ep=1)),
+    QWEN: (S(tp_x=4, ep=2), S(tp_x=2, dp_shard=2, ep=1), S(dp_replicate=2, dp_shard=2, ep=2)),
     MIXTRAL: (S(dp_shard=4, ep=4), S(tp_x=2, dp_replicate=2, ep=2)),
     DEEPSEEK: (S(dp_shard=4, ep=2, recompute="full"),),
-    GPT_OSS: (S(dp_replicate=2, dp_shard=2, ep=2),),
+    GPT_OSS: (S(dp_replicate=2, dp_shard=2, ep=2), S(tp_x=2, dp_shard=2, ep=4)),
     UNEVEN: (S(tp_x=4),),
 }
 EIGHT = {

@@ -17,6 +17,7 @@ from hyper_parallel.model import spec_from_config
 from hyper_parallel.runtime import CommCounter, World, clip_grad_norm_, launch, parallelize
 from hyper_parallel.shard import family_rules, plan_layouts
 from tests.parity._case import Case
+from tests.slow import cells
 
 pytestmark = pytest.mark.parity
 
@@ -72,7 +73,7 @@ def _gradients(model: nn.Module, family: str, strategy: Strategy, world: World):
     return float(out.loss.detach()), grads, dict(counter.sent_bytes), formula
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", cells(FAMILIES, slow=("mistral", "qwen2")))
 def test_family_repeats_one_device(family: str) -> None:
     model = _build(family)
     with World.join("cpu") as world:

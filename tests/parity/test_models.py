@@ -32,6 +32,7 @@ TP = Strategy(tp_x=4)
 FSDP = Strategy(dp_shard=2, tp_x=2)
 HSDP = Strategy(dp_replicate=2, tp_x=2, recompute="full")
 AGAIN = Strategy(tp_x=4, recompute="full")
+FSDP_AGAIN = Strategy(dp_shard=2, tp_x=2, recompute="full")
 
 CASES = {
     "phi3-apart": (_of("phi3", num_key_value_heads=8), (TP, FSDP, HSDP)),
@@ -39,22 +40,28 @@ CASES = {
     "phi3-shared-heads": (_of("phi3", num_key_value_heads=2), (TP, HSDP)),
     # Columns that FSDP does not divide: gate and up are exchanged too; tokens that tp does not divide.
     "phi3-uneven": (Setup("phi3", seq_len=13, config=(("hidden_size", 65),)), (TP, FSDP)),
-    "glm4": (Setup("glm4", packed=True), (TP, FSDP, HSDP)),
+    "glm4": (Setup("glm4", packed=True), (TP, FSDP_AGAIN)),
     "glm": (_of("glm", num_key_value_heads=2), (FSDP,)),
     "olmo3": (Setup("olmo3"), (FSDP,)),
     "glm4-shared-heads": (_of("glm4", num_key_value_heads=2), (TP,)),
-    "olmo2": (Setup("olmo2", tied=True), (TP, FSDP, HSDP)),
+    "olmo2": (Setup("olmo2", tied=True), (TP, FSDP_AGAIN)),
     "olmo2-shared-heads": (_of("olmo2", num_key_value_heads=2), (TP, AGAIN)),
-    "latent": (_of("deepseek_v3", first_k_dense_replace=2), (TP, FSDP, HSDP)),
+    "latent": (_of("deepseek_v3", first_k_dense_replace=2), (TP, FSDP_AGAIN)),
     "latent-full-query": (
         _of("deepseek_v3", first_k_dense_replace=2, q_lora_rank=None, attention_bias=True),
         (TP, FSDP),
     ),
     "deepseek_v3": (Setup("deepseek_v3", packed=True), (TP, FSDP)),
-    "gpt_oss": (_of("gpt_oss", num_key_value_heads=2), (TP, FSDP, HSDP)),
+    "gpt_oss": (_of("gpt_oss", num_key_value_heads=2), (TP, FSDP_AGAIN)),
     "mixtral": (Setup("mixtral"), (TP, FSDP)),
 }
+REPLICATED = {
+    f"{name}-replicated": (CASES[name][0], (FSDP, HSDP))
+    for name in ("glm4", "olmo2", "latent", "gpt_oss")
+}
+CASES |= REPLICATED
 SLOW = (
+    *REPLICATED,
     "phi3-apart", "phi3-uneven", "glm4-shared-heads", "olmo2-shared-heads", "latent-full-query", "deepseek_v3",
     "mixtral",
 )  # fmt: skip
@@ -73,15 +80,22 @@ def test_family_repeats_one_device(name: str) -> None:
     launch(rank, 4, timeout_s=180)
 
 
-def test_a_plain_module_repeats_one_device_under_rules_of_its_user() -> None:
+@pytest.mark.parametrize(
+    "strategies",
+    [
+        (TP, Strategy(dp_replicate=2, dp_shard=2, recompute="full"), FSDP_AGAIN),
+        pytest.param((FSDP,), marks=pytest.mark.slow),
+    ],
+)
+def test_a_plain_module_repeats_one_device_under_rules_of_its_user(
+    strategies: tuple[Strategy, ...],
+) -> None:
     reference = Reference(Plain(accumulation=2))
 
     def rank(_: int) -> None:
         with World.join("cpu") as world:
-            again = {"recompute": "full"}
-            for strategy in (TP, FSDP, Strategy(dp_replicate=2, dp_shard=2, **again)):
+            for strategy in strategies:
                 check(reference, strategy, world, bytes_too=False)
-            check(reference, Strategy(tp_x=2, dp_shard=2, **again), world, bytes_too=False)
 
     launch(rank, 4, timeout_s=100)
 

@@ -77,11 +77,11 @@ GROUPS: dict[str, tuple[str, int, list[Strategy]]] = {
     "experts-4": (
         "mixtral", 4,
         [
-            _one("1f1b", pp=2, dp_shard=2, ep=2),
             _one("zbv", pp=2, dp_shard=2, ep=2, zero=1),
             _one("zb-h1", pp=2, tp_x=2, ep=2),
         ],
     ),
+    "more-experts-4": ("mixtral", 4, [_one("1f1b", pp=2, dp_shard=2, ep=2)]),
     "grid-8": ("qwen3-tied", 8, [_one("zb-h1", pp=2, tp_x=2, tp_y=2, attention_shape="weight")]),
     "odd-8": (
         "qwen3-tied-odd", 8,
@@ -98,6 +98,7 @@ SLOW = (
     "tied-kept-4",
     "tied-tp-4",
     "context-4",
+    "more-experts-4",
     "grid-8",
     "odd-8",
     "recompute-4",

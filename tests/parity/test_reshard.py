@@ -48,7 +48,8 @@ EXPERTS = (
 )
 TIED = Setup("qwen3", tied=True, config=(("num_hidden_layers", 4),))
 CHAINS = {
-    "qwen3-tied": (TIED, DENSE[:5]),
+    # Stages of two layers and of one.
+    "qwen3-tied": (replace(TIED, config=(("num_hidden_layers", 3),)), DENSE[:5]),
     "qwen3-tied on": (TIED, DENSE[4:]),
     "qwen3_moe": (Setup("qwen3_moe"), EXPERTS),
     "gpt_oss": (Setup("gpt_oss"), EXPERTS[1:6:2]),
