@@ -1,33 +1,37 @@
-"""Conversations with images in the forms of several datasets, and a recipe on them."""
+"""Conversations with images or audio in the forms of several datasets, and a recipe on them."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from tests.media.tiny_models import write_images, write_lines
+from tests.media.tiny_models import write_images, write_lines, write_recordings
 
 ANSWERS = ("one", "two and three", "nine seven", "four")
 
 
-def records(names: list[str]) -> list[dict[str, Any]]:
-    """Return conversations: two images in one turn, two turns with an image each, one image, and none."""
+def records(names: list[str], kind: str = "image") -> list[dict[str, Any]]:
+    """Return conversations: two items in one turn, two turns with an item each, one item, and none."""
+    mark, column = f"<{kind}>", "images" if kind == "image" else "audios"
     user, assistant = {"role": "user"}, {"role": "assistant"}
     return [
-        {"messages": [{**user, "content": "<image> and <image>\nwhat is this"}, {**assistant, "content": ANSWERS[0]}],
-         "images": names[:2]},
-        {"conversations": [{"from": "human", "value": "<image>\nwhat is this"}, {"from": "gpt", "value": ANSWERS[1]}],
-         "image": names[2]},
+        {"messages": [{**user, "content": f"{mark} and {mark}\nwhat is this"}, {**assistant, "content": ANSWERS[0]}],
+         column: names[:2]},
+        {"conversations": [{"from": "human", "value": f"{mark}\nwhat is this"}, {"from": "gpt", "value": ANSWERS[1]}],
+         kind: names[2]},
         {"messages": [
-            {**user, "content": [{"type": "image", "image": names[0]}, {"type": "text", "text": "digit"}]},
+            {**user, "content": [{"type": kind, kind: names[0]}, {"type": "text", "text": "digit"}]},
             {**assistant, "content": ANSWERS[2]},
-            {**user, "content": [{"type": "text", "text": "and"}, {"type": "image", "image": names[2]}]},
+            {**user, "content": [{"type": "text", "text": "and"}, {"type": kind, kind: names[2]}]},
             {**assistant, "content": ANSWERS[3]}]},
         {"messages": [{**user, "content": "what is the digit"}, {**assistant, "content": ANSWERS[0]}]},
     ]  # fmt: skip
 
 
-def write_data(folder: Path, repeats: int = 1) -> Path:
-    """Write images of three sizes and a JSON lines file of conversations; return its path."""
-    names = write_images(folder, ((20, 20), (36, 24), (16, 40)))
-    return write_lines(folder / "train.jsonl", records(names) * repeats)
+def write_data(folder: Path, repeats: int = 1, kind: str = "image") -> Path:
+    """Write images or recordings of three sizes and a JSON lines file of conversations; return its path."""
+    if kind == "image":
+        names = write_images(folder, ((20, 20), (36, 24), (16, 40)))
+    else:
+        names = write_recordings(folder, (4000, 9000, 12000))
+    return write_lines(folder / "train.jsonl", records(names, kind) * repeats)

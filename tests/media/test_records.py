@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import shutil
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 from hyper_parallel.config import Data
 from hyper_parallel.errors import BadValue, Contradiction, HyperParallelError, NoData
 from hyper_parallel.trainer.data import Batches, PackedData, prepare
-from tests.media.tiny_models import write_images, write_lines, write_model
+from tests.media.tiny_models import write_images, write_lines, write_model, write_recordings
 
 _ASKED = {"role": "user", "content": "<image>what is this"}
 _ANSWER = {"role": "assistant", "content": "seven"}
@@ -171,7 +172,7 @@ def test_a_column_with_another_name_is_named_in_columns(tmp_path: Path, model: P
     (name,) = write_images(tmp_path, ((20, 20),))
     write_lines(tmp_path / "data.jsonl", [{"messages": [_ASKED, _ANSWER], "chart": name}])
     packed = _prepare(tmp_path, model, columns={"images": "chart"})
-    assert packed.train.has_images
+    assert packed.train.has_media
 
 
 def test_a_long_conversation_with_images_is_counted_and_left_out(
@@ -288,6 +289,119 @@ def test_prepared_data_of_records_with_images_is_found_again(tmp_path: Path, mod
     first, second = _prepare(tmp_path, model), _prepare(tmp_path, model)
     assert (first.cached, second.cached) == (False, True)
     assert first.fingerprint == second.fingerprint
-    lines = (second.train.directory / "train_images.jsonl").read_text().splitlines()
+    lines = (second.train.directory / "train_media.jsonl").read_text().splitlines()
     assert str(tmp_path) not in lines[0]
-    assert json.loads(lines[0])["images"][0]["name"] == name
+    assert json.loads(lines[0])["media"][0]["name"] == name
+
+
+# Audio
+
+
+@pytest.fixture(scope="module")
+def hearing_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model("qwen2_audio", tmp_path_factory.mktemp("qwen2_audio"))
+
+
+def test_every_form_of_a_recording_gives_the_same_features(
+    tmp_path: Path, hearing_model: Path
+) -> None:
+    (name,) = write_recordings(tmp_path, (8000,))
+    content = base64.b64encode((tmp_path / name).read_bytes()).decode()
+    asked = {"role": "user", "content": "<audio>what is this"}
+    records = [
+        {"messages": [asked, _ANSWER], "audios": [name]},
+        {"messages": [asked, _ANSWER], "audio": name},
+        {"messages": [asked, _ANSWER], "audio_path": name},
+        _turns({"type": "audio", "audio": name}, _text("what is this")),
+        _turns({"type": "audio", "audio_url": name}, _text("what is this")),
+        _turns({"type": "audio_url", "audio_url": {"url": name}}, _text("what is this")),
+        _turns({"type": "input_audio", "input_audio": {"data": content, "format": "wav"}},
+               _text("what is this")),
+    ]  # fmt: skip
+    write_lines(tmp_path / "data.jsonl", records)
+    packed = _prepare(tmp_path, hearing_model)
+    batches = Batches(packed.train, sequences_per_step=1, shuffle=False)
+    parts = [batches.microbatches(i, 0, 1, 1, 1)[0] for i in range(len(packed.train))]
+    assert len(parts) == len(records)
+    for part in parts:
+        assert (part.input_ids == parts[0].input_ids).all()
+        assert (part.media["input_features"] == parts[0].media["input_features"]).all()
+
+
+def test_recordings_of_other_rates_and_of_two_channels_become_those_of_the_model(
+    tmp_path: Path, hearing_model: Path
+) -> None:
+    import soundfile
+
+    asked = {"role": "user", "content": "<audio>what is this"}
+    for name, rate, channels in (("a.wav", 16000, 1), ("b.flac", 48000, 1), ("c.ogg", 22050, 2)):
+        seconds = np.arange(rate // 2) / rate
+        tone = np.sin(2 * np.pi * 440 * seconds) / 2
+        soundfile.write(tmp_path / name, np.stack([tone] * channels, 1), rate)
+    files = ("a.wav", "b.flac", "c.ogg")
+    write_lines(
+        tmp_path / "data.jsonl", [{"messages": [asked, _ANSWER], "audio": file} for file in files]
+    )
+    batches = Batches(_prepare(tmp_path, hearing_model).train, sequences_per_step=3, shuffle=False)
+    (batch,) = batches.microbatches(0, 0, 1, 3, 1)
+    assert (batch.input_ids == batch.input_ids[0]).all()
+    one, *others = batch.media["input_features"]
+    for other in others:  # the tone is the loudest band at the same times
+        assert (one.argmax(0) == other.argmax(0)).mean() > 0.9
+
+
+@pytest.mark.parametrize(
+    ("record", "match"),
+    [
+        ({"audio": "no.wav"}, "a recording cannot be read"),
+        ({"audio": "../secret.wav"}, "a recording is outside of the media folder"),
+        ({"audio": "text.wav"}, "a recording cannot be decoded"),
+        ({"audio": "empty.wav"}, "no samples"),
+        ({"audios": ["sounds/0.wav", "sounds/0.wav"]}, "differ in number"),
+        ({"audio": "sounds/0.wav", "image": "x.png"}, "image"),
+        ({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "<audio>"}],
+          "audio": "sounds/0.wav"}, "an answer contains a recording"),
+        ({"messages": [{"role": "user", "content": [{"type": "input_audio", "input_audio": {"data": "?"}}]}, _ANSWER]},
+         "not encoded as base64"),
+    ],
+)  # fmt: skip
+def test_a_bad_recording_is_one_coded_error_with_file_and_line(
+    tmp_path: Path, hearing_model: Path, record: dict[str, Any], match: str
+) -> None:
+    folder = tmp_path / "data"
+    write_recordings(folder, (4000,))
+    shutil.copy(folder / "sounds/0.wav", tmp_path / "secret.wav")
+    (folder / "text.wav").write_text("not a recording")
+    write_recordings(folder / "none", (0,))
+    shutil.copy(folder / "none/sounds/0.wav", folder / "empty.wav")
+    asked = {"role": "user", "content": "<audio>what is this"}
+    good = {"messages": [asked, _ANSWER], "audio": "sounds/0.wav"}
+    write_lines(folder / "data.jsonl", [good, {"messages": [asked, _ANSWER], **record}])
+    with pytest.raises(NoData, match=match) as caught:
+        _prepare(folder, hearing_model)
+    assert "data.jsonl" in str(caught.value.where)
+    assert "2" in str(caught.value.where)
+
+
+def test_a_model_of_images_refuses_recordings_by_name(tmp_path: Path, model: Path) -> None:
+    (name,) = write_recordings(tmp_path, (4000,))
+    asked = {"role": "user", "content": "<audio>what is this"}
+    write_lines(tmp_path / "data.jsonl", [{"messages": [asked, _ANSWER], "audio": name}])
+    with pytest.raises(NoData, match="`audio`"):
+        _prepare(tmp_path, model)
+
+
+def test_a_processor_that_ignores_recordings_is_refused(
+    tmp_path: Path, hearing_model: Path
+) -> None:
+    """A processor whose call reads texts alone would train on answers to nothing."""
+    shutil.copytree(hearing_model, tmp_path / "model")
+    template = tmp_path / "model" / "chat_template.jinja"
+    template.write_text(
+        template.read_text().replace("<|audio_bos|><|AUDIO|><|audio_eos|>", "(sound)")
+    )
+    (name,) = write_recordings(tmp_path, (4000,))
+    asked = {"role": "user", "content": "<audio>what is this"}
+    write_lines(tmp_path / "data.jsonl", [{"messages": [asked, _ANSWER], "audio": name}])
+    with pytest.raises(BadValue, match="the processor of the model"):
+        _prepare(tmp_path, tmp_path / "model")

@@ -1,4 +1,4 @@
-"""Runs of the command on images: layouts, adapters, frozen towers, continuation and export, and coded refusals."""
+"""Runs of the command on images and audio: layouts, adapters, frozen towers, continuation, export and refusals."""
 
 from __future__ import annotations
 
@@ -7,7 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForImageTextToText, AutoProcessor
+from transformers import (
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    Qwen2AudioForConditionalGeneration,
+)
 
 from hyper_parallel.errors import (
     Contradiction,
@@ -60,6 +64,28 @@ def test_layouts_repeat_one_rank_and_the_export_reads_images(place: Path) -> Non
         assert model(**inputs).logits.isfinite().all()
 
 
+def test_recordings_train_alike_on_two_ranks_and_the_export_reads_them(tmp_path: Path) -> None:
+    write_model("qwen2_audio", tmp_path / "model")
+    source = write_data(tmp_path, repeats=3, kind="audio")
+    (tmp_path / "recipe.yaml").write_text(
+        f"model: {{path: {tmp_path / 'model'}}}\nstage: sft\n"
+        f"data: {{source: {source}, seq_len: 96, packing: false, cache_dir: {tmp_path / 'cache'}}}\n"
+        "training: {steps: 2, dtype: float64, tokens_per_step: 384}\n"
+        "checkpoint: {export: false}\n"
+    )
+    train(tmp_path, tmp_path / "one", "parallel.dp_shard=1", "checkpoint.export=true", report=True)
+    train(tmp_path, tmp_path / "two", "parallel.dp_shard=2")
+    assert_same_curve(curve(tmp_path / "two"), curve(tmp_path / "one"))
+    model = Qwen2AudioForConditionalGeneration.from_pretrained(tmp_path / "one" / "export")
+    processor = AutoProcessor.from_pretrained(tmp_path / "one" / "export")
+    turn = {"role": "user", "content": [{"type": "audio", "audio": np.zeros(4000, np.float32)}]}
+    inputs = processor.apply_chat_template(
+        [turn], tokenize=True, return_dict=True, return_tensors="pt"
+    )
+    with torch.no_grad():
+        assert model(**inputs).logits.isfinite().all()
+
+
 def test_adapters_and_a_frozen_tower_train_the_language_part(place: Path) -> None:
     frozen = "training.freeze=['model.vision_tower.*']"
     train(place, place / "frozen", "parallel.dp_shard=2", frozen)
@@ -94,6 +120,8 @@ def test_a_layout_without_support_for_images_is_refused_before_training(
 def test_a_model_class_that_ignores_images_is_refused(place: Path, tmp_path: Path) -> None:
     needs_torchvision("llama4")
     write_model("llama4", tmp_path / "model")
+    config = tmp_path / "model" / "config.json"
+    config.write_text(config.read_text().replace("ForConditionalGeneration", "ForCausalLM"))
     model = f"model.path={tmp_path / 'model'}"
     options = ("model.init=random", "training.tokens_per_step=96", "parallel.dp_shard=1")
     with pytest.raises(ModelUnreadable, match=r"HP305[\s\S]*pixel_values"):

@@ -1,4 +1,4 @@
-"""Directories of tiny image-text models with random weights: config, tokenizer, image processor and chat template."""
+"""Directories of tiny models of images, audio and text: config, tokenizer, processor, template, random weights."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ _TEMPLATE = (
     "{%- for message in messages -%}<|im_start|>{{ message['role'] }}\n"
     "{%- if message['content'] is string -%}{{ message['content'] }}{%- else -%}"
     "{%- for part in message['content'] -%}"
-    "{%- if part['type'] == 'image' -%}IMAGE{%- else -%}{{ part['text'] }}{%- endif -%}"
+    "{%- if part['type'] == 'image' -%}IMAGE{%- elif part['type'] == 'audio' -%}AUDIO"
+    "{%- else -%}{{ part['text'] }}{%- endif -%}"
     "{%- endfor -%}{%- endif -%}<|im_end|>\n{% endfor -%}"
     "{%- if add_generation_prompt -%}<|im_start|>assistant\n{% endif -%}"
 )
@@ -101,6 +102,62 @@ def _qwen_processor(name: str, videos: str) -> Callable[[Any], Any]:
         return getattr(transformers, name)(images, tokenizer, video)
 
     return build
+
+
+_WHISPER = {
+    "encoder_layers": 2, "encoder_attention_heads": 2, "encoder_ffn_dim": 24, "d_model": 16, "num_mel_bins": 8,
+    "max_source_positions": 50,
+}  # fmt: skip
+
+
+def _hearing() -> Any:
+    """Return an extractor of windows of one second."""
+    from transformers import WhisperFeatureExtractor
+
+    return WhisperFeatureExtractor(feature_size=8, chunk_length=1)
+
+
+def _qwen2_audio(ids: Mapping[str, int]) -> Any:
+    from transformers import Qwen2AudioConfig
+
+    text, audio = (
+        {"model_type": "qwen2", **_TEXT},
+        {"model_type": "qwen2_audio_encoder", **_WHISPER},
+    )
+    return Qwen2AudioConfig(
+        text_config=text, audio_config=audio, audio_token_index=ids["<|AUDIO|>"]
+    )
+
+
+def _qwen2_audio_processor(tokenizer: Any) -> Any:
+    from transformers import Qwen2AudioProcessor
+
+    return Qwen2AudioProcessor(_hearing(), tokenizer)
+
+
+def _omni(ids: Mapping[str, int]) -> Any:
+    from transformers import Qwen2_5OmniThinkerConfig
+
+    vision = {
+        "depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 32, "patch_size": 4,
+        "spatial_merge_size": 2, "window_size": 16, "fullatt_block_indexes": [1], "temporal_patch_size": 2,
+    }  # fmt: skip
+    return Qwen2_5OmniThinkerConfig(
+        text_config={**_TEXT, **_MROPE}, vision_config=vision,
+        audio_config={**_WHISPER, "n_window": 10, "output_dim": 32},
+        **{f"{kind}_token_index": ids[_OMNI[f"{kind}_token"]] for kind in ("audio", "image", "video")},
+        audio_start_token_id=ids[_OMNI["audio_bos_token"]], audio_end_token_id=ids[_OMNI["audio_eos_token"]],
+        vision_start_token_id=ids[_OMNI["vision_bos_token"]],
+    )  # fmt: skip
+
+
+def _omni_processor(tokenizer: Any) -> Any:
+    from transformers import Qwen2_5OmniProcessor, Qwen2VLImageProcessor, Qwen2VLVideoProcessor
+
+    size = {"shortest_edge": 64, "longest_edge": 1024}
+    images = Qwen2VLImageProcessor(patch_size=4, merge_size=2, size=size)
+    videos = Qwen2VLVideoProcessor(patch_size=4, merge_size=2)
+    return Qwen2_5OmniProcessor(images, videos, _hearing(), tokenizer)
 
 
 def _gemma3(ids: Mapping[str, int]) -> Any:
@@ -266,6 +323,12 @@ _GEMMA3 = {
     "eoi_token": "<end_of_image>",
     "image_token": "<image_soft_token>",
 }
+_OMNI = {
+    "audio_token": "<|AUDIO|>", "image_token": "<|IMAGE|>", "video_token": "<|VIDEO|>",
+    "vision_bos_token": "<|vision_bos|>", "vision_eos_token": "<|vision_eos|>",
+    "audio_bos_token": "<|audio_bos|>", "audio_eos_token": "<|audio_eos|>",
+}  # fmt: skip
+_AUDIO = "<|audio_bos|><|AUDIO|><|audio_eos|>"
 FAMILIES: dict[str, tuple[Any, Any, Mapping[str, str], Sequence[str], str, str]] = {
     "qwen2_5_vl": (_qwen2_5_vl, _qwen_processor("Qwen2_5_VLProcessor", "Qwen2VLVideoProcessor"), {}, _QWEN,
                    _TEMPLATE, "<|vision_start|><|image_pad|><|vision_end|>"),
@@ -278,30 +341,46 @@ FAMILIES: dict[str, tuple[Any, Any, Mapping[str, str], Sequence[str], str, str]]
     "idefics3": (_idefics3, _idefics3_processor, {"image_token": "<image>"}, _IDEFICS3, _TEMPLATE, "<image>"),
     "mistral3": (_mistral3, _mistral3_processor, {"image_token": "[IMG]"}, ("[IMG_BREAK]", "[IMG_END]"),
                  _TEMPLATE, "[IMG]"),
+    "qwen2_audio": (_qwen2_audio, _qwen2_audio_processor, {}, ("<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>"),
+                    _TEMPLATE, ""),
+    "qwen2_5_omni_thinker": (_omni, _omni_processor, _OMNI, (), _TEMPLATE,
+                             "<|vision_bos|><|IMAGE|><|vision_eos|>"),
     "llama4": (_llama4, _llama4_processor, {}, _LLAMA4, _TEMPLATE, "<|image|>"),
 }  # fmt: skip
 """Config, processor, special tokens with and without names, template, and text of an image, by family."""
+MEDIA = dict.fromkeys(FAMILIES, ("image",)) | {
+    "qwen2_audio": ("audio",),
+    "qwen2_5_omni_thinker": ("image", "audio"),
+}
+"""Kinds of media that each family reads."""
 
 
 def needs_torchvision(family: str) -> None:
     """Skip a test of a family whose processor needs torchvision if it is not installed."""
-    if family in ("qwen2_5_vl", "qwen3_vl", "internvl", "mistral3", "llama4"):
+    if family in (
+        "qwen2_5_vl",
+        "qwen3_vl",
+        "internvl",
+        "mistral3",
+        "llama4",
+        "qwen2_5_omni_thinker",
+    ):
         pytest.importorskip("torchvision")
 
 
 def write_model(family: str, folder: Path) -> Path:
     """Write config, tokenizer, processor and random float32 weights of a tiny model."""
     import torch
-    from transformers import AutoModelForImageTextToText
+    from transformers import AutoModelForMultimodalLM
 
     config_of, processor_of, named, unnamed, template, mark = FAMILIES[family]
-    tokenizer = _tokenizer(named, unnamed, template.replace("IMAGE", mark))
+    tokenizer = _tokenizer(named, unnamed, _with_marks(template, mark))
     config = config_of(tokenizer.get_vocab())
     text = config.get_text_config()
     text.vocab_size, text.pad_token_id = 384, tokenizer.pad_token_id
     text.eos_token_id, text.bos_token_id = tokenizer.eos_token_id, None
     torch.manual_seed(0)
-    model = AutoModelForImageTextToText.from_config(config)
+    model = AutoModelForMultimodalLM.from_config(config)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.05)
@@ -310,6 +389,27 @@ def write_model(family: str, folder: Path) -> Path:
     processor.chat_template = tokenizer.chat_template
     processor.save_pretrained(folder)
     return folder
+
+
+def _with_marks(template: str, mark: str) -> str:
+    return mark.join(_AUDIO.join(part.split("AUDIO")) for part in template.split("IMAGE"))
+
+
+def write_recordings(folder: Path, sizes: Sequence[int], rate: int = 16000) -> list[str]:
+    """Write random recordings of 16 bits, each of a number of samples, and return their names."""
+    import wave
+
+    import numpy as np
+
+    (folder / "sounds").mkdir(parents=True, exist_ok=True)
+    names = []
+    for number, size in enumerate(sizes):
+        samples = np.random.default_rng(number).integers(-9000, 9000, size, np.int16)
+        names.append(f"sounds/{number}.wav")
+        with wave.open(str(folder / names[-1]), "wb") as file:
+            file.setparams((1, 2, rate, size, "NONE", ""))
+            file.writeframes(samples.tobytes())
+    return names
 
 
 def write_images(folder: Path, sizes: Sequence[tuple[int, int]]) -> list[str]:

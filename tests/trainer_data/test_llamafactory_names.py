@@ -67,3 +67,26 @@ def test_columns_and_tags_of_sharegpt_records(tmp_path):
     assert "ignore_keys" not in values
     with pytest.raises(Contradiction, match="no column for it"):
         conversation(tmp_path, {**record, "system": "s"}, info)
+
+
+def test_columns_of_images_and_audio_keep_their_meaning(tmp_path):
+    record = {
+        "messages": [{"role": "user", "content": "<image><audio>q"}],
+        "bild": ["a.png"],
+        "ton": ["a.wav"],
+    }
+    (tmp_path / "a.json").write_text(json.dumps([record]))
+    info = {
+        "file_name": "a.json",
+        "formatting": "sharegpt",
+        "columns": {"messages": "messages", "images": "bild", "audios": "ton"},
+        "tags": {"role_tag": "role", "content_tag": "content", "user_tag": "user"},
+    }
+    (tmp_path / "dataset_info.json").write_text(json.dumps({"own": info}))
+    values, _ = source_of("own", str(tmp_path), "sft")
+    assert {k: v for k, v in values["columns"].items() if k in ("images", "audio")} == {
+        "images": "bild",
+        "audio": "ton",
+    }
+    assert "ignore_keys" not in values
+    Data(**values)

@@ -95,7 +95,7 @@ _Format = Literal[
 
 ColumnName = Literal[
     "prompt", "completion", "instruction", "input", "output", "answer", "system", "history", "messages", "chosen",
-    "rejected", "tools", "label", "margin", "images", "role", "content",
+    "rejected", "tools", "label", "margin", "images", "audio", "role", "content",
 ]  # fmt: skip
 """Record keys that a reader knows: first keys of records, then keys of turns."""
 RoleName = Literal["system", "developer", "user", "assistant", "tool", "function_call"]
@@ -160,7 +160,7 @@ class Data(Section):
     """Keys of records, turns and tool calls to ignore. Any other unknown key is an error, so that no field is dropped
     by accident."""
     media_dir: str | None = None
-    """Folder of the images that records name. None: the folder of the source. No file outside of it is read."""
+    """Folder of the images and recordings of records. None: the folder of the source. No file outside of it is read."""
     chat_template: str = "auto"
     """Template that turns conversations into text. auto: the tokenizer's template; without one, `prompt` and
     `completion` are concatenated as plain text. none: always concatenate. Otherwise: path of a template file."""

@@ -407,7 +407,7 @@ def _prepare_data(loaded: LoadedRecipe, plan: Plan, model: Any, *, progress: boo
     """Return the prepared data of a recipe after checks with its rewards, the model and the plan."""
     from hyper_parallel.backends.torch.dropout import original_config
     from hyper_parallel.trainer.data import prepare
-    from hyper_parallel.trainer.engine.image_inputs import check_image_inputs
+    from hyper_parallel.trainer.engine.media_inputs import check_media_inputs
 
     recipe = loaded.recipe
     packed = prepare(
@@ -421,8 +421,8 @@ def _prepare_data(loaded: LoadedRecipe, plan: Plan, model: Any, *, progress: boo
     )
     if recipe.stage == "grpo":
         check_rewards(loaded, packed)
-    if not isinstance(packed.train, Stream) and packed.train.has_images:
-        check_image_inputs(model, plan, packed.train, recipe)
+    if not isinstance(packed.train, Stream) and packed.train.has_media:
+        check_media_inputs(model, plan, packed.train, recipe)
     return packed
 
 

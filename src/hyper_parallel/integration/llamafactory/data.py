@@ -21,9 +21,10 @@ _DEFAULTS: Final = {"messages": "conversations"}
 _NAMED: Final = {
     "prompt": "instruction", "query": "input", "response": "output", "history": "history", "messages": "messages",
     "system": "system", "tools": "tools", "chosen": "chosen", "rejected": "rejected", "kto_tag": "label",
+    "images": "images", "audios": "audio",
 }  # fmt: skip
 """Names in `columns`, and their names in `data.columns`."""
-_OPTIONAL: Final = ("query", "history", "system", "tools", "kto_tag")
+_OPTIONAL: Final = ("query", "history", "system", "tools", "kto_tag", "images", "audios")
 _TAGS: Final = {"role_tag": "role", "content_tag": "content"}
 _ROLES: Final = {
     "user_tag": "user", "assistant_tag": "assistant", "system_tag": "system", "observation_tag": "tool",

@@ -21,7 +21,7 @@ from hyper_parallel.received import Limits
 from hyper_parallel.serde import read
 from hyper_parallel.trainer.data.chat import answer_of
 from hyper_parallel.trainer.data.document import Document
-from hyper_parallel.trainer.data.media_arrays import RowImages, image_arrays
+from hyper_parallel.trainer.data.media_arrays import RowMedia, media_arrays
 
 Int64 = NDArray[np.int64]
 
@@ -38,14 +38,14 @@ class DocumentFacts:
         margins: Required score margin of the document's pair.
         records: Columns of the document's record including its answer, as a line of JSON.
         columns: Names of the columns of all records, in order of appearance.
-        images: Text and images of the document, as a line of JSON.
+        media: Text and media of the document, as a line of JSON.
     """
 
     good: dict[int, bool] = field(default_factory=dict)
     margins: dict[int, float] = field(default_factory=dict)
     records: dict[int, bytes] = field(default_factory=dict)
     columns: dict[str, None] = field(default_factory=dict)
-    images: dict[int, bytes] = field(default_factory=dict)
+    media: dict[int, bytes] = field(default_factory=dict)
     _num_documents: int = 0
     _num_margins: int = 0
 
@@ -89,9 +89,9 @@ class DocumentFacts:
         if self.records:
             lines = [self.records[start] for start in starts]
             _write_records(path.with_name(f"{path.name}_records.jsonl"), lines, [*self.columns])
-        if self.images:
-            lines = [self.images.get(start, b"{}\n") for start in starts]
-            _write_records(path.with_name(f"{path.name}_images.jsonl"), lines, [])
+        if self.media:
+            lines = [self.media.get(start, b"{}\n") for start in starts]
+            _write_records(path.with_name(f"{path.name}_media.jsonl"), lines, [])
 
 
 class RecordFile:
@@ -156,7 +156,7 @@ class PackedSequences:
         directory: Folder of the arrays.
         split: `train` or `holdout`.
         seq_len: Tokens of a row.
-        media: Folders of the processor and of the image files; None: the conversations have no images.
+        media: Folders of the processor and of the media files; None: the conversations have no media.
     """
 
     def __init__(
@@ -178,8 +178,8 @@ class PackedSequences:
         self._margins = self._optional("margins")
         records = self.directory / f"{split}_records.jsonl"
         self._records = RecordFile(records) if records.exists() else None
-        images = self.directory / f"{split}_images.jsonl"
-        self._images = RecordFile(images) if images.exists() else None
+        lines = self.directory / f"{split}_media.jsonl"
+        self._media_lines = RecordFile(lines) if lines.exists() else None
         self._media = media
 
     def _optional(self, name: str, mmap_mode: Literal["r"] | None = None) -> Any:
@@ -261,25 +261,25 @@ class PackedSequences:
         return [self._records.read(int(index)) for index in indices]
 
     @property
-    def has_images(self) -> bool:
-        """True if a conversation has images; then every row is one conversation."""
-        return self._images is not None
+    def has_media(self) -> bool:
+        """True if a conversation has media; then every row is one conversation."""
+        return self._media_lines is not None
 
-    def first_images(self) -> dict[str, NDArray[Any]]:
-        """Return the arrays of the first row with images; empty without images."""
-        for index in range(len(self)) if self.has_images else ():
+    def first_media(self) -> dict[str, NDArray[Any]]:
+        """Return the arrays of the first row with media; empty without."""
+        for index in range(len(self)) if self.has_media else ():
             row = np.array([index])
-            if self.images(row)[0].row:
-                return image_arrays(self.images(row), self.read(row)[0])
+            if self.media(row)[0].row:
+                return media_arrays(self.media(row), self.read(row)[0])
         return {}
 
-    def images(self, indices: Int64) -> list[RowImages]:
-        """Return text and images of each row, which are empty for a row without images."""
+    def media(self, indices: Int64) -> list[RowMedia]:
+        """Return text and media of each row, which are empty for a row without media."""
         if self._media is None:
-            return [RowImages()] * len(indices)
-        lines = self._images
+            return [RowMedia()] * len(indices)
+        lines = self._media_lines
         rows = (lines.read(int(i)) if lines is not None and i >= 0 else {} for i in indices)
-        return [RowImages(row, *self._media, self.directory) for row in rows]
+        return [RowMedia(row, *self._media, self.directory) for row in rows]
 
     def positions(self, indices: Int64) -> Int64 | None:
         """Return the position of every input in its document, int64 [len(indices), S].
@@ -364,20 +364,20 @@ class JoinedSequences:
         return gathered
 
     @property
-    def has_images(self) -> bool:
-        """True if a source has images."""
-        return any(part.has_images for part in self.parts)
+    def has_media(self) -> bool:
+        """True if a source has media."""
+        return any(part.has_media for part in self.parts)
 
-    def first_images(self) -> dict[str, NDArray[Any]]:
-        """Return the arrays of the first row with images; empty without images."""
-        return next((part.first_images() for part in self.parts if part.has_images), {})
+    def first_media(self) -> dict[str, NDArray[Any]]:
+        """Return the arrays of the first row with media; empty without."""
+        return next((part.first_media() for part in self.parts if part.has_media), {})
 
-    def images(self, indices: Int64) -> list[RowImages]:
-        """Return text and images of each row."""
-        gathered = [RowImages()] * len(indices)
+    def media(self, indices: Int64) -> list[RowMedia]:
+        """Return text and media of each row."""
+        gathered = [RowMedia()] * len(indices)
         for part, local, rows in self._split(indices):
-            for row, images in zip(rows, part.images(local), strict=True):
-                gathered[row] = images
+            for row, media in zip(rows, part.media(local), strict=True):
+                gathered[row] = media
         return gathered
 
     def positions(self, indices: Int64) -> Int64 | None:

@@ -22,7 +22,7 @@ from hyper_parallel.errors import HyperParallelError, MissingDependency, NoData,
 from hyper_parallel.received import Limits, bounded_heap, names_outside, outside_target, read_json
 from hyper_parallel.trainer.data._parquet import heap_bytes, records_too_long
 from hyper_parallel.trainer.data.data_files import is_file_name
-from hyper_parallel.trainer.data.record_keys import IMAGE_KEYS, Record
+from hyper_parallel.trainer.data.record_keys import Record
 from hyper_parallel.units import format_bytes
 
 _SAVED = ("dataset_dict.json", "state.json")
@@ -38,7 +38,7 @@ class Table:
 
     name: str
     rows: Any  # datasets.Dataset, or IterableDataset when it is streamed
-    reads_images: bool = False  # images are read as {bytes, path}, without opening a file
+    media_columns: frozenset[str] = frozenset()  # read as {bytes, path}, without opening a file
 
     @property
     def num_bytes(self) -> int:
@@ -55,7 +55,7 @@ class Table:
     def opened(self) -> tuple[str, ...]:
         """Columns whose values name files or URLs (images, sounds and the like); they are not read."""
         opening = self._opening
-        return tuple(n for n in opening if not (self.reads_images and n in IMAGE_KEYS))
+        return tuple(name for name in opening if name not in self.media_columns)
 
     @property
     def _opening(self) -> dict[str, Any]:
@@ -183,7 +183,7 @@ def _lacked_memory(error: BaseException | None) -> bool:
 
 
 def _undecoded(feature: Any) -> Any:
-    """Return a feature of images, or of a list of them, whose values are read as {bytes, path}."""
+    """Return a feature of images or audio, or of a list of them, whose values are read as {bytes, path}."""
     undecoded = copy.deepcopy(feature)
     inner = undecoded
     while not hasattr(inner, "decode"):

@@ -25,7 +25,7 @@ from hyper_parallel.trainer.data._sequences import (
     JoinedSequences,
     PackedSequences,
 )
-from hyper_parallel.trainer.data.media_arrays import image_arrays
+from hyper_parallel.trainer.data.media_arrays import media_arrays
 
 __all__ = ["IGNORE_INDEX", "Batch", "Batches", "Int64", "JoinedSequences", "PackedSequences"]
 
@@ -238,7 +238,7 @@ class Batches:
     def _batch(self, indices: Int64) -> Batch:
         source = self.sequences
         inputs, labels = source.read(indices)
-        media = image_arrays(source.images(indices), inputs) if source.has_images else {}
+        media = media_arrays(source.media(indices), inputs) if source.has_media else {}
         sizes = source.num_valid(indices), source.positions(indices), source.num_real(indices)
         return Batch(inputs, labels, *sizes, media)
 

@@ -120,15 +120,15 @@ def encode_conversation(
         )
     text, spans = assistant_spans(tokenizer, conversation, where, num_context)
     tokens = tokens_of_spans(tokenizer, text, spans, where)
-    if not conversation.images:
+    if not conversation.media:
         return tokens
     return expand(tokenizer, conversation, text, tokens, where)
 
 
-def image_line(
+def media_line(
     tokenizer: Any, conversation: Conversation, where: str, num_context: int, blob: IO[bytes]
 ) -> bytes:
-    """Return the text and the images of a conversation as a line of prepared data, see `reference_line`."""
+    """Return the text and the media of a conversation as a line of prepared data, see `reference_line`."""
     text = assistant_spans(tokenizer, conversation, where, num_context)[0]
     return reference_line(conversation, text, where, blob)
 

@@ -13,11 +13,10 @@ from typing import Any, Final
 
 from hyper_parallel.config import PAIRED_STAGES
 from hyper_parallel.errors import NoData, abbreviated
-from hyper_parallel.trainer.data.document import Conversation, ImageFile, Message
-from hyper_parallel.trainer.data.media_records import take_images
+from hyper_parallel.trainer.data.document import Conversation, MediaFile, Message
+from hyper_parallel.trainer.data.media_records import take_media
 from hyper_parallel.trainer.data.record_keys import (
     ANSWERS,
-    IMAGE_KEYS,
     LABELS,
     PROMPTS,
     SYSTEMS,
@@ -452,15 +451,15 @@ def conversations_of(
             parts = [_with_system(turns, count, system, rules, where) for turns, count in parts]
         tools = read_tools(values, rules, where)
         variables = read_template_values(values.get("chat_template_kwargs"), rules, where)
-    images: tuple[ImageFile, ...] = ()
-    if rules.media_root is not None:
-        turns, images = take_images(parts[0][0], values, rules, where)
+    media: tuple[MediaFile, ...] = ()
+    if rules.media_kinds:
+        turns, media = take_media(parts[0][0], values, rules, where)
         parts = [(turns, parts[0][1])]
     if rules.media or not values.keys() == record.keys() <= read_keys:
         texts = (turn["content"] for turns, _ in parts for turn in turns)
         rules.refuse_media(record, texts, where)
         _check_unread(values, read_keys, shape, stage, parts, rules, where)
-    return [conversation_of(turns, count, tools, variables, images) for turns, count in parts]
+    return [conversation_of(turns, count, tools, variables, media) for turns, count in parts]
 
 
 def _has_keys(values: Values, shape: str, stage: str) -> bool:
@@ -532,7 +531,7 @@ def _check_unread(
     if stage == "grpo":  # rewards may read all keys
         return
     known = {*read_keys, *_SHARED, *_STAGE_KEYS.get(stage, ())}
-    known |= set() if rules.media_root is None else {*IMAGE_KEYS}
+    known |= rules.media_columns
     if stage in ("dpo", "orpo") and not is_empty(values.get("margin")):
         rules.counts.ignored_keys["margin"] += 1
     for key in _TEXT_KEYS & values.keys() - known:

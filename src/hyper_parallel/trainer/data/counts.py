@@ -20,7 +20,7 @@ ALL_UNTRAINED: Final = "every answer is excluded from training by the record"
 EMPTY_ANSWERS: Final = "every answer is empty"
 NO_TARGET: Final = "the chat template writes no token of an answer"
 BEHIND_SEQ_LEN: Final = "no answer begins within data.seq_len tokens"
-LONG_IMAGES: Final = "a conversation with images is longer than data.seq_len tokens"
+LONG_MEDIA: Final = "a conversation with images or audio is longer than data.seq_len tokens"
 EMPTY_RECORD: Final = "the record is empty"
 NO_PROMPT: Final = "no turn before the answer"
 UNKNOWN: Final = "its token for unknown words is trained in their place"
@@ -31,7 +31,7 @@ ALLOWED: Final = {
     EMPTY_ANSWERS: "answers with words",
     NO_TARGET: "a chat template that writes the words of answers",
     BEHIND_SEQ_LEN: "conversations with an answer that begins within data.seq_len tokens",
-    LONG_IMAGES: "conversations with images of at most data.seq_len tokens, which are never cut",
+    LONG_MEDIA: "conversations with images or audio of at most data.seq_len tokens, which are never cut",
     EMPTY_RECORD: "records with words",
     NO_PROMPT: "conversations with a turn of the user before the last answer",
 }

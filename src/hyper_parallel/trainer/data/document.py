@@ -19,23 +19,22 @@ Optional keys: `tool_calls` (list of `{"type": "function", "function": {"name", 
 `reasoning_content` (text), and for role `tool` `name` and `tool_call_id`.
 """
 
-IMAGE_MARK: Final = "\0image\0"
-"""Place of the next image in the content of a turn; templates get a part of type image for it."""
-
-IMAGE_BLOB: Final = "images.bin"
-"""File of prepared data with the images that records hold as bytes."""
+MEDIA_BLOB: Final = "media.bin"
+"""File of prepared data with the images and recordings that records hold as bytes."""
 
 
 @dataclass(frozen=True, slots=True)
-class ImageFile:
-    """Encoded image.
+class MediaFile:
+    """Encoded image or recording.
 
     Attributes:
+        kind: Name of its kind, see `media_kinds`.
         name: Name of the file relative to `folder`; empty for bytes.
         folder: Folder outside of which no file is read.
         content: Bytes of the record; None: the file has them.
     """
 
+    kind: str
     name: str
     folder: Path
     content: bytes | None = field(default=None, repr=False)
@@ -52,7 +51,7 @@ class Conversation:
         template_values: Additional variables for the chat template (`chat_template_kwargs` of the record).
         untrained: Indices of assistant turns that the record excludes from training (`weight: 0`, `train: false`).
         trained: Indices of turns that the record marks as trained on (`weight: 1`, `train: true`).
-        images: Images in the order of `IMAGE_MARK` in the contents.
+        media: Images and recordings in the order of their marks in the contents.
     """
 
     messages: tuple[Message, ...]
@@ -61,7 +60,7 @@ class Conversation:
     template_values: Mapping[str, Any] = field(default_factory=dict)
     untrained: frozenset[int] = frozenset()
     trained: frozenset[int] = field(default=frozenset(), compare=False)
-    images: tuple[ImageFile, ...] = ()
+    media: tuple[MediaFile, ...] = ()
 
 
 def has_content(turn: Message) -> bool:

@@ -1,155 +1,217 @@
-"""Images of records: references in columns and in parts of contents, their files, and limits on both.
+"""Media of records: references in columns and in parts of contents, their files, and limits on both.
 
-A record names its images in a column (`image`, `images`) with a mark `<image>` in its texts for each, or in parts of
-contents. A reference is the name of a file below the media folder, or an encoded image as parquet stores it
-(`{bytes, path}`). Nothing is downloaded, and no file outside of the media folder is read.
+A record names its images and recordings in columns (`images`, `audio`) with a mark (`<image>`, `<audio>`) in its texts
+for each, or in parts of contents. A reference is the name of a file below the media folder, or encoded bytes as parquet
+stores them (`{bytes, path}`) or as OpenAI's `input_audio` (`{data, format}`). Nothing is downloaded, and no file
+outside of the media folder is read.
 """
 
 from __future__ import annotations
 
 import base64
+import binascii
 import hashlib
 import io
 import shlex
 from collections.abc import Mapping, Sequence
+from math import gcd
 from pathlib import Path
 from typing import Any, Final
 
 from hyper_parallel.errors import MissingDependency, NoData, abbreviated
 from hyper_parallel.received import LimitExceeded, Limits, names_outside, outside_target, read_bytes
-from hyper_parallel.trainer.data.document import IMAGE_MARK, ImageFile, Message
-from hyper_parallel.trainer.data.record_keys import IMAGE_KEYS, RecordRules, is_empty
-from hyper_parallel.trainer.data.turns import IMAGES
+from hyper_parallel.trainer.data.document import MediaFile, Message
+from hyper_parallel.trainer.data.media_kinds import IMAGE, KINDS, MEDIA_MARK, MediaKind
+from hyper_parallel.trainer.data.record_keys import RecordRules, is_empty
+from hyper_parallel.trainer.data.turns import REFERENCES
 from hyper_parallel.units import MiB
 
-_MARK: Final = "<image>"
-"""Text that stands for the next image of a column."""
 _LIMITS: Final = Limits(num_bytes=64 * MiB)
 _MOST_PIXELS: Final = 2**26
+_MOST_SAMPLES: Final = 2**26
+"""Most samples of a recording, over all channels: 23 minutes of 48 kHz."""
 _SMALL: Final = (96, 96)
 """Largest size of a copy for reports, in pixels."""
 _FORMATS: Final = ("PNG", "JPEG", "MPO", "WEBP", "GIF", "BMP", "TIFF", "PPM")
-"""Formats that Pillow decodes itself; some others start programs."""
-_REFERENCES: Final = "a file name below the media folder, or an encoded image as {bytes, path}"
+"""Image formats that Pillow decodes itself; some others start programs."""
+_REFERENCES: Final = "a file name below the media folder, or encoded bytes as {bytes, path}"
 
 
-def take_images(
+def take_media(
     turns: Sequence[Message], values: Mapping[str, Any], rules: RecordRules, where: str
-) -> tuple[list[Message], tuple[ImageFile, ...]]:
-    """Return turns with one `IMAGE_MARK` for each image, and the images in the order of the marks.
+) -> tuple[list[Message], tuple[MediaFile, ...]]:
+    """Return turns with one mark for each item, and the items in the order of the marks.
 
     Raises:
-        NoData: HP602 when images and marks differ in number, an answer has an image, or a reference is not allowed.
+        NoData: HP602 when items and marks of a kind differ in number, an answer has an item, or a reference is not
+            allowed.
     """
-    listed = _listed(values, rules, where)
-    inline = [reference for turn in turns for reference in turn.get(IMAGES, ())]
-    if not any(inline):
-        turns = [{**t, "content": t["content"].replace(_MARK, IMAGE_MARK)} for t in turns]
-    turns = [{key: value for key, value in t.items() if key != IMAGES} for t in turns]
-    references = inline if any(inline) else listed
-    num_marks = sum(turn["content"].count(IMAGE_MARK) for turn in turns)
-    if num_marks != len(references) or (any(inline) and (listed or not all(inline))):
-        raise NoData(
-            "the images of a record and the places for them in its turns differ in number",
-            where=where,
-            got=f"{len(listed) or sum(map(bool, inline))} images, {num_marks} places",
-            allowed=f"one `{_MARK}` in the texts, or one part of type image, for each image",
-        )
-    for number, turn in enumerate(turns, start=1):
-        if turn["role"] == "assistant" and IMAGE_MARK in turn["content"]:
+    inline = [found for turn in turns for found in turn.get(REFERENCES, ())]
+    turns = [{key: value for key, value in t.items() if key != REFERENCES} for t in turns]
+    references: dict[str, list[Any]] = {}
+    for kind in rules.media_kinds:
+        listed = _listed(kind, values, rules, where)
+        own = [reference for name, reference in inline if name == kind.name]
+        in_parts = any(own)
+        if not in_parts:
+            turns = [
+                {**t, "content": t["content"].replace(kind.text_mark, kind.mark)} for t in turns
+            ]
+        references[kind.name] = own if in_parts else listed
+        num_marks = sum(turn["content"].count(kind.mark) for turn in turns)
+        if num_marks != len(references[kind.name]) or (in_parts and (listed or not all(own))):
             raise NoData(
-                "an answer contains an image, but answers are texts",
-                where=f"{where}, turn {number}",
-                allowed="images in turns of the user, the system and tools",
+                f"the {kind.argument} of a record and the places for them in its turns differ in number",
+                where=where,
+                got=f"{len(listed) or sum(map(bool, own))} {kind.argument}, {num_marks} places",
+                allowed=f"one `{kind.text_mark}` in the texts, or one part of type {kind.name}, for each",
             )
-    return turns, tuple(_image(reference, rules, where) for reference in references)
+    names = [MEDIA_MARK.findall(turn["content"]) for turn in turns]
+    for number, (turn, found) in enumerate(zip(turns, names, strict=True), start=1):
+        if turn["role"] == "assistant" and found:
+            raise NoData(
+                f"an answer contains {KINDS[found[0]].one}, but answers are texts",
+                where=f"{where}, turn {number}",
+                allowed=f"{KINDS[found[0]].argument} in turns of the user, the system and tools",
+            )
+    order = [name for found in names for name in found]
+    items = {name: iter(values) for name, values in references.items()}
+    return turns, tuple(_file(KINDS[name], next(items[name]), rules, where) for name in order)
 
 
-def _listed(values: Mapping[str, Any], rules: RecordRules, where: str) -> list[Any]:
-    """Return the references in the column of images."""
-    value = rules.one_of(values, IMAGE_KEYS, where)
+def _listed(
+    kind: MediaKind, values: Mapping[str, Any], rules: RecordRules, where: str
+) -> list[Any]:
+    """Return the references in the column of a kind."""
+    value = rules.one_of(values, kind.columns, where)
     if is_empty(value):
         return []
     return list(value) if isinstance(value, list | tuple) else [value]
 
 
-def _image(reference: Any, rules: RecordRules, where: str) -> ImageFile:
-    """Return the image of a reference, which may name a file inside the media folder only."""
+def _file(kind: MediaKind, reference: Any, rules: RecordRules, where: str) -> MediaFile:
+    """Return the item of a reference, which may name a file inside the media folder only."""
     assert rules.media_root is not None
+    root = rules.media_root
     if isinstance(reference, Mapping):
         content = reference.get("bytes")
         if isinstance(content, bytes):
-            return ImageFile("", rules.media_root, content)
+            return MediaFile(kind.name, "", root, content)
+        if isinstance(data := reference.get("data"), str):
+            return MediaFile(kind.name, "", root, _from_base64(data, where))
         reference = reference.get("path") or reference.get("url")
     if not isinstance(reference, str) or not reference:
-        got = abbreviated(reference, 60)
-        raise NoData("an image has no file name", where=where, got=got, allowed=_REFERENCES)
-    root, path = rules.media_root, Path(reference)
+        got, problem = abbreviated(reference, 60), f"{kind.one} has no file name"
+        raise NoData(problem, where=where, got=got, allowed=_REFERENCES)
+    path = Path(reference)
     if ".." not in path.parts and path.is_absolute() and path.is_relative_to(root):
         reference = str(path.relative_to(root))
     if names_outside(reference) or outside_target(root / reference, root):
         raise NoData(
-            "an image is outside of the media folder",
+            f"{kind.one} is outside of the media folder",
             where=where,
             got=abbreviated(reference),
             allowed=f"names of files below {root}; URLs are not read",
             hint=shlex.quote(f"data.media_dir={path.parent}") if path.is_absolute() else None,
         )
-    return ImageFile(reference, root)
+    return MediaFile(kind.name, reference, root)
 
 
-def content_of(image: ImageFile, where: str) -> bytes:
-    """Return the bytes of an encoded image.
+def _from_base64(text: str, where: str) -> bytes:
+    if len(text) > 4 * (_LIMITS.num_bytes or 0) // 3:
+        raise NoData("an item has too many bytes", where=where, got=f"{len(text):,} characters")
+    try:
+        return base64.b64decode(text, validate=True)
+    except binascii.Error as error:
+        problem = "an item is not encoded as base64"
+        raise NoData(problem, where=where, got=abbreviated(text, 40)) from error
+
+
+def content_of(item: MediaFile, where: str) -> bytes:
+    """Return the bytes of an encoded item.
 
     Raises:
         NoData: HP602 when the file is missing, unreadable or too large.
     """
-    if image.content is not None:
-        return image.content
+    if item.content is not None:
+        return item.content
     try:
-        return read_bytes(image.folder / image.name, _LIMITS)
+        return read_bytes(item.folder / item.name, _LIMITS)
     except (OSError, LimitExceeded) as error:
         got = error.strerror if isinstance(error, OSError) else str(error)
-        problem = "the file of an image cannot be read"
-        raise NoData(problem, where=where, got=f"{image.folder / image.name}: {got}") from error
+        problem = f"{KINDS[item.kind].one} cannot be read"
+        raise NoData(problem, where=where, got=f"{item.folder / item.name}: {got}") from error
 
 
 def checksum(content: bytes) -> str:
-    """Return the SHA-256 of an encoded image."""
+    """Return the SHA-256 of an encoded item."""
     return hashlib.sha256(content).hexdigest()
 
 
-def decoded(content: bytes, name: str, where: str) -> Any:
-    """Return the RGB image of Pillow, upright as its metadata says.
+def decoded(kind: str, content: bytes, name: str, where: str, rate: int = 0) -> Any:
+    """Return an item as processors read it.
+
+    Args:
+        kind: Name of its kind.
+        content: Encoded bytes.
+        name: Name of the file, for errors.
+        where: Location of the record, for errors.
+        rate: Samples per second of a recording.
+
+    Returns:
+        RGB image of Pillow, upright as its metadata says; or the samples of a recording, float32 [n], one channel.
 
     Raises:
-        MissingDependency: HP501 without Pillow.
-        NoData: HP602 when the bytes are not an image of a known format, or it has too many pixels.
+        MissingDependency: HP501 without the package that decodes it.
+        NoData: HP602 when the bytes have no known format, or too many pixels or samples.
     """
     try:
-        from PIL import Image, ImageOps
+        return _image(content) if kind == IMAGE.name else _samples(content, rate)
     except ImportError as error:
-        hint = "pip install 'hyper-parallel[images]'"
-        problem = "training on images needs the package `pillow`"
-        raise MissingDependency(problem, where=where, hint=hint) from error
-    try:
-        with Image.open(io.BytesIO(content), formats=_FORMATS) as image:
-            width, height = image.size
-            if width * height > _MOST_PIXELS:
-                raise LimitExceeded(f"{width} x {height} pixels, more than {_MOST_PIXELS:,}")
-            return ImageOps.exif_transpose(image).convert("RGB")
-    except Exception as error:  # Pillow raises any class for damaged files
+        extra, package = KINDS[kind].extra, {"images": "pillow", "audio": "soundfile"}
+        raise MissingDependency(
+            f"training on {extra} needs the package `{package[extra]}`",
+            where=where,
+            hint=f"pip install 'hyper-parallel[{extra}]'",
+        ) from error
+    except Exception as error:  # Pillow and soundfile raise many classes for damaged files
         raise NoData(
-            "an image cannot be decoded",
+            f"{KINDS[kind].one} cannot be decoded",
             where=where,
             got=f"{name or 'bytes of the record'}: {str(error)[:160]}",
-            allowed=", ".join(_FORMATS),
+            allowed=", ".join(_FORMATS) if kind == IMAGE.name else "WAV, FLAC, OGG, MP3",
         ) from error
 
 
-def small_copy(image: ImageFile, where: str) -> str:
+def _image(content: bytes) -> Any:
+    from PIL import Image, ImageOps
+
+    with Image.open(io.BytesIO(content), formats=_FORMATS) as image:
+        width, height = image.size
+        if width * height > _MOST_PIXELS:
+            raise LimitExceeded(f"{width} x {height} pixels, more than {_MOST_PIXELS:,}")
+        return ImageOps.exif_transpose(image).convert("RGB")
+
+
+def _samples(content: bytes, rate: int) -> Any:
+    import soundfile
+    from scipy.signal import resample_poly
+
+    with soundfile.SoundFile(io.BytesIO(content)) as file:
+        if file.frames * file.channels > _MOST_SAMPLES:
+            raise LimitExceeded(f"{file.frames:,} samples, more than {_MOST_SAMPLES:,}")
+        samples = file.read(dtype="float32", always_2d=True).mean(axis=1)
+        if not len(samples):
+            raise LimitExceeded("no samples")
+        if file.samplerate != rate:
+            common = gcd(file.samplerate, rate)
+            samples = resample_poly(samples, rate // common, file.samplerate // common)
+    return samples.astype("float32")
+
+
+def small_copy(image: MediaFile, where: str) -> str:
     """Return a small copy of an image for a report: a PNG as base64."""
-    picture = decoded(content_of(image, where), image.name, where)
+    picture = decoded(image.kind, content_of(image, where), image.name, where)
     picture.thumbnail(_SMALL)
     written = io.BytesIO()
     picture.save(written, "PNG")

@@ -1,9 +1,9 @@
-"""Tokens of conversations with images: expansion by the model's own processor, with exact labels.
+"""Tokens of conversations with media: expansion by the model's own processor, with exact labels.
 
-The chat template writes a short mark for an image, and the processor replaces it by as many tokens as the image needs.
+The chat template writes a short mark for an item, and the processor replaces it by as many tokens as the item needs.
 Answers are located in the text with marks. Its tokens and those of the processor must be equal outside of the
 expansions, so every target keeps its token and its predecessor among the targets, whatever the processor writes for an
-image.
+item.
 
     template    user  <image>                    Which digit?  assistant  [seven <end>]
     processor   user  <image><image><image>...   Which digit?  assistant  [seven <end>]
@@ -19,7 +19,8 @@ from typing import IO, Any, Final
 from weakref import WeakKeyDictionary
 
 from hyper_parallel.errors import BadValue, MissingDependency, NoData
-from hyper_parallel.trainer.data.document import Conversation, ImageFile
+from hyper_parallel.trainer.data.document import Conversation, MediaFile
+from hyper_parallel.trainer.data.media_kinds import AUDIO, IMAGE, KINDS
 from hyper_parallel.trainer.data.media_records import checksum, content_of, decoded
 from hyper_parallel.trainer.data.template_properties import properties_of
 
@@ -34,29 +35,36 @@ def expand(
     tokens: tuple[Sequence[int], Sequence[bool]],
     where: str,
 ) -> tuple[list[int], list[bool]]:
-    """Return the tokens of a conversation with expanded images and, for each, whether it is a target.
+    """Return the tokens of a conversation with expanded media and, for each, whether it is a target.
 
     Args:
         tokenizer: Tokenizer whose directory holds the processor.
-        conversation: Conversation with images.
+        conversation: Conversation with media.
         text: Its text by the chat template.
         tokens: Tokens of the text, and whether each is a target.
         where: Location of the record, for errors.
 
     Raises:
-        BadValue: HP102 when template or processor do not support the images.
-        NoData: HP602 when an image cannot be read.
+        BadValue: HP102 when template or processor do not support the media.
+        NoData: HP602 when an item cannot be read.
     """
-    if not properties_of(tokenizer).writes_images:
-        raise BadValue(
-            "the chat template writes nothing for an image",
-            where=where,
-            allowed="a template that reads parts of type image",
-            hint="data.chat_template=FILE",
+    for kind in (item.kind for item in conversation.media):
+        if kind not in properties_of(tokenizer).written_media:
+            raise BadValue(
+                f"the chat template writes nothing for {KINDS[kind].one}",
+                where=where,
+                allowed=f"a template that reads parts of type {kind}",
+                hint="data.chat_template=FILE",
+            )
+    processor = _processor_of(tokenizer)
+    items = [
+        (
+            item.kind,
+            decoded(item.kind, content_of(item, where), item.name, where, rate_of(processor)),
         )
-    files = conversation.images
-    images = [decoded(content_of(file, where), file.name, where) for file in files]
-    arrays = process(_processor_of(tokenizer), [text], [images], where)
+        for item in conversation.media
+    ]
+    arrays = process(processor, [text], [items], where)
     return aligned(*tokens, arrays["input_ids"][0].tolist(), where)
 
 
@@ -71,22 +79,23 @@ def _processor_of(tokenizer: Any) -> Any:
 
 
 def reference_line(conversation: Conversation, text: str, where: str, blob: IO[bytes]) -> bytes:
-    """Return the text of a conversation and references to its images as a line of JSON.
+    """Return the text of a conversation and references to its media as a line of JSON.
 
-    Images that the record holds as bytes are appended to `blob`.
+    Items that the record holds as bytes are appended to `blob`.
     """
-    images = [_stored(image, where, blob) for image in conversation.images]
+    media = [_stored(item, where, blob) for item in conversation.media]
     where = Path(where).name  # equal wherever the same data is prepared
-    return json.dumps({"where": where, "text": text, "images": images}).encode() + b"\n"
+    return json.dumps({"where": where, "text": text, "media": media}).encode() + b"\n"
 
 
-def _stored(image: ImageFile, where: str, blob: IO[bytes]) -> dict[str, Any]:
-    content = content_of(image, where)
-    if image.content is None:
-        return {"name": image.name, "sha256": checksum(content)}
+def _stored(item: MediaFile, where: str, blob: IO[bytes]) -> dict[str, Any]:
+    content = content_of(item, where)
+    stored = {"kind": item.kind, "sha256": checksum(content)}
+    if item.content is None:
+        return {"name": item.name, **stored}
     start = blob.tell()
     blob.write(content)
-    return {"start": start, "size": len(content), "sha256": checksum(content)}
+    return {"start": start, "size": len(content), **stored}
 
 
 def load_processor(directory: Path) -> Any:
@@ -102,23 +111,24 @@ def load_processor(directory: Path) -> Any:
         processor = AutoProcessor.from_pretrained(str(directory), local_files_only=True)
     except ImportError as error:
         raise MissingDependency(
-            "the image processor of the model needs a package that is not installed",
+            "the processor of the model needs a package that is not installed",
             where=str(directory),
             got=" ".join(str(error).split())[:160],
-            hint="pip install 'hyper-parallel[images]'",
+            hint="pip install 'hyper-parallel[images,audio]'",
         ) from error
     except Exception as error:  # transformers raises many classes for damaged files
         raise NoData(
-            "the image processor of the model cannot be loaded",
+            "the processor of the model cannot be loaded",
             where=str(directory),
             got=" ".join(str(error).split())[:200] or type(error).__name__,
         ) from error
-    if not (hasattr(processor, "tokenizer") and hasattr(processor, "image_processor")):
+    parts = [name for kind in KINDS.values() for name in kind.processors]
+    if not hasattr(processor, "tokenizer") or not any(hasattr(processor, name) for name in parts):
         raise NoData(
-            "the model's processor does not read images",
+            "the model's processor reads neither images nor audio",
             where=str(directory),
             got=type(processor).__name__,
-            allowed="a processor with a tokenizer and an image processor",
+            allowed=f"a processor with a tokenizer and one of {', '.join(parts)}",
         )
     tokenizer = processor.tokenizer
     if tokenizer.pad_token is None:
@@ -126,31 +136,56 @@ def load_processor(directory: Path) -> Any:
     return processor
 
 
+def rate_of(processor: Any) -> int:
+    """Return the samples per second that a processor reads; 0: it reads no recordings."""
+    parts = (getattr(processor, name, None) for name in AUDIO.processors)
+    return next((int(part.sampling_rate) for part in parts if hasattr(part, "sampling_rate")), 0)
+
+
 def process(
-    processor: Any, texts: Sequence[str], images: Sequence[Sequence[Any]], where: str
+    processor: Any, texts: Sequence[str], media: Sequence[Sequence[tuple[str, Any]]], where: str
 ) -> Mapping[str, Any]:
-    """Return the tensors of a processor for texts with images, padded on the right.
+    """Return the tensors of a processor for texts with media, padded on the right.
+
+    Args:
+        processor: Processor of the model.
+        texts: Text of each row.
+        media: Kind and decoded value of each item of each row.
+        where: Location of a record, for errors.
 
     Raises:
-        BadValue: HP102 when the processor raises.
+        BadValue: HP102 when the processor raises, or ignores a kind of media.
     """
+    rows = {name: [[v for kind, v in row if kind == name] for row in media] for name in KINDS}
+    used = {name: items for name, items in rows.items() if any(items)}
+    arguments: dict[str, Any] = {}
+    if IMAGE.name in used:
+        arguments["images"] = used[IMAGE.name]
+    if AUDIO.name in used:
+        arguments["audio"] = [samples for row in used[AUDIO.name] for samples in row]
+        arguments["audio_kwargs"] = {"sampling_rate": rate_of(processor)}
     try:
         arrays: Mapping[str, Any] = processor(
-            images=[list(one) for one in images],
             text=list(texts),
-            add_special_tokens=False,
-            padding=True,
-            padding_side="right",
+            text_kwargs={"add_special_tokens": False, "padding": True, "padding_side": "right"},
             return_tensors="pt",
+            **arguments,
         )
-        return arrays
     except Exception as error:  # a processor raises any class
         raise BadValue(
-            "the image processor of the model refuses a conversation",
+            "the processor of the model refuses a conversation",
             where=where,
             got=f"{' '.join(str(error).split())[:300] or type(error).__name__}",
-            allowed="texts without image tokens of the model other than those of the record's images",
+            allowed="texts without tokens of images or audio other than those of the record's items",
         ) from error
+    if sum(tensor.is_floating_point() for tensor in arrays.values()) < len(used):
+        raise BadValue(
+            f"the processor of the model ignores the {' or the '.join(used)} of a conversation",
+            where=where,
+            got=f"{type(processor).__name__} returns {', '.join(arrays)}",
+            allowed="a processor whose call takes text, images and audio",
+        )
+    return arrays
 
 
 def aligned(
@@ -158,11 +193,11 @@ def aligned(
 ) -> tuple[list[int], list[bool]]:
     """Return expanded tokens and whether each is a target, given the tokens and targets before the expansion.
 
-    Tokens that occur more often after the expansion, or less often, may belong to images. All others must be equal and
-    in the same order. Targets never belong to images, and no image lies between two adjacent targets.
+    Tokens that occur more often after the expansion, or less often, may belong to items. All others must be equal and
+    in the same order. Targets never belong to items, and no item lies between two adjacent targets.
 
     Raises:
-        BadValue: HP102 when the tokens differ outside of the images.
+        BadValue: HP102 when the tokens differ outside of the items.
     """
     before, after = Counter(ids), Counter(expanded)
     added, removed = after - before, before - after
@@ -183,7 +218,7 @@ def aligned(
         if place == len(ids):
             return list(expanded), marked
     raise BadValue(
-        "the image processor of the model changes tokens outside of the images, so targets cannot be identified",
+        "the processor of the model changes tokens outside of images and audio, so targets cannot be identified",
         where=where,
-        got=f"token {place + 1} of {len(ids)} without images",
+        got=f"token {place + 1} of {len(ids)} without them",
     )

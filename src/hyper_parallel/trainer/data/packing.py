@@ -25,17 +25,17 @@ from hyper_parallel.trainer.data.chat import (
     encode_conversation,
     encode_pair,
     encode_prompt,
-    image_line,
+    media_line,
 )
 from hyper_parallel.trainer.data.counts import (
     ALLOWED,
     BEHIND_SEQ_LEN,
     EMPTY_RECORD,
-    LONG_IMAGES,
+    LONG_MEDIA,
     DataCounts,
     missing_target,
 )
-from hyper_parallel.trainer.data.document import IMAGE_BLOB, Conversation, Document
+from hyper_parallel.trainer.data.document import MEDIA_BLOB, Conversation, Document
 from hyper_parallel.trainer.data.sources import Source, with_mismatched
 from hyper_parallel.trainer.data.tokenizer import Tokenizer
 from hyper_parallel.trainer.data.tokenizer_limits import tokenizing
@@ -73,9 +73,9 @@ def pack(
 ) -> list[str]:
     """Write the training and held-out sequences of a stream, update the counts, and return additional notes."""
     notes: list[str] = []
-    if flat.facts.images:
+    if flat.facts.media:
         masked = False
-        notes += ["conversations with images are padded, not packed"] * data.packing
+        notes += ["conversations with images or audio are padded, not packed"] * data.packing
     if flat.learn is None:
         for span in flat.spans:
             if counts.by_document and _length(span) < 2:
@@ -126,7 +126,7 @@ def no_target(problem: str, counts: DataCounts, data: Data) -> NoData:
         got=", ".join(f"{count} left out: {reason}" for reason, count in reasons),
         allowed=ALLOWED[reasons[0][0]],
         hint=f"data.seq_len={data.seq_len * 4}"
-        if reasons[0][0] in (BEHIND_SEQ_LEN, LONG_IMAGES)
+        if reasons[0][0] in (BEHIND_SEQ_LEN, LONG_MEDIA)
         else None,
     )
 
@@ -147,16 +147,16 @@ def tokenize(source: Source, tokenizer: Tokenizer, stage: str, directory: Path, 
         byte_bar("tokenise", source.num_bytes, show) as advance,
         TemporaryFile(dir=directory) as tokens_file,
         TemporaryFile(dir=directory) as learn_file,
-        (directory / IMAGE_BLOB).open("wb") as blob,
+        (directory / MEDIA_BLOB).open("wb") as blob,
     ):
         for batch in _batches(with_mismatched(documents) if stage == "kto" else documents):
             encoded = encode(batch, tokenizer.hf, stage)
             for document, (ids, learn) in zip(batch, encoded, strict=True):
                 spans.append(slice(end, end + len(ids)))
                 facts.add(end, document, stage)
-                if (one := document.conversation) is not None and one.images:
+                if (one := document.conversation) is not None and one.media:
                     line = one, document.where, document.num_context, blob
-                    facts.images[end] = image_line(tokenizer.hf, *line)
+                    facts.media[end] = media_line(tokenizer.hf, *line)
                 if stage != "pt" and not any(learn):
                     reasons[end, end + len(ids)] = missing_target(document, stage)
                 end += len(ids)
@@ -164,7 +164,7 @@ def tokenize(source: Source, tokenizer: Tokenizer, stage: str, directory: Path, 
                 learn_file.write(np.asarray(learn, np.bool_))
             advance(sum(d.num_bytes for d in batch))
         if not blob.tell():
-            (directory / IMAGE_BLOB).unlink()
+            (directory / MEDIA_BLOB).unlink()
         tokens = _map(tokens_file, dtype)
         learn = None if stage == "pt" else _map(learn_file, np.bool_)
         if stage == "kto" and spans:  # the mismatched answer of the first prompt is written last
@@ -304,7 +304,7 @@ def write_rows(
     A document of T tokens takes T - 1 positions, because its last token is only a label (T positions if it is scored).
     With packing, documents share rows. A longer text is cut into pieces that share one token, so that every token but
     its first is a label once. A longer conversation is cut to its first `seq_len` + 1 tokens, of which `seq_len` are
-    labels. A conversation is dropped without a target, or if it has images and is longer. Positions restart at 0 with
+    labels. A conversation is dropped without a target, or if it has media and is longer. Positions restart at 0 with
     every document and with the padding. The counts per row are labels with loss and tokens before the padding. Updates
     the counts of conversations.
     """
@@ -321,7 +321,7 @@ def write_rows(
         used = _used_conversations(flat, spans, cut, counts)
         flat.facts.write(path, [s.start for s in used])
     lengths = [_length(s) - num_label_only for s in used]
-    packed = data.packing and not flat.facts.images
+    packed = data.packing and not flat.facts.media
     rows = first_fit(lengths, seq_len) if packed else [[i] for i in range(len(used))]
     inputs = np.empty((len(rows), seq_len), flat.tokens.dtype)
     labels, positions = (np.empty((len(rows), seq_len), np.int32) for _ in range(2))
@@ -347,8 +347,8 @@ def _used_conversations(
     for begin in range(0, len(cut), unit):
         group = range(begin, begin + unit)
         missing = next((i for i in group if not targets[i]), None)
-        if spans[begin].start in flat.facts.images and cut[begin] != spans[begin]:
-            counts.dropped[LONG_IMAGES] += 1
+        if spans[begin].start in flat.facts.media and cut[begin] != spans[begin]:
+            counts.dropped[LONG_MEDIA] += 1
         elif missing is None:
             used += [cut[i] for i in group]
             # The second document of a `kto` pair serves as a reference and carries no loss.

@@ -12,7 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from hyper_parallel.trainer.data.document import IMAGE_MARK, Message
+from hyper_parallel.trainer.data.document import Message
+from hyper_parallel.trainer.data.media_kinds import KINDS, MEDIA_MARK, without_marks
 
 PLACEHOLDER: Final = re.compile(r"Qz(\d+)zQ")
 
@@ -75,10 +76,12 @@ class Placeholders:
         return shaped
 
     def _text(self, i: int, text: str, kind: str = "content") -> str:
-        pieces = text.split(IMAGE_MARK)
-        return IMAGE_MARK.join(self._between_images(i, piece, kind) for piece in pieces)
+        pieces = MEDIA_MARK.split(text)  # every second piece is the name of a kind
+        pieces[::2] = [self._between_marks(i, piece, kind) for piece in pieces[::2]]
+        pieces[1::2] = [KINDS[name].mark for name in pieces[1::2]]
+        return "".join(pieces)
 
-    def _between_images(self, i: int, text: str, kind: str) -> str:
+    def _between_marks(self, i: int, text: str, kind: str) -> str:
         parts = self.tags.split(text) if self.tags else [text]
         last = len(parts) - 1
         for part in range(0, len(parts), 2):  # every second part is a tag
@@ -118,8 +121,8 @@ class Placeholders:
 
 
 def pieces_of(message: Message) -> list[str]:
-    """Return the words of a turn's content between its images, without white space at their ends."""
-    pieces = (message.get("content") or "").split(IMAGE_MARK)
+    """Return the words of a turn's content between its media, without white space at their ends."""
+    pieces = without_marks(message.get("content") or "")
     return [core for piece in pieces if (core := piece.strip())]
 
 

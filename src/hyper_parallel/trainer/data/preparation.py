@@ -22,7 +22,7 @@ from hyper_parallel.trainer.data.tokenizer import Tokenizer, bind_tokenizer, ope
 logger = logging.getLogger(__name__)
 
 # The texts below are part of cache keys and fingerprints: changing one invalidates prepared data and checkpoints.
-_VERSION = 1
+_VERSION = 2
 _TARGETS = "targets behind the generation prompt, cut at answers"
 """Rule by which conversations are masked and tokenized."""
 _PLAIN_TEXT = "pairs of texts are joined without a template"
@@ -141,15 +141,15 @@ def _join(data: Data, parts: list[PackedData]) -> PackedData:
     """Return the data of several sources as one.
 
     Raises:
-        Contradiction: HP104 when only some of them have images and the others are packed.
+        Contradiction: HP104 when only some of them have media and the others are packed.
     """
     weights = [weight for _, weight in data.parts()]
-    if data.packing and 0 < sum(part.train.has_images for part in parts) < len(parts):
+    if data.packing and 0 < sum(part.train.has_media for part in parts) < len(parts):
         raise Contradiction(
-            "some sources have images, and conversations of the others are packed",
+            "some sources have images or audio, and conversations of the others are packed",
             where="data.source",
             got="data.packing=true",
-            allowed="sources that all have images, or none; or conversations in rows of their own",
+            allowed="sources that all have them, or none; or conversations in rows of their own",
             hint="data.packing=false",
         )
     holdouts = [part.holdout for part in parts if part.holdout]
@@ -178,7 +178,7 @@ def _pack_validation(data: Data, setup: _Setup) -> PackedData:
             "streaming": False,
         }
     )
-    resolved = resolve(section, setup.stage, images=setup.tokenizer.has_processor)
+    resolved = resolve(section, setup.stage, media=setup.tokenizer.media)
     source = bind_tokenizer(resolved, section, setup.tokenizer)
     return _pack_source(section, source, setup)
 

@@ -16,6 +16,7 @@ from typing import Any, Final
 
 from hyper_parallel.trainer.data.counts import DataCounts, Encoded
 from hyper_parallel.trainer.data.document import Document
+from hyper_parallel.trainer.data.media_kinds import IMAGE
 from hyper_parallel.trainer.data.media_records import small_copy
 from hyper_parallel.trainer.data.packing import encode
 from hyper_parallel.trainer.data.sources import Source
@@ -246,7 +247,8 @@ def preview_examples(source: Source, hf: Any, stage: str) -> tuple[Example, ...]
 
 
 def _small_images(document: Document) -> tuple[str, ...]:
-    images = () if document.conversation is None else document.conversation.images
+    media = () if document.conversation is None else document.conversation.media
+    images = [item for item in media if item.kind == IMAGE.name]
     return tuple(small_copy(image, document.where) for image in images[:_IMAGES])
 
 

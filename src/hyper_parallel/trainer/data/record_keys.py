@@ -17,6 +17,7 @@ from pydantic import Field, StrictBool, TypeAdapter, ValidationError
 from hyper_parallel.config import Data
 from hyper_parallel.errors import NoData, abbreviated
 from hyper_parallel.trainer.data.counts import DataCounts
+from hyper_parallel.trainer.data.media_kinds import KINDS, MediaKind
 
 Record = Mapping[str, Any]
 
@@ -46,17 +47,13 @@ _NAMES: Final = """
     """
 WITHOUT_INFLUENCE: Final = frozenset(_NAMES.split())
 """Metadata keys of records and turns: they do not change the text, so they are ignored and counted."""
-IMAGE_KEYS: Final = ("images", "image", "image_path", "image_paths")
-"""Keys of the images of a record."""
 _MEDIA: Final = frozenset(
     (
         "image", "images", "image_url", "image_urls", "image_path", "image_paths", "audio", "audios", "audio_path",
-        "video", "videos", "video_path", "pixel_values",
+        "audio_paths", "video", "videos", "video_path", "pixel_values",
     )
 )  # fmt: skip
-_SUPPORTED: Final = (
-    "texts; images if stage=sft, data.streaming=false and model.path has a preprocessor_config.json"
-)
+_SUPPORTED: Final = "texts; images and audio if stage=sft, data.streaming=false and model.path has their preprocessor_config.json"
 _PLACEHOLDERS: Final = (
     "<image>", "<img>", "<video>", "<audio>", "<|image|>", "<|video|>", "<|audio|>", "<|image_pad|>",
     "<|vision_start|>", "<start_of_image>", "<image_soft_token>", "<|image_1|>", "[IMG]",
@@ -75,6 +72,11 @@ ROLES: Final[Mapping[str, str]] = {
 _OF_TURNS: Final = ("role", "content")
 
 
+def media_columns(kinds: Iterable[str]) -> frozenset[str]:
+    """Return the columns with references to media of some kinds."""
+    return frozenset(column for name in kinds for column in KINDS[name].columns)
+
+
 @dataclass(frozen=True, slots=True)
 class RecordRules:
     """Rules by which the keys of a recipe's records are read.
@@ -87,7 +89,8 @@ class RecordRules:
         media: Columns of images, sounds and the like that the table reader has removed.
         text_key: `data.text_key`.
         is_table: Whether records are rows of a table, in which absent keys are None.
-        media_root: Folder of the images of records; None: images are not supported.
+        media_root: Folder of the images and recordings of records.
+        media_kinds: Kinds of media that the model's processor reads.
         counts: Counts of ignored keys.
     """
 
@@ -100,6 +103,7 @@ class RecordRules:
     is_table: bool = False
     counts: DataCounts = field(default_factory=DataCounts)
     media_root: Path | None = None
+    media_kinds: tuple[MediaKind, ...] = ()
 
     @classmethod
     def of(
@@ -109,6 +113,7 @@ class RecordRules:
         media: tuple[str, ...] = (),
         is_table: bool = False,
         media_root: Path | None = None,
+        media_kinds: tuple[str, ...] = (),
     ) -> RecordRules:
         """Return the rules of section `data` of a recipe."""
         columns = {own: name for name, own in data.columns.items()}
@@ -117,7 +122,13 @@ class RecordRules:
         roles = {**ROLES, **{word: role for role, word in data.roles.items()}}
         ignored = frozenset(data.ignore_keys)
         text_key = data.text_key
-        return cls(columns, turns, roles, ignored, media, text_key, is_table, counts, media_root)
+        read = media_root, tuple(KINDS[name] for name in media_kinds)
+        return cls(columns, turns, roles, ignored, media, text_key, is_table, counts, *read)
+
+    @property
+    def media_columns(self) -> frozenset[str]:
+        """Columns with references to media that are read."""
+        return media_columns(kind.name for kind in self.media_kinds)
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -224,9 +235,8 @@ class RecordRules:
         Raises:
             NoData: HP602 when the record, or the table, has such a column with a value.
         """
-        read = () if self.media_root is None else IMAGE_KEYS
         media = [key for key in (*self.media, *record) if key in _MEDIA or key in self.media]
-        media = [key for key in media if key not in read]
+        media = [key for key in media if key not in self.media_columns]
         media = [key for key in media if key in self.media or not is_empty(record.get(key))]
         if not media:
             return

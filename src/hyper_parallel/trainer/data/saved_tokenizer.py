@@ -22,6 +22,7 @@ from typing import Any, Final
 
 from hyper_parallel.errors import BadValue, HyperParallelError, NoData, abbreviated
 from hyper_parallel.received import Limits, read_json, read_text
+from hyper_parallel.trainer.data.media_kinds import AUDIO, IMAGE, KINDS
 from hyper_parallel.trainer.data.tokenizer_limits import check_files, check_parts, tokenizing
 from hyper_parallel.trainer.data.tokenizer_pipeline import (
     BACKEND,
@@ -47,7 +48,7 @@ PROCESSOR_FILES: Final = (
     "processor_config.json",
     "video_preprocessor_config.json",
 )
-"""Files of a processor of images, next to those of the tokenizer."""
+"""Files of a processor of media, next to those of the tokenizer."""
 _FILES: Final = (
     *VOCABULARIES,
     *PROCESSOR_FILES,
@@ -92,10 +93,25 @@ def has_tokenizer(directory: str | Path | None) -> bool:
     return directory is not None and any((Path(directory) / n).is_file() for n in VOCABULARIES)
 
 
-def has_processor(directory: str | Path | None) -> bool:
-    """Return whether a directory holds tokenizer files and those of a processor of images."""
-    names = PROCESSOR_FILES[:2]
-    return has_tokenizer(directory) and any((Path(str(directory)) / n).is_file() for n in names)
+def media_of_processor(directory: str | Path | None) -> tuple[str, ...]:
+    """Return the names of the kinds of media that the processor in a tokenizer's directory reads.
+
+    `processor_config.json` names its parts. Older directories have the values of one part, or of several merged, in
+    `preprocessor_config.json`.
+    """
+    if not has_tokenizer(directory):
+        return ()
+    merged, parts = (_json_values(Path(str(directory)) / name) for name in PROCESSOR_FILES[:2])
+    has_rate = "sampling_rate" in merged
+    found = {
+        IMAGE.name: bool(merged) and (not has_rate or any(k.startswith("image_") for k in merged)),
+        AUDIO.name: has_rate,
+    }
+    return tuple(
+        kind.name
+        for kind in KINDS.values()
+        if found[kind.name] or any(part in parts for part in kind.processors)
+    )
 
 
 def load_tokenizer(directory: str | Path, *, trusted: bool = False) -> Any:
@@ -374,7 +390,11 @@ def class_name(hf: Any) -> str:
 
 
 def _values(directory: Path) -> dict[str, Any]:
-    path = directory / CONFIG
+    return _json_values(directory / CONFIG)
+
+
+def _json_values(path: Path) -> dict[str, Any]:
+    """Return the values of a JSON file; empty without the file."""
     if not path.is_file():
         return {}
     try:

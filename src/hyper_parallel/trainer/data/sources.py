@@ -43,6 +43,7 @@ from hyper_parallel.trainer.data.record_keys import (
     columns_of,
     label_of,
     margin_of,
+    media_columns,
 )
 from hyper_parallel.trainer.data.records import read_records, text_of
 from hyper_parallel.units import MiB
@@ -57,7 +58,7 @@ _WORDLESS: Final = "conversations with answers without words, which are not trai
 _JOINED: Final = "pairs of texts joined as plain text, without a chat template"
 _STDLIB_SKIP = frozenset({"test", "tests", "idle_test", "site-packages", "__pycache__"})
 _OPTIONAL_COLUMNS: Final = (
-    "system", "history", "tools", "input", "label", "margin", "answer", "images",
+    "system", "history", "tools", "input", "label", "margin", "answer", "images", "audio",
 )  # fmt: skip
 _RECORDS: Final = ("csv", "jsonl", "parquet")
 _FORMATS: Final = {
@@ -293,13 +294,13 @@ def _between_characters(piece: bytes) -> int:
     return len(piece)
 
 
-def resolve(data: Data, stage: str, *, images: bool = False) -> Source:
+def resolve(data: Data, stage: str, *, media: tuple[str, ...] = ()) -> Source:
     """Find the files of `data.source` and their format.
 
     Args:
         data: Section `data` with one source.
         stage: Stage of the recipe.
-        images: Whether the model has a processor of images.
+        media: Names of the kinds of media that the model's processor reads.
 
     Raises:
         NoData: HP602 when there are no files to read, or their format is not recognized.
@@ -326,11 +327,11 @@ def resolve(data: Data, stage: str, *, images: bool = False) -> Source:
     by_document = stage == "pt" and (data.masks(stage) or not data.packing)
     counts = DataCounts(data.source, seq_len=data.seq_len, by_document=by_document)
     has_rows = table is not None or kind_of(files[0]) == "parquet"
-    reads_images = images and stage == "sft" and not data.streaming
-    table = table and replace(table, reads_images=reads_images)
+    read = media if stage == "sft" and not data.streaming else ()
+    table = table and replace(table, media_columns=media_columns(read))
     opened = table.opened if table else ()
-    root = _media_root(data, path) if reads_images else None
-    rules = RecordRules.of(data, counts, opened, has_rows, root)
+    root = _media_root(data, path) if read else None
+    rules = RecordRules.of(data, counts, opened, has_rows, root, read)
     counts.format = shape = _shape(files, table, data, stage, rules)
     counts.clear()
     limits = data.max_bytes, table, data.max_records, stage, data.max_record_bytes
@@ -340,7 +341,7 @@ def resolve(data: Data, stage: str, *, images: bool = False) -> Source:
 
 
 def _media_root(data: Data, path: Path) -> Path:
-    """Return the folder of the images of a source.
+    """Return the folder of the media of a source.
 
     Raises:
         NoData: HP602 when `data.media_dir` is not a folder.
@@ -349,7 +350,7 @@ def _media_root(data: Data, path: Path) -> Path:
         return (path if path.is_dir() else path.parent).absolute()
     folder = Path(data.media_dir).expanduser().absolute()
     if not folder.is_dir():
-        problem = "the folder of the images does not exist"
+        problem = "the folder of the media does not exist"
         raise NoData(problem, where="data.media_dir", got=str(folder), hint="data.media_dir=null")
     return folder
 

@@ -24,7 +24,8 @@ from hyper_parallel.errors import BadValue
 from hyper_parallel.received import Limits, read_json
 from hyper_parallel.trainer.data._template import rendered, variables_of
 from hyper_parallel.trainer.data._template_work import TemplateBudget
-from hyper_parallel.trainer.data.document import IMAGE_MARK, Message
+from hyper_parallel.trainer.data.document import Message
+from hyper_parallel.trainer.data.media_kinds import KINDS, MEDIA_MARK
 from hyper_parallel.trainer.data.tokenizer_limits import tokenizing
 
 _QUESTION, _ANSWER, _FOLLOW_UP, _NAME, _VALUE, _RESULT = (f"Qzp{i}zQ" for i in range(6))
@@ -142,14 +143,14 @@ class TemplateProperties:
             role = self._developer
         calls = message.get("tool_calls")
         content = message.get("content") or ""
-        has_image = IMAGE_MARK in content
-        if not calls and len(message) == 2 and not has_image and not self._takes_parts(role):
+        has_media = MEDIA_MARK.search(content) is not None
+        if not calls and len(message) == 2 and not has_media and not self._takes_parts(role):
             return message if role == message["role"] else {**message, "role": role}
         shaped = {
             k: v for k, v in message.items() if k not in ("reasoning_content", "tool_calls") and v is not None
         }  # fmt: skip
         shaped |= {"role": role, "content": content}
-        if has_image or self._takes_parts(role):
+        if has_media or self._takes_parts(role):
             shaped["content"] = _parts_of(content)
         if message.get("reasoning_content"):
             shaped |= self._reasoning(message["reasoning_content"], shaped["content"])
@@ -165,12 +166,12 @@ class TemplateProperties:
         return self.form({"role": "user", "content": _QUESTION})
 
     @cached_property
-    def writes_images(self) -> bool:
-        """True if the template writes a part of type image."""
+    def written_media(self) -> frozenset[str]:
+        """Kinds of media of which the template writes a part."""
         text = {"type": "text", "text": _QUESTION}
-        turns = ({"role": "user", "content": [*parts, text]} for parts in ([], [{"type": "image"}]))
-        without, with_image = (self._probe(turn) for turn in turns)
-        return bool(with_image) and with_image != without and "'type':" not in with_image
+        without = self._probe({"role": "user", "content": [text]})
+        found = {n: self._probe({"role": "user", "content": [{"type": n}, text]}) for n in KINDS}
+        return frozenset(n for n, t in found.items() if t and t != without and "'type':" not in t)
 
     def _takes_parts(self, role: str) -> bool:
         """Return whether the template reads the content of a role only as a list of parts."""
@@ -391,10 +392,10 @@ def _only_tags(template: TemplateProperties, text: str | None) -> str | None:
 
 def _parts_of(content: str) -> list[dict[str, str]]:
     """Return the content of a turn as a list of parts."""
-    first, *rest = content.split(IMAGE_MARK)
+    first, *rest = MEDIA_MARK.split(content)
     parts = [{"type": "text", "text": first}] if first or not rest else []
-    for text in rest:
-        parts.append({"type": "image"})
+    for kind, text in zip(rest[::2], rest[1::2], strict=True):
+        parts.append({"type": kind})
         parts += [{"type": "text", "text": text}] if text else []
     return parts
 

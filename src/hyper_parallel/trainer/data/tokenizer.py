@@ -23,9 +23,9 @@ from hyper_parallel.trainer.data.chat import CHATML, PLAIN, RAW
 from hyper_parallel.trainer.data.counts import DataCounts
 from hyper_parallel.trainer.data.saved_tokenizer import (
     PROCESSOR_FILES,
-    has_processor,
     has_tokenizer,
     load_tokenizer,
+    media_of_processor,
     note_on_reading,
     required_class,
     samples_of,
@@ -83,9 +83,9 @@ class Tokenizer:
         return generation_stops(self.hf)
 
     @property
-    def has_processor(self) -> bool:
-        """True if the directory holds a processor of images, too."""
-        return has_processor(self.directory)
+    def media(self) -> tuple[str, ...]:
+        """Names of the kinds of media that a processor in the directory reads."""
+        return media_of_processor(self.directory)
 
     @property
     def fingerprint(self) -> str:
@@ -114,8 +114,8 @@ def open_sources(
 ) -> tuple[Tokenizer, list[tuple[Data, Source]]]:
     """Return the tokenizer of a recipe and its sources with their sections; arguments and errors as for `prepare`."""
     sections = [section for section, _ in data.parts()]
-    images = has_processor(Path(data.tokenizer or model_path or "").expanduser())
-    sources = [resolve(section, stage, images=images) for section in sections]
+    media = media_of_processor(Path(data.tokenizer or model_path or "").expanduser())
+    sources = [resolve(section, stage, media=media) for section in sections]
     cache = cache_root(data.cache_dir)
     tokenizer = obtain(data, sources, model_path, cache, progress, vocab_limit, model_config)
     if vocab_limit is not None and tokenizer.vocab_size > vocab_limit:

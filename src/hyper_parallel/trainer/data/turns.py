@@ -12,7 +12,8 @@ from typing import Any, Final
 
 from hyper_parallel.errors import NoData, abbreviated
 from hyper_parallel.received import LimitExceeded, Limits, parse_json
-from hyper_parallel.trainer.data.document import IMAGE_MARK, Conversation, ImageFile, Message
+from hyper_parallel.trainer.data.document import Conversation, MediaFile, Message
+from hyper_parallel.trainer.data.media_kinds import kind_of_part
 from hyper_parallel.trainer.data.record_keys import TOOLS, RecordRules, is_empty
 
 _ROLE: Final = ("role", "from")
@@ -28,10 +29,9 @@ _KEYS: Final = frozenset((*_ROLE, *_CONTENT, *_REASONING, *_FLAGS, *_CALLS))
 _KEYS_OF_CALLS: Final = frozenset(("id", "type", "index", "function", "name", "arguments"))
 _KEYS_OF_TOOLS: Final = ("type", "function")
 _TEXT_PARTS: Final = ("text", "input_text", "output_text")
-_IMAGE_PARTS: Final = {"image": ("image", "url", "path"), "image_url": ("image_url",)}
-"""Types of parts that are images, and the keys of their reference."""
-IMAGES: Final = "\0images"
-"""Temporary key of messages with references to images, None for the next image of the record's column."""
+REFERENCES: Final = "\0references"
+"""Temporary key of messages: kind and reference of each part that is an image or a recording, None for the next item
+of the record's column."""
 _JSON_LIMITS: Final = Limits(depth=100)
 """Limits of JSON texts in records: tools, arguments, variables of templates."""
 _UNTRAINED: Final = "\0untrained"
@@ -70,7 +70,7 @@ def conversation_of(
     num_prompt: int | None,
     tools: tuple[Mapping[str, Any], ...],
     template_values: Mapping[str, Any],
-    images: tuple[ImageFile, ...] = (),
+    media: tuple[MediaFile, ...] = (),
 ) -> Conversation:
     """Return the conversation of messages from `read_turns`."""
     untrained = frozenset(i for i, message in enumerate(messages) if _UNTRAINED in message)
@@ -79,7 +79,7 @@ def conversation_of(
         flags = (_UNTRAINED, _TRAINED)
         messages = [{k: v for k, v in m.items() if k not in flags} for m in messages]
     flags = untrained, trained
-    return Conversation(tuple(messages), num_prompt, tools, template_values, *flags, images)
+    return Conversation(tuple(messages), num_prompt, tools, template_values, *flags, media)
 
 
 def read_tools(values: Mapping[str, Any], rules: RecordRules, where: str) -> tuple[Any, ...]:
@@ -176,19 +176,19 @@ def _message(turn: Any, rules: RecordRules, where: str) -> Message:
     trained = _is_trained(values, role, where)
     if trained is not None and role == "assistant":
         message[_TRAINED if trained else _UNTRAINED] = True
-    if IMAGE_MARK in message["content"]:
-        message[IMAGES] = [_reference(part) for part in content if _is_image(part)]
+    if isinstance(content, list | tuple) and (references := _references(content, rules)):
+        message[REFERENCES] = references
     return message
 
 
-def _is_image(part: Any) -> bool:
-    return isinstance(part, Mapping) and part.get("type") in _IMAGE_PARTS
-
-
-def _reference(part: Mapping[str, Any]) -> Any:
-    """Return the reference of a part of type image; None if the record's column holds it."""
-    keys = _IMAGE_PARTS[part["type"]]
-    return next((part[key] for key in keys if not is_empty(part.get(key))), None)
+def _references(parts: Sequence[Any], rules: RecordRules) -> list[tuple[str, Any]]:
+    """Return kind and reference of the parts that are media."""
+    references = []
+    for part in parts:
+        if (kind := kind_of_part(part, rules.media_kinds)) is not None:
+            named = (part[key] for key in kind.parts[part["type"]] if not is_empty(part.get(key)))
+            references.append((kind.name, next(named, None)))
+    return references
 
 
 def _role(word: Any, rules: RecordRules) -> str | None:
@@ -215,10 +215,10 @@ def _content(value: Any, message: Message, rules: RecordRules, where: str) -> st
         elif kind in _TEXT_PARTS and isinstance(part.get("text"), str):
             rules.refuse_unknown(part, ("type", "text"), "a part of a content", where)
             texts.append(part["text"])
-        elif rules.media_root is not None and _is_image(part):
-            known = ("type", *_IMAGE_PARTS[part["type"]], "text")
+        elif medium := kind_of_part(part, rules.media_kinds):
+            known = ("type", *medium.parts[part["type"]], "text")
             rules.refuse_unknown(part, known, "a part of a content", where)
-            texts.append(IMAGE_MARK)
+            texts.append(medium.mark)
         else:
             actual = f"`{kind}`, not text" if kind else "not a text"
             raise _unreadable(f"a part of a content is {actual}", where, part, allowed)

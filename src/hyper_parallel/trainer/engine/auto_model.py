@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -10,6 +11,12 @@ from torch import nn
 from hyper_parallel.backends.torch.token_scores import score_every_token
 from hyper_parallel.errors import ModelUnreadable
 from hyper_parallel.model import ConfigFile
+
+_MISSING_OUTPUTS: Final = {
+    # Llama4ForConditionalGeneration raises in transformers 5.24 because the output of its language model lacks this.
+    "Llama4ForConditionalGeneration": ("language_model", "image_outputs"),
+}
+"""By class: a module, and an attribute that the class reads of the module's output without need."""
 
 
 def model_from_config(
@@ -62,7 +69,15 @@ def model_from_config(
         ) from error
     if scores:
         score_every_token(model)
+    if (missing := _MISSING_OUTPUTS.get(type(model).__name__)) is not None:
+        module, name = missing
+        model.get_submodule(module).register_forward_hook(partial(_complete, name))
     return model
+
+
+def _complete(name: str, module: nn.Module, args: object, output: Any) -> None:
+    if not hasattr(output, name):
+        setattr(output, name, None)
 
 
 def _runs_own_code(file: ConfigFile, trusted: bool) -> bool:
@@ -111,23 +126,37 @@ def _transformers_config(file: ConfigFile, *, trusted: bool) -> Any:
 
 
 def class_of_config(file: ConfigFile) -> Any:
-    """Return the transformers class for a language model of a config: of text, else of images and text.
+    """Return the transformers class for a language model of a config: of text, else of images, else of audio and text.
 
-    Some types are parts of other types. Their class is the one named in the config, if it has the same type.
+    A type with several classes, as of text alone and of images and text, has the one that `architectures` names. Some
+    types are parts of other types; their class is named there too.
 
     Raises:
         ModelUnreadable: HP305 when transformers has no language model of this type.
     """
     import transformers
     from transformers.models.auto import modeling_auto as auto
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     family: str = file.values["model_type"]
-    if family in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        return transformers.AutoModelForCausalLM
-    is_encoder_decoder = family in auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
-    if family in auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES and not is_encoder_decoder:
-        return transformers.AutoModelForImageTextToText
+    # The mapping alone also lists decoders of recordings.
+    is_encoder_decoder = family in auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES and getattr(
+        CONFIG_MAPPING[family], "is_encoder_decoder", True
+    )
     name = (file.values.get("architectures") or [""])[0]
+    tables = {
+        "AutoModelForCausalLM": auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        "AutoModelForImageTextToText": auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+        "AutoModelForMultimodalLM": auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+    }
+    fitting = [
+        auto_name
+        for auto_name, names in tables.items()
+        if family in names and (auto_name == "AutoModelForCausalLM" or not is_encoder_decoder)
+    ]
+    named = [auto_name for auto_name in fitting if tables[auto_name][family] == name]
+    if fitting:
+        return getattr(transformers, (named or fitting)[0])
     if name in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
         cls = getattr(transformers, name)
         if cls.config_class.model_type == family:
@@ -136,5 +165,5 @@ def class_of_config(file: ConfigFile) -> Any:
         f"`{family}` is {'an encoder-decoder' if is_encoder_decoder else 'no language'} model",
         where=f"{file.where}: model_type",
         got=family,
-        allowed="causal language models, and models of images and text",
+        allowed="causal language models, and models of images, audio and text",
     )

@@ -20,7 +20,7 @@ from hyper_parallel.units import MiB
 T = TypeVar("T")
 
 _UNRELATED: Final = (
-    "architectures", "bos_token_id", "dtype", "eos_token_id", "id2label", "label2id", "name_or_path", "pad_token_id",
+    "bos_token_id", "dtype", "eos_token_id", "id2label", "label2id", "name_or_path", "pad_token_id",
     "tokenizer_class", "torch_dtype", "transformers_version", "use_cache", "_name_or_path",
 )  # fmt: skip
 """Keys of a config that change no measurement."""
