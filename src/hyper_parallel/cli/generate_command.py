@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 def generate(
     run_dir: options.RunDir,
     prompt: options.Prompt = None,
+    image: options.Image = None,
+    audio: options.Audio = None,
     prompts: options.Prompts = None,
     output: options.Output = None,
     slots: options.Slots = 32,
@@ -59,6 +62,10 @@ def generate(
     memory = _memory(device_memory, dram, flash_dir, topology)
     sampling = Sampling(max_new_tokens, temperature, top_p, seed, top_k, tuple(stop or ()))
     source = _ModelSource(run_dir, device, dtype, trust_remote_code, memory, topology)
+    media = [("image", path) for path in image or ()] + [("audio", path) for path in audio or ()]
+    if media and (prompt is None or prompts is not None):
+        problem = f"--{media[0][0]} belongs to the message of --prompt"
+        raise BadValue(problem, got=media[0][1], hint='--prompt "What is this?"')
     if prompts is not None:
         if prompt is not None or as_json or (parallel and memory is not None):
             raise _prompts_conflict(source, prompts, parallel)
@@ -73,7 +80,7 @@ def generate(
             hint='--prompt "Once"' if prompt is None else "--prompts FILE.jsonl",
         )
     else:
-        _continue_prompt(source, prompt, sampling, chat=chat, as_json=as_json)
+        _continue_prompt(source, prompt, media, sampling, chat=chat, as_json=as_json)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,16 +146,30 @@ def _memory(
 
 
 def _continue_prompt(
-    source: _ModelSource, prompt: str, sampling: Sampling, *, chat: bool, as_json: bool
+    source: _ModelSource,
+    text: str,
+    media: Sequence[tuple[str, str]],
+    sampling: Sampling,
+    *,
+    chat: bool,
+    as_json: bool,
 ) -> None:
-    """Print the continuation of a prompt: as it is generated, or at the end as JSON."""
+    """Print the continuation of a prompt: as it is generated, or at the end as JSON.
+
+    A prompt with media is a user's message, in which they come before the text.
+    """
     model = source.load()
+    prompt: str | list[dict[str, object]] = text
+    if media:
+        parts: list[dict[str, str]] = [{"type": kind, kind: path} for kind, path in media]
+        prompt = [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}]
+    chat = chat or bool(media)
     if as_json:
         say(json.dumps(asdict(model.generate(prompt, sampling, chat=chat))))
         return
     pieces = model.stream(prompt, sampling, chat=chat)
     if not chat:
-        say(prompt, nl=False)
+        say(text, nl=False)
     for piece in pieces:
         say(piece, nl=False)
         sys.stdout.flush()

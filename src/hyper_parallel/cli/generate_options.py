@@ -14,6 +14,14 @@ RunDir = Annotated[
     ),
 ]
 Prompt = Annotated[str | None, typer.Option(help="Text to continue.")]
+Image = Annotated[
+    list[str] | None,
+    typer.Option(help="With --prompt: image that the user's message shows; may be repeated."),
+]
+Audio = Annotated[
+    list[str] | None,
+    typer.Option(help="With --prompt: recording that the user's message plays; may be repeated."),
+]
 Prompts = Annotated[
     Path | None,
     typer.Option(help='File of many prompts instead: JSON lines with "prompt".', dir_okay=False),

@@ -99,6 +99,7 @@ class DecodingSequence:
         finish: Reason for the end; None: in progress.
         read: Number of tokens of the text that the model has read.
         seconds: Time from the decoder's start to the end of the sequence.
+        media: Arrays of the images and recordings of the prompt, by their names in the model's forward.
     """
 
     number: int
@@ -110,6 +111,7 @@ class DecodingSequence:
     finish: Literal["stop", "length"] | None = None
     read: int = 0
     seconds: float = 0.0
+    media: Mapping[str, NDArray[Any]] = field(default_factory=dict)
 
     @property
     def tokens(self) -> list[int]:

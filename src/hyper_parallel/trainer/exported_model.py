@@ -11,7 +11,11 @@ import torch
 from hyper_parallel.backends.torch.weights.tensor_files import WeightFiles
 from hyper_parallel.errors import HyperParallelError
 from hyper_parallel.model import list_weight_files, read_config
-from hyper_parallel.trainer.engine.auto_model import class_of_config, model_from_config
+from hyper_parallel.trainer.engine.auto_model import (
+    class_of_config,
+    complete_outputs,
+    model_from_config,
+)
 from hyper_parallel.trainer.engine.recipe_model import GENERATION
 
 
@@ -29,10 +33,12 @@ def from_pretrained(base: str, dtype: torch.dtype | str, trusted: bool) -> tuple
         loaded: tuple[Any, Any] = _auto_class(base).from_pretrained(
             base, local_files_only=True, trust_remote_code=trusted, **report
         )
+        complete_outputs(loaded[0])
         return loaded
     empty: Any = model_from_config(read_config(base), torch.float32, trusted=trusted)
     state = {name: t.slices for name, t in WeightFiles(directory).tensors.items()}
     model, info = type(empty).from_pretrained(None, config=empty.config, state_dict=state, **report)
+    complete_outputs(model)
     if (directory / GENERATION).is_file():
         model.generation_config = GenerationConfig.from_pretrained(directory)
     return model, info

@@ -36,6 +36,7 @@ from hyper_parallel.backends.torch.weights.lora import merge_adapters
 from hyper_parallel.config import run_hint
 from hyper_parallel.errors import (
     BadValue,
+    Contradiction,
     HyperParallelError,
     ModelUnreadable,
     RunUnreadable,
@@ -214,6 +215,8 @@ def _decode_sequence(
     steps: Any = None,
 ) -> Iterator[int]:
     """Continue one sequence by steps of fixed shape, as under a device budget, if the model supports them."""
+    if steps is None and sequence.media:
+        steps = GrowingSteps(model, sequence.media)
     if steps is None:
         # The last token is not fed back, so the cache needs no entry for it.
         length = sequence.start + sequence.limit - 1
@@ -295,12 +298,13 @@ class Generator:
         return text_before_stop(stream_text(self.tokenizer, tokens), sampling.stop)
 
     def generate(
-        self, prompt: str, sampling: Sampling | None = None, *, chat: bool = False
+        self, prompt: Prompt, sampling: Sampling | None = None, *, chat: bool = False
     ) -> Generation:
         """Continue a prompt to its end.
 
         Raises:
             BadValue: HP102 when prompt and continuation exceed the context of the model.
+            Contradiction: HP104 for a prompt with media within a budget of device memory.
         """
         sampling, texts = sampling or Sampling(), self._codec
         start = time.perf_counter()
@@ -383,6 +387,13 @@ class Generator:
         stops, ended = texts.stop_token_ids(chat=chat), texts.ended(sampling)
         if self.memory is None:
             return sequence, _decode_sequence(model, sequence, sampling, stops, ended)
+        if sequence.media:
+            raise Contradiction(
+                "a prompt with images or audio is not planned within a budget of device memory",
+                where="--device-memory",
+                got=sorted(sequence.media),
+                hint="leave out --device-memory",
+            )
         length = sequence.start + sequence.limit - 1
         limits = self.memory.limits(str(model.dtype).removeprefix("torch."))
         steps = PlannedGeneration(model, sequence.start, length, limits, self.device)

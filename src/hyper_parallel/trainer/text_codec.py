@@ -12,12 +12,13 @@ from numpy.typing import NDArray
 
 from hyper_parallel.backends.torch.memory.generation import MemoryUse
 from hyper_parallel.errors import BadValue
-from hyper_parallel.trainer.data import render, stop_ids, tokenizing
+from hyper_parallel.trainer.data import encode_parts, has_parts, render, stop_ids, tokenizing
 from hyper_parallel.trainer.decoding import DecodingSequence, Sampling, numbers
 
 _REPLACEMENT = "\ufffd"
-Prompt = str | list[dict[str, str]]
-"""Text, or turns of a conversation as `role` and `content`, ending with a user's turn."""
+Prompt = str | list[dict[str, Any]]
+"""Text, or turns of a conversation as `role` and `content`, ending with a user's turn. A content is a text, or a list
+of parts, see `encode_parts`."""
 _STREAM = 6
 """Stream of random numbers for generation, distinct from those of training."""
 
@@ -39,7 +40,7 @@ class Generation:
         finish: `stop` or `length`; None: interrupted, and resumable.
     """
 
-    prompt: str
+    prompt: Prompt
     text: str
     token_ids: tuple[int, ...]
     num_prompt_tokens: int
@@ -101,7 +102,12 @@ class TextCodec:
         """
         previous = source if isinstance(source, Generation) else None
         prompt: Any = source if previous is None else previous.prompt
-        ids, limit = self.encode(prompt, chat=chat), sampling.max_new_tokens
+        media: dict[str, Any] = {}
+        if not isinstance(prompt, str) and has_parts(prompt):
+            ids, media = encode_parts(self.tokenizer, prompt)
+        else:
+            ids = self.encode(prompt, chat=chat)
+        limit = sampling.max_new_tokens
         available = math.inf if self._context is None else self._context - len(ids)
         if limit > available:
             raise BadValue(
@@ -112,7 +118,9 @@ class TextCodec:
                 hint=f"--max-new-tokens {available}" if available > 0 else "a shorter prompt",
             )
         number = number if previous is None else previous.number
-        sequence = DecodingSequence(number, ids, len(ids), limit, draws_of(sampling, number))
+        sequence = DecodingSequence(
+            number, ids, len(ids), limit, draws_of(sampling, number), media=media
+        )
         if previous is not None and (top := max(previous.token_ids, default=0)) >= self._vocabulary:
             raise BadValue(
                 "a continuation has a token outside the vocabulary of the model", got=top
@@ -140,7 +148,7 @@ class TextCodec:
         return has_stop_text
 
     def to_generation(
-        self, sequence: DecodingSequence, prompt: str, sampling: Sampling, stops: set[int]
+        self, sequence: DecodingSequence, prompt: Prompt, sampling: Sampling, stops: set[int]
     ) -> Generation:
         """Return a sequence, finished or not, as a generation."""
         tokens, logprobs = sequence.tokens, sequence.logprobs
@@ -189,6 +197,12 @@ class PromptBatch:
             if not (isinstance(source, Generation) and _has_ended(source, sampling))
         }
         """Unfinished sequences by index of their prompt."""
+        if any(sequence.media for sequence in self.sequences.values()):
+            raise BadValue(
+                "prompts with images or audio are not continued as a batch",
+                allowed="one prompt at a time",
+                hint="hyper-parallel generate MODEL --prompt TEXT --image FILE",
+            )
 
     def generations(self) -> list[Generation]:
         """Return the generations of all prompts, in order, finished or not."""

@@ -8,6 +8,7 @@ step attends to the full cache under a mask that is an input.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -244,10 +245,16 @@ class GrowingSteps:
     The model returns the state for its next step (keys and values, or a recurrent state) under the name of the
     argument of its forward. Without such a state, or if cached steps were measured to differ from a pass over the full
     text, every step recomputes the full text.
+
+    Args:
+        model: Model of texts, or of texts with media.
+        media: Arrays of the images and recordings of the prompt, by their names in the model's forward. With media, the
+            model derives positions itself.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, media: Mapping[str, Any] | None = None) -> None:
         self.model = model
+        self._media = {name: _on_device(array, model) for name, array in (media or {}).items()}
         properties = known_properties(model)
         self._caches = properties is None or properties.growing_cache.agrees
         self._parameters = inspect.signature(model.forward).parameters
@@ -267,7 +274,9 @@ class GrowingSteps:
         self._text += ids
         read = ids if self._memory else self._text
         kwargs: dict[str, Any] = {"logits_to_keep": 1}
-        if self._caches:
+        if self._media:
+            kwargs |= {} if self._memory else self._padded_media()
+        elif self._caches:
             # A model may derive positions from the cache of its first layer; a recurrent layer has no length.
             positions = torch.arange(len(self._text) - len(read), len(self._text))
             kwargs["position_ids"] = positions.to(self.model.device).unsqueeze(0)
@@ -280,6 +289,8 @@ class GrowingSteps:
             )
         if self._caches:
             self._memory = {name: out[name] for name in out if name in self._parameters}
+            if self._media:  # of the prompt alone
+                self._memory.pop("attention_mask", None)
         if out.logits.shape[1] not in (1, len(read)):  # block diffusion: a canvas, not the text
             raise NoLoss(
                 "the model returns logits of other positions than those of its tokens",
@@ -289,3 +300,23 @@ class GrowingSteps:
             )
         logits: Tensor = out.logits[0, -1]
         return logits
+
+    def _padded_media(self) -> dict[str, Tensor]:
+        """Return the arrays of the media; those with one number for each token are padded to the length of the text."""
+        size = len(self._text)
+        # Some models derive the positions of a prompt only with a mask.
+        found = {"attention_mask": torch.ones(1, size, dtype=torch.long, device=self.model.device)}
+        for name, array in self._media.items():
+            is_per_token = (
+                array.dim() == 2 and array.shape[0] == 1 and not array.is_floating_point()
+            )
+            missing = (
+                size - array.shape[-1] if is_per_token and name.endswith("token_type_ids") else 0
+            )
+            found[name] = torch.nn.functional.pad(array, (0, missing)) if missing else array
+        return found
+
+
+def _on_device(array: Any, model: Any) -> Tensor:
+    tensor = torch.from_numpy(array).to(model.device)
+    return tensor.to(model.dtype) if tensor.is_floating_point() else tensor

@@ -9,6 +9,7 @@ No collective waits for tokenization: `prepare` returns before ranks start, and 
 from hyper_parallel.trainer.data.batches import IGNORE_INDEX, Batch, Batches, PackedSequences
 from hyper_parallel.trainer.data.chat import CHATML, PLAIN, render, stop_ids
 from hyper_parallel.trainer.data.preparation import PackedData, prepare
+from hyper_parallel.trainer.data.prompt_media import encode_parts, has_parts
 from hyper_parallel.trainer.data.saved_tokenizer import (
     copy_tokenizer,
     has_tokenizer,
@@ -28,6 +29,8 @@ __all__ = [
     "Stream",
     "StreamBatches",
     "copy_tokenizer",
+    "encode_parts",
+    "has_parts",
     "has_tokenizer",
     "load_tokenizer",
     "prepare",

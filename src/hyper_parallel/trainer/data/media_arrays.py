@@ -99,9 +99,7 @@ def _media_arrays(rows: Sequence[RowMedia], input_ids: Int64) -> dict[str, NDArr
         return _blank(rows[0].processor, input_ids)
     chosen, processor = [rows[i] for i in filled], _processor(rows[filled[0]].processor)
     media = [row.decode(rate_of(processor)) for row in chosen]
-    found = process(processor, [row.row["text"] for row in chosen], media, chosen[0].where)
-    # numpy has no bfloat16
-    arrays = {n: (t.float() if t.is_floating_point() else t).numpy() for n, t in found.items()}
+    arrays = _arrays(processor, [row.row["text"] for row in chosen], media, chosen[0].where)
     ids, lengths = arrays["input_ids"], arrays[_MASK].sum(1) - 1
     for i, row, own, length in zip(filled, chosen, ids, lengths, strict=True):
         if not np.array_equal(own[:length], input_ids[i, :length]):
@@ -114,6 +112,23 @@ def _media_arrays(rows: Sequence[RowMedia], input_ids: Int64) -> dict[str, NDArr
             width = min(ids.shape[1], input_ids.shape[1])
             extra[name][filled, :width] = array[:, :width]
     return extra
+
+
+def _arrays(
+    processor: Any, texts: Sequence[str], media: Sequence[Sequence[tuple[str, Any]]], where: str
+) -> dict[str, NDArray[Any]]:
+    found = process(processor, texts, media, where)
+    # numpy has no bfloat16
+    return {n: (t.float() if t.is_floating_point() else t).numpy() for n, t in found.items()}
+
+
+def features_of(
+    processor: Any, text: str, items: Sequence[tuple[str, Any]], where: str
+) -> tuple[list[int], dict[str, NDArray[Any]]]:
+    """Return the tokens of a text with media, and all other arrays by their names in the model's forward."""
+    arrays = _arrays(processor, [text], [items], where)
+    extra = {name: array for name, array in arrays.items() if name not in TEXT_ARRAYS}
+    return arrays["input_ids"][0].tolist(), extra
 
 
 def _blank(directory: Path, input_ids: Int64) -> dict[str, NDArray[Any]]:

@@ -48,6 +48,13 @@ def expand(
         BadValue: HP102 when template or processor do not support the media.
         NoData: HP602 when an item cannot be read.
     """
+    items = decoded_media(tokenizer, conversation, where)
+    arrays = process(processor_of(tokenizer), [text], [items], where)
+    return aligned(*tokens, arrays["input_ids"][0].tolist(), where)
+
+
+def decoded_media(tokenizer: Any, conversation: Conversation, where: str) -> list[tuple[str, Any]]:
+    """Return kind and decoded value of each item of a conversation; errors as for `expand`."""
     for kind in (item.kind for item in conversation.media):
         if kind not in properties_of(tokenizer).written_media:
             raise BadValue(
@@ -56,22 +63,17 @@ def expand(
                 allowed=f"a template that reads parts of type {kind}",
                 hint="data.chat_template=FILE",
             )
-    processor = _processor_of(tokenizer)
-    items = [
-        (
-            item.kind,
-            decoded(item.kind, content_of(item, where), item.name, where, rate_of(processor)),
-        )
+    rate = rate_of(processor_of(tokenizer))
+    return [
+        (item.kind, decoded(item.kind, content_of(item, where), item.name, where, rate))
         for item in conversation.media
     ]
-    arrays = process(processor, [text], [items], where)
-    return aligned(*tokens, arrays["input_ids"][0].tolist(), where)
 
 
 _PROCESSORS: Final[WeakKeyDictionary[Any, Any]] = WeakKeyDictionary()
 
 
-def _processor_of(tokenizer: Any) -> Any:
+def processor_of(tokenizer: Any) -> Any:
     """Return the processor in the directory of a tokenizer."""
     if tokenizer not in _PROCESSORS:
         _PROCESSORS[tokenizer] = load_processor(Path(tokenizer.name_or_path))

@@ -53,7 +53,10 @@ _MEDIA: Final = frozenset(
         "audio_paths", "video", "videos", "video_path", "pixel_values",
     )
 )  # fmt: skip
-_SUPPORTED: Final = "texts; images and audio if stage=sft, data.streaming=false and model.path has their preprocessor_config.json"
+_SUPPORTED: Final = (
+    "texts; images and audio if stage=sft, data.streaming=false and "
+    "model.path has their preprocessor_config.json"
+)
 _PLACEHOLDERS: Final = (
     "<image>", "<img>", "<video>", "<audio>", "<|image|>", "<|video|>", "<|audio|>", "<|image_pad|>",
     "<|vision_start|>", "<start_of_image>", "<image_soft_token>", "<|image_1|>", "[IMG]",
@@ -122,8 +125,13 @@ class RecordRules:
         roles = {**ROLES, **{word: role for role, word in data.roles.items()}}
         ignored = frozenset(data.ignore_keys)
         text_key = data.text_key
-        read = media_root, tuple(KINDS[name] for name in media_kinds)
+        read = media_root, cls.kinds(media_kinds)
         return cls(columns, turns, roles, ignored, media, text_key, is_table, counts, *read)
+
+    @staticmethod
+    def kinds(names: Iterable[str]) -> tuple[MediaKind, ...]:
+        """Return kinds of media by their names."""
+        return tuple(KINDS[name] for name in names)
 
     @property
     def media_columns(self) -> frozenset[str]:

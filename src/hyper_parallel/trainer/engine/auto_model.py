@@ -69,10 +69,15 @@ def model_from_config(
         ) from error
     if scores:
         score_every_token(model)
+    complete_outputs(model)
+    return model
+
+
+def complete_outputs(model: nn.Module) -> None:
+    """Add outputs that the model's own class reads but its modules do not return."""
     if (missing := _MISSING_OUTPUTS.get(type(model).__name__)) is not None:
         module, name = missing
         model.get_submodule(module).register_forward_hook(partial(_complete, name))
-    return model
 
 
 def _complete(name: str, module: nn.Module, args: object, output: Any) -> None:

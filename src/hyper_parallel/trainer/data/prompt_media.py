@@ -1,0 +1,77 @@
+"""Prompts with images and recordings: tokens and arrays by the model's own processor, as in training."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from numpy.typing import NDArray
+
+from hyper_parallel.errors import BadValue
+from hyper_parallel.trainer.data.answer_spans import render_text
+from hyper_parallel.trainer.data.media_arrays import features_of
+from hyper_parallel.trainer.data.media_records import take_media
+from hyper_parallel.trainer.data.media_tokens import decoded_media, processor_of
+from hyper_parallel.trainer.data.record_keys import RecordRules
+from hyper_parallel.trainer.data.saved_tokenizer import media_of_processor
+from hyper_parallel.trainer.data.turns import conversation_of, read_turns
+
+_WHERE = "prompt"
+
+
+def has_parts(turns: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether a turn has a content of parts."""
+    return any(not isinstance(turn.get("content"), str) for turn in turns)
+
+
+def encode_parts(
+    tokenizer: Any, turns: Sequence[Mapping[str, Any]]
+) -> tuple[list[int], dict[str, NDArray[Any]]]:
+    """Return the tokens of a prompt, and the arrays of its media by their names in the model's forward.
+
+    Args:
+        tokenizer: Tokenizer whose directory holds the processor.
+        turns: Turns whose contents are texts, or lists of parts: `{"type": "image", "image": PATH}`, `{"type": "audio",
+            "audio": PATH}`, `{"type": "text", "text": ...}`. Relative paths begin at the working directory.
+
+    Raises:
+        BadValue: HP102 when the model, its template or its processor do not support the media.
+        NoData: HP602 for unreadable turns or files.
+    """
+    kinds = media_of_processor(tokenizer.name_or_path)
+    if not kinds:
+        raise BadValue(
+            "the model has no processor of images or audio, so a prompt is a text",
+            where=tokenizer.name_or_path,
+            allowed="a directory with preprocessor_config.json or processor_config.json",
+        )
+    rules = RecordRules(media_root=Path("/"), media_kinds=RecordRules.kinds(kinds))
+    messages, media = take_media(read_turns(_absolute(turns), rules, _WHERE), {}, rules, _WHERE)
+    conversation = conversation_of(messages, None, (), {}, media)
+    text = render_text(tokenizer, conversation, prompt=True, where=_WHERE)
+    items = decoded_media(tokenizer, conversation, _WHERE)
+    ids, arrays = features_of(processor_of(tokenizer), text, items, _WHERE)
+    return ids, arrays
+
+
+def _absolute(turns: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return turns in which relative paths begin at the working directory."""
+
+    def part_of(part: Any) -> Any:
+        if not isinstance(part, Mapping):
+            return part
+        kind = part.get("type")
+        return {
+            key: str(Path(value).expanduser().absolute())
+            if key in (kind, "path", "url") and isinstance(value, str) and kind != "text"
+            else value
+            for key, value in part.items()
+        }
+
+    return [
+        {**turn, "content": [part_of(part) for part in turn["content"]]}
+        if isinstance(turn.get("content"), list)
+        else dict(turn)
+        for turn in turns
+    ]
