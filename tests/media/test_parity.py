@@ -191,6 +191,41 @@ def test_swapped_images_change_the_loss(tmp_path: Path) -> None:
     assert abs(losses[0] - losses[1]) > 1e-4
 
 
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")
+@pytest.mark.parametrize("family", MEDIA)
+def test_two_hundred_steps_of_any_mixture_on_two_ranks_end(tmp_path: Path, family: str) -> None:
+    needs_torchvision(family)
+    write_model(family, tmp_path / "model")
+    source = write_data(tmp_path, kind=MEDIA[family][0])
+    lines = source.read_text().splitlines(keepends=True)
+    chosen = np.random.default_rng(0).integers(0, len(lines), 400)
+    source.write_text("".join(lines[i] for i in chosen))
+    packed = _prepared_again(tmp_path)
+    batches = Batches(packed.train, sequences_per_step=2, shuffle=False)
+
+    def losses(world: Any, layout: str) -> list[float]:
+        model = _model(tmp_path / "model")
+        hp.parallelize(model, hp.plan_of(model, layout), world)
+        rank, size = hp.data_share(model)
+        found = []
+        for step in range(200):
+            parts = batches.microbatches(step, rank, size, 1, 2 // size)
+            found.append(float(hp.forward_backward(model, [_inputs(part) for part in parts])))
+            model.zero_grad()
+        return found
+
+    expected = losses(hp.World.join("cpu"), "")
+
+    def rank(number: int) -> list[float]:
+        with hp.World.join("cpu") as world:
+            return losses(world, "dp_shard=2")
+
+    for found in hp.launch(rank, 2, timeout_s=500):
+        assert found == pytest.approx(expected, rel=1e-10)
+
+
 LAYOUTS = ("dp_shard=2", "dp_replicate=2", "dp_shard=2 zero=1", "tp=2")
 STEPS = ("iitt", "ttit", "tttt", "iiii", "titi")
 """Rows of each step with an item (i) or text only (t); the first two belong to rank 0 of two data ranks."""

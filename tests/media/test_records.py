@@ -294,6 +294,35 @@ def test_prepared_data_of_records_with_images_is_found_again(tmp_path: Path, mod
     assert json.loads(lines[0])["media"][0]["name"] == name
 
 
+def test_unreadable_media_are_counted_and_left_out_where_the_recipe_says_so(
+    tmp_path: Path, model: Path
+) -> None:
+    (name,) = write_images(tmp_path, ((20, 20),))
+    (tmp_path / "text.png").write_text("not an image")
+    good = {"messages": [_ASKED, _ANSWER], "images": [name]}
+    bad = [{**good, "images": images} for images in (["no.png"], ["text.png"], [name, name], [])]
+    bad += [{**good, "images": [7]}]
+    for record in bad:
+        write_lines(tmp_path / "data.jsonl", [good, record])
+        with pytest.raises(NoData, match="HP602") as caught:
+            _prepare(tmp_path, model)
+        assert caught.value.hint == "data.bad_media=skip"
+    write_lines(tmp_path / "data.jsonl", [good, *bad, good])
+    packed = _prepare(tmp_path, model, bad_media="skip")
+    assert len(packed.train) == 2
+    (counts,) = packed.counts
+    assert (counts.read, counts.used, [*counts.dropped.values()]) == (7, 2, [5])
+    assert any("5 conversations left out" in note for note in packed.notes)
+    write_lines(tmp_path / "data.jsonl", bad)
+    with pytest.raises(NoData, match="cannot be read") as caught:
+        _prepare(tmp_path, model, bad_media="skip")
+    assert caught.value.hint is None
+    # Files outside of the media folder are a fault of the recipe, not of a file.
+    write_lines(tmp_path / "data.jsonl", [good, {**good, "images": ["../x.png"]}])
+    with pytest.raises(NoData, match="outside of the media folder"):
+        _prepare(tmp_path, model, bad_media="skip")
+
+
 # Audio
 
 

@@ -161,6 +161,9 @@ class Data(Section):
     by accident."""
     media_dir: str | None = None
     """Folder of the images and recordings of records. None: the folder of the source. No file outside of it is read."""
+    bad_media: Literal["error", "skip"] = "error"
+    """Conversations with an image or a recording that cannot be read, or without a place in the text. skip: leave them
+    out and count them."""
     chat_template: str = "auto"
     """Template that turns conversations into text. auto: the tokenizer's template; without one, `prompt` and
     `completion` are concatenated as plain text. none: always concatenate. Otherwise: path of a template file."""

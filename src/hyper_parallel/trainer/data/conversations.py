@@ -14,7 +14,7 @@ from typing import Any, Final
 from hyper_parallel.config import PAIRED_STAGES
 from hyper_parallel.errors import NoData, abbreviated
 from hyper_parallel.trainer.data.document import Conversation, MediaFile, Message
-from hyper_parallel.trainer.data.media_records import take_media
+from hyper_parallel.trainer.data.media_records import check_media, take_media
 from hyper_parallel.trainer.data.record_keys import (
     ANSWERS,
     LABELS,
@@ -454,6 +454,8 @@ def conversations_of(
     media: tuple[MediaFile, ...] = ()
     if rules.media_kinds:
         turns, media = take_media(parts[0][0], values, rules, where)
+        if rules.skips_media:  # else read once, when the record is encoded
+            check_media(media, where)
         parts = [(turns, parts[0][1])]
     if rules.media or not values.keys() == record.keys() <= read_keys:
         texts = (turn["content"] for turns, _ in parts for turn in turns)

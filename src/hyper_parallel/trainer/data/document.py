@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from hyper_parallel.errors import NoData
+
 Message = dict[str, Any]
 """One turn: `role` (system, developer, user, assistant or tool) and `content`, a text.
 
@@ -21,6 +23,10 @@ Optional keys: `tool_calls` (list of `{"type": "function", "function": {"name", 
 
 MEDIA_BLOB: Final = "media.bin"
 """File of prepared data with the images and recordings that records hold as bytes."""
+
+
+class BadMedia(NoData, code="HP602"):
+    """An image or a recording of a record cannot be read, or has no place in its text."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from typing import Any, Final
 
 from hyper_parallel.errors import MissingDependency, NoData, abbreviated
 from hyper_parallel.received import LimitExceeded, Limits, names_outside, outside_target, read_bytes
-from hyper_parallel.trainer.data.document import MediaFile, Message
+from hyper_parallel.trainer.data.document import BadMedia, MediaFile, Message
 from hyper_parallel.trainer.data.media_kinds import IMAGE, KINDS, MEDIA_MARK, MediaKind
 from hyper_parallel.trainer.data.record_keys import RecordRules, is_empty
 from hyper_parallel.trainer.data.turns import REFERENCES
@@ -34,6 +34,7 @@ _SMALL: Final = (96, 96)
 """Largest size of a copy for reports, in pixels."""
 _FORMATS: Final = ("PNG", "JPEG", "MPO", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 """Image formats that Pillow decodes itself; some others start programs."""
+_SKIP: Final = "data.bad_media=skip"
 _REFERENCES: Final = "a file name below the media folder, or encoded bytes as {bytes, path}"
 
 
@@ -60,11 +61,12 @@ def take_media(
         references[kind.name] = own if in_parts else listed
         num_marks = sum(turn["content"].count(kind.mark) for turn in turns)
         if num_marks != len(references[kind.name]) or (in_parts and (listed or not all(own))):
-            raise NoData(
+            raise BadMedia(
                 f"the {kind.argument} of a record and the places for them in its turns differ in number",
                 where=where,
                 got=f"{len(listed) or sum(map(bool, own))} {kind.argument}, {num_marks} places",
                 allowed=f"one `{kind.text_mark}` in the texts, or one part of type {kind.name}, for each",
+                hint=_SKIP,
             )
     names = [MEDIA_MARK.findall(turn["content"]) for turn in turns]
     for number, (turn, found) in enumerate(zip(turns, names, strict=True), start=1):
@@ -102,7 +104,7 @@ def _file(kind: MediaKind, reference: Any, rules: RecordRules, where: str) -> Me
         reference = reference.get("path") or reference.get("url")
     if not isinstance(reference, str) or not reference:
         got, problem = abbreviated(reference, 60), f"{kind.one} has no file name"
-        raise NoData(problem, where=where, got=got, allowed=_REFERENCES)
+        raise BadMedia(problem, where=where, got=got, allowed=_REFERENCES, hint=_SKIP)
     path = Path(reference)
     if ".." not in path.parts and path.is_absolute() and path.is_relative_to(root):
         reference = str(path.relative_to(root))
@@ -119,12 +121,14 @@ def _file(kind: MediaKind, reference: Any, rules: RecordRules, where: str) -> Me
 
 def _from_base64(text: str, where: str) -> bytes:
     if len(text) > 4 * (_LIMITS.num_bytes or 0) // 3:
-        raise NoData("an item has too many bytes", where=where, got=f"{len(text):,} characters")
+        raise BadMedia(
+            "an item has too many bytes", where=where, got=f"{len(text):,} characters", hint=_SKIP
+        )
     try:
         return base64.b64decode(text, validate=True)
     except binascii.Error as error:
         problem = "an item is not encoded as base64"
-        raise NoData(problem, where=where, got=abbreviated(text, 40)) from error
+        raise BadMedia(problem, where=where, got=abbreviated(text, 40), hint=_SKIP) from error
 
 
 def content_of(item: MediaFile, where: str) -> bytes:
@@ -140,7 +144,14 @@ def content_of(item: MediaFile, where: str) -> bytes:
     except (OSError, LimitExceeded) as error:
         got = error.strerror if isinstance(error, OSError) else str(error)
         problem = f"{KINDS[item.kind].one} cannot be read"
-        raise NoData(problem, where=where, got=f"{item.folder / item.name}: {got}") from error
+        got = f"{item.folder / item.name}: {got}"
+        raise BadMedia(problem, where=where, got=got, hint=_SKIP) from error
+
+
+def check_media(items: Sequence[MediaFile], where: str) -> None:
+    """Raise HP602 for an item that cannot be read or decoded."""
+    for item in items:
+        decoded(item.kind, content_of(item, where), item.name, where)
 
 
 def checksum(content: bytes) -> str:
@@ -156,7 +167,7 @@ def decoded(kind: str, content: bytes, name: str, where: str, rate: int = 0) -> 
         content: Encoded bytes.
         name: Name of the file, for errors.
         where: Location of the record, for errors.
-        rate: Samples per second of a recording.
+        rate: Samples per second of a recording; 0: those of the file.
 
     Returns:
         RGB image of Pillow, upright as its metadata says; or the samples of a recording, float32 [n], one channel.
@@ -175,11 +186,12 @@ def decoded(kind: str, content: bytes, name: str, where: str, rate: int = 0) -> 
             hint=f"pip install 'hyper-parallel[{extra}]'",
         ) from error
     except Exception as error:  # Pillow and soundfile raise many classes for damaged files
-        raise NoData(
+        raise BadMedia(
             f"{KINDS[kind].one} cannot be decoded",
             where=where,
             got=f"{name or 'bytes of the record'}: {str(error)[:160]}",
             allowed=", ".join(_FORMATS) if kind == IMAGE.name else "WAV, FLAC, OGG, MP3",
+            hint=_SKIP,
         ) from error
 
 
@@ -203,7 +215,7 @@ def _samples(content: bytes, rate: int) -> Any:
         samples = file.read(dtype="float32", always_2d=True).mean(axis=1)
         if not len(samples):
             raise LimitExceeded("no samples")
-        if file.samplerate != rate:
+        if rate and file.samplerate != rate:
             common = gcd(file.samplerate, rate)
             samples = resample_poly(samples, rate // common, file.samplerate // common)
     return samples.astype("float32")

@@ -94,6 +94,7 @@ class RecordRules:
         is_table: Whether records are rows of a table, in which absent keys are None.
         media_root: Folder of the images and recordings of records.
         media_kinds: Kinds of media that the model's processor reads.
+        skips_media: Whether records with unreadable media are left out.
         counts: Counts of ignored keys.
     """
 
@@ -107,6 +108,7 @@ class RecordRules:
     counts: DataCounts = field(default_factory=DataCounts)
     media_root: Path | None = None
     media_kinds: tuple[MediaKind, ...] = ()
+    skips_media: bool = False
 
     @classmethod
     def of(
@@ -125,7 +127,7 @@ class RecordRules:
         roles = {**ROLES, **{word: role for role, word in data.roles.items()}}
         ignored = frozenset(data.ignore_keys)
         text_key = data.text_key
-        read = media_root, cls.kinds(media_kinds)
+        read = media_root, cls.kinds(media_kinds), bool(media_kinds) and data.bad_media == "skip"
         return cls(columns, turns, roles, ignored, media, text_key, is_table, counts, *read)
 
     @staticmethod
@@ -147,6 +149,7 @@ class RecordRules:
             "roles": roles,
             "ignored": sorted(self.ignored),
             "media_root": str(self.media_root or ""),
+            "skips_media": self.skips_media,
         }
         return {key: value for key, value in values.items() if value}
 

@@ -28,7 +28,7 @@ from hyper_parallel.trainer.data.conversations import (
     num_context,
     shape_of,
 )
-from hyper_parallel.trainer.data.counts import EMPTY_ANSWERS, EMPTY_RECORD, DataCounts
+from hyper_parallel.trainer.data.counts import BAD_MEDIA, EMPTY_ANSWERS, EMPTY_RECORD, DataCounts
 from hyper_parallel.trainer.data.data_files import (
     KINDS,
     describes,
@@ -36,7 +36,7 @@ from hyper_parallel.trainer.data.data_files import (
     nearest,
     open_bytes,
 )
-from hyper_parallel.trainer.data.document import Conversation, Document, has_content
+from hyper_parallel.trainer.data.document import BadMedia, Conversation, Document, has_content
 from hyper_parallel.trainer.data.record_keys import (
     Record,
     RecordRules,
@@ -176,8 +176,16 @@ class Source:
         for where, record in itertools.islice(records, self.max_records):
             if self.shape == "records":
                 yield [Document(where, text_of(record, self.text_key, where))]
-            else:
-                yield self._conversations(where, record)
+                continue
+            try:
+                documents = self._conversations(where, record)
+            except BadMedia:
+                if not self.rules.skips_media:
+                    raise
+                self.counts.read += 1
+                self.counts.dropped[BAD_MEDIA] += 1
+                continue
+            yield documents
 
     def _conversations(self, where: str, record: Record) -> list[Document]:
         """Return the document of a record that is a conversation, or the two documents of a pair."""
