@@ -55,7 +55,7 @@ def _trace(case, plan, rank=0):
         (Strategy(tp_x=2, tp_y=2), {}),
         pytest.param(Strategy(pp=2, dp_shard=2), {"accumulation": 2}, marks=SLOW),
         # Sums of gradients as DTensors, which no other case has.
-        (Strategy(pp=2, tp_x=2, recompute="full"), {"compute_dtype": "bfloat16", "accumulation": 2, "seq_len": 32}),
+        (Strategy(pp=2, tp_x=2, recompute="full"), {"compute_dtype": "bfloat16", "accumulation": 2, "vocab": 4096}),
     ],
     ids=lambda v: str(v) if isinstance(v, Strategy) else " ".join(f"{k}={x}" for k, x in v.items()) or "plain",
 )  # fmt: skip
