@@ -67,7 +67,7 @@ def emissions(draw):
     return MemoryPlan(program, tuple(emitter.copies.homes), actions, seconds), machine
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(emissions())
 def test_the_clock_is_the_simulation(emission):
     plan, machine = emission

@@ -37,7 +37,15 @@ pytestmark = pytest.mark.unit
             {"schedule": "zbv"},
         ),
         ("gpt-oss-120b", "dgx-h100", 64, None, {"tp": 4, "pp": 16, "ep": 4}, {"schedule": "zb-h1"}),
-        ("llama-3-405b", "cloudmatrix384", 384, None, {"pp": 12}, {"schedule": "zb-h1"}),
+        pytest.param(  # zb-h1, as the one before
+            "llama-3-405b",
+            "cloudmatrix384",
+            384,
+            None,
+            {"pp": 12},
+            {"schedule": "zb-h1"},
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_siblings_that_differ_in_their_schedule_are_simulated(
