@@ -110,10 +110,10 @@ def whole(place, out, *overrides):
 
 @pytest.mark.parametrize("stage", ["sft", "pt"])
 def test_documents_in_one_row_learn_what_they_learn_alone(place, stage):
-    source = conversations(place)
+    source = conversations(place, 12)
     if stage == "pt":
         source = place / "texts.jsonl"
-        texts = [f"text {'ab' * i}." for i in range(24)]
+        texts = [f"text {'ab' * i}." for i in range(12)]
         source.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     common = (f"stage={stage}", f"data.source={source}", "data.seq_len=128")
     blocked = ("data.mask_documents=true",) if stage == "pt" else ()
@@ -126,7 +126,7 @@ def test_documents_in_one_row_learn_what_they_learn_alone(place, stage):
 
     count, reference = learnt("alone", "data.packing=false")
     num_rows, packed = learnt("packed", *blocked)
-    assert count == 24 > num_rows
+    assert count == 12 > num_rows
     assert packed == pytest.approx(reference, rel=1e-10)
     if stage == "pt":
         return

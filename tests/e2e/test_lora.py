@@ -57,7 +57,7 @@ def test_a_run_on_two_layouts_with_recompute_equals_one_rank(place, one_rank, tm
     words = (*LORA, "training.eval_tokens=100")
     first = ("parallel.dp_shard=2", "parallel.tp=2", "training.steps=2")
     train(place, tmp_path, *words, *first)
-    second = ("parallel.pp=2", "parallel.cp=2", "training.recompute=full", "checkpoint.resume=must")
+    second = ("parallel.pp=2", "training.recompute=full", "checkpoint.resume=must")
     train(place, tmp_path, *words, *second)
     assert_same_curve(curve(tmp_path), curve(one_rank))
     mine, theirs = (
@@ -84,6 +84,9 @@ def test_two_tensor_parallel_axes_and_a_split_backward_equal_one_rank(place, one
     )
     train(place, tmp_path / "piped", *LORA, *piped, *CURVE)
     assert_same_curve(curve(tmp_path / "piped"), curve(one_rank)[:2])
+    context = ("parallel.pp=2", "parallel.cp=2", "training.recompute=full", "training.steps=2")
+    train(place, tmp_path / "context", *LORA, *context, *CURVE)
+    assert_same_curve(curve(tmp_path / "context"), curve(one_rank)[:2])
 
 
 def test_peft_reads_the_adapter_and_the_merged_model_has_its_logits(place, one_rank, tmp_path):

@@ -67,7 +67,7 @@ def emissions(draw):
     return MemoryPlan(program, tuple(emitter.copies.homes), actions, seconds), machine
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(emissions())
 def test_the_clock_is_the_simulation(emission):
     plan, machine = emission
@@ -92,7 +92,7 @@ def test_drawn_emissions_have_every_kind_of_action():
     """Else the test above would hold for a clock that does not know a kind."""
     seen = set()
 
-    @settings(max_examples=200, deadline=None, derandomize=True, database=None)
+    @settings(max_examples=100, deadline=None, derandomize=True, database=None)
     @given(emissions())
     def collect(emission):
         seen.update(action.kind for action in emission[0].actions)

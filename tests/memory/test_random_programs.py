@@ -83,7 +83,7 @@ def check(plan, program, machine):
                 assert low.offset_bytes + program.sizes[low.storage] <= high.offset_bytes
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(programs(), machines(), st.floats(0.0, 1.0), st.booleans())
 def test_least_peak(program, machine, slowdown, recompute):
     plan = plan_memory(program, machine, max_slowdown=slowdown, recompute=recompute)
@@ -94,7 +94,7 @@ def test_least_peak(program, machine, slowdown, recompute):
         assert plan.peak_bytes["dram"] <= plan.dram_bytes <= machine.dram_bytes
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(programs(), machines(), st.floats(0.3, 1.1))
 def test_least_time_under_a_budget(program, machine, share):
     budget = int(order_peak(program, range(len(program.operators))) * share)

@@ -130,7 +130,7 @@ def test_checkpoints_do_not_depend_on_ep(tmp_path: Path) -> None:
     def two(_: int) -> dict[str, Tensor]:
         with World.join("cpu") as world:
             model = parallelize(USUAL.build(), USUAL.plan(S(dp_shard=2, ep=2)), world)
-            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
             for param in model.parameters():
                 param.grad = torch.ones_like(param)
             optimizer.step()

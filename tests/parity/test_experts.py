@@ -40,7 +40,6 @@ FOUR = {
     replace(QWEN, sequences=8, accumulation=2, tied=True): (
         S(dp_shard=4, ep=2),
         S(tp_x=2, dp_shard=2, ep=2, recompute="full", recompute_layers=1, zero=1),
-        S(pp=2, dp_shard=2, ep=2, schedule="zb-h1"),
     ),
     QWEN: (
         S(tp_x=2, tp_y=2, ep=4),
@@ -50,6 +49,10 @@ FOUR = {
     UNEVEN: (S(tp_x=4, ep=4),),
 }
 MORE = {
+    # In every commit test_overlap.py runs this pipeline, with its experts in chunks.
+    replace(QWEN, sequences=8, accumulation=2, tied=True): (
+        S(pp=2, dp_shard=2, ep=2, schedule="zb-h1"),
+    ),
     QWEN: (S(tp_x=4, ep=2), S(tp_x=2, dp_shard=2, ep=1), S(dp_replicate=2, dp_shard=2, ep=2)),
     MIXTRAL: (S(dp_shard=4, ep=4), S(tp_x=2, dp_replicate=2, ep=2)),
     DEEPSEEK: (S(dp_shard=4, ep=2, recompute="full"),),

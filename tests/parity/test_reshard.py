@@ -91,7 +91,7 @@ def _build(
     microbatches = 2 * strategy.pp if strategy.pp > 1 else 1
     plan = replace(setup, accumulation=microbatches).plan(strategy)
     model = parallelize(copy.deepcopy(source), plan, world)
-    return model, torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
 
 
 def _step(

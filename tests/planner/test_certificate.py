@@ -20,6 +20,7 @@ from hyper_parallel.planner.search import BranchAndBound
 from hyper_parallel.planner.strategy_space import Space
 from tests.planner.draws import draw_case, draw_pins
 from tests.planner.exhaustive import COLUMNS, TWO, closed_forms, every_strategy
+from tests.slow import cells
 
 pytestmark = pytest.mark.unit
 
@@ -36,7 +37,15 @@ pytestmark = pytest.mark.unit
             {"schedule": "zbv"},
         ),
         ("gpt-oss-120b", "dgx-h100", 64, None, {"tp": 4, "pp": 16, "ep": 4}, {"schedule": "zb-h1"}),
-        ("llama-3-405b", "cloudmatrix384", 384, None, {"pp": 12}, {"schedule": "zb-h1"}),
+        pytest.param(  # zb-h1, as the one before
+            "llama-3-405b",
+            "cloudmatrix384",
+            384,
+            None,
+            {"pp": 12},
+            {"schedule": "zb-h1"},
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_siblings_that_differ_in_their_schedule_are_simulated(
@@ -86,7 +95,7 @@ def own_choices(request):
 
 
 @pytest.mark.parametrize("executable", [False, True])
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", cells(range(6), slow=range(3, 6)))
 def test_every_pinned_part_is_in_the_space(seed, executable, few_orders):
     model, supernode, _, _ = draw_case(seed)
     workload = Workload(500, 500 * 12)
@@ -149,7 +158,7 @@ def test_no_bound_of_any_level_exceeds_what_becomes_of_it(seed, pins, gib, few_o
     assert levels > 5
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", cells(range(24), slow=range(10, 24)))
 def test_no_pinned_part_of_the_space_beats_the_whole(seed):
     model, supernode, workload, devices = draw_case(seed)
     try:

@@ -23,11 +23,12 @@ from hyper_parallel.sim import simulate
 from tests.cost.machines import machine, small_model
 from tests.planner.draws import draw_case
 from tests.planner.exhaustive import closed_forms, least, least_refined
+from tests.slow import cells
 
 pytestmark = pytest.mark.unit
 
 
-@pytest.mark.parametrize("seed", range(18))
+@pytest.mark.parametrize("seed", cells(range(18), slow=range(9, 18)))
 def test_search_equals_brute_force(seed, few_orders):
     model, supernode, workload, devices = draw_case(seed)
     request = resolve(model, supernode, workload, devices)
@@ -54,7 +55,7 @@ def test_search_of_all_orders_equals_brute_force(seed):
     assert len({*priced["order"].tolist()}) > 1
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", cells(range(8), slow=range(4, 8)))
 def test_search_with_offload_equals_brute_force(seed, few_orders):
     model, supernode, workload, devices = draw_case(seed)
     draw = random.Random(seed + 1000)

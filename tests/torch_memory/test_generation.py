@@ -25,6 +25,8 @@ pytestmark = pytest.mark.torch
 ROOFLINE = Roofline(1e9, 1e9, 1e-6)
 LINK = Channel(1e9, 1e-6)
 PROMPT = [5, 9, 17, 33, 2, 7, 8, 9, 10, 11]
+AS_GEMMA3 = pytest.mark.slow
+"""Cells of bfloat16 and of windows: gemma3_text has both."""
 WINDOW = {"sliding_window": 8, "head_dim": 8}
 OTHERS = {
     "mistral": WINDOW,
@@ -96,10 +98,10 @@ def planned(model, sampling, device_bytes, **tiers):
     ("family", "dtype", "budget"),
     [
         ("llama", torch.float32, 25_000),
-        ("llama", torch.bfloat16, 15_000),
+        pytest.param("llama", torch.bfloat16, 15_000, marks=AS_GEMMA3),
         ("qwen3_moe", torch.float32, 30_000),
         ("gpt2", torch.float32, 33_000),
-        ("mistral", torch.float32, 25_000),
+        pytest.param("mistral", torch.float32, 25_000, marks=AS_GEMMA3),
         ("gemma3_text", torch.bfloat16, 17_000),
         ("gpt_oss", torch.float32, 95_000),
         ("falcon", torch.float32, 34_000),
@@ -326,7 +328,7 @@ class FixedPasses(Passes):
         ("llama", torch.float64, 110_000),
         ("llama", torch.bfloat16, 33_000),
         ("qwen3_moe", torch.float32, 60_000),
-        ("mistral", torch.float64, 110_000),
+        pytest.param("mistral", torch.float64, 110_000, marks=AS_GEMMA3),
         ("gemma3_text", torch.float64, 112_000),
     ],
 )

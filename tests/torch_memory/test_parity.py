@@ -21,6 +21,7 @@ from hyper_parallel.memory import (
     order_peak,
     plan_memory,
 )
+from tests.slow import cells
 from tests.torch_memory.models import FAMILIES, static_cache, tiny_model, tokens
 
 pytestmark = pytest.mark.torch
@@ -28,6 +29,8 @@ pytestmark = pytest.mark.torch
 ROOFLINE = Roofline(1e9, 1e9, 1e-6)
 MACHINE = MemoryMachine(Channel(1e9, 1e-6), Channel(1e9, 1e-6))
 STEPS = 8
+AS_OTHERS = ("qwen3", "mixtral", "gemma")
+"""Families whose inference is llama's or, with experts, that of qwen3_moe."""
 
 
 @pytest.fixture(autouse=True)
@@ -164,7 +167,7 @@ def assert_same_cache(cache, other):
         assert torch.equal(a.cumulative_length, b.cumulative_length)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", cells(FAMILIES, slow=AS_OTHERS))
 def test_prefill(family):
     prompts = [tokens(i, length=12) for i in range(4)]
     reference = tiny_model(family).eval()
@@ -190,7 +193,7 @@ def test_prefill(family):
     assert_same_cache(mine, cache)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", cells(FAMILIES, slow=AS_OTHERS))
 def test_decode(family):
     """The recorded decode step at position 13 is replayed at positions 14 and on."""
     following = [tokens(20 + i, length=1) for i in range(7)]

@@ -23,7 +23,7 @@ PRINT = {"model": "qwen3", "optimizer": "adamw"}
 def build(seed, *, dtype=torch.float32, tied=False, **degrees):
     model = shard(on_meta(qwen3, tied=tied).to(dtype), **degrees)
     materialize(model, seed=seed, device="cpu")
-    return model, torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, fused=True)
 
 
 def train(model, optimizer, steps=2):

@@ -42,7 +42,7 @@ def test_every_layout_loads_resumes_and_exports_alike(name, tmp_path):
     materialize(plain, seed=5)
     want = whole(plain)
     plain.eval().save_pretrained(tmp_path / "hf")
-    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True)
     step(plain, optimizer)
     after = whole(plain, optimizer)
 
@@ -62,7 +62,7 @@ def test_every_layout_loads_resumes_and_exports_alike(name, tmp_path):
                 model = parallelize(on_meta(setup), setup.plan(strategy), world)
                 materialize(model, seed=5, device=world.device)
                 assert_same(whole(model), want)
-                optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+                optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
                 step(model, optimizer)
                 assert_same(whole(model, optimizer), after)
                 checkpointer(source).load(model, optimizer)
@@ -78,7 +78,7 @@ def test_every_layout_loads_resumes_and_exports_alike(name, tmp_path):
     # Every layout's checkpoint loads on one device, bitwise, and the export is the state after the next step.
     for number in range(len(strategies)):
         again = copy.deepcopy(plain)
-        fresh = torch.optim.AdamW(again.parameters(), lr=1e-2)
+        fresh = torch.optim.AdamW(again.parameters(), lr=1e-2, fused=True)
         step(again, fresh)
         checkpointer(f"layout_{number}").load(again, fresh)
         assert_same(whole(again, fresh), after)

@@ -44,7 +44,7 @@ def test_every_layout_starts_resumes_and_exports_alike(tmp_path):
     materialize(plain, seed=5)
     want = whole(plain)
     plain.eval().save_pretrained(tmp_path / "hf")
-    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True)
     step(plain, optimizer)
     after = whole(plain, optimizer)
 
@@ -67,7 +67,7 @@ def test_every_layout_starts_resumes_and_exports_alike(tmp_path):
                 materialize(model, seed=5, device=world.device)
                 assert_same(whole(model), want)
                 assert model.lm_head.weight is model.model.embed_tokens.weight
-                optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+                optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
                 step(model, optimizer)
                 assert_same(whole(model, optimizer), after)
                 checkpointer(source).load(model, optimizer)

@@ -7,7 +7,7 @@ import inspect
 import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,8 @@ from hyper_parallel.backends.torch.host_saved_activations import HOST_SAVED, Hos
 from hyper_parallel.backends.torch.tensor.state import TpState
 from hyper_parallel.backends.torch.token_rows import Tokens
 from hyper_parallel.ir import Strategy
+
+_FLOAT32: Final = torch.float32
 
 
 class _KeepFloat64(TorchFunctionMode):
@@ -48,9 +50,11 @@ class _KeepFloat64(TorchFunctionMode):
             if func is Tensor.float:
                 return args[0]
             # Compare by identity: `in` would compare float32 with tensors, which raises inside torch.
-            if kwargs.get("dtype") is torch.float32 or any(a is torch.float32 for a in args):
-                args = tuple(torch.float64 if a is torch.float32 else a for a in args)
-                kwargs = {k: torch.float64 if v is torch.float32 else v for k, v in kwargs.items()}
+            for value in (*args, kwargs.get("dtype")):  # not any(): it runs for every operation
+                if value is _FLOAT32:
+                    args = tuple(torch.float64 if a is _FLOAT32 else a for a in args)
+                    kwargs = {k: torch.float64 if v is _FLOAT32 else v for k, v in kwargs.items()}
+                    break
         return func(*args, **kwargs)
 
 

@@ -14,7 +14,7 @@ from hyper_parallel.backends.torch.memory._fake_values import fake_mode
 
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 """Function that runs an operator: overload, arguments, keyword arguments."""
-_PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)
+_PLAIN = frozenset((Tensor, torch.nn.Parameter, FakeTensor))
 
 
 class OperatorMode(TorchDispatchMode):
@@ -46,7 +46,7 @@ class OperatorMode(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if any(kind not in _PLAIN for kind in types):
+        if not _PLAIN.issuperset(types):
             if self.fake is not None:
                 # A DTensor propagates the shape of its result on fake global tensors, once per shape in a process.
                 # That happens here, outside of the handler: a real run allocates nothing for it.

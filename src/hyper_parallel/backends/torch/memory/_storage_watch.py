@@ -24,9 +24,11 @@ def shared_tensors(func: Any, tensors: list[Tensor]) -> list[Tensor]:
 
 
 @functools.cache
-def _returns_input(func: Any) -> bool:
-    """Return whether an operator returns a view of an argument, or an argument that it has written."""
-    return any(returned.alias_info is not None for returned in func._schema.returns)
+def _properties(func: Any) -> tuple[bool, bool, bool]:
+    """Return whether an operator returns a view, belongs to ATen, and returns storages that may be resized."""
+    # A storage first seen as an operator's input existed before: FSDP may have refilled it.
+    returns_input = any(returned.alias_info is not None for returned in func._schema.returns)
+    return func.is_view, func.namespace == "aten", func is EMPTY or returns_input
 
 
 class StorageWatch:
@@ -60,16 +62,15 @@ class StorageWatch:
         self._mode.__exit__(*error)
 
     def _operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not func.is_view:  # a view neither reads nor allocates bytes
+        is_view, is_aten, resizable = _properties(func)
+        if not is_view:  # a view neither reads nor allocates bytes
             self._record_resizes()
         out = func(*args, **kwargs)
-        if func.namespace != "aten":
+        if not is_aten:
             for tensor in shared_tensors(func, tensors_in(args, kwargs)):
                 self.track(tensor)
-        for tensor in tensors_in(out):
+        for tensor in (out,) if isinstance(out, Tensor) else tensors_in(out):
             if self._storages.find(tensor) is None:
-                # A storage first seen as an operator's input existed before: FSDP may have refilled it.
-                resizable = func is EMPTY or _returns_input(func)
                 self._storages.add(tensor, Entry("", 0, "activation"), watch=resizable)
         if self._sample is not None:
             self._sample(self._storages.live_bytes, self._storages.peak_bytes)

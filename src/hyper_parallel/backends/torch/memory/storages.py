@@ -75,7 +75,7 @@ class Storages:
         self._alignment, self._ended = alignment_bytes, ended
         self._numbers: dict[int, int] = {}  # identity of a living storage -> its number
         self._refs: dict[int, weakref.ref[Any]] = {}
-        self._watched: dict[int, None] = {}
+        self._watched: dict[int, tuple[weakref.ref[Any], int]] = {}  # with the size last seen
 
     @property
     def live_bytes(self) -> int:
@@ -102,13 +102,15 @@ class Storages:
         if key not in self._refs:
             self._refs[key] = weakref.ref(base, lambda _: self._on_destroyed(key))
         if watch or not base.nbytes():
-            self._watched[key] = None
+            self._watched[key] = (self._refs[key], 0)
         return self.begin(key, entry)
 
     def begin(self, key: int, entry: Entry) -> int:
         """Assign the next number to an existing storage whose former live range has ended, and return it."""
         base = self._refs[key]()
         entry.num_bytes = 0 if base is None else base.nbytes()
+        if key in self._watched:
+            self._watched[key] = (self._refs[key], entry.num_bytes)
         number = self._numbers[key] = len(self.entries)
         self.entries.append(entry)
         self._live += self._rounded(entry.num_bytes)
@@ -137,7 +139,7 @@ class Storages:
             Key and properties of each, and a reference that keeps the storage alive until it is numbered again.
         """
         ended = []
-        for key in list(self._numbers if everywhere else self._watched):
+        for key in list(self._numbers) if everywhere else self._resized():
             ref, number = (
                 self._refs.get(key),
                 self._numbers.get(key),
@@ -146,9 +148,18 @@ class Storages:
             if base is None or number is None or base.nbytes() == self.entries[number].num_bytes:
                 continue
             self._end(key)
-            self.entries[number].resized, self._watched[key] = True, None
+            self.entries[number].resized = True
+            self._watched[key] = (self._refs[key], base.nbytes())
             ended.append((key, self.entries[number], base))
         return ended
+
+    def _resized(self) -> list[int]:
+        """Return the keys of watched storages of another size: a short loop, as it runs before every operator."""
+        return [
+            key
+            for key, (ref, num_bytes) in list(self._watched.items())
+            if (base := ref()) is not None and base.nbytes() != num_bytes
+        ]
 
     @property
     def living(self) -> list[int]:
