@@ -343,7 +343,8 @@ def forget_meshes() -> None:
 
     # As `torch.distributed.tensor.debug._clear_sharding_prop_cache`, whose import takes each rank 30 ms.
     DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
-    torch._C._clear_DTensor_sharding_propagator_cache()
+    if hasattr(torch._C, "_clear_DTensor_sharding_propagator_cache"):  # not before its fast path
+        torch._C._clear_DTensor_sharding_propagator_cache()
     _redistribute._gen_transform_infos.cache_clear()
     _collective_utils.MeshTopoInfo.build_from_mesh.cache_clear()
     if hasattr(_redistribute, "clear_redistribute_planner_cache"):
