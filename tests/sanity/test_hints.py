@@ -62,7 +62,7 @@ def test_every_written_hint_can_be_pasted():
     "hint",
     [
         "parallel.recompute=none", "set `training.dtype=bfloat1`", "data.seq_len=-1", "training.lrr=VALUE",
-        "hyper-parallel trian RECIPE.yaml", "hyper-parallel checkpoint exprt RUN_DIR", "--device-memry 4GiB",
+        "hyper-parallel training RECIPE.yaml", "hyper-parallel checkpoint exprt RUN_DIR", "--device-memry 4GiB",
         "hyper-parallel plan MODEL --topologie dgx-h100", "'lora.modules=[a, b]'", "leave out --no-cod",
     ],
 )  # fmt: skip
