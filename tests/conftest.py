@@ -18,6 +18,9 @@ from pathlib import Path
 
 import pytest
 
+from hyper_parallel.errors import HyperParallelError
+from tests.hints import problems_of
+
 gc.disable()  # until the tests are collected: imports leave nothing to collect
 os.environ.setdefault(
     "HF_HUB_OFFLINE", "1"
@@ -31,6 +34,10 @@ RANKS = ("e2e", "parity", "dist")
 """Marks of modules that start ranks, in the order in which they begin."""
 SPENT: pytest.StashKey[Counter[str]] = pytest.StashKey()
 """Processor seconds by node id of a test."""
+
+
+SEEN_HINTS: set[str] = set()
+"""Hints of the errors that the running test printed, or caught by `pytest.raises`."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -57,8 +64,36 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Heed interrupts: a shell has what it starts in the background ignore them, and so would what tests interrupt."""
     config.stash[SPENT] = Counter()
+    _collect_hints()
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _collect_hints() -> None:
+    render, leave = HyperParallelError.render, pytest.RaisesExc.__exit__
+
+    def rendered(error: HyperParallelError) -> str:
+        SEEN_HINTS.add(error.hint or "")
+        return render(error)
+
+    def left(block, kind, error, trace):  # type: ignore[no-untyped-def]
+        if isinstance(error, HyperParallelError):
+            SEEN_HINTS.add(error.hint or "")
+        return leave(block, kind, error, trace)
+
+    HyperParallelError.render = rendered  # type: ignore[method-assign]
+    pytest.RaisesExc.__exit__ = left  # type: ignore[method-assign]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """Paste the hints that the test has seen: a key, value, command or option that does not exist fails it."""
+    SEEN_HINTS.clear()
+    result = yield
+    wrong = [f"hint: {hint}: {p}" for hint in sorted(SEEN_HINTS) for p in problems_of(hint)]
+    if wrong:
+        pytest.fail("\n".join(wrong), pytrace=False)
+    return result
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

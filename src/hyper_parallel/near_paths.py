@@ -12,6 +12,8 @@ from typing import Final
 
 _MOST_ENTRIES: Final = 2000
 """Maximum number of directory entries to compare: a hint is not worth reading more."""
+_SIMILAR: Final = 0.65
+"""Least similarity of names; two exchanged letters of three have 0.67."""
 _RECIPES: Final = ("", "recipes")
 """Folders of the working directory searched for recipes; `hyper-parallel init` writes into the second."""
 _RECIPE_BYTES: Final = 65536
@@ -40,7 +42,7 @@ def nearest_path(text: str, folders: Iterable[str | os.PathLike[str]] = ()) -> s
                 return str(same)
         for root in roots:
             names = [name for name in _names(root) if root / name != missing]
-            if near := difflib.get_close_matches(missing.name, names, n=1, cutoff=0.7):
+            if near := difflib.get_close_matches(missing.name, names, n=1, cutoff=_SIMILAR):
                 return str(root / near[0])
     except (OSError, ValueError, RuntimeError):  # not a valid path: too long, an unknown user
         return None
@@ -79,17 +81,21 @@ def nearest_recipe(text: str) -> str | None:
     return nearest_path(text, [folder for folder in _RECIPES if folder])
 
 
-def some_recipe() -> str | None:
-    """Return the first recipe, by name, of the working directory or its folder `recipes`; None when there is none."""
+def some_recipe(data: str = "") -> str | None:
+    """Return the first recipe, by name, of the working directory or its folder `recipes`; None when there is none.
+
+    Args:
+        data: Name of a data file; recipes that contain it precede others.
+    """
+    recipes: list[Path] = []
     for folder in map(Path, _RECIPES):
         try:
             names = sorted(_names(folder)) if folder.is_dir() else []
         except OSError:
             continue
-        for name in names:
-            if is_recipe_file(folder / name):
-                return str(folder / name)
-    return None
+        recipes += [folder / name for name in names if is_recipe_file(folder / name)]
+    recipes.sort(key=lambda path: data not in path.read_text(errors="replace"))
+    return str(recipes[0]) if recipes else None
 
 
 def command_with_data(command: str, data: str) -> str:
@@ -99,7 +105,7 @@ def command_with_data(command: str, data: str) -> str:
         command: Words of the command, such as `train`.
         data: The data file.
     """
-    recipe = some_recipe()
+    recipe = some_recipe(Path(data).name)
     if recipe is None:
         return "hyper-parallel init"
     return shlex.join(["hyper-parallel", *command.split(), recipe, f"data.source={data}"])

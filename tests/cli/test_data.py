@@ -155,7 +155,7 @@ def test_panel_and_report_show_what_the_run_reads_and_redraw_it(tmp_path):
     panel = " ".join(" ".join(line.strip("\u2502") for line in lines).split())
     for words in ("sft: loss on the assistant's tokens", "6 conversations of 6 records"):
         assert words in panel
-    assert "epochs 0.3333 in 1 step, each of 2 of 6 sequences" in panel
+    assert "epochs 0.3333 in 1 step; 2 sequences per step, 6 in the data" in panel
     assert max(map(len, lines)) <= 80
     assert f"[[Itis{attack}.<|im_end|>]]".replace(" ", "") in "".join(panel.split())
     page = (out / "report.html").read_text()

@@ -62,6 +62,15 @@ def test_a_recipe_is_trained_after_what_its_next_lines_say(name, tmp_path, monke
     assert all(v in named or any(v.startswith(out) for out in trained) for v in missing)
 
 
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_accepts_records_of_another_format_in_place_of_its_own(
+    name, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    call("init", name)
+    assert load_recipe(f"recipes/{name}.yaml").recipe.data.format == "auto"
+
+
 RECIPE = (
     "model: {path: llama-3-8b}\ndata: {seq_len: 4096}\ntopology: dgx-h100\n"
     "training: {tokens_per_step: 262144}\nparallel: auto\n"

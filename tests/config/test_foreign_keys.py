@@ -32,6 +32,8 @@ def hint_of(path, *words):
         ("learning_rate=1e-5", "write `training.lr=1e-5`"),
         ("training.learning_rate=1e-5", "write `training.lr=1e-5`"),
         ("--learning-rate=1e-5", "write `training.lr=1e-5`"),
+        ("training.learning_rte=1e-5", "write `training.lr=1e-5`"),
+        ("per_device_train_batchsize=4", "write `training.microbatch=4`"),
         ("lr=1e-5", "write `training.lr=1e-5`"),
         ("tp=2", "write `parallel.tp=2`"),
         ("per_device_train_batch_size=4", "write `training.microbatch=4`"),

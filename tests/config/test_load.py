@@ -146,6 +146,18 @@ def test_parallel_rules(write, text, overrides, expected):
     assert given == set(expected) | {"auto"}
 
 
+def test_rules_are_overridden_together_one_by_one_and_removed(write):
+    path = write("model: {path: tiny}\nparallel: {dp_shard: 1, rules: {a.*: colwise}}\n")
+
+    def rules(*overrides):
+        return load_recipe(path, overrides).recipe.parallel.rules
+
+    whole = "parallel.rules={model.embed_tokens: replicate, lm_head: replicate}"
+    assert rules(whole) == {"model.embed_tokens": "replicate", "lm_head": "replicate"}
+    assert rules("parallel.rules.lm_head=replicate") == {"lm_head": "replicate", "a.*": "colwise"}
+    assert rules("parallel.rules={}") == {}
+
+
 def test_two_names_of_one_degree_must_agree(write):
     path = write("model: {path: tiny}\nparallel: {tp: 2, tp_x: 4}\n")
     with pytest.raises(Contradiction, match="two names of one degree"):

@@ -182,7 +182,7 @@ def test_epochs_become_steps_and_each_reads_all_in_another_order(place):
     said = " ".join(re.sub("[^\\w.,;]+", " ", command(*words).stderr).split())
     count = rows_of(place, source[0], "data.holdout=0.02")
     steps = math.ceil(2.5 * count / 8)
-    epochs = f"epochs {steps * 8 / count:.4g} in {steps} steps, each of 8 of {count:,} sequences"
+    epochs = f"epochs {steps * 8 / count:.4g} in {steps} steps; 8 sequences per step, {count:,} in the data"
     assert epochs in said
     with pytest.raises(Contradiction, match="length of the run"):
         dry(place, *source, "training.steps=2")

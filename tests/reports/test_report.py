@@ -408,7 +408,8 @@ def test_exposed_communication_is_shown_with_both_figures_of_masking(run_dir: Pa
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     text = " ".join(page_of(run_dir).text)
     assert "tp 200 ms" in text
-    assert "75% of the time with a collective in flight, -50% by waits" in text
+    assert "computes in 75% of the time with a collective in flight" in text
+    assert "waits take 150% of the time of the same collectives alone" in text
     trace = json.loads((run_dir / "trace.json").read_text())["traceEvents"]
     (thread,) = [e for e in trace if e["ph"] == "M" and e["args"].get("name") == lane]
     (event,) = [e for e in trace if e.get("name") == "sequence gather"]

@@ -99,6 +99,15 @@ def test_all_lines_of_a_run_begin_alike(steps):
         assert len(line) <= 80
 
 
+def test_a_line_too_long_for_the_total_still_says_that_it_is_of_a_step():
+    record = replace(
+        _record(1), grad_norm=5.42e-5, lr=5e-4, tps=341.0, memory_bytes=2_500_000, step_s=1.516
+    )
+    line = log_line(record, 10)
+    assert line.startswith("step 1 loss 0.3000 grad_norm 5.42e-05 ")
+    assert line.endswith("pred +279%")
+
+
 @pytest.mark.parametrize("every", [1, 10, 25])
 def test_a_new_epoch_is_said_before_the_next_line_once(capsys, every):
     logging.getLogger("hyper_parallel").setLevel(logging.INFO)

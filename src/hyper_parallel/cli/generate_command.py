@@ -204,7 +204,7 @@ def _continue_file(
     from hyper_parallel.trainer.signals import StopRequest
 
     records, requests = read_prompts(prompts, output)
-    stop = StopRequest("writes finished and partial texts")
+    stop = StopRequest("the command writes finished and partial texts and ends")
     with stop.watched():
         if parallel:
             from hyper_parallel.trainer.generation_ranks import generate_on_ranks

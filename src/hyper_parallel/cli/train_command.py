@@ -107,7 +107,7 @@ def _train_recipe(
         saved.refuse_degrees(values)
         loaded = load_any_recipe(recipe, [*values, *saved.overrides(loaded)], no_code)
     permit_stream(loaded.recipe.data.streaming, str(loaded.recipe.data.source))
-    if loaded.recipe.launch.launcher in ("local", "slurm"):
+    if loaded.recipe.launch.launcher in ("local", "slurm") and "SLURM_STEP_ID" in os.environ:
         from hyper_parallel.runtime import join_srun
 
         join_srun()
@@ -191,7 +191,7 @@ def _train(
 ) -> None:
     """Prepare the job of a recipe, print its plan, and run or submit it."""
     from hyper_parallel.cli.submit_job import describe_submit, submit_job
-    from hyper_parallel.trainer import calibrate_first_run, prepare_job, under_torchrun
+    from hyper_parallel.trainer import prepare_job, under_torchrun
 
     launcher = "local" if under_torchrun() else loaded.recipe.launch.launcher
     main = os.environ.get("RANK", "0") == "0"
@@ -200,6 +200,8 @@ def _train(
     progress = main and sys.stderr.isatty() and not is_quiet()
     checks = {"check_ranks": _ranks_check(words, dry_run), "check_plan": check_plan}
     job = prepare_job(loaded, progress=progress, **checks)
+    from hyper_parallel.trainer import calibrate_first_run  # imports torch
+
     collect_cycles()
     if not (dry_run or no_calibrate) and launcher == "local" and (line := calibrate_first_run(job)):
         console.print(line, soft_wrap=True)
@@ -218,9 +220,10 @@ def _train(
 
 def _ranks_check(words: Sequence[str], dry_run: bool) -> Callable[[Recipe, int], None]:
     """Return the check of the number of local ranks; a dry run has none."""
-    from hyper_parallel.runtime import check_local_start
 
     def check_ranks(recipe: Recipe, ranks: int) -> None:
+        from hyper_parallel.runtime import check_local_start  # imports torch
+
         if not dry_run:
             check_local_start(recipe, ranks, words)
 

@@ -396,9 +396,14 @@ def _split(name: str) -> _Key:
     return tuple(name.split("."))
 
 
+_MAPPINGS: Final = {key for key, field in leaves(Recipe) if is_mapping(field.annotation)}
+"""Keys whose value is a mapping; a value inside of one is a text."""
+
+
 def _override_value(path: Path, name: str, key: _Key, text: str) -> Any:
     field = field_at(Recipe, key)
     takes_text = field is not None and field.annotation in (str, str | None, dict[str, str])
+    takes_text &= dotted(key) not in _MAPPINGS
     takes_text |= key == ("data", "source") and not text.lstrip().startswith("[")
     if takes_text and text.strip() != "null":
         return text

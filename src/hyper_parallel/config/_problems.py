@@ -151,6 +151,8 @@ def nearest_key(model: type[BaseModel], path: Sequence[str | int]) -> str | None
     near = difflib.get_close_matches(word, siblings, n=1, cutoff=0.7)
     if near := near or begun[:1] * (len(begun) == 1):
         return f"{prefix}.{near[0]}" if prefix and section is not model else near[0]
+    names: Mapping[str, ForeignKey] = getattr(model, "FOREIGN_KEYS", {})
+    everywhere = {name: foreign.key for name, foreign in names.items() if foreign.key} | everywhere
     near = difflib.get_close_matches(word, everywhere, n=1, cutoff=0.8)
     return everywhere[near[0]] if near else None
 

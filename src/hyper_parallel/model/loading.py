@@ -133,7 +133,7 @@ def read_config(path_or_name: str | os.PathLike[str], *, where: str | None = Non
         problem = f"the directory `{text}` has no config.json"
     else:
         problem = f"`{text}` is neither a path that exists nor a preset"
-    near = () if "/" in text else nearest_presets(text)
+    near = [] if "/" in text else [*_nearest_model(text), *nearest_presets(text)]
     raise UnknownModel(
         problem,
         where=where,
@@ -384,6 +384,14 @@ def _dtype(values: Mapping[str, Any], where: str) -> tuple[str, tuple[str, ...]]
     method = quantization.get("quant_method") if isinstance(quantization, dict) else None
     note = f"the published weights are quantised ({method or 'method not named'}); sizes are planned in {dtype}"
     return dtype, (note,)
+
+
+def _nearest_model(text: str) -> list[str]:
+    """Return the model directory most likely meant by a missing one; empty when none is similar."""
+    near = nearest_path(text)
+    # os.path, because pathlib raises for a text that is too long for a path.
+    has_config = near is not None and os.path.isfile(f"{near}/config.json")  # noqa: PTH113
+    return [near] if near is not None and has_config else []
 
 
 def _path_hint(text: str) -> str:

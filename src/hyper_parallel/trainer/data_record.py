@@ -65,10 +65,11 @@ def _epochs(job: Job) -> tuple[float | None, str]:
         return None, f"{amount} of {per_step:,} sequences of a stream"
     epochs = job.epochs_at(steps, batches)
     word = "sequences" if stage in ("pt", "sft") else records_word(stage)
-    own = f"{per_step // batches.unit:,} of {batches.num_sequences:,} {word}"
+    own = f"{per_step // batches.unit:,} {word} per step, {batches.num_sequences:,} in the data"
     if stage == "grpo":
         own += f", {batches.unit} completions of each"
-    return epochs, f"{epochs:.4g} in {amount}, each of {own}"
+    passes = f"{epochs:,.0f}" if epochs >= 1000 else f"{epochs:.4g}"
+    return epochs, f"{passes} in {amount}; {own}"
 
 
 def write_data_record(job: Job) -> None:

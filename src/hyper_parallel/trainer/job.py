@@ -26,6 +26,7 @@ from hyper_parallel.errors import (
     UnsupportedSharding,
 )
 from hyper_parallel.ir import Plan
+from hyper_parallel.model import read_config
 from hyper_parallel.owned_folder import Replacement
 from hyper_parallel.topology import is_this_machine
 from hyper_parallel.trainer._elastic import replan_for_launched, with_planned_roles
@@ -252,13 +253,13 @@ def prepare_job(
     Raises:
         HyperParallelError: Any invalid input; see docs/reference/errors.md.
     """
-    from hyper_parallel.backends.torch import check_pretrained
+    training_ranks = _training_ranks(loaded.recipe)
+    recipe = (loaded := _check_paths(replan_for_launched(loaded, training_ranks))).recipe
+    from hyper_parallel.backends.torch import check_pretrained  # takes seconds to import torch
     from hyper_parallel.planner import plan_recipe
     from hyper_parallel.trainer.engine.recipe_model import build_model, model_files, read_spec
     from hyper_parallel.trainer.engine.trained_parameters import trained_of
 
-    training_ranks = _training_ranks(loaded.recipe)
-    recipe = (loaded := _check_outputs(replan_for_launched(loaded, training_ranks))).recipe
     spec = read_spec(
         recipe.model.path,
         loaded.where("model.path"),
@@ -307,10 +308,11 @@ def _resolve_epochs(loaded: LoadedRecipe, job: Job) -> LoadedRecipe:
     return with_steps(loaded, steps)
 
 
-def _check_outputs(loaded: LoadedRecipe) -> LoadedRecipe:
+def _check_paths(loaded: LoadedRecipe) -> LoadedRecipe:
     """Check the paths of a recipe, and return it with downloaded hub models."""
     check_writable(Path(loaded.recipe.output_dir), "output_dir")
     recipe = (loaded := with_hub_models(loaded)).recipe
+    read_config(recipe.model.path, where=loaded.where("model.path"))
     check_run_directory(loaded)
     if recipe.offload.flash_dir is not None:
         check_writable(Path(recipe.offload.flash_dir), "offload.flash_dir")

@@ -17,7 +17,7 @@ ENDING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 _ONE_S: Final = 1.0
 """Seconds within which signals count as one: a launcher forwards a signal that the terminal sent to all."""
-_PROMISE: Final = "ends after this step, with a checkpoint; before the first step at once"
+_PROMISE: Final = "the run ends; a step that has begun is finished and saved"
 
 
 class Interrupted(KeyboardInterrupt):
@@ -86,8 +86,9 @@ class StopRequest:
             self.signum, self._first_s, self._shared[0] = signum, time.monotonic(), 1
             if os.environ.get("RANK", "0") == "0":
                 name = signal.Signals(signum).name
+                line = f"{name}: {self._promise}; a second signal ends it at once\n"
                 with suppress(OSError):
-                    os.write(2, f"{name}: {self._promise}; once more: at once\n".encode())
+                    os.write(2, line.encode())
         elif time.monotonic() - self._first_s > _ONE_S:
             raise Interrupted(signum)
 

@@ -75,7 +75,7 @@ def resolve_layouts(model: nn.Module, plan: Plan) -> ShardPlan:
             "recompute needs a model with a list of layers of one class",
             where=type(model).__name__,
             got=f"recompute={plan.strategy.recompute}",
-            hint="parallel.recompute=none",
+            hint="training.recompute=none",
         )
     strategy = plan.strategy
     if strategy.tp * strategy.cp * strategy.pp > 1 and is_reversible(model):

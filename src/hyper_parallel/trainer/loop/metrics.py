@@ -226,7 +226,8 @@ def log_line(record: StepRecord, steps: int) -> str:
     ]
     if record.pred_step_s and math.isfinite(record.pred_step_s):
         parts.append(f"pred {record.step_s / record.pred_step_s - 1:+.0%}")
-    forms = [" ".join([number, *parts]) for number in (*numbers, str(record.step))]
+    numbers += [f"step {record.step}", str(record.step)]
+    forms = [" ".join([number, *parts]) for number in numbers]
     line = next((form for form in forms if len(form) <= LINE_WIDTH), forms[-1])
     if not record.skipped:
         return line
