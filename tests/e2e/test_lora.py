@@ -68,7 +68,7 @@ def test_a_run_on_two_layouts_with_recompute_equals_one_rank(place, one_rank, tm
         torch.testing.assert_close(tensor, theirs[name], rtol=1e-8, atol=1e-10)
     assert max(t.abs().max() for n, t in mine.items() if "lora_B" in n) > 1e-3
     elements = sum(t.numel() for t in mine.values())
-    assert _optimizer_bytes(one_rank) == (16 * elements, 16 * elements + 4 * len(mine))
+    assert _bytes(one_rank, "optimizer states") == (16 * elements, 16 * elements + 4 * len(mine))
 
 
 @pytest.mark.slow
