@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import shutil
 
 import pytest
@@ -103,6 +104,10 @@ def test_two_ranks_write_a_whole_run_that_equals_one_rank(place, one_rank):
 
     model = AutoModelForCausalLM.from_pretrained(out / "export", dtype="auto")
     assert type(model).__name__ == "Qwen3ForCausalLM"
+    (line,) = (line for line in result.stderr.splitlines() if line.startswith("next "))
+    program, *words = shlex.split(line.removeprefix("next"))
+    assert program == "hyper-parallel"
+    assert command(*words, "--max-new-tokens=2").stdout.startswith("def ")
 
 
 def test_parity_proves_a_layout_and_names_the_parameter_that_a_fault_changes(place, monkeypatch):

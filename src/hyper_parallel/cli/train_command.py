@@ -297,6 +297,17 @@ def _interrupted(job: Job, error: Interrupted) -> str:
     return f"interrupted: {outcome}\nhint: {command}\n"
 
 
+def _next_command(job: Job) -> str | None:
+    """Return the command that tries the exported model; None without an export that generates texts."""
+    recipe = job.recipe
+    if recipe.stage == "rm" or not (job.output_dir / "export").is_dir():
+        return None
+    words = ["--chat"]
+    if recipe.stage == "pt":
+        words = ["--prompt", recipe.sample_prompt or "Once"]
+    return shlex.join(["hyper-parallel", "generate", str(recipe.output_dir), *words])
+
+
 def _is_newer(path: Path, other: Path) -> bool:
     return path.is_file() and other.is_file() and path.stat().st_mtime >= other.stat().st_mtime
 
@@ -323,6 +334,8 @@ def _conclude(job: Job, summary: Summary, console: Console, unwritten: Unwritten
         console.print(f"held-out loss {first:.4f} -> {last:.4f} in {summary.seconds:.0f} s")
     if pages is not None:
         console.print(f"report {page}\ntrace  {pages[1]}")
+    if (command := _next_command(job)) is not None:
+        console.print(f"next   {command}", soft_wrap=True)
     if job.recipe.sample_prompt is not None:
         from hyper_parallel.trainer import make_sample, write_sample
 
