@@ -83,7 +83,7 @@ def test_tokens_are_those_of_transformers(tmp_path: Path, case: tuple[str, str])
     generator.model.generation_config.eos_token_id = None
     ids, media = encode_parts(generator.tokenizer, turns)
     for cached in (True, False):
-        steps = GrowingSteps(generator.model, media)
+        steps = GrowingSteps(generator.model, media.arrays, media.per_token)
         steps._caches = cached
         logits, tokens = steps.prompt(ids), []
         for _ in expected:

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from hyper_parallel.backends.torch.decode_slots import Passes, passes_of
 from hyper_parallel.errors import BadValue
+from hyper_parallel.trainer.data import PromptMedia
 
 SLOTS: Final = 32
 """Default number of concurrent sequences."""
@@ -99,7 +100,7 @@ class DecodingSequence:
         finish: Reason for the end; None: in progress.
         read: Number of tokens of the text that the model has read.
         seconds: Time from the decoder's start to the end of the sequence.
-        media: Arrays of the images and recordings of the prompt, by their names in the model's forward.
+        media: Images and recordings of the prompt; None: it is a text.
     """
 
     number: int
@@ -111,7 +112,7 @@ class DecodingSequence:
     finish: Literal["stop", "length"] | None = None
     read: int = 0
     seconds: float = 0.0
-    media: Mapping[str, NDArray[Any]] = field(default_factory=dict)
+    media: PromptMedia | None = None
 
     @property
     def tokens(self) -> list[int]:

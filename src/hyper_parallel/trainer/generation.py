@@ -215,8 +215,8 @@ def _decode_sequence(
     steps: Any = None,
 ) -> Iterator[int]:
     """Continue one sequence by steps of fixed shape, as under a device budget, if the model supports them."""
-    if steps is None and sequence.media:
-        steps = GrowingSteps(model, sequence.media)
+    if steps is None and (media := sequence.media) is not None:
+        steps = GrowingSteps(model, media.arrays, media.per_token)
     if steps is None:
         # The last token is not fed back, so the cache needs no entry for it.
         length = sequence.start + sequence.limit - 1
@@ -387,11 +387,11 @@ class Generator:
         stops, ended = texts.stop_token_ids(chat=chat), texts.ended(sampling)
         if self.memory is None:
             return sequence, _decode_sequence(model, sequence, sampling, stops, ended)
-        if sequence.media:
+        if sequence.media is not None:
             raise Contradiction(
                 "a prompt with images or audio is not planned within a budget of device memory",
                 where="--device-memory",
-                got=sorted(sequence.media),
+                got=sorted(sequence.media.arrays),
                 hint="leave out --device-memory",
             )
         length = sequence.start + sequence.limit - 1

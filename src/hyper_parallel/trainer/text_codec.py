@@ -12,7 +12,14 @@ from numpy.typing import NDArray
 
 from hyper_parallel.backends.torch.memory.generation import MemoryUse
 from hyper_parallel.errors import BadValue
-from hyper_parallel.trainer.data import encode_parts, has_parts, render, stop_ids, tokenizing
+from hyper_parallel.trainer.data import (
+    PromptMedia,
+    encode_parts,
+    has_parts,
+    render,
+    stop_ids,
+    tokenizing,
+)
 from hyper_parallel.trainer.decoding import DecodingSequence, Sampling, numbers
 
 _REPLACEMENT = "\ufffd"
@@ -102,7 +109,7 @@ class TextCodec:
         """
         previous = source if isinstance(source, Generation) else None
         prompt: Any = source if previous is None else previous.prompt
-        media: dict[str, Any] = {}
+        media: PromptMedia | None = None
         if not isinstance(prompt, str) and has_parts(prompt):
             ids, media = encode_parts(self.tokenizer, prompt)
         else:

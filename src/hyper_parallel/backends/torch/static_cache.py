@@ -8,7 +8,7 @@ step attends to the full cache under a mask that is an input.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -250,10 +250,13 @@ class GrowingSteps:
         model: Model of texts, or of texts with media.
         media: Arrays of the images and recordings of the prompt, by their names in the model's forward. With media, the
             model derives positions itself.
+        per_token: Names of the arrays with one number for each token.
     """
 
-    def __init__(self, model: Any, media: Mapping[str, Any] | None = None) -> None:
-        self.model = model
+    def __init__(
+        self, model: Any, media: Mapping[str, Any] | None = None, per_token: Collection[str] = ()
+    ) -> None:
+        self.model, self._per_token = model, per_token
         self._media = {name: _on_device(array, model) for name, array in (media or {}).items()}
         properties = known_properties(model)
         self._caches = properties is None or properties.growing_cache.agrees
@@ -307,12 +310,7 @@ class GrowingSteps:
         # Some models derive the positions of a prompt only with a mask.
         found = {"attention_mask": torch.ones(1, size, dtype=torch.long, device=self.model.device)}
         for name, array in self._media.items():
-            is_per_token = (
-                array.dim() == 2 and array.shape[0] == 1 and not array.is_floating_point()
-            )
-            missing = (
-                size - array.shape[-1] if is_per_token and name.endswith("token_type_ids") else 0
-            )
+            missing = size - array.shape[-1] if name in self._per_token else 0
             found[name] = torch.nn.functional.pad(array, (0, missing)) if missing else array
         return found
 

@@ -9,7 +9,7 @@ No collective waits for tokenization: `prepare` returns before ranks start, and 
 from hyper_parallel.trainer.data.batches import IGNORE_INDEX, Batch, Batches, PackedSequences
 from hyper_parallel.trainer.data.chat import CHATML, PLAIN, render, stop_ids
 from hyper_parallel.trainer.data.preparation import PackedData, prepare
-from hyper_parallel.trainer.data.prompt_media import encode_parts, has_parts
+from hyper_parallel.trainer.data.prompt_media import PromptMedia, encode_parts, has_parts
 from hyper_parallel.trainer.data.saved_tokenizer import (
     copy_tokenizer,
     has_tokenizer,
@@ -26,6 +26,7 @@ __all__ = [
     "Batches",
     "PackedData",
     "PackedSequences",
+    "PromptMedia",
     "Stream",
     "StreamBatches",
     "copy_tokenizer",

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -106,11 +107,11 @@ def _media_arrays(rows: Sequence[RowMedia], input_ids: Int64) -> dict[str, NDArr
             problem = "the processor returns other tokens than when the data was prepared"
             raise _changed(problem, row.where, str(row.processor))
     extra = {name: array for name, array in arrays.items() if name not in TEXT_ARRAYS}
-    for name, array in extra.items():
-        if array.shape == ids.shape and array.dtype.kind in "iu":
-            extra[name] = np.zeros(input_ids.shape, array.dtype)
-            width = min(ids.shape[1], input_ids.shape[1])
-            extra[name][filled, :width] = array[:, :width]
+    width = min(ids.shape[1], input_ids.shape[1])
+    for name in extra.keys() & per_token_names(processor):
+        own = extra[name]
+        extra[name] = np.zeros(input_ids.shape, own.dtype)
+        extra[name][filled, :width] = own[:, :width]
     return extra
 
 
@@ -133,10 +134,18 @@ def features_of(
 
 def _blank(directory: Path, input_ids: Int64) -> dict[str, NDArray[Any]]:
     """Return the arrays of a batch without media: zeros for those with one number for each token."""
-    processor = _processor(directory)
-    text = processor.tokenizer.eos_token
-    arrays = processor(text=[text], add_special_tokens=False, return_tensors="pt")
-    names = [
-        name for name, tensor in arrays.items() if name not in TEXT_ARRAYS and tensor.dim() == 2
-    ]
+    names = per_token_names(_processor(directory))
     return {name: np.zeros(input_ids.shape, np.int64) for name in names}
+
+
+_PER_TOKEN: WeakKeyDictionary[Any, frozenset[str]] = WeakKeyDictionary()
+
+
+def per_token_names(processor: Any) -> frozenset[str]:
+    """Return the names of arrays with one number for each token: those that a text alone has."""
+    if processor not in _PER_TOKEN:
+        text = processor.tokenizer.eos_token
+        arrays = processor(text=[text], add_special_tokens=False, return_tensors="pt")
+        names = (n for n, tensor in arrays.items() if n not in TEXT_ARRAYS and tensor.dim() == 2)
+        _PER_TOKEN[processor] = frozenset(names)
+    return _PER_TOKEN[processor]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from numpy.typing import NDArray
 
 from hyper_parallel.errors import BadValue
 from hyper_parallel.trainer.data.answer_spans import render_text
-from hyper_parallel.trainer.data.media_arrays import features_of
+from hyper_parallel.trainer.data.media_arrays import features_of, per_token_names
 from hyper_parallel.trainer.data.media_records import take_media
 from hyper_parallel.trainer.data.media_tokens import decoded_media, processor_of
 from hyper_parallel.trainer.data.record_keys import RecordRules
@@ -20,6 +21,19 @@ from hyper_parallel.trainer.data.turns import conversation_of, read_turns
 _WHERE = "prompt"
 
 
+@dataclass(frozen=True)
+class PromptMedia:
+    """Arrays of the images and recordings of a prompt.
+
+    Attributes:
+        arrays: Arrays by their names in the model's forward.
+        per_token: Names of those with one number for each token of the prompt.
+    """
+
+    arrays: Mapping[str, NDArray[Any]]
+    per_token: frozenset[str]
+
+
 def has_parts(turns: Sequence[Mapping[str, Any]]) -> bool:
     """Return whether a turn has a content of parts."""
     return any(not isinstance(turn.get("content"), str) for turn in turns)
@@ -27,8 +41,8 @@ def has_parts(turns: Sequence[Mapping[str, Any]]) -> bool:
 
 def encode_parts(
     tokenizer: Any, turns: Sequence[Mapping[str, Any]]
-) -> tuple[list[int], dict[str, NDArray[Any]]]:
-    """Return the tokens of a prompt, and the arrays of its media by their names in the model's forward.
+) -> tuple[list[int], PromptMedia]:
+    """Return the tokens and the media of a prompt.
 
     Args:
         tokenizer: Tokenizer whose directory holds the processor.
@@ -51,8 +65,9 @@ def encode_parts(
     conversation = conversation_of(messages, None, (), {}, media)
     text = render_text(tokenizer, conversation, prompt=True, where=_WHERE)
     items = decoded_media(tokenizer, conversation, _WHERE)
-    ids, arrays = features_of(processor_of(tokenizer), text, items, _WHERE)
-    return ids, arrays
+    processor = processor_of(tokenizer)
+    ids, arrays = features_of(processor, text, items, _WHERE)
+    return ids, PromptMedia(arrays, per_token_names(processor))
 
 
 def _absolute(turns: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
