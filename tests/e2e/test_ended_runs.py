@@ -187,7 +187,7 @@ def test_a_second_signal_stops_at_once(place, tmp_path, monkeypatch):
         run.terminate()
         _, errors = run.communicate(timeout=20)
     assert run.returncode == 143
-    assert "SIGHUP: ends after this step" in errors
+    assert "SIGHUP: the run ends" in errors
     assert "before a checkpoint was saved" in errors
     assert not list(tmp_path.glob("*hyper_parallel*"))
 
