@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import soundfile
 
 from hyper_parallel.config import Data
 from hyper_parallel.errors import BadValue, Contradiction, HyperParallelError, NoData
@@ -360,8 +361,6 @@ def test_every_form_of_a_recording_gives_the_same_features(
 def test_recordings_of_other_rates_and_of_two_channels_become_those_of_the_model(
     tmp_path: Path, hearing_model: Path
 ) -> None:
-    import soundfile
-
     asked = {"role": "user", "content": "<audio>what is this"}
     for name, rate, channels in (("a.wav", 16000, 1), ("b.flac", 48000, 1), ("c.ogg", 22050, 2)):
         seconds = np.arange(rate // 2) / rate
@@ -386,6 +385,9 @@ def test_recordings_of_other_rates_and_of_two_channels_become_those_of_the_model
         ({"audio": "../secret.wav"}, "a recording is outside of the media folder"),
         ({"audio": "text.wav"}, "a recording cannot be decoded"),
         ({"audio": "empty.wav"}, "no samples"),
+        ({"audio": "slow.wav"}, "more than"),
+        ({"audio": "fast.wav"}, "samples per second"),
+        ({"audio": "nan.wav"}, "not numbers"),
         ({"audios": ["sounds/0.wav", "sounds/0.wav"]}, "differ in number"),
         ({"audio": "sounds/0.wav", "image": "x.png"}, "image"),
         ({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "<audio>"}],
@@ -403,6 +405,11 @@ def test_a_bad_recording_is_one_coded_error_with_file_and_line(
     (folder / "text.wav").write_text("not a recording")
     write_recordings(folder / "none", (0,))
     shutil.copy(folder / "none/sounds/0.wav", folder / "empty.wav")
+    samples = np.zeros(5000, np.float32)
+    # A rate of 1 makes gigabytes of the samples; a rate of 2^31 makes a filter of gigabytes.
+    soundfile.write(folder / "slow.wav", samples, 1)
+    soundfile.write(folder / "fast.wav", samples, 2**31 - 1)
+    soundfile.write(folder / "nan.wav", samples + np.nan, 16000, subtype="FLOAT")
     asked = {"role": "user", "content": "<audio>what is this"}
     good = {"messages": [asked, _ANSWER], "audio": "sounds/0.wav"}
     write_lines(folder / "data.jsonl", [good, {"messages": [asked, _ANSWER], **record}])

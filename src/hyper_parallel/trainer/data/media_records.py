@@ -14,7 +14,7 @@ import hashlib
 import io
 import shlex
 from collections.abc import Mapping, Sequence
-from math import gcd
+from math import gcd, isfinite
 from pathlib import Path
 from typing import Any, Final
 
@@ -30,6 +30,8 @@ _LIMITS: Final = Limits(num_bytes=64 * MiB)
 _MOST_PIXELS: Final = 2**26
 _MOST_SAMPLES: Final = 2**26
 """Most samples of a recording, over all channels: 23 minutes of 48 kHz."""
+_HIGHEST_RATE: Final = 384_000
+"""Highest sampling rate of audio hardware in Hz; the filter that changes the rate grows with it."""
 _SMALL: Final = (96, 96)
 """Largest size of a copy for reports, in pixels."""
 _FORMATS: Final = ("PNG", "JPEG", "MPO", "WEBP", "GIF", "BMP", "TIFF", "PPM")
@@ -210,14 +212,19 @@ def _samples(content: bytes, rate: int) -> Any:
     from scipy.signal import resample_poly
 
     with soundfile.SoundFile(io.BytesIO(content)) as file:
-        if file.frames * file.channels > _MOST_SAMPLES:
-            raise LimitExceeded(f"{file.frames:,} samples, more than {_MOST_SAMPLES:,}")
-        samples = file.read(dtype="float32", always_2d=True).mean(axis=1)
-        if not len(samples):
-            raise LimitExceeded("no samples")
-        if rate and file.samplerate != rate:
-            common = gcd(file.samplerate, rate)
-            samples = resample_poly(samples, rate // common, file.samplerate // common)
+        own_rate = file.samplerate
+        if not 0 < own_rate <= _HIGHEST_RATE:
+            raise LimitExceeded(f"{own_rate:,} samples per second, more than {_HIGHEST_RATE:,}")
+        # The header may be untrue, so the samples are counted again.
+        most = _MOST_SAMPLES // max(file.channels, 1)
+        samples = file.read(most + 1, dtype="float32", always_2d=True).mean(axis=1)
+        if max(len(samples), len(samples) * rate // own_rate) > most:
+            raise LimitExceeded(f"more than {most:,} samples")
+        if not len(samples) or not isfinite(samples.sum(dtype="float64")):
+            raise LimitExceeded("samples that are not numbers" if len(samples) else "no samples")
+        if rate and own_rate != rate:
+            common = gcd(own_rate, rate)
+            samples = resample_poly(samples, rate // common, own_rate // common)
     return samples.astype("float32")
 
 
