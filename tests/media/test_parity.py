@@ -17,7 +17,14 @@ from hyper_parallel.backends.torch.forward_variants import float64_kept
 from hyper_parallel.config import Data
 from hyper_parallel.trainer.data import Batch, Batches, PackedData, prepare
 from tests.media.records import ANSWERS, write_data
-from tests.media.tiny_models import MEDIA, needs_torchvision, write_model
+from tests.media.tiny_models import (
+    MEDIA,
+    needs_torchvision,
+    write_images,
+    write_lines,
+    write_model,
+    write_recordings,
+)
 from tests.slow import cells
 
 transformers = pytest.importorskip("transformers")
@@ -151,6 +158,34 @@ def test_loss_and_gradients_are_those_of_the_processors_own_output(
             towers += any(word in name for word in ("vision", "visual", "audio"))
             torch.testing.assert_close(gradient, parameter.grad, rtol=1e-10, atol=1e-12)
     assert towers > 0
+
+
+def test_a_batch_of_images_recordings_both_and_none_repeats_its_rows(tmp_path: Path) -> None:
+    needs_torchvision("qwen2_5_omni_thinker")
+    write_model("qwen2_5_omni_thinker", tmp_path / "model")
+    images = write_images(tmp_path, ((20, 20), (36, 24)))
+    sounds = write_recordings(tmp_path, (4000, 9000))
+    asked = {
+        "<image>what is this": {"images": images[:1]},
+        "<audio>what is this": {"audios": sounds[:1]},
+        "<audio> and <image>": {"audios": sounds[1:], "images": images[1:]},
+        "what is this": {},
+    }
+    answer = {"role": "assistant", "content": "seven"}
+    records = [
+        {"messages": [{"role": "user", "content": text}, answer], **media}
+        for text, media in asked.items()
+    ]
+    write_lines(tmp_path / "train.jsonl", records)
+    packed = _prepared_again(tmp_path)
+    batches = Batches(packed.train, sequences_per_step=4, shuffle=False)
+    model = _model(tmp_path / "model")
+    hp.parallelize(model, hp.plan_of(model, ""), hp.World.join("cpu"))
+    whole, single = (
+        hp.forward_backward(model, [_inputs(part) for part in batches.microbatches(0, 0, 1, *cut)])
+        for cut in ((4, 1), (1, 4))
+    )
+    assert float(whole) == pytest.approx(float(single), rel=1e-10)
 
 
 def _answers(batch: Batch) -> list[list[int]]:
