@@ -71,7 +71,7 @@ def test_two_tensor_parallel_axes_equal_one_rank(place, one_rank):
 
 def test_two_ranks_write_a_whole_run_that_equals_one_rank(place, one_rank):
     out = place / "two"
-    result = train(place, out, "parallel.dp_shard=2", "sample_prompt=def ", report=True)
+    result = train(place, out, "parallel.dp_shard=2", "sample_prompt=def \n  x", report=True)
     assert_same_curve(curve(out), curve(one_rank))
     evals, evals_0 = rows(out / "eval.jsonl"), rows(one_rank / "eval.jsonl")
     assert [e["step"] for e in evals] == [0, 4]

@@ -304,7 +304,7 @@ def _next_command(job: Job) -> str | None:
         return None
     words = ["--chat"]
     if recipe.stage == "pt":
-        words = ["--prompt", recipe.sample_prompt or "Once"]
+        words = ["--prompt", (recipe.sample_prompt or "Once").splitlines()[0]]
     return shlex.join(["hyper-parallel", "generate", str(recipe.output_dir), *words])
 
 
