@@ -118,7 +118,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop(session: pytest.Session) -> bool | None:
-    """As pytest's own loop, over the modules this process gets."""
+    """Run the modules that this process gets, as pytest's own loop does."""
     claims = session.config.getoption("claims")
     if claims is None or session.testsfailed or session.config.option.collectonly:
         return None

@@ -119,7 +119,7 @@ def test_documents_in_one_row_learn_what_they_learn_alone(place, stage):
     blocked = ("data.mask_documents=true",) if stage == "pt" else ()
 
     def learnt(out, *overrides):
-        """One step over all rows, so that each document is read once."""
+        """Train a step over all rows, so that each document is read once."""
         num_rows = rows_of(place, *common, *overrides)
         step = f"training.tokens_per_step={num_rows * 128}"
         return num_rows, whole(place, f"{stage}-{out}", *common, step, *overrides)

@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 
 from hyper_parallel.backends.torch.static_cache import GrowingSteps
-from hyper_parallel.errors import BadValue, Contradiction
+from hyper_parallel.errors import BadValue, Contradiction, NoData
 from hyper_parallel.trainer.data import encode_parts
 from hyper_parallel.trainer.decoding import Sampling
 from hyper_parallel.trainer.generation import Generator
@@ -134,5 +134,9 @@ def test_media_without_support_are_refused(place: Path) -> None:
     generator = Generator(place / "model", device="cpu")
     with pytest.raises(BadValue, match="not continued as a batch"):
         generator.generate_batch([turns], GREEDY, chat=True)  # type: ignore[list-item]
+    missing = _command(place / "model", "--prompt", "what", "--image", place / "no.png").exception
+    assert isinstance(missing, NoData)
+    assert "no.png" in str(missing.got)
+    assert missing.hint is None
     with pytest.raises(BadValue, match="--image belongs to the message"):
         raise _command(place / "model", "--image", "a.png").exception

@@ -128,7 +128,7 @@ def train(drawn: Drawn, optimizer, step, losses):
 
 
 def bits(net, optimizer):
-    """All that training changes, as bytes."""
+    """Return all that training changes, as bytes."""
     found = dict(net.named_parameters()) | dict(net.named_buffers())
     for name, p in net.named_parameters():
         for key, value in optimizer.state.get(p, {}).items():

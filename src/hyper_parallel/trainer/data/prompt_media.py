@@ -9,7 +9,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from hyper_parallel.errors import BadValue
+from hyper_parallel.errors import BadValue, HyperParallelError
 from hyper_parallel.trainer.data.answer_spans import render_text
 from hyper_parallel.trainer.data.media_arrays import features_of, per_token_names
 from hyper_parallel.trainer.data.media_records import take_media
@@ -36,7 +36,7 @@ class PromptMedia:
 
 def has_parts(turns: Sequence[Mapping[str, Any]]) -> bool:
     """Return whether a turn has a content of parts."""
-    return any(not isinstance(turn.get("content"), str) for turn in turns)
+    return any(isinstance(turn.get("content"), list | tuple) for turn in turns)
 
 
 def encode_parts(
@@ -60,6 +60,16 @@ def encode_parts(
             where=tokenizer.name_or_path,
             allowed="a directory with preprocessor_config.json or processor_config.json",
         )
+    try:
+        return _encoded(tokenizer, turns, kinds)
+    except HyperParallelError as error:
+        error.hint = None  # of training: an override of a recipe
+        raise
+
+
+def _encoded(
+    tokenizer: Any, turns: Sequence[Mapping[str, Any]], kinds: Sequence[str]
+) -> tuple[list[int], PromptMedia]:
     rules = RecordRules(media_root=Path("/"), media_kinds=RecordRules.kinds(kinds))
     messages, media = take_media(read_turns(_absolute(turns), rules, _WHERE), {}, rules, _WHERE)
     conversation = conversation_of(messages, None, (), {}, media)
