@@ -190,6 +190,7 @@ def _curves(runs: Sequence[RunRecord]) -> dict[str, Chart | None]:
     }
     charts |= _reward_chart(named, label, chart_options)
     charts |= _preference_charts(named, label, chart_options)
+    charts |= _accuracy_chart(named, label, chart_options)
     charts |= _rollout_charts(named, label, chart_options)
     for key, y_label, units in _CURVES:
         lines = []
@@ -263,6 +264,23 @@ def _preference_charts(
         if any(line.points for line in lines):
             charts[chart] = curves(lines, chart, **chart_options, from_zero=chart == "accuracy")
     return charts
+
+
+def _accuracy_chart(
+    named: Sequence[tuple[RunRecord, str, str]],
+    label: Callable[[str, str], str],
+    chart_options: dict[str, Any],
+) -> dict[str, Chart | None]:
+    """Draw the share of right held-out answers and tokens; no chart without them."""
+    lines = [
+        Curve(label(name, f"held-out {word}"), points, color, dash)
+        for run, name, color in named
+        for word, dash in (("answers", "solid"), ("tokens", "dashed"))
+        if (points := _points_of(run.evals, f"{word[:-1]}_accuracy"))
+    ]
+    if not lines:
+        return {}
+    return {"held_out_accuracy": curves(lines, "accuracy", **chart_options, from_zero=True)}
 
 
 def _predicted_steps(run: RunRecord) -> list[tuple[str, list[tuple[float, float]]]]:

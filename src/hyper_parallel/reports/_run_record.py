@@ -58,6 +58,8 @@ class _Row(TypedDict):
     skipped: NotRequired[int | None]
     rollout: NotRequired[dict[str, _Number | None] | None]
     preference: NotRequired[dict[str, _Number | None] | None]
+    token_accuracy: NotRequired[_Number]
+    answer_accuracy: NotRequired[_Number]
     offload: NotRequired[_Offloaded]
     overlap: NotRequired[_Overlap]
 

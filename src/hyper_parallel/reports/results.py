@@ -106,6 +106,11 @@ def _quality(run: RunRecord) -> Iterator[Result]:
         first, last = run.evals[0], run.evals[-1]
         note = f"from {first['loss']:.3f} before training"
         yield Result("held-out loss", f"{last['loss']:.3f}", last["loss"], note)
+        for key in ("answer_accuracy", "token_accuracy"):
+            if key in last:
+                note = f"from {first[key] * 100:.1f} %" if key in first else ""
+                name = f"held-out {key.replace('_', ' ')}"
+                yield Result(name, f"{last[key] * 100:.1f} %", last[key], note)
         yield from _preference("held-out ", first.get("preference"), last.get("preference"))
         begin, end = ((row.get("rollout") or {}).get("reward") for row in (first, last))
         if begin is not None and end is not None:

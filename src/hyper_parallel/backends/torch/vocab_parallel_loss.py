@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from hyper_parallel.backends.torch.collectives import gather_rows
+from hyper_parallel.backends.torch.held_out_predictions import counted_predictions
 from hyper_parallel.backends.torch.in_flight import sum_forward
 from hyper_parallel.backends.torch.tensor.state import TpState
 from hyper_parallel.errors import NoLoss
@@ -156,6 +157,7 @@ def loss_function(
         **_: Any,
     ) -> Tensor:
         targets = shifted(labels, ignore_index) if shift_labels is None else shift_labels
+        row_length = targets.shape[-1]
         targets = targets.to(logits.device).reshape(-1)
         rows = logits.numel() // logits.shape[-1]
         if rows != targets.numel() and (tp is None or tp.head != "tokens"):
@@ -167,6 +169,8 @@ def loss_function(
         count = num_items_in_batch
         if count is None:
             count = (targets != ignore_index).sum().clamp(min=1)
+        if (counted := counted_predictions()) is not None:
+            counted.add(tp, logits, targets, row_length, ignore_index)
         total = cross_entropy(tp, logits, targets, ignore_index)
         if tp is not None and tp.head == "tokens":
             total = sum_forward(total, tp.group, Purpose.LOSS)

@@ -32,6 +32,7 @@ from hyper_parallel.backends.torch import (
     purpose,
     routing_statistics,
 )
+from hyper_parallel.backends.torch.held_out_predictions import count_predictions
 from hyper_parallel.errors import LossNotFinite
 from hyper_parallel.ir import Plan, Purpose
 from hyper_parallel.trainer.engine._nonfinite import first_not_finite
@@ -273,8 +274,11 @@ class Loop:
         with self.recorder.span("evaluation", "evaluation"):
             inputs = self._fetch(batches, 0)
             count, parts = int(inputs.valid_tokens), inputs.microbatches
+            accuracies: dict[str, float] = {}
             if self.stage is None:
-                loss_sum = self.held_out_loss(parts, count)
+                with count_predictions(self.plan.strategy.cp == 1) as predictions:
+                    loss_sum = self.held_out_loss(parts, count)
+                accuracies = predictions.accuracies(count, self.world.device)
             else:
                 parts, tokens = self.stage.held_out(parts, self._rows(batches, 0), batches)
                 count = count if tokens is None else tokens
@@ -283,7 +287,9 @@ class Loop:
             mean = self.reduce_step_log(loss_sum, 0)[-2].item()
             record = {} if self.stage is None else self.stage.record()
         self.model.train()
-        return EvalResult(mean, count, record.get("preference"), record.get("rollout"))
+        return EvalResult(
+            mean, count, record.get("preference"), record.get("rollout"), **accuracies
+        )
 
     def held_out_loss(self, parts: list[dict[str, Tensor]], count: int) -> Tensor:
         """Return this rank's share of the cross entropy of microbatches, divided by `count`."""

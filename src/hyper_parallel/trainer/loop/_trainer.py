@@ -13,7 +13,7 @@ import platform
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from hyper_parallel.config import PREFERENCE_STAGES
@@ -84,6 +84,8 @@ class EvalResult(NamedTuple):
     tokens: int  # counted tokens
     preference: dict[str, Any] | None = None  # scores of pairs of answers
     rollout: dict[str, Any] | None = None  # rewards and lengths of completions
+    token_accuracy: float | None = None  # share of held-out tokens that are the most likely ones
+    answer_accuracy: float | None = None  # share of answers of which all tokens are
 
 
 class Engine(Protocol):
@@ -445,15 +447,17 @@ class Trainer:
                 got=f"loss={loss}",
             )
         record = EvalRecord(step, loss, tokens, time.perf_counter() - start, *scores)
+        if self._job.recipe.stage != "sft":  # rows of text are no answers
+            record = replace(record, answer_accuracy=None)
         for callback in self._callbacks:
             self._asked |= callback.on_evaluate(step, as_line(record)) is True
         if self._log:
             with written(self._job.output_dir):
                 self._log.evaluation(record)
-            measured = {**(record.preference or {}), **(record.rollout or {})}
+            measured = {**(record.preference or {}), **(record.rollout or {}), **as_line(record)}
             scores_text = "".join(
-                f", {name} {measured[name]:.4g}"
-                for name in ("accuracy", "margin", "reward")
+                f", {name.replace('_', ' ')} {measured[name]:.4g}"
+                for name in ("accuracy", "margin", "reward", "token_accuracy", "answer_accuracy")
                 if name in measured
             )
             self._display.line(

@@ -74,6 +74,8 @@ class EvalRecord:
     seconds: float
     preference: dict[str, Any] | None = None  # scores of pairs of answers
     rollout: dict[str, Any] | None = None  # rewards and lengths of completions
+    token_accuracy: float | None = None  # share of held-out tokens that are the most likely ones
+    answer_accuracy: float | None = None  # stage sft: share of answers that greedy decoding gives
 
 
 class MetricsLog:

@@ -1,0 +1,115 @@
+"""Accuracy on held-out data: targets that are the most likely next token, and answers that consist of such targets.
+
+A target is counted given the true tokens before it. An answer is a run of targets in one row of the batch, such as the
+reply of an assistant. It counts as right if all its targets do, which is the case if and only if greedy decoding from
+the tokens before it returns it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hyper_parallel.backends.torch.collectives import gather_rows
+from hyper_parallel.backends.torch.tensor.state import TpState
+from hyper_parallel.ir import Purpose
+
+_counted: ContextVar[HeldOutPredictions | None] = ContextVar("held_out_predictions", default=None)
+
+
+@dataclass
+class HeldOutPredictions:
+    """Counts of this rank. Compiled code counts nothing.
+
+    Attributes:
+        whole_rows: False if ranks have parts of rows, so that answers cannot be counted.
+    """
+
+    whole_rows: bool = True
+    _sums: list[Tensor] = field(default_factory=list)
+
+    def add(
+        self,
+        tp: TpState | None,
+        logits: Tensor,
+        targets: Tensor,
+        row_length: int,
+        ignore_index: int,
+    ) -> None:
+        """Count the targets of a microbatch.
+
+        Args:
+            tp: State of tensor parallelism, or None.
+            logits: [..., V] of this rank's tokens and columns, as its head returns them.
+            targets: [T] of all tokens of the head, before they are sharded.
+            row_length: Tokens of a row of the batch.
+            ignore_index: Target of tokens that do not count.
+        """
+        predicted = _predicted(tp, logits)[: targets.shape[0]]
+        if tp is not None and tp.rank > 0:
+            return  # all ranks of the group have the same predictions
+        counts = targets != ignore_index
+        wrong = counts & (predicted != targets)
+        begins = counts.clone().view(-1, row_length)
+        begins[:, 1:] &= ~counts.view(-1, row_length)[:, :-1]
+        begins = begins.view(-1)
+        answer = begins.cumsum(0) - 1
+        errors = torch.zeros_like(counts, dtype=torch.int64)  # of answer i at index i
+        errors.index_add_(0, answer.clamp(min=0), wrong.long())
+        exists = torch.arange(len(errors), device=errors.device) < begins.sum()
+        right_answers = (exists & (errors == 0)).sum()
+        tokens = counts.sum()
+        self._sums.append(torch.stack((tokens - wrong.sum(), tokens, right_answers, begins.sum())))
+
+    def accuracies(self, num_tokens: int, device: torch.device) -> dict[str, float]:
+        """Return `token_accuracy` and `answer_accuracy` over all ranks; nothing unless all targets were counted.
+
+        Args:
+            num_tokens: Targets of the evaluation, over all ranks.
+            device: Device of the model.
+        """
+        zeros = torch.zeros(4, dtype=torch.int64, device=device)
+        sums = torch.stack([zeros, *self._sums]).sum(0)
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            dist.all_reduce(sums)
+        right, tokens, right_answers, answers = sums.tolist()
+        if tokens != num_tokens or not tokens:
+            return {}
+        found = {"token_accuracy": right / tokens}
+        return found | {"answer_accuracy": right_answers / answers} if self.whole_rows else found
+
+
+def _predicted(tp: TpState | None, logits: Tensor) -> Tensor:
+    """Return [T] most likely tokens; the smallest token id of equally likely ones."""
+    columns = logits.shape[-1]
+    likelihood, token = logits.reshape(-1, columns).max(1)
+    if tp is None or tp.head == "whole":
+        return token
+    if tp.head == "tokens":
+        return gather_rows(token, tp.group, Purpose.LOSS_STATISTICS).flatten()
+    pairs = torch.stack((likelihood.double(), (token + tp.rank * columns).double()))
+    likelihoods, tokens = gather_rows(pairs, tp.group, Purpose.LOSS_STATISTICS).unbind(1)
+    best = likelihoods == likelihoods.amax(0)
+    return tokens.masked_fill(~best, torch.inf).amin(0).long()
+
+
+@contextmanager
+def count_predictions(whole_rows: bool) -> Iterator[HeldOutPredictions]:
+    """Count the predictions of all losses in this context."""
+    counted = HeldOutPredictions(whole_rows)
+    token = _counted.set(counted)
+    try:
+        yield counted
+    finally:
+        _counted.reset(token)
+
+
+def counted_predictions() -> HeldOutPredictions | None:
+    """Return the counts of the current context; None outside of one and in compiled code."""
+    return None if torch.compiler.is_compiling() else _counted.get()
