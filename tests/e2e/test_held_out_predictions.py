@@ -1,9 +1,12 @@
 """Accuracy on held-out answers and tokens: beside greedy decoding by plain transformers, and on every layout."""
 
+import json
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from hyper_parallel.errors import Contradiction
 from tests.e2e.runs import QUESTIONS, make_stage_place, rows, train, write_records
 from tests.slow import cells
 
@@ -23,7 +26,7 @@ def place(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def one(place):
-    train(place, place / "one", "checkpoint.export=true")
+    train(place, place / "one", "checkpoint.export=true", "sample_answers=16")
     return place / "one"
 
 
@@ -41,6 +44,30 @@ def test_an_answer_is_right_if_greedy_decoding_gives_it(one):
     assert after["answer_accuracy"] == right / len(QUESTIONS)
     assert 0 < after["answer_accuracy"] < after["token_accuracy"] < 1
     assert before["token_accuracy"] < after["token_accuracy"]
+
+
+def test_the_exported_model_answers_held_out_conversations(one):
+    answers = json.loads((one / "answers.json").read_text())
+    assert [(a["prompt"], a["expected"]) for a in answers] == [
+        (q["prompt"], q["completion"]) for q in QUESTIONS
+    ]
+    right = sum(a["answer"] == a["expected"] for a in answers)
+    assert right / len(answers) == rows(one / "eval.jsonl")[-1]["answer_accuracy"]
+
+
+@pytest.mark.parametrize(
+    ("override", "hint"),
+    [
+        ("stage=pt", "sample_answers=0"),
+        ("data.validation=null", "data.holdout=0.05"),
+        ("checkpoint.export=false", "checkpoint.export=true"),
+    ],
+)
+def test_answers_that_nobody_can_give_are_refused(place, override, hint):
+    options = ("sample_answers=4", "checkpoint.export=true", override)
+    with pytest.raises(Contradiction, match="sample_answers") as caught:
+        train(place, place / "refused", *options)
+    assert caught.value.hint == hint
 
 
 @pytest.mark.parametrize(

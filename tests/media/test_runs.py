@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -37,7 +38,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source = write_data(folder, repeats=3)
     (folder / "recipe.yaml").write_text(
         f"model: {{path: {folder / 'model'}}}\nstage: sft\n"
-        f"data: {{source: {source}, seq_len: 96, packing: false, cache_dir: {folder / 'cache'}}}\n"
+        f"data: {{source: {source}, validation: {source}, seq_len: 96, packing: false,"
+        f" cache_dir: {folder / 'cache'}}}\n"
         "training: {steps: 2, dtype: float64, tokens_per_step: 384}\n"
         "checkpoint: {export: false}\n"
     )
@@ -45,8 +47,13 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_layouts_repeat_one_rank_and_the_export_reads_images(place: Path) -> None:
-    train(place, place / "one", "parallel.dp_shard=1", "checkpoint.export=true", report=True)
-    assert "data:image/png;base64," in (place / "one" / "report.html").read_text()
+    options = ("parallel.dp_shard=1", "checkpoint.export=true", "sample_answers=64")
+    train(place, place / "one", *options, report=True)
+    answers = json.loads((place / "one" / "answers.json").read_text())
+    assert [len(row["images"]) for row in answers] == [2, 1, 2, 0] * 3
+    (image,) = answers[1]["images"]
+    page = (place / "one" / "report.html").read_text()
+    assert f"data:image/png;base64,{image}" in page[page.index("Held-out answers") :]
     train(place, place / "two", "parallel.dp_shard=2", "checkpoint.every=1", "training.steps=1")
     train(place, place / "two", "parallel.dp_shard=2")
     assert_same_curve(curve(place / "two"), curve(place / "one"))

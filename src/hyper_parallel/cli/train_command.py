@@ -322,6 +322,12 @@ def _conclude(job: Job, summary: Summary, console: Console, unwritten: Unwritten
     if summary.complete and _is_newer(job.output_dir / "report.html", job.output_dir / "run.json"):
         return
     first, last, pages = summary.first_eval_loss, summary.last_eval_loss, None
+    if job.recipe.sample_answers:
+        from hyper_parallel.trainer import answer_held_out, write_answers
+
+        answers = answer_held_out(job)
+        with unwritten.spare(job.output_dir):
+            write_answers(job, answers)
     with unwritten.spare(job.output_dir):
         pages = write_report(job.output_dir)
     page = pages[0] if pages else "no report"

@@ -75,6 +75,8 @@ class Recipe(Section):
     """Directory of the run: metrics, checkpoints, export and report."""
     sample_prompt: str | None = None
     """Text to continue after training. A chat model answers it as a user's message. None: no sample."""
+    sample_answers: int = Field(default=0, ge=0, le=64)
+    """Held-out conversations that the exported model answers after training, for the report (stage `sft`)."""
 
     @property
     def disables_dropout(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Final, NotRequired
@@ -14,7 +15,7 @@ from hyper_parallel.errors import RunUnreadable
 from hyper_parallel.ir import Plan, Timeline, joined
 from hyper_parallel.received import Limits, parse_json, read_text
 from hyper_parallel.reports._run_parts import PartRecord, read_parts
-from hyper_parallel.reports.data_section import read_data_facts
+from hyper_parallel.reports.data_section import read_answers, read_data_facts
 from hyper_parallel.reports.stage_terms import StageTerms, stage_terms
 from hyper_parallel.serde import DecodeError, read
 from hyper_parallel.units import MiB
@@ -102,6 +103,7 @@ class RunRecord:
         config: Text of the resolved recipe.
         settings: Values of the resolved recipe by dotted key.
         sample: Text that the model generated after training, or "".
+        answers: Held-out conversations with expected and given answers.
         run_info: Machine and versions, as written by the trainer.
         offload: Predicted and measured timeline of one planned step; None without offload.
     """
@@ -120,6 +122,7 @@ class RunRecord:
     offload: tuple[Timeline, Timeline] | None = None
     samplers: Timeline | None = None
     data: dict[str, Any] | None = None
+    answers: Sequence[Mapping[str, Any]] = ()
 
     @property
     def last(self) -> PartRecord:
@@ -203,6 +206,7 @@ def load_run(directory: str | Path) -> RunRecord:
         parts=read_parts(root, plan, metrics),
         offload=(predicted, measured) if predicted and measured else None,
         data=read_data_facts(root / "data.json"),
+        answers=read_answers(root / "answers.json"),
         samplers=joined(t for t in sampler_timelines if t is not None)
         if sampler_timelines
         else None,

@@ -61,7 +61,18 @@ class _DataFacts(TypedDict):
     sources: list[_DataSource]
 
 
+@with_config(_STRICT)
+class _Answer(TypedDict):
+    """Held-out conversation of answers.json."""
+
+    prompt: str
+    images: list[_Base64]
+    expected: str
+    answer: str
+
+
 _FACTS: Final[TypeAdapter[_DataFacts]] = TypeAdapter(_DataFacts)
+_ANSWERS: Final[TypeAdapter[list[_Answer]]] = TypeAdapter(list[_Answer])
 _LIMITS: Final = Limits(16 * MiB)
 
 
@@ -71,25 +82,34 @@ def read_data_facts(path: Path) -> dict[str, Any] | None:
     Raises:
         RunUnreadable: HP603.
     """
+    facts: dict[str, Any] | None = _read(path, _FACTS, "facts on the data")
+    return facts
+
+
+def read_answers(path: Path) -> list[_Answer]:
+    """Return the held-out conversations that the model answered after training; empty without the file.
+
+    Raises:
+        RunUnreadable: HP603.
+    """
+    answers: list[_Answer] | None = _read(path, _ANSWERS, "held-out answers")
+    return answers or []
+
+
+def _read(path: Path, schema: TypeAdapter[Any], name: str) -> Any:
     if not path.is_file():
         return None
+    problem = f"the {name} of the run cannot be read"
     try:
-        facts: dict[str, Any] = read_json(path, _LIMITS)
-        _FACTS.validate_python(facts)
+        value = read_json(path, _LIMITS)
+        schema.validate_python(value)
     except ValidationError as error:
-        place, problem = error.errors()[0]["loc"], error.errors()[0]["msg"]
-        raise RunUnreadable(
-            "the facts on the data of the run cannot be read",
-            where=str(path),
-            got=f"{'.'.join(map(str, place))}: {problem:.200}",
-        ) from error
+        first = error.errors()[0]
+        got = f"{'.'.join(map(str, first['loc']))}: {first['msg']:.200}"
+        raise RunUnreadable(problem, where=str(path), got=got) from error
     except (OSError, ValueError) as error:
-        raise RunUnreadable(
-            "the facts on the data of the run cannot be read",
-            where=str(path),
-            got=f"{error!s:.200}",
-        ) from error
-    return facts
+        raise RunUnreadable(problem, where=str(path), got=f"{error!s:.200}") from error
+    return value
 
 
 def data_section(facts: dict[str, Any] | None) -> dict[str, Any] | None:

@@ -11,6 +11,7 @@ from typing import Any
 _MODULES = {
     "_calibrate": ("calibrate_first_run", "calibrate_local"),
     "_dryrun": ("DryRun", "dry_run"),
+    "held_out_answers": ("answer_held_out", "write_answers"),
     "job": ("Job", "prepare_job", "under_torchrun"),
     "_parity": ("Parity", "parity"),
     "_probe": ("short_step",),

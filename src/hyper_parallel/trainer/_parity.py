@@ -259,7 +259,9 @@ def _small_recipe(recipe: Recipe, scratch: Path, steps: int, dp: int, *, narrow:
     if recipe.stage == "grpo":
         sections |= {"stage": "sft", "grpo": Grpo()}
     plain = {"offload": Offload(), "output_dir": str(scratch / "run"), "topology": "local-cpu"}
-    return recipe.model_copy(update={**sections, **plain, "sample_prompt": None})
+    return recipe.model_copy(
+        update={**sections, **plain, "sample_prompt": None, "sample_answers": 0}
+    )
 
 
 def _attention(recipe: Recipe) -> str | None:

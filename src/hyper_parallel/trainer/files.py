@@ -20,7 +20,7 @@ from hyper_parallel.ir import Timeline
 from hyper_parallel.serde import encode, write_text
 
 _PARTIAL: Final = re.compile(
-    r"\.(config\.yaml|(plan|predicted_timeline|timeline|offload_predicted|offload_measured|run|trace|trackers)\.json"
+    r"\.(config\.yaml|(plan|predicted_timeline|timeline|offload_predicted|offload_measured|run|trace|trackers|answers)\.json"
     r"|(metrics|eval)\.jsonl|(report|comparison)\.html|sample\.txt|\.run\.owner)\.\d+\.part"
 )
 """Names of partial files that `write_text` creates in a run directory."""

@@ -47,6 +47,7 @@ from hyper_parallel.model import ConfigFile
 from hyper_parallel.trainer._pick_device import pick_device
 from hyper_parallel.trainer.checkpoints.adapter_files import ADAPTER_WEIGHTS, load_adapter
 from hyper_parallel.trainer.data import has_tokenizer, load_tokenizer
+from hyper_parallel.trainer.data.prompt_media import PromptMedia
 from hyper_parallel.trainer.decoding import (
     SLOTS,
     Decoder,
@@ -316,6 +317,14 @@ class Generator:
             sequence, prompt, sampling, texts.stop_token_ids(chat=chat)
         )
         return replace(generation, memory=self.memory_use)
+
+    def continue_tokens(
+        self, prompt_ids: list[int], limit: int, media: PromptMedia | None = None
+    ) -> list[int]:
+        """Return the greedy continuation of a prompt of a chat in tokens, without the stop token."""
+        sampling, stops = Sampling(limit, temperature=0), self._codec.stop_token_ids(chat=True)
+        sequence = DecodingSequence(0, [*prompt_ids], len(prompt_ids), limit, media=media)
+        return [*_decode_sequence(self.model, sequence, sampling, stops)]
 
     def generate_batch(
         self,

@@ -316,12 +316,27 @@ def _check_paths(loaded: LoadedRecipe) -> LoadedRecipe:
     check_run_directory(loaded)
     if recipe.offload.flash_dir is not None:
         check_writable(Path(recipe.offload.flash_dir), "offload.flash_dir")
-    if recipe.sample_prompt is not None and not recipe.checkpoint.export:
+    for key, unset in (("sample_prompt", None), ("sample_answers", 0)):
+        if (value := getattr(recipe, key)) != unset and not recipe.checkpoint.export:
+            raise Contradiction(
+                "the sample is written by the exported model, and the recipe exports none",
+                where=loaded.where(key),
+                got=f"{key}={value!r}, checkpoint.export=false",
+                hint="checkpoint.export=true",
+            )
+    if recipe.sample_answers and recipe.stage != "sft":
         raise Contradiction(
-            "the sample is written by the exported model, and the recipe exports none",
-            where=loaded.where("sample_prompt"),
-            got=f"sample_prompt={recipe.sample_prompt!r}, checkpoint.export=false",
-            hint="checkpoint.export=true",
+            "held-out answers are those of conversations",
+            where=loaded.where("sample_answers"),
+            got=f"sample_answers={recipe.sample_answers}, stage={recipe.stage}",
+            hint="sample_answers=0",
+        )
+    if recipe.sample_answers and not (recipe.data.validation or recipe.data.holdout):
+        raise Contradiction(
+            "no conversations are held out",
+            where=loaded.where("sample_answers"),
+            got=f"sample_answers={recipe.sample_answers}, data.holdout=0",
+            hint="data.holdout=0.05",
         )
     _check_checkpoint(loaded)
     return loaded

@@ -44,7 +44,7 @@ _KEPT_FILES: Final = (
 """Files of a run that are replaced, and kept when it starts over."""
 _CLEARED_FILES: Final = (
     "metrics.jsonl", "eval.jsonl", "timeline.json", "offload_predicted.json", "offload_measured.json", "sample.txt",
-    "run.json", "report.html", "trace.json", "trackers.json",
+    "answers.json", "run.json", "report.html", "trace.json", "trackers.json",
 )  # fmt: skip
 """Files of a run that are removed when it starts over."""
 _CLEARED_FOLDERS: Final = {

@@ -229,8 +229,12 @@ def _samples(content: bytes, rate: int) -> Any:
 
 
 def small_copy(image: MediaFile, where: str) -> str:
-    """Return a small copy of an image for a report: a PNG as base64."""
-    picture = decoded(image.kind, content_of(image, where), image.name, where)
+    """Return `thumbnail` of a file."""
+    return thumbnail(decoded(image.kind, content_of(image, where), image.name, where))
+
+
+def thumbnail(picture: Any) -> str:
+    """Return a small copy of a decoded image for a report, a PNG as base64; the image may be changed."""
     picture.thumbnail(_SMALL)
     written = io.BytesIO()
     picture.save(written, "PNG")
