@@ -174,9 +174,14 @@ def test_a_step_is_that_of_the_formula(place):
     _, second = records(place / "second")
     assert second[3]["kl"] > 1e-3, "the weights have moved"
     check_step(place, second, read_export(place / "first"), 1, reference, 0.5)
-    # Adapters keep no copy of the rest, and a run that goes on on another layout keeps its reference.
+
+
+@pytest.mark.slow
+def test_adapters_keep_no_copy_of_the_rest_and_a_resumed_run_keeps_its_reference(place):
     held = (
-        *held,
+        "training.lr_schedule=constant",
+        "grpo.beta=0.5",
+        "training.lr=0.1",
         "lora.r=2",
         "lora.target_modules=[q_proj,down_proj]",
         "checkpoint.every=1",

@@ -33,7 +33,9 @@ MODULES = {module_name(path): path for path in FILES}
 def imports(tree: ast.AST) -> set[str]:
     """Modules of the package that a tree imports, also inside functions; not under `TYPE_CHECKING`."""
     names: set[str] = set()
-    for node in ast.iter_child_nodes(tree):
+    pending = [tree]
+    while pending:
+        node = pending.pop()
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
             continue
         if isinstance(node, ast.Import):
@@ -42,8 +44,8 @@ def imports(tree: ast.AST) -> set[str]:
             for alias in node.names:
                 inner = f"{node.module}.{alias.name}"
                 names.add(inner if inner in MODULES else node.module)
-        else:
-            names |= imports(node)
+        elif not isinstance(node, ast.expr):  # an expression imports nothing
+            pending += ast.iter_child_nodes(node)
     return names & MODULES.keys()
 
 
