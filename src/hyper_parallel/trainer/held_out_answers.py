@@ -24,7 +24,7 @@ _FURTHER_TOKENS: Final = 32
 
 
 def answer_held_out(job: Job) -> list[dict[str, Any]]:
-    """Return prompt, images, expected and given answer of the first `sample_answers` held-out rows.
+    """Return prompt, images, expected and given answer of `sample_answers` held-out rows, spread evenly.
 
     The last answer of a row is decoded greedily from the true tokens of its document before it. Called once, after the
     ranks have ended: one device loads the export.
@@ -33,8 +33,9 @@ def answer_held_out(job: Job) -> list[dict[str, Any]]:
     if rows is None:
         return found
     generator = Generator(job.output_dir, trusted=job.recipe.model.trust_remote_code)
-    for index in range(min(job.recipe.sample_answers, len(rows))):
-        at = np.array([index])
+    count = min(job.recipe.sample_answers, len(rows))
+    for index in range(count):
+        at = np.array([index * len(rows) // count])
         (tokens,), (labels,) = rows.read(at)
         targets = np.flatnonzero(labels != IGNORE_INDEX)
         if not len(targets):
