@@ -105,13 +105,21 @@ def _refusal(model: nn.Module, why: str, got: str) -> UnsupportedSharding:
     )
 
 
-def _drop(model: nn.Module, names: set[str]) -> None:
+def _drop_parameters(model: nn.Module, dropped: set[int]) -> None:
     """Replace parameters by None, under all of their names."""
-    dropped = {id(p) for name, p in model.named_parameters() if name in names}
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if id(parameter) in dropped:
                 module._parameters[name] = None
+
+
+def _remove_children(module: nn.Module, kept: set[nn.Module]) -> None:
+    """Remove all modules below a module that are not kept."""
+    for name, child in [*module.named_children()]:
+        if child in kept:
+            _remove_children(child, kept)
+        else:
+            del module._modules[name]
 
 
 def _crossings(model: nn.Module, division: Division) -> Iterator[tuple[nn.Module, str, str]]:
@@ -129,7 +137,10 @@ def keep_language(model: nn.Module, division: Division, receive: Callable[[str],
     """Drop the tower's parameters, and replace calls that cross the border by `receive(label)`."""
     for owner, attribute, label in _crossings(model, division):
         setattr(owner, attribute, lambda *_, label=label, **__: receive(label))
-    _drop(model, {*division.tower})
+    for name in division.modules:  # methods and plain attributes stay
+        module = model.get_submodule(name)
+        module._modules, module._parameters, module._buffers = {}, {}, {}
+    _drop_parameters(model, {id(p) for n, p in model.named_parameters() if n in division.tower})
     return model
 
 
@@ -162,7 +173,15 @@ class TowerModel(nn.Module):
             *ids.shape, width, dtype=dtype, device=ids.device
         )
         decoder[0].forward = _stop
-        _drop(model, {name for name, _ in model.named_parameters()} - division.tower)
+        kept = {decoder[0], embedding}
+        for name in division.modules:
+            kept.update(model.get_submodule(name).modules())
+        outer = {m for m in model.modules() if not kept.isdisjoint(m.modules())}
+        _remove_children(model, kept | outer)
+        for module in (decoder[0], embedding):
+            module._buffers = {}
+        language = {id(p) for n, p in model.named_parameters() if n not in division.tower}
+        _drop_parameters(model, language)
         object.__setattr__(self, COMPLETE, model)  # not a child: its children are
         self._modules, self._parameters = model._modules, model._parameters
 
