@@ -15,16 +15,19 @@ _ALIGNMENT: Final = 16
 
 
 def pack(value: Any) -> tuple[bytes, list[Tensor]]:
-    """Return the structure of a value, in which each tensor is its index, and the tensors."""
+    """Return the structure of a value, in which each tensor is its index, and the tensors, each of them once."""
     tensors: list[Tensor] = []
+    indices: dict[int, int] = {}  # by id
     buffer = io.BytesIO()
     pickler = pickle.Pickler(buffer)
 
     def index_of(item: Any) -> int | None:
         if not isinstance(item, Tensor):
             return None
-        tensors.append(item)
-        return len(tensors) - 1
+        if id(item) not in indices:
+            indices[id(item)] = len(tensors)
+            tensors.append(item)
+        return indices[id(item)]
 
     pickler.persistent_id = index_of  # type: ignore[method-assign]
     pickler.dump(value)

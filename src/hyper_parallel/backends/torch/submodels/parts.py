@@ -140,8 +140,19 @@ def keep_language(model: nn.Module, division: Division, receive: Callable[[str],
     for name in division.modules:  # methods and plain attributes stay
         module = model.get_submodule(name)
         module._modules, module._parameters, module._buffers = {}, {}, {}
+        _answer_for(module, model)
     _drop_parameters(model, {id(p) for n, p in model.named_parameters() if n in division.tower})
     return model
+
+
+def _answer_for(module: nn.Module, model: nn.Module) -> None:
+    """Give a module without parameters the device and dtype of the model, which it would read from a parameter."""
+    answers = {
+        name: property(lambda _, name=name: getattr(next(model.parameters()), name))
+        for name in ("device", "dtype")
+        if hasattr(type(module), name)
+    }
+    module.__class__ = type(type(module).__name__, (type(module),), answers)
 
 
 class _DecoderReached(BaseException):
