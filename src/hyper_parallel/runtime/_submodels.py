@@ -9,7 +9,7 @@ from typing import Final
 import torch.distributed as dist
 from torch import nn
 
-from hyper_parallel.backends.torch import attach, handle
+from hyper_parallel.backends.torch import Routing, attach, handle
 from hyper_parallel.backends.torch.submodels.channel import Channel
 from hyper_parallel.backends.torch.submodels.exchange import Border, Reader, Tower
 from hyper_parallel.backends.torch.submodels.parts import (
@@ -36,6 +36,8 @@ def parallelize_submodels(
     layouts: Mapping[str, str | Strategy],
     world: World,
     workload: Workload | None = None,
+    *,
+    routing: Routing | None = None,
 ) -> nn.Module:
     """Apply one layout to the tower of a multimodal model and one to its language part, on disjoint ranks.
 
@@ -50,7 +52,8 @@ def parallelize_submodels(
         layouts: `plan_of` strategies of the tower, `vision` or `audio`, and of `language`. The first one has the first
             ranks. The degrees of both multiply to all ranks.
         world: Ranks to use.
-        workload: See `plan_of`.
+        workload: Workload of the plans of both parts; None: see `plan_of`.
+        routing: Options of expert routing in the language part; None: the model's own behavior.
 
     Returns:
         The part of this rank. Its parameters have the names of the model.
@@ -62,7 +65,7 @@ def parallelize_submodels(
             support.
     """
     division = divide(model)
-    strategies = submodel_strategies(division, layouts, world.world_size)
+    strategies = _checked(division, layouts, world.world_size)
     members: dict[str, tuple[int, ...]] = {}
     for name, strategy in strategies.items():
         start = sum(map(len, members.values()))
@@ -88,8 +91,11 @@ def parallelize_submodels(
         name = division.kind
         side = Tower(border, group, border.tower.index(world.rank), features, gradients)
         part = TowerModel(model, division)
-    plan = plan_of(part, strategies[name], workload)
-    parallelize(part, plan, world, members[name])
+    plan = plan_of(part, strategies[name])
+    if workload is not None:  # the tower's ranks need not divide its batch
+        plan = replace(plan, workload=workload)
+    routing = routing if name == LANGUAGE else None
+    parallelize(part, plan, world, members[name], routing=routing)
     attached = handle(part)
     attach(part, replace(attached, submodel=side))
     if isinstance(side, Reader):
@@ -100,13 +106,20 @@ def parallelize_submodels(
 
 
 def submodel_strategies(
-    division: Division, layouts: Mapping[str, str | Strategy], world_size: int
+    model: nn.Module, layouts: Mapping[str, str | Strategy], world_size: int
 ) -> dict[str, Strategy]:
-    """Return the strategy of each sub-model, in the order of `layouts`.
+    """Return the strategy of each sub-model of a model, in the order of `layouts`; needs no other ranks.
 
     Raises:
         BadValue: HP102, DegreesMismatch: HP301, UnsupportedSharding: HP205; see `parallelize_submodels`.
     """
+    return _checked(divide(model), layouts, world_size)
+
+
+def _checked(
+    division: Division, layouts: Mapping[str, str | Strategy], world_size: int
+) -> dict[str, Strategy]:
+    """Return the strategies by name; arguments and errors as for `submodel_strategies`."""
     names = {division.kind, LANGUAGE}
     if unknown := sorted(names.symmetric_difference(layouts)):
         raise BadValue(
@@ -114,7 +127,7 @@ def submodel_strategies(
             where="parallel.submodels",
             got=", ".join(layouts) or "no sub-models",
             allowed=" and ".join(sorted(names)),
-            hint=f"parallel.submodels='{{{division.kind}: {{}}, {LANGUAGE}: {{}}}}'",
+            hint=f"parallel.submodels='{{{division.kind}: {{dp_shard: 1}}, {LANGUAGE}: {{dp_shard: 1}}}}'",
         )
     strategies = {
         name: parse_strategy(layout) if isinstance(layout, str) else layout
