@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,7 @@ from hyper_parallel.errors import (
     UnknownKey,
     UnsupportedSharding,
 )
-from tests.e2e.runs import assert_same_curve, curve, rows, train
+from tests.e2e.runs import CONFIG, assert_same_curve, curve, rows, train
 from tests.media.records import write_data
 from tests.media.tiny_models import write_model
 
@@ -83,12 +85,19 @@ def test_a_checkpoint_of_sub_models_continues_on_one_rank(place: Path) -> None:
             BadValue,
             "HP102[\\s\\S]*vision",
         ),
-        ((SPLIT, "model.path=tiny"), UnsupportedSharding, "HP205[\\s\\S]*submodels=null"),
+        (
+            (SPLIT, "model.path=TEXT", "data.tokenizer=MODEL"),
+            UnsupportedSharding,
+            "HP205[\\s\\S]*submodels=null",
+        ),
     ],
 )
 def test_sub_models_that_cannot_run_are_refused_before_training(
     place: Path, overrides: tuple[str, ...], code: type[HyperParallelError], match: str
 ) -> None:
+    (place / "text.json").write_text(json.dumps(CONFIG))
+    paths = {"TEXT": place / "text.json", "MODEL": place / "model"}
+    words = [re.sub("TEXT|MODEL", lambda match: str(paths[match[0]]), word) for word in overrides]
     with pytest.raises(code, match=match):
-        train(place, place / "refused", *overrides)
+        train(place, place / "refused", *words)
     assert not (place / "refused" / "metrics.jsonl").exists()

@@ -121,13 +121,16 @@ def _checked(
 ) -> dict[str, Strategy]:
     """Return the strategies by name; arguments and errors as for `submodel_strategies`."""
     names = {division.kind, LANGUAGE}
-    if unknown := sorted(names.symmetric_difference(layouts)):
+    unknown, missing = sorted(layouts.keys() - names), sorted(names - layouts.keys())
+    if unknown or missing:
+        key, changes = "parallel.submodels", [f"{name}=null" for name in unknown]
+        changes += [f"{name}.dp_shard=1" for name in missing]
         raise BadValue(
-            f"`{unknown[0]}` is {'missing' if unknown[0] in names else 'no part of the model'}",
-            where="parallel.submodels",
+            f"`{unknown[0]}` is no part of the model" if unknown else f"`{missing[0]}` is missing",
+            where=key,
             got=", ".join(layouts) or "no sub-models",
             allowed=" and ".join(sorted(names)),
-            hint=f"parallel.submodels='{{{division.kind}: {{dp_shard: 1}}, {LANGUAGE}: {{dp_shard: 1}}}}'",
+            hint=" ".join(f"{key}.{change}" for change in changes),
         )
     strategies = {
         name: parse_strategy(layout) if isinstance(layout, str) else layout
