@@ -66,31 +66,16 @@ def parallelize_submodels(
     """
     division = divide(model)
     strategies = _checked(division, layouts, world.world_size)
-    members: dict[str, tuple[int, ...]] = {}
-    for name, strategy in strategies.items():
-        start = sum(map(len, members.values()))
-        members[name] = tuple(range(start, start + strategy.world_size))
-        world.mesh(strategy, members[name])
-    everyone = list(range(world.world_size))
-    # One process group per direction: messages of both directions may wait for each other.
-    features, gradients = (Channel(dist.new_group(everyone), world.device) for _ in range(2))
-    readers: list[list[int]] = [[] for _ in range(strategies[LANGUAGE].dp)]
-    for position, rank in enumerate(members[LANGUAGE]):
-        coordinate = strategies[LANGUAGE].mesh().coordinate(position)
-        share = coordinate["dp_replicate"] * strategies[LANGUAGE].dp_shard + coordinate["dp_shard"]
-        readers[share].append(rank)
-    border = Border(members[division.kind], tuple(map(tuple, readers)))
-    group = dist.group.WORLD
-    assert group is not None
-    side: Tower | Reader
-    if world.rank in members[LANGUAGE]:
-        name = LANGUAGE
-        side = reader = Reader(border, group, world.rank, features, gradients)
-        part = keep_language(model, division, reader.receive)
-    else:
-        name = division.kind
-        side = Tower(border, group, border.tower.index(world.rank), features, gradients)
-        part = TowerModel(model, division)
+    members = _members(strategies)
+    for name, ranks in members.items():  # every rank creates the groups of both
+        world.mesh(strategies[name], ranks)
+    name = next(name for name, ranks in members.items() if world.rank in ranks)
+    side = _side(strategies, members, division, world)
+    part = (
+        TowerModel(model, division)
+        if isinstance(side, Tower)
+        else keep_language(model, division, side)
+    )
     plan = plan_of(part, strategies[name])
     if workload is not None:  # the tower's ranks need not divide its batch
         plan = replace(plan, workload=workload)
@@ -103,6 +88,38 @@ def parallelize_submodels(
         # Every rank reads its part of a sharded stream, and all tokens of a replicated one.
         side.watch(part, None if tp is None or tp.replicated_activations else tp.group)
     return part
+
+
+def _members(strategies: Mapping[str, Strategy]) -> dict[str, tuple[int, ...]]:
+    """Return the ranks of the world of each sub-model."""
+    members: dict[str, tuple[int, ...]] = {}
+    for name, strategy in strategies.items():
+        start = sum(map(len, members.values()))
+        members[name] = tuple(range(start, start + strategy.world_size))
+    return members
+
+
+def _side(
+    strategies: Mapping[str, Strategy],
+    members: Mapping[str, tuple[int, ...]],
+    division: Division,
+    world: World,
+) -> Tower | Reader:
+    """Return this rank's side of the exchange; collective over all ranks."""
+    # One process group per direction: messages of both directions may wait for each other.
+    everyone = list(range(world.world_size))
+    features, gradients = (Channel(dist.new_group(everyone), world.device) for _ in range(2))
+    language = strategies[LANGUAGE]
+    readers: list[list[int]] = [[] for _ in range(language.dp)]
+    for position, rank in enumerate(members[LANGUAGE]):
+        coordinate = language.mesh().coordinate(position)
+        share = coordinate["dp_replicate"] * language.dp_shard + coordinate["dp_shard"]
+        readers[share].append(rank)
+    border, group = Border(members[division.kind], tuple(map(tuple, readers))), dist.group.WORLD
+    assert group is not None
+    if world.rank in members[LANGUAGE]:
+        return Reader(border, group, world.rank, features, gradients)
+    return Tower(border, group, border.tower.index(world.rank), features, gradients)
 
 
 def submodel_strategies(

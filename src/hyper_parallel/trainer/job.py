@@ -103,9 +103,7 @@ class Job:
     @property
     def worlds(self) -> tuple[int, ...]:
         """World sizes of the training ranks, those of an encoder last, and of each sampling replica."""
-        grpo = self.recipe.grpo
-        trained = self.plan.strategy.world_size + self.recipe.parallel.tower_ranks
-        return (trained, *[grpo.copy_ranks] * grpo.copies)
+        return _worlds(self.recipe, self.plan)
 
     @property
     def ranks(self) -> int:
@@ -214,6 +212,12 @@ class Job:
             folder.publish()
 
 
+def _worlds(recipe: Recipe, plan: Plan) -> tuple[int, ...]:
+    """Return the world sizes of a run, see `Job.worlds`."""
+    trained = plan.strategy.world_size + recipe.parallel.tower_ranks
+    return (trained, *[recipe.grpo.copy_ranks] * recipe.grpo.copies)
+
+
 def under_torchrun() -> bool:
     """Return whether another launcher has started this process as one of several ranks."""
     return "RANK" in os.environ
@@ -278,8 +282,7 @@ def prepare_job(
     plan = plan_recipe(recipe, training_ranks, loaded.where, spec, share, half_batches)
     check_plan(plan)
     recipe = (loaded := with_planned_roles(loaded, plan)).recipe
-    others = recipe.grpo.sampling_ranks + recipe.parallel.tower_ranks
-    check_ranks(recipe, plan.strategy.world_size + others)
+    check_ranks(recipe, sum(_worlds(recipe, plan)))
     plan, router_loss = _check_model(loaded, plan, model)
     packed = _prepare_data(loaded, plan, model, progress=progress)
     job = Job(

@@ -43,8 +43,8 @@ from hyper_parallel.trainer.engine.recipe_model import (
     routing_of,
     set_pad_token_id,
     set_special_token_ids,
+    submodel_layouts,
 )
-from hyper_parallel.trainer.engine.recipe_submodels import submodel_layouts
 from hyper_parallel.trainer.engine.step_gauges import (
     MemoryGauge,
     SpanRecorder,

@@ -21,6 +21,7 @@ from hyper_parallel.backends.torch.flow_tracer import FlowTracer
 from hyper_parallel.backends.torch.layer_flow import preserve_module_state, run_on_meta
 from hyper_parallel.backends.torch.model_structure import decoder_of
 from hyper_parallel.backends.torch.submodels.channel import pack
+from hyper_parallel.backends.torch.submodels.exchange import Reader
 from hyper_parallel.backends.torch.weights.huggingface import COMPLETE, model_of_part
 from hyper_parallel.errors import UnsupportedSharding
 
@@ -133,10 +134,10 @@ def _crossings(model: nn.Module, division: Division) -> Iterator[tuple[nn.Module
                 yield module, method, f"{name}.{method}".lstrip(".")
 
 
-def keep_language(model: nn.Module, division: Division, receive: Callable[[str], Any]) -> nn.Module:
-    """Drop the tower's parameters, and replace calls that cross the border by `receive(label)`."""
+def keep_language(model: nn.Module, division: Division, reader: Reader) -> nn.Module:
+    """Drop the tower's parameters, and replace calls that cross the border by received results."""
     for owner, attribute, label in _crossings(model, division):
-        setattr(owner, attribute, lambda *_, label=label, **__: receive(label))
+        setattr(owner, attribute, lambda *_, label=label, **__: reader.receive(label))
     for name in division.modules:  # methods and plain attributes stay
         module = model.get_submodule(name)
         module._modules, module._parameters, module._buffers = {}, {}, {}
