@@ -7,8 +7,8 @@
     memory         recorded and planned steps within a memory budget
     submodels      towers of multimodal models on ranks of their own
 
-A subpackage imports only earlier ones in the order weights, tensor, context, experts, data, pipeline. None imports the
-handle: each subpackage owns its state of a forward pass.
+A subpackage imports only earlier ones in the order weights, tensor, context, experts, data, pipeline, submodels. None
+imports the handle: each subpackage owns its state of a forward pass.
 """
 
 from hyper_parallel.backends.torch._audit import audit
