@@ -12,9 +12,12 @@ from torch import Tensor
 
 import hyper_parallel as hp
 from hyper_parallel.config import Data
+from hyper_parallel.errors import BadValue, DegreesMismatch, UnsupportedSharding
+from hyper_parallel.runtime import submodel_strategies
 from hyper_parallel.trainer.data import Batches, prepare
 from tests.media.records import write_data
 from tests.media.tiny_models import MEDIA, needs_torchvision, write_model
+from tests.parity._case import Case
 from tests.slow import cells
 
 transformers = pytest.importorskip("transformers")
@@ -60,14 +63,16 @@ def _inputs(batch: Any) -> dict[str, Tensor]:
     return {n: t.double() if t.is_floating_point() else t for n, t in tensors.items()}
 
 
-def _run(model: Any, batches: Batches, shares: int) -> Results:
+def _run(model: Any, batches: Batches, shares: int, microbatch: int = 1) -> Results:
     results: Results = []
-    count = 4 // shares
+    count = 4 // (shares * microbatch)
     for step in range(len(STEPS)):
         parts = [
             None
             if source is None
-            else _inputs([*batches.microbatches(step, source[0], shares, 1, count)][source[1]])
+            else _inputs(
+                [*batches.microbatches(step, source[0], shares, microbatch, count)][source[1]]
+            )
             for source in hp.microbatch_sources(model, count)
         ]
         loss = float(hp.forward_backward(model, parts))
@@ -93,10 +98,10 @@ def _assert_equal(found: Results, expected: Results) -> None:
 
 
 DISJOINT = (
-    {"vision": "", "language": ""},
     {"language": "tp=2", "vision": ""},
-    {"vision": "", "language": "dp_shard=2"},
     {"vision": "dp_shard=2", "language": "tp=2"},
+    {"vision": "", "language": ""},
+    {"vision": "", "language": "dp_shard=2"},
     {"vision": "dp_shard=2", "language": "dp_shard=2"},
 )
 
@@ -106,7 +111,9 @@ def _ranks(layouts: Layouts) -> int:
 
 
 @pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
-@pytest.mark.parametrize("family", cells(FAMILIES, slow=("qwen2_5_vl", "internvl", "gemma3")))
+@pytest.mark.parametrize(
+    "family", cells(FAMILIES, slow=("qwen2_5_vl", "qwen3_vl", "internvl", "gemma3"))
+)
 def test_a_tower_on_its_own_ranks_repeats_one_rank(
     tmp_path: Path, family: str, frozen: bool
 ) -> None:
@@ -122,12 +129,48 @@ def test_a_tower_on_its_own_ranks_repeats_one_rank(
             _assert_equal(_run(part, batches, 2 if "dp" in layouts["language"] else 1), expected)
             return {name for name, _ in part.named_parameters()}
 
-    for layouts in DISJOINT:
+    for layouts in DISJOINT if family == "llava" else DISJOINT[:2]:
         layouts = {kind if name == "vision" else name: v for name, v in layouts.items()}
         owned = hp.launch(lambda _, given=layouts: rank(given), _ranks(layouts), timeout_s=200)
         first, last = owned[0], owned[-1]
         assert first.isdisjoint(last)
         assert first | last == {name for name, _ in single.named_parameters()}
+
+
+def test_tower_ranks_without_a_microbatch_and_replicas_repeat_one_rank(tmp_path: Path) -> None:
+    batches = _batches(tmp_path, "llava")
+    single = _model(tmp_path, frozen=False)
+    hp.parallelize(single, hp.plan_of(single, ""), hp.World.join("cpu"))
+    expected = _run(single, batches, 1)
+
+    def rank(layouts: Layouts, shares: int, microbatch: int) -> None:
+        with hp.World.join("cpu") as world:
+            part = hp.parallelize_submodels(_model(tmp_path, frozen=False), layouts, world)
+            _assert_equal(_run(part, batches, shares, microbatch), expected)
+
+    for layouts, *cut in (
+        ({"vision": "dp_shard=2", "language": ""}, 1, 4),
+        ({"language": "dp_replicate=2", "vision": "dp_replicate=2"}, 2, 2),
+    ):
+        ranks = _ranks(layouts)
+        hp.launch(lambda _, given=(layouts, *cut): rank(*given), ranks, timeout_s=200)
+
+
+@pytest.mark.torch
+def test_layouts_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    write_model("llava", tmp_path / "model")
+    model = _model(tmp_path, frozen=False)
+    for layouts, ranks, error in (
+        ({"vision": "", "language": "tp=2"}, 2, DegreesMismatch),
+        ({"vision": "tp=2", "language": ""}, 3, UnsupportedSharding),
+        ({"vision": "", "language": "pp=2"}, 3, UnsupportedSharding),
+        ({"audio": "", "language": ""}, 2, BadValue),
+        ({"language": "tp=2"}, 2, BadValue),
+    ):
+        with pytest.raises(error):
+            submodel_strategies(model, layouts, ranks)
+    with pytest.raises(UnsupportedSharding, match="has no tower"):
+        submodel_strategies(Case().build(), {"vision": "", "language": ""}, 2)
 
 
 def test_weights_are_read_saved_and_exported_as_those_of_one_model(tmp_path: Path) -> None:

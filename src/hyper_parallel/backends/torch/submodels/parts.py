@@ -220,7 +220,8 @@ class TowerModel(nn.Module):
                 model_of_part(self)(**inputs, use_cache=False)
         structure, tensors = pack([(label, _features(output)) for label, output in self._crossed])
         self._crossed.clear()
-        start = torch.zeros((), requires_grad=torch.is_grad_enabled())
+        device = next(self.parameters()).device
+        start = torch.zeros((), device=device, requires_grad=torch.is_grad_enabled())
         return structure, tensors, start * 1
 
 
