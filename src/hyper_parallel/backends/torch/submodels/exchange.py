@@ -58,13 +58,16 @@ class Border:
         """Return the tower rank, in the world, that computes the features of a microbatch."""
         return self.tower[(index * len(self.readers) + share) % len(self.tower)]
 
+    def source(self, tower_rank: int, number: int) -> tuple[int, int]:
+        """Return the microbatch of a tower rank in a round, the inverse of `owner`."""
+        index, share = divmod(number * len(self.tower) + tower_rank, len(self.readers))
+        return share, index
+
     def sources(self, tower_rank: int, count: int) -> list[Source]:
         """Return the microbatches of a tower rank, one per round, of a step with `count` microbatches per share."""
-        units, width = count * len(self.readers), len(self.tower)
-        return [
-            None if (unit := start + tower_rank) >= units else divmod(unit, len(self.readers))[::-1]
-            for start in range(0, units, width)
-        ]
+        rounds = range(-(-count * len(self.readers) // len(self.tower)))
+        sources = [self.source(tower_rank, number) for number in rounds]
+        return [source if source[1] < count else None for source in sources]
 
 
 class Submodel:
@@ -125,36 +128,37 @@ class Tower(Submodel):
         """
         trained = train and any(p.requires_grad for p in model.parameters())
         running: deque[tuple[Source, list[Tensor], Tensor]] = deque()
-        # `sources` depends on the number of microbatches only by its length.
-        sources = self.border.sources(self.rank, len(microbatches) * len(self.border.tower))
-        for batch, source in zip(microbatches, sources, strict=False):
+        for number, batch in enumerate(microbatches):
             with span("forward", "compute"), torch.set_grad_enabled(trained):
                 structure, tensors, start = model(**(batch or {}))
-            if batch is not None and source is not None:
+            source = None if batch is None else self.border.source(self.rank, number)
+            if source is not None:
                 for reader in self.border.readers[source[0]]:
                     self._features.send(structure, tensors, reader)
             if trained:
-                running.append((None if batch is None else source, tensors, start))
+                running.append((source, tensors, start))
             if len(running) > self.border.rounds_ahead:
-                with span("backward", "compute"), deferred(model):
-                    self._backward(*running.popleft())
+                with deferred(model):
+                    self._backward(*running.popleft(), span)
         while running:
             last = len(running) == 1
-            with span("backward", "compute"), nullcontext() if last else deferred(model):
-                self._backward(*running.popleft())
+            with nullcontext() if last else deferred(model):
+                self._backward(*running.popleft(), span)
         self._features.flush()
 
-    def _backward(self, source: Source, tensors: list[Tensor], start: Tensor) -> None:
+    def _backward(self, source: Source, tensors: list[Tensor], start: Tensor, span: Span) -> None:
         outputs = [t for t in tensors if t.requires_grad]
         grads: list[Tensor | None] = [None] * len(outputs)
         if outputs:
             assert source is not None
-            grads = self._gradients.receive(self.border.readers[source[0]][0])
+            with span("gradients of features", "communication"):
+                grads = self._gradients.receive(self.border.readers[source[0]][0])
         used = [(t, g) for t, g in zip(outputs, grads, strict=True) if g is not None]
         # `start` begins FSDP's backward pass on ranks without features too.
-        torch.autograd.backward(
-            [start, *(t for t, _ in used)], [torch.zeros_like(start), *(g for _, g in used)]
-        )
+        with span("backward", "compute"):
+            torch.autograd.backward(
+                [start, *(t for t, _ in used)], [torch.zeros_like(start), *(g for _, g in used)]
+            )
 
 
 class Reader(Submodel):
