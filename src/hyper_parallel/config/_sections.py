@@ -357,7 +357,7 @@ class LanguageDegrees(TowerDegrees):
 class Submodels(Section):
     """Parts of a multimodal model on ranks of their own: `language`, and `vision` or `audio`."""
 
-    language: LanguageDegrees
+    language: LanguageDegrees = Field(default_factory=LanguageDegrees)
     """Ranks of the language part, the first ranks of the run."""
     vision: TowerDegrees | None = None
     """Ranks of the encoder of images and videos with its projector, after those of the language part."""

@@ -162,7 +162,7 @@ def _checked(
                     where=f"parallel.submodels.{name}.{axis}",
                     got=f"{axis}={getattr(strategy, axis)}",
                     allowed=", ".join(allowed),
-                    hint=f"parallel.submodels.{name}.{axis}=1",
+                    hint=f"leave out `{axis}` of `{name}`",
                 )
     needed = sum(strategy.world_size for strategy in strategies.values())
     if needed != world_size:
