@@ -428,6 +428,54 @@ def _check_launch(recipe: Recipe, conflict: _Conflict) -> None:
         )
 
 
+def _check_submodels(recipe: Recipe, conflict: _Conflict) -> None:
+    """Check the parts of a multimodal model, and settings that need one layout for the whole model."""
+    p, training, key = recipe.parallel, recipe.training, "parallel.submodels"
+    if p.submodels is None:
+        return
+    if len(p.submodels.towers) != 1:
+        conflict(
+            key,
+            "a model is divided into its language part and one encoder",
+            f"language{''.join(f', {name}' for name in p.submodels.towers)}",
+            "set `parallel.submodels.vision.dp_shard=1`, or `parallel.submodels=null`",
+            "language and vision, or language and audio",
+        )
+    language = p.submodels.language
+    for axis in ("dp_replicate", "dp_shard", "tp_x", "tp_y", "pp", "cp", "ep"):
+        degree = getattr(language, axis, 1)
+        if getattr(p, axis) != degree:
+            conflict(
+                f"parallel.{axis}",
+                "with sub-models, `parallel.submodels.language` gives the degrees",
+                f"parallel.{axis}={getattr(p, axis)}, parallel.submodels.language: {axis}={degree}",
+                f"set `parallel.{axis}={degree}`",
+            )
+    excluded = {
+        "parallel.auto=false": p.auto,
+        "parallel.world_size=null": p.world_size is not None,
+        "stage=sft": recipe.stage != "sft",
+        "backend=torch": recipe.backend != "torch",
+        "lora=null": recipe.lora is not None,
+        "overlap=none": recipe.overlap.tp != "none" or recipe.overlap.ep != "none",
+        "offload.budget=null offload.max_slowdown=null": recipe.offload.on,
+        "training.compile=false": training.compile,
+        "training.elastic=false": training.elastic,
+        "training.check_ranks_every=0": training.check_ranks_every > 0,
+        "training.neftune_noise_alpha=null": training.neftune_noise_alpha is not None,
+        "checkpoint.snapshot_every=0": recipe.checkpoint.snapshot_every > 0,
+    }
+    for hint, given in excluded.items():
+        if given:
+            name = hint.partition("=")[0]
+            conflict(
+                name,
+                f"`{name}` needs one layout for the whole model",
+                "parallel.submodels",
+                f"set `{hint}`, or `parallel.submodels=null`",
+            )
+
+
 _CHECKS: Final = (
     _check_stage,
     _check_data,
@@ -440,6 +488,7 @@ _CHECKS: Final = (
     _check_early_stopping,
     _check_sizes,
     _check_layout,
+    _check_submodels,
     _check_recompute,
     _check_offload,
     _check_from_dir,

@@ -61,6 +61,19 @@ def derive_holdout(recipe: Recipe, origins: dict[str, str]) -> Recipe:
     return recipe.model_copy(update={"data": data.model_copy(update={"holdout": 0.0})})
 
 
+def derive_submodels(recipe: Recipe, origins: dict[str, str]) -> Recipe:
+    """Set the degrees of the layout to those of the language part of `parallel.submodels`."""
+    parallel = recipe.parallel
+    if parallel.submodels is None:
+        return recipe
+    degrees = parallel.submodels.language.model_dump()
+    update = {name: d for name, d in degrees.items() if name not in parallel.model_fields_set}
+    origins |= dict.fromkeys(
+        (f"parallel.{name}" for name in update), "derived: parallel.submodels.language"
+    )
+    return recipe.model_copy(update={"parallel": parallel.model_copy(update=update)})
+
+
 def derive_ranks(recipe: Recipe, origins: dict[str, str]) -> Recipe:
     """Set the number of ranks to plan for to all ranks of the machines, if the planner chooses the degrees."""
     parallel, launch = recipe.parallel, recipe.launch

@@ -30,6 +30,7 @@ from hyper_parallel.config._derived import (
     derive_holdout,
     derive_preference_stages,
     derive_ranks,
+    derive_submodels,
     derive_warmup,
 )
 from hyper_parallel.config._preference_sections import PREFERENCE_STAGES
@@ -165,6 +166,7 @@ def load_recipe(
         derive_end,
         derive_holdout,
         derive_ranks,
+        derive_submodels,
         derive_preference_stages,
     ):
         recipe = derive(recipe, resolved)
@@ -495,7 +497,10 @@ def _merge_parallel(
                 hint=f"remove `parallel.{alias}`",
             )
         layer[("parallel", name)] = value
-    if any(("parallel", degree) in layer for degree in DEGREES):
+    submodels = any(
+        key[:2] == ("parallel", "submodels") and layer[key] is not None for key in layer
+    )
+    if submodels or any(("parallel", degree) in layer for degree in DEGREES):
         layer.setdefault(auto, False)
 
 

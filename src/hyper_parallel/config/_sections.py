@@ -331,6 +331,46 @@ class Training(Section):
     mismatches."""
 
 
+class TowerDegrees(Section):
+    """Ranks of the encoder of images and videos, or of audio."""
+
+    dp_replicate: int = Field(default=1, ge=1, le=MOST_RANKS)
+    """Like `parallel.dp_replicate`."""
+    dp_shard: int = Field(default=1, ge=1, le=MOST_RANKS)
+    """Like `parallel.dp_shard`."""
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks."""
+        return self.dp_replicate * self.dp_shard
+
+
+class LanguageDegrees(TowerDegrees):
+    """Ranks of the language part."""
+
+    tp_x: int = Field(default=1, ge=1, le=MOST_RANKS)
+    """Like `parallel.tp_x`."""
+    tp_y: int = Field(default=1, ge=1, le=MOST_RANKS)
+    """Like `parallel.tp_y`."""
+
+
+class Submodels(Section):
+    """Parts of a multimodal model on ranks of their own: `language`, and `vision` or `audio`."""
+
+    language: LanguageDegrees = Field(default_factory=LanguageDegrees)
+    """Ranks of the language part, the first ranks of the run."""
+    vision: TowerDegrees | None = None
+    """Ranks of the encoder of images and videos with its projector, after those of the language part."""
+    audio: TowerDegrees | None = None
+    """Like `vision`, for an encoder of audio."""
+
+    @property
+    def towers(self) -> dict[str, TowerDegrees]:
+        """Encoders that are given, by name."""
+        given = {"vision": self.vision, "audio": self.audio}
+        return {name: degrees for name, degrees in given.items() if degrees is not None}
+
+
 class Parallel(Section):
     """Degrees of the mesh axes, outermost first. `parallel: auto` lets the planner choose all of them."""
 
@@ -387,8 +427,17 @@ class Parallel(Section):
     once per microbatch. None: `reshard_after_forward` decides."""
     rules: dict[str, str] = {}
     """Overrides of the built-in sharding: glob pattern of module names to colwise, rowwise, vocab or replicate."""
+    submodels: Submodels | None = None
+    """Ranks of the parts of a multimodal model, such as `{vision: {dp_shard: 1}, language: {tp_x: 2}}`; the degrees of
+    `language` then replace those of this section. None: one layout for the whole model."""
     world_size: int | None = Field(default=None, ge=1, le=MOST_RANKS)
     """Number of ranks for `auto`. None: all accelerators, or 4 ranks on a machine without any."""
+
+    @property
+    def tower_ranks(self) -> int:
+        """Number of ranks of encoders with ranks of their own."""
+        towers = {} if self.submodels is None else self.submodels.towers
+        return sum(degrees.ranks for degrees in towers.values())
 
     @model_validator(mode="before")
     @classmethod

@@ -15,12 +15,14 @@ from hyper_parallel.backends.torch import (
     handle,
     load_pretrained,
     materialize,
+    microbatch_sources,
     token_logprobs,
 )
 from hyper_parallel.runtime._agreed import agree_on_plan, gather_objects, merge_errors
 from hyper_parallel.runtime._host_machine import host_machine
 from hyper_parallel.runtime._parallelize import parallelize
 from hyper_parallel.runtime._plan_of import plan_of
+from hyper_parallel.runtime._submodels import parallelize_submodels, submodel_strategies
 from hyper_parallel.runtime._world import World, launched_rank
 from hyper_parallel.runtime.heartbeat import HeartbeatWriter
 from hyper_parallel.runtime.launchers import (
@@ -72,12 +74,15 @@ __all__ = [
     "local_capacity",
     "materialize",
     "merge_errors",
+    "microbatch_sources",
     "offload",
     "parallelize",
+    "parallelize_submodels",
     "plan_of",
     "ranks_per_node",
     "sbatch_script",
     "scratch_folder",
+    "submodel_strategies",
     "token_logprobs",
     "torchrun_words",
     "with_restarts",

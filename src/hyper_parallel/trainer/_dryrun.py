@@ -126,6 +126,13 @@ def _check_support(loaded: LoadedRecipe) -> None:
             where="--dry-run",
             hint="start it without torchrun",
         )
+    if loaded.recipe.parallel.submodels is not None:
+        raise Contradiction(
+            "a dry run traces one layout of the whole model",
+            where=loaded.where("parallel.submodels"),
+            got="parallel.submodels, --dry-run",
+            hint="parallel.submodels=null",
+        )
     if loaded.recipe.stage == "rm":
         raise Contradiction(
             "a dry run traces the cross entropy of next tokens, and a reward model has none",

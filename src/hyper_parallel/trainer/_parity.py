@@ -138,6 +138,13 @@ def parity(loaded: LoadedRecipe, steps: int = 3) -> Parity:
             where="environment of this process",
             hint=f"hyper-parallel parity {loaded.path}",
         )
+    if loaded.recipe.parallel.submodels is not None:
+        raise Contradiction(
+            "parity compares layouts of a whole model",
+            where=loaded.where("parallel.submodels"),
+            got="parallel.submodels",
+            hint="parallel.submodels=null",
+        )
     loaded = with_hub_models(loaded)
     layout, notes = _layout(loaded)
     with scratch_folder(in_memory=False) as scratch:

@@ -76,7 +76,7 @@ class Job:
 
     Attributes:
         recipe: Resolved recipe.
-        plan: Plan for exactly `plan.strategy.world_size` ranks.
+        plan: Plan for exactly `plan.strategy.world_size` ranks; with sub-models, those of the language part.
         packed: Prepared data.
         output_dir: Directory of all outputs.
         weights: Directory of the pretrained weights; None: random weights.
@@ -102,9 +102,8 @@ class Job:
 
     @property
     def worlds(self) -> tuple[int, ...]:
-        """World sizes of the training ranks and of each sampling replica."""
-        grpo = self.recipe.grpo
-        return (self.plan.strategy.world_size, *[grpo.copy_ranks] * grpo.copies)
+        """World sizes of the training ranks, those of an encoder last, and of each sampling replica."""
+        return _worlds(self.recipe, self.plan)
 
     @property
     def ranks(self) -> int:
@@ -213,6 +212,12 @@ class Job:
             folder.publish()
 
 
+def _worlds(recipe: Recipe, plan: Plan) -> tuple[int, ...]:
+    """Return the world sizes of a run, see `Job.worlds`."""
+    trained = plan.strategy.world_size + recipe.parallel.tower_ranks
+    return (trained, *[recipe.grpo.copy_ranks] * recipe.grpo.copies)
+
+
 def under_torchrun() -> bool:
     """Return whether another launcher has started this process as one of several ranks."""
     return "RANK" in os.environ
@@ -225,6 +230,8 @@ def _training_ranks(recipe: Recipe) -> int | None:
     from hyper_parallel.runtime import launched_rank
 
     ranks, sampling = launched_rank()[1], recipe.grpo.sampling_ranks
+    if (towers := recipe.parallel.tower_ranks) and ranks > towers:
+        return ranks - towers
     if ranks <= sampling:
         raise Contradiction(
             "no rank is left to train",
@@ -275,7 +282,7 @@ def prepare_job(
     plan = plan_recipe(recipe, training_ranks, loaded.where, spec, share, half_batches)
     check_plan(plan)
     recipe = (loaded := with_planned_roles(loaded, plan)).recipe
-    check_ranks(recipe, plan.strategy.world_size + recipe.grpo.sampling_ranks)
+    check_ranks(recipe, sum(_worlds(recipe, plan)))
     plan, router_loss = _check_model(loaded, plan, model)
     packed = _prepare_data(loaded, plan, model, progress=progress)
     job = Job(
@@ -397,6 +404,10 @@ def _check_model(loaded: LoadedRecipe, plan: Plan, model: Any) -> tuple[Plan, st
     recipe = loaded.recipe
     check_offload(recipe, plan, model, loaded.where)
     check_optimizer(recipe, plan, loaded.where, model)
+    if recipe.parallel.submodels is not None:
+        from hyper_parallel.trainer.engine.recipe_submodels import check_submodels
+
+        check_submodels(loaded, plan, model)
     check_trackers(recipe.training.report_to, loaded.where("training.report_to"))
     for path in recipe.training.callbacks:
         load_class(path, Callback, loaded.where("training.callbacks"))

@@ -5,9 +5,10 @@
     experts        token dispatch, routing, load balancing                 pipeline   stages and their schedule
     data           FSDP                                                    weights    initial values and files
     memory         recorded and planned steps within a memory budget
+    submodels      towers of multimodal models on ranks of their own
 
-A subpackage imports only earlier ones in the order weights, tensor, context, experts, data, pipeline. None imports the
-handle: each subpackage owns its state of a forward pass.
+A subpackage imports only earlier ones in the order weights, tensor, context, experts, data, pipeline, submodels. None
+imports the handle: each subpackage owns its state of a forward pass.
 """
 
 from hyper_parallel.backends.torch._audit import audit
@@ -21,6 +22,7 @@ from hyper_parallel.backends.torch._step import (
     end_step,
     forward_backward,
     forward_loss,
+    microbatch_sources,
 )
 from hyper_parallel.backends.torch.collectives import flights_to, purpose
 from hyper_parallel.backends.torch.data.fsdp import FLAT
@@ -39,6 +41,7 @@ from hyper_parallel.backends.torch.module_spec import read_model
 from hyper_parallel.backends.torch.parallel_handle import (
     Handle,
     Ranks,
+    attach,
     half_batch_counts,
     handle,
 )
@@ -62,6 +65,7 @@ __all__ = [
     "accumulate",
     "allocate",
     "apply_plan",
+    "attach",
     "audit",
     "check_flow",
     "check_half_batches",
@@ -84,6 +88,7 @@ __all__ = [
     "materialize",
     "measure_kept",
     "measure_rates",
+    "microbatch_sources",
     "purpose",
     "read_model",
     "resolve_layouts",

@@ -24,6 +24,7 @@ from hyper_parallel.backends.torch.experts.routing import (
 from hyper_parallel.backends.torch.parallel_handle import Handle, handle
 from hyper_parallel.backends.torch.partial_use import refuse_other_inputs
 from hyper_parallel.backends.torch.pipeline.apply import Microbatch, Span
+from hyper_parallel.backends.torch.submodels.exchange import Source, Tower
 from hyper_parallel.backends.torch.user_objective import (
     Objective,
     Over,
@@ -39,7 +40,7 @@ from hyper_parallel.ir import Purpose
 
 def forward_backward(
     model: nn.Module,
-    microbatches: Sequence[Microbatch],
+    microbatches: Sequence[Microbatch | None],
     num_tokens: int | Tensor | None = None,
     span: Span = lambda name, kind: nullcontext(),
     *,
@@ -52,7 +53,8 @@ def forward_backward(
     Args:
         model: A model that passed through `parallelize`.
         microbatches: Microbatches of this data-parallel rank, equal on the ranks that share its data: arguments of the
-            model's forward with `labels`, or with shifted `shift_labels`. An objective may use further items.
+            model's forward with `labels`, or with shifted `shift_labels`. An objective may use further items. With
+            sub-models, those of `microbatch_sources`.
         num_tokens: Number of valid tokens of the whole step, over all ranks and microbatches. It must be a tensor if
             the step is captured, so that it does not become a constant. None: count them.
         span: Function from the name and kind of a piece of work to a context, for a timeline.
@@ -78,7 +80,7 @@ def forward_backward(
 @torch.no_grad()
 def forward_loss(
     model: nn.Module,
-    microbatches: Sequence[Microbatch],
+    microbatches: Sequence[Microbatch | None],
     num_tokens: int | None = None,
     *,
     objective: Objective | None = None,
@@ -91,7 +93,7 @@ def forward_loss(
 
 def _run(
     model: nn.Module,
-    microbatches: Sequence[Microbatch],
+    microbatches: Sequence[Microbatch | None],
     num_tokens: int | Tensor | None,
     span: Span,
     objective: Objective | None,
@@ -101,6 +103,33 @@ def _run(
 ) -> Tensor:
     """Run all microbatches, with backward if `train`, and return the loss or this rank's summand of it."""
     attached = handle(model)
+    submodel = attached.submodel
+    if isinstance(submodel, Tower):
+        submodel.serve(model, microbatches, span, train, accumulate)
+        total = torch.zeros((), dtype=torch.float64, device=attached.device)
+    else:
+        parts = [part for part in microbatches if part is not None]
+        with nullcontext() if submodel is None else submodel.step():
+            total = _run_losses(
+                model, attached, parts, num_tokens, span, objective, over, train, scale
+            )
+    if submodel is None or num_tokens is not None:
+        return total
+    return submodel.sum_over_parts(total, Purpose.LOSS)
+
+
+def _run_losses(
+    model: nn.Module,
+    attached: Handle,
+    microbatches: Sequence[Microbatch],
+    num_tokens: int | Tensor | None,
+    span: Span,
+    objective: Objective | None,
+    over: Over | None,
+    train: bool,
+    scale: float,
+) -> Tensor:
+    """Run microbatches on a rank that computes losses; see `_run`."""
     axes = [axis for axis in ("pp", "cp") if getattr(attached.plan.strategy, axis) > 1]
     for part in microbatches:
         refuse_other_inputs(model, axes, stage_inputs(model, part, objective))
@@ -201,6 +230,26 @@ def data_share(model: nn.Module) -> tuple[int, int]:
     return coordinate["dp_replicate"] * strategy.dp_shard + coordinate["dp_shard"], strategy.dp
 
 
+def microbatch_sources(model: nn.Module, count: int) -> list[Source]:
+    """Return the microbatches that this rank passes to `forward_backward`, in order.
+
+    A rank of a tower computes features for the microbatches of other ranks; every other rank has its own ones.
+
+    Args:
+        model: A model that passed through `parallelize` or `parallelize_submodels`.
+        count: Number of microbatches of each data-parallel rank in the step.
+
+    Returns:
+        Data-parallel rank and index of each microbatch; None: pass None, so that all ranks of a tower run equally
+        often.
+    """
+    submodel = handle(model).submodel
+    if isinstance(submodel, Tower):
+        return submodel.border.sources(submodel.rank, count)
+    share = data_share(model)[0]
+    return [(share, index) for index in range(count)]
+
+
 @contextmanager
 def accumulate(model: nn.Module) -> Iterator[None]:
     """Defer gradient reductions in this context, for every microbatch of a step but the last.
@@ -252,6 +301,8 @@ def clip_grad_norm_(model: nn.Module, max_norm: float | None) -> Tensor:
         total = total + torch.stack(norms).square().sum() / copies
     if attached.ranks.world_group is not None:
         total = all_reduce(total, attached.ranks.world_group, Purpose.GRADIENT_NORM)
+    if attached.submodel is not None:
+        total = attached.submodel.sum_over_parts(total, Purpose.GRADIENT_NORM)
     norm = total.sqrt()
     if max_norm is not None and math.isfinite(max_norm):
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)

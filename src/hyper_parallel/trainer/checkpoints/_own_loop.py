@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from hyper_parallel.backends.torch import handle
+from hyper_parallel.backends.torch.weights.huggingface import model_of_part
 from hyper_parallel.backends.torch.weights.lora import has_adapters
 from hyper_parallel.errors import BadValue, LossNotFinite
 from hyper_parallel.trainer.checkpoints.adapter_files import export_adapter
@@ -124,7 +125,7 @@ def save_pretrained(
     if has_adapters(model):
         export_adapter(model, tokenizer, path)
         return
-    config = getattr(model, "config", None)
+    config = getattr(model_of_part(model), "config", None)
     export_hf(model, config, tokenizer, path, max_file_bytes=max_file_bytes or MAX_FILE_BYTES)
 
 

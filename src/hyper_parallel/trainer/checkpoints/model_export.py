@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from hyper_parallel.backends.torch.weights.huggingface import (
     hf_reference_model,
+    model_of_part,
     original_class,
     published_dtypes,
     untied_config,
@@ -105,7 +106,7 @@ def export_hf(
         return writer
 
     def close(writer: _Writer) -> None:
-        own = getattr(model, "generation_config", None)
+        own = getattr(model_of_part(model), "generation_config", None)
         exported = _exported_config(config, reference, dtype or _main_dtype(stored))
         writer.close(exported, own, generation, tokenizer_dir)
 

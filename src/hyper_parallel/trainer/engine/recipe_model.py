@@ -31,7 +31,7 @@ from hyper_parallel.errors import (
     PlanMismatch,
     WeightsUnreadable,
 )
-from hyper_parallel.ir import Plan
+from hyper_parallel.ir import Plan, Strategy
 from hyper_parallel.model import (
     FAMILIES_READ,
     UNMEASURED_ACTIVATIONS,
@@ -235,6 +235,25 @@ def routing_of(recipe: Recipe) -> Routing:
     """Return the recipe's options for the routing of experts."""
     choice = recipe.moe
     return Routing(choice.aux_loss_coef, choice.bias_update_rate, choice.capacity_factor)
+
+
+def submodel_layouts(recipe: Recipe, plan: Plan) -> dict[str, Strategy]:
+    """Return the strategy of each sub-model of a recipe, the language part first.
+
+    Args:
+        recipe: Recipe with `parallel.submodels`.
+        plan: Plan of the run, with the strategy of the language part.
+    """
+    assert recipe.parallel.submodels is not None
+    towers = {
+        name: Strategy(
+            dp_replicate=degrees.dp_replicate,
+            dp_shard=degrees.dp_shard,
+            recompute=plan.strategy.recompute,
+        )
+        for name, degrees in recipe.parallel.submodels.towers.items()
+    }
+    return {"language": plan.strategy, **towers}
 
 
 def weights_directory(recipe: Recipe, where: str | None = None) -> Path | None:

@@ -29,6 +29,7 @@ from hyper_parallel.backends.torch import (
     half_batch_counts,
     handle,
     local,
+    microbatch_sources,
     purpose,
     routing_statistics,
 )
@@ -252,6 +253,8 @@ class Loop:
 
     def _locate(self, inputs: StepInputs, step: int) -> str | None:
         """Return the name of the first value of a step that is not finite."""
+        if handle(self.model).submodel is not None:
+            return None
         self.seed(step)
         stage = self.plan.mesh.coordinate(self.world.rank)["pp"]
         return first_not_finite(self.model, lambda: self.gradients(inputs), stage)
@@ -421,16 +424,22 @@ class Loop:
         lr: float = 0.0,
         share: int | None = None,
     ) -> StepInputs:
-        share = self._data_rank if share is None else share
         dp, microbatch = self.plan.strategy.dp, self.plan.workload.microbatch or 1
         rounds = batches.sequences_per_step // (dp * microbatch)
-        parts = batches.microbatches(index, share, dp, microbatch, rounds)
+        sources = microbatch_sources(self.model, rounds)
+        if share is not None:
+            sources = [(share, i) for i in range(rounds)]
+        shares = {source[0] for source in sources if source is not None}
+        cut = {s: batches.microbatches(index, s, dp, microbatch, rounds) for s in shares}
+        parts = [None if source is None else cut[source[0]][source[1]] for source in sources]
         names = ["input_ids", "shift_labels", "position_ids"]
         names += [TOKEN_MASK] if handle(self.model).routes else []
         arrays = [
-            {n: a for n in names if (a := getattr(b, n)) is not None} | b.media for b in parts
+            b and {n: a for n in names if (a := getattr(b, n)) is not None} | b.media for b in parts
         ]
-        tensors = [{name: self._on_device(a) for name, a in part.items()} for part in arrays]
+        tensors = [
+            part and {name: self._on_device(a) for name, a in part.items()} for part in arrays
+        ]
         # Every rank counts the whole step from the index, without communication.
         return StepInputs(tensors, max(batches.num_valid(index), 1), lr)
 

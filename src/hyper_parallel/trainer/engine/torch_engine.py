@@ -21,10 +21,11 @@ from hyper_parallel.backends.torch.embedding_noise import EmbeddingNoise
 from hyper_parallel.backends.torch.memory import spill_mode
 from hyper_parallel.backends.torch.rank_seed import derive_seed, rank_seed
 from hyper_parallel.backends.torch.token_scores import scores_tokens
+from hyper_parallel.backends.torch.weights.huggingface import model_of_part
 from hyper_parallel.backends.torch.weights.lora import initialise_adapters
 from hyper_parallel.errors import Unwritten
 from hyper_parallel.ir import Timeline
-from hyper_parallel.runtime import World, parallelize
+from hyper_parallel.runtime import World, parallelize, parallelize_submodels
 from hyper_parallel.trainer.checkpoints.adapter_files import export_adapter
 from hyper_parallel.trainer.checkpoints.checkpointer import Checkpointer
 from hyper_parallel.trainer.checkpoints.extra_state import check_trainer_extra
@@ -42,6 +43,7 @@ from hyper_parallel.trainer.engine.recipe_model import (
     routing_of,
     set_pad_token_id,
     set_special_token_ids,
+    submodel_layouts,
 )
 from hyper_parallel.trainer.engine.step_gauges import (
     MemoryGauge,
@@ -297,14 +299,15 @@ class TorchEngine:
                 metadata=self._base.to_metadata() if self._base else {},
             )
             return
+        complete = model_of_part(self._model)
         if job.weights is None:
-            set_special_token_ids(self._model, job.packed.tokenizer_dir)
+            set_special_token_ids(complete, job.packed.tokenizer_dir)
         if scores_tokens(self._model):
             set_pad_token_id(self._model, job.packed.tokenizer_dir)
         generation = job.model_dir / GENERATION
         export_hf(
             self._model,
-            original_config(self._model),
+            original_config(complete),
             job.packed.tokenizer_dir,
             job.export_dir,
             generation=generation,
@@ -332,9 +335,14 @@ class TorchEngine:
 
     def _make_model(self) -> nn.Module:
         recipe, directory = self._recipe, self._job.weights
-        model = parallelize(
-            build_model(recipe), self._job.plan, self._world, routing=routing_of(recipe)
-        )
+        plan, routing = self._job.plan, routing_of(recipe)
+        if recipe.parallel.submodels is None:
+            model = parallelize(build_model(recipe), plan, self._world, routing=routing)
+        else:
+            layouts = submodel_layouts(recipe, plan)
+            model = parallelize_submodels(
+                build_model(recipe), layouts, self._world, plan.workload, routing=routing
+            )
         if directory is None:
             materialize(model, seed=recipe.training.seed, device=self._world.device)
         else:

@@ -14,11 +14,14 @@ import re
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+
+COMPLETE: Final = "_hyper_parallel_complete"
+"""Attribute of a part of a Hugging Face model that is no Hugging Face model itself: the model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +53,12 @@ class Conversion:
         return {n: v[0] if isinstance(v, list) else v for n, v in converted.items()}
 
 
+def model_of_part(model: nn.Module) -> nn.Module:
+    """Return the Hugging Face model to which a part on its own ranks belongs; other models are returned unchanged."""
+    complete: nn.Module = model.__dict__.get(COMPLETE, model)
+    return complete
+
+
 def hf_reference_model(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module | None:
     """Return an unsharded copy of a Hugging Face model on the meta device, of its original class; None for others.
 
@@ -61,6 +70,7 @@ def hf_reference_model(model: nn.Module, dtype: torch.dtype | None = None) -> nn
         dtype: Dtype of the copy, with the exceptions that transformers makes; None: all parameters have the widest
             dtype of the model's parameters, to which some weight conversions cast.
     """
+    model = model_of_part(model)
     cls = original_class(model)
     config = getattr(model, "config", None)
     if config is None or not callable(getattr(model, "get_expanded_tied_weights_keys", None)):

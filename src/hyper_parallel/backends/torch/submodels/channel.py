@@ -1,0 +1,96 @@
+"""Messages of tensors of any number and shape, with the structure around them, from rank to rank in order."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+_ALIGNMENT: Final = 16
+
+
+def pack(value: Any) -> tuple[bytes, list[Tensor]]:
+    """Return the structure of a value, in which each tensor is its index, and the tensors, each of them once."""
+    tensors: list[Tensor] = []
+    indices: dict[int, int] = {}  # by id
+    buffer = io.BytesIO()
+    pickler = pickle.Pickler(buffer)
+
+    def index_of(item: Any) -> int | None:
+        if not isinstance(item, Tensor):
+            return None
+        if id(item) not in indices:
+            indices[id(item)] = len(tensors)
+            tensors.append(item)
+        return indices[id(item)]
+
+    pickler.persistent_id = index_of  # type: ignore[method-assign]
+    pickler.dump(value)
+    return buffer.getvalue(), tensors
+
+
+def _unpack(structure: bytes, tensors: Sequence[Tensor]) -> Any:
+    # The sender is a rank of this run and runs the same code.
+    unpickler = pickle.Unpickler(io.BytesIO(structure))
+    unpickler.persistent_load = tensors.__getitem__  # type: ignore[method-assign,assignment]
+    return unpickler.load()
+
+
+class Channel:
+    """Messages in one direction; a pair of ranks receives them in the order in which they were sent.
+
+    Args:
+        group: Ranks; no other traffic may use the group.
+        device: Device of the tensors.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self._group, self._device = group, device
+        self._pending: list[tuple[dist.Work | None, Tensor]] = []
+
+    def send(self, structure: bytes, tensors: Sequence[Tensor], target: int) -> None:
+        """Start to send a packed value to a rank of the world."""
+        described = [(t.dtype, tuple(t.shape), t.requires_grad) for t in tensors]
+        head = torch.frombuffer(bytearray(pickle.dumps((structure, described))), dtype=torch.uint8)
+        data = [_bytes(t.detach()) for t in tensors]
+        body = torch.cat(data) if data else torch.empty(0, dtype=torch.uint8)
+        sizes = torch.tensor([head.numel(), body.numel()])
+        self._pending = [(w, t) for w, t in self._pending if w is not None and not w.is_completed()]
+        for part in (sizes, head, body):
+            if part.numel():
+                self._pending.append((dist.isend(part, target, group=self._group), part))
+
+    def receive(self, source: int) -> Any:
+        """Return the next value from a rank of the world; tensors that require gradients are leaves."""
+        sizes = torch.empty(2, dtype=torch.int64)
+        dist.recv(sizes, source, group=self._group)
+        head = torch.empty(int(sizes[0]), dtype=torch.uint8)
+        dist.recv(head, source, group=self._group)
+        structure, described = pickle.loads(head.numpy().tobytes())
+        body = torch.empty(int(sizes[1]), dtype=torch.uint8, device=self._device)
+        if body.numel():
+            dist.recv(body, source, group=self._group)
+        tensors, start = [], 0
+        for dtype, shape, requires_grad in described:
+            size = dtype.itemsize * torch.Size(shape).numel()
+            tensor = body[start : start + size].view(dtype).view(shape)
+            tensors.append(tensor.requires_grad_(requires_grad and torch.is_grad_enabled()))
+            start += size + -size % _ALIGNMENT
+        return _unpack(structure, tensors)
+
+    def flush(self) -> None:
+        """Wait until every message is sent."""
+        for work, _ in self._pending:
+            if work is not None:
+                work.wait()
+        self._pending.clear()
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    flat = tensor.contiguous().view(-1).view(torch.uint8)
+    return torch.nn.functional.pad(flat, (0, -flat.numel() % _ALIGNMENT))

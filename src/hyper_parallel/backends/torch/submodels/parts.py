@@ -1,0 +1,236 @@
+"""Division of a multimodal model into its language part and its tower (encoder and projector), in place.
+
+A pass of text alone on meta tensors measures the parameters of the language part; all other parameters belong to the
+tower. The model's code does not change: a rank drops the parameters of the other part, and calls that cross the border
+are replaced on the instance. These calls are the model's own `get_image_features`, `get_video_features` and
+`get_audio_features`, else the calls of the tower's modules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from hyper_parallel.backends.torch.flow_tracer import FlowTracer
+from hyper_parallel.backends.torch.layer_flow import preserve_module_state, run_on_meta
+from hyper_parallel.backends.torch.model_structure import decoder_of
+from hyper_parallel.backends.torch.submodels.channel import pack
+from hyper_parallel.backends.torch.submodels.exchange import Reader
+from hyper_parallel.backends.torch.weights.huggingface import COMPLETE, model_of_part
+from hyper_parallel.errors import UnsupportedSharding
+
+LANGUAGE: Final = "language"
+_KINDS: Final = {"image": "vision", "video": "vision", "audio": "audio"}
+"""Name of the tower by input modality."""
+_TARGETS: Final = ("labels", "shift_labels")
+_RECORDINGS: Final = ("hidden_states", "attentions")
+"""Fields of a feature method's result with the values of every layer, which the language part does not read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """Parts of a model.
+
+    Attributes:
+        kind: Name of the tower: vision or audio.
+        tower: Names of its parameters.
+        modules: Names of its outermost modules.
+    """
+
+    kind: str
+    tower: frozenset[str]
+    modules: tuple[str, ...]
+
+
+class _ParameterUses(FlowTracer):
+    """Tracer that records the parameters that operators read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read: set[int] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        leaves = tree_leaves((args, kwargs))
+        self.read.update(id(leaf) for leaf in leaves if isinstance(leaf, nn.Parameter))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def divide(model: nn.Module) -> Division:
+    """Return the parts of a model; its parameters may have values or be on the meta device.
+
+    Raises:
+        UnsupportedSharding: HP205 for a model of text alone, with several towers, or whose forward cannot be traced.
+    """
+    modalities = getattr(model, "input_modalities", "text")
+    modalities = (modalities,) if isinstance(modalities, str) else modalities
+    kinds = sorted({_KINDS[m] for m in modalities if m in _KINDS})
+    if len(kinds) != 1 or decoder_of(model) is None:
+        raise _refusal(
+            model,
+            "its inputs are not text and media of one kind",
+            f"inputs: {', '.join(modalities)}",
+        )
+    tracer = _ParameterUses()
+    try:
+        with preserve_module_state(model):
+            run_on_meta(model, tracer, "tp")
+    except UnsupportedSharding as error:
+        raise _refusal(model, "a pass of text alone cannot be traced", error.what) from error
+    tower = {name: p for name, p in model.named_parameters() if id(p) not in tracer.read}
+    if not tower:
+        raise _refusal(model, "a pass of text alone reads every parameter", "no tower")
+    owned, modules = {id(p) for p in tower.values()}, list[str]()
+    for name, module in model.named_modules():
+        parameters = [id(p) for p in module.parameters()]
+        inside = any(name.startswith(f"{outer}.") for outer in modules)
+        if parameters and not inside and owned.issuperset(parameters):
+            modules.append(name)
+    return Division(kinds[0], frozenset(tower), tuple(modules))
+
+
+def _refusal(model: nn.Module, why: str, got: str) -> UnsupportedSharding:
+    return UnsupportedSharding(
+        f"{type(model).__name__} has no tower that can run on ranks of its own: {why}",
+        where="parallel.submodels",
+        got=got,
+        allowed="a decoder of text with one encoder, of images and videos or of audio",
+        hint="parallel.submodels=null",
+    )
+
+
+def _drop_parameters(model: nn.Module, dropped: set[int]) -> None:
+    """Replace parameters by None, under all of their names."""
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if id(parameter) in dropped:
+                module._parameters[name] = None
+
+
+def _remove_children(module: nn.Module, kept: set[nn.Module]) -> None:
+    """Remove all modules below a module that are not kept."""
+    for name, child in [*module.named_children()]:
+        if child in kept:
+            _remove_children(child, kept)
+        else:
+            del module._modules[name]
+
+
+def _crossings(model: nn.Module, division: Division) -> Iterator[tuple[nn.Module, str, str]]:
+    """Yield owner, attribute and label of every call that may cross the border."""
+    for name, module in model.named_modules():
+        if name in division.modules:
+            yield module, "forward", name
+        for modality in _KINDS:
+            method = f"get_{modality}_features"
+            if hasattr(type(module), method):
+                yield module, method, f"{name}.{method}".lstrip(".")
+
+
+def keep_language(model: nn.Module, division: Division, reader: Reader) -> nn.Module:
+    """Drop the tower's parameters, and replace calls that cross the border by received results."""
+    for owner, attribute, label in _crossings(model, division):
+        setattr(owner, attribute, lambda *_, label=label, **__: reader.receive(label))
+    for name in division.modules:  # methods and plain attributes stay
+        module = model.get_submodule(name)
+        module._modules, module._parameters, module._buffers = {}, {}, {}
+        _answer_for(module, model)
+    _drop_parameters(model, {id(p) for n, p in model.named_parameters() if n in division.tower})
+    return model
+
+
+def _answer_for(module: nn.Module, model: nn.Module) -> None:
+    """Give a module without parameters the device and dtype of the model, which it would read from a parameter."""
+    answers = {
+        name: property(lambda _, name=name: getattr(next(model.parameters()), name))
+        for name in ("device", "dtype")
+        if hasattr(type(module), name)
+    }
+    module.__class__ = type(type(module).__name__, (type(module),), answers)
+
+
+class _DecoderReached(BaseException):
+    """End of the tower's part of a forward pass."""
+
+
+class TowerModel(nn.Module):
+    """Tower of a model, with the model's parameter names.
+
+    Its forward runs the model's own forward up to the decoder and returns the results of the calls that cross the
+    border: structure, tensors, and a scalar from which every backward pass starts, also one without media.
+
+    Args:
+        model: The complete model; loses the parameters of its language part.
+        division: Parts of the model.
+    """
+
+    def __init__(self, model: nn.Module, division: Division) -> None:
+        super().__init__()
+        self._crossed: list[tuple[str, Any]] = []
+        self._running = False
+        for owner, attribute, label in _crossings(model, division):
+            setattr(owner, attribute, self._recorded(label, getattr(owner, attribute)))
+        decoder, embedding = decoder_of(model), model.get_input_embeddings()  # type: ignore[operator]
+        assert decoder is not None
+        width = embedding.weight.shape[-1]
+        dtype = model.get_parameter(min(division.tower)).dtype
+        embedding.forward = lambda ids: torch.zeros(
+            *ids.shape, width, dtype=dtype, device=ids.device
+        )
+        decoder[0].forward = _stop
+        kept = {decoder[0], embedding}
+        for name in division.modules:
+            kept.update(model.get_submodule(name).modules())
+        outer = {m for m in model.modules() if not kept.isdisjoint(m.modules())}
+        _remove_children(model, kept | outer)
+        for module in (decoder[0], embedding):
+            module._buffers = {}
+        language = {id(p) for n, p in model.named_parameters() if n not in division.tower}
+        _drop_parameters(model, language)
+        object.__setattr__(self, COMPLETE, model)  # not a child: its children are
+        self._modules, self._parameters = model._modules, model._parameters
+
+    def _recorded(self, label: str, inner: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self._running:
+                return inner(*args, **kwargs)
+            self._running = True
+            try:
+                output = inner(*args, **kwargs)
+            finally:
+                self._running = False
+            self._crossed.append((label, output))
+            return output
+
+        return call
+
+    def forward(self, **batch: Any) -> tuple[bytes, list[Tensor], Tensor]:
+        """Return structure and tensors of the features of a batch, and the start of backward; no batch: no features."""
+        self._crossed.clear()
+        if batch:
+            inputs = {name: value for name, value in batch.items() if name not in _TARGETS}
+            with suppress(_DecoderReached):
+                model_of_part(self)(**inputs, use_cache=False)
+        structure, tensors = pack([(label, _features(output)) for label, output in self._crossed])
+        self._crossed.clear()
+        device = next(self.parameters()).device
+        start = torch.zeros((), device=device, requires_grad=torch.is_grad_enabled())
+        return structure, tensors, start * 1
+
+
+def _stop(*_: Any, **__: Any) -> Any:
+    raise _DecoderReached
+
+
+def _features(output: Any) -> Any:
+    """Return the result of a call without the recordings of single layers."""
+    if not isinstance(output, dict):
+        return output
+    return type(output)(**{k: v for k, v in output.items() if k not in _RECORDINGS})

@@ -1,0 +1,103 @@
+"""Runs of recipes with `parallel.submodels`: metrics, continuation, export and refusals."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForImageTextToText
+
+from hyper_parallel.errors import (
+    BadValue,
+    Contradiction,
+    HyperParallelError,
+    UnknownKey,
+    UnsupportedSharding,
+)
+from tests.e2e.runs import CONFIG, assert_same_curve, curve, rows, train
+from tests.media.records import write_data
+from tests.media.tiny_models import write_model
+
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning"),
+]
+SPLIT = "parallel.submodels={vision: {dp_shard: 1}, language: {tp_x: 2}}"
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("submodels")
+    write_model("llava", folder / "model")
+    source = write_data(folder, repeats=4)
+    (folder / "recipe.yaml").write_text(
+        f"model: {{path: {folder / 'model'}}}\nstage: sft\n"
+        f"data: {{source: {source}, seq_len: 96, packing: false, cache_dir: {folder / 'cache'}}}\n"
+        "training: {steps: 3, dtype: float64, microbatch: 1, accumulation_steps: 4}\n"
+        "checkpoint: {export: false}\n"
+    )
+    return folder
+
+
+def _weights(run: Path) -> dict[str, torch.Tensor]:
+    model = AutoModelForImageTextToText.from_pretrained(run / "export", dtype=torch.float64)
+    return dict(model.named_parameters())
+
+
+def test_a_tower_on_its_own_rank_repeats_one_rank(place: Path) -> None:
+    train(place, place / "one", "parallel.dp_shard=1", "checkpoint.export=true")
+    train(place, place / "split", SPLIT, "training.steps=1", "checkpoint.every=1")
+    train(place, place / "split", SPLIT, "checkpoint.export=true", report=True)
+    assert_same_curve(curve(place / "split"), curve(place / "one"))
+    norms = [
+        [row["grad_norm"] for row in rows(place / run / "metrics.jsonl")]
+        for run in ("split", "one")
+    ]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-10)
+    expected = _weights(place / "one")
+    for name, weight in _weights(place / "split").items():
+        torch.testing.assert_close(weight, expected[name], rtol=1e-9, atol=1e-11)
+
+
+def test_a_checkpoint_of_sub_models_continues_on_one_rank(place: Path) -> None:
+    frozen = "training.freeze=['model.vision_tower.*', 'model.multi_modal_projector.*']"
+    shared = "parallel.submodels={vision: {dp_shard: 2}, language: {dp_shard: 2}}"
+    split = (frozen, "training.microbatch=1", "training.accumulation_steps=2")
+    train(place, place / "alone", "parallel.dp_shard=1", frozen)
+    train(place, place / "moved", shared, *split, "training.steps=1", "checkpoint.every=1")
+    train(place, place / "moved", "parallel.dp_shard=1", frozen)
+    assert_same_curve(curve(place / "moved"), curve(place / "alone"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "code", "match"),
+    [
+        ((SPLIT, "lora.r=2"), Contradiction, "HP104[\\s\\S]*lora=null"),
+        ((SPLIT, "parallel.dp_shard=2"), Contradiction, "HP104[\\s\\S]*parallel.dp_shard=1"),
+        (("parallel.submodels={language: {tp_x: 2}}",), Contradiction, "HP104[\\s\\S]*vision"),
+        (("parallel.submodels={visoin: {}, language: {tp_x: 2}}",), HyperParallelError, "HP10"),
+        (("parallel.submodels={vision: {tp_x: 2}, language: {tp_x: 2}}",), UnknownKey, "HP101"),
+        (
+            ("parallel.submodels={audio: {dp_shard: 1}, language: {tp_x: 2}}",),
+            BadValue,
+            "HP102[\\s\\S]*vision",
+        ),
+        (
+            (SPLIT, "model.path=TEXT", "data.tokenizer=MODEL"),
+            UnsupportedSharding,
+            "HP205[\\s\\S]*submodels=null",
+        ),
+    ],
+)
+def test_sub_models_that_cannot_run_are_refused_before_training(
+    place: Path, overrides: tuple[str, ...], code: type[HyperParallelError], match: str
+) -> None:
+    (place / "text.json").write_text(json.dumps(CONFIG))
+    paths = {"TEXT": place / "text.json", "MODEL": place / "model"}
+    words = [re.sub("TEXT|MODEL", lambda match: str(paths[match[0]]), word) for word in overrides]
+    with pytest.raises(code, match=match):
+        train(place, place / "refused", *words)
+    assert not (place / "refused" / "metrics.jsonl").exists()

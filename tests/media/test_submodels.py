@@ -1,0 +1,226 @@
+"""Towers on ranks of their own: losses, gradients and norms of one rank, on disjoint meshes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import hyper_parallel as hp
+from hyper_parallel.config import Data
+from hyper_parallel.errors import BadValue, DegreesMismatch, UnsupportedSharding
+from hyper_parallel.runtime import submodel_strategies
+from hyper_parallel.trainer.data import Batches, prepare
+from tests.media.records import write_data
+from tests.media.tiny_models import MEDIA, needs_torchvision, write_model
+from tests.parity._case import Case
+from tests.slow import cells
+
+transformers = pytest.importorskip("transformers")
+
+pytestmark = [
+    pytest.mark.dist,
+    pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning"),
+]
+FAMILIES = ("llava", "qwen2_5_vl", "qwen3_vl", "gemma3", "internvl", "qwen2_audio")
+STEPS = ("itti", "tttt", "iiti", "tiit")
+"""Rows of each step with media (i) or text only (t); each row is a microbatch."""
+Layouts = Mapping[str, str]
+Results = list[tuple[float, float, dict[str, Tensor | None]]]
+
+
+def _batches(folder: Path, family: str) -> Batches:
+    needs_torchvision(family)
+    write_model(family, folder / "model")
+    source = write_data(folder, kind=MEDIA[family][-1])
+    (several, single, _, text) = source.read_text().splitlines(keepends=True)
+    media = iter([several, single] * 8)
+    source.write_text("".join(next(media) if kind == "i" else text for kind in "".join(STEPS)))
+    data = Data(
+        source=str(source), seq_len=320, holdout=0.0, packing=False, cache_dir=str(folder / "cache")
+    )
+    packed = prepare(data, stage="sft", model_path=str(folder / "model"), seed=0, progress=False)
+    return Batches(packed.train, sequences_per_step=4, shuffle=False)
+
+
+def _model(folder: Path, frozen: bool) -> Any:
+    model = transformers.AutoModelForMultimodalLM.from_pretrained(
+        folder / "model", dtype=torch.float64
+    ).train()
+    for name, parameter in model.named_parameters():
+        if frozen and any(part in name for part in ("vision", "visual", "audio", "projector")):
+            parameter.requires_grad_(False)
+    return model
+
+
+def _inputs(batch: Any) -> dict[str, Tensor]:
+    arrays = {"input_ids": batch.input_ids, "shift_labels": batch.shift_labels, **batch.media}
+    tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    return {n: t.double() if t.is_floating_point() else t for n, t in tensors.items()}
+
+
+def _run(model: Any, batches: Batches, shares: int, microbatch: int = 1) -> Results:
+    results: Results = []
+    count = 4 // (shares * microbatch)
+    for step in range(len(STEPS)):
+        parts = [
+            None
+            if source is None
+            else _inputs(
+                [*batches.microbatches(step, source[0], shares, microbatch, count)][source[1]]
+            )
+            for source in hp.microbatch_sources(model, count)
+        ]
+        loss = float(hp.forward_backward(model, parts))
+        norm = float(hp.clip_grad_norm_(model, 0.5))
+        grads = {
+            n: None if p.grad is None else getattr(p.grad, "full_tensor", p.grad.clone)()
+            for n, p in model.named_parameters()
+        }
+        assert float(hp.forward_loss(model, parts)) == pytest.approx(loss, rel=1e-10)
+        model.zero_grad()
+        results.append((loss, norm, grads))
+    return results
+
+
+def _assert_equal(found: Results, expected: Results) -> None:
+    for (loss, norm, grads), (right_loss, right_norm, right) in zip(found, expected, strict=True):
+        assert loss == pytest.approx(right_loss, rel=1e-10)
+        assert norm == pytest.approx(right_norm, rel=1e-10)
+        for name, gradient in grads.items():
+            assert (gradient is None) == (right[name] is None), name
+            if gradient is not None:
+                torch.testing.assert_close(gradient, right[name], rtol=1e-10, atol=1e-12)
+
+
+DISJOINT = (
+    {"language": "tp=2", "vision": ""},
+    {"vision": "dp_shard=2", "language": "tp=2"},
+    {"vision": "", "language": ""},
+    {"vision": "", "language": "dp_shard=2"},
+    {"vision": "dp_shard=2", "language": "dp_shard=2"},
+)
+
+
+def _ranks(layouts: Layouts) -> int:
+    return sum(2 if layout else 1 for layout in layouts.values())
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
+@pytest.mark.parametrize(
+    "family", cells(FAMILIES, slow=("qwen2_5_vl", "qwen3_vl", "internvl", "gemma3"))
+)
+def test_a_tower_on_its_own_ranks_repeats_one_rank(
+    tmp_path: Path, family: str, frozen: bool
+) -> None:
+    batches = _batches(tmp_path, family)
+    single = _model(tmp_path, frozen)
+    hp.parallelize(single, hp.plan_of(single, ""), hp.World.join("cpu"))
+    expected = _run(single, batches, 1)
+    kind = "audio" if family == "qwen2_audio" else "vision"
+
+    def rank(layouts: Layouts) -> set[str]:
+        with hp.World.join("cpu") as world:
+            part = hp.parallelize_submodels(_model(tmp_path, frozen), layouts, world)
+            _assert_equal(_run(part, batches, 2 if "dp" in layouts["language"] else 1), expected)
+            return {name for name, _ in part.named_parameters()}
+
+    for layouts in DISJOINT if family == "llava" else DISJOINT[:2]:
+        layouts = {kind if name == "vision" else name: v for name, v in layouts.items()}
+        owned = hp.launch(lambda _, given=layouts: rank(given), _ranks(layouts), timeout_s=200)
+        first, last = owned[0], owned[-1]
+        assert first.isdisjoint(last)
+        assert first | last == {name for name, _ in single.named_parameters()}
+
+
+def test_tower_ranks_without_a_microbatch_and_replicas_repeat_one_rank(tmp_path: Path) -> None:
+    batches = _batches(tmp_path, "llava")
+    single = _model(tmp_path, frozen=False)
+    hp.parallelize(single, hp.plan_of(single, ""), hp.World.join("cpu"))
+    expected = _run(single, batches, 1)
+
+    def rank(layouts: Layouts, shares: int, microbatch: int) -> None:
+        with hp.World.join("cpu") as world:
+            part = hp.parallelize_submodels(_model(tmp_path, frozen=False), layouts, world)
+            _assert_equal(_run(part, batches, shares, microbatch), expected)
+
+    for layouts, *cut in (
+        ({"vision": "dp_shard=2", "language": ""}, 1, 4),
+        ({"language": "dp_replicate=2", "vision": "dp_replicate=2"}, 2, 2),
+    ):
+        ranks = _ranks(layouts)
+        hp.launch(lambda _, given=(layouts, *cut): rank(*given), ranks, timeout_s=200)
+
+
+@pytest.mark.torch
+def test_layouts_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    write_model("llava", tmp_path / "model")
+    model = _model(tmp_path, frozen=False)
+    for layouts, ranks, error in (
+        ({"vision": "", "language": "tp=2"}, 2, DegreesMismatch),
+        ({"vision": "tp=2", "language": ""}, 3, UnsupportedSharding),
+        ({"vision": "", "language": "pp=2"}, 3, UnsupportedSharding),
+        ({"audio": "", "language": ""}, 2, BadValue),
+        ({"language": "tp=2"}, 2, BadValue),
+    ):
+        with pytest.raises(error):
+            submodel_strategies(model, layouts, ranks)
+    with pytest.raises(UnsupportedSharding, match="has no tower"):
+        submodel_strategies(Case().build(), {"vision": "", "language": ""}, 2)
+
+
+def test_weights_are_read_saved_and_exported_as_those_of_one_model(tmp_path: Path) -> None:
+    batches = _batches(tmp_path, "llava")
+    single = _model(tmp_path, frozen=False)
+    hp.parallelize(single, hp.plan_of(single, ""), hp.World.join("cpu"))
+    optimizer = torch.optim.AdamW(single.parameters(), lr=1e-2)
+
+    def train(model: Any, optimizer: Any, step: int) -> float:
+        parts = [
+            _inputs([*batches.microbatches(step, source[0], 1, 1, 4)][source[1]])
+            for source in hp.microbatch_sources(model, 4)
+            if source is not None
+        ]
+        loss = float(hp.forward_backward(model, parts))
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    expected = [train(single, optimizer, step) for step in range(3)]
+    config = transformers.AutoConfig.from_pretrained(tmp_path / "model")
+
+    def begin(world: Any) -> Any:
+        with torch.device("meta"):
+            whole = transformers.AutoModelForMultimodalLM.from_config(config, dtype=torch.float64)
+        layouts = {"vision": "", "language": "tp=2"}
+        model = hp.parallelize_submodels(whole.train(), layouts, world)
+        hp.load_pretrained(model, tmp_path / "model")
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    def rank(_: int) -> list[float]:
+        with hp.World.join("cpu") as world:
+            model, optimizer = begin(world)
+            losses = [train(model, optimizer, step) for step in range(2)]
+            hp.save(model, optimizer, tmp_path / "saved", step=2)
+            hp.save_pretrained(model, tmp_path / "export")
+            model, optimizer = begin(world)
+            assert hp.load(model, optimizer, tmp_path / "saved")["step"] == 2
+            return [*losses, train(model, optimizer, 2)]
+
+    for losses in hp.launch(rank, 3, timeout_s=200):
+        assert losses == pytest.approx(expected, rel=1e-10)
+    again = _model(tmp_path, frozen=False)
+    hp.parallelize(again, hp.plan_of(again, ""), hp.World.join("cpu"))
+    optimizer = torch.optim.AdamW(again.parameters(), lr=1e-2)
+    hp.load(again, optimizer, tmp_path / "saved")
+    assert train(again, optimizer, 2) == pytest.approx(expected[2], rel=1e-10)
+    exported = transformers.AutoModelForMultimodalLM.from_pretrained(
+        tmp_path / "export", dtype=torch.float64
+    )
+    hp.load(single, None, tmp_path / "saved")
+    for name, parameter in single.named_parameters():
+        torch.testing.assert_close(exported.get_parameter(name), parameter, rtol=0, atol=0)
