@@ -13,7 +13,7 @@ from hyper_parallel.errors import PlanUnreadable, RunUnreadable
 from hyper_parallel.ir import Counter, Span, Timeline
 from hyper_parallel.reports import chrome_trace, load_run, one_step, write_comparison, write_report
 from hyper_parallel.reports.results import results
-from hyper_parallel.reports.terms import COLORS, RESUMED, RUNS
+from hyper_parallel.reports.terms import BOTH, COLORS, RESUMED, RUNS, kind_of, time_kind, words
 from hyper_parallel.serde import encode
 from tests.reports.conftest import make_plan, make_timeline
 
@@ -286,6 +286,12 @@ def test_half_a_surrogate_pair_in_a_run_is_shown_as_its_escape(run_dir: Path) ->
     )
     page, _ = write_report(run_dir)
     assert "\\ud800" in page.read_text(encoding="utf-8")
+
+
+def test_lanes_and_bars_name_the_terms_of_a_step_alike() -> None:
+    for term in ("gradient norm", "optimizer", "every step", "stragglers", "offload copies"):
+        assert kind_of(f"3 {term}") == time_kind(term) != BOTH
+    assert words("3 gradient norm") == "gradient norm, stage 3"
 
 
 def test_simulated_lanes_stand_beside_the_measured_ones(run_dir: Path) -> None:
