@@ -11,8 +11,11 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import typer
 
+from hyper_parallel.cli import application
 from hyper_parallel.cli.doctor_command import check_package, release
+from hyper_parallel.cli.overview import overview
 from hyper_parallel.cli.requirements import REQUIREMENTS, Requirement
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -45,7 +48,7 @@ def _run(environ, *args):
 @pytest.mark.parametrize("args", [["--help"], ["config", "show", "--help"], ["doctor", "--help"]])
 def test_help_imports_nothing_heavy(environ, args):
     # typer itself imports pydantic for the help of a single command.
-    heavy = (*HEAVY, "pydantic") if args == ["--help"] else HEAVY
+    heavy = (*HEAVY, "pydantic", "typer") if args == ["--help"] else HEAVY
     code = f"""
 import sys
 sys.argv = ["hyper-parallel", *{args!r}]
@@ -69,6 +72,15 @@ def test_no_line_of_help_is_cut_off(environ, tmp_path, args):
     assert max(map(len, text.splitlines())) <= 80
     cut = [line for line in text.splitlines()[1:] if line.endswith("...") and "<" not in line]
     assert not cut, cut
+
+
+@pytest.mark.sanity
+@pytest.mark.parametrize("columns", [40, 60, 80, 100, 200])
+def test_the_overview_is_the_help_of_the_whole_application(monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    command = typer.main.get_command(application())
+    context = command.make_context("hyper-parallel", ["init"], resilient_parsing=True)
+    assert overview() == f"{command.get_help(context)}\n"
 
 
 @pytest.mark.sanity
