@@ -102,6 +102,30 @@ finally:
 
 
 @pytest.mark.sanity
+@pytest.mark.parametrize(("override", "code"), [("tp=3", "HP203"), ("dp_shard=3", "HP308")])
+def test_degrees_that_the_config_refuses_need_no_torch(environ, tmp_path, override, code):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        "model: {path: llama-3-8b}\ndata: {seq_len: 64}\ntraining: {tokens_per_step: 128}\n"
+    )
+    words = ["train", str(recipe), f"parallel.{override}", f"output_dir={tmp_path / 'run'}"]
+    done = _python(
+        f"""
+import sys
+sys.argv = ["hyper-parallel", *{words!r}]
+from hyper_parallel.cli import main
+try:
+    main()
+finally:
+    print({{"torch", "transformers"}} & {{*sys.modules}})
+""",
+        environ,
+    )
+    assert f"error[{code}]" in done.stderr
+    assert done.stdout == "set()\n"
+
+
+@pytest.mark.sanity
 @pytest.mark.parametrize(("command", "seconds"), [("--help", 0.6), ("doctor", 1.0)])
 def test_commands_start_fast(environ, command, seconds):
     """Processor seconds, not wall time, so that a busy machine does not decide; doctor counts from its second run."""
