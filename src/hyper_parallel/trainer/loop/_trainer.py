@@ -452,7 +452,7 @@ class Trainer:
                 self._log.evaluation(record)
             measured = {**(record.preference or {}), **(record.rollout or {})}
             scores_text = "".join(
-                f", {name} {measured[name]:.4g}"
+                f", {name} {round(measured[name], 6) + 0.0:.4g}"  # without noise of rounding, and no -0
                 for name in ("accuracy", "margin", "reward")
                 if name in measured
             )
