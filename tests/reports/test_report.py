@@ -379,6 +379,14 @@ def test_preference_stages_are_shown_by_the_names_of_their_scores(run_dir: Path)
     assert text.index("Conditions of all numbers") > text.index("How the prediction was made")
 
 
+def test_a_model_that_a_run_has_exported_is_named_with_that_run(run_dir: Path) -> None:
+    plan = json.loads((run_dir / "plan.json").read_text())
+    plan["model"]["name"] = "export"
+    (run_dir / "plan.json").write_text(json.dumps(plan))
+    (run_dir / "config.yaml").write_text("model: {path: /home/me/runs/sft/export}\n")
+    assert "sft/export on " in "".join(page_of(run_dir).text)
+
+
 def test_rewards_and_lengths_of_completions_have_curves(run_dir: Path) -> None:
     (run_dir / "config.yaml").write_text("stage: grpo\n")
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
