@@ -258,10 +258,9 @@ def prepare_job(
     """
     training_ranks = _training_ranks(loaded.recipe)
     recipe = (loaded := _check_paths(replan_for_launched(loaded, training_ranks))).recipe
-    from hyper_parallel.planner import plan_recipe
-
     _check_degrees(loaded, training_ranks)
     from hyper_parallel.backends.torch import check_pretrained  # takes seconds to import torch
+    from hyper_parallel.planner import plan_recipe
     from hyper_parallel.trainer.engine.recipe_model import build_model, model_files, read_spec
     from hyper_parallel.trainer.engine.trained_parameters import trained_of
 
@@ -296,8 +295,7 @@ def prepare_job(
         programs=_capture(loaded, plan, router_loss),
     )
     resolved = _resolve_epochs(loaded, job)
-    if resolved is not loaded:
-        job = replace(job, recipe=resolved.recipe)
+    job = replace(job, recipe=resolved.recipe)
     _check_newest(job, resolved)
     return job
 
