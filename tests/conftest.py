@@ -20,6 +20,7 @@ import pytest
 
 from hyper_parallel.errors import HyperParallelError
 from tests.hints import problems_of
+from tests.pasting import Pasting
 from tests.slow import mark_slow_tests
 
 gc.disable()  # until the tests are collected: imports leave nothing to collect
@@ -39,6 +40,7 @@ SPENT: pytest.StashKey[Counter[str]] = pytest.StashKey()
 
 SEEN_HINTS: set[str] = set()
 """Hints of the errors that the running test printed, or caught by `pytest.raises`."""
+PASTING = Pasting()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -60,12 +62,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=math.inf,
         help="List modules and tests that took as many processor seconds.",
     )
+    parser.getgroup("terminal reporting").addoption(
+        "--paste-commands",
+        action="store_true",
+        help="Run commands in hints too, and list the hints that are not pasted.",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Heed interrupts: a shell has what it starts in the background ignore them, and so would what tests interrupt."""
     config.stash[SPENT] = Counter()
     _collect_hints()
+    PASTING.runs = config.getoption("paste_commands")
+    PASTING.install()
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -90,8 +99,10 @@ def _collect_hints() -> None:
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     """Paste the hints that the test has seen: a key, value, command or option that does not exist fails it."""
     SEEN_HINTS.clear()
+    PASTING.problems.clear()
     result = yield
     wrong = [f"hint: {hint}: {p}" for hint in sorted(SEEN_HINTS) for p in problems_of(hint)]
+    wrong += PASTING.problems
     if wrong:
         pytest.fail("\n".join(wrong), pytrace=False)
     return result
@@ -162,6 +173,12 @@ def _cpu_s() -> float:
 def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, config: pytest.Config
 ) -> None:
+    if PASTING.runs:
+        terminalreporter.section(f"{PASTING.num_pasted} hints pasted; not pasted, by reason")
+        for reason, hints in PASTING.unpasted.items():
+            terminalreporter.line(f"{reason}: {len(hints)}")
+            for hint in sorted(hints):
+                terminalreporter.line(f"    {hint}")
     least, spent = config.getoption("cpu_min"), config.stash[SPENT]
     if least == math.inf:
         return

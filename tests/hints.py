@@ -14,6 +14,8 @@ from typing import Any
 
 import typer
 
+from hyper_parallel.errors import HyperParallelError
+
 RECIPE = "model: {path: llama-3-8b}\ndata: {source: words.jsonl}\n"
 COMMAND = re.compile(r"hyper-parallel ((?:(?! or |, |;|`| \(|\) ).)+)")
 OPTION = re.compile(r"(?:^|leave out |give )(--[a-z][a-z-]*)")
@@ -94,3 +96,61 @@ def _override_problem(key: str, value: str) -> str | None:
     except HyperParallelError:
         pass
     return None
+
+
+WORDS = {
+    "RECIPE.yaml": "my.yaml", "RUN_DIR": "runs/run", "MODEL_DIR": "model.json", "VALUE": "1", "REGISTRY": "a.b",
+    "TAG": "1",
+    "HOST": "node", "FILE.jsonl": "my_data.jsonl", "FILE": "my_data.jsonl", "OUT.jsonl": "out.jsonl",
+}  # fmt: skip
+
+
+def filled(hint: str) -> str:
+    """Return a hint with values for the words that stand for something only the user knows."""
+    for word, value in WORDS.items():
+        hint = re.sub(rf"\b{re.escape(word)}(?![\w.])", value, hint)
+    return hint
+
+
+def pasted(words: list[str], error: HyperParallelError) -> list[str] | None:
+    """Return the words of the command after its hint is pasted; None for a command of another program."""
+    hint = filled(error.hint)
+    if match := re.search(r"hyper-parallel ((?:(?! or |, with|;|`).)*)", hint):
+        return shlex.split(match[1])
+    if hint.startswith("did you mean"):
+        given, meant = str(error.where or error.got).partition(": ")[0], hint.split("`")[1]
+        assert {given, str(error.got)} & {*words}, (words, given)
+        return [meant if word in (given, str(error.got)) else word for word in words]
+    if hint.startswith(("ls ", "hf ", "mv ", "df ")):
+        return None
+    if hint.startswith("pip install"):
+        hint = hint.partition(": ")[2]
+        assert hint, "names how to do without the package"
+    if hint.startswith("--"):
+        name, left = hint.split()[0], []
+        for before, word in zip(["", *words], words, strict=False):
+            left += [] if name in (before, word) and word != words[0] else [word]
+        return [*left, *shlex.split(hint)]
+    first = hint.partition(", or")[0]
+    text = " ".join(re.findall("`([^`]*)`", first)) if "`" in first else first
+    added = [word for word in shlex.split(text) if "=" in word]
+    assert added, f"not pasted: {error.hint}"
+    kept = list(words)
+    if error.code in ("HP101", "HP102") or "override" in error.what:
+        key = re.search(
+            r"(?:: |^)([\w.\[\]]+)", str(error.where).partition(" (")[0].rpartition(": ")[2]
+        )
+        named = key[1].partition("[")[0] if key else ""
+        kept = [w for w in words if not (named and re.match(rf"{re.escape(named)}\b", w))]
+        kept = [w for w in kept if w.partition("=")[0] != ".".join(named.split(".")[:2])]
+        kept = [w for w in kept if not named.startswith(f"{w.partition('=')[0]}.")]
+        if "override" in error.what:
+            kept = words[: words.index(str(error.got))]
+    names = {word.partition("=")[0] for word in added}
+    return [*(w for w in kept if w.partition("=")[0] not in names), *added]
+
+
+def read_only(words: list[str]) -> list[str]:
+    """Return the words of a command that reads the recipe of a longer one, with its overrides."""
+    recipe, *overrides = (word for word in words[1:] if "=" in word or "." in word)
+    return ["config", "show", recipe, *overrides]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hyper_parallel.errors import NoData, RunUnreadable
+from hyper_parallel.errors import BadValue, NoData, RunUnreadable
 from tests.e2e.runs import (
     ANSWERS,
     PAIRS,
@@ -187,3 +187,14 @@ def test_a_chat_model_is_sampled_through_its_template(tmp_path):
     read = facts["sources"][0]["read"]
     assert read > 0, "a stream is counted while it is read"
     assert sum(bucket["documents"] for bucket in facts["sources"][0]["lengths"]) > 0
+
+
+def test_a_model_without_rows_for_its_own_tokenizer_is_not_told_to_use_that_tokenizer(tmp_path):
+    place = make_stage_place(tmp_path, "sft", [{"messages": TALK}] * 6)
+    cached = Path(sample(place, f"data.cache_dir={tmp_path / 'cache'}")["tokenizer"])
+    model = json.loads((place / "model.json").read_text()) | {"vocab_size": 200}
+    (cached / "config.json").write_text(json.dumps(model))
+    with pytest.raises(BadValue, match="more tokens than the model") as caught:
+        sample(place, f"model.path={cached}", "data.vocab_size=null")
+    assert caught.value.where == f"model.path: {cached}"
+    assert "resize_token_embeddings(" in caught.value.hint

@@ -11,8 +11,11 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import typer
 
+from hyper_parallel.cli import application
 from hyper_parallel.cli.doctor_command import check_package, release
+from hyper_parallel.cli.overview import overview
 from hyper_parallel.cli.requirements import REQUIREMENTS, Requirement
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -45,7 +48,7 @@ def _run(environ, *args):
 @pytest.mark.parametrize("args", [["--help"], ["config", "show", "--help"], ["doctor", "--help"]])
 def test_help_imports_nothing_heavy(environ, args):
     # typer itself imports pydantic for the help of a single command.
-    heavy = (*HEAVY, "pydantic") if args == ["--help"] else HEAVY
+    heavy = (*HEAVY, "pydantic", "typer") if args == ["--help"] else HEAVY
     code = f"""
 import sys
 sys.argv = ["hyper-parallel", *{args!r}]
@@ -72,6 +75,15 @@ def test_no_line_of_help_is_cut_off(environ, tmp_path, args):
 
 
 @pytest.mark.sanity
+@pytest.mark.parametrize("columns", [40, 60, 80, 100, 200])
+def test_the_overview_is_the_help_of_the_whole_application(monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    command = typer.main.get_command(application())
+    context = command.make_context("hyper-parallel", ["init"], resilient_parsing=True)
+    assert overview() == f"{command.get_help(context)}\n"
+
+
+@pytest.mark.sanity
 def test_commands_on_recipes_and_machines_import_no_framework(environ, tmp_path):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("model: {path: tiny}\n")
@@ -87,6 +99,30 @@ finally:
 """
         done = _python(code, environ)
         assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.sanity
+@pytest.mark.parametrize(("override", "code"), [("tp=3", "HP203"), ("dp_shard=3", "HP308")])
+def test_degrees_that_the_config_refuses_need_no_torch(environ, tmp_path, override, code):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        "model: {path: llama-3-8b}\ndata: {seq_len: 64}\ntraining: {tokens_per_step: 128}\n"
+    )
+    words = ["train", str(recipe), f"parallel.{override}", f"output_dir={tmp_path / 'run'}"]
+    done = _python(
+        f"""
+import sys
+sys.argv = ["hyper-parallel", *{words!r}]
+from hyper_parallel.cli import main
+try:
+    main()
+finally:
+    print({{"torch", "transformers"}} & {{*sys.modules}})
+""",
+        environ,
+    )
+    assert f"error[{code}]" in done.stderr
+    assert done.stdout == "set()\n"
 
 
 @pytest.mark.sanity

@@ -5,7 +5,6 @@ command of another program. Words in capitals stand for something that only the 
 """
 
 import json
-import re
 import shlex
 
 import pytest
@@ -13,6 +12,7 @@ from typer.testing import CliRunner
 
 from hyper_parallel.cli import application
 from hyper_parallel.errors import HyperParallelError
+from tests.hints import pasted, read_only
 
 MODEL = {
     "model_type": "qwen3", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
@@ -27,12 +27,6 @@ training: {steps: 2, dtype: float32, tokens_per_step: 128}
 parallel: {dp_shard: 1}
 """
 TURNS = [{"role": "user", "content": "What is it?"}, {"role": "assistant", "content": "It is it."}]
-WORDS = {
-    "RECIPE.yaml": "my.yaml", "RUN_DIR": "runs/run", "MODEL_DIR": "model.json", "VALUE": "1", "REGISTRY": "a.b",
-    "TAG": "1",
-    "HOST": "node", "FILE.jsonl": "my_data.jsonl", "FILE": "my_data.jsonl", "OUT.jsonl": "out.jsonl",
-}  # fmt: skip
-
 KEYS = (
     "lora.rank=8", "lora.alpha=8", "lora=true", "lora=8", "parallel.dp=2", "parallel.data_parallel_size=2",
     "parallel=dp2", "parallel=tp2", "parallel=tp=2,pp=2", "parallel=tp2xpp2", "parallel.TP=2", "training.LR=1e-3",
@@ -98,56 +92,6 @@ def outcome(words):
     return None if done.exit_code == 0 else done.output
 
 
-def filled(hint):
-    for word, value in WORDS.items():
-        hint = re.sub(rf"\b{re.escape(word)}(?![\w.])", value, hint)
-    return hint
-
-
-def pasted(words, error):
-    """Return the words of the command after its hint is pasted; None for a command of another program."""
-    hint = filled(error.hint)
-    if match := re.search(r"hyper-parallel ((?:(?! or |, with|;|`).)*)", hint):
-        return shlex.split(match[1])
-    if hint.startswith("did you mean"):
-        given, meant = str(error.where or error.got).partition(": ")[0], hint.split("`")[1]
-        assert {given, str(error.got)} & {*words}, (words, given)
-        return [meant if word in (given, str(error.got)) else word for word in words]
-    if hint.startswith(("ls ", "hf ", "mv ", "df ")):
-        return None
-    if hint.startswith("pip install"):
-        hint = hint.partition(": ")[2]
-        assert hint, "names how to do without the package"
-    if hint.startswith("--"):
-        name, left = hint.split()[0], []
-        for before, word in zip(["", *words], words, strict=False):
-            left += [] if name in (before, word) and word != words[0] else [word]
-        return [*left, *shlex.split(hint)]
-    first = hint.partition(", or")[0]
-    text = " ".join(re.findall("`([^`]*)`", first)) if "`" in first else first
-    added = [word for word in shlex.split(text) if "=" in word]
-    assert added, f"not pasted: {error.hint}"
-    kept = list(words)
-    if error.code in ("HP101", "HP102") or "override" in error.what:
-        key = re.search(
-            r"(?:: |^)([\w.\[\]]+)", str(error.where).partition(" (")[0].rpartition(": ")[2]
-        )
-        named = key[1].partition("[")[0] if key else ""
-        kept = [w for w in words if not (named and re.match(rf"{re.escape(named)}\b", w))]
-        kept = [w for w in kept if w.partition("=")[0] != ".".join(named.split(".")[:2])]
-        kept = [w for w in kept if not named.startswith(f"{w.partition('=')[0]}.")]
-        if "override" in error.what:
-            kept = words[: words.index(str(error.got))]
-    names = {word.partition("=")[0] for word in added}
-    return [*(w for w in kept if w.partition("=")[0] not in names), *added]
-
-
-def is_read(words):
-    """Return the words of a command that reads the recipe of a longer one, with its overrides."""
-    recipe, *overrides = (word for word in words[1:] if "=" in word or "." in word)
-    return ["config", "show", recipe, *overrides]
-
-
 def assert_leads_on(words, whole=False):
     first = outcome(words)
     assert isinstance(first, HyperParallelError), first
@@ -156,7 +100,7 @@ def assert_leads_on(words, whole=False):
     if again is None:
         return
     if not whole and again[0] in ("train", "data", "parity"):
-        again = is_read(again)
+        again = read_only(again)
     elif again[0] == "train" and "--dry-run" not in again:
         again = [*again, "--dry-run"]
     second = outcome(again)

@@ -45,6 +45,8 @@ def test_every_layout_learns_what_one_rank_does_and_a_resumed_run_keeps_its_refe
     assert one[0]["loss"] == pytest.approx(math.log(2), rel=1e-12), "the model is its reference"
     assert one[0]["preference"]["accuracy"] == 0.5, "neither answer of a pair is preferred"
     assert one[-1]["preference"]["accuracy"] > 0.5
+    spans = json.loads((place / "one" / "timeline.json").read_text())["spans"]
+    assert "rollout" not in {span["name"] for span in spans}
     train(
         place,
         place / "four",

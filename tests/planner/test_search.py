@@ -350,3 +350,13 @@ def test_simulation_of_a_plan():
     # The closed form and the simulation describe the same step.
     assert timeline.end_s == pytest.approx(chosen.step_s, rel=0.03)
     assert sum(stage.layers for stage in chosen.stages) == 80
+
+
+def test_the_simulated_tail_has_the_terms_of_the_closed_form():
+    asked = {"num_devices": 64, "workload": Workload(8192, 8192 * 64)}
+    chosen = plan("llama-3-70b", "cloudmatrix384", pins={"pp": 4, "schedule": "1f1b"}, **asked)
+    spans = simulate_plan(chosen).spans
+    terms = {t.name: t.seconds for t in chosen.cost}
+    for name in ("gradient norm", "optimizer"):
+        simulated = [s.duration_s for s in spans if s.name == f"0 {name}"]
+        assert simulated == pytest.approx([terms[name]], abs=2e-9)

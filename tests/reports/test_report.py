@@ -13,7 +13,7 @@ from hyper_parallel.errors import PlanUnreadable, RunUnreadable
 from hyper_parallel.ir import Counter, Span, Timeline
 from hyper_parallel.reports import chrome_trace, load_run, one_step, write_comparison, write_report
 from hyper_parallel.reports.results import results
-from hyper_parallel.reports.terms import COLORS, RESUMED, RUNS
+from hyper_parallel.reports.terms import BOTH, COLORS, RESUMED, RUNS, kind_of, time_kind, words
 from hyper_parallel.serde import encode
 from tests.reports.conftest import make_plan, make_timeline
 
@@ -288,6 +288,12 @@ def test_half_a_surrogate_pair_in_a_run_is_shown_as_its_escape(run_dir: Path) ->
     assert "\\ud800" in page.read_text(encoding="utf-8")
 
 
+def test_lanes_and_bars_name_the_terms_of_a_step_alike() -> None:
+    for term in ("gradient norm", "optimizer", "every step", "stragglers", "offload copies"):
+        assert kind_of(f"3 {term}") == time_kind(term) != BOTH
+    assert words("3 gradient norm") == "gradient norm, stage 3"
+
+
 def test_simulated_lanes_stand_beside_the_measured_ones(run_dir: Path) -> None:
     spans = tuple(
         Span(f"rank {rank}/compute", f"{rank}{kind}{micro}", start, 0.1, "compute")
@@ -371,6 +377,14 @@ def test_preference_stages_are_shown_by_the_names_of_their_scores(run_dir: Path)
     for page in ("report.html", "comparison.html"):
         assert_charts_have_places(run_dir / page)
     assert text.index("Conditions of all numbers") > text.index("How the prediction was made")
+
+
+def test_a_model_that_a_run_has_exported_is_named_with_that_run(run_dir: Path) -> None:
+    plan = json.loads((run_dir / "plan.json").read_text())
+    plan["model"]["name"] = "export"
+    (run_dir / "plan.json").write_text(json.dumps(plan))
+    (run_dir / "config.yaml").write_text("model: {path: /home/me/runs/sft/export}\n")
+    assert "sft/export on " in "".join(page_of(run_dir).text)
 
 
 def test_rewards_and_lengths_of_completions_have_curves(run_dir: Path) -> None:

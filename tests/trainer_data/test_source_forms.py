@@ -121,6 +121,9 @@ def test_a_missing_file_is_looked_for_near_and_never_on_a_hub(tmp_path, monkeypa
     with pytest.raises(NoData, match="does not exist") as caught:
         texts("other/nothing.parquet")
     assert caught.value.hint is None
+    with pytest.raises(NoData, match="does not exist") as caught:
+        texts("sets/nothing.parquet")
+    assert caught.value.hint == "ls sets"
 
 
 CONVERSATIONS = [

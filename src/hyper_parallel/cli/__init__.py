@@ -9,12 +9,12 @@ other exception is a defect: its traceback is printed and the status is 70.
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from hyper_parallel.cli.app import build_app, run
+if TYPE_CHECKING:
+    import typer
 
 _COMMANDS = (
     "init", "data", "plan", "train", "parity", "generate", "report", "doctor", "calibrate", "predict",
@@ -24,6 +24,7 @@ _GROUPS = ("checkpoint", "config")
 
 def application(only: str | None = None) -> typer.Typer:
     """Return the application with every command, or with the command `only`."""
+    from hyper_parallel.cli.app import build_app
 
     def named(command: str) -> Any:
         module = import_module(f"{__name__}.{command}_command")
@@ -37,6 +38,15 @@ def application(only: str | None = None) -> typer.Typer:
 
 def main() -> None:
     """Run the `hyper-parallel` command and exit. Only the module of the named command is imported."""
+    if sys.argv[1:] in (["--help"], ["-h"]):
+        from hyper_parallel.cli.overview import overview
+
+        with suppress(OSError):  # `run` writes it again and reports the error
+            sys.stdout.write(overview())
+            sys.stdout.flush()
+            return
+    from hyper_parallel.cli.app import run
+
     first = sys.argv[1] if len(sys.argv) > 1 else None
     run(application(first if first in (*_COMMANDS, *_GROUPS) else None))
 

@@ -67,7 +67,7 @@ def build_app(
     for command in commands:
         app.command()(command)
     for group in groups:
-        app.add_typer(group)
+        app.add_typer(group, short_help=group.info.help)
     for info in (c for a in (app, *groups) for c in a.registered_commands):
         # The whole first paragraph: by default the list of commands truncates summaries.
         info.short_help = " ".join((info.callback.__doc__ or "").partition("\n\n")[0].split())

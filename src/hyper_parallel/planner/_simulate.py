@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final
 
+from hyper_parallel.cost import COPIES
 from hyper_parallel.errors import PlanUnreadable
 from hyper_parallel.ir import Plan, Task, TaskGraph, Timeline
 from hyper_parallel.mpmd import (
@@ -19,12 +20,20 @@ from hyper_parallel.mpmd import (
     schedule_tasks,
     step_schedule,
 )
+from hyper_parallel.planner.pricing import STEP_TAIL
 from hyper_parallel.sim import simulate
 from hyper_parallel.units import format_seconds
 
 WIDTH: Final = 100
 """Columns of a chart."""
 MAX_RANKS: Final = 16
+_TAIL_CATEGORIES: Final = {
+    "gradient norm": "communication",
+    "stragglers": "wait",
+    "every step": "host",
+    COPIES: "copies",
+}
+"""Categories of the terms of the tail other than the optimizer."""
 _MARKS: Final = ("F", "B", "I", "W")
 
 
@@ -76,10 +85,23 @@ def plan_tasks(plan: Plan) -> TaskGraph:
         reductions.append(len(tasks))
         tasks.append(Task(f"{stage}REDUCE_GRAD", lane, ns, "communication", deps))
     for stage, cost in enumerate(costs):
-        lane, ns = f"rank {place[stage]}/compute", _nanoseconds(cost.update_s)
-        tasks.append(Task(f"{stage} update", lane, ns, "optimizer", tuple(reductions)))
+        lane = f"rank {place[stage]}/compute"
+        for name, seconds in _tail(plan, cost.update_s):
+            category = _TAIL_CATEGORIES.get(name, "optimizer")
+            tasks.append(
+                Task(f"{stage} {name}", lane, _nanoseconds(seconds), category, tuple(reductions))
+            )
     graph = TaskGraph(tuple(tasks), microbatch_graph.policies, microbatch_graph.initial_bytes)
     return on_shared_cores(graph, plan.pace)
+
+
+def _tail(plan: Plan, update_s: float) -> list[tuple[str, float]]:
+    """Return the terms that a stage executes after its gradient reduction, with shares of `update_s`."""
+    terms = [t for t in plan.cost if t.name in STEP_TAIL and t.seconds > 0]
+    total = sum(t.seconds for t in terms)
+    if not total:
+        return [("update", update_s)]
+    return [(t.name, t.seconds / total * update_s) for t in terms]
 
 
 def simulate_plan(plan: Plan) -> Timeline:
@@ -132,7 +154,7 @@ def gantt(plan: Plan, width: int = WIDTH) -> str:
 
 def _mark(name: str, category: str) -> str:
     """Return the letter of a task."""
-    if category == "optimizer":
+    if category in ("optimizer", "host", "wait", "copies"):
         return "u"
     if category == "communication":
         return "c"

@@ -29,14 +29,8 @@ from hyper_parallel.ir import CostTerm, MemoryTerm, Stage, StageCost, Strategy, 
 from hyper_parallel.mpmd import makespan_s, schedule_name
 from hyper_parallel.planner.request import PlanRequest
 
-ONCE_PER_STEP: Final = (
-    "data-parallel reduction",
-    "gradient norm",
-    "optimizer",
-    COPIES,
-    "every step",
-)
-"""Terms that occur once per step, after the last microbatch."""
+STEP_TAIL: Final = ("gradient norm", "optimizer", COPIES, "every step", "stragglers")
+"""Terms that occur once per step, after the gradient reduction."""
 MAX_ACTIONS: Final = 20_000
 """Computations of one simulation; longer steps are simulated for fewer microbatches and extrapolated."""
 MAX_SIMULATED_S: Final = 1e8
@@ -134,7 +128,7 @@ def price(request: PlanRequest, strategy: Strategy, workload: Workload) -> Price
         strategy, workload, cost, costs, _scalar(sends.inputs["send_s"]), layers * kept_per_layer
     )
     priced = PricedStrategy(strategy, workload, cost, memory, stages)
-    closed = sum(t.seconds for t in cost if t.name not in (*ONCE_PER_STEP, "stragglers"))
+    closed = sum(t.seconds for t in cost if t.name not in ("data-parallel reduction", *STEP_TAIL))
     if strategy.pp == 1 or closed > MAX_SIMULATED_S:
         return priced
     longer = pipeline_s(priced, request.machine.paces(strategy.pp)) - closed
@@ -230,7 +224,7 @@ def _stages(
     added = sum(terms.get(n, 0.0) for n in ("gradient accumulation", "host work of axes"))
     added = added / (workload.accumulation_steps or 1)
     reduce_s = terms.pop("data-parallel reduction", 0.0)
-    update_s = sum(terms.get(n, 0.0) for n in (*ONCE_PER_STEP, "stragglers"))
+    update_s = sum(terms.get(n, 0.0) for n in STEP_TAIL)
     layers, head, outside = seconds
     totals = [forward + inputs + weights + out + out for forward, inputs, weights, out in layers]
     cut = strategy.stage_layers or partition(totals, count, last=head)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
-from bokeh.models import BasicTickFormatter, FactorRange, HoverTool
+from bokeh.models import FactorRange, HoverTool, PrintfTickFormatter
 from bokeh.plotting import figure
 from bokeh.themes import Theme
 
@@ -269,5 +269,5 @@ def _figure(height: int, x_label: str, unit: Unit, **ranges: Any) -> Any:
     plot.xaxis.ticker.desired_num_ticks = 5
     plot.ygrid.visible = "y_range" not in ranges
     if "y_range" not in ranges:
-        plot.yaxis.formatter = BasicTickFormatter(precision=3, power_limit_low=-2)
+        plot.yaxis.formatter = PrintfTickFormatter(format="%.6g")
     return plot

@@ -130,6 +130,13 @@ class RunRecord:
         return self.parts[-1]
 
     @property
+    def model_name(self) -> str:
+        """Name of the model; for the export of a run, with the name of that run."""
+        name, path = self.plan.model.name, Path(str(self.settings.get("model.path", "")))
+        is_export = path.name == name and name in ("export", "merged")
+        return "/".join(path.parts[-2:]) if is_export else name
+
+    @property
     def terms(self) -> StageTerms:
         """Names of losses, counts and scores of the stage."""
         return stage_terms(self.settings)

@@ -7,6 +7,8 @@ from typing import Final
 
 _ACTION: Final = re.compile(r"(\d+)\s?([A-Za-z_]+?)(\d+)?")
 """Pipeline action such as `2F0`, `1RECV_B3`, `0REDUCE_GRAD` or `0 update`: stage, operation, microbatch."""
+_STAGE: Final = re.compile(r"(\d+) ")
+"""Stage before a term of the step time, as in `0 gradient norm`."""
 _ACTIONS: Final = {
     "F": ("forward", "forward"),
     "B": ("backward", "backward"),
@@ -84,6 +86,7 @@ def kind_of(name: str, category: str = "") -> str:
     action = _ACTION.fullmatch(name)
     if action and action[2] in _ACTIONS:
         return _ACTIONS[action[2]][0]
+    name = _STAGE.sub("", name)
     kind = _KINDS.get(name, name)
     if kind in COLORS:
         return kind
@@ -98,6 +101,8 @@ def words(name: str) -> str:
     """Return a readable label of a span: `forward, stage 2, microbatch 0` for `2F0`."""
     action = _ACTION.fullmatch(name)
     if not action or action[2] not in _ACTIONS:
+        if stage := _STAGE.match(name):
+            return f"{name[stage.end() :]}, stage {stage[1]}"
         return _KINDS.get(name, name) if name in ("weight", "expert", "wait", "update") else name
     microbatch = f", microbatch {action[3]}" if action[3] else ""
     return f"{_ACTIONS[action[2]][1]}, stage {action[1]}{microbatch}"

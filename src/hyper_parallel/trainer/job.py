@@ -20,13 +20,16 @@ from hyper_parallel.config import (
     with_steps,
 )
 from hyper_parallel.errors import (
+    BatchMismatch,
     CheckpointCorrupt,
     Contradiction,
+    HyperParallelError,
+    NotDivisible,
     TokenizerMissing,
     UnsupportedSharding,
 )
 from hyper_parallel.ir import Plan
-from hyper_parallel.model import read_config
+from hyper_parallel.model import is_read, load_model, read_config
 from hyper_parallel.owned_folder import Replacement
 from hyper_parallel.topology import is_this_machine
 from hyper_parallel.trainer._elastic import replan_for_launched, with_planned_roles
@@ -262,6 +265,7 @@ def prepare_job(
     """
     training_ranks = _training_ranks(loaded.recipe)
     recipe = (loaded := _check_paths(replan_for_launched(loaded, training_ranks))).recipe
+    _check_degrees(loaded, training_ranks)
     from hyper_parallel.backends.torch import check_pretrained  # takes seconds to import torch
     from hyper_parallel.planner import plan_recipe
     from hyper_parallel.trainer.engine.recipe_model import build_model, model_files, read_spec
@@ -298,8 +302,7 @@ def prepare_job(
         programs=_capture(loaded, plan, router_loss),
     )
     resolved = _resolve_epochs(loaded, job)
-    if resolved is not loaded:
-        job = replace(job, recipe=resolved.recipe)
+    job = replace(job, recipe=resolved.recipe)
     _check_newest(job, resolved)
     return job
 
@@ -347,6 +350,26 @@ def _check_paths(loaded: LoadedRecipe) -> LoadedRecipe:
         )
     _check_checkpoint(loaded)
     return loaded
+
+
+def _check_degrees(loaded: LoadedRecipe, training_ranks: int | None) -> None:
+    """Raise NotDivisible (HP203) or BatchMismatch (HP308) if config and recipe suffice to refuse explicit degrees.
+
+    Any other refusal may depend on the module, and is raised with its measurements.
+    """
+    from hyper_parallel.planner import plan_recipe
+
+    recipe = loaded.recipe
+    values = read_config(recipe.model.path).values
+    is_known = is_read(values) and "text_config" not in values
+    if recipe.parallel.auto or recipe.stage == "rm" or not is_known:
+        return
+    try:
+        plan_recipe(recipe, training_ranks, loaded.where, load_model(recipe.model.path))
+    except (NotDivisible, BatchMismatch):
+        raise
+    except HyperParallelError:
+        return
 
 
 def _check_weights(loaded: LoadedRecipe) -> Path | None:

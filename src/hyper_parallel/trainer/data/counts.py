@@ -6,7 +6,6 @@ packer or the stream counts whether a record is used, cut or left out.
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -123,10 +122,10 @@ class DataCounts:
         marked = [sum(learn[first:most]) for _, learn in encoded]
         num_tokens = sum(min(n, most) for n in lengths)
         self.add_marked(num_tokens, marked, stage, is_cut=max(lengths) > most)
-        if self.unknown_id is not None:
-            pairs = (zip(ids[:most], learn[:most], strict=True) for ids, learn in encoded)
-            tokens = itertools.chain.from_iterable(pairs)
-            self.add_unknown(any(i == self.unknown_id and t for i, t in tokens), stage)
+        unknown = self.unknown_id
+        with_unknown = [(ids[:most], learn) for ids, learn in encoded if unknown in ids]
+        pairs = (pair for ids, learn in with_unknown for pair in zip(ids, learn, strict=False))
+        self.add_unknown(any(i == unknown and is_target for i, is_target in pairs), stage)
 
     def add_unknown(self, has_unknown: bool, stage: str) -> None:
         """Count a record whose targets contain the unknown token."""

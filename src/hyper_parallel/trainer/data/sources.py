@@ -496,12 +496,15 @@ def refuse_missing(data: Data, stage: str, key: str, folders: Sequence[Path] = (
         return True
 
     near = nearest(path, folders, fits)
+    hint = f"ls {shlex.quote(str(path.parent))}" if path.parent.is_dir() else None
+    if near is not None:
+        hint = shlex.quote(f"{key}={near}") if key else f"write `{near}`"
     raise NoData(
         "the data source does not exist",
         where=f"{key or 'data.source'}: {data.source}",
         got=str(path.absolute()),
         allowed=f"{STDLIB}, a file, a directory, or a name on the Hugging Face hub (user/name)",
-        hint=None if near is None else shlex.quote(f"{key}={near}") if key else f"write `{near}`",
+        hint=hint,
     )
 
 

@@ -119,18 +119,32 @@ def open_sources(
     cache = cache_root(data.cache_dir)
     tokenizer = obtain(data, sources, model_path, cache, progress, vocab_limit, model_config)
     if vocab_limit is not None and tokenizer.vocab_size > vocab_limit:
-        is_trained = not data.tokenizer and not has_tokenizer(model_path)
-        raise BadValue(
-            "the tokenizer has more tokens than the model's vocabulary",
-            where=f"tokenizer: {tokenizer.directory}",
-            got=f"tokenizer={tokenizer.vocab_size}, model={vocab_limit}",
-            allowed=f"a tokenizer of at most {vocab_limit} tokens",
-            hint=f"data.vocab_size={vocab_limit}"
-            if is_trained
-            else "data.tokenizer=THE_MODEL'S_OWN_DIRECTORY",
-        )
+        raise _too_large(tokenizer, data, model_path, vocab_limit)
     pairs = zip(sections, sources, strict=True)
     return tokenizer, [(one, bind_tokenizer(source, one, tokenizer)) for one, source in pairs]
+
+
+def _too_large(
+    tokenizer: Tokenizer, data: Data, model_path: str | None, vocab_limit: int
+) -> BadValue:
+    """Return the error of a tokenizer with ids beyond the vocabulary of the model."""
+    own = has_tokenizer(model_path)
+    where, hint = f"model.path: {model_path}", f"data.vocab_size={vocab_limit}"
+    if data.tokenizer:
+        where, hint = f"data.tokenizer: {data.tokenizer}", "data.tokenizer=null"
+    elif own:
+        hint = (
+            f"model.resize_token_embeddings({tokenizer.vocab_size}) of transformers adds the rows"
+        )
+    beyond = sorted(word for word, i in tokenizer.hf.get_vocab().items() if i >= vocab_limit)
+    names = ", ".join(beyond[:3]) + (", ..." if len(beyond) > 3 else "")
+    return BadValue(
+        "the tokenizer has more tokens than the model's vocabulary",
+        where=where,
+        got=f"tokenizer={tokenizer.vocab_size}, model={vocab_limit}",
+        allowed=f"a tokenizer of at most {vocab_limit} tokens; too many: {names}",
+        hint=hint,
+    )
 
 
 def bind_tokenizer(source: Source, data: Data, tokenizer: Tokenizer) -> Source:

@@ -222,7 +222,7 @@ class Loop:
             inputs = self.inputs(batches, step, lr)
             if self.stage is not None:
                 rows = self._rows(batches, step - 1)
-                with self.recorder.span("rollout", "compute"):
+                with self.recorder.span(*self.stage.inputs_span):
                     microbatches, count = self.stage.inputs(inputs.microbatches, rows, step)
                 count = inputs.valid_tokens if count is None else count
                 inputs = replace(inputs, microbatches=microbatches, valid_tokens=count)

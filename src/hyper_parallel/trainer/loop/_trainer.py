@@ -456,7 +456,8 @@ class Trainer:
                 self._log.evaluation(record)
             measured = {**(record.preference or {}), **(record.rollout or {}), **as_line(record)}
             scores_text = "".join(
-                f", {name.replace('_', ' ')} {measured[name]:.4g}"
+                # Without noise of rounding, and no -0.
+                f", {name.replace('_', ' ')} {round(measured[name], 6) + 0.0:.4g}"
                 for name in ("accuracy", "margin", "reward", "token_accuracy", "answer_accuracy")
                 if name in measured
             )

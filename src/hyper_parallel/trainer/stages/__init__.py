@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,7 +11,13 @@ from torch import Tensor
 
 
 class LearningStage(Protocol):
-    """Inputs and objective of a training step; every rank calls the same methods in the same order."""
+    """Inputs and objective of a training step; every rank calls the same methods in the same order.
+
+    Attributes:
+        inputs_span: Name and category of `inputs` in timelines.
+    """
+
+    inputs_span: ClassVar[tuple[str, str]]
 
     def begin(self, batches: Any) -> None:
         """Prepare before the first step of the process, with the current weights."""

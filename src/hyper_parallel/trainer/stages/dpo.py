@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import numpy as np
 import torch
@@ -35,6 +35,8 @@ class DpoStage:
         scores: Scores of the pairs.
         reference: Reference log-probabilities of all answers; None for losses without a reference.
     """
+
+    inputs_span: ClassVar = ("data", "data")
 
     settings: Dpo
     scores: PairScores

@@ -23,7 +23,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import numpy as np
 import torch
@@ -65,6 +65,8 @@ class GrpoStage:
         reference: Factory of the reference weights, called by `begin`; None: no divergence term.
         run_inputs: Checksums of the run's inputs.
     """
+
+    inputs_span: ClassVar = ("rollout", "compute")
 
     sampler: Sampler
     plan: Plan

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -36,6 +36,8 @@ class KtoStage:
         settings: Section `kto` of the recipe.
         reference: Reference log-probabilities of all rows.
     """
+
+    inputs_span: ClassVar = ("divergence", "compute")
 
     settings: Kto
     reference: Reference

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -30,6 +30,8 @@ class RewardModelStage:
         settings: Section `rm` of the recipe.
         scores: Scores of the pairs.
     """
+
+    inputs_span: ClassVar = ("data", "data")
 
     settings: Rm
     scores: PairScores

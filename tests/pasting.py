@@ -1,0 +1,116 @@
+"""Hints of errors that tests provoke through a recipe or a command line, pasted into the same recipe or command.
+
+A hint is pasted as soon as its error is raised, while the files of the test exist. The same error with the same text
+shows that the hint leads nowhere. Reading a recipe costs milliseconds and is always done; commands that plan, read data
+or check a run are run with `--paste-commands` only. Commands that write files are not run.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from typer.testing import CliRunner
+
+import hyper_parallel.config
+from hyper_parallel.errors import HyperParallelError
+from tests.hints import pasted, read_only
+
+_RUN: Final = ("train", "data", "plan", "config", "predict")
+"""Commands that write nothing; `train` is run as a dry run."""
+
+
+class Pasting:
+    """Hooks that paste hints, and their results.
+
+    Attributes:
+        runs: Run commands other than those that read a recipe.
+        problems: Hints of the running test that lead back to their error.
+        num_pasted: Number of pasted hints.
+        unpasted: Hints that are not pasted, by reason.
+    """
+
+    def __init__(self) -> None:
+        self.runs = False
+        self.problems: list[str] = []
+        self.num_pasted = 0
+        self.unpasted: dict[str, Counter[str]] = {}
+        self._seen: HyperParallelError | None = None
+        self._load, self._invoke = hyper_parallel.config.load_recipe, CliRunner.invoke
+
+    def install(self) -> None:
+        """Paste the hints of recipes that are read and of commands that are run from now on."""
+
+        def load(
+            path: str | Path,
+            overrides: Sequence[str] = (),
+            layers: Sequence[tuple[str, Mapping[str, Any]]] | None = None,
+        ) -> Any:
+            try:
+                return self._load(path, overrides, layers)
+            except HyperParallelError as error:
+                if layers is None:
+                    self._paste(["config", "show", str(path), *overrides], error)
+                raise
+
+        def invoke(runner: Any, app: Any, args: Any = None, **options: Any) -> Any:
+            try:
+                result = self._invoke(runner, app, args, **options)
+            except HyperParallelError as error:
+                self._paste(list(args or ()), error)
+                raise
+            if isinstance(result.exception, HyperParallelError):
+                self._paste(list(args or ()), result.exception)
+            return result
+
+        hyper_parallel.config.load_recipe = load
+        CliRunner.invoke = invoke  # type: ignore[method-assign]
+
+    def _paste(self, words: list[str], error: HyperParallelError) -> None:
+        if error is self._seen or not error.hint:
+            return
+        self._seen = error
+        try:
+            again = pasted(words, error)
+        except (AssertionError, ValueError, IndexError):
+            return self._leave("it is a sentence, or corrects a word of a file", error)
+        if again is None:
+            return self._leave("it is a command of another program", error)
+        if again[0] == "train" and "--dry-run" not in again:
+            again = [*again, "--dry-run"]
+        if again == words:
+            return self._leave("it corrects a word of a file", error)
+        if not self.runs and again[0] in ("train", "data"):
+            again = read_only(again)
+        reads = again[:2] == ["config", "show"]
+        if again[0] not in _RUN or not (reads or self.runs):
+            return self._leave(f"`{again[0]}` writes files or takes long", error)
+        self.num_pasted += 1
+        second = self._outcome(again)
+        if second is not None and _text(second) == _text(error):
+            self.problems.append(
+                f"hint: {error.hint}: pasted as `{' '.join(again)}`, the same error comes back:\n"
+                f"{second.render()}"
+            )
+
+    def _leave(self, reason: str, error: HyperParallelError) -> None:
+        self.unpasted.setdefault(reason, Counter())[f"{error.code} {error.hint}"] += 1
+
+    def _outcome(self, words: list[str]) -> HyperParallelError | None:
+        from hyper_parallel.cli import application
+
+        if words[:2] == ["config", "show"]:
+            path, *overrides = [word for word in words[2:] if not word.startswith("--")]
+            try:
+                self._load(path, overrides)
+            except HyperParallelError as error:
+                return error
+            return None
+        result = self._invoke(CliRunner(), application(words[0]), words)
+        return result.exception if isinstance(result.exception, HyperParallelError) else None
+
+
+def _text(error: HyperParallelError) -> tuple[object, ...]:
+    return error.code, error.what, error.where, error.got
