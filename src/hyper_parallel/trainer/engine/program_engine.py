@@ -67,7 +67,8 @@ class FrameworkState:
             name: runner.value(_padded(local(t.detach()).numpy(), shapes.get(name)))
             for name, t in self._tensors.items()
         }
-        self._names = {id(tensor): name for name, tensor in self._tensors.items()}
+        # Checkpoints and exports ask for local tensors.
+        self._names = {id(local(tensor)): name for name, tensor in self._tensors.items()}
 
     @property
     def parameters(self) -> dict[str, Any]:
@@ -84,7 +85,7 @@ class FrameworkState:
 
     def on_host(self, tensor: Tensor) -> Tensor:
         """Return a tensor of model or optimizer with its current value."""
-        name = self._names.get(id(tensor))
+        name = self._names.get(id(local(tensor)))
         if name is not None:
             array = torch.from_numpy(self._runner.array(self.values[name]))
             target = local(tensor.detach())
