@@ -77,6 +77,19 @@ With text alone, on a CPU, as the census shrinks them; one line of what plain tr
 
 {plain}
 
+## MindSpore
+
+Parts of `backend: mindspore` that were not run, because MindSpore on a CPU does not have them:
+
+| part | reason |
+|---|---|
+| Ascend devices | no device; the runner selects the CPU |
+| reduce-scatter of MindSpore | its CPU has no kernel; composed of an all-reduce and a slice |
+| all-to-all of MindSpore, `parallel.ep` | its CPU has no kernel; the axis is refused |
+| `training.dtype: bfloat16` | all-reduce takes no bfloat16 on the CPU; the dtype is refused |
+| graph kernels by DVM, `jit_level` | DVM needs Ascend, and the CPU ignores `jit_level`; `training.compile` is refused |
+| offload | needs memory of a device; refused |
+
 ## Layouts of four ranks
 
 One training step of families with a hand-written reader, in float64, against the same step on one device: the largest

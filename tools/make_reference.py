@@ -1,15 +1,16 @@
-"""Write the reference pages that come from the code: docs/reference/{errors,config,cli}.md.
+"""Write the reference pages that come from the code: docs/reference/{errors,config,cli,step_programs}.md.
 
     python tools/make_reference.py          write the pages
     python tools/make_reference.py --check  exit with 1 when a committed page differs from the code
 
 Errors come from the docstrings of the error classes, configuration from the docstrings of the section fields, commands
-from the application itself.
+from the application itself, operators of step programs from the tables of the back ends.
 """
 
 from __future__ import annotations
 
 import ast
+import importlib
 import inspect
 import itertools
 import re
@@ -24,6 +25,7 @@ sys.path.insert(0, str(ROOT / "src"))
 
 import typer  # noqa: E402
 
+from hyper_parallel.backends.program_runner import PROGRAM_BACKENDS  # noqa: E402
 from hyper_parallel.cli import application  # noqa: E402
 from hyper_parallel.config import Recipe, Section, describe  # noqa: E402
 from hyper_parallel.errors import all_codes  # noqa: E402
@@ -143,6 +145,24 @@ def cli_page() -> str:
     return _page(lines)
 
 
+def operators_page() -> str:
+    """Every operator that a back end of step programs executes, with its limits."""
+    lines = [
+        "# Operators of step programs", "",
+        "A back end that runs [step programs](../how-to/train_on_mindspore.md) executes the operators of its table. A "
+        "recipe whose model needs another one is refused with HP104, which names the operator and the module.",
+    ]  # fmt: skip
+    for backend, package in PROGRAM_BACKENDS.items():
+        table = importlib.import_module(f"{package}.operators")
+        lines += ["", f"## backend: {backend}", ""]
+        lines += [f"{len(table.OPERATORS)} operators. Complex numbers are not supported.", ""]
+        lines += ["| operator | function of `kernels.py` | only |", "|---|---|---|"]
+        for name, function in table.OPERATORS.items():
+            limit = table.LIMITS[name][0] if name in table.LIMITS else ""
+            lines.append(_row((f"`{name}`", f"`{function}`", limit)))
+    return _page(lines)
+
+
 def _walk(group: Any, path: str) -> Iterator[tuple[str, Any]]:
     for name, command in getattr(group, "commands", {}).items():
         yield f"{path} {name}", command
@@ -179,6 +199,7 @@ def pages() -> dict[Path, str]:
         folder / "errors.md": errors_page(),
         folder / "config.md": config_page(),
         folder / "cli.md": cli_page(),
+        folder / "step_programs.md": operators_page(),
     }
 
 

@@ -4,6 +4,7 @@
     python tools/sweep.py packing                         all model types of a sweep, recorded
     python tools/sweep.py packing mistral phi3            these types only, printed; `--record` records them too
     python tools/sweep.py packing --missing --shard 0/2   every second type that has no record yet
+    python tools/sweep.py mindspore --containing aten.std  the types whose record names this operator, recorded again
     python tools/sweep.py --page                          write docs/results/sweeps.md from the records
 
 Records are docs/results/sweeps/NAME.json. The exit code is 1 when a cell is `wrong` or `fails`.
@@ -17,6 +18,7 @@ import fcntl
 import importlib
 import json
 import os
+import resource
 import shutil
 import signal
 import sys
@@ -74,6 +76,8 @@ def run_type(sweep: Sweep, model_type: str) -> dict[str, str]:
     if pid == 0:
         os.setsid()
         try:
+            if cpu_seconds := getattr(sweep, "CPU_SECONDS", None):
+                resource.setrlimit(resource.RLIMIT_CPU, (cpu_seconds, cpu_seconds + 5))
             folder = scratch / "work"
             folder.mkdir()
             cells = sweep.run(model_type, folder)
@@ -83,9 +87,9 @@ def run_type(sweep: Sweep, model_type: str) -> dict[str, str]:
         result.write_text(json.dumps(cells), encoding="utf-8")
         sys.stdout.flush()
         os._exit(0)
-    deadline, ended = time.monotonic() + sweep.SECONDS, 0
+    deadline, ended, status = time.monotonic() + sweep.SECONDS, 0, 0
     while not ended and time.monotonic() < deadline:
-        ended, _ = os.waitpid(pid, os.WNOHANG)
+        ended, status = os.waitpid(pid, os.WNOHANG)
         time.sleep(0.02)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
@@ -95,6 +99,8 @@ def run_type(sweep: Sweep, model_type: str) -> dict[str, str]:
         cells = json.loads(result.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         why = "killed" if ended else f"no end after {sweep.SECONDS} s"
+        if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGXCPU:
+            why = f"no end after {sweep.CPU_SECONDS} s of processor time"
         cells = {sweep.COLUMNS[0]: f"fails: {why}"}
     shutil.rmtree(scratch, ignore_errors=True)
     return cells
@@ -107,7 +113,8 @@ def record(name: str, model_type: str, cells: dict[str, str]) -> None:
         fcntl.flock(file, fcntl.LOCK_EX)
         file.seek(0)
         data = json.loads(file.read() or '{"types": {}}')
-        data |= {package: version(package).split("+")[0] for package in ("torch", "transformers")}
+        packages = ("torch", "transformers", *getattr(load(name), "NEEDS", ()))
+        data |= {package: version(package).split("+")[0] for package in packages}
         data["types"][model_type] = cells
         data["types"] = dict(sorted(data["types"].items()))
         file.truncate(0)
@@ -124,9 +131,10 @@ def section(name: str) -> str:
     """Return the part of the docs page about one sweep."""
     sweep, rows = load(name), recorded(name)
     versions = json.loads((RECORDS / f"{name}.json").read_text(encoding="utf-8"))
+    needed = "".join(f", {package} {versions[package]}" for package in getattr(sweep, "NEEDS", ()))
     lines = [f"## {sweep.TITLE}", "", " ".join(sweep.TEXT.split()), ""]
     lines += [
-        f"{len(rows)} types of transformers {versions['transformers']} on torch {versions['torch']}, "
+        f"{len(rows)} types of transformers {versions['transformers']} on torch {versions['torch']}{needed}, "
         f"`python tools/sweep.py {name}`.",
         "",
         "| column | ok | refused | skipped | wrong | fails |",
@@ -161,6 +169,7 @@ def main() -> None:
     parser.add_argument("--page", action="store_true", help="write docs/results/sweeps.md")
     parser.add_argument("--record", action="store_true", help="record named types too")
     parser.add_argument("--missing", action="store_true", help="only types without a record")
+    parser.add_argument("--containing", help="only types whose record contains this text")
     parser.add_argument("--shard", default="0/1", help="i/n: every n-th type, from the i-th on")
     given = parser.parse_args()
     if given.list:
@@ -176,11 +185,15 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     sweep, old = load(given.name), recorded(given.name)
+    for module in getattr(sweep, "PRELOADED", ()):
+        importlib.import_module(module)
     part, parts = map(int, given.shard.split("/"))
     chosen = (given.types or sweep.model_types())[part::parts]
     counts: Counter[str] = Counter()
     for model_type in chosen:
         if given.missing and model_type in old:
+            continue
+        if given.containing and given.containing not in json.dumps(old.get(model_type)):
             continue
         cells = run_type(sweep, model_type)
         print(model_type, json.dumps(cells), flush=True)

@@ -94,9 +94,14 @@ def test_sgd_and_its_export_are_those_of_torch(place, sgd_on_torch):
     assert (theirs - start).abs().max() > 1e-3  # training has changed the model
 
 
-def test_two_processes_train_as_one(place, sgd_on_torch):
-    rows = _train(place, "two", "backend=mindspore", "parallel.dp_replicate=2", *SGD)
+@pytest.mark.parametrize("axis", ["dp_replicate", "dp_shard"])
+def test_two_processes_train_as_one(place, sgd_on_torch, axis):
+    degrees = [f"parallel.{a}={2 if a == axis else 1}" for a in ("dp_replicate", "dp_shard")]
+    rows = _train(place, axis, "backend=mindspore", *degrees, *SGD)
     _same(rows, sgd_on_torch, 1e-5, norms=6)
+    torch.testing.assert_close(
+        _logits(place / axis / "export"), _logits(place / "torch" / "export"), rtol=0, atol=1e-5
+    )
 
 
 def test_a_run_changes_the_back_end_twice(place):

@@ -29,7 +29,7 @@ REFUSED = [
     (("training.optimizer=muon",), "HP104"),
     (("training.neftune_noise_alpha=5",), "HP104"),
     (("training.check_ranks_every=2", "training.deterministic=true"), "HP104"),
-    (("parallel.dp_shard=2",), "HP205"),
+    (("parallel.pp=2",), "HP205"),
 ]
 
 
@@ -80,6 +80,18 @@ def test_programs_of_the_step_belong_to_the_job(recipe, installed, tmp_path):
     job.write(job.plan)
     assert (tmp_path / "run" / "programs" / "update" / "program.json").is_file()
     assert _prepare(recipe, "backend=torch").programs is None
+
+
+def test_programs_of_sharded_parameters_have_the_shapes_of_a_rank(recipe, installed):
+    programs = _prepare(recipe, "parallel.dp_shard=2").programs
+    name = "model.embed_tokens.weight"
+    for program, kind in (
+        (programs.loss, "param"),
+        (programs.gradients, "sum"),
+        (programs.update, "exp_avg"),
+    ):
+        assert program.inputs[f"{kind}.{name}"][1].shape == (192, 32)
+        assert any(op.startswith("_c10d_functional.") for op in program.operators())
 
 
 @pytest.mark.parametrize(

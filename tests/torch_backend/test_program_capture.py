@@ -11,6 +11,8 @@ from hyper_parallel.backends.mindspore.operators import OPERATORS
 from hyper_parallel.backends.program_runner import unsupported_operators
 from hyper_parallel.backends.step_program import Ref, StepProgram
 from hyper_parallel.backends.torch.program_capture import capture_gradients, capture_update
+from hyper_parallel.backends.torch.program_shards import Shards
+from hyper_parallel.errors import Contradiction
 
 SMALL = {
     "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -148,6 +150,61 @@ def test_a_counter_that_a_model_writes_is_an_unsupported_operator():
 
     program = capture_gradients(Counting(), {"x": torch.ones(3)}, lambda model, x: model(x))
     assert unsupported_operators("mindspore", program)
+
+
+class _Inner(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.weight, self.function = nn.Parameter(torch.ones(3)), function
+
+    def forward(self, x):
+        return self.function(self.weight * x).sum()
+
+
+def _capture(function):
+    model = nn.Sequential(nn.Identity(), _Inner(function))
+    return capture_gradients(model, {"x": torch.ones(3)}, lambda model, x: model(x))
+
+
+@pytest.mark.parametrize(
+    ("function", "operator"),
+    [
+        (lambda x: x[x > 0], "aten.index.Tensor"),
+        (lambda x: x if x.sum() > 0 else -x, "a branch"),
+    ],
+)
+def test_values_that_decide_are_refused_with_operator_and_module(function, operator):
+    with pytest.raises(Contradiction) as error:
+        _capture(function)
+    assert (error.value.got, error.value.where) == (operator, "1")
+
+
+def test_an_unsupported_operator_is_named_with_its_module():
+    assert unsupported_operators(
+        "mindspore", _capture(lambda x: torch.linalg.eigvalsh(x.outer(x)))
+    ) == {"aten._linalg_eigh.default": "1"}
+    pairs = unsupported_operators("mindspore", _capture(lambda x: torch.complex(x, x).abs()))
+    assert pairs["aten.complex.default"] == "1"
+    images = _capture(lambda x: nn.functional.conv2d(x.expand(1, 1, 3, 3), x.expand(1, 1, 3, 3)))
+    assert unsupported_operators("mindspore", images)["aten.convolution.default"] == "1"
+    counted = _capture(lambda x: x * x.long().topk(2).values.sum())
+    assert unsupported_operators("mindspore", counted) == {"aten.topk.default": "1"}
+
+
+def test_a_sharded_program_gathers_parameters_and_scatters_gradients():
+    model, batch = _model("qwen3"), _batch()
+    program = capture_gradients(model, batch, _loss, Shards(5))
+    kinds = {name: kind.shape for name, (_, kind) in program.inputs.items()}
+    assert (
+        kinds["param.model.embed_tokens.weight"]
+        == kinds["sum.model.embed_tokens.weight"]
+        == (20, 32)
+    )
+    count = len([*model.parameters()])
+    counts = program.operators()
+    assert counts["_c10d_functional.all_gather_into_tensor.default"] == count
+    assert counts["_c10d_functional.reduce_scatter_tensor.default"] == count
+    assert not unsupported_operators("mindspore", program)
 
 
 def test_writes_in_place_become_new_values():

@@ -6,6 +6,8 @@ A sweep is a module with four names:
     TEXT       a paragraph for the docs: what is compared with what, precision, tolerance
     COLUMNS    names of its cells, in order
     SECONDS    time limit of one model type
+    CPU_SECONDS  optional: limit of its processor time, which does not depend on other load
+    PRELOADED  optional: modules that all types need, imported once before the child processes start
     model_types() -> list[str]
     run(model_type, folder) -> {column: cell}     called in a child process with an empty scratch folder
 

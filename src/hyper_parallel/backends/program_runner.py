@@ -33,12 +33,8 @@ class ProgramRunner(Protocol):
         """Return a value as an array."""
         ...
 
-    def sum_over_ranks(self, values: Sequence[Any]) -> list[Any]:
-        """Return the sums of each value over all ranks."""
-        ...
-
-    def close(self) -> None:
-        """End the services of this rank."""
+    def close(self, *, failed: bool) -> None:
+        """End the services of this rank; at once if the run has failed, else when all ranks have ended."""
         ...
 
     def facts(self) -> dict[str, str]:
@@ -47,17 +43,24 @@ class ProgramRunner(Protocol):
 
 
 def unsupported_operators(backend: str, program: StepProgram) -> dict[str, str]:
-    """Return the operators that a back end lacks, each with the path of the first module that needs it."""
-    known = import_module(f"{PROGRAM_BACKENDS[backend]}.operators").OPERATORS
+    """Return the operators that a back end lacks, each with the path of the first module that needs it.
+
+    An operator that it has in part, such as for some data types, is among them if the program needs the rest.
+    """
+    is_supported = import_module(f"{PROGRAM_BACKENDS[backend]}.operators").is_supported
     missing: dict[str, str] = {}
     for node in program.nodes:
-        if node.op not in known:
+        if not is_supported(node):
             missing.setdefault(node.op, node.module)
     return missing
 
 
 def join_ranks(
-    backend: str, rank: int, ranks: int, agree: Callable[[str | None], str]
+    backend: str,
+    rank: int,
+    ranks: int,
+    agree: Callable[[str | None], str],
+    groups: Mapping[str, Sequence[int]],
 ) -> ProgramRunner:
     """Return the runner of this rank; imports its framework.
 
@@ -66,7 +69,8 @@ def join_ranks(
         rank: Rank of this process.
         ranks: Number of processes.
         agree: Returns the text of rank 0 on every rank; other ranks pass None.
+        groups: Axis that collectives of the programs name to the ranks of this rank's group.
     """
     module = import_module(f"{PROGRAM_BACKENDS[backend]}.runner")
-    runner: ProgramRunner = module.join(rank, ranks, agree)
+    runner: ProgramRunner = module.join(rank, ranks, agree, groups)
     return runner

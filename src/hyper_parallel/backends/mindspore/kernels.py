@@ -125,6 +125,31 @@ def gelu(x, approximate="none"):
     return 0.5 * x * (1.0 + ops.erf(x * 0.7071067811865476))
 
 
+def softplus(x, beta=1.0, threshold=20.0):
+    scaled = x * beta
+    return where(ops.greater(scaled, threshold), x, ops.log1p(ops.exp(scaled)) / beta)
+
+
+def elu(x, alpha=1.0, scale=1.0, input_scale=1.0):
+    return where(ops.greater(x, 0), x * scale, ops.expm1(x * input_scale) * (alpha * scale))
+
+
+def leaky_relu(x, slope=0.01):
+    return where(ops.greater(x, 0), x, x * slope)
+
+
+def hardtanh(x, low=-1.0, high=1.0):
+    return ops.clamp(x, low, high)
+
+
+def ceil(x):
+    return ops.ceil(x)
+
+
+def trunc(x):
+    return ops.trunc(x)
+
+
 def floor(x):
     return ops.floor(x)
 
@@ -147,6 +172,10 @@ def minimum(x, y):
 
 def clamp(x, low=None, high=None):
     return ops.clamp(x, low, high)
+
+
+def clamp_max(x, high):
+    return ops.clamp(x, None, high)
 
 
 def where(condition, x, y):
@@ -189,16 +218,36 @@ def greater_equal(x, y):
     return ops.greater_equal(x, y)
 
 
-def both(x, y):
-    return ops.logical_and(x, y)
+def _truth(x):
+    return x if x.dtype == ms.bool_ else ops.not_equal(x, 0)
 
 
-def either(x, y):
-    return ops.logical_or(x, y)
+def bitwise_and(x, y):
+    return ops.logical_and(x, y) if x.dtype == ms.bool_ else ops.bitwise_and(x, y)
 
 
-def inverse(x):
-    return ops.logical_not(x)
+def bitwise_or(x, y):
+    return ops.logical_or(x, y) if x.dtype == ms.bool_ else ops.bitwise_or(x, y)
+
+
+def bitwise_not(x):
+    return ops.logical_not(x) if x.dtype == ms.bool_ else -1 - x
+
+
+def logical_and(x, y):
+    return ops.logical_and(_truth(x), _truth(y))
+
+
+def logical_or(x, y):
+    return ops.logical_or(_truth(x), _truth(y))
+
+
+def logical_xor(x, y):
+    return ops.not_equal(_truth(x), _truth(y))
+
+
+def logical_not(x):
+    return ops.logical_not(_truth(x))
 
 
 def isnan(x):
@@ -277,8 +326,21 @@ def argmax(x, dim=None, keepdim=False):
     return ops.cast(ops.argmax(x, dim, keepdim), ms.int64)
 
 
+def min_over(x, dim, keepdim=False):
+    index, value = ops.ArgMinWithValue(axis=dim, keep_dims=keepdim)(x)
+    return value, ops.cast(index, ms.int64)
+
+
 def any_over(x, dim, keepdim=False):
-    return ops.ReduceAny(keep_dims=keepdim)(ops.cast(x, ms.bool_), dim)
+    return ops.ReduceAny(keep_dims=keepdim)(_truth(x), dim)
+
+
+def any_all(x):
+    return any_over(x, tuple(range(x.ndim)))
+
+
+def product_over(x, dim, keepdim=False, dtype=None):
+    return ops.ReduceProd(keep_dims=keepdim)(x if dtype is None else ops.cast(x, dtype), dim)
 
 
 def cumsum(x, dim, dtype=None):
@@ -343,6 +405,17 @@ def expand(x, shape):
     for i in range(len(shape)):
         full = (*full, x.shape[i - added] if shape[i] == -1 else shape[i])
     return ops.broadcast_to(x, full)
+
+
+def repeat(x, repeats):
+    shape = x.shape
+    for _ in range(len(repeats) - x.ndim):
+        shape = (1, *shape)
+    return ops.tile(ops.reshape(x, shape), repeats)
+
+
+def copy(x, source, *_):
+    return ops.broadcast_to(ops.cast(source, x.dtype), x.shape)
 
 
 def unsqueeze(x, dim):
@@ -432,7 +505,16 @@ def flip(x, dims):
 
 
 def constant_pad_nd(x, pad, value=0.0):
-    return ops.pad(x, pad, "constant", value)
+    added, total = (), 0
+    for i in range(len(pad) // 2):
+        axis = x.ndim - 1 - i
+        before, after = pad[2 * i], pad[2 * i + 1]
+        first, last = max(-before, 0), max(-after, 0)  # negative numbers cut
+        if first + last > 0:
+            x = _narrow(x, axis, first, x.shape[axis] - first - last)
+        added = (*added, max(before, 0), max(after, 0))
+        total = total + max(before, 0) + max(after, 0)
+    return ops.pad(x, added, "constant", value) if total > 0 else x
 
 
 def to_copy(x, dtype=None, **_):
@@ -481,48 +563,134 @@ def scatter_add(x, dim, index, source):
     return ops.tensor_scatter_elements(x, index, source, dim, "add")
 
 
-def _linear(x, indices):
-    """Return one index for the adjacent indexed dimensions, the first of them, and their number."""
-    first, count = -1, 0
-    for i in range(len(indices)):
-        if indices[i] is not None:
-            first = i if first < 0 else first
-            count = count + 1
-    linear = indices[first]
-    for i in range(first + 1, first + count):
-        linear = linear * x.shape[i] + indices[i]
-    return linear, first, count
+def _order(x, indices):
+    """Return the indexed dimensions, and the others."""
+    indexed, others = (), ()
+    for i in range(x.ndim):
+        if i < len(indices) and indices[i] is not None:
+            indexed = (*indexed, i)
+        else:
+            others = (*others, i)
+    return indexed, others
 
 
-def _flat(x, first, count):
-    size = 1
-    for i in range(first, first + count):
-        size = size * x.shape[i]
-    return ops.reshape(x, (*x.shape[:first], size, *x.shape[first + count :]))
+def _rows(x, indices):
+    """Return x with the indexed dimensions as one row dimension in front, and the index into the rows."""
+    indexed, others = _order(x, indices)
+    linear, rows = 0, 1
+    for i in indexed:
+        size = x.shape[i]
+        linear = linear * size + ops.select(indices[i] < 0, indices[i] + size, indices[i])
+        rows = rows * size
+    moved = ops.transpose(x, (*indexed, *others))
+    return ops.reshape(moved, (rows, *moved.shape[len(indexed) :])), linear
+
+
+def _front(x, indices):
+    """Return the number of dimensions in front of those of the indices, in a result of `index`."""
+    indexed, _ = _order(x, indices)
+    adjacent = indexed[-1] - indexed[0] == len(indexed) - 1
+    return indexed[0] if adjacent else 0
 
 
 def index(x, indices):
-    linear, first, count = _linear(x, indices)
-    return ops.gather(_flat(x, first, count), linear, first)
+    flat, linear = _rows(x, indices)
+    result = ops.gather(flat, linear, 0)
+    front, count = _front(x, indices), linear.ndim
+    if front == 0:
+        return result
+    order = (*range(count, count + front), *range(count), *range(count + front, result.ndim))
+    return ops.transpose(result, order)
 
 
 def index_put(x, indices, values, accumulate=False):
-    linear, first, count = _linear(x, indices)
-    flat = _flat(x, first, count)
-    rest = flat.shape[first + 1 :]
-    rows = ops.reshape(linear, (-1, 1))
-    updates = ops.broadcast_to(values, (*flat.shape[:first], *linear.shape, *rest))
-    updates = ops.reshape(updates, (*flat.shape[:first], -1, *rest))
-    if first > 0:  # the indexed dimension comes first
-        order = (first, *range(first), *range(first + 1, flat.ndim))
-        flat, updates = ops.transpose(flat, order), ops.transpose(updates, order)
+    flat, linear = _rows(x, indices)
+    front, count = _front(x, indices), linear.ndim
+    rest = flat.shape[1:]
+    updates = ops.broadcast_to(values, (*rest[:front], *linear.shape, *rest[front:]))
+    if front > 0:  # the dimensions of the indices come first
+        order = (*range(front, front + count), *range(front), *range(front + count, updates.ndim))
+        updates = ops.transpose(updates, order)
+    updates = ops.reshape(updates, (-1, *rest))
+    index_of_rows = ops.reshape(linear, (-1, 1))
     if accumulate:
-        result = ops.tensor_scatter_add(flat, rows, updates)
+        result = ops.tensor_scatter_add(flat, index_of_rows, updates)
     else:
-        result = ops.TensorScatterUpdate()(flat, rows, updates)
-    if first > 0:
-        result = ops.transpose(result, (*range(1, first + 1), 0, *range(first + 1, flat.ndim)))
-    return ops.reshape(result, x.shape)
+        result = ops.TensorScatterUpdate()(flat, index_of_rows, updates)
+    indexed, others = _order(x, indices)
+    order = (*indexed, *others)
+    shape, back = (), ()
+    for i in range(x.ndim):
+        shape = (*shape, x.shape[order[i]])
+        for j in range(x.ndim):
+            back = (*back, j) if order[j] == i else back
+    return ops.transpose(ops.reshape(result, shape), back)
+
+
+# --- convolutions over one dimension, with a stride of one ----------------------------------------------------------
+
+
+def _taps(x, weight, padding, dilation):
+    """Return the padded part of x under each column of the weight."""
+    padded = constant_pad_nd(x, (padding[0], padding[0]))
+    length = padded.shape[2] - dilation[0] * (weight.shape[2] - 1)
+    parts = ()
+    for k in range(weight.shape[2]):
+        parts = (*parts, _narrow(padded, 2, k * dilation[0], length))
+    return parts
+
+
+def _column(weight, k, groups):
+    """Return a column of the weight: a matrix, or one factor per channel."""
+    return select(weight, 2, k) if groups == 1 else _narrow(ops.squeeze(weight, 1), 1, k, 1)
+
+
+def convolution(x, weight, bias, stride, padding, dilation, transposed, output_padding, groups):
+    total = 0
+    parts = _taps(x, weight, padding, dilation)
+    for k in range(len(parts)):
+        column = _column(weight, k, groups)
+        total = total + (ops.matmul(column, parts[k]) if groups == 1 else column * parts[k])
+    return total if bias is None else total + ops.reshape(bias, (1, -1, 1))
+
+
+def convolution_backward(
+    grad, x, weight, _, stride, padding, dilation, transposed, output_padding, groups, mask
+):
+    parts = _taps(x, weight, padding, dilation)
+    last = dilation[0] * (weight.shape[2] - 1)
+    of_x, of_weight = 0, ()
+    for k in range(len(parts)):
+        column = _column(weight, k, groups)
+        if groups == 1:
+            share = ops.matmul(ops.transpose(column, (1, 0)), grad)
+            step = ops.matmul(grad, ops.transpose(parts[k], (0, 2, 1)))
+            step = ops.ReduceSum()(step, 0)
+        else:
+            share = column * grad
+            step = ops.expand_dims(ops.ReduceSum()(grad * parts[k], (0, 2)), 1)
+        begin = k * dilation[0]
+        of_x = of_x + constant_pad_nd(share, (begin, last - begin))
+        of_weight = (*of_weight, step)
+    of_x = constant_pad_nd(of_x, (-padding[0], -padding[0]))
+    return of_x, ops.stack(of_weight, 2), ops.ReduceSum()(grad, (0, 2))
+
+
+# --- collectives ----------------------------------------------------------------------------------------------------
+# A group is the name of a communicator and the position of this rank.
+
+
+def all_reduce(x, _, group):
+    return ops.reshape(ops.AllReduce("sum", group[0])(ops.reshape(x, (-1,))), x.shape)
+
+
+def all_gather(x, _, group):
+    return ops.AllGather(group[0])(x)
+
+
+def reduce_scatter(x, reduction, ranks, group):
+    size = x.shape[0] // ranks  # the CPU has no kernel for it
+    return _narrow(all_reduce(x, reduction, group), 0, group[1] * size, size)
 
 
 def dtype(name: str) -> Any:

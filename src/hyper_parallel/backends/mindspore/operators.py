@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final
 
+from hyper_parallel.backends.step_program import Node
+
 OPERATORS: Final = {
+    "_c10d_functional.all_gather_into_tensor.default": "all_gather",
+    "_c10d_functional.all_reduce.default": "all_reduce",
+    "_c10d_functional.reduce_scatter_tensor.default": "reduce_scatter",
     "aten._log_softmax.default": "log_softmax",
     "aten._softmax.default": "softmax",
     "aten._to_copy.default": "to_copy",
@@ -15,23 +21,30 @@ OPERATORS: Final = {
     "aten.addmm.default": "addmm",
     "aten.amax.default": "amax",
     "aten.amin.default": "amin",
+    "aten.any.default": "any_all",
     "aten.any.dim": "any_over",
     "aten.argmax.default": "argmax",
     "aten.baddbmm.default": "baddbmm",
-    "aten.bitwise_and.Tensor": "both",
-    "aten.bitwise_not.default": "inverse",
-    "aten.bitwise_or.Tensor": "either",
+    "aten.bitwise_and.Tensor": "bitwise_and",
+    "aten.bitwise_not.default": "bitwise_not",
+    "aten.bitwise_or.Tensor": "bitwise_or",
     "aten.bmm.default": "bmm",
     "aten.cat.default": "cat",
+    "aten.ceil.default": "ceil",
     "aten.clamp.default": "clamp",
+    "aten.clamp_max.default": "clamp_max",
     "aten.clamp_min.default": "clamp",
     "aten.constant_pad_nd.default": "constant_pad_nd",
+    "aten.convolution.default": "convolution",
+    "aten.convolution_backward.default": "convolution_backward",
+    "aten.copy.default": "copy",
     "aten.cos.default": "cos",
     "aten.cumsum.default": "cumsum",
     "aten.div.Scalar": "div",
     "aten.div.Scalar_mode": "div_mode",
     "aten.div.Tensor": "div",
     "aten.div.Tensor_mode": "div_mode",
+    "aten.elu.default": "elu",
     "aten.embedding.default": "embedding",
     "aten.eq.Scalar": "equal",
     "aten.eq.Tensor": "equal",
@@ -52,6 +65,7 @@ OPERATORS: Final = {
     "aten.gelu.default": "gelu",
     "aten.gt.Scalar": "greater",
     "aten.gt.Tensor": "greater",
+    "aten.hardtanh.default": "hardtanh",
     "aten.index.Tensor": "index",
     "aten.index_put.default": "index_put",
     "aten.index_select.default": "index_select",
@@ -59,17 +73,20 @@ OPERATORS: Final = {
     "aten.isnan.default": "isnan",
     "aten.le.Scalar": "less_equal",
     "aten.le.Tensor": "less_equal",
+    "aten.leaky_relu.default": "leaky_relu",
     "aten.log.default": "log",
     "aten.log1p.default": "log1p",
-    "aten.logical_and.default": "both",
-    "aten.logical_not.default": "inverse",
-    "aten.logical_or.default": "either",
+    "aten.logical_and.default": "logical_and",
+    "aten.logical_not.default": "logical_not",
+    "aten.logical_or.default": "logical_or",
+    "aten.logical_xor.default": "logical_xor",
     "aten.lt.Scalar": "less",
     "aten.lt.Tensor": "less",
     "aten.max.dim": "max_over",
     "aten.maximum.default": "maximum",
     "aten.mean.default": "mean_all",
     "aten.mean.dim": "mean",
+    "aten.min.dim": "min_over",
     "aten.minimum.default": "minimum",
     "aten.mm.default": "mm",
     "aten.mul.Scalar": "mul",
@@ -82,10 +99,12 @@ OPERATORS: Final = {
     "aten.pow.Scalar": "power",
     "aten.pow.Tensor_Scalar": "power",
     "aten.pow.Tensor_Tensor": "power",
+    "aten.prod.dim_int": "product_over",
     "aten.reciprocal.default": "reciprocal",
     "aten.relu.default": "relu",
     "aten.remainder.Scalar": "remainder",
     "aten.remainder.Tensor": "remainder",
+    "aten.repeat.default": "repeat",
     "aten.reshape.default": "view",
     "aten.round.default": "round_half_even",
     "aten.rsqrt.default": "rsqrt",
@@ -104,6 +123,7 @@ OPERATORS: Final = {
     "aten.sin.default": "sin",
     "aten.slice.Tensor": "slice_along",
     "aten.slice_scatter.default": "slice_scatter",
+    "aten.softplus.default": "softplus",
     "aten.sort.default": "sort_values",
     "aten.split_with_sizes.default": "split_with_sizes",
     "aten.sqrt.default": "sqrt",
@@ -115,9 +135,42 @@ OPERATORS: Final = {
     "aten.sum.dim_IntList": "sum_over",
     "aten.tanh.default": "tanh",
     "aten.topk.default": "topk",
+    "aten.trunc.default": "trunc",
     "aten.unsqueeze.default": "unsqueeze",
     "aten.var.correction": "variance",
     "aten.view.default": "view",
     "aten.where.self": "where",
 }
 """Operator with overload to the function of `kernels`."""
+
+
+def _of_floats(node: Node) -> bool:
+    return node.types[0].dtype.startswith("float")
+
+
+def _has_one_dim(node: Node) -> bool:
+    forward = node.op == "aten.convolution.default"
+    stride, _, _, transposed, _, groups = node.args[3:9] if forward else node.args[4:10]
+    shape = node.types[0 if forward else 1].shape  # of the result, or of the gradient of the weight
+    simple = len(shape) == 3 and list(stride) == [1] and not transposed
+    return simple and groups in (1, shape[1 if forward else 0])
+
+
+_CONVOLUTION: Final = "one dimension, a stride of 1, one group or one per channel", _has_one_dim
+_FLOATS: Final = "numbers of floating point", _of_floats
+LIMITS: Final[dict[str, tuple[str, Callable[[Node], bool]]]] = {
+    "aten.convolution.default": _CONVOLUTION,
+    "aten.convolution_backward.default": _CONVOLUTION,
+    "aten.max.dim": _FLOATS,
+    "aten.min.dim": _FLOATS,
+    "aten.sort.default": _FLOATS,
+    "aten.topk.default": _FLOATS,
+}
+"""Operator to the calls that are supported, in words and as a predicate; other operators have no limit."""
+
+
+def is_supported(node: Node) -> bool:
+    """Return whether MindSpore executes a call; it has no complex numbers."""
+    if node.op not in OPERATORS or any(kind.dtype.startswith("complex") for kind in node.types):
+        return False
+    return node.op not in LIMITS or LIMITS[node.op][1](node)

@@ -1,4 +1,4 @@
-"""Runner of step programs on MindSpore: one compiled graph per program, sums over ranks by its own collectives."""
+"""Runner of step programs on MindSpore: one compiled graph per program, with MindSpore's own collectives."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import mindspore as ms
-from mindspore import Tensor, ops
+from mindspore import Tensor
 from numpy.typing import NDArray
 
 from hyper_parallel.backends.mindspore.translate import to_source
@@ -28,17 +28,21 @@ class MindSporeRunner:
     """MindSpore on the CPU of this rank.
 
     Args:
-        ranks: Number of processes; more than one need an initialized communication.
+        groups: Axis to the name of this rank's group in MindSpore and the position of this rank in it.
         scheduler: Process with which the ranks have registered, on the rank that started it.
     """
 
-    def __init__(self, ranks: int, scheduler: subprocess.Popen[bytes] | None = None) -> None:
-        self._sum = ops.AllReduce() if ranks > 1 else None
+    def __init__(
+        self,
+        groups: Mapping[str, tuple[str, int]],
+        scheduler: subprocess.Popen[bytes] | None = None,
+    ) -> None:
+        self._groups = groups
         self._scheduler = scheduler
 
     def compile(self, program: StepProgram, source: Path) -> CompiledProgram:
         """Compile a program as one graph."""
-        source.write_text(to_source(program), encoding="utf-8")
+        source.write_text(to_source(program, self._groups), encoding="utf-8")
         function = ms.jit(_function(source))
         constants = [Tensor.from_numpy(array) for array in program.constants.values()]
 
@@ -57,13 +61,12 @@ class MindSporeRunner:
         array: NDArray[Any] = value.asnumpy()
         return array
 
-    def sum_over_ranks(self, values: Sequence[Any]) -> list[Any]:
-        """Return the sums of each value over all ranks."""
-        return [*values] if self._sum is None else [self._sum(value) for value in values]
-
-    def close(self) -> None:
-        """End the scheduler."""
-        if self._scheduler is not None:
+    def close(self, *, failed: bool) -> None:
+        """End the scheduler after a failure; otherwise it ends with the last rank, which could not end without it."""
+        if self._scheduler is None:
+            return
+        atexit.unregister(self._scheduler.kill)
+        if failed:
             self._scheduler.kill()
             self._scheduler.wait()
 
@@ -72,7 +75,12 @@ class MindSporeRunner:
         return {"mindspore": ms.__version__}
 
 
-def join(rank: int, ranks: int, agree: Callable[[str | None], str]) -> MindSporeRunner:
+def join(
+    rank: int,
+    ranks: int,
+    agree: Callable[[str | None], str],
+    groups: Mapping[str, Sequence[int]],
+) -> MindSporeRunner:
     """Return the runner of this rank; see `join_ranks`.
 
     MindSpore reads the addresses of a job from the environment, as its launcher `msrun` sets it.
@@ -94,7 +102,21 @@ def join(rank: int, ranks: int, agree: Callable[[str | None], str]) -> MindSpore
     ms.set_device("CPU")
     if ranks > 1:
         ms.communication.init("mccl")
-    return MindSporeRunner(ranks, process)
+    named = {
+        axis: (_group(axis, members, ranks), members.index(rank))
+        for axis, members in groups.items()
+    }
+    return MindSporeRunner(named, process)
+
+
+def _group(axis: str, members: Sequence[int], ranks: int) -> str:
+    """Return the name of a group of ranks, which is created unless it has all ranks."""
+    if len(members) == ranks:
+        world: str = ms.communication.GlobalComm.WORLD_COMM_GROUP
+        return world
+    name = "_".join([axis, *map(str, members)])
+    ms.communication.create_group(name, [*members])
+    return name
 
 
 def _free_port() -> int:

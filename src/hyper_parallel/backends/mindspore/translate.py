@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from hyper_parallel.backends.mindspore.operators import OPERATORS
 from hyper_parallel.backends.step_program import Node, Ref, StepProgram
 
 
-def to_source(program: StepProgram, name: str = "step") -> str:
-    """Return the source of a module with a function of the inputs and constants that returns the outputs."""
+def to_source(
+    program: StepProgram, groups: Mapping[str, tuple[str, int]], name: str = "step"
+) -> str:
+    """Return the source of a module with a function of the inputs and constants that returns the outputs.
+
+    Args:
+        program: The program.
+        groups: Axis to the name of a group of ranks and the position of this rank in it.
+        name: Name of the function.
+    """
     numbers = [*(i for i, _ in program.inputs.values()), *program.constants]
     parameters = ", ".join(f"v{i}" for i in numbers)
     lines = [_call(node) for node in program.nodes]
@@ -21,6 +30,7 @@ def to_source(program: StepProgram, name: str = "step") -> str:
             "from hyper_parallel.backends.mindspore import kernels as k",
             "",
             *(f't_{t} = k.dtype("{t}")' for t in types),
+            *(f"g_{axis} = {group}" for axis, group in groups.items()),
             "",
             "",
             f"def {name}({parameters}):",
@@ -33,7 +43,10 @@ def to_source(program: StepProgram, name: str = "step") -> str:
 
 def _call(node: Node) -> str:
     kwargs = {k: v for k, v in node.kwargs.items() if k not in _IGNORED and v is not None}
-    words = [*map(_text, node.args), *(f"{k}={_keyword(k, v)}" for k, v in kwargs.items())]
+    args = [*map(_text, node.args)]
+    if node.op.startswith("_c10d_functional."):  # the last argument is the axis
+        args[-1] = f"g_{node.args[-1]}"
+    words = [*args, *(f"{k}={_keyword(k, v)}" for k, v in kwargs.items())]
     results = ", ".join(f"v{i}" for i in node.results)
     return f"{results} = k.{OPERATORS[node.op]}({', '.join(words)})"
 

@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 from torch._decomp import core_aten_decompositions
+from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.func import functional_call, functionalize
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Interpreter
 from torch.fx import Node as FxNode
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.fx.traceback import preserve_node_meta
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
 from torch.utils._pytree import tree_map
 
 from hyper_parallel.backends.step_program import Node, Ref, StepProgram, ValueType, refs
+from hyper_parallel.backends.torch.program_shards import Shards
+from hyper_parallel.errors import Contradiction
 
 _SAME_VALUE: Final = (
     "aten.alias.default",
@@ -28,8 +38,16 @@ _FOLDED_ELEMENTS: Final = 1 << 16
 """Results of constants above this number of elements are computed in each step instead of being stored."""
 
 
+_RUNNING: Final = "running"
+"""Key of the running module among the notes of a traced operator."""
+_WHOLE: Final = Shards()
+
+
 def capture_gradients(
-    model: nn.Module, batch: Mapping[str, Tensor], loss: Callable[..., Tensor]
+    model: nn.Module,
+    batch: Mapping[str, Tensor],
+    loss: Callable[..., Tensor],
+    shards: Shards = _WHOLE,
 ) -> StepProgram:
     """Return the program of loss and gradients of one microbatch.
 
@@ -37,40 +55,49 @@ def capture_gradients(
         model: The model. Buffers that its state does not hold become constants, so they need values.
         batch: Arguments of `loss` by name; only shapes and types count.
         loss: Function of the model and the batch, by keyword, that returns a scalar.
+        shards: Shards of the parameters, which the program gathers, and of the gradients, which it sums over ranks.
 
     Returns:
         Program with inputs `param.NAME`, `sum.NAME` (gradients of earlier microbatches) and `batch.NAME`, and outputs
         `loss` and `sum.NAME`.
+
+    Raises:
+        Contradiction: HP104 naming the operator and the module whose shapes or branches depend on values.
     """
     leaves = _leaves(model)
     trained = [name for name, leaf in leaves.items() if leaf.requires_grad]
 
     def step(values: list[Tensor], sums: list[Tensor], given: list[Tensor]) -> list[Tensor]:
-        named = dict(zip(leaves, values, strict=True))
+        named = _gathered(model, leaves, values, shards)
         value = _call_with(model, loss, named, batch, given)
         grads = torch.autograd.grad(value, [named[name] for name in trained], allow_unused=True)
-        added = (s if g is None else s + g for s, g in zip(sums, grads, strict=True))
+        pairs = zip(sums, grads, strict=True)
+        added = (s if g is None else s + shards.reduce(g) for s, g in pairs)
         return [value.detach(), *added]
 
-    sums = [leaves[name].detach() for name in trained]
-    graph = _trace(step, [*leaves.values()], sums, [*batch.values()])
+    parts = _parts(model, leaves, shards)
+    sums = [parts[name].detach() for name in trained]
+    graph = _trace(step, [*parts.values()], sums, [*batch.values()])
     sum_names = [f"sum.{name}" for name in trained]
     inputs = [*(f"param.{name}" for name in leaves), *sum_names]
     return _program(graph, [*inputs, *(f"batch.{name}" for name in batch)], ["loss", *sum_names])
 
 
 def capture_loss(
-    model: nn.Module, batch: Mapping[str, Tensor], loss: Callable[..., Tensor]
+    model: nn.Module,
+    batch: Mapping[str, Tensor],
+    loss: Callable[..., Tensor],
+    shards: Shards = _WHOLE,
 ) -> StepProgram:
     """Return the program of the loss alone, with inputs `param.NAME` and `batch.NAME` and output `loss`."""
     leaves = _leaves(model)
 
     def step(values: list[Tensor], given: list[Tensor]) -> list[Tensor]:
         with torch.no_grad():
-            named = dict(zip(leaves, values, strict=True))
+            named = _gathered(model, leaves, values, shards)
             return [_call_with(model, loss, named, batch, given)]
 
-    graph = _trace(step, [*leaves.values()], [*batch.values()])
+    graph = _trace(step, [*_parts(model, leaves, shards).values()], [*batch.values()])
     inputs = [*(f"param.{name}" for name in leaves), *(f"batch.{name}" for name in batch)]
     return _program(graph, inputs, ["loss"])
 
@@ -105,6 +132,29 @@ def _leaves(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
+def _parts(model: nn.Module, leaves: Mapping[str, Tensor], shards: Shards) -> dict[str, Tensor]:
+    """Return empty tensors like the shards of the parameters, and the buffers unchanged."""
+    params = {name for name, _ in model.named_parameters()} if shards.ranks > 1 else set()
+    return {
+        name: leaf.new_empty(shards.shape(leaf.shape)).requires_grad_(leaf.requires_grad)
+        if name in params
+        else leaf
+        for name, leaf in leaves.items()
+    }
+
+
+def _gathered(
+    model: nn.Module, leaves: Mapping[str, Tensor], values: list[Tensor], shards: Shards
+) -> dict[str, Tensor]:
+    """Return parameters and buffers by name; gradients of gathered parameters are not those of the shards."""
+    named = dict(zip(leaves, values, strict=True))
+    if shards.ranks > 1:
+        for name, param in model.named_parameters():
+            whole = shards.gather(named[name].detach(), param.shape[0])
+            named[name] = whole.requires_grad_(param.requires_grad)
+    return named
+
+
 def _call_with(
     model: nn.Module,
     loss: Callable[..., Tensor],
@@ -123,8 +173,44 @@ def _call_with(
             return loss(self.model, **kwargs)
 
     own = {f"model.{name}": value for name, value in parameters.items()}
-    result: Tensor = functional_call(Call(), own, (), dict(zip(batch, given, strict=True)))
+    with _module_names(model) as running:
+        try:
+            result: Tensor = functional_call(Call(), own, (), dict(zip(batch, given, strict=True)))
+        except (DataDependentOutputException, GuardOnDataDependentSymNode) as error:
+            operator = getattr(error, "func", "a branch")
+            raise _dynamic(running[-1] if running else "", str(operator)) from error
     return result
+
+
+@contextmanager
+def _module_names(model: nn.Module) -> Iterator[list[str]]:
+    """Note on each operator that is traced in this context the path of the module that calls it.
+
+    Yields:
+        Paths of the running modules, outermost first.
+    """
+    mode = get_proxy_mode()
+    assert mode is not None
+    notes, names = mode.tracer.module_stack, {id(m): name for name, m in model.named_modules()}
+    running: list[str] = []
+
+    def enter(module: nn.Module, *_: Any) -> None:
+        if (name := names.get(id(module))) is not None:
+            running.append(name)
+            notes[_RUNNING] = (name, type(module))
+
+    def leave(module: nn.Module, *_: Any) -> None:
+        if id(module) in names:
+            running.pop()
+            notes[_RUNNING] = (running[-1] if running else "", type(model))
+
+    hooks = register_module_forward_pre_hook(enter), register_module_forward_hook(leave)
+    try:
+        yield running
+    finally:
+        notes.pop(_RUNNING, None)
+        for hook in hooks:
+            hook.remove()
 
 
 def _trace(function: Callable[..., Any], *example: Any) -> GraphModule:
@@ -138,9 +224,31 @@ def _trace(function: Callable[..., Any], *example: Any) -> GraphModule:
         )(*example)  # fmt: skip
 
     graph = trace(function)
+    _refuse_dynamic(graph)
     if any(n.op == "call_function" and _writes(n.target) for n in graph.graph.nodes):
-        return trace(functionalize(graph, remove="mutations"))
+        with preserve_node_meta():  # an interpreter hands on the paths of modules
+            return trace(functionalize(Interpreter(graph).run, remove="mutations"))
     return graph
+
+
+def _refuse_dynamic(graph: GraphModule) -> None:
+    """Raise HP104 for the first operator whose result has a shape, or is a number, that depends on values."""
+    for node in graph.graph.nodes:
+        values = node.meta.get("val")
+        for value in values if isinstance(values, (list, tuple)) else [values]:
+            if value is not None and (
+                not isinstance(value, Tensor) or any(not isinstance(n, int) for n in value.shape)
+            ):
+                raise _dynamic(_module(node), str(node.target))
+
+
+def _dynamic(module: str, operator: str) -> Contradiction:
+    return Contradiction(
+        "the model has shapes or branches that depend on values of tensors",
+        where=module,
+        got=operator,
+        hint="backend=torch",
+    )
 
 
 def _writes(target: Any) -> bool:
@@ -222,6 +330,10 @@ class _Builder:
             else:
                 self._numbers[node] = self.value(source)
             return
+        if name == "aten.full_like.default" and node.meta["val"].numel() <= _FOLDED_ELEMENTS:
+            like = node.meta["val"]  # its shape is static, so its value depends on nothing
+            self._folded[node] = torch.full(like.shape, node.args[1], dtype=like.dtype)
+            return
         if self._folds(node):
             with torch.no_grad():
                 args, kwargs = torch.fx.map_arg((node.args, node.kwargs), self._folded.__getitem__)
@@ -238,7 +350,7 @@ class _Builder:
         tensors = values if isinstance(values, (list, tuple)) else [values]
         random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
         return not (random or _writes(node.target)) and all(
-            t.numel() <= _FOLDED_ELEMENTS for t in tensors
+            t is None or t.numel() <= _FOLDED_ELEMENTS for t in tensors
         )
 
     def _append(self, node: FxNode, name: str) -> None:
@@ -260,7 +372,10 @@ class _Builder:
         return self._count - 1
 
 
-def _type(tensor: Tensor) -> ValueType:
+def _type(tensor: Tensor | None) -> ValueType:
+    """Return the type of a value; gradients that nobody needs have none."""
+    if tensor is None:
+        return ValueType((), "none")
     return ValueType(tuple(tensor.shape), _dtype_name(tensor.dtype))
 
 
@@ -281,5 +396,5 @@ def _argument(value: Any, number: Callable[[FxNode], int]) -> Any:
 
 
 def _module(node: FxNode) -> str:
-    stack = node.meta.get("nn_module_stack") or {}
-    return next(reversed([str(path) for path, _ in stack.values()]), "")
+    name, _ = (node.meta.get("nn_module_stack") or {}).get(_RUNNING, ("", None))
+    return str(name)

@@ -6,13 +6,15 @@ optimizer state live in the framework between steps; a save, an export or a resu
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 
 from hyper_parallel.backends.program_runner import CompiledProgram, ProgramRunner, join_ranks
@@ -20,7 +22,9 @@ from hyper_parallel.backends.torch import local
 from hyper_parallel.trainer.data import Batches, StreamBatches
 from hyper_parallel.trainer.engine.step_loop import Loop, StepInputs
 from hyper_parallel.trainer.engine.step_programs import (
+    AXES,
     VALID_TOKENS,
+    StepPrograms,
     state_names,
     update_scalars,
 )
@@ -34,10 +38,15 @@ class FrameworkState:
         model: Model of torch, from which the values are read.
         optimizer: Its optimizer.
         runner: The framework.
+        shapes: Shapes of its values; shards of torch may have fewer rows.
     """
 
     def __init__(
-        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, runner: ProgramRunner
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        runner: ProgramRunner,
+        shapes: Mapping[str, tuple[int, ...]],
     ) -> None:
         self._runner, self._optimizer = runner, optimizer
         self._tensors: dict[str, Tensor] = {}
@@ -55,9 +64,11 @@ class FrameworkState:
                 state.setdefault("step", torch.zeros((), dtype=torch.float32))
                 self.step = int(state["step"])
         self.values = {
-            name: runner.value(local(t.detach()).numpy()) for name, t in self._tensors.items()
+            name: runner.value(_padded(local(t.detach()).numpy(), shapes.get(name)))
+            for name, t in self._tensors.items()
         }
-        self._names = {id(tensor): name for name, tensor in self._tensors.items()}
+        # Checkpoints and exports ask for local tensors.
+        self._names = {id(local(tensor)): name for name, tensor in self._tensors.items()}
 
     @property
     def parameters(self) -> dict[str, Any]:
@@ -74,11 +85,19 @@ class FrameworkState:
 
     def on_host(self, tensor: Tensor) -> Tensor:
         """Return a tensor of model or optimizer with its current value."""
-        name = self._names.get(id(tensor))
+        name = self._names.get(id(local(tensor)))
         if name is not None:
             array = torch.from_numpy(self._runner.array(self.values[name]))
-            local(tensor.detach()).copy_(array)
+            target = local(tensor.detach())
+            target.copy_(array[: len(target)] if target.dim() else array)
         return tensor.detach()
+
+
+def _padded(array: NDArray[Any], shape: tuple[int, ...] | None) -> NDArray[Any]:
+    """Return an array with rows of zeros added up to a shape."""
+    if shape is None or array.shape == shape:
+        return array
+    return np.pad(array, [(0, wanted - n) for wanted, n in zip(shape, array.shape, strict=True)])
 
 
 @dataclass
@@ -96,14 +115,18 @@ class ProgramLoop(Loop):
     programs: dict[str, CompiledProgram] = field(init=False)
     _pending: dict[str, Any] = field(init=False, default_factory=dict)
 
-    def connect(self, runner: ProgramRunner, programs: dict[str, CompiledProgram]) -> None:
+    def connect(
+        self, runner: ProgramRunner, programs: StepPrograms, compiled: dict[str, CompiledProgram]
+    ) -> None:
         """Take the weights and the optimizer state from torch."""
-        self.runner, self.programs = runner, programs
-        self.state = FrameworkState(self.model, self.optimizer, runner)
+        self.runner, self.programs = runner, compiled
+        inputs = programs.gradients.inputs | programs.update.inputs
+        shapes = {name: kind.shape for name, (_, kind) in inputs.items()}
+        self.state = FrameworkState(self.model, self.optimizer, runner, shapes)
         self._zeros = {
-            f"sum.{name}": runner.value(torch.zeros_like(local(param.detach())).numpy())
-            for name, param in self.model.named_parameters()
-            if param.requires_grad
+            name: runner.value(np.zeros(shape, np.float32))
+            for name, shape in shapes.items()
+            if name.startswith("sum.")
         }
 
     def gradients(self, inputs: StepInputs) -> tuple[Tensor, Tensor]:
@@ -115,12 +138,7 @@ class ProgramLoop(Loop):
                 results = self.programs["gradients"](self.state.parameters | sums | batch)
                 loss += float(self.runner.array(results.pop("loss")))
                 sums = results
-        with self.recorder.span("gradients", "communication"):
-            summed = self.runner.sum_over_ranks([*sums.values()])
-        grads = {
-            name.replace("sum.", "grad.", 1): value
-            for name, value in zip(sums, summed, strict=True)
-        }
+        grads = {name.replace("sum.", "grad.", 1): value for name, value in sums.items()}
         with self.recorder.span("update", "optimizer"):
             scalars = update_scalars(self.optimizer, self.state.step + 1, float(inputs.lr))
             given = {k: self.runner.value(torch.tensor(v).numpy()) for k, v in scalars.items()}
@@ -173,17 +191,21 @@ class ProgramEngine(TorchEngine):
         self._gauge.state = self._gauge.kinds = None
 
     def __enter__(self) -> ProgramEngine:
-        self._runner = join_ranks(self._recipe.backend, self.rank, self.world_size, self._agree)
+        mesh = self._job.plan.mesh
+        groups = {axis: mesh.group(self.rank, axis) for axis in AXES if mesh.degree(axis) > 1}
+        backend = self._recipe.backend
+        self._runner = join_ranks(backend, self.rank, self.world_size, self._agree, groups)
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        self._runner.close()
+        self._runner.close(failed=any(error))
 
     def begin(self, done: int, batches: Batches | StreamBatches) -> None:
         """Open the run's checkpoints, and compile the programs."""
         super().begin(done, batches)
         programs = self._job.programs
+        assert programs is not None
         folder = Path(self._job.output_dir) / "programs"
         folder.mkdir(exist_ok=True)
         compiled = {
@@ -193,7 +215,7 @@ class ProgramEngine(TorchEngine):
             for name in ("loss", "gradients", "update")
         }
         assert isinstance(self._loop, ProgramLoop)
-        self._loop.connect(self._runner, compiled)
+        self._loop.connect(self._runner, programs, compiled)
 
     def facts(self) -> dict[str, Any]:
         """Return facts about device and versions for the record of the run."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
@@ -20,14 +21,18 @@ from hyper_parallel.backends.torch.program_capture import (
     capture_loss,
     capture_update,
 )
+from hyper_parallel.backends.torch.program_shards import Shards, sum_over
 from hyper_parallel.config import Recipe
 from hyper_parallel.errors import Contradiction, MissingDependency, UnsupportedSharding
-from hyper_parallel.ir import Plan
+from hyper_parallel.ir import Plan, Strategy
 from hyper_parallel.trainer.engine.optimizer import build_optimizer
 from hyper_parallel.trainer.engine.recipe_model import build_model
 
 VALID_TOKENS: Final = "valid_tokens"
 """Name of the batch's value by which the loss is divided."""
+
+AXES: Final = ("dp_replicate", "dp_shard")
+"""Mesh axes that programs have collectives for."""
 
 _STATES: Final[dict[type, tuple[str, ...]]] = {
     torch.optim.AdamW: ("exp_avg", "exp_avg_sq"),
@@ -82,7 +87,7 @@ def capture_programs(
         MissingDependency: HP501 when the back end is not installed.
         Contradiction: HP104 for a feature of the recipe that programs do not have, or for operators that the back end
             does not have.
-        UnsupportedSharding: HP205 for a layout with other axes than `dp_replicate`.
+        UnsupportedSharding: HP205 for a layout with other axes than `AXES`.
     """
     _check_installed(recipe.backend, where)
     _check_recipe(recipe, plan, router_loss, where)
@@ -98,10 +103,12 @@ def capture_programs(
         VALID_TOKENS: torch.ones((), dtype=torch.float32),
     }  # fmt: skip
     optimizer = build_optimizer(model, recipe.training)
+    shards = Shards(plan.strategy.dp_shard)
+    clip = partial(_clipped, plan.strategy, recipe.training.max_grad_norm)
     programs = StepPrograms(
-        capture_loss(model, batch, _loss),
-        capture_gradients(model, batch, _loss),
-        _update_program(model, optimizer, recipe.training.max_grad_norm),
+        capture_loss(model, batch, _loss, shards),
+        capture_gradients(model, batch, _loss, shards),
+        _update_program(model, optimizer, shards, clip),
     )
     missing: dict[str, str] = {}
     for program in (programs.gradients, programs.update, programs.loss):
@@ -192,12 +199,12 @@ def _check_recipe(
         if applies:
             raise _refused(text, where(key), hint)
     strategy = plan.strategy
-    if strategy.world_size != strategy.dp_replicate:
+    if strategy.world_size != strategy.dp_replicate * strategy.dp_shard:
         tp = ("tp_x", "tp_y") if strategy.tp_y > 1 else ("tp",)
         axes = [a for a in ("pp", "cp", *tp, "ep") if getattr(strategy, a) > 1]
         single = [f"parallel.{axis}=1" for axis in ("dp_shard", *axes)]
         raise UnsupportedSharding(
-            f"the back end {recipe.backend} runs data parallelism with whole models only",
+            f"the back end {recipe.backend} runs data parallelism only: {', '.join(AXES)}",
             where=where("parallel"),
             got=str(strategy),
             hint=f"parallel.dp_replicate={strategy.world_size} {' '.join(single)}",
@@ -213,26 +220,44 @@ def _refused(text: str, where: str, hint: str) -> Contradiction:
     )
 
 
+def _clipped(
+    strategy: Strategy, max_norm: float | None, grads: Mapping[str, Tensor]
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the norm of the gradients, summed over replicas, and the clipped gradients."""
+    if strategy.dp_replicate > 1:
+        grads = {name: sum_over(grad, "dp_replicate") for name, grad in grads.items()}
+    squares = torch.stack([g.float().square().sum() for g in grads.values()]).sum()
+    norm = (sum_over(squares, "dp_shard") if strategy.dp_shard > 1 else squares).sqrt()
+    if max_norm is None:
+        return norm, dict(grads)
+    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    return norm, {name: grad * scale for name, grad in grads.items()}
+
+
 def _update_program(
-    model: nn.Module, optimizer: torch.optim.Optimizer, max_norm: float | None
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    shards: Shards,
+    clip: Callable[[Mapping[str, Tensor]], tuple[Tensor, dict[str, Tensor]]],
 ) -> StepProgram:
     names = {p: n for n, p in model.named_parameters()}
     groups = {names[p]: group for group in optimizer.param_groups for p in group["params"]}
-    shapes = {names[p]: torch.empty(p.shape, dtype=p.dtype) for p in names if names[p] in groups}
+    shapes = {
+        name: torch.empty(shards.shape(p.shape), dtype=p.dtype)
+        for p, name in names.items()
+        if name in groups
+    }
     kinds = ("param", "grad", *state_names(optimizer))
     example = {f"{kind}.{name}": shapes[name] for kind in kinds for name in shapes}
     example |= {name: torch.ones(()) for name in update_scalars(optimizer, 1, 1.0)}
     rule = _adamw if isinstance(optimizer, torch.optim.AdamW) else _sgd
 
     def update(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        grads = {name: values[f"grad.{name}"] for name in shapes}
-        norm = torch.stack([g.float().square().sum() for g in grads.values()]).sum().sqrt()
+        norm, grads = clip({name: values[f"grad.{name}"] for name in shapes})
         results = {"grad_norm": norm}
-        scale = None if max_norm is None else (max_norm / (norm + 1e-6)).clamp(max=1.0)
         for name, group in groups.items():
             own = {k: values[f"{k}.{name}"] for k in ("param", *state_names(optimizer))}
-            grad = grads[name] if scale is None else grads[name] * scale
-            updated = rule(own, grad, values, group)
+            updated = rule(own, grads[name], values, group)
             results |= {f"{kind}.{name}": value for kind, value in updated.items()}
         return results
 
