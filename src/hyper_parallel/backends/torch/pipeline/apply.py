@@ -268,7 +268,7 @@ class _PipelinePass:
             # Set by the model's first layer otherwise, which may be on another stage.
             pipeline.tp.shape = PassShape(pipeline.tokens(batch))
         running = pipeline.stages.running
-        with running.run(stage, received):
+        with running.run(stage, received), running.trace_media(self._model, batch):
             if stage == last:
                 out = self._loss_of(i)
                 self._total += out.detach()
