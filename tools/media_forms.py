@@ -29,8 +29,17 @@ _STARTS = {
     "image": ("vision_start_token_id", "image_start_token_id"),
     "audio": ("audio_start_token_id",),
 }
+_OF_PIXELS = {"image_sizes", "pixel_attention_mask"}
+"""Arrays that describe images of pixels as well as images of patches."""
 _TYPES = {"image": 1, "audio": 3}
 """Values of `mm_token_type_ids`, as processors give them."""
+
+
+def name_placeholders(config: Any) -> None:
+    """Give a token to placeholders that the config of a type leaves open."""
+    for name in (*_PLACEHOLDERS["image"], *_PLACEHOLDERS["audio"]):
+        if getattr(config, name, 0) is None:
+            setattr(config, name, 301)
 
 
 def kinds(model: Any) -> list[str]:
@@ -110,7 +119,7 @@ def _counts(model: Any, kind: str, inputs: Batch) -> list[int]:
     elements = sum(t.numel() for t in tensors)
     discrete = bool(tensors) and not tensors[0].is_floating_point()
     exact = elements if discrete else elements // width
-    return [exact] if exact <= 100 else []
+    return [exact] if exact <= 600 else []
 
 
 def _sequence(
@@ -165,7 +174,7 @@ def _forms(model: Any, kind: str) -> Iterator[tuple[Batch, Batch]]:
 def _image_forms(model: Any) -> Iterator[tuple[tuple[int, ...], Batch]]:
     vision = _part(model.config, ("vision", "image", "vq", "encoder"))
     patch = _number(vision, ("patch_size",), 4)
-    side = _number(vision, ("image_size", "max_image_size", "resolution"), 16)
+    side = _number(vision, ("image_size", "max_image_size"), 16)
     frames = _number(vision, ("temporal_patch_size",), 2)
     channels = _number(vision, ("in_channels", "num_channels", "in_chans"), 3)
     merge = _number(vision, ("spatial_merge_size", "merge_size"), 2)
@@ -182,7 +191,7 @@ def _image_forms(model: Any) -> Iterator[tuple[tuple[int, ...], Batch]]:
             "image_merge_sizes": torch.tensor([merge]),
             "pixel_attention_mask": torch.ones(1, count, dtype=torch.long),
         }
-        if described.keys() & _names(model.forward):
+        if (described.keys() - _OF_PIXELS) & _names(model.forward):
             flat = channels * patch**2
             for shape in (
                 (count, frames * flat), (count, flat), (count, channels, patch, patch),
@@ -190,11 +199,12 @@ def _image_forms(model: Any) -> Iterator[tuple[tuple[int, ...], Batch]]:
                 (1, channels, patch, patch * count), (count, 1, channels, patch, patch),
             ):  # fmt: skip
                 yield shape, described
+    known = _names(model.forward)
     for pixels in dict.fromkeys((side, 4 * patch, 16, 32, 64)):
         sizes = torch.tensor([[pixels, pixels]])
         for tiles in ((1,), (1, 2), (1, 1), (2,), (1, 1, 2), (3,)):
             masks = torch.ones(*tiles, pixels, pixels, dtype=torch.bool)
-            for listed in (False, True):
+            for listed in (False, True)[: 1 + bool({"image_sizes", "num_local_patches"} & known)]:
                 yield (
                     (*tiles, channels, pixels, pixels),
                     {

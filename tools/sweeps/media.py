@@ -63,18 +63,20 @@ def run(model_type: str, folder: Path) -> dict[str, str]:
     except Exception as error:
         return cells | dict.fromkeys(COLUMNS[1:], refusal_or_failure(error))
     cells["one rank"] = _one_rank(model, steps, wanted)
-    return cells | {column: _two_ranks(model, steps, wanted, s) for column, s in LAYOUTS.items()}
+    return cells | _two_ranks(model, steps, wanted, LAYOUTS)
 
 
 def _plain_model(model_type: str) -> Any:
     """Return the shrunk model of a type, in float64 with random weights and train mode."""
     import torch
     from census_models import tiny
+    from media_forms import name_placeholders
     from transformers import AutoConfig, AutoModelForImageTextToText, AutoModelForMultimodalLM
 
     from hyper_parallel.trainer.engine.auto_model import complete_outputs
 
     config = AutoConfig.for_model(**tiny(model_type))
+    name_placeholders(config)
     fits = type(config) in AutoModelForMultimodalLM._model_mapping
     auto = AutoModelForMultimodalLM if fits else AutoModelForImageTextToText
     with torch.device("meta"):
@@ -97,21 +99,39 @@ def _check_class(model: Any, model_type: str) -> None:
     from hyper_parallel.trainer.engine.auto_model import class_of_config
 
     values = {**tiny(model_type), "architectures": [type(model).__name__]}
-    auto = class_of_config(ConfigFile(where=model_type, values=values))
+    auto = class_of_config(ConfigFile(values, model_type, model_type))
     built = auto if not hasattr(auto, "_model_mapping") else auto._model_mapping[type(model.config)]
     if built is not type(model):
         raise TypeError(f"a recipe builds {built.__name__} instead of {type(model).__name__}")
 
 
 def _plain_step(model: Any, batches: list[dict[str, Any]]) -> tuple[float, dict[str, Any]]:
-    """Return the mean loss of batches with equal numbers of targets, and its gradients, by transformers alone."""
+    """Return the mean cross entropy of batches with equal numbers of targets, and its gradients, by transformers alone.
+
+    The model's own loss is used where logits and tokens have different positions.
+    """
+    from torch.nn.functional import cross_entropy
+
     model.zero_grad()
     total = 0.0
     for batch in batches:
-        loss = model(**batch, use_cache=False).loss / len(batches)
+        out, labels = model(**batch, use_cache=False), batch["labels"]
+        if out.logits.shape[1] == labels.shape[1]:
+            loss = cross_entropy(out.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        else:
+            loss = out.loss
+        loss = loss / len(batches)
         loss.backward()
         total += float(loss.detach())
     return total, _gradients(model)
+
+
+def _shifted(batch: dict[str, Any]) -> dict[str, Any]:
+    """Return a batch with targets as a recipe's run has them."""
+    from torch.nn.functional import pad
+
+    rest = {name: value for name, value in batch.items() if name != "labels"}
+    return {**rest, "shift_labels": pad(batch["labels"][:, 1:], (0, 1), value=-100)}
 
 
 def _gradients(model: Any) -> dict[str, Any]:
@@ -129,7 +149,7 @@ def _steps(network: Any, steps: list[Any], rank: int, size: int) -> list[tuple[f
     results = []
     for batches in steps:
         network.zero_grad()
-        loss = hp.forward_backward(network, batches[rank::size])
+        loss = hp.forward_backward(network, [_shifted(b) for b in batches[rank::size]])
         results.append((float(loss), _gradients(network)))
     return results
 
@@ -144,31 +164,48 @@ def _one_rank(model: Any, steps: list[Any], wanted: list[Any]) -> str:
         return refusal_or_failure(error)
 
 
-def _two_ranks(model: Any, steps: list[Any], wanted: list[Any], strategy: str) -> str:
+def _two_ranks(
+    model: Any, steps: list[Any], wanted: list[Any], layouts: dict[str, str]
+) -> dict[str, str]:
+    """Return the cells of layouts, in one launch; in a launch each if that fails."""
     import hyper_parallel as hp
     from hyper_parallel.errors import HyperParallelError
 
-    def rank(number: int) -> tuple[str, list[set[str]]]:
+    def rank(number: int) -> dict[str, tuple[str, list[set[str]]]]:
+        results = {}
         with hp.World.join("cpu") as world:
-            network = copy.deepcopy(model)
-            try:
-                hp.parallelize(network, hp.plan_of(network, strategy), world)
-                found = _steps(network, steps, *hp.data_share(network))
-            except HyperParallelError as error:
-                return refusal_or_failure(error), []
-            names = [{*gradients} for _, gradients in found]
-            return _compare(found, wanted, whole="pp" not in strategy), names
+            for column, strategy in layouts.items():
+                network = copy.deepcopy(model)
+                try:
+                    hp.parallelize(network, hp.plan_of(network, strategy), world)
+                    found = _steps(network, steps, *hp.data_share(network))
+                except HyperParallelError as error:
+                    results[column] = refusal_or_failure(error), []
+                else:
+                    names = [{*gradients} for _, gradients in found]
+                    results[column] = _compare(found, wanted, whole=column != "pp 2"), names
+        return results
 
     try:
-        hp.plan_of(model, strategy)
-        (first, names), (second, others) = hp.launch(rank, 2, timeout_s=90)
+        ranks = hp.launch(rank, 2, timeout_s=60 * len(layouts))
     except Exception as error:
-        return refusal_or_failure(error)
-    if (cell := first if first != "ok" else second) != "ok":
+        if len(layouts) == 1:
+            return dict.fromkeys(layouts, refusal_or_failure(error))
+        cells = [_two_ranks(model, steps, wanted, {c: s}) for c, s in layouts.items()]
+        return {column: cell for part in cells for column, cell in part.items()}
+    return {column: _joined(*(found[column] for found in ranks), wanted) for column in layouts}
+
+
+def _joined(
+    first: tuple[str, list[set[str]]], second: tuple[str, list[set[str]]], wanted: list[Any]
+) -> str:
+    """Return the cell of a layout from those of its ranks, which together hold all gradients."""
+    if (cell := first[0] if first[0] != "ok" else second[0]) != "ok":
         return cell
-    whole = [a | b for a, b in zip(names, others, strict=True)]
-    lacks = [right.keys() - found for found, (_, right) in zip(whole, wanted, strict=True)]
-    return f"wrong: no gradient of {sorted(lacks[0])[:2]}" if any(lacks) else "ok"
+    for names, others, (_, right) in zip(first[1], second[1], wanted, strict=True):
+        if lacks := sorted(right.keys() - names - others):
+            return f"wrong: no gradient of {lacks[:2]}"
+    return "ok"
 
 
 def _compare(found: list[Any], wanted: list[Any], *, whole: bool) -> str:

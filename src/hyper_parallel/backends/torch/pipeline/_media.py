@@ -80,7 +80,6 @@ def layers_with_media(model: nn.Module) -> set[int]:
         layers |= {*range(1, 1 + len(getattr(part, "deepstack_visual_indexes", None) or ()))}
         # Pairs of an encoder layer and the decoder layer before which its features are added.
         layers |= {layer for _, layer in getattr(part, "deepstack_layer_map", None) or ()}
-        layers |= {*(getattr(part, "cross_attention_layers", None) or ())}
     return layers
 
 

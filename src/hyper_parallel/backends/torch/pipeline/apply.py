@@ -107,8 +107,9 @@ class Pipeline:
             gradients.defer()
         if self._shared_are_summed:
             # Gradients of an earlier step are summed already: each rank keeps its equal share.
-            for grad in self._shared_gradients(model):
-                grad.div_(len(self._sharing))
+            for p in self._shared_parameters(model):
+                if p.grad is not None:
+                    local(p.grad).div_(len(self._sharing))
         total = running.run()
         with span("gradient reduction", "communication"):
             # Modules that the schedule does not reduce, such as embedding and head.
@@ -171,33 +172,42 @@ class Pipeline:
         """Pipeline ranks with the shared weights of this rank."""
         return {r for name in self.stages.shared for r in self.stages.holders[name]}
 
-    def _shared_gradients(self, model: nn.Module) -> list[Tensor]:
-        """Return the local gradients of shared weights, in the same order on all ranks; zero for unused weights."""
-        params = [
-            p for name in self.stages.shared if (p := model.get_parameter(name)).requires_grad
-        ]
-        for p in params:
-            if p.grad is None:
-                p.grad = torch.zeros_like(p)
-        return [local(p.grad) for p in params if p.grad is not None]
+    def _shared_parameters(self, model: nn.Module) -> list[nn.Parameter]:
+        """Return the trained shared weights, in the same order on all ranks."""
+        params = map(model.get_parameter, self.stages.shared)
+        return [p for p in params if p.requires_grad]
 
     def _sum_shared_gradients(self, model: nn.Module) -> None:
         """Sum the gradients of weights shared by stages; two ranks get equal sums, because a + b equals b + a."""
-        grads = self._shared_gradients(model)
-        if not grads:
+        params = self._shared_parameters(model)
+        if not params:
             return
-        flat = torch.cat([g.reshape(-1) for g in grads])
-        if flat.numel():
-            peers = self._sharing - {self.rank}
-            if len(peers) == 1:
-                (peer,) = peers
-                received, wait = send_receive(flat, peer, peer, self.group, Purpose.SHARED_WEIGHT)
-                wait()
-                flat = flat + received
-            else:
-                flat = all_reduce(flat, self.group, Purpose.SHARED_WEIGHT)
-            for grad, total in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
-                grad.copy_(total.view_as(grad))
+        # Encoders of media have no uses in the traced text, and no gradients in a step without media.
+        uses_in_text = self.stages.running.flow.params
+        encoders = any(not uses_in_text.get(name, True) for name in self.stages.shared)
+        used = [p.grad is not None for p in params] if encoders else []
+        for p in params:
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+        grads = [local(p.grad) for p in params if p.grad is not None]
+        uses = grads[0].new_tensor(used)
+        flat = torch.cat([*(g.reshape(-1) for g in grads), uses])
+        peers = self._sharing - {self.rank}
+        if not flat.numel():
+            pass
+        elif len(peers) == 1:
+            (peer,) = peers
+            received, wait = send_receive(flat, peer, peer, self.group, Purpose.SHARED_WEIGHT)
+            wait()
+            flat = flat + received
+        else:
+            flat = all_reduce(flat, self.group, Purpose.SHARED_WEIGHT)
+        *totals, uses = flat.split([*(g.numel() for g in grads), len(used)])
+        for grad, total in zip(grads, totals, strict=True):
+            grad.copy_(total.view_as(grad))
+        for p, count in zip(params if encoders else (), uses.tolist(), strict=True):
+            if not count:  # no microbatch had media for this encoder
+                p.grad = None
         self._shared_are_summed = True
 
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -245,11 +246,26 @@ def _split(
                     empty = None if p is None else torch.empty(0, dtype=p.dtype)
                     placeholder.__dict__[key] = empty
             model.set_submodule(name, placeholder)
+    _keep_properties(model)
     by_stage = {
         stage: [running._modules[str(i)] for i in ranges[stage]]
         for stage in strategy.stages_of(pp_rank)
     }
     return StageModules(running, rank_of, holders, shared, by_stage, flow.tail, dtype, ends)
+
+
+def _keep_properties(model: nn.Module) -> None:
+    """Make modules without parameters on this rank report device and dtype of the model's first parameter.
+
+    The properties `device` and `dtype` of transformers read a parameter, and model code reads them of encoders.
+    """
+
+    def first_parameter(recurse: bool = True) -> Iterator[nn.Parameter]:
+        return islice(model.parameters(), 1)
+
+    for module in model.modules():
+        if hasattr(type(module), "dtype") and next(module.parameters(), None) is None:
+            module.__dict__["parameters"] = first_parameter
 
 
 def _outer_modules(
