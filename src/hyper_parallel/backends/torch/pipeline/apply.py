@@ -20,7 +20,12 @@ from torch.distributed.fsdp import FSDPModule
 
 from hyper_parallel.backends.torch.collectives import all_reduce, purpose, send_receive
 from hyper_parallel.backends.torch.context.state import ContextState
-from hyper_parallel.backends.torch.data.fsdp import defer_reductions, end_backward, reduce_now
+from hyper_parallel.backends.torch.data.fsdp import (
+    complete_gradients,
+    defer_reductions,
+    end_backward,
+    reduce_now,
+)
 from hyper_parallel.backends.torch.experts.balance_loss import BalanceLoss
 from hyper_parallel.backends.torch.pipeline._split_backward import input_gradient
 from hyper_parallel.backends.torch.pipeline.stages import StageModules
@@ -112,6 +117,8 @@ class Pipeline:
                     local(p.grad).div_(len(self._sharing))
         total = running.run()
         with span("gradient reduction", "communication"):
+            if self._fsdp:
+                complete_gradients(self._fsdp[-1], self.stages.running.flow.unused)
             # Modules that the schedule does not reduce, such as embedding and head.
             for module in reversed(self._fsdp):
                 reduce_now(module)
@@ -182,9 +189,8 @@ class Pipeline:
         params = self._shared_parameters(model)
         if not params:
             return
-        # Encoders of media have no uses in the traced text, and no gradients in a step without media.
-        uses_in_text = self.stages.running.flow.params
-        encoders = any(not uses_in_text.get(name, True) for name in self.stages.shared)
+        # Encoders have no gradients in a step without media.
+        encoders = not self.stages.running.flow.unused.isdisjoint(self.stages.shared)
         used = [p.grad is not None for p in params] if encoders else []
         for p in params:
             if p.grad is None:
