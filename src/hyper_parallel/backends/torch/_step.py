@@ -101,7 +101,7 @@ def _run(
 ) -> Tensor:
     """Run all microbatches, with backward if `train`, and return the loss or this rank's summand of it."""
     attached = handle(model)
-    axes = [axis for axis in ("pp", "cp") if getattr(attached.plan.strategy, axis) > 1]
+    axes = [axis for axis in ("pp", "cp", "tp") if getattr(attached.plan.strategy, axis) > 1]
     for part in microbatches:
         refuse_other_inputs(model, axes, stage_inputs(model, part, objective))
     local_only = num_tokens is not None
