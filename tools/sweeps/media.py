@@ -84,7 +84,10 @@ def _plain_model(model_type: str) -> Any:
     if size > MOST_PARAMETERS:
         raise ValueError(f"not shrunk: {size} parameters")
     torch.manual_seed(3)
-    model = auto.from_config(config, dtype=torch.float64).train().double()
+    model = auto.from_config(config, dtype=torch.float64).train()
+    for parameter in model.parameters():
+        # Some types keep parameters in float32, and some begin with projections of 0.
+        parameter.data = parameter.data.double() + 0.02 * torch.randn_like(parameter).double()
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")  # grouped matrix products have no float64
     complete_outputs(model)
