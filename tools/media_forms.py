@@ -31,6 +31,7 @@ _STARTS = {
 }
 _OF_PIXELS = {"image_sizes", "pixel_attention_mask"}
 """Arrays that describe images of pixels as well as images of patches."""
+_PATCHES = {"image_patches", "flattened_patches"}
 _TYPES = {"image": 1, "audio": 3}
 """Values of `mm_token_type_ids`, as processors give them."""
 
@@ -113,7 +114,8 @@ def _counts(model: Any, kind: str, inputs: Batch) -> list[int]:
     with torch.no_grad():
         features = function(**{k: v for k, v in inputs.items() if k in _names(function)})
     width = model.get_input_embeddings().weight.shape[1]
-    features = getattr(features, "pooler_output", features)
+    pooled = getattr(features, "pooler_output", None)
+    features = getattr(features, "last_hidden_state", features) if pooled is None else pooled
     parts = features if isinstance(features, (tuple, list)) else [features]
     tensors = [p for p in parts if isinstance(p, Tensor)]
     elements = sum(t.numel() for t in tensors)
@@ -191,7 +193,7 @@ def _image_forms(model: Any) -> Iterator[tuple[tuple[int, ...], Batch]]:
             "image_merge_sizes": torch.tensor([merge]),
             "pixel_attention_mask": torch.ones(1, count, dtype=torch.long),
         }
-        if (described.keys() - _OF_PIXELS) & _names(model.forward):
+        if (described.keys() - _OF_PIXELS | _PATCHES) & _names(model.forward):
             flat = channels * patch**2
             for shape in (
                 (count, frames * flat), (count, flat), (count, channels, patch, patch),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -69,13 +70,18 @@ def run(model_type: str, folder: Path) -> dict[str, str]:
 def _plain_model(model_type: str) -> Any:
     """Return the shrunk model of a type, in float64 with random weights and train mode."""
     import torch
-    from census_models import tiny
+    from census_models import shrunk, tiny
     from media_forms import name_placeholders
     from transformers import AutoConfig, AutoModelForImageTextToText, AutoModelForMultimodalLM
 
     from hyper_parallel.trainer.engine.auto_model import complete_outputs
 
-    config = AutoConfig.for_model(**tiny(model_type))
+    values = tiny(model_type)
+    for key, part in type(AutoConfig.for_model(**values)).sub_configs.items():
+        cls = getattr(part, "config_class", part)
+        if values.get(key) is None and cls is not AutoConfig:  # a tower that the type may lack
+            values[key] = shrunk(cls, {}, count(310)).to_dict()
+    config = AutoConfig.for_model(**values)
     name_placeholders(config)
     fits = type(config) in AutoModelForMultimodalLM._model_mapping
     auto = AutoModelForMultimodalLM if fits else AutoModelForImageTextToText
