@@ -43,12 +43,12 @@ def refuse_other_inputs(model: nn.Module, axes: Sequence[str], batch: Mapping[st
 
     Args:
         model: Model that gets the batch.
-        axes: Axes of `pp`, `cp` and `tp` with a degree above 1; without any, all inputs are allowed.
+        axes: Axes of `pp` and `cp` with a degree above 1; without any, all inputs are allowed.
         batch: Arguments of the model's forward.
 
     Raises:
-        UnsupportedSharding: HP205 naming the input: any under cp; under pp and tp one that the forward cannot run
-            without, because later stages, and the trial that finds partial gradients, run on text alone.
+        UnsupportedSharding: HP205 naming the input: any under cp; under pp one that the forward cannot run without,
+            because the stages after the first do.
     """
     media = encoder_inputs(batch) if axes else {}
     if media and "cp" in axes:
@@ -62,7 +62,7 @@ def refuse_other_inputs(model: nn.Module, axes: Sequence[str], batch: Mapping[st
     parameters = inspect.signature(model.forward).parameters if media else {}
     for name in sorted(media.keys() & parameters.keys()):
         if parameters[name].default is inspect.Parameter.empty:
-            raise flow_error(model, f"its forward cannot run without `{name}`", axes[0])
+            raise flow_error(model, f"its forward cannot run without `{name}`", "pp")
 
 
 def refuse_random_modules(model: nn.Module, strategy: Strategy) -> None:

@@ -25,13 +25,13 @@ def check_media_inputs(model: nn.Module, plan: Plan, sequences: Any, recipe: Rec
         recipe: Recipe of the run.
 
     Raises:
-        UnsupportedSharding: HP205 for cp, and for pp and tp if the forward cannot run without the media.
+        UnsupportedSharding: HP205 for cp, and for pp if the forward cannot run without the media.
         Contradiction: HP104 for offload and for step programs, whose steps all have the same shapes.
         ModelUnreadable: HP305 when the model's forward does not read them.
     """
     arrays = sequences.first_media()
     tensors = {name: torch.from_numpy(np.asarray(array)) for name, array in arrays.items()}
-    axes = [axis for axis in ("pp", "cp", "tp") if getattr(plan.strategy, axis) > 1]
+    axes = [axis for axis in ("pp", "cp") if getattr(plan.strategy, axis) > 1]
     refuse_other_inputs(model, axes, tensors)
     hints = {
         "offload": (recipe.offload.on, "offload.budget=null offload.max_slowdown=null"),
