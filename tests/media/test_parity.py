@@ -261,7 +261,7 @@ def test_two_hundred_steps_of_any_mixture_on_two_ranks_end(tmp_path: Path, famil
         assert found == pytest.approx(expected, rel=1e-10)
 
 
-LAYOUTS = ("dp_shard=2", "dp_replicate=2", "dp_shard=2 zero=1", "tp=2")
+LAYOUTS = ("dp_shard=2", "dp_replicate=2", "dp_shard=2 zero=1", "tp=2", "pp=2")
 STEPS = ("iitt", "ttit", "tttt", "iiii", "titi")
 """Rows of each step with an item (i) or text only (t); the first two belong to rank 0 of two data ranks."""
 

@@ -57,6 +57,8 @@ def test_layouts_repeat_one_rank_and_the_export_reads_images(place: Path) -> Non
     train(place, place / "two", "parallel.dp_shard=2", "checkpoint.every=1", "training.steps=1")
     train(place, place / "two", "parallel.dp_shard=2")
     assert_same_curve(curve(place / "two"), curve(place / "one"))
+    train(place, place / "stages", "parallel.pp=2")
+    assert_same_curve(curve(place / "stages"), curve(place / "one"))
     # Conversations with images are padded in any case.
     train(place, place / "packed", "parallel.dp_shard=1", "data.packing=true")
     assert_same_curve(curve(place / "packed"), curve(place / "one"))
@@ -106,7 +108,6 @@ def test_adapters_and_a_frozen_tower_train_the_language_part(place: Path) -> Non
 @pytest.mark.parametrize(
     ("override", "code", "match"),
     [
-        ("parallel.pp=2", UnsupportedSharding, "HP205[\\s\\S]*pixel_values[\\s\\S]*parallel.pp=1"),
         ("parallel.cp=2", UnsupportedSharding, "HP205[\\s\\S]*pixel_values[\\s\\S]*parallel.cp=1"),
         (
             "parallel.dp_shard=1 offload.max_slowdown=0.5",

@@ -158,10 +158,8 @@ def _qwen3_vl() -> nn.Module:
     return Qwen3VLForConditionalGeneration(config).double()
 
 
-@pytest.mark.dist
-@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")
-def test_one_rank_with_an_image_and_one_without_repeat_one_rank() -> None:
-    model = _qwen3_vl()
+def _steps_with_an_image() -> list[list[list[dict[str, Tensor]]]]:
+    """Return microbatches by step and rank: one rank's second microbatch has an image, then none has."""
     ids = torch.randint(3, 80, (3, 16))
     pictured = ids[:1].clone()
     pictured[0, 2:6] = 90
@@ -171,8 +169,15 @@ def test_one_rank_with_an_image_and_one_without_repeat_one_rank() -> None:
         "mm_token_type_ids": (pictured == 90).int(),
     }  # fmt: skip
     texts = [{"input_ids": row[None], "labels": row[None]} for row in ids]
-    # Two steps: the tower is used by one rank in its second microbatch, then by none.
-    steps = [[[texts[0], image], texts[1:]], [texts[:2], texts[1:]]]
+    return [[[texts[0], image], texts[1:]], [texts[:2], texts[1:]]]
+
+
+@pytest.mark.dist
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")
+def test_one_rank_with_an_image_and_one_without_repeat_one_rank() -> None:
+    model = _qwen3_vl()
+    steps = _steps_with_an_image()
+    (_, image), _ = steps[0]
     alone = hp.parallelize(copy.deepcopy(model), hp.plan_of(model, ""), hp.World.join("cpu"))
     expected = [
         (float(hp.forward_backward(alone, a + b)), _gradients(alone)) for a, b in steps
@@ -188,13 +193,52 @@ def test_one_rank_with_an_image_and_one_without_repeat_one_rank() -> None:
                     for step in steps
                 ]
                 _assert_equal(found, expected)
-            for layout in ("pp=2", "cp=2"):
-                net = copy.deepcopy(model)
-                hp.parallelize(net, hp.plan_of(net, layout), world)
-                with pytest.raises(UnsupportedSharding, match=r"HP205[\s\S]*pixel_values"):
-                    hp.forward_backward(net, [image, image])
+            net = copy.deepcopy(model)
+            hp.parallelize(net, hp.plan_of(net, "cp=2"), world)
+            with pytest.raises(UnsupportedSharding, match=r"HP205[\s\S]*pixel_values"):
+                hp.forward_backward(net, [image, image])
 
     hp.launch(rank, 2, timeout_s=100)
+
+
+@pytest.mark.dist
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")
+def test_stages_that_both_need_an_encoder_repeat_one_rank() -> None:
+    model = _qwen3_vl()
+    steps = _steps_with_an_image()
+    alone = hp.parallelize(copy.deepcopy(model), hp.plan_of(model, ""), hp.World.join("cpu"))
+    expected = [(float(hp.forward_backward(alone, a + b)), _gradients(alone)) for a, b in steps]
+
+    def rank(number: int) -> None:
+        with hp.World.join("cpu") as world:
+            for layout in ("pp=2 dp_shard=2", "pp=2 dp_replicate=2"):
+                net = copy.deepcopy(model)
+                hp.parallelize(net, hp.plan_of(net, layout), world)
+                share, shares = hp.data_share(net)
+                for step, (wanted, right) in zip(steps, expected, strict=True):
+                    microbatches = step[share] if shares == 2 else step[0] + step[1]
+                    loss = float(hp.forward_backward(net, microbatches))
+                    gradients = _gradients(net)
+                    own = {name: right[name] for name in gradients}
+                    _assert_equal([(loss, gradients)], [(wanted, own)])
+
+    hp.launch(rank, 4, timeout_s=200)
+
+
+@pytest.mark.dist
+def test_features_that_enter_an_unknown_layer_of_a_later_stage_are_refused() -> None:
+    model = _qwen3_vl()
+    model.config.vision_config.deepstack_visual_indexes = []  # of which the config says nothing
+    (_, image), _ = _steps_with_an_image()[0]
+
+    def rank(number: int) -> None:
+        with hp.World.join("cpu") as world:
+            net = copy.deepcopy(model)
+            hp.parallelize(net, hp.plan_of(net, "pp=2"), world)
+            hp.forward_backward(net, [image, image])
+
+    with pytest.raises(UnsupportedSharding, match=r"HP205[\s\S]*features of media enter layer 1"):
+        hp.launch(rank, 2, timeout_s=100)
 
 
 @pytest.mark.dist

@@ -120,6 +120,8 @@ FAMILY_SIZES: Final[dict[str, dict[str, Any]]] = {
             **{"decoder_intermediate_size": 48, "num_filters": 2},
         },
     },
+    "aria": {"projector_patch_to_query_dict": {"16": 4}},
+    **{name: {"mm_tokens_per_image": 4} for name in ("gemma3", "shieldgemma2")},
     "bailing_hybrid": {"layer_group_size": 2},
     # The model switches to this type in its first step on short sequences.
     "big_bird": {"attention_type": "original_full"},

@@ -41,12 +41,18 @@ class _KeepFloat64(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is Tensor.float and not args[0].is_floating_point():
             return args[0].double()
+        if func is torch.zeros and kwargs.get("dtype") is _FLOAT32:
+            # Usually a result that float64 rows are written to.
+            return func(*args, **{**kwargs, "dtype": torch.float64})
         if func is torch.full:
             value = kwargs["fill_value"] if "fill_value" in kwargs else args[1]
             if torch.finfo(torch.float32).max < abs(value) < math.inf:
                 # A mask with the lowest float64 value.
                 return func(*args, **{"dtype": torch.float64, **kwargs})
-        if args and isinstance(args[0], Tensor) and args[0].dtype == torch.float64:
+        converts_integers = func is Tensor.to and not args[0].is_floating_point()
+        if converts_integers or (
+            args and isinstance(args[0], Tensor) and args[0].dtype == torch.float64
+        ):
             if func is Tensor.float:
                 return args[0]
             # Compare by identity: `in` would compare float32 with tensors, which raises inside torch.

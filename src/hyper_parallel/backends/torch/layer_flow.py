@@ -51,6 +51,11 @@ class LayerFlow:
     results: dict[str, tuple[int, tuple[int, ...]] | None] = field(default_factory=dict)
     params: dict[str, set[int]] = field(default_factory=dict)
 
+    @property
+    def unused(self) -> set[str]:
+        """Names of parameters outside the list that the traced text does not use, as those of encoders of media."""
+        return {name for name, layers in self.params.items() if not layers}
+
     def rebuild_output(self, layer: int, hidden: Tensor) -> Any:
         """Return the return value of a layer with `hidden` as activations and None for all other leaves."""
         spec, position = self.outputs[layer]

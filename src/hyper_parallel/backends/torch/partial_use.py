@@ -6,6 +6,7 @@ same data may not, because modules contain the collectives of the other axes.
 
 from __future__ import annotations
 
+import inspect
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,7 +15,11 @@ from typing import Any, Final
 from torch import Tensor, nn
 
 from hyper_parallel.backends.torch.flow_tracer import FlowTracer
-from hyper_parallel.backends.torch.layer_flow import preserve_module_state, run_on_meta
+from hyper_parallel.backends.torch.layer_flow import (
+    flow_error,
+    preserve_module_state,
+    run_on_meta,
+)
 from hyper_parallel.errors import UnsupportedSharding
 from hyper_parallel.ir import Strategy
 
@@ -22,8 +27,19 @@ _TEXT_INPUTS: Final = {"inputs_embeds", "attention_mask", "position_ids"}
 """Inputs of a language model that may be floating-point tensors."""
 
 
+def encoder_inputs(batch: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the images, recordings and other inputs of an encoder outside the decoder."""
+    return {
+        name: value
+        for name, value in batch.items()
+        # Scalars such as `num_items_in_batch` are inputs of the loss.
+        if isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 0
+        if name not in _TEXT_INPUTS
+    }
+
+
 def refuse_other_inputs(model: nn.Module, axes: Sequence[str], batch: Mapping[str, Any]) -> None:
-    """Raise for images, audio and other inputs of an encoder outside the decoder.
+    """Raise for inputs of an encoder outside the decoder that an axis does not support.
 
     Args:
         model: Model that gets the batch.
@@ -31,21 +47,22 @@ def refuse_other_inputs(model: nn.Module, axes: Sequence[str], batch: Mapping[st
         batch: Arguments of the model's forward.
 
     Raises:
-        UnsupportedSharding: HP205 naming the input.
+        UnsupportedSharding: HP205 naming the input: any under cp; under pp one that the forward cannot run without,
+            because the stages after the first do.
     """
-    if not axes:
-        return
-    for name, value in batch.items():
-        # Scalars such as `num_items_in_batch` are inputs of the loss.
-        floating = isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 0
-        if floating and name not in _TEXT_INPUTS:
-            raise UnsupportedSharding(
-                f"`{name}` is an input of a module outside the decoder, which pp and cp do not support",
-                where=type(model).__name__,
-                got=" and ".join(axes),
-                allowed="dp_replicate, dp_shard",
-                hint=" ".join(f"parallel.{axis}=1" for axis in axes),
-            )
+    media = encoder_inputs(batch) if axes else {}
+    if media and "cp" in axes:
+        raise UnsupportedSharding(
+            f"`{min(media)}` is an input of a module outside the decoder, which cp does not support",
+            where=type(model).__name__,
+            got="cp",
+            allowed="dp_replicate, dp_shard, tp, pp",
+            hint="parallel.cp=1",
+        )
+    parameters = inspect.signature(model.forward).parameters if media else {}
+    for name in sorted(media.keys() & parameters.keys()):
+        if parameters[name].default is inspect.Parameter.empty:
+            raise flow_error(model, f"its forward cannot run without `{name}`", "pp")
 
 
 def refuse_random_modules(model: nn.Module, strategy: Strategy) -> None:

@@ -25,7 +25,7 @@ def check_media_inputs(model: nn.Module, plan: Plan, sequences: Any, recipe: Rec
         recipe: Recipe of the run.
 
     Raises:
-        UnsupportedSharding: HP205 for pp and cp.
+        UnsupportedSharding: HP205 for cp, and for pp if the forward cannot run without the media.
         Contradiction: HP104 for offload and for step programs, whose steps all have the same shapes.
         ModelUnreadable: HP305 when the model's forward does not read them.
     """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import replace
 from typing import Any
 
@@ -14,9 +14,10 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from torch.utils._pytree import tree_leaves
 
+from hyper_parallel.backends.torch.collectives import all_reduce
 from hyper_parallel.backends.torch.data.unit_order import groups_of
 from hyper_parallel.errors import UnsupportedSharding
-from hyper_parallel.ir import Layout, Plan, Strategy
+from hyper_parallel.ir import Layout, Plan, Purpose, Strategy
 
 FLAT = "dp_shard_cp"
 """Mesh axis over which FSDP shards parameters with context parallelism: dp_shard x cp, flattened."""
@@ -213,6 +214,35 @@ def reduce_now(module: nn.Module) -> None:
     module.set_reshard_after_backward(True, recurse=False)
     for group in groups_of(fully_shard.state(module)):
         group.post_backward()
+
+
+def complete_gradients(root: nn.Module, names: Set[str]) -> None:
+    """Add zero gradients to parameters that other data-parallel ranks have used since the last reduction.
+
+    Args:
+        root: The root module, before its reduction.
+        names: Parameters of the root that some ranks may not use, equal on all ranks.
+    """
+    for group in groups_of(fully_shard.state(root)):
+        params = [
+            p
+            for p in group.fsdp_params
+            if p._param_fqn in names and p.unsharded_param.requires_grad
+        ]
+        if not params:
+            continue
+        used = [
+            p.unsharded_param.grad is not None or p.unsharded_accumulated_grad is not None
+            for p in params
+        ]
+        uses = torch.tensor(used, dtype=torch.float32, device=params[0].unsharded_param.device)
+        for axis in ("shard", "replicate"):
+            ranks = getattr(group.mesh_info, f"{axis}_process_group", None)
+            if ranks is not None:
+                all_reduce(uses, ranks, Purpose.UNIT_ORDER)
+        for p, is_used, count in zip(params, used, uses.tolist(), strict=True):
+            if count and not is_used:
+                p.unsharded_param.grad = torch.zeros_like(p.unsharded_param)
 
 
 def gathered_parameters(modules: Iterable[nn.Module]) -> Iterator[Tensor]:

@@ -20,7 +20,12 @@ from torch.distributed.fsdp import FSDPModule
 
 from hyper_parallel.backends.torch.collectives import all_reduce, purpose, send_receive
 from hyper_parallel.backends.torch.context.state import ContextState
-from hyper_parallel.backends.torch.data.fsdp import defer_reductions, end_backward, reduce_now
+from hyper_parallel.backends.torch.data.fsdp import (
+    complete_gradients,
+    defer_reductions,
+    end_backward,
+    reduce_now,
+)
 from hyper_parallel.backends.torch.experts.balance_loss import BalanceLoss
 from hyper_parallel.backends.torch.pipeline._split_backward import input_gradient
 from hyper_parallel.backends.torch.pipeline.stages import StageModules
@@ -107,10 +112,13 @@ class Pipeline:
             gradients.defer()
         if self._shared_are_summed:
             # Gradients of an earlier step are summed already: each rank keeps its equal share.
-            for grad in self._shared_gradients(model):
-                grad.div_(len(self._sharing))
+            for p in self._shared_parameters(model):
+                if p.grad is not None:
+                    local(p.grad).div_(len(self._sharing))
         total = running.run()
         with span("gradient reduction", "communication"):
+            if self._fsdp:
+                complete_gradients(self._fsdp[-1], self.stages.running.flow.unused)
             # Modules that the schedule does not reduce, such as embedding and head.
             for module in reversed(self._fsdp):
                 reduce_now(module)
@@ -171,33 +179,41 @@ class Pipeline:
         """Pipeline ranks with the shared weights of this rank."""
         return {r for name in self.stages.shared for r in self.stages.holders[name]}
 
-    def _shared_gradients(self, model: nn.Module) -> list[Tensor]:
-        """Return the local gradients of shared weights, in the same order on all ranks; zero for unused weights."""
-        params = [
-            p for name in self.stages.shared if (p := model.get_parameter(name)).requires_grad
-        ]
-        for p in params:
-            if p.grad is None:
-                p.grad = torch.zeros_like(p)
-        return [local(p.grad) for p in params if p.grad is not None]
+    def _shared_parameters(self, model: nn.Module) -> list[nn.Parameter]:
+        """Return the trained shared weights, in the same order on all ranks."""
+        params = map(model.get_parameter, self.stages.shared)
+        return [p for p in params if p.requires_grad]
 
     def _sum_shared_gradients(self, model: nn.Module) -> None:
         """Sum the gradients of weights shared by stages; two ranks get equal sums, because a + b equals b + a."""
-        grads = self._shared_gradients(model)
-        if not grads:
+        params = self._shared_parameters(model)
+        if not params:
             return
-        flat = torch.cat([g.reshape(-1) for g in grads])
-        if flat.numel():
-            peers = self._sharing - {self.rank}
-            if len(peers) == 1:
-                (peer,) = peers
-                received, wait = send_receive(flat, peer, peer, self.group, Purpose.SHARED_WEIGHT)
-                wait()
-                flat = flat + received
-            else:
-                flat = all_reduce(flat, self.group, Purpose.SHARED_WEIGHT)
-            for grad, total in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
-                grad.copy_(total.view_as(grad))
+        # Encoders have no gradients in a step without media.
+        encoders = not self.stages.running.flow.unused.isdisjoint(self.stages.shared)
+        used = [p.grad is not None for p in params] if encoders else []
+        for p in params:
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+        grads = [local(p.grad) for p in params if p.grad is not None]
+        uses = grads[0].new_tensor(used)
+        flat = torch.cat([*(g.reshape(-1) for g in grads), uses])
+        peers = self._sharing - {self.rank}
+        if not flat.numel():
+            pass
+        elif len(peers) == 1:
+            (peer,) = peers
+            received, wait = send_receive(flat, peer, peer, self.group, Purpose.SHARED_WEIGHT)
+            wait()
+            flat = flat + received
+        else:
+            flat = all_reduce(flat, self.group, Purpose.SHARED_WEIGHT)
+        *totals, uses = flat.split([*(g.numel() for g in grads), len(used)])
+        for grad, total in zip(grads, totals, strict=True):
+            grad.copy_(total.view_as(grad))
+        for p, count in zip(params if encoders else (), uses.tolist(), strict=True):
+            if not count:  # no microbatch had media for this encoder
+                p.grad = None
         self._shared_are_summed = True
 
 
@@ -268,7 +284,7 @@ class _PipelinePass:
             # Set by the model's first layer otherwise, which may be on another stage.
             pipeline.tp.shape = PassShape(pipeline.tokens(batch))
         running = pipeline.stages.running
-        with running.run(stage, received):
+        with running.run(stage, received), running.trace_media(self._model, batch):
             if stage == last:
                 out = self._loss_of(i)
                 self._total += out.detach()

@@ -32,9 +32,10 @@ def run_stages(pipeline: Pipeline, model: nn.Module, inputs: Mapping[str, Any]) 
             pipeline.tp.shape = PassShape(
                 pipeline.tokens(inputs)
             )  # set by the model's first layer otherwise
-        with stages.running.run(stage, hidden):
+        running = stages.running
+        with running.run(stage, hidden), running.trace_media(model, inputs):
             output = model(**inputs)
-            hidden = stages.running.output
+            hidden = running.output
         if stage == pipeline.last:
             logits = output.logits
         elif (target := stages.rank_of[stage + 1]) != rank:

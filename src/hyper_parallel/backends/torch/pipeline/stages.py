@@ -6,6 +6,7 @@ the layer index come from the model. Only values at stage boundaries are replace
 
     layers          layers before the running stage return the received activations; the output of its last layer is the
                     output of the stage, returned by all later layers
+    media           images and recordings are inputs of the first stage, and of others by exception, see `_media`
     other modules   outside of the layer list, modules with parameters run on the stages where `LayerFlow` records a use
                     of their result: an embedding on the first stage, norm and head on the last, some on several; on
                     other stages they return zeros of the shape of their result, which are unused, or their input
@@ -15,9 +16,10 @@ A weight used by several stages is on all of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -28,6 +30,12 @@ from torch.utils._pytree import tree_leaves
 from hyper_parallel.backends.torch.layer_flow import LayerFlow, flow_error, trace_layer_flow
 from hyper_parallel.backends.torch.model_structure import PlaceholderModule, SlotList
 from hyper_parallel.backends.torch.module_spec import read_model
+from hyper_parallel.backends.torch.partial_use import encoder_inputs
+from hyper_parallel.backends.torch.pipeline._media import (
+    MediaTrace,
+    layers_with_media,
+    without_media,
+)
 from hyper_parallel.cost import check_stage_layers, stage_layers
 from hyper_parallel.errors import UnsupportedSharding
 from hyper_parallel.ir import Plan, Strategy
@@ -46,6 +54,9 @@ class StageLayers(SlotList):
         stage: The running stage; -1 outside of a stage.
         received: Input of the stage's first layer; None on the first stage.
         output: Output of the stage's last layer.
+        media_stages: Stages that run the encoders of images and recordings.
+        trace: Trace of the first pass of the first stage with media of a kind.
+        traced: Names of media that were traced.
     """
 
     ranges: tuple[range, ...]
@@ -53,6 +64,9 @@ class StageLayers(SlotList):
     stage: int = -1
     received: Tensor | None = None
     output: Tensor | None = None
+    media_stages: frozenset[int] = frozenset({0})
+    trace: MediaTrace | None = None
+    traced: frozenset[str] = frozenset()
 
     def slots(self) -> list[_LayerSlot] | None:
         """Return one slot per layer for the running stage; None outside of a stage."""
@@ -68,6 +82,27 @@ class StageLayers(SlotList):
             yield
         finally:
             self.stage, self.received, self.output = -1, None, None
+
+    @contextmanager
+    def trace_media(self, model: nn.Module, inputs: Mapping[str, Any]) -> Iterator[None]:
+        """Check the first pass with media of a kind: they must not enter layers of later stages.
+
+        Raises:
+            UnsupportedSharding: HP205 if they do.
+        """
+        media = {} if self.stage else encoder_inputs(inputs)
+        if media.keys() <= self.traced:
+            yield
+            return
+        allowed = {i for stage in self.media_stages for i in self.ranges[stage]}
+        self.trace = MediaTrace(media, allowed)
+        try:
+            with self.trace:
+                yield
+            self.trace.check(model)
+            self.traced |= media.keys()
+        finally:
+            self.trace = None
 
 
 class _LayerSlot:
@@ -85,10 +120,15 @@ class _LayerSlot:
         flow = stages.flow
         if self._index not in layers:
             hidden = stages.received if self._index < layers[0] else stages.output
+            if stages.trace is not None:
+                stages.trace.record_arguments(self._index, (args, kwargs))
+                hidden = stages.trace.independent(hidden)
             return flow.rebuild_output(self._index, hidden)
         out = self._layer(*args, **kwargs)
         if self._index == layers[-1]:
             stages.output = tree_leaves(out)[flow.outputs[self._index][1]]
+            if stages.trace is not None:
+                out = flow.rebuild_output(self._index, stages.trace.independent(stages.output))
         return out
 
 
@@ -127,15 +167,17 @@ class StageModules:
         for name, stages, replacement in self._outer_modules:
             _run_on_stages(model.get_submodule(name), stages, self.running, replacement)
 
-        def before(module: nn.Module, args: Any) -> None:
+        def before(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
             if self.running.stage < 0:
                 raise UnsupportedSharding(
                     "a model split into pipeline stages cannot be called directly",
                     where=type(module).__name__,
                     allowed="forward_backward(model, microbatches, num_tokens), forward_loss",
                 )
+            reads_media = self.running.stage in self.running.media_stages
+            return args, kwargs if reads_media else without_media(kwargs)
 
-        model.register_forward_pre_hook(before)
+        model.register_forward_pre_hook(before, with_kwargs=True)
 
 
 def split_model(model: nn.Module, plan: Plan, mesh: DeviceMesh | None) -> StageModules | None:
@@ -180,14 +222,19 @@ def _split(
     last = strategy.stages - 1
     rank_of = {s: r for r in range(strategy.pp) for s in strategy.stages_of(r)}
     stage_of = {i: stage for stage, indices in enumerate(ranges) for i in indices}
+    media_stages = frozenset({0} | {stage_of[i] for i in layers_with_media(model) if i in stage_of})
     stage_of[flow.layers] = last
+    if len(media_stages) > 1:
+        for layers_of_owner in flow.owners.values():
+            if not layers_of_owner:  # the text that was traced needs no encoder
+                layers_of_owner |= {ranges[stage][0] for stage in media_stages}
     ends, ranks_of = _outer_modules(model, flow, stage_of, rank_of, dtype)
     layers = model.get_submodule(flow.path)
     for stage, indices in enumerate(ranges):
         ranks_of |= {f"{flow.path}.{index}": (rank_of[stage],) for index in indices}
     holders = _holders(model, ranks_of, strategy.pp)
     running = StageLayers(layers)
-    running.ranges, running.flow = ranges, flow
+    running.ranges, running.flow, running.media_stages = ranges, flow, media_stages
     shared = tuple(name for name, _ in model.named_parameters() if {pp_rank} < {*holders[name]})
     model.set_submodule(flow.path, running)
     for name, ranks in ranks_of.items():
@@ -199,11 +246,26 @@ def _split(
                     empty = None if p is None else torch.empty(0, dtype=p.dtype)
                     placeholder.__dict__[key] = empty
             model.set_submodule(name, placeholder)
+    _keep_properties(model)
     by_stage = {
         stage: [running._modules[str(i)] for i in ranges[stage]]
         for stage in strategy.stages_of(pp_rank)
     }
     return StageModules(running, rank_of, holders, shared, by_stage, flow.tail, dtype, ends)
+
+
+def _keep_properties(model: nn.Module) -> None:
+    """Make modules without parameters on this rank report device and dtype of the model's first parameter.
+
+    The properties `device` and `dtype` of transformers read a parameter, and model code reads them of encoders.
+    """
+
+    def first_parameter(recurse: bool = True) -> Iterator[nn.Parameter]:
+        return islice(model.parameters(), 1)
+
+    for module in model.modules():
+        if hasattr(type(module), "dtype") and next(module.parameters(), None) is None:
+            module.__dict__["parameters"] = first_parameter
 
 
 def _outer_modules(
