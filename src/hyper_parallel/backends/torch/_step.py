@@ -198,21 +198,8 @@ def _run_in_turn(
             if train:
                 with span("backward", "compute"):
                     loss.backward()
-                if i == 0 and count > 1 and attached.tp is not None and not attached.fsdp:
-                    _separate_gradients(model)
         total += loss.detach()
     return total
-
-
-def _separate_gradients(model: nn.Module) -> None:
-    """Copy gradients that are views of other gradients, which the next backward pass would add to twice.
-
-    Autograd keeps a slice of a gradient without a copy if its producer is not a leaf, as under tensor parallelism.
-    """
-    for parameter in model.parameters():
-        grad = parameter.grad
-        if grad is not None and local(grad).untyped_storage().nbytes() > local(grad).nbytes:
-            parameter.grad = grad.clone()
 
 
 def _count(model: nn.Module, attached: Handle, microbatches: Sequence[Microbatch]) -> Tensor:

@@ -49,11 +49,22 @@ def to_local(param: Any, owner: TpGradients | None, rows: slice | None = None) -
             owner.begin_backward()
         # Fused optimizers iterate over memory, so strides of parameter and gradient must match; autograd uses `stride`.
         grad = grad.contiguous()
+        if _is_shared(grad):
+            # Autograd takes the DTensor as the gradient without a copy, and later adds to it in place.
+            grad = grad.clone()
         return DTensor.from_local(
             grad, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride
         )
 
     return paired(lambda p: p._local_tensor.view_as(p._local_tensor), back, param)
+
+
+def _is_shared(tensor: Tensor) -> bool:
+    """Return whether another tensor has the same storage."""
+    if type(tensor) is not Tensor:  # a fake one
+        return False
+    storage = tensor.untyped_storage()  # counted itself
+    return torch._C._storage_Use_Count(storage._cdata) > 2
 
 
 def use_local_parameters(
