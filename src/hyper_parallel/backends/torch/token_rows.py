@@ -19,6 +19,7 @@ from hyper_parallel.backends.torch.context.state import TOKENS, ContextState
 from hyper_parallel.backends.torch.in_flight import rows_of_half
 from hyper_parallel.backends.torch.tensor.collectives import piece_size
 from hyper_parallel.backends.torch.tensor.state import TpState
+from hyper_parallel.errors import UnsupportedSharding
 
 TOKEN_MASK: Final = "token_mask"
 """Argument of a model's call, and key of a microbatch: [B, S], False where a token is padding."""
@@ -53,7 +54,8 @@ class Tokens:
             return None if bool(is_token.all()) else is_token.nonzero().squeeze(1).to(device)
         if self.tp is not None:
             total = math.prod(self.tp.batch)
-            assert piece_size(total, self.tp.degree) == rows, f"{rows} rows of {total} tokens"
+            if piece_size(total, self.tp.degree) != rows:
+                raise _part_of_tokens(f"{rows} of {total} tokens on {self.tp.degree} ranks", "tp")
             start = min(self.tp.rank * rows, total)
         stop = min(start + rows, total)
         if (inside := self._inside(total)) is not None:
@@ -68,7 +70,10 @@ class Tokens:
         if self.tp is not None:
             indices = self.tp.grid.token_indices(self.tp.rank).to(real.device)
             real = real[indices.clamp(min=0)]
-        assert len(real) == rows, f"{rows} rows of {len(real)} tokens"
+        if len(real) != rows:  # experts of images or of text get their tokens only
+            if bool(real.all()):
+                return None
+            raise _part_of_tokens(f"{rows} of {len(real)} tokens, with padding", "microbatch")
         return real if selected is None else real[selected]
 
     def own_tokens(self, rows: int, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
@@ -95,6 +100,15 @@ class Tokens:
         assert self.context is not None
         inside = torch.tensor(view.cut.positions(self.context.group.rank())) < view.cut.seq_len
         return inside.repeat(total // len(inside))
+
+
+def _part_of_tokens(got: str, key: str) -> UnsupportedSharding:
+    return UnsupportedSharding(
+        "a router gets a part of the tokens, and which of them are padding is not known",
+        where="experts that are chosen by the kind of a token",
+        got=got,
+        hint="parallel.tp=1" if key == "tp" else "training.microbatch=1",
+    )
 
 
 def watch_padding(model: nn.Module, tokens: Tokens) -> None:
