@@ -293,7 +293,11 @@ class LocalHeads:
 
 
 def set_local_head_counts(attention: nn.Module, config: Any, degree: int) -> None:
-    """Replace the head counts in an attention module's attributes and config by the counts of one rank."""
+    """Replace the head counts in an attention module's attributes and config by the counts of one rank.
+
+    If the config has values per layer, the module's own config has those of its layer.
+    """
+    config = attention.config if getattr(config, "is_heterogeneous", False) else config
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     local_heads, local_kv_heads = heads // degree, max(1, kv_heads // degree)
