@@ -8,9 +8,11 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hyper_parallel.backends.torch.forward_variants import keep_float64
+from hyper_parallel.config import load_recipe
 from hyper_parallel.errors import BadValue, Contradiction, NotImportable
 from hyper_parallel.trainer.data import load_tokenizer
 from hyper_parallel.trainer.data.chat import render, stop_ids
+from hyper_parallel.trainer.job import prepare_job
 from hyper_parallel.trainer.stages import rollouts
 from hyper_parallel.trainer.stages.sampling import NOT_SAMPLED, Weights, sample
 from tests.e2e.runs import CONFIG, QUESTIONS, make_stage_place, rows, train
@@ -193,7 +195,8 @@ def test_between_turns_of_a_template_that_reasons(place):
     """Qwen3's writes an empty reasoning block before the last turn of the assistant, and before no other."""
     from hyper_parallel.trainer.stages.environments import _between_turns
 
-    tokenizer = load_tokenizer(place / "apart" / "export")
+    job = prepare_job(load_recipe(place / "recipe.yaml"), progress=False)
+    tokenizer = load_tokenizer(job.packed.tokenizer_dir)
     tokenizer.chat_template = (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n"
         "{% if m.role == 'assistant' and loop.last %}<think>\n\n</think>\n\n{% endif %}"

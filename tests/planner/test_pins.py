@@ -22,6 +22,7 @@ def test_every_degree_and_choice_of_a_recipe_can_be_pinned():
         "rules",
         "schedule_file",
         "stage_layers",
+        "submodels",
         "world_size",
         "reshard_after_forward",
     }
