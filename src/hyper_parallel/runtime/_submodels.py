@@ -50,7 +50,7 @@ def parallelize_submodels(
         model: Hugging Face model of text and images, videos or audio, unmodified, with equal values on every rank or on
             the meta device. It loses the parameters of the other part.
         layouts: `plan_of` strategies of the tower, `vision` or `audio`, and of `language`. The first one has the first
-            ranks. The degrees of both multiply to all ranks.
+            ranks. The ranks of both add up to all ranks.
         world: Ranks to use.
         workload: Workload of the plans of both parts; None: see `plan_of`.
         routing: Options of expert routing in the language part; None: the model's own behavior.

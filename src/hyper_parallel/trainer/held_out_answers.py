@@ -20,7 +20,7 @@ from hyper_parallel.trainer.run_directory import write_editable
 
 ANSWERS: Final = "answers.json"
 _FURTHER_TOKENS: Final = 32
-"""Tokens that an answer may be longer than that of the data."""
+"""Tokens that an answer may be longer than that of the data: enough to see in a table that it goes on."""
 
 
 def answer_held_out(job: Job) -> list[dict[str, Any]]:

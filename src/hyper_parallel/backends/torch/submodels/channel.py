@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 _ALIGNMENT: Final = 16
+"""Bytes of the largest element (complex128), so that each tensor of a message can be viewed in its dtype."""
 
 
 def pack(value: Any) -> tuple[bytes, list[Tensor]]:
