@@ -27,7 +27,7 @@ from pathlib import Path
 import psutil
 from full_disk import FullDisk, preload
 
-STEPS, EVERY, TIMEOUT_S, FAULTS_PER_RUN = 36, 3, 3, 3
+STEPS, EVERY, TIMEOUT_S, FAULTS_PER_RUN = 36, 3, 3, 9
 MOST_LOSSES = 5  # enough to know that something is wrong
 MOST_WRITES = 150  # of the command below its directory: more than of a run that goes on to its end
 MOST_BYTES = 1 << 16  # of a file on a full disk: less than a checkpoint, more than an error
@@ -41,7 +41,7 @@ MODEL = {
 RECIPE = """
 model: {{path: {root}/model.json}}
 data: {{source: {root}/text.txt, seq_len: 32, vocab_size: 384}}
-training: {{steps: {steps}, dtype: float64, tokens_per_step: 128, lr: 1.0e-2, warmup_steps: 2, eval_tokens: 64,
+training: {{steps: {steps}, dtype: float64, tokens_per_step: 64, lr: 1.0e-2, warmup_steps: 2, eval_tokens: 64,
            timeout_s: {timeout_s}, max_restarts: {restarts}}}
 checkpoint: {{every: {every}, keep: 3, export: false}}
 parallel: {{dp_shard: 2}}
@@ -423,6 +423,22 @@ def check(run: Run, reference: list[tuple[int, float, float]]) -> None:
         raise Lost("wrong_results", "another curve than the undisturbed run's")
 
 
+def _import_once(place: Path) -> None:
+    """Import in this process, from which commands are forked, what each of them would import on its own."""
+    import tensorboard.compat.proto.event_pb2  # noqa: F401
+    import torch.distributed.checkpoint
+    import torch.distributed.fsdp  # noqa: F401
+    import transformers.models.qwen3.modeling_qwen3  # noqa: F401
+
+    import hyper_parallel.reports
+    import hyper_parallel.runtime
+    import hyper_parallel.trainer.engine.torch_engine  # noqa: F401
+    from hyper_parallel.config import load_recipe
+    from hyper_parallel.trainer import prepare_job
+
+    prepare_job(load_recipe(place / "recipe.yaml", [f"data.cache_dir={place / 'imports.cache'}"]))
+
+
 def main() -> int:
     """Inject faults until there were enough; 0 when nothing was lost."""
     injected = preload()  # starts this program again where there is a C compiler
@@ -446,13 +462,7 @@ def main() -> int:
     numbers = {"steps": STEPS, "every": EVERY, "timeout_s": TIMEOUT_S}
     recipe = RECIPE.format(root=place, restarts=FAULTS_PER_RUN + 1, **numbers)
     (place / "recipe.yaml").write_text(recipe)
-    import tensorboard.compat.proto.event_pb2  # noqa: F401  what every run would import on its own
-    import torch.distributed.checkpoint
-    import torch.distributed.fsdp  # noqa: F401
-    import transformers.models.qwen3.modeling_qwen3  # noqa: F401
-
-    import hyper_parallel.reports
-    import hyper_parallel.runtime  # noqa: F401
+    _import_once(place)
 
     start = time.monotonic()
     undisturbed = Run(place, "undisturbed")

@@ -5,7 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from hyper_parallel.errors import MissingDependency, TrackerFailed
+from hyper_parallel.errors import MissingDependency, RunDirectoryLost, TrackerFailed
+from hyper_parallel.trainer.directory_watch import DirectoryWatch
 from hyper_parallel.trainer.loop import (
     Display,
     EvalRecord,
@@ -174,3 +175,15 @@ def test_a_service_that_is_down_does_not_end_the_run(tmp_path, caplog):
     log.close()
     assert caplog.text.count("broken gets no more curves: no route to host") == 1
     assert _steps(tmp_path / "metrics.jsonl") == [1, 2]
+
+
+def test_trackers_write_nothing_to_a_directory_that_took_the_path_of_the_run(tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    watch = DirectoryWatch(run)
+    run.rename(tmp_path / "moved")
+    run.mkdir()
+    with pytest.raises(RunDirectoryLost, match="moved"):
+        trackers.make_trackers(("tensorboard",), run, 0, {}, watch.check)
+    watch.close()
+    assert not list(run.iterdir())

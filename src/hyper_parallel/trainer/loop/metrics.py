@@ -109,7 +109,9 @@ class MetricsLog:
                 self.notes.append(line)
             self._files[name] = append_file(path)
         self._watch = DirectoryWatch(directory, "metrics.jsonl")
-        self._trackers = make_trackers(report_to, directory, resumed_step, recipe)
+        self._trackers = make_trackers(
+            report_to, directory, resumed_step, recipe, self.check_directory
+        )
 
     def step(self, record: StepRecord) -> None:
         """Append a training step."""

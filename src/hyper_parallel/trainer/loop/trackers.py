@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
-from hyper_parallel.errors import MissingDependency, TrackerFailed
+from hyper_parallel.errors import MissingDependency, RunDirectoryLost, TrackerFailed
 from hyper_parallel.received import Limits
 from hyper_parallel.serde import DecodeError, create_file, read, write_text
 from hyper_parallel.units import MiB
@@ -52,7 +52,11 @@ def _without(name: str, names: Sequence[str]) -> str:
 
 
 def make_trackers(
-    names: Sequence[str], directory: Path, resumed_step: int, recipe: Mapping[str, Any]
+    names: Sequence[str],
+    directory: Path,
+    resumed_step: int,
+    recipe: Mapping[str, Any],
+    check_directory: Callable[[], None] = lambda: None,
 ) -> list[Tracker]:
     """Return the trackers of a run.
 
@@ -61,6 +65,7 @@ def make_trackers(
         directory: Run directory; its name is the run name in the trackers.
         resumed_step: Last finished step of the run, 0 for a new run.
         recipe: Configuration shown by the trackers.
+        check_directory: Raises when another directory has taken the path of the run's.
 
     Raises:
         TrackerFailed: HP632 when a tracker cannot start a run.
@@ -70,10 +75,12 @@ def make_trackers(
     for name in names:
         try:
             if name == "tensorboard":
-                trackers.append(_tensorboard(directory / name, resumed_step))
+                trackers.append(_tensorboard(directory / name, resumed_step, check_directory))
             else:
                 make = {"wandb": _wandb, "mlflow": _mlflow}[name]
                 trackers.append(make(directory, ids, recipe))
+        except RunDirectoryLost:
+            raise
         except Exception as error:  # every tracker has its own exception classes
             raise TrackerFailed(
                 f"the tracker {name} cannot begin a run",
@@ -105,7 +112,9 @@ def _known_ids(path: Path) -> dict[str, str]:
         ) from error
 
 
-def _tensorboard(directory: Path, resumed_step: int) -> Tracker:
+def _tensorboard(
+    directory: Path, resumed_step: int, check_directory: Callable[[], None]
+) -> Tracker:
     """Return a tracker that appends to an event file record by record, through one open file.
 
     The writer of tensorboard reopens the path for each record, on a thread that dies when the disk is full.
@@ -113,6 +122,7 @@ def _tensorboard(directory: Path, resumed_step: int) -> Tracker:
     from tensorboard.compat.proto.event_pb2 import Event, SessionLog
     from tensorboard.summary.writer.record_writer import RecordWriter
 
+    check_directory()  # after the imports, which take long enough for a user to move the directory
     directory.mkdir(exist_ok=True)
     if resumed_step == 0:
         for old in directory.glob("events.out.tfevents.*"):
