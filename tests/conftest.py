@@ -21,6 +21,7 @@ import pytest
 from hyper_parallel.errors import HyperParallelError
 from tests.hints import problems_of
 from tests.pasting import Pasting
+from tests.printed_hints import hints_of_ranks, watch_processes
 from tests.slow import mark_slow_tests
 
 gc.disable()  # until the tests are collected: imports leave nothing to collect
@@ -91,6 +92,12 @@ def _collect_hints() -> None:
             SEEN_HINTS.add(error.hint or "")
         return leave(block, kind, error, trace)
 
+    def printed(words: list[str], error: HyperParallelError, head: str) -> None:
+        SEEN_HINTS.add(error.hint or "")
+        if words:
+            PASTING.paste(words, error, head)
+
+    watch_processes(printed)
     HyperParallelError.render = rendered  # type: ignore[method-assign]
     pytest.RaisesExc.__exit__ = left  # type: ignore[method-assign]
 
@@ -101,6 +108,8 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     SEEN_HINTS.clear()
     PASTING.problems.clear()
     result = yield
+    if folder := item.funcargs.get("tmp_path"):
+        SEEN_HINTS.update(hints_of_ranks(folder))
     wrong = [f"hint: {hint}: {p}" for hint in sorted(SEEN_HINTS) for p in problems_of(hint)]
     wrong += PASTING.problems
     if wrong:

@@ -4,15 +4,17 @@ A pasted override has to be accepted by its own key. Whether the recipe is then 
 provoke an error through a command paste its hint into the same command.
 """
 
+import json
 import re
 import shlex
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import typer
+import yaml
 
 from hyper_parallel.errors import HyperParallelError
 
@@ -148,6 +150,32 @@ def pasted(words: list[str], error: HyperParallelError) -> list[str] | None:
             kept = words[: words.index(str(error.got))]
     names = {word.partition("=")[0] for word in added}
     return [*(w for w in kept if w.partition("=")[0] not in names), *added]
+
+
+def corrected_recipe(error: HyperParallelError) -> tuple[Path, str] | None:
+    """Return the recipe that an error names, and its text with the line of the hint instead of the wrong key.
+
+    None if the hint is no line of a recipe, or the error names no file.
+    """
+    line = re.match(r"write `([\w.]+): (.+)`", error.hint or "")
+    name, _, key = str(error.where).partition(": ")
+    if line is None or Path(name).suffix not in (".yaml", ".yml", ".json"):
+        return None
+    *sections, last = key.split(".")
+    *new_sections, new = line[1].split(".")
+    try:
+        tree = yaml.safe_load(Path(name).read_text())
+        _section(tree, sections).pop(last, None)
+        _section(tree, new_sections)[new] = yaml.safe_load(line[2])
+    except (OSError, yaml.YAMLError, AttributeError, TypeError):  # no mappings of mappings
+        return None
+    return Path(name), json.dumps(tree)
+
+
+def _section(tree: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    for name in names:
+        tree = tree.setdefault(name, {})
+    return tree
 
 
 def read_only(words: list[str]) -> list[str]:

@@ -7,6 +7,7 @@ or check a run are run with `--paste-commands` only. Commands that write files a
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,7 +17,7 @@ from typer.testing import CliRunner
 
 import hyper_parallel.config
 from hyper_parallel.errors import HyperParallelError
-from tests.hints import pasted, read_only
+from tests.hints import corrected_recipe, pasted, read_only
 
 _RUN: Final = ("train", "data", "plan", "config", "predict")
 """Commands that write nothing; `train` is run as a dry run."""
@@ -52,26 +53,29 @@ class Pasting:
                 return self._load(path, overrides, layers)
             except HyperParallelError as error:
                 if layers is None:
-                    self._paste(["config", "show", str(path), *overrides], error)
+                    self.paste(["config", "show", str(path), *overrides], error)
                 raise
 
         def invoke(runner: Any, app: Any, args: Any = None, **options: Any) -> Any:
             try:
                 result = self._invoke(runner, app, args, **options)
             except HyperParallelError as error:
-                self._paste(list(args or ()), error)
+                self.paste(list(args or ()), error)
                 raise
             if isinstance(result.exception, HyperParallelError):
-                self._paste(list(args or ()), result.exception)
+                self.paste(list(args or ()), result.exception)
             return result
 
         hyper_parallel.config.load_recipe = load
         CliRunner.invoke = invoke  # type: ignore[method-assign]
 
-    def _paste(self, words: list[str], error: HyperParallelError) -> None:
+    def paste(self, words: list[str], error: HyperParallelError, head: str | None = None) -> None:
+        """Paste the hint of an error that a command raised, or printed with the text `head` before the hint."""
         if error is self._seen or not error.hint:
             return
         self._seen = error
+        if (correction := corrected_recipe(error)) is not None:
+            return self._paste_into_recipe(words, error, *correction)
         try:
             again = pasted(words, error)
         except (AssertionError, ValueError, IndexError):
@@ -89,10 +93,26 @@ class Pasting:
             return self._leave(f"`{again[0]}` writes files or takes long", error)
         self.num_pasted += 1
         second = self._outcome(again)
-        if second is not None and _text(second) == _text(error):
+        if second is not None and _problem(second.render()) == _problem(head or error.render()):
             self.problems.append(
                 f"hint: {error.hint}: pasted as `{' '.join(again)}`, the same error comes back:\n"
                 f"{second.render()}"
+            )
+
+    def _paste_into_recipe(
+        self, words: list[str], error: HyperParallelError, path: Path, text: str
+    ) -> None:
+        """Load a copy of a recipe with the line of a hint in it, with the overrides of the command."""
+        self.num_pasted += 1
+        copy = path.with_name(f"pasted_{path.name}")
+        copy.write_text(text)
+        second = self._outcome(["config", "show", str(copy), *(w for w in words if "=" in w)])
+        copy.unlink()
+        if second is not None and _problem(second.render()).replace(
+            copy.name, path.name
+        ) == _problem(error.render()):
+            self.problems.append(
+                f"hint: {error.hint}: written into {path}, the same error comes back"
             )
 
     def _leave(self, reason: str, error: HyperParallelError) -> None:
@@ -112,5 +132,6 @@ class Pasting:
         return result.exception if isinstance(result.exception, HyperParallelError) else None
 
 
-def _text(error: HyperParallelError) -> tuple[object, ...]:
-    return error.code, error.what, error.where, error.got
+def _problem(printed: str) -> str:
+    """Return the printed text of an error without its hint and the allowed values."""
+    return re.sub(r"(?: {6}|  )allowed: .*", "", printed.partition("\n\nhint: ")[0]).rstrip()

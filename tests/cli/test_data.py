@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hyper_parallel.errors import BadValue, NoData, RunUnreadable
+from hyper_parallel.trainer.data import CHATML
 from tests.e2e.runs import (
     ANSWERS,
     PAIRS,
@@ -198,3 +200,23 @@ def test_a_model_without_rows_for_its_own_tokenizer_is_not_told_to_use_that_toke
         sample(place, f"model.path={cached}", "data.vocab_size=null")
     assert caught.value.where == f"model.path: {cached}"
     assert "resize_token_embeddings(" in caught.value.hint
+
+
+def test_the_tokenizer_is_shown_by_the_name_in_the_recipe(tmp_path):
+    place = make_stage_place(
+        tmp_path, "sft", [{"messages": TALK}] * 6, data={"cache_dir": f"{tmp_path}/cache"}
+    )
+
+    def row(*words: str) -> str:
+        printed = command("data", str(place / "recipe.yaml"), *words).stdout
+        return "".join(printed.partition("\ntokenizer ")[2].partition("\nnote ")[0].split())
+
+    trained = sample(place)["tokenizer"]
+    assert row().startswith(f"trainedonthedata:{trained}")
+    copied, template = tmp_path / "mine", tmp_path / "own.jinja"
+    shutil.copytree(trained, copied)
+    template.write_text("{{ bos_token }}" + CHATML)
+    own = (f"data.tokenizer={copied}", f"data.chat_template={template}")
+    used = Path(sample(place, *own)["tokenizer"])
+    assert used.is_relative_to(tmp_path / "cache"), "a copy with the template"
+    assert row(*own).startswith(f"{copied}lengths")

@@ -3,13 +3,22 @@
 import json
 import math
 import re
+from pathlib import Path
 
 import pytest
 
 from hyper_parallel.config import load_recipe
 from hyper_parallel.errors import BadValue, Contradiction, HyperParallelError, UnknownKey
 from hyper_parallel.trainer.data import prepare
-from tests.e2e.runs import assert_same_curve, command, curve, rows, train, write_functions
+from tests.e2e.runs import (
+    assert_same_curve,
+    command,
+    curve,
+    rows,
+    train,
+    write_functions,
+    write_records,
+)
 
 pytestmark = pytest.mark.e2e
 
@@ -196,6 +205,24 @@ def test_epochs_become_steps_and_each_reads_all_in_another_order(place):
     assert (resolved.epochs, resolved.steps) == (None, math.ceil(2.5 * count / 2))
     assert len(rows(place / "epochs" / "metrics.jsonl")) == resolved.steps
     assert resolved.warmup_steps <= resolved.steps
+
+
+@pytest.mark.parametrize(
+    ("name", "record", "most"),
+    [
+        ("sft", {"prompt": "Q", "completion": "some words"}, 4),
+        ("dpo", {"prompt": "Q", "chosen": "good words", "rejected": "no"}, 2),
+    ],
+)
+def test_a_shipped_recipe_reads_a_hundred_records_a_few_times(place, name, record, most):
+    write_records(place / f"{name}.jsonl", [record] * 100)
+    recipe = Path(__file__).parents[2] / "recipes" / f"{name}.yaml"
+    said = command(
+        "train", str(recipe), "--dry-run", f"model.path={place / 'llama.json'}", "model.init=random",
+        f"data.source={place / f'{name}.jsonl'}", "data.seq_len=64", f"data.cache_dir={place / 'cache'}",
+        "data.vocab_size=320", "training.tokens_per_step=512", "training.dtype=float32", "parallel.dp_shard=1",
+    ).stderr  # fmt: skip
+    assert 1 <= float(re.search(r"epochs\s+([\d.]+) in", said)[1]) <= most
 
 
 def test_a_memory_plan_does_not_keep_documents_apart(place):

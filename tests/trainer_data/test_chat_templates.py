@@ -16,6 +16,7 @@ from hyper_parallel.errors import BadValue
 from hyper_parallel.trainer.data import CHATML, load_tokenizer, render, stop_ids
 from hyper_parallel.trainer.data.chat import RAW, encode_conversation, encode_pair, encode_prompt
 from hyper_parallel.trainer.data.document import Conversation
+from hyper_parallel.trainer.data.template_properties import TemplateProperties
 from hyper_parallel.trainer.text_codec import TextCodec
 
 pytestmark = pytest.mark.torch
@@ -251,6 +252,25 @@ def test_a_pair_of_texts_is_joined_without_a_space(kind, prompt):
 
 
 REASONED = {"role": "assistant", "content": "Reply one", "reasoning_content": "Let me see."}
+
+
+def test_conversations_of_one_shape_share_one_text_of_placeholders(tokenizer, monkeypatch):
+    rendered, render = [], TemplateProperties.render
+    monkeypatch.setattr(
+        TemplateProperties, "render", lambda own, turns, **how: rendered.append(turns) or render(own, turns, **how)
+    )  # fmt: skip
+
+    def count(template, words):
+        tokenizer.chat_template = template
+        targets(tokenizer, Conversation(turns("query", "Reply")))
+        rendered.clear()
+        assert targets(tokenizer, Conversation(turns("about", words))) == [f"{words}<|im_end|>"]
+        return len(rendered)
+
+    assert count(CHATML, "one two") == 2, "the conversation, and its generation prompt"
+    assert count(CHATML, "one two\n") == 3, "other white space is another shape"
+    dated = "{% if strftime_now %}{{ strftime_now('%H:%M:%S.%f') | length }}{% endif %}" + CHATML
+    assert count(dated, "one two") == 3, "a text may change with the time"
 
 
 def test_reasoning_is_trained_where_the_template_writes_it(tokenizer):

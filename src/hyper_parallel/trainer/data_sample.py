@@ -24,6 +24,7 @@ from hyper_parallel.trainer.data.preview import (
     is_used,
     units,
 )
+from hyper_parallel.trainer.data.saved_tokenizer import has_tokenizer
 from hyper_parallel.trainer.data.sources import Source
 from hyper_parallel.trainer.data.summary import notes, summary_rows
 from hyper_parallel.trainer.data.tokenizer import open_sources
@@ -66,12 +67,14 @@ class DataSample:
         stage: Stage of the recipe.
         sources: Samples of the sources.
         tokenizer: Directory of the tokenizer.
+        tokenizer_name: Name of the tokenizer in the recipe; None: it is trained on the data.
         tokenizer_notes: Sentences on the tokenizer.
     """
 
     stage: str
     sources: tuple[SourceSample, ...]
     tokenizer: str
+    tokenizer_name: str | None = None
     tokenizer_notes: tuple[str, ...] = ()
 
     @property
@@ -92,7 +95,7 @@ class DataSample:
         if len(self.sources) > 1:
             parts = (f"{s.weight / total:.4g} of {s.counts.source}" for s in self.sources)
             rows["source"] = " + ".join(parts)
-        return rows | {"tokenizer": self.tokenizer}
+        return rows | {"tokenizer": self.tokenizer_name or f"trained on the data: {self.tokenizer}"}
 
     @property
     def notes(self) -> list[str]:
@@ -135,6 +138,7 @@ def sample_data(
     Raises:
         NoData, BadValue, Contradiction: See `prepare`.
     """
+    typed = loaded.recipe
     recipe = (loaded := with_hub_models(loaded, weights=False)).recipe
     stage, parts = recipe.stage, recipe.data.parts()
     values = read_config(recipe.model.path, where=loaded.where("model.path")).values
@@ -151,7 +155,9 @@ def sample_data(
         replace(_sample(source, tokenizer.hf, limits), weight=weight)
         for (_, source), (_, weight) in zip(sources, parts, strict=True)
     ]
-    return DataSample(stage, tuple(samples), str(tokenizer.directory), tokenizer.notes)
+    own = typed.model.path if has_tokenizer(recipe.model.path) else None
+    name = typed.data.tokenizer or own
+    return DataSample(stage, tuple(samples), str(tokenizer.directory), name, tokenizer.notes)
 
 
 def _vocabulary(values: Mapping[str, Any]) -> int | None:

@@ -65,8 +65,10 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
         @jinja2.pass_context
         def finalize(_: Context, value: Any) -> Any:
+            if isinstance(value, str):
+                return work.print_text(value)
             work.step()
-            return work.allocate(value if isinstance(value, str) else as_text(value, work))
+            return work.allocate(as_text(value, work))
 
         super().__init__(
             trim_blocks=like.trim_blocks,
@@ -216,7 +218,9 @@ def compiled(source: str) -> jinja2.Template:
         raise TemplateBudget(f"a template of more than {_MOST_SOURCE:,} characters")
     environment = BoundedEnvironment(_compile_jinja_template("").environment)
     environment.work.reset(0, 0)
-    return environment.from_string(source)
+    template = environment.from_string(source)
+    template.globals = dict(template.globals)  # jinja copies a chain of mappings item by item
+    return template
 
 
 def rendered(

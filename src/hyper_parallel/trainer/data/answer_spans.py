@@ -41,6 +41,10 @@ from hyper_parallel.trainer.data.template_properties import (
 
 _RESERVED: Final = ("messages", "tools", "add_generation_prompt")
 """Variables of a template that are set from the turns and tools of a record."""
+_MOST_SHAPES: Final = 256
+"""Number of texts with placeholders that are cached."""
+_MOST_SHAPE: Final = 2048
+"""Length of the turns of such a text, at most."""
 _OTHER_FILE: Final = "data.chat_template=FILE"
 
 
@@ -79,9 +83,24 @@ class _Renderer:
         return self._render(self._forms, marks=self.template.has_marks)
 
     def shaped(self, shape: Placeholders) -> str:
-        """Return the text of all turns with placeholders."""
+        """Return the text of all turns with placeholders, cached because many conversations share it."""
         messages = shape.of(self._conversation.messages)
-        return self._render([self.template.form(message) for message in messages])[0]
+        key, known = self._shape_key(messages), self.template.shaped_texts
+        text = known.get(key)
+        if text is None:
+            text = self._render([self.template.form(message) for message in messages])[0]
+            if key and len(known) < _MOST_SHAPES:
+                known[key] = text
+        return text
+
+    def _shape_key(self, messages: Sequence[Message]) -> tuple[str, ...]:
+        """Return the turns as texts; empty if the text depends on more, or the turns are long."""
+        one = self._conversation
+        is_plain = not one.tools and not one.template_values and all(len(m) == 2 for m in messages)
+        if not is_plain or "strftime_now" in self.template.source:
+            return ()
+        key = tuple(text for m in messages for text in (m["role"], m["content"]))
+        return key if sum(map(len, key)) < _MOST_SHAPE else ()
 
     def shaped_prompt(self, shape: Placeholders, count: int) -> str:
         """Return the text of the first turns with placeholders and the generation prompt; empty if that fails."""

@@ -27,8 +27,26 @@ _MOST_ROUNDS: Final = 8
 _PAIRS: Final = (("a", "b"), ("a ", "b"), ("a:", " b"), ("a\n", "\nb"), ("\u00fc", "\u6f22"))
 """Texts on which `_Facts.joins` is measured."""
 
-Tokens = tuple[list[int], list[tuple[int, int]]]
+Offsets = Sequence[tuple[int, int]]
+Tokens = tuple[list[int], Offsets]
 """Ids, and the [start, end) characters of each."""
+
+
+class _LazyOffsets(Sequence[tuple[int, int]]):
+    """[start, end) characters of the tokens of an encoding; a search reads a few of them without a list of all."""
+
+    def __init__(self, encoding: Any) -> None:
+        self._encoding = encoding
+
+    def __len__(self) -> int:
+        return len(self._encoding)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice) or index < 0:
+            return self._encoding.offsets[index]
+        if index >= len(self):
+            raise IndexError(index)
+        return self._encoding.token_to_chars(index)
 
 
 @dataclass
@@ -119,22 +137,21 @@ def _borders(
 ) -> Iterator[int]:
     """Yield the borders of spans at which the text must be cut."""
     ids, offsets = tokens
-    firsts = [first for first, _ in offsets]
     for start, end in spans:
-        token = bisect_left(firsts, start)
+        token = _first_token(offsets, start)
         if token and offsets[token - 1][1] > start:
             yield start
         elif start and start not in cuts and text[start - 1].isspace():
             prompt = text[:start]
-            yield from [start] * (not _is_prompt(tokenizer, facts, prompt, ids[:token], firsts))
-        token = bisect_left(firsts, end)
+            yield from [start] * (not _is_prompt(tokenizer, facts, prompt, ids[:token], offsets))
+        token = _first_token(offsets, end)
         # A special token may include the white space after it, which changes no target.
         if token and offsets[token - 1][1] > end and text[end : offsets[token - 1][1]].strip():
             yield end
 
 
 def _is_prompt(
-    tokenizer: Any, facts: _Facts, prompt: str, ids: Sequence[int], firsts: Sequence[int]
+    tokenizer: Any, facts: _Facts, prompt: str, ids: Sequence[int], offsets: Offsets
 ) -> bool:
     """Return whether the prompt alone has the tokens `ids`.
 
@@ -142,7 +159,7 @@ def _is_prompt(
     """
     first = max(0, len(ids) - _MOST_STEPS)
     begin = next((k for k in range(len(ids) - 1, first - 1, -1) if ids[k] in facts.special), 0)
-    tail = prompt[firsts[begin] :] if begin else prompt
+    tail = prompt[offsets[begin][0] :] if begin else prompt
     known = facts.tails.get(tail)
     if known is None:
         known = _tokens(tokenizer, tail)[0]
@@ -210,15 +227,19 @@ def _candidates(tokenizer: Any, part: str) -> Iterator[Tokens]:
                 yield ids[count:], [(a + shift, b + shift) for a, b in shifted]
 
 
-def _targets(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> list[bool]:
+def _first_token(offsets: Offsets, position: int) -> int:
+    """Return the index of the first token that begins at `position` or later."""
+    return bisect_left(offsets, (position, -1))
+
+
+def _targets(offsets: Offsets, spans: Sequence[tuple[int, int]]) -> list[bool]:
     """Return whether each token contains a character of a span; tokens and spans are in order.
 
     A token without characters, such as a word-begin marker, belongs to the span that it begins.
     """
     targets = [False] * len(offsets)
-    firsts = [first for first, _ in offsets]
     for start, end in spans:
-        token, stop = bisect_left(firsts, start), bisect_left(firsts, end)
+        token, stop = _first_token(offsets, start), _first_token(offsets, end)
         while token and offsets[token - 1][1] > start:
             token -= 1
         targets[token:stop] = [True] * (stop - token)
@@ -230,7 +251,7 @@ def _tokens(tokenizer: Any, text: str) -> Tokens:
     backend.no_truncation()
     backend.no_padding()
     encoding = backend.encode(text, add_special_tokens=False)
-    return encoding.ids, encoding.offsets
+    return encoding.ids, _LazyOffsets(encoding)
 
 
 def _text(tokenizer: Any, ids: Sequence[int]) -> str:

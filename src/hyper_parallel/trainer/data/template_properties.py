@@ -89,6 +89,8 @@ class TemplateProperties:
         names = sorted((name for name in self.added if name), key=len, reverse=True)
         self.added_names = re.compile("|".join(map(re.escape, names))) if names else None
         self._parts: dict[str, bool] = {}
+        self.shaped_texts: dict[tuple[str, ...], str] = {}
+        """Texts of conversations whose words are placeholders, by their turns."""
 
     def render(
         self,
