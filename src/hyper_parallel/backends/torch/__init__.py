@@ -12,7 +12,8 @@ imports the handle: each subpackage owns its state of a forward pass.
 """
 
 from hyper_parallel.backends.torch._audit import audit
-from hyper_parallel.backends.torch._parallelize import apply_plan, check_flow, unsplit_axes
+from hyper_parallel.backends.torch._flow_checks import check_flow, unsplit_axes
+from hyper_parallel.backends.torch._parallelize import apply_plan
 from hyper_parallel.backends.torch._rates import measure_rates
 from hyper_parallel.backends.torch._step import (
     accumulate,
