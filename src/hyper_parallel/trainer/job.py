@@ -275,16 +275,14 @@ def prepare_job(
     _check_degrees(loaded, training_ranks)
     from hyper_parallel.backends.torch import check_pretrained  # takes seconds to import torch
     from hyper_parallel.planner import plan_recipe
-    from hyper_parallel.trainer.engine.recipe_model import build_model, model_files, read_spec
+    from hyper_parallel.trainer.engine.recipe_model import (
+        build_model,
+        model_files,
+        read_recipe_spec,
+    )
     from hyper_parallel.trainer.engine.trained_parameters import trained_of
 
-    spec = read_spec(
-        recipe.model.path,
-        loaded.where("model.path"),
-        trusted=recipe.model.trust_remote_code,
-        tried=recipe.parallel.auto,
-        scores=recipe.stage == "rm",
-    )
+    spec = read_recipe_spec(loaded)
     weights = _check_weights(loaded)
     share, trained = trained_of(model := build_model(recipe))
     if weights is not None:
