@@ -130,7 +130,7 @@ def parity(loaded: LoadedRecipe, steps: int = 3) -> Parity:
 
     Args:
         loaded: The recipe.
-        steps: Optimizer steps.
+        steps: Number of optimizer steps of each run.
 
     Raises:
         Contradiction: HP104 in a process of torchrun.

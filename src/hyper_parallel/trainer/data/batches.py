@@ -50,13 +50,11 @@ class Batch:
     input_ids: Int64  # [B, S]
     shift_labels: Int64  # [B, S]; the label at t is the token at t + 1, -100 without loss
     num_valid: int  # number of labels other than -100
-    position_ids: Int64 | None = (
-        None  # [B, S], 0 at the beginning of each document; None: a row is one document
-    )
+    # [B, S], 0 at the beginning of each document; None: a row is one document
+    position_ids: Int64 | None = None
     num_real: Int64 | None = None  # [B] tokens of each row before its padding; None: no padding
-    media: Mapping[str, NDArray[Any]] = field(
-        default_factory=dict
-    )  # arrays of the image processor, by their names in the model's forward
+    # Arrays of the image processor, by their names in the model's forward
+    media: Mapping[str, NDArray[Any]] = field(default_factory=dict)
 
     @property
     def token_mask(self) -> NDArray[np.bool_] | None:

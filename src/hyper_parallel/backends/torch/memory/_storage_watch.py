@@ -16,9 +16,8 @@ from hyper_parallel.backends.torch.memory.storages import Entry, Storages
 
 def shared_tensors(func: Any, tensors: list[Tensor]) -> list[Tensor]:
     """Return the tensors of an operator that other ranks read or write."""
-    if (
-        func.namespace == "fsdp"
-    ):  # the first tensor of its operators is the one that all ranks share
+    # The first tensor of its operators is the one that all ranks share
+    if func.namespace == "fsdp":
         return tensors[:1]
     return tensors if func.namespace in COMMUNICATION else []
 
