@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
+from _model_steps import capture_inference, capture_training, chunked_loss, training_step
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import (
     AttentionInterface,
@@ -22,14 +23,7 @@ from transformers import (
 )
 
 from hyper_parallel.backends.torch.forward_variants import cache_argument
-from hyper_parallel.backends.torch.memory import (
-    capture_inference,
-    capture_training,
-    chunked_loss,
-    model_state,
-    record,
-    training_step,
-)
+from hyper_parallel.backends.torch.memory import model_state, record
 from hyper_parallel.ir import MemoryProgram, Operator
 from hyper_parallel.memory import Channel
 

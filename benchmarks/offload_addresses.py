@@ -66,14 +66,9 @@ def tiny_cases() -> Iterator[Case]:
     """Steps of tiny models, recorded."""
     import offload_overhead
     import torch
+    from _model_steps import capture_inference, capture_training, training_step
     from tests.torch_memory.models import FAMILIES, static_cache, tiny_model, tokens
     from tests.torch_memory.test_parity import MACHINE, ROOFLINE, captured_training, forward
-
-    from hyper_parallel.backends.torch.memory import (
-        capture_inference,
-        capture_training,
-        training_step,
-    )
 
     torch.set_num_threads(1)
     for family in FAMILIES:

@@ -38,15 +38,11 @@ import torch
 import torch._dynamo
 from _llama_8b import SHAPES
 from _machine import device_of, machine
+from _model_steps import capture_training, training_step
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hyper_parallel.backends.torch.memory import (
-    DeviceApi,
-    PlannedDevice,
-    capture_training,
-    training_step,
-)
+from hyper_parallel.backends.torch.memory import DeviceApi, PlannedDevice
 from hyper_parallel.errors import DeviceUnavailable
 from hyper_parallel.memory import Channel, MemoryMachine, Roofline, plan_memory, with_seconds
 

@@ -17,10 +17,11 @@ from typing import Any
 
 import torch
 from _machine import device_of, machine
+from _model_steps import capture_training, training_step
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hyper_parallel.backends.torch.memory import PlannedDevice, capture_training, training_step
+from hyper_parallel.backends.torch.memory import PlannedDevice
 from hyper_parallel.memory import Channel, MemoryMachine, Roofline, plan_memory, with_seconds
 
 LLAMA = {

@@ -23,17 +23,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
+from _kernel_workspace import with_kernel_bytes
 from _machine import machine
+from _model_steps import capture_training, training_step
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hyper_parallel.backends.torch.memory import (
-    Captured,
-    PlannedDevice,
-    capture_training,
-    training_step,
-    with_kernel_bytes,
-)
+from hyper_parallel.backends.torch.memory import Captured, PlannedDevice
 from hyper_parallel.backends.torch.memory.generation import MemoryLimits, PlannedGeneration
 from hyper_parallel.backends.torch.static_cache import decode_inputs, prompt_inputs
 from hyper_parallel.memory import Channel, MemoryMachine, Roofline, plan_memory

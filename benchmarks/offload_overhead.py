@@ -31,15 +31,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 from _machine import machine
+from _model_steps import capture_training, training_step
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hyper_parallel.backends.torch.memory import (
-    DeviceApi,
-    PlannedDevice,
-    capture_training,
-    training_step,
-)
+from hyper_parallel.backends.torch.memory import DeviceApi, PlannedDevice
 from hyper_parallel.backends.torch.memory.prepared_plan import Prepared
 from hyper_parallel.ir import MemoryPlan
 from hyper_parallel.memory import Channel, MemoryMachine, Roofline, plan_memory

@@ -20,12 +20,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from _llama_8b import llama
+from _model_steps import capture_training, training_step
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from hyper_parallel.backends.torch.memory import capture_training, training_step
 from hyper_parallel.errors import BudgetImpossible
 from hyper_parallel.ir import MemoryProgram
 from hyper_parallel.memory import (

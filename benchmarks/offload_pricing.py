@@ -35,6 +35,7 @@ import torch
 import torch.distributed as dist
 from _llama_8b import as_flash, llama, training
 from _machine import machine as facts
+from _model_steps import capture_training, training_step
 from _recompute_sets import cheapest_at_peak, recompute_density, recompute_sets
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
@@ -42,7 +43,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hyper_parallel.backends.torch.memory import capture_training, training_step
 from hyper_parallel.cost import OffloadDemand
 from hyper_parallel.errors import BudgetImpossible
 from hyper_parallel.ir import MemoryProgram, Operator

@@ -48,6 +48,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from attack_mutations import PATTERNS, mutated, replaced
+from small_runs import MODEL
 
 from hyper_parallel.errors import HyperParallelError
 
@@ -59,12 +60,6 @@ CEILING_BYTES: Final = 4 << 30
 SECRET: Final = "words-of-somebody-else-7f3a"
 RESULTS: Final = Path(__file__).resolve().parents[1] / "docs" / "results" / "attack.json"
 _OWN: Final = "hyper_parallel/"
-MODEL = {
-    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 384, "hidden_size": 32,
-    "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "head_dim": 8, "max_position_embeddings": 128, "tie_word_embeddings": True, "hidden_act": "silu",
-    "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
-}  # fmt: skip
 RECIPE = """
 model: {{path: {root}/model/config.json}}
 data: {{source: {root}/data/words.txt, seq_len: 32, vocab_size: 300, cache_dir: {root}/cache, holdout: 0.1}}

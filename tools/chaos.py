@@ -26,18 +26,13 @@ from pathlib import Path
 
 import psutil
 from full_disk import FullDisk, preload
+from small_runs import MODEL, run_command_and_exit
 
 STEPS, EVERY, TIMEOUT_S, FAULTS_PER_RUN = 36, 3, 3, 9
 MOST_LOSSES = 5  # enough to know that something is wrong
 MOST_WRITES = 150  # of the command below its directory: more than of a run that goes on to its end
 MOST_BYTES = 1 << 16  # of a file on a full disk: less than a checkpoint, more than an error
 LONGEST_S = 240  # a run that takes longer hangs: ten times of what one takes on two busy cores
-MODEL = {
-    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 384, "hidden_size": 32,
-    "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "head_dim": 8, "max_position_embeddings": 128, "tie_word_embeddings": True, "hidden_act": "silu",
-    "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
-}  # fmt: skip
 RECIPE = """
 model: {{path: {root}/model.json}}
 data: {{source: {root}/text.txt, seq_len: 32, vocab_size: 384}}
@@ -95,20 +90,8 @@ class Run:
         os.dup2(log, 1)
         os.dup2(log, 2)
         _poisonable(self.poison)
-        status = 70
-        try:
-            from hyper_parallel.cli import main
-
-            words = ["--no-calibrate", f"output_dir={self.out}", f"data.cache_dir={self.cache}"]
-            sys.argv = ["hyper-parallel", "train", str(self.place / "recipe.yaml"), *words]
-            main()
-            status = 0
-        except SystemExit as ended:
-            status = int(ended.code or 0)
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(status)
+        words = ["--no-calibrate", f"output_dir={self.out}", f"data.cache_dir={self.cache}"]
+        run_command_and_exit(["train", str(self.place / "recipe.yaml"), *words])
 
     def ranks(self) -> list[int]:
         """Return the processes of the ranks, in rank order."""

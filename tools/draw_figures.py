@@ -163,7 +163,8 @@ def strategy_ranking() -> str:
 
 def memory_plan() -> str:
     """Return the device bytes over one step with everything kept, and under two memory plans."""
-    from benchmarks._llama_8b import training
+    sys.path.append(str(ROOT / "benchmarks"))
+    from _llama_8b import training
 
     from hyper_parallel.memory import (
         Channel,

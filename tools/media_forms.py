@@ -6,12 +6,12 @@ is finite, has gradients, and differs between two draws of the media.
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Iterator
 from typing import Any
 
 import torch
+from sweeps.interface import names_of, number_of
 from torch import Tensor
 
 TEXT_TOKENS = 12
@@ -45,7 +45,7 @@ def name_placeholders(config: Any) -> None:
 
 def kinds(model: Any) -> list[str]:
     """Return the kinds of media that the forward of a model reads."""
-    known = _names(model.forward)
+    known = names_of(model.forward)
     return [kind for kind, arrays in _ARRAYS.items() if known & {*arrays}]
 
 
@@ -77,7 +77,7 @@ def _first_line(error: Exception) -> str:
 
 def accepted(model: Any, batch: Batch) -> Batch:
     """Return the items of a batch that the forward of a model reads."""
-    names = _names(model.forward)
+    names = names_of(model.forward)
     return {k: v for k, v in batch.items() if k in names}
 
 
@@ -112,7 +112,7 @@ def _counts(model: Any, kind: str, inputs: Batch) -> list[int]:
         return [0, 16, 4, 1]
     function = getattr(owner, method)
     with torch.no_grad():
-        features = function(**{k: v for k, v in inputs.items() if k in _names(function)})
+        features = function(**{k: v for k, v in inputs.items() if k in names_of(function)})
     width = model.get_input_embeddings().weight.shape[1]
     pooled = getattr(features, "pooler_output", None)
     features = getattr(features, "last_hidden_state", features) if pooled is None else pooled
@@ -129,7 +129,7 @@ def _sequence(
 ) -> Batch:
     """Return a batch of one sequence with `count` placeholders and text on both sides."""
     config, placeholder = model.config, _placeholder(model, kind)
-    start = _number(config, _STARTS[kind], -1)
+    start = number_of(config, _STARTS[kind], -1)
     media = [] if placeholder is None else [placeholder] * count
     head = [1, 5 + seed] + ([start] if start >= 0 and media else [])
     words = [(7 * i + 11 * seed) % 200 + 5 for i in range(TEXT_TOKENS)]
@@ -154,13 +154,13 @@ def _sequence(
 
 
 def _placeholder(model: Any, kind: str) -> int | None:
-    number = _number(model.config, _PLACEHOLDERS[kind], -1)
+    number = number_of(model.config, _PLACEHOLDERS[kind], -1)
     return None if number < 0 else number
 
 
 def _forms(model: Any, kind: str) -> Iterator[tuple[Batch, Batch]]:
     """Yield arrays of media and the arrays that describe them."""
-    known = _names(model.forward)
+    known = names_of(model.forward)
     name = next(n for n in _ARRAYS[kind] if n in known)
     forms = _image_forms(model) if kind == "image" else _audio_forms(model)
     for shape, companions in forms:
@@ -175,11 +175,11 @@ def _forms(model: Any, kind: str) -> Iterator[tuple[Batch, Batch]]:
 
 def _image_forms(model: Any) -> Iterator[tuple[tuple[int, ...], Batch]]:
     vision = _part(model.config, ("vision", "image", "vq", "encoder"))
-    patch = _number(vision, ("patch_size",), 4)
-    side = _number(vision, ("image_size", "max_image_size"), 16)
-    frames = _number(vision, ("temporal_patch_size",), 2)
-    channels = _number(vision, ("in_channels", "num_channels", "in_chans"), 3)
-    merge = _number(vision, ("spatial_merge_size", "merge_size"), 2)
+    patch = number_of(vision, ("patch_size",), 4)
+    side = number_of(vision, ("image_size", "max_image_size"), 16)
+    frames = number_of(vision, ("temporal_patch_size",), 2)
+    channels = number_of(vision, ("in_channels", "num_channels", "in_chans"), 3)
+    merge = number_of(vision, ("spatial_merge_size", "merge_size"), 2)
     for cells in (2 * merge, 4 * merge, 4):
         count, grid = cells * cells, torch.tensor([[1, cells, cells]])
         positions = torch.cartesian_prod(torch.arange(cells), torch.arange(cells))[None]
@@ -193,7 +193,7 @@ def _image_forms(model: Any) -> Iterator[tuple[tuple[int, ...], Batch]]:
             "image_merge_sizes": torch.tensor([merge]),
             "pixel_attention_mask": torch.ones(1, count, dtype=torch.long),
         }
-        if (described.keys() - _OF_PIXELS | _PATCHES) & _names(model.forward):
+        if (described.keys() - _OF_PIXELS | _PATCHES) & names_of(model.forward):
             flat = channels * patch**2
             for shape in (
                 (count, frames * flat), (count, flat), (count, channels, patch, patch),
@@ -201,7 +201,7 @@ def _image_forms(model: Any) -> Iterator[tuple[tuple[int, ...], Batch]]:
                 (1, channels, patch, patch * count), (count, 1, channels, patch, patch),
             ):  # fmt: skip
                 yield shape, described
-    known = _names(model.forward)
+    known = names_of(model.forward)
     for pixels in dict.fromkeys((side, 4 * patch, 16, 32, 64)):
         sizes = torch.tensor([[pixels, pixels]])
         for tiles in ((1,), (1, 2), (1, 1), (2,), (1, 1, 2), (3,)):
@@ -222,10 +222,10 @@ def _image_forms(model: Any) -> Iterator[tuple[tuple[int, ...], Batch]]:
 
 def _audio_forms(model: Any) -> Iterator[tuple[tuple[int, ...], Batch]]:
     audio = _part(model.config, ("audio", "encoder", "speech"))
-    mels = _number(
+    mels = number_of(
         audio, ("num_mel_bins", "input_feat_size", "input_size", "n_mels", "input_dim"), 8
     )
-    limit = _number(audio, ("max_source_positions",), 16)
+    limit = number_of(audio, ("max_source_positions",), 16)
     for frames in dict.fromkeys((2 * limit, 32, 64, 100, 128, 200)):
         for shape in (
             (1, mels, frames),
@@ -255,16 +255,3 @@ def _part(config: Any, words: tuple[str, ...]) -> Any:
     keys = [k for k in getattr(config, "sub_configs", {}) if getattr(config, k, None) is not None]
     found = next((k for word in words for k in keys if word in k), None)
     return config if found is None else getattr(config, found)
-
-
-def _names(function: Any) -> set[str]:
-    return set(inspect.signature(function).parameters)
-
-
-def _number(config: Any, names: tuple[str, ...], default: int) -> int:
-    for name in names:
-        value = getattr(config, name, None)
-        value = value[0] if isinstance(value, (list, tuple)) and value else value
-        if isinstance(value, int):
-            return value
-    return default

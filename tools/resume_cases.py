@@ -10,12 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-MODEL = {
-    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 300, "hidden_size": 32,
-    "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "head_dim": 8, "max_position_embeddings": 128, "tie_word_embeddings": True, "hidden_act": "silu",
-    "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
-}  # fmt: skip
+import small_runs
+
+MODEL = {**small_runs.MODEL, "vocab_size": 300}
 Command = Callable[[list[str], Path, dict[str, str], Path], int]
 
 

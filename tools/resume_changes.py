@@ -25,6 +25,7 @@ from collections import Counter
 from pathlib import Path
 
 from resume_cases import CASES, Case, Place, base_model, reward_model
+from small_runs import run_command_and_exit
 
 RESULT = Path(__file__).resolve().parents[1] / "docs" / "results" / "resume_changes.json"
 TIMEOUT_S = 300
@@ -70,7 +71,6 @@ def command(words: list[str], place: Path, environment: dict[str, str], log: Pat
 
 
 def _child(words: list[str], place: Path, environment: dict[str, str], log: Path) -> None:
-    status = 70
     os.setsid()
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     os.dup2(output, 1)
@@ -78,18 +78,7 @@ def _child(words: list[str], place: Path, environment: dict[str, str], log: Path
     os.chdir(place)
     os.environ.update(environment)
     sys.path.append(str(place))
-    try:
-        from hyper_parallel.cli import main
-
-        sys.argv = ["hyper-parallel", *words]
-        main()
-        status = 0
-    except SystemExit as ended:
-        status = int(ended.code or 0)
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
+    run_command_and_exit(words)
 
 
 def curve(run: Path) -> list[tuple[float, float]]:

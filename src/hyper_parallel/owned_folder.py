@@ -111,16 +111,13 @@ def foreign_files(folder: Path, kinds: Collection[str]) -> Iterator[str]:
             yield f"{name} (changed since it was written)"
 
 
-def check_replaceable(
-    folder: Path, kinds: Collection[str], label: str, hint: str | None = None
-) -> None:
+def check_replaceable(folder: Path, kinds: Collection[str], label: str) -> None:
     """Raise unless a folder is missing, empty, or contains only the files of a finished folder of these kinds.
 
     Args:
         folder: The folder, which must not be a symbolic link.
         kinds: Kinds that may be replaced.
         label: Description of the folder in errors, such as `the export directory`.
-        hint: Hint of the error; None: move the folder away.
 
     Raises:
         OutputNotWritable: HP105 naming the first foreign files.
@@ -136,7 +133,7 @@ def check_replaceable(
             where=str(folder),
             got=got,
             allowed="an empty or missing directory, or one as it was written",
-            hint=hint or _move_away(folder),
+            hint=_move_away(folder),
         )
 
 

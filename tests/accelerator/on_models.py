@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from benchmarks._model_steps import capture_inference, capture_training, training_step
 from transformers import StaticCache
 
 from hyper_parallel.backends.torch.forward_variants import cache_argument
@@ -9,12 +10,9 @@ from hyper_parallel.backends.torch.memory import (
     LruSpillMode,
     PlannedDevice,
     StepCapture,
-    capture_inference,
-    capture_training,
     model_state,
     optimizer_state,
     record,
-    training_step,
 )
 from hyper_parallel.backends.torch.memory.generation import PlannedGeneration
 from hyper_parallel.errors import BudgetImpossible

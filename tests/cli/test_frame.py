@@ -80,7 +80,7 @@ def test_the_overview_is_the_help_of_the_whole_application(monkeypatch, columns)
     monkeypatch.setenv("COLUMNS", str(columns))
     command = typer.main.get_command(application())
     context = command.make_context("hyper-parallel", ["init"], resilient_parsing=True)
-    assert overview() == f"{command.get_help(context)}\n"
+    assert overview(command.list_commands(context)) == f"{command.get_help(context)}\n"
 
 
 @pytest.mark.sanity

@@ -51,19 +51,6 @@ def test_the_first_axis_of_a_group_is_outermost(data):
     assert along == sorted(along)
 
 
-@given(st.data())
-def test_a_submesh_keeps_the_coordinates_of_its_axes(data):
-    mesh = data.draw(meshes(with_devices=True))
-    axes = data.draw(axis_subsets(mesh))
-    device = data.draw(st.sampled_from(devices(mesh)))
-    sub = mesh.submesh(axes, device)
-    assert sub.names == tuple(n for n in mesh.names if n in axes)
-    assert set(sub.devices) == set(mesh.group(device, axes))
-    for inside in sub.devices:
-        whole = mesh.coordinate(inside)
-        assert sub.coordinate(inside) == {a: whole[a] for a in sub.names}
-
-
 @given(meshes(with_devices=True))
 def test_json_round_trip(mesh):
     assert decode(Mesh, encode(mesh)) == mesh

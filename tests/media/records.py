@@ -5,7 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tests.media.tiny_models import write_images, write_lines, write_recordings
+from tests.media.tiny_models import (
+    write_images,
+    write_lines,
+    write_model,
+    write_recordings,
+)
 
 ANSWERS = ("one", "two and three", "nine seven", "four")
 
@@ -35,3 +40,26 @@ def write_data(folder: Path, repeats: int = 1, kind: str = "image") -> Path:
     else:
         names = write_recordings(folder, (4000, 9000, 12000))
     return write_lines(folder / "train.jsonl", records(names, kind) * repeats)
+
+
+def write_place(
+    folder: Path,
+    training: str,
+    *,
+    family: str = "llava",
+    repeats: int = 3,
+    kind: str = "image",
+    validation: bool = False,
+) -> Path:
+    """Write a small model, its data and a recipe of the stage sft; return the folder."""
+    write_model(family, folder / "model")
+    source = write_data(folder, repeats, kind)
+    held_out = f"validation: {source}, " if validation else ""
+    (folder / "recipe.yaml").write_text(
+        f"model: {{path: {folder / 'model'}}}\nstage: sft\n"
+        f"data: {{source: {source}, {held_out}seq_len: 96, packing: false,"
+        f" cache_dir: {folder / 'cache'}}}\n"
+        f"training: {{{training}, dtype: float64}}\n"
+        "checkpoint: {export: false}\n"
+    )
+    return folder

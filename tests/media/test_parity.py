@@ -15,7 +15,7 @@ from torch import Tensor
 import hyper_parallel as hp
 from hyper_parallel.backends.torch.forward_variants import float64_kept
 from hyper_parallel.config import Data
-from hyper_parallel.trainer.data import Batch, Batches, PackedData, prepare
+from hyper_parallel.trainer.data import Batch, Batches, Order, PackedData, prepare
 from tests.media.records import ANSWERS, write_data
 from tests.media.tiny_models import (
     MEDIA,
@@ -46,7 +46,7 @@ def _prepared_again(folder: Path) -> PackedData:
 
 
 def _batch(packed: PackedData) -> Batch:
-    batches = Batches(packed.train, sequences_per_step=4, shuffle=False)
+    batches = Batches(packed.train, sequences_per_step=4, order=Order(shuffle=False))
     (batch,) = batches.microbatches(0, 0, 1, 4, 1)
     return batch
 
@@ -178,7 +178,7 @@ def test_a_batch_of_images_recordings_both_and_none_repeats_its_rows(tmp_path: P
     ]
     write_lines(tmp_path / "train.jsonl", records)
     packed = _prepared_again(tmp_path)
-    batches = Batches(packed.train, sequences_per_step=4, shuffle=False)
+    batches = Batches(packed.train, sequences_per_step=4, order=Order(shuffle=False))
     model = _model(tmp_path / "model")
     hp.parallelize(model, hp.plan_of(model, ""), hp.World.join("cpu"))
     whole, single = (
@@ -238,7 +238,7 @@ def test_two_hundred_steps_of_any_mixture_on_two_ranks_end(tmp_path: Path, famil
     chosen = np.random.default_rng(0).integers(0, len(lines), 400)
     source.write_text("".join(lines[i] for i in chosen))
     packed = _prepared_again(tmp_path)
-    batches = Batches(packed.train, sequences_per_step=2, shuffle=False)
+    batches = Batches(packed.train, sequences_per_step=2, order=Order(shuffle=False))
 
     def losses(world: Any, layout: str) -> list[float]:
         model = _model(tmp_path / "model")
@@ -276,7 +276,7 @@ def test_ranks_with_and_without_media_repeat_one_rank(tmp_path: Path, family: st
     (_, pictured, _, text) = source.read_text().splitlines(keepends=True)
     source.write_text("".join(pictured if kind == "i" else text for kind in "".join(STEPS)))
     packed = _prepared_again(tmp_path)
-    batches = Batches(packed.train, sequences_per_step=4, shuffle=False)
+    batches = Batches(packed.train, sequences_per_step=4, order=Order(shuffle=False))
 
     def found(layout: str, world: Any) -> list[tuple[float, dict[str, Tensor | None]]]:
         model = _model(tmp_path / "model")

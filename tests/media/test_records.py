@@ -14,7 +14,7 @@ import soundfile
 
 from hyper_parallel.config import Data
 from hyper_parallel.errors import BadValue, Contradiction, HyperParallelError, NoData
-from hyper_parallel.trainer.data import Batches, PackedData, prepare
+from hyper_parallel.trainer.data import Batches, Order, PackedData, prepare
 from tests.media.tiny_models import write_images, write_lines, write_model, write_recordings
 
 _ASKED = {"role": "user", "content": "<image>what is this"}
@@ -62,7 +62,7 @@ def test_every_form_of_a_record_gives_the_same_tokens_and_pixels(
     parts = []
     for file in ("data.jsonl", "alpaca.jsonl"):
         packed = _prepare(tmp_path, model, tmp_path / file)
-        batches = Batches(packed.train, sequences_per_step=1, shuffle=False)
+        batches = Batches(packed.train, sequences_per_step=1, order=Order(shuffle=False))
         parts += [batches.microbatches(i, 0, 1, 1, 1)[0] for i in range(len(packed.train))]
     assert len(parts) == len(records) + 1
     for part in parts:
@@ -239,7 +239,7 @@ def test_packing_is_not_applied_to_images_and_is_refused_beside_them(
     joined = prepare(
         Data(**section, packing=False), stage="sft", model_path=str(model), seed=0, progress=False
     )
-    batches = Batches(joined.train, sequences_per_step=6, shuffle=False)
+    batches = Batches(joined.train, sequences_per_step=6, order=Order(shuffle=False))
     (batch,) = batches.microbatches(0, 0, 1, 6, 1)
     assert batch.media["pixel_values"].shape[0] == 3
     parts = batches.microbatches(0, 0, 1, 1, 6)
@@ -350,7 +350,7 @@ def test_every_form_of_a_recording_gives_the_same_features(
     ]  # fmt: skip
     write_lines(tmp_path / "data.jsonl", records)
     packed = _prepare(tmp_path, hearing_model)
-    batches = Batches(packed.train, sequences_per_step=1, shuffle=False)
+    batches = Batches(packed.train, sequences_per_step=1, order=Order(shuffle=False))
     parts = [batches.microbatches(i, 0, 1, 1, 1)[0] for i in range(len(packed.train))]
     assert len(parts) == len(records)
     for part in parts:
@@ -370,7 +370,9 @@ def test_recordings_of_other_rates_and_of_two_channels_become_those_of_the_model
     write_lines(
         tmp_path / "data.jsonl", [{"messages": [asked, _ANSWER], "audio": file} for file in files]
     )
-    batches = Batches(_prepare(tmp_path, hearing_model).train, sequences_per_step=3, shuffle=False)
+    batches = Batches(
+        _prepare(tmp_path, hearing_model).train, sequences_per_step=3, order=Order(shuffle=False)
+    )
     (batch,) = batches.microbatches(0, 0, 1, 3, 1)
     assert (batch.input_ids == batch.input_ids[0]).all()
     one, *others = batch.media["input_features"]

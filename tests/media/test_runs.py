@@ -22,28 +22,19 @@ from hyper_parallel.errors import (
     UnsupportedSharding,
 )
 from tests.e2e.runs import assert_same_curve, curve, rows, train
-from tests.media.records import write_data
+from tests.media.records import write_place
 from tests.media.tiny_models import needs_torchvision, write_model
 
 pytestmark = [
     pytest.mark.e2e,
     pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning"),
 ]
+TRAINING = "steps: 2, tokens_per_step: 384"
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("images")
-    write_model("llava", folder / "model")
-    source = write_data(folder, repeats=3)
-    (folder / "recipe.yaml").write_text(
-        f"model: {{path: {folder / 'model'}}}\nstage: sft\n"
-        f"data: {{source: {source}, validation: {source}, seq_len: 96, packing: false,"
-        f" cache_dir: {folder / 'cache'}}}\n"
-        "training: {steps: 2, dtype: float64, tokens_per_step: 384}\n"
-        "checkpoint: {export: false}\n"
-    )
-    return folder
+    return write_place(tmp_path_factory.mktemp("images"), TRAINING, validation=True)
 
 
 def test_layouts_repeat_one_rank_and_the_export_reads_images(place: Path) -> None:
@@ -74,14 +65,7 @@ def test_layouts_repeat_one_rank_and_the_export_reads_images(place: Path) -> Non
 
 
 def test_recordings_train_alike_on_two_ranks_and_the_export_reads_them(tmp_path: Path) -> None:
-    write_model("qwen2_audio", tmp_path / "model")
-    source = write_data(tmp_path, repeats=3, kind="audio")
-    (tmp_path / "recipe.yaml").write_text(
-        f"model: {{path: {tmp_path / 'model'}}}\nstage: sft\n"
-        f"data: {{source: {source}, seq_len: 96, packing: false, cache_dir: {tmp_path / 'cache'}}}\n"
-        "training: {steps: 2, dtype: float64, tokens_per_step: 384}\n"
-        "checkpoint: {export: false}\n"
-    )
+    write_place(tmp_path, TRAINING, family="qwen2_audio", kind="audio")
     train(tmp_path, tmp_path / "one", "parallel.dp_shard=1", "checkpoint.export=true", report=True)
     train(tmp_path, tmp_path / "two", "parallel.dp_shard=2")
     assert_same_curve(curve(tmp_path / "two"), curve(tmp_path / "one"))

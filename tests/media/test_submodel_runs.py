@@ -18,8 +18,7 @@ from hyper_parallel.errors import (
     UnsupportedSharding,
 )
 from tests.e2e.runs import CONFIG, assert_same_curve, curve, rows, train
-from tests.media.records import write_data
-from tests.media.tiny_models import write_model
+from tests.media.records import write_place
 
 pytestmark = [
     pytest.mark.e2e,
@@ -30,16 +29,8 @@ SPLIT = "parallel.submodels={vision: {dp_shard: 1}, language: {tp_x: 2}}"
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("submodels")
-    write_model("llava", folder / "model")
-    source = write_data(folder, repeats=4)
-    (folder / "recipe.yaml").write_text(
-        f"model: {{path: {folder / 'model'}}}\nstage: sft\n"
-        f"data: {{source: {source}, seq_len: 96, packing: false, cache_dir: {folder / 'cache'}}}\n"
-        "training: {steps: 3, dtype: float64, microbatch: 1, accumulation_steps: 4}\n"
-        "checkpoint: {export: false}\n"
-    )
-    return folder
+    training = "steps: 3, microbatch: 1, accumulation_steps: 4"
+    return write_place(tmp_path_factory.mktemp("submodels"), training, repeats=4)
 
 
 def _weights(run: Path) -> dict[str, torch.Tensor]:

@@ -14,7 +14,7 @@ import hyper_parallel as hp
 from hyper_parallel.config import Data
 from hyper_parallel.errors import BadValue, DegreesMismatch, UnsupportedSharding
 from hyper_parallel.runtime import submodel_strategies
-from hyper_parallel.trainer.data import Batches, prepare
+from hyper_parallel.trainer.data import Batches, Order, prepare
 from tests.media.records import write_data
 from tests.media.tiny_models import MEDIA, needs_torchvision, write_model
 from tests.parity._case import Case
@@ -44,7 +44,7 @@ def _batches(folder: Path, family: str) -> Batches:
         source=str(source), seq_len=320, holdout=0.0, packing=False, cache_dir=str(folder / "cache")
     )
     packed = prepare(data, stage="sft", model_path=str(folder / "model"), seed=0, progress=False)
-    return Batches(packed.train, sequences_per_step=4, shuffle=False)
+    return Batches(packed.train, sequences_per_step=4, order=Order(shuffle=False))
 
 
 def _model(folder: Path, frozen: bool) -> Any:

@@ -11,7 +11,7 @@ import torch
 from hyper_parallel.errors import UnsupportedSharding
 from hyper_parallel.ir import Strategy
 from hyper_parallel.runtime import World, launch, parallelize
-from tests.parity.universal import Reference, Setup, check, run
+from tests.parity.universal import Reference, Setup, check_on_ranks, run
 from tests.slow import cells
 
 pytestmark = pytest.mark.parity
@@ -92,14 +92,7 @@ CASES: dict[str, tuple[int, list[tuple[Setup, Strategy]]]] = {
 @pytest.mark.parametrize("name", cells(CASES, slow=("2", "more on 4", "8")))
 def test_context_parallelism_equals_one_device(name: str) -> None:
     size, cases = CASES[name]
-    references = {setup: Reference(setup) for setup, _ in cases}
-
-    def rank(_: int) -> None:
-        with World.join("cpu") as world:
-            for setup, strategy in cases:
-                check(references[setup], strategy, world)
-
-    launch(rank, size, timeout_s=200)
+    check_on_ranks(size, cases)
 
 
 def test_what_the_cases_are_about_changes_the_loss() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 from dataclasses import replace
 
 import pytest
@@ -22,7 +21,7 @@ from hyper_parallel.runtime import (
 )
 from hyper_parallel.trainer.checkpoints.checkpointer import Checkpointer
 from hyper_parallel.trainer.checkpoints.model_export import export_hf
-from tests.parity.universal import Reference, Setup, check
+from tests.parity.universal import Setup, check_on_ranks
 
 pytestmark = pytest.mark.parity
 
@@ -68,11 +67,6 @@ EIGHT = {
 }
 
 
-@functools.cache
-def reference(setup: Setup) -> Reference:
-    return Reference(setup)
-
-
 @pytest.mark.parametrize(
     ("ranks", "cases"),
     [
@@ -85,16 +79,7 @@ def reference(setup: Setup) -> Reference:
 def test_every_folding_equals_one_device(
     ranks: int, cases: dict[Setup, tuple[Strategy, ...]]
 ) -> None:
-    for setup in cases:
-        reference(setup)
-
-    def rank(_: int) -> None:
-        with World.join("cpu") as world:
-            for setup, strategies in cases.items():
-                for strategy in strategies:
-                    check(reference(setup), strategy, world)
-
-    launch(rank, ranks, timeout_s=200)
+    check_on_ranks(ranks, [(setup, s) for setup in cases for s in cases[setup]])
 
 
 def test_the_audit_names_both_expert_axes() -> None:

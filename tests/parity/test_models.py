@@ -18,7 +18,7 @@ from hyper_parallel.errors import UnsupportedSharding
 from hyper_parallel.ir import Rule, Strategy
 from hyper_parallel.runtime import World, launch, parallelize
 from tests.parity.plain import Plain
-from tests.parity.universal import Reference, Setup, check
+from tests.parity.universal import Reference, Setup, check, check_on_ranks
 from tests.slow import cells
 
 pytestmark = [pytest.mark.parity, pytest.mark.timeout(200)]
@@ -70,14 +70,7 @@ SLOW = (
 @pytest.mark.parametrize("name", cells(CASES, slow=SLOW))
 def test_family_repeats_one_device(name: str) -> None:
     setup, strategies = CASES[name]
-    reference = Reference(setup)
-
-    def rank(_: int) -> None:
-        with World.join("cpu") as world:
-            for strategy in strategies:
-                check(reference, strategy, world)
-
-    launch(rank, 4, timeout_s=180)
+    check_on_ranks(4, [(setup, strategy) for strategy in strategies], timeout_s=180)
 
 
 @pytest.mark.parametrize(

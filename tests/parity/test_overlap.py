@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import functools
-
 import pytest
 
 from hyper_parallel.ir import Overlap, Strategy
 from hyper_parallel.runtime import World, launch
-from tests.parity.universal import FAMILIES, Reference, Setup, check
+from tests.parity.universal import FAMILIES, Setup, check, reference
 
 pytestmark = pytest.mark.parity
 
@@ -60,11 +58,6 @@ MORE = {
     Setup("qwen3", sequences=8): (S(tp_x=2, dp_shard=2, overlap=HALVES),),
 }
 """Foldings that TWO chunks on two ranks and FOUR on four, and halves under FSDP as FOUR."""
-
-
-@functools.cache
-def reference(setup: Setup) -> Reference:
-    return Reference(setup)
 
 
 @pytest.mark.parametrize(

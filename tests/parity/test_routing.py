@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import math
 from dataclasses import replace
 
@@ -25,14 +24,13 @@ from hyper_parallel.runtime import (
     launch,
     parallelize,
 )
-from tests.parity.universal import Reference, Setup, check
+from tests.parity.universal import Setup, check, reference
 
 pytestmark = pytest.mark.parity
 
 S = Strategy
 QWEN, MIXTRAL = Setup("qwen3_moe", sequences=4), Setup("mixtral", sequences=4)
 DEEPSEEK = Setup("deepseek_v3", sequences=4)
-reference = functools.cache(Reference)
 
 
 AUX = (("output_router_logits", True), ("router_aux_loss_coef", 0.5))

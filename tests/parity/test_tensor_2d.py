@@ -13,7 +13,7 @@ from hyper_parallel.errors import UnsupportedSharding
 from hyper_parallel.ir import BLOCK_SHAPES, Strategy
 from hyper_parallel.runtime import World, clip_grad_norm_, forward_backward, launch, parallelize
 from hyper_parallel.trainer.checkpoints.checkpointer import Checkpointer
-from tests.parity.universal import Reference, Setup, check
+from tests.parity.universal import Setup, check_on_ranks
 from tests.slow import cells
 
 pytestmark = pytest.mark.parity
@@ -104,14 +104,7 @@ CASES: dict[str, tuple[int, list[tuple[Setup, Strategy]]]] = {
 )
 def test_two_axes_repeat_one_device(name: str) -> None:
     world_size, cases = CASES[name]
-    references = {setup: Reference(setup) for setup, _ in cases}
-
-    def rank(_: int) -> None:
-        with World.join("cpu") as world:
-            for setup, strategy in cases:
-                check(references[setup], strategy, world)
-
-    launch(rank, world_size, timeout_s=110)
+    check_on_ranks(world_size, cases, timeout_s=110)
 
 
 def test_outputs_are_whole_and_text_is_the_same() -> None:

@@ -7,7 +7,9 @@ launch(lambda rank: check(reference, Strategy(tp_x=2)), 2)
 from __future__ import annotations
 
 import copy
+import functools
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import ClassVar
@@ -25,6 +27,7 @@ from hyper_parallel.runtime import (
     clip_grad_norm_,
     forward_backward,
     handle,
+    launch,
     parallelize,
 )
 from tests.parity.planned import ByGroup, by_group, make_plan, whole
@@ -269,6 +272,24 @@ def check(
         }
         assert not differing, f"{strategy}: counted and planned differ: {differing}"
     return found
+
+
+reference = functools.cache(Reference)
+"""Step of a setup on one device, run once in a process."""
+
+
+def check_on_ranks(
+    size: int, cases: Iterable[tuple[Setup, Strategy]], timeout_s: float = 200
+) -> None:
+    """Check that every strategy of `cases`, on `size` ranks, repeats one device."""
+    pairs = [(reference(setup), strategy) for setup, strategy in cases]
+
+    def rank(_: int) -> None:
+        with World.join("cpu") as world:
+            for expected, strategy in pairs:
+                check(expected, strategy, world)
+
+    launch(rank, size, timeout_s=timeout_s)
 
 
 def _comparable(found: Result, largest: bool) -> tuple[dict, dict]:

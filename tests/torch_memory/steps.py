@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 
 import torch
+from benchmarks._model_steps import capture_training, training_step
 
-from hyper_parallel.backends.torch.memory import PlannedDevice, capture_training, training_step
+from hyper_parallel.backends.torch.memory import PlannedDevice
 from hyper_parallel.memory import Channel, MemoryMachine, Roofline, plan_memory
 from tests.torch_memory.models import tiny_model, tokens
 

@@ -4,15 +4,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from benchmarks._kernel_workspace import with_kernel_bytes
+from benchmarks._model_steps import capture_training, training_step
 from torch.profiler import ProfilerActivity, profile
 
-from hyper_parallel.backends.torch.memory import (
-    PlannedDevice,
-    StorageWatch,
-    capture_training,
-    training_step,
-    with_kernel_bytes,
-)
+from hyper_parallel.backends.torch.memory import PlannedDevice, StorageWatch
 from hyper_parallel.backends.torch.memory import arena_state as held_state
 from hyper_parallel.backends.torch.memory.kernel_bytes import columns, in_pieces, piece_bytes
 from hyper_parallel.backends.torch.memory.operators import Call, View

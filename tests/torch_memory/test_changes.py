@@ -6,8 +6,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from benchmarks._model_steps import capture_training, training_step
 
-from hyper_parallel.backends.torch.memory import capture_training, record, training_step
+from hyper_parallel.backends.torch.memory import record
 from hyper_parallel.errors import StepChanged
 from tests.torch_memory.models import tokens
 from tests.torch_memory.steps import batch, bits, captured, opened, same, trained, trainer

@@ -3,13 +3,9 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from benchmarks._model_steps import capture_training, chunked_loss, training_step
 
-from hyper_parallel.backends.torch.memory import (
-    PlannedDevice,
-    capture_training,
-    chunked_loss,
-    training_step,
-)
+from hyper_parallel.backends.torch.memory import PlannedDevice
 from hyper_parallel.errors import BadValue
 from hyper_parallel.memory import Channel, MemoryMachine, Roofline, plan_memory
 from tests.torch_memory.models import tiny_model, tokens

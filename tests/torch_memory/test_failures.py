@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from benchmarks._model_steps import training_step
 
-from hyper_parallel.backends.torch.memory import training_step
 from hyper_parallel.backends.torch.memory.bound_actions import BoundActions
 from hyper_parallel.errors import StepChanged, TransferFailed
 from tests.torch_memory.steps import batch, bits, captured, opened, same, trained

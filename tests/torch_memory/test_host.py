@@ -6,8 +6,9 @@ from collections import Counter
 
 import pytest
 import torch
+from benchmarks._model_steps import capture_training, training_step
 
-from hyper_parallel.backends.torch.memory import PlannedDevice, capture_training, training_step
+from hyper_parallel.backends.torch.memory import PlannedDevice
 from hyper_parallel.backends.torch.memory.streams import DeviceApi
 from hyper_parallel.backends.torch.memory.tier_copies import CopyLanes
 from hyper_parallel.errors import TransferFailed

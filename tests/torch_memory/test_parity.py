@@ -4,14 +4,10 @@ import itertools
 
 import pytest
 import torch
+from benchmarks._model_steps import capture_inference, capture_training, training_step
 
 from hyper_parallel.backends.torch.forward_variants import cache_argument
-from hyper_parallel.backends.torch.memory import (
-    PlannedDevice,
-    capture_inference,
-    capture_training,
-    training_step,
-)
+from hyper_parallel.backends.torch.memory import PlannedDevice
 from hyper_parallel.errors import CaptureUnsupported, StepChanged
 from hyper_parallel.memory import (
     Channel,

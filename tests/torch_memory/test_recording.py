@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from benchmarks._model_steps import capture_training, training_step
 
 from hyper_parallel.backends.torch.memory import (
     LruSpillMode,
@@ -9,10 +10,8 @@ from hyper_parallel.backends.torch.memory import (
     Recorder,
     StepCapture,
     StorageWatch,
-    capture_training,
     peak_of,
     record,
-    training_step,
 )
 from hyper_parallel.backends.torch.memory.operators import count_flops
 from hyper_parallel.backends.torch.memory.storages import Entry, Storages

@@ -4,18 +4,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from benchmarks._model_steps import capture_training, training_step
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hyper_parallel.backends.torch.forward_variants import recompute
-from hyper_parallel.backends.torch.memory import (
-    FileTier,
-    Meter,
-    PlannedDevice,
-    capture_training,
-    model_state,
-    record,
-    training_step,
-)
+from hyper_parallel.backends.torch.memory import FileTier, Meter, PlannedDevice, model_state, record
 from hyper_parallel.errors import (
     CaptureUnsupported,
     MemoryPlanInvalid,

@@ -10,14 +10,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from benchmarks._model_steps import capture_training, training_step
 from torch import nn
 
-from hyper_parallel.backends.torch.memory import (
-    PlannedDevice,
-    capture_training,
-    record,
-    training_step,
-)
+from hyper_parallel.backends.torch.memory import PlannedDevice, record
 from hyper_parallel.backends.torch.memory.prepared_plan import Addresses, Prepared
 from hyper_parallel.errors import CaptureUnsupported, StepChanged
 from hyper_parallel.memory import Channel, MemoryMachine, Roofline, plan_memory

@@ -6,6 +6,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from benchmarks._model_steps import training_step
 from safetensors import safe_open
 from safetensors.torch import save_file
 
@@ -14,7 +15,6 @@ from hyper_parallel.backends.torch.memory import (
     StepCapture,
     model_state,
     optimizer_state,
-    training_step,
 )
 from hyper_parallel.backends.torch.memory.host_pool import HostPool
 from tests.torch_memory.models import tiny_model, tokens

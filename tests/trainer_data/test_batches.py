@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hyper_parallel.errors import BatchMismatch, CheckpointMismatch, NoData
-from hyper_parallel.trainer.data import IGNORE_INDEX, Batches
+from hyper_parallel.trainer.data import IGNORE_INDEX, Batches, Order
 from hyper_parallel.trainer.data.batches import JoinedSequences
 
 pytestmark = pytest.mark.torch
@@ -31,7 +31,7 @@ def whole_step(batches, step, dp, microbatch, accumulation):
 
 @pytest.mark.parametrize("tail", ["wrap", "pad"])
 def test_the_content_of_a_step_does_not_depend_on_the_layout(train, tail):
-    batches = Batches(train, sequences_per_step=8, seed=3, tail=tail)
+    batches = Batches(train, sequences_per_step=8, tail=tail, order=Order(seed=3))
     for step in (0, 5, batches.steps_per_epoch - 1, batches.steps_per_epoch):
         reference = whole_step(batches, step, 1, 8, 1)
         for dp, microbatch, accumulation in [(1, 1, 8), (2, 2, 2), (4, 1, 2), (8, 1, 1), (2, 4, 1)]:
@@ -43,7 +43,7 @@ def test_the_content_of_a_step_does_not_depend_on_the_layout(train, tail):
 
 
 def test_wrapping_visits_every_sequence_once_per_epoch_in_a_new_order(train):
-    batches = Batches(train, sequences_per_step=7, seed=3)
+    batches = Batches(train, sequences_per_step=7, order=Order(seed=3))
     count = len(train)
     seen = np.concatenate([batches.step_batch(s) for s in range(2 * count)])[: 2 * count]
     first, second = seen[:count], seen[count:]
@@ -53,21 +53,21 @@ def test_wrapping_visits_every_sequence_once_per_epoch_in_a_new_order(train):
 
 
 def test_the_order_is_fixed_for_ever(train):
-    batches = Batches(train, sequences_per_step=6, seed=11, limit=10)
+    batches = Batches(train, sequences_per_step=6, limit=10, order=Order(seed=11))
     spread = [i * len(train) // 10 for i in range(10)]
     assert batches.step_batch(0).tolist() == [spread[i] for i in (3, 6, 0, 7, 4, 1)]
     assert batches.step_batch(1)[:4].tolist() == [spread[i] for i in (2, 9, 5, 8)]
 
 
 def test_a_step_may_hold_several_epochs(train):
-    batches = Batches(train, sequences_per_step=10, seed=0, limit=4)
+    batches = Batches(train, sequences_per_step=10, limit=4, order=Order(seed=0))
     seen, counts = np.unique(batches.step_batch(0), return_counts=True)
     assert seen.tolist() == [i * len(train) // 4 for i in range(4)]
     assert sorted(counts.tolist()) == [2, 2, 3, 3]
 
 
 def test_padding_visits_every_sequence_once_and_fills_with_rows_without_labels(train):
-    batches = Batches(train, sequences_per_step=8, shuffle=False, tail="pad", limit=19)
+    batches = Batches(train, sequences_per_step=8, tail="pad", limit=19, order=Order(shuffle=False))
     assert batches.steps_per_epoch == 3
     seen = np.concatenate([batches.step_batch(s) for s in range(3)])
     assert seen.tolist() == [*(i * len(train) // 19 for i in range(19)), *[-1] * 5]
@@ -95,23 +95,23 @@ def test_nothing_to_read_is_refused(corpus, make):
 
 
 def test_a_position_read_back_continues_the_order(train):
-    batches = Batches(train, sequences_per_step=6, seed=5, fingerprint="abc")
+    batches = Batches(train, sequences_per_step=6, fingerprint="abc", order=Order(seed=5))
     state = json.loads(json.dumps(batches.state_dict(4)))
-    again = Batches(train, sequences_per_step=6, seed=5, fingerprint="abc")
+    again = Batches(train, sequences_per_step=6, fingerprint="abc", order=Order(seed=5))
     again.load_state_dict(state)
     for step in (4, 40):
         assert np.array_equal(again.step_batch(step), batches.step_batch(step))
 
 
 def test_another_number_of_tokens_per_step_continues_after_what_was_seen(train, caplog):
-    batches = Batches(train, sequences_per_step=6, seed=5)
+    batches = Batches(train, sequences_per_step=6, order=Order(seed=5))
     order = np.concatenate([batches.step_batch(s) for s in range(6)])
-    again = Batches(train, sequences_per_step=4, seed=5)
+    again = Batches(train, sequences_per_step=4, order=Order(seed=5))
     again.load_state_dict(batches.state_dict(4))
     assert np.array_equal(again.step_batch(4), order[24:28])
     assert np.array_equal(again.step_batch(5), order[28:32])
     assert "6 to 4" in caplog.text
-    third = Batches(train, sequences_per_step=6, seed=5)
+    third = Batches(train, sequences_per_step=6, order=Order(seed=5))
     third.load_state_dict(again.state_dict(5))
     assert np.array_equal(
         third.step_batch(5), batches.step_batch(4)[4:].tolist() + order[30:34].tolist()
@@ -119,21 +119,27 @@ def test_another_number_of_tokens_per_step_continues_after_what_was_seen(train, 
 
 
 @pytest.mark.parametrize(
-    "change", [{"seed": 6}, {"shuffle": False}, {"fingerprint": "x"}, {"limit": 9}]
+    ("where", "change"),
+    [
+        ("seed", {"order": Order(seed=6)}),
+        ("shuffle", {"order": Order(seed=5, shuffle=False)}),
+        ("fingerprint", {"fingerprint": "x"}),
+        ("num_sequences", {"limit": 9}),
+    ],
 )
-def test_a_position_in_other_data_is_refused(train, change):
-    state = Batches(train, sequences_per_step=6, seed=5, fingerprint="abc").state_dict(4)
-    values = {"seed": 5, "fingerprint": "abc"} | change
+def test_a_position_in_other_data_is_refused(train, where, change):
+    values = {"sequences_per_step": 6, "fingerprint": "abc", "order": Order(seed=5)}
+    state = Batches(train, **values).state_dict(4)
     with pytest.raises(CheckpointMismatch, match="HP702") as caught:
-        Batches(train, sequences_per_step=6, **values).load_state_dict(state)
-    assert caught.value.where == {"limit": "num_sequences"}.get(*list(change) * 2)
+        Batches(train, **values | change).load_state_dict(state)
+    assert caught.value.where == where
 
 
 def test_a_mixture_has_exact_shares_in_an_order_of_the_seed(corpus, conversations, make, tmp_path):
     small = make(conversations, stage="pt", max_bytes=600, holdout=0.0).train
     joined = JoinedSequences([make(corpus).train, small])
     weights = (3, 1)
-    batches = Batches(joined, sequences_per_step=8, seed=3, weights=weights)
+    batches = Batches(joined, sequences_per_step=8, order=Order(seed=3, weights=weights))
     seen = np.concatenate([batches.step_batch(s) for s in range(512)])
     second = seen >= len(joined.parts[0])
     for end in (1024, 2048, 4096):
@@ -142,14 +148,16 @@ def test_a_mixture_has_exact_shares_in_an_order_of_the_seed(corpus, conversation
     # Every source goes through its own epochs: each of its sequences once before any comes again.
     for part, mine in zip(joined.parts, (seen[~second], seen[second]), strict=True):
         assert len(set(mine[: len(part)].tolist())) == min(len(part), len(mine))
-    again = Batches(joined, sequences_per_step=4, seed=3, weights=weights)
+    again = Batches(joined, sequences_per_step=4, order=Order(seed=3, weights=weights))
     again.load_state_dict(batches.state_dict(300))
     assert np.array_equal(again.step_batch(300), batches.step_batch(300)[:4])
-    other = Batches(joined, sequences_per_step=8, seed=4, weights=weights)
+    other = Batches(joined, sequences_per_step=8, order=Order(seed=4, weights=weights))
     assert not np.array_equal(other.step_batch(0), batches.step_batch(0))
     # Many sources of small weight: a block is still full, and nobody is owed more than one.
     many = Batches(
-        JoinedSequences([small] * 9), sequences_per_step=1024, weights=[1000, *[0.7] * 8]
+        JoinedSequences([small] * 9),
+        sequences_per_step=1024,
+        order=Order(weights=[1000, *[0.7] * 8]),
     )
     owed = np.zeros(9)
     for step in range(6):

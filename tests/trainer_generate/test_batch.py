@@ -148,28 +148,6 @@ def test_a_sequence_does_not_depend_on_its_batch(dtype):
     assert len({tuple(s.tokens) for s in together}) > 25
 
 
-def test_a_sequence_that_was_taken_out_goes_on_as_it_would_have():
-    model, sampling = model_of("mistral"), Sampling(12, seed=1)
-    whole = decoded(model, running(sampling), sampling)
-    sequences = running(sampling)
-    decoder = Decoder(passes_of(model, 3, 31), sampling)
-    decoder.add(sequences)
-    while len(sequences[1].tokens) < 5:
-        decoder.step()
-    waiting, cut = decoder.cancel(4), decoder.cancel(1)
-    assert (waiting, cut) == (sequences[4], sequences[1])
-    assert waiting.tokens == []
-    assert cut.finish is None
-    assert cut.tokens == whole[1].tokens[:5]
-    for _ in decoder.run():
-        pass
-    assert decoder.cancel(0) is None
-    decoded(model, [waiting, cut], sampling)
-    for sequence, expected in zip(sequences, whole, strict=True):
-        assert sequence.text == expected.text
-        assert sequence.logprobs == pytest.approx(expected.logprobs, abs=1e-10)
-
-
 def test_a_stop_token_frees_a_slot_for_the_next_sequence():
     model, sampling = model_of("llama"), Sampling(14, temperature=0)
     free = decoded(model, running(sampling), sampling)

@@ -17,6 +17,7 @@ either), `wrong: what differs` or `fails: uncoded error`. A sweep passes when no
 
 from __future__ import annotations
 
+import inspect
 import re
 import warnings
 from pathlib import Path
@@ -92,3 +93,18 @@ def plain_model(model_type: str, config: dict[str, Any] | None = None, seed: int
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")  # grouped matrix products have no float64
     return model
+
+
+def names_of(function: Any) -> set[str]:
+    """Return the names of the parameters of a function."""
+    return set(inspect.signature(function).parameters)
+
+
+def number_of(config: Any, names: tuple[str, ...], default: int) -> int:
+    """Return the first integer of a config, or of a list in it, under one of the names."""
+    for name in names:
+        value = getattr(config, name, None)
+        value = value[0] if isinstance(value, (list, tuple)) and value else value
+        if isinstance(value, int):
+            return value
+    return default

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from sweeps.interface import image_text_types, one_line, plain_model, refusal_or_failure
+from sweeps.interface import (
+    image_text_types,
+    names_of,
+    number_of,
+    one_line,
+    plain_model,
+    refusal_or_failure,
+)
 
 TITLE = "A tower that one of two ranks uses"
 TEXT = (
@@ -69,11 +75,11 @@ def _image_forms(model: Any) -> Iterator[tuple[dict[str, Any], int]]:
 
     config = model.config
     vision = getattr(config, "vision_config", None) or config
-    patch = _number(vision, ("patch_size",), 4)
-    side = _number(vision, ("image_size", "max_image_size"), 16)
-    frames = _number(vision, ("temporal_patch_size",), 2)
-    channels = _number(vision, ("in_channels", "num_channels", "in_chans"), 3)
-    merge = _number(vision, ("spatial_merge_size",), 2)
+    patch = number_of(vision, ("patch_size",), 4)
+    side = number_of(vision, ("image_size", "max_image_size"), 16)
+    frames = number_of(vision, ("temporal_patch_size",), 2)
+    channels = number_of(vision, ("in_channels", "num_channels", "in_chans"), 3)
+    merge = number_of(vision, ("spatial_merge_size",), 2)
     generator = torch.Generator().manual_seed(1)
 
     def pixels(*shape: int) -> Any:
@@ -116,7 +122,7 @@ def _image_tokens(model: Any, form: dict[str, Any]) -> int | None:
     width = model.get_input_embeddings().weight.shape[1]
     try:
         with torch.no_grad():
-            given = {k: v for k, v in form.items() if k in _names(base.get_image_features)}
+            given = {k: v for k, v in form.items() if k in names_of(base.get_image_features)}
             features = base.get_image_features(**given)
     except Exception:
         return None
@@ -130,7 +136,7 @@ def _sequence(model: Any, extra: dict[str, Any], tokens: int) -> dict[str, Any]:
     """Return a batch of one sequence with as many image tokens."""
     import torch
 
-    image = _number(model.config, ("image_token_id", "image_token_index"), -1)
+    image = number_of(model.config, ("image_token_id", "image_token_index"), -1)
     ids = torch.arange(3, 3 + _LENGTH)[None] % 200 + 3
     ids[ids == image] = 3
     types = torch.zeros_like(ids)
@@ -139,7 +145,7 @@ def _sequence(model: Any, extra: dict[str, Any], tokens: int) -> dict[str, Any]:
         types[0, 2 : 2 + tokens] = 1
     labels = torch.where(ids == image, -100, ids)
     more = {"mm_token_type_ids": types, "token_type_ids": types}
-    more = {k: v for k, v in more.items() if k in _names(model.forward)}
+    more = {k: v for k, v in more.items() if k in names_of(model.forward)}
     return {
         "input_ids": ids,
         "labels": labels,
@@ -218,18 +224,5 @@ def _compare(expected: list[Any], found: list[list[Any]], whole: bool) -> str:
 
 
 def _accepted(model: Any, batch: dict[str, Any]) -> dict[str, Any]:
-    names = _names(model.forward)
+    names = names_of(model.forward)
     return {k: v for k, v in batch.items() if k in names or "kwargs" in names}
-
-
-def _names(function: Any) -> set[str]:
-    return set(inspect.signature(function).parameters)
-
-
-def _number(config: Any, names: tuple[str, ...], default: int) -> int:
-    for name in names:
-        value = getattr(config, name, None)
-        value = value[0] if isinstance(value, (list, tuple)) and value else value
-        if isinstance(value, int):
-            return value
-    return default

@@ -1,7 +1,6 @@
 """Calibration: read and predict published runs, fit cards to them or to this machine, and write card files."""
 
 from hyper_parallel.calibration._constants import (
-    CONSTANTS,
     Constant,
     check_card_file,
     write_card,
@@ -18,7 +17,6 @@ from hyper_parallel.calibration._local import (
 )
 from hyper_parallel.calibration._prediction import (
     Cards,
-    Prediction,
     predict,
     predict_file,
     read_cards,
@@ -34,14 +32,12 @@ from hyper_parallel.calibration.card_fit import (
 from hyper_parallel.calibration.csv_rows import RowError
 
 __all__ = [
-    "CONSTANTS",
     "FOLDS",
     "Cards",
     "Constant",
     "Fit",
     "LocalRates",
     "MeasuredStep",
-    "Prediction",
     "PublishedRun",
     "RowError",
     "check_card_file",

@@ -321,15 +321,15 @@ def _memory_not_too_low(cards: Cards, runs: Sequence[PublishedRun]) -> Cards:
     return cards
 
 
-def half_width(residual: Array, weights: Array, folds: Names, share: float = 0.8) -> float:
-    """Return the absolute residual that the given share of the weight of future runs does not exceed.
+def half_width(residual: Array, weights: Array, folds: Names) -> float:
+    """Return the absolute residual that 80 % of the weight of future runs do not exceed.
 
     Runs of a fold are alike, so k folds carry the information of k runs. The share is therefore raised by the factor
     1 + 1/k, to at most 1.
 
     Source: split conformal prediction, Papadopoulos et al. 2002.
     """
-    share = min(1.0, share * (1.0 + 1.0 / len(set(folds))))
+    share = min(1.0, 0.8 * (1.0 + 1.0 / len(set(folds))))
     size = np.abs(residual)
     order = np.argsort(size)
     reached = np.cumsum(weights[order]) / weights.sum()

@@ -42,7 +42,7 @@ def main() -> None:
         from hyper_parallel.cli.overview import overview
 
         with suppress(OSError):  # `run` writes it again and reports the error
-            sys.stdout.write(overview())
+            sys.stdout.write(overview((*_COMMANDS, *_GROUPS)))
             sys.stdout.flush()
             return
     from hyper_parallel.cli.app import run

@@ -16,6 +16,7 @@ from typing import Annotated, Final, NoReturn
 import typer
 
 from hyper_parallel import __version__
+from hyper_parallel.cli import overview
 from hyper_parallel.cli.pipes import sink_stream
 from hyper_parallel.errors import (
     BadValue,
@@ -63,7 +64,7 @@ def build_app(
         rich_markup_mode=None,
         context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     )
-    app.callback()(_root)
+    app.callback(help=overview.ABOUT)(_root)
     for command in commands:
         app.command()(command)
     for group in groups:
@@ -88,15 +89,10 @@ def _print_version(wanted: bool) -> None:
 def _root(
     version: Annotated[
         bool,
-        typer.Option(
-            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
-        ),
+        typer.Option("--version", callback=_print_version, is_eager=True, help=overview.VERSION),
     ] = False,
-    quiet: Annotated[
-        bool, typer.Option("--quiet", "-q", help="Print results, warnings and errors only.")
-    ] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help=overview.QUIET)] = False,
 ) -> None:
-    """Plan, train, generate and report on a supernode as if it were one computer."""
     lines = logging.StreamHandler(sys.stderr)
     lines.setFormatter(PrintableFormatter("%(levelname)s: %(message)s"))
     logging.basicConfig(handlers=[lines], level=logging.WARNING)

@@ -1,7 +1,7 @@
 """Recipes: typed sections, YAML or JSON files, overrides as `a.b=c`, and the origin of every value."""
 
-from hyper_parallel.config._code import KNOWN_REWARDS, named_code, refuse_code
-from hyper_parallel.config._launch_section import Launch, time_limit_s
+from hyper_parallel.config._code import KNOWN_REWARDS, refuse_code
+from hyper_parallel.config._launch_section import time_limit_s
 from hyper_parallel.config._load_recipe import (
     DEGREES,
     LoadedRecipe,
@@ -21,7 +21,6 @@ from hyper_parallel.config._preference_sections import (
     Dpo,
     Grpo,
     Kto,
-    Orpo,
     Rm,
 )
 from hyper_parallel.config._problems import describe, leaves, read_section, validated
@@ -51,12 +50,10 @@ __all__ = [
     "Dpo",
     "Grpo",
     "Kto",
-    "Launch",
     "LoadedRecipe",
     "Lora",
     "Model",
     "Offload",
-    "Orpo",
     "Parallel",
     "Recipe",
     "Rm",
@@ -65,7 +62,6 @@ __all__ = [
     "describe",
     "leaves",
     "load_recipe",
-    "named_code",
     "parse_yaml",
     "paths_read",
     "read_mapping",

@@ -239,9 +239,8 @@ def expert_seconds(s: PricingCase, backward: float = 1.0) -> Array:
         return total
     rows = s.tokens / c.tp * (n.experts_per_token / n.moe_share) * s.machine.stack.imbalance
     for b in expert_boundaries(n.hidden, n.experts, c.ep, rows, cut_experts=s.etp):
-        if (
-            b.purpose == Purpose.EXPERT_ROW_COUNTS
-        ):  # a few bytes; the router's host work is a term of its own
+        # A few bytes; the router's host work is a term of its own
+        if b.purpose == Purpose.EXPERT_ROW_COUNTS:
             continue
         used = (c.ep > 1) & (b.ranks > 1)
         if used.any():

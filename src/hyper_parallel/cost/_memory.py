@@ -30,9 +30,8 @@ from hyper_parallel.cost.pipeline import in_flight, in_flight_of, split_layers_c
 from hyper_parallel.ir import MemoryTerm
 
 _TIE = 1e-9  # tolerance for rounding, in layers
-_NOT_RECOMPUTED = (
-    2.0  # layers at the end of every stage without recomputation, which would be at the peak
-)
+# Layers at the end of every stage without recomputation, which would be at the peak
+_NOT_RECOMPUTED = 2.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,9 +66,8 @@ class Uncut:
     mlp: float = 0.0  # share of those of the dense feed-forward part
     stream: float = 0.0  # 1 if every rank has the residual stream of all tokens between blocks
     vocabulary: bool = False  # whether embedding or head is whole
-    outside: float = (
-        0.0  # matrix elements outside of the layers, embedding and head apart: towers, projectors
-    )
+    # Matrix elements outside of the layers, embedding and head apart: towers, projectors
+    outside: float = 0.0
 
     @classmethod
     def of(cls, model: ModelSpec, names: frozenset[str], stream: bool) -> Uncut:
@@ -165,9 +164,8 @@ class ModelNumbers:
     matmuls: tuple[Matmul, ...]  # the matmuls of a mean layer
     normed_width: float  # width of the query and key heads that a layer norms; 0 for most models
     head_norms: float  # norms of query and key heads of a mean layer
-    norm_bytes: (
-        float  # bytes per token kept by unfused norms, in units of h, beyond `saved_elements`
-    )
+    # Bytes per token kept by unfused norms, in units of h, beyond `saved_elements`
+    norm_bytes: float
     head_norm_bytes: float  # bytes of norms over heads, in units of their width
     latent_width: float  # width of the latents of attention that a mean layer norms
     # elements of latent attention's values beyond keys and values: their storage also contains keys
@@ -187,9 +185,8 @@ class ModelNumbers:
     measured: KeptActivations | None  # measured activations kept by forward
     # measured bytes per token that the experts of a mean layer keep in bfloat16 if a token visits all; else 0
     every_expert_bytes: float
-    measured_whole: (
-        float  # bytes per token of them that tensor parallelism keeps whole, experts apart
-    )
+    # Bytes per token of them that tensor parallelism keeps whole, experts apart
+    measured_whole: float
     uncut: Uncut  # parts that tensor parallelism keeps whole on every rank
     attention_weights: float  # matrix elements of attention per layer
     mlp_weights: float  # matrix elements of dense MLP, shared experts and router per layer
@@ -201,9 +198,8 @@ class ModelNumbers:
     embedding_weights: int  # elements of the embedding block
     head_weights: int  # elements of the output projection as a matmul, V h, tied or not
     head_params: int  # elements the head stores: 0 when tied
-    last_layers: tuple[
-        LayerElements, ...
-    ]  # the last two layers, which are gathered and reduced at the peak
+    # The last two layers, which are gathered and reduced at the peak
+    last_layers: tuple[LayerElements, ...]
 
     @classmethod
     def of(cls, model: ModelSpec) -> ModelNumbers:

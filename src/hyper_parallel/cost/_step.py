@@ -61,7 +61,7 @@ class BlockPrices:
 
 @dataclass(frozen=True, slots=True)
 class LayerPrices:
-    """Prices that depend on the choices of a layer only: work and communication of a layer, and the head."""
+    """Prices of the work and communication of a layer, and of the head; they depend on the choices of a layer only."""
 
     work: Compute  # compute of a mean layer
     comm: Communication  # communication of a mean layer

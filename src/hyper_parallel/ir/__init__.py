@@ -61,7 +61,6 @@ from hyper_parallel.ir.strategy import (
     Overlap,
     Rule,
     Strategy,
-    ulysses_degree,
 )
 from hyper_parallel.ir.taskgraph import Cores, Task, TaskGraph
 from hyper_parallel.ir.timeline import Counter, Flight, Span, Timeline, joined, masking
@@ -143,6 +142,5 @@ __all__ = [
     "sees_some",
     "slab_bytes",
     "slabs",
-    "ulysses_degree",
     "working_rows",
 ]

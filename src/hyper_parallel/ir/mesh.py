@@ -126,12 +126,6 @@ class Mesh:
                 seen.update(groups[-1])
         return tuple(groups)
 
-    def submesh(self, axes: Sequence[str], device: int) -> Mesh:
-        """Return the submesh over `axes` that contains `device`."""
-        degrees = dict(self.axes)
-        ordered = tuple((n, degrees[n]) for n in self.names if n in axes)
-        return Mesh(ordered, self.group(device, [n for n, _ in ordered]))
-
     def __str__(self) -> str:
         shown = " x ".join(f"{name}={degree}" for name, degree in self.axes if degree > 1)
         return f"Mesh({shown or '1 device'})"

@@ -49,9 +49,8 @@ class _Walk:
     def __init__(self, program: MemoryProgram) -> None:
         self.program = program
         self.held: list[dict[str, int]] = [{} for _ in program.storages]  # tier: content version
-        self.in_flight: list[dict[str, int]] = [
-            {} for _ in program.storages
-        ]  # destination: version
+        # destination: version
+        self.in_flight: list[dict[str, int]] = [{} for _ in program.storages]
         self.version = [0] * len(program.storages)
         self.seen: dict[int, tuple[int, ...]] = {}  # versions that an operator read first
         self.live: dict[str, int] = dict.fromkeys(MEMORY_TIERS, 0)

@@ -30,9 +30,8 @@ _MAX_BISECTIONS = 12
 _PEAK_RESOLUTION, _SAVING_RESOLUTION = 100, 40
 # A refusal needs only sufficient bytes: a coarser resolution, and faster growth of the step between targets.
 _REFUSAL_RESOLUTION, _REFUSAL_GROWTH = 32, 4
-_PROBE_RESERVE = (
-    20  # divisor of the budget for the bytes left for gaps while DRAM capacities are probed
-)
+# Divisor of the budget for the bytes left for gaps while DRAM capacities are probed
+_PROBE_RESERVE = 20
 _CAPACITY_ROUNDS = 5  # bisections for the DRAM before a flash tier
 
 _PlannedProgram = tuple[EmittedProgram, MemoryPlan]

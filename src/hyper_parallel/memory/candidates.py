@@ -148,9 +148,8 @@ class OffloadCandidates:
             change[position] += extra
             change[position + 1] -= extra
         for gap in self.recomputes.host.gaps:
-            if (
-                gap.storage in self.recomputes.host.dram_state
-            ):  # evicted and reloaded whatever is chosen
+            # Evicted and reloaded whatever is chosen
+            if gap.storage in self.recomputes.host.dram_state:
                 change[gap.first + 1] -= sizes[gap.storage]
                 change[gap.last] += sizes[gap.storage]
         return np.cumsum(change[:-1])

@@ -36,9 +36,8 @@ class LinearProgram:
     rows: list[tuple[Mapping[int, float], float, float]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._solver: highspy._core._Highs | None = (
-            None  # solver with the last solution, valid while only bounds change
-        )
+        # Solver with the last solution, valid while only bounds change
+        self._solver: highspy._core._Highs | None = None
 
     def variable(self, upper: float = np.inf, cost: float = 0.0, lower: float = 0.0) -> int:
         """Add a variable and return its index."""

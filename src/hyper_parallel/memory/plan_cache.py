@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Final, cast, get_args
@@ -28,7 +28,6 @@ from hyper_parallel.ir import (
     MemoryProgram,
     Operator,
     Storage,
-    StorageKind,
 )
 from hyper_parallel.memory._address import wrong_address
 from hyper_parallel.memory._clock import clocked
@@ -53,10 +52,8 @@ class _CachedGoal:
 
     budget_bytes: int | None
     max_slowdown: float | None
-    move: tuple[StorageKind, ...] | None
     recompute: bool
     reorder: bool
-    bandwidth_margin: float | None
 
 
 _LIMITS: Final = Limits(256 * MiB, num_elements=20_000_000)
@@ -75,10 +72,8 @@ def plan_memory_cached(
     measured: Sequence[float] | None = None,
     budget_bytes: int | None = None,
     max_slowdown: float | None = None,
-    move: Collection[StorageKind] | None = None,
     recompute: bool = True,
     reorder: bool = True,
-    bandwidth_margin: float | None = None,
 ) -> MemoryPlan:
     """Return the plan of `plan_memory`, or its result from an earlier call with equal arguments.
 
@@ -90,16 +85,13 @@ def plan_memory_cached(
             cached plan keeps the seconds that it was made with.
         budget_bytes: See `plan_memory`.
         max_slowdown: See `plan_memory`.
-        move: See `plan_memory`.
         recompute: See `plan_memory`.
         reorder: See `plan_memory`.
-        bandwidth_margin: See `plan_memory`.
 
     Raises:
         HyperParallelError: See `plan_memory`. A cache that cannot be read or written is logged and costs only time.
     """
-    kinds = None if move is None else tuple(sorted(set(move)))
-    goal = _CachedGoal(budget_bytes, max_slowdown, kinds, recompute, reorder, bandwidth_margin)
+    goal = _CachedGoal(budget_bytes, max_slowdown, recompute, reorder)
     key = fingerprint(program, machine, (goal, measured is not None))
     path = (cache or cache_dir() / "plans") / f"{key[:32]}.json"
     if path.exists():
@@ -112,10 +104,8 @@ def plan_memory_cached(
         machine,
         budget_bytes=budget_bytes,
         max_slowdown=max_slowdown,
-        move=move,
         recompute=recompute,
         reorder=reorder,
-        bandwidth_margin=bandwidth_margin,
     )
     try:
         _write(path, key, plan, timed=measured is not None)

@@ -160,7 +160,7 @@ class ResidencyLP:
         self.lp.costs[fraction] += self._traffic_cost(self._store.seconds(num_bytes))
 
     def add_prefetch(self, fraction: int, position: int, num_bytes: int, begins: int) -> None:
-        """Add a copy that must be complete before a position; from `begins` on its bytes count as resident."""
+        """Add a copy that must complete before a position; its bytes count as resident from `begins`."""
         copied = self._channel_units(self._prefetch, num_bytes)
         self._add(self._due[self._sample[position]], fraction, copied)
         self._add(self._started[self._sample[begins]], fraction, copied)
@@ -299,9 +299,8 @@ class ResidencyLP:
             lp.at_least({returning: -unit_s[1], **waits}, 0.0)
         for fraction, samples, stall in self._stalls:
             lp.at_least({**{self._waits[j]: 1.0 for j in samples}, fraction: -stall}, 0.0)
-        for (
-            via_flash
-        ) in self._flash_seconds:  # for the whole step, because these copies have no order
+        # For the whole step, because these copies have no order
+        for via_flash in self._flash_seconds:
             if via_flash:
                 busy = {fraction: -seconds for fraction, seconds in via_flash.items()}
                 lp.at_least({**dict.fromkeys(self._waits, 1.0), **busy}, -1.0)

@@ -110,9 +110,8 @@ class Rounding:
             if optimum is None:
                 return None
             violated = self._builder.model.violated_positions(optimum, target_bytes)
-            if (
-                not len(violated) or refinement == _MAX_REFINEMENTS
-            ):  # emission judges the remaining excess
+            # Emission judges the remaining excess
+            if not len(violated) or refinement == _MAX_REFINEMENTS:
                 break
             positions = np.union1d(self._builder.model.positions, violated)
             finder = self._finder if self._recompute else None

@@ -8,7 +8,7 @@ from hyper_parallel.model._model_spec import (
     ModelSpec,
     ParamSpec,
 )
-from hyper_parallel.model._weight_listing import INDEX, SINGLE, WeightListing, list_weight_files
+from hyper_parallel.model._weight_listing import INDEX, SINGLE, list_weight_files
 from hyper_parallel.model.loading import (
     FAMILIES_READ,
     UNMEASURED_ACTIVATIONS,
@@ -39,7 +39,6 @@ __all__ = [
     "ModelSpec",
     "ParamSpec",
     "Property",
-    "WeightListing",
     "find_preset",
     "is_read",
     "list_weight_files",

@@ -247,7 +247,7 @@ def _read_index(path: Path) -> dict[str, str]:
             "the index names a file outside of its directory",
             where=str(path),
             got=outside[0],
-            allowed="names of files beside the index",
+            allowed="names of files in the directory of the index",
         )
     return files
 

@@ -62,11 +62,9 @@ def find_preset(text: str) -> str | None:
     return None
 
 
-def nearest_presets(text: str, count: int = 3) -> tuple[str, ...]:
+def nearest_presets(text: str) -> tuple[str, ...]:
     """Return the preset names most similar to a name."""
-    close = difflib.get_close_matches(
-        _normal(text.rpartition("/")[2]), preset_names(), count, cutoff=0.4
-    )
+    close = difflib.get_close_matches(_normal(text.rpartition("/")[2]), preset_names(), cutoff=0.4)
     return tuple(close)
 
 

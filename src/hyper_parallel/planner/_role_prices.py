@@ -79,9 +79,8 @@ class Split:
     tp: int
     sampling: RolloutPrice
     learn_s: float
-    steps_s: dict[
-        int, float
-    ]  # seconds of an optimizer step by staleness; 0 also for colocated roles
+    # Seconds of an optimizer step by staleness; 0 also for colocated roles
+    steps_s: dict[int, float]
     staleness: int
     memory_bytes: int  # of a rank while it samples; learner states included if it also learns
     tokens: int

@@ -33,9 +33,8 @@ class Outcome:
     """Finished search."""
 
     search: BranchAndBound  # state of branch and bound
-    ranked: tuple[
-        PricedStrategy, ...
-    ]  # strategies of distinct degrees with full prices, best first
+    # Strategies of distinct degrees with full prices, best first
+    ranked: tuple[PricedStrategy, ...]
     bound: float  # lower bound of seconds per token of all strategies outside `ranked`
     simulated: int  # strategies whose schedule was simulated
 

@@ -51,9 +51,8 @@ class PlanRequest:
     # fixed choices, see `check_pins`; `tp` is the product of tp_x and tp_y
     pins: Mapping[str, int] = field(default_factory=dict)
     executable: bool = False  # restricts the search to strategies that this version can run
-    base: Strategy = field(
-        default_factory=Strategy
-    )  # source of the rules and of the layers per stage
+    # Source of the rules and of the layers per stage
+    base: Strategy = field(default_factory=Strategy)
     half_batches: bool = True  # whether layers of the model may run on half-batches
     group_sequences: int = 1  # sequences of a step that stay on one data-parallel rank
 

@@ -84,6 +84,12 @@ _OF_PREFERENCES: Final = {
 """Charts of the preference stages, with the keys of their lines."""
 
 
+_Named = Sequence[tuple[RunRecord, str, str]]
+"""Runs with their names and colours."""
+_Label = Callable[[str, str], str]
+"""Function that names a curve, from the names of its run and of its series."""
+
+
 def render(*runs: RunRecord) -> str:
     """Render the page of a run, or a comparison of several, as HTML text without external references."""
     environment = Environment(
@@ -181,17 +187,15 @@ def _curves(runs: Sequence[RunRecord]) -> dict[str, Chart | None]:
         losses.append(Curve(label(name, "held out"), held_out, color, "dots"))
     # With several runs, marks of one run would be mistaken for those of another.
     resumed = [] if several else [part.step + 0.5 for part in runs[0].parts[1:]]
-    chart_options: dict[str, Any] = {"x_range": across, "marks": resumed}
+    options: dict[str, Any] = {"x_range": across, "marks": resumed}
     shared = {run.terms.loss for run in runs}
     charts = {
-        "loss": curves(
-            losses, "loss" if len(shared) > 1 else min(shared), **chart_options, height=320
-        )
+        "loss": curves(losses, "loss" if len(shared) > 1 else min(shared), **options, height=320)
     }
-    charts |= _reward_chart(named, label, chart_options)
-    charts |= _preference_charts(named, label, chart_options)
-    charts |= _accuracy_chart(named, label, chart_options)
-    charts |= _rollout_charts(named, label, chart_options)
+    charts |= _reward_chart(named, label, **options)
+    charts |= _preference_charts(named, label, **options)
+    charts |= _accuracy_chart(named, label, **options)
+    charts |= _rollout_charts(named, label, **options)
     for key, y_label, units in _CURVES:
         lines = []
         for run, name, color in named:
@@ -200,17 +204,13 @@ def _curves(runs: Sequence[RunRecord]) -> dict[str, Chart | None]:
             if key == "step_s":
                 flat = _predicted_steps(run)
                 lines += [Curve(label(name, w), ends, color, "dashed") for w, ends in flat]
-        charts[key] = curves(lines, y_label, units, **chart_options, from_zero=key != "lr")
+        charts[key] = curves(lines, y_label, units, **options, from_zero=key != "lr")
     within = [(label(name, "measured"), color, run) for run, name, color in named]
     charts["within"] = _within(within)
     return charts
 
 
-def _reward_chart(
-    named: Sequence[tuple[RunRecord, str, str]],
-    label: Callable[[str, str], str],
-    chart_options: dict[str, Any],
-) -> dict[str, Chart | None]:
+def _reward_chart(named: _Named, label: _Label, **options: Any) -> dict[str, Chart | None]:
     """Draw the rewards of rollouts; no chart without rewards."""
     rewards = [
         Curve(label(name, key.replace("_", " ")), _points(run, "rollout", key), color, dash)
@@ -223,14 +223,10 @@ def _reward_chart(
         Curve(label(name, "held out"), _points_of(run.evals, "rollout", "reward"), color, "dots")
         for run, name, color in named
     ]
-    return {"reward": curves([*rewards, *held_out], "reward", **chart_options, height=320)}
+    return {"reward": curves([*rewards, *held_out], "reward", **options, height=320)}
 
 
-def _rollout_charts(
-    named: Sequence[tuple[RunRecord, str, str]],
-    label: Callable[[str, str], str],
-    chart_options: dict[str, Any],
-) -> dict[str, Chart | None]:
+def _rollout_charts(named: _Named, label: _Label, **options: Any) -> dict[str, Chart | None]:
     """Draw length, age and share of effective samples of rollouts; charts without a line are omitted."""
     charts: dict[str, Chart | None] = {}
     for key, y_label in _OF_ROLLOUTS:
@@ -240,15 +236,11 @@ def _rollout_charts(
             if any(key in (m.get("rollout") or {}) for m in run.metrics)
         ]
         if lines:
-            charts[key] = curves(lines, y_label, (("", 1.0),), **chart_options, from_zero=True)
+            charts[key] = curves(lines, y_label, (("", 1.0),), **options, from_zero=True)
     return charts
 
 
-def _preference_charts(
-    named: Sequence[tuple[RunRecord, str, str]],
-    label: Callable[[str, str], str],
-    chart_options: dict[str, Any],
-) -> dict[str, Chart | None]:
+def _preference_charts(named: _Named, label: _Label, **options: Any) -> dict[str, Chart | None]:
     """Draw accuracy, margin and scores of the preference stages; charts without a point are omitted."""
     charts: dict[str, Chart | None] = {}
     for chart, keys in _OF_PREFERENCES.items():
@@ -262,15 +254,11 @@ def _preference_charts(
             if len(keys) == 1:
                 lines.append(Curve(label(name, "held out"), held_out, color, "dots"))
         if any(line.points for line in lines):
-            charts[chart] = curves(lines, chart, **chart_options, from_zero=chart == "accuracy")
+            charts[chart] = curves(lines, chart, **options, from_zero=chart == "accuracy")
     return charts
 
 
-def _accuracy_chart(
-    named: Sequence[tuple[RunRecord, str, str]],
-    label: Callable[[str, str], str],
-    chart_options: dict[str, Any],
-) -> dict[str, Chart | None]:
+def _accuracy_chart(named: _Named, label: _Label, **options: Any) -> dict[str, Chart | None]:
     """Draw the share of right held-out answers and tokens; no chart without them."""
     lines = [
         Curve(label(name, f"held-out {word}"), points, color, dash)
@@ -280,7 +268,7 @@ def _accuracy_chart(
     ]
     if not lines:
         return {}
-    return {"held_out_accuracy": curves(lines, "accuracy", **chart_options, from_zero=True)}
+    return {"held_out_accuracy": curves(lines, "accuracy", **options, from_zero=True)}
 
 
 def _predicted_steps(run: RunRecord) -> list[tuple[str, list[tuple[float, float]]]]:

@@ -168,9 +168,8 @@ def divergences(dumps: Mapping[int, Mapping[str, Any]]) -> list[Divergence]:
             numbers = groups[key].setdefault(rank, {})
             if not entry.get("is_p2p"):
                 number = entry["collective_seq_id"]
-                if numbers and number < max(
-                    numbers
-                ):  # numbering restarts: a later group of the same name
+                # Numbering restarts: a later group of the same name
+                if numbers and number < max(numbers):
                     numbers.clear()
                 numbers[number] = entry
     parts = [
@@ -237,7 +236,7 @@ def _undone(entries: Mapping[int, Mapping[str, Any] | None]) -> tuple[str, list[
 
 
 def _unlike_most(values: Mapping[int, str]) -> list[int]:
-    """Return the ranks that differ from the most common value; all ranks without a single most common value."""
+    """Return the ranks whose value differs from the most common one; all ranks if several values are equally common."""
     ordered = Counter(values.values()).most_common()
     if len(ordered) == 1:
         return []

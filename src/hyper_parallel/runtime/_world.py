@@ -179,9 +179,8 @@ class World:
                 poll = WaitReporter(board, first).poll if self.local_rank == 0 else _ignore
         else:
             return
-        if (
-            deadlines is not None
-        ):  # torch's own timeout has a less specific error, so it must come later
+        # torch's own timeout has a less specific error, so it must come later
+        if deadlines is not None:
             self._timeout = timedelta(seconds=max(deadlines.step_s, deadlines.first_step_s) + 60)
         self.heartbeat = HeartbeatWriter(board, self.local_rank)
         self._watched.enter_context(self.heartbeat.watched(poll))

@@ -184,9 +184,8 @@ class OffloadedStep:
         self._planned: dict[_Key, _Planned] = {}
         self._device: tuple[_Key, PlannedDevice] | None = None
         replicas = any(isinstance(module, DistributedDataParallel) for module in model.modules())
-        self._plain = (
-            2 if replicas else 1
-        )  # remaining eager steps; DDP reorders its buckets in the second
+        # Remaining eager steps; DDP reorders its buckets in the second
+        self._plain = 2 if replicas else 1
         self._zeroes_first = False
         self.plan: MemoryPlan | None = None
         self.measured: Measured | None = None
@@ -219,9 +218,8 @@ class OffloadedStep:
             # On a CPU the mode moves nothing.
             with spill_mode(self._compute_device, owned=self._owned) as mode:
                 result = self._step(*args, **kwargs)
-                self._empty = (
-                    mode.emptied_storages
-                )  # storages freed by FSDP, which allocates them again
+                # Storages freed by FSDP, which allocates them again
+                self._empty = mode.emptied_storages
             return result
         if key not in self._planned:
             return self._recorded(key, leaves, tensors)

@@ -1,7 +1,6 @@
 """Supernode: machines as planning sees them, from YAML presets or detected."""
 
 from hyper_parallel.topology._supernode import (
-    Certainty,
     Device,
     MemoryPool,
     Quantity,
@@ -9,7 +8,6 @@ from hyper_parallel.topology._supernode import (
     Tier,
 )
 from hyper_parallel.topology.cpu_machine import (
-    DEFAULT_CPU_RANKS,
     cache_dir,
     forget_measurements,
     rank_threads,
@@ -26,9 +24,7 @@ from hyper_parallel.topology.loading import (
 from hyper_parallel.topology.rank_capacity import RankCapacity, rank_capacity
 
 __all__ = [
-    "DEFAULT_CPU_RANKS",
     "Accelerator",
-    "Certainty",
     "Device",
     "MemoryPool",
     "Quantity",

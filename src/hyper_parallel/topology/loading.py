@@ -10,7 +10,7 @@ import fnmatch
 import os
 import re
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import takewhile
@@ -123,7 +123,7 @@ _TOOLS: Final = (
 )
 
 
-def find_accelerators(environ: Mapping[str, str] = os.environ) -> list[Accelerator]:
+def find_accelerators() -> list[Accelerator]:
     """Accelerators this process may use, in the order of their ids; empty on a machine without any.
 
     Respects CUDA_VISIBLE_DEVICES and ASCEND_RT_VISIBLE_DEVICES as far as they list plain ids.
@@ -140,7 +140,7 @@ def find_accelerators(environ: Mapping[str, str] = os.environ) -> list[Accelerat
         except (OSError, subprocess.TimeoutExpired):
             continue  # no tool, or one without its driver: no usable device of this vendor
         devices = parse(done.stdout) if done.returncode == 0 else []
-        if visible := _visible(devices, environ.get(variable)):
+        if visible := _visible(devices, os.environ.get(variable)):
             return visible
     return []
 

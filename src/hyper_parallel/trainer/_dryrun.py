@@ -14,7 +14,11 @@ from hyper_parallel.errors import BadValue, Contradiction
 from hyper_parallel.ir import Plan
 from hyper_parallel.topology import Supernode, load_topology
 from hyper_parallel.trainer._trace import TracedRank, trace_rank
-from hyper_parallel.trainer.engine.recipe_model import build_model, read_spec
+from hyper_parallel.trainer.engine.recipe_model import (
+    build_model,
+    read_spec,
+    refuse_submodels,
+)
 from hyper_parallel.trainer.engine.trained_parameters import trained_of
 
 _ALLOCATOR_BLOCK = 512
@@ -126,13 +130,7 @@ def _check_support(loaded: LoadedRecipe) -> None:
             where="--dry-run",
             hint="start it without torchrun",
         )
-    if loaded.recipe.parallel.submodels is not None:
-        raise Contradiction(
-            "a dry run traces one layout of the whole model",
-            where=loaded.where("parallel.submodels"),
-            got="parallel.submodels, --dry-run",
-            hint="parallel.submodels=null",
-        )
+    refuse_submodels(loaded, "a dry run traces one layout of the whole model", "--dry-run")
     if loaded.recipe.stage == "rm":
         raise Contradiction(
             "a dry run traces the cross entropy of next tokens, and a reward model has none",

@@ -8,7 +8,6 @@ from dataclasses import replace
 from hyper_parallel.config import DEGREES, LoadedRecipe, Parallel
 from hyper_parallel.errors import HyperParallelError
 from hyper_parallel.ir import Plan
-from hyper_parallel.model import ModelSpec
 from hyper_parallel.planner import plan_recipe
 
 
@@ -69,13 +68,12 @@ def with_planned_roles(loaded: LoadedRecipe, plan: Plan) -> LoadedRecipe:
     return replace(loaded, recipe=loaded.recipe.model_copy(update=sections), origins=origins)
 
 
-def replan_up_to(loaded: LoadedRecipe, most: int, spec: ModelSpec | None = None) -> LoadedRecipe:
+def replan_up_to(loaded: LoadedRecipe, most: int) -> LoadedRecipe:
     """Return the recipe for the largest number of ranks, up to `most`, that can be planned.
 
     Args:
         loaded: The recipe.
         most: Maximum number of ranks.
-        spec: Model of the recipe, if already read.
 
     Raises:
         HyperParallelError: Errors of planning for one rank.
@@ -83,7 +81,7 @@ def replan_up_to(loaded: LoadedRecipe, most: int, spec: ModelSpec | None = None)
     for ranks in range(most, 0, -1):
         replanned = replan_for_ranks(loaded, ranks)
         try:
-            plan_recipe(replanned.recipe, ranks, replanned.where, spec)
+            plan_recipe(replanned.recipe, ranks, replanned.where)
         except HyperParallelError:
             if ranks == 1:
                 raise

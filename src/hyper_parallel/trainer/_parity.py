@@ -31,7 +31,11 @@ from hyper_parallel.runtime import World, launch, scratch_folder
 from hyper_parallel.topology import rank_threads
 from hyper_parallel.trainer._shrink import SIZES, shrink_config
 from hyper_parallel.trainer.data import has_tokenizer
-from hyper_parallel.trainer.engine.recipe_model import read_spec
+from hyper_parallel.trainer.engine.recipe_model import (
+    read_recipe_spec,
+    read_spec,
+    refuse_submodels,
+)
 from hyper_parallel.trainer.engine.torch_engine import TorchEngine
 from hyper_parallel.trainer.hub_models import with_hub_models
 from hyper_parallel.trainer.job import Job, prepare_job, under_torchrun
@@ -126,7 +130,7 @@ def parity(loaded: LoadedRecipe, steps: int = 3) -> Parity:
 
     Args:
         loaded: The recipe.
-        steps: Optimizer steps.
+        steps: Number of optimizer steps of each run.
 
     Raises:
         Contradiction: HP104 in a process of torchrun.
@@ -138,13 +142,7 @@ def parity(loaded: LoadedRecipe, steps: int = 3) -> Parity:
             where="environment of this process",
             hint=f"hyper-parallel parity {loaded.path}",
         )
-    if loaded.recipe.parallel.submodels is not None:
-        raise Contradiction(
-            "parity compares layouts of a whole model",
-            where=loaded.where("parallel.submodels"),
-            got="parallel.submodels",
-            hint="parallel.submodels=null",
-        )
+    refuse_submodels(loaded, "parity compares layouts of a whole model")
     loaded = with_hub_models(loaded)
     layout, notes = _layout(loaded)
     with scratch_folder(in_memory=False) as scratch:
@@ -173,14 +171,7 @@ def parity(loaded: LoadedRecipe, steps: int = 3) -> Parity:
 def _layout(loaded: LoadedRecipe) -> tuple[Strategy, tuple[str, ...]]:
     """Return the recipe's layout reduced to at most `_MAX_RANKS` ranks, and the changes in words."""
     recipe = loaded.recipe
-    spec = read_spec(
-        recipe.model.path,
-        loaded.where("model.path"),
-        trusted=recipe.model.trust_remote_code,
-        tried=recipe.parallel.auto,
-        scores=recipe.stage == "rm",
-    )
-    strategy = plan_recipe(recipe, None, loaded.where, spec).strategy
+    strategy = plan_recipe(recipe, None, loaded.where, read_recipe_spec(loaded)).strategy
     hybrid = strategy.cp_kind == "hybrid" and strategy.cp > 2
     degrees = {a: min(getattr(strategy, a), 4 if hybrid and a == "cp" else 2) for a in _AXES}
     notes = [

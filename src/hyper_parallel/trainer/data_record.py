@@ -65,9 +65,11 @@ def _epochs(job: Job) -> tuple[float | None, str]:
         return None, f"{amount} of {per_step:,} sequences of a stream"
     epochs = job.epochs_at(steps, batches)
     word = "sequences" if stage in ("pt", "sft") else records_word(stage)
-    own = f"{per_step // batches.unit:,} {word} per step, {batches.num_sequences:,} in the data"
+    own = (
+        f"{per_step // batches.rows.unit:,} {word} per step, {batches.num_sequences:,} in the data"
+    )
     if stage == "grpo":
-        own += f", {batches.unit} completions of each"
+        own += f", {batches.rows.unit} completions of each"
     passes = f"{epochs:,.0f}" if epochs >= 1000 else f"{epochs:.4g}"
     return epochs, f"{passes} in {amount}; {own}"
 

@@ -155,15 +155,6 @@ class Decoder:
         """Queue sequences, in this order, for free slots."""
         self._waiting.extend(sequences)
 
-    def cancel(self, number: int) -> DecodingSequence | None:
-        """Remove a sequence and return it, so that `add` can continue it in any decoder; None if it has ended."""
-        for queue in (self._slots.values(), self._waiting):
-            for sequence in queue:
-                if sequence.number == number:
-                    self._drop(sequence)
-                    return sequence
-        return None
-
     def continue_after(self, sequence: DecodingSequence, tokens: Sequence[int]) -> None:
         """Continue an ended sequence after inserted tokens, which count towards its limit."""
         sequence.text.extend(tokens)

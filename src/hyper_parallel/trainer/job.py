@@ -37,7 +37,9 @@ from hyper_parallel.trainer.checkpoints.extra_state import check_trainer_extra, 
 from hyper_parallel.trainer.checkpoints.manifest import step_name, steps
 from hyper_parallel.trainer.data import (
     Batches,
+    Order,
     PackedData,
+    StepRows,
     Stream,
     StreamBatches,
     copy_tokenizer,
@@ -154,20 +156,25 @@ class Job:
         return Batches(
             train,
             sequences_per_step=sequences_per_step,
-            seed=self.recipe.training.seed,
-            shuffle=self.recipe.data.shuffle,
+            order=Order(self.recipe.training.seed, self.recipe.data.shuffle, self.packed.weights),
+            rows=StepRows(
+                repeats=grpo.num_generations if self.recipe.stage == "grpo" else 1,
+                iterations=grpo.num_iterations,
+                group_size=self._group_size,
+            ),
             fingerprint=self.packed.fingerprint,
-            weights=self.packed.weights,
-            repeats=grpo.num_generations if self.recipe.stage == "grpo" else 1,
-            iterations=grpo.num_iterations,
-            group_size=2 if self.recipe.stage in PAIRED_STAGES else 1,
         )
+
+    @property
+    def _group_size(self) -> int:
+        """Rows of the data that an objective reads together."""
+        return 2 if self.recipe.stage in PAIRED_STAGES else 1
 
     def epochs_at(self, step: int, batches: Batches | StreamBatches) -> float | None:
         """Return the number of passes over the data after a step; None for a stream."""
         if isinstance(batches, StreamBatches):
             return None
-        return batches.sequences_seen(step) / batches.unit / batches.num_sequences
+        return batches.sequences_seen(step) / batches.rows.unit / batches.num_sequences
 
     def holdout_batches(self) -> Batches | None:
         """Return at most `eval_tokens` held-out tokens as one step; None without held-out data."""
@@ -175,7 +182,7 @@ class Job:
         tokens = self.recipe.training.eval_tokens
         if held_out is None:
             return None
-        rows = 2 if self.recipe.stage in PAIRED_STAGES else 1
+        rows = self._group_size
         count = min(len(held_out), max(rows, tokens // self.recipe.data.seq_len)) // rows
         if count == 0:
             return None
@@ -184,10 +191,10 @@ class Job:
         return Batches(
             held_out,
             sequences_per_step=size,
-            shuffle=False,
+            order=Order(shuffle=False),
+            rows=StepRows(group_size=rows),
             tail="pad",
             limit=count,
-            group_size=rows,
         )
 
     def write(self, plan: Plan) -> None:
@@ -268,16 +275,14 @@ def prepare_job(
     _check_degrees(loaded, training_ranks)
     from hyper_parallel.backends.torch import check_pretrained  # takes seconds to import torch
     from hyper_parallel.planner import plan_recipe
-    from hyper_parallel.trainer.engine.recipe_model import build_model, model_files, read_spec
+    from hyper_parallel.trainer.engine.recipe_model import (
+        build_model,
+        model_files,
+        read_recipe_spec,
+    )
     from hyper_parallel.trainer.engine.trained_parameters import trained_of
 
-    spec = read_spec(
-        recipe.model.path,
-        loaded.where("model.path"),
-        trusted=recipe.model.trust_remote_code,
-        tried=recipe.parallel.auto,
-        scores=recipe.stage == "rm",
-    )
+    spec = read_recipe_spec(loaded)
     weights = _check_weights(loaded)
     share, trained = trained_of(model := build_model(recipe))
     if weights is not None:
@@ -313,7 +318,7 @@ def _resolve_epochs(loaded: LoadedRecipe, job: Job) -> LoadedRecipe:
     batches, _ = job.train_batches(), job.holdout_batches()
     if (epochs := recipe.training.epochs) is None or not isinstance(batches, Batches):
         return loaded
-    rows = epochs * batches.num_sequences * batches.unit
+    rows = epochs * batches.num_sequences * batches.rows.unit
     steps = math.ceil(rows / batches.sequences_per_step) * recipe.grpo.num_iterations
     return with_steps(loaded, steps)
 

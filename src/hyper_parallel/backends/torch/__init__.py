@@ -12,7 +12,8 @@ imports the handle: each subpackage owns its state of a forward pass.
 """
 
 from hyper_parallel.backends.torch._audit import audit
-from hyper_parallel.backends.torch._parallelize import apply_plan, check_flow, unsplit_axes
+from hyper_parallel.backends.torch._flow_checks import check_flow, unsplit_axes
+from hyper_parallel.backends.torch._parallelize import apply_plan
 from hyper_parallel.backends.torch._rates import measure_rates
 from hyper_parallel.backends.torch._step import (
     accumulate,
@@ -26,7 +27,7 @@ from hyper_parallel.backends.torch._step import (
 )
 from hyper_parallel.backends.torch.collectives import flights_to, purpose
 from hyper_parallel.backends.torch.data.fsdp import FLAT
-from hyper_parallel.backends.torch.experts.router_loss import RouterLoss, router_loss_facts
+from hyper_parallel.backends.torch.experts.router_loss import router_loss_facts
 from hyper_parallel.backends.torch.experts.routing import (
     Routing,
     RoutingStatistics,
@@ -47,7 +48,6 @@ from hyper_parallel.backends.torch.parallel_handle import (
 )
 from hyper_parallel.backends.torch.token_rows import TOKEN_MASK
 from hyper_parallel.backends.torch.user_objective import token_logprobs
-from hyper_parallel.backends.torch.vocab_parallel_loss import cross_entropy_sum, shifted
 from hyper_parallel.backends.torch.weights.initialization import allocate, materialize
 from hyper_parallel.backends.torch.weights.pretrained import check_pretrained, load_pretrained
 from hyper_parallel.backends.torch.weights.shard_ranges import local
@@ -59,7 +59,6 @@ __all__ = [
     "FusedAttention",
     "Handle",
     "Ranks",
-    "RouterLoss",
     "Routing",
     "RoutingStatistics",
     "accumulate",
@@ -74,7 +73,6 @@ __all__ = [
     "clip_grad_norm_",
     "count_routing",
     "cpu_workspace",
-    "cross_entropy_sum",
     "data_share",
     "device_workspace",
     "end_step",
@@ -94,7 +92,6 @@ __all__ = [
     "resolve_layouts",
     "router_loss_facts",
     "routing_statistics",
-    "shifted",
     "token_logprobs",
     "unsplit_axes",
 ]

@@ -18,13 +18,20 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from hyper_parallel.backends.torch.context.apply import join_sequences
 from hyper_parallel.backends.torch.context.state import ContextState
+from hyper_parallel.backends.torch.experts.balance_loss import BalanceLoss
 from hyper_parallel.backends.torch.tensor.collectives import join, piece_size, reshard
 from hyper_parallel.backends.torch.tensor.state import TpState
-from hyper_parallel.backends.torch.vocab_parallel_loss import cross_entropy
+from hyper_parallel.backends.torch.token_scores import scores_tokens
+from hyper_parallel.backends.torch.vocab_parallel_loss import (
+    cross_entropy,
+    has_causal_loss,
+    loss_function,
+    use_loss_function,
+)
 from hyper_parallel.ir import Purpose
 
 LogitsTransform = Callable[[Tensor, Tensor], Tensor]
@@ -106,6 +113,23 @@ class LogitsHook:
         piece = piece_size(index.numel(), self.tp.degree)
         index = F.pad(index, (0, piece * self.tp.degree - index.numel()), value=-1)
         return index[self.tp.rank * piece : (self.tp.rank + 1) * piece]
+
+
+def replace_loss(
+    model: nn.Module,
+    tp: TpState | None,
+    context: ContextState | None,
+    balance: BalanceLoss | None,
+) -> LogitsHook | None:
+    """Replace the loss of a causal language model or of a token scorer; return None for other models."""
+    hook = None
+    if has_causal_loss(model):
+        default_loss = loss_function(tp, None if balance is None else balance.loss_hook)
+        model.loss_function = hook = LogitsHook(default_loss, tp, context)
+        use_loss_function(model)
+    elif scores_tokens(model):
+        model.loss_function = hook = LogitsHook(loss_function(tp, None), tp, context)
+    return hook
 
 
 def cut_batch(batch: Mapping[str, Any], like: Tensor, index: Tensor) -> dict[str, Any]:

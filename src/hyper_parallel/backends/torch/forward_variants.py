@@ -32,11 +32,7 @@ class _KeepFloat64(TorchFunctionMode):
     """
 
     def __torch_function__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         if func is Tensor.float and not args[0].is_floating_point():

@@ -82,12 +82,16 @@ def _uses_dropout(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
     return bool(kwargs.get("dropout_p"))
 
 
-class _OffloadMode(TorchDispatchMode):
-    """Dispatch mode of forward that offloads operator outputs in call order."""
+class _SavedOutputsMode(TorchDispatchMode):
+    """Dispatch mode with the offloaded outputs of a layer, in call order."""
 
     def __init__(self, saved: deque[tuple[Any, Any]]) -> None:
         super().__init__()
         self._saved = saved
+
+
+class _OffloadMode(_SavedOutputsMode):
+    """Mode of forward that offloads operator outputs."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -98,12 +102,8 @@ class _OffloadMode(TorchDispatchMode):
         return out
 
 
-class _ReloadMode(TorchDispatchMode):
-    """Dispatch mode of recomputation that reloads the offloaded outputs instead of running their operators."""
-
-    def __init__(self, saved: deque[tuple[Any, Any]]) -> None:
-        super().__init__()
-        self._saved = saved
+class _ReloadMode(_SavedOutputsMode):
+    """Mode of recomputation that reloads the offloaded outputs instead of running their operators."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None

@@ -153,9 +153,8 @@ def module_rules(model: nn.Module) -> tuple[Rule, ...]:
     prefix = getattr(model, "base_model_prefix", "")
     prefix = f"{prefix}." if prefix and hasattr(model, prefix) else ""
     rules, _ = normalise_plan(getattr(config, "base_model_tp_plan", None), prefix)
-    rules = [
-        rule for rule in rules if rule.style not in ("vocab", "head")
-    ]  # plans since 5.24 name them
+    # Plans since 5.24 name them
+    rules = [rule for rule in rules if rule.style not in ("vocab", "head")]
     ends = _end_rules(model)
     planned = (*ends, *completed_rules(getattr(config, "model_type", ""), prefix), *rules)
     shapes = {name: tuple(p.shape) for name, p in base_parameters(model)}

@@ -21,9 +21,8 @@ class PlaceholderModule(nn.Module):
         super().__init__()
         values = dict(vars(original))
         for key in {*dir(type(original))} - {*dir(nn.Module)}:
-            with suppress(
-                Exception
-            ):  # a property may raise, for example for another kind of module
+            # A property may raise, for example for another kind of module
+            with suppress(Exception):
                 if isinstance(value := getattr(original, key), str | int | float | tuple):
                     values[key] = value
         for key, value in values.items():

@@ -237,9 +237,8 @@ class HyperParallelTrainer(CustomSeq2SeqTrainer):
         wait()
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        if not Path(
-            resume_from_checkpoint, _STATE
-        ).is_dir():  # saved without an optimizer, or by another trainer
+        # Saved without an optimizer, or by another trainer
+        if not Path(resume_from_checkpoint, _STATE).is_dir():
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:

@@ -81,7 +81,7 @@ def _check(key: str, value: Any, where: str) -> None:
     if key not in KNOWN:
         near = difflib.get_close_matches(key, KNOWN, n=1)
         raise UnknownKey(
-            f"the key `{key}` is none of LlamaFactory that is taken here",
+            f"the LlamaFactory key `{key}` is not supported",
             where=where,
             hint=f"write `{near[0]}`" if near else None,
         )
@@ -91,7 +91,7 @@ def _check(key: str, value: Any, where: str) -> None:
         )
     if key in WORDS and value not in WORDS[key]:
         raise BadValue(
-            f"`{key}` has a value that is not taken here",
+            f"`{key}` has a value that is not supported",
             where=where,
             got=value,
             allowed=list(WORDS[key]),

@@ -129,7 +129,7 @@ def restore_optimizer(
         numbers = {n: {k: v for k, v in saved[n].items() if k in values} for n in members}
         if mismatched := next((n for n in members if numbers[n] != values), None):
             raise CheckpointMismatch(
-                f"`optimizer.{mismatched}` has other numbers in the checkpoint than the rest of its group",
+                f"`optimizer.{mismatched}` differs in the checkpoint from the other parameters of its group",
                 where=str(path),
             )
         for key, value in values.items():

@@ -6,7 +6,14 @@
 No collective waits for tokenization: `prepare` returns before ranks start, and ranks only map files.
 """
 
-from hyper_parallel.trainer.data.batches import IGNORE_INDEX, Batch, Batches, PackedSequences
+from hyper_parallel.trainer.data.batches import (
+    IGNORE_INDEX,
+    Batch,
+    Batches,
+    Order,
+    PackedSequences,
+    StepRows,
+)
 from hyper_parallel.trainer.data.chat import CHATML, PLAIN, render, stop_ids
 from hyper_parallel.trainer.data.preparation import PackedData, prepare
 from hyper_parallel.trainer.data.prompt_media import PromptMedia, encode_parts, has_parts
@@ -24,9 +31,11 @@ __all__ = [
     "PLAIN",
     "Batch",
     "Batches",
+    "Order",
     "PackedData",
     "PackedSequences",
     "PromptMedia",
+    "StepRows",
     "Stream",
     "StreamBatches",
     "copy_tokenizer",

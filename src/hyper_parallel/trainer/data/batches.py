@@ -27,7 +27,16 @@ from hyper_parallel.trainer.data._sequences import (
 )
 from hyper_parallel.trainer.data.media_arrays import media_arrays
 
-__all__ = ["IGNORE_INDEX", "Batch", "Batches", "Int64", "JoinedSequences", "PackedSequences"]
+__all__ = [
+    "IGNORE_INDEX",
+    "Batch",
+    "Batches",
+    "Int64",
+    "JoinedSequences",
+    "Order",
+    "PackedSequences",
+    "StepRows",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -41,13 +50,11 @@ class Batch:
     input_ids: Int64  # [B, S]
     shift_labels: Int64  # [B, S]; the label at t is the token at t + 1, -100 without loss
     num_valid: int  # number of labels other than -100
-    position_ids: Int64 | None = (
-        None  # [B, S], 0 at the beginning of each document; None: a row is one document
-    )
+    # [B, S], 0 at the beginning of each document; None: a row is one document
+    position_ids: Int64 | None = None
     num_real: Int64 | None = None  # [B] tokens of each row before its padding; None: no padding
-    media: Mapping[str, NDArray[Any]] = field(
-        default_factory=dict
-    )  # arrays of the image processor, by their names in the model's forward
+    # Arrays of the image processor, by their names in the model's forward
+    media: Mapping[str, NDArray[Any]] = field(default_factory=dict)
 
     @property
     def token_mask(self) -> NDArray[np.bool_] | None:
@@ -84,25 +91,66 @@ def check_position(state: dict[str, Any], current: dict[str, Any], keys: tuple[s
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Order:
+    """Order of sequences, a function of the seed and the epoch.
+
+    Attributes:
+        seed: Seed of every permutation.
+        shuffle: Whether each epoch has its own order; else every epoch has the order on disk.
+        weights: Shares of the sources of `JoinedSequences`, each of which has its own epochs; empty: all sequences are
+            read equally often.
+    """
+
+    seed: int = 0
+    shuffle: bool = True
+    weights: Sequence[float] = ()
+
+    def permutation(self, count: int, *key: int) -> Int64:
+        """Return a permutation of `count` indices; `key` distinguishes permutations of equal seed."""
+        # The raw bits of PCG64 never change between numpy versions; `permutation` may.
+        bits = np.random.PCG64([self.seed, *key]).random_raw(count)
+        return np.argsort(bits, kind="stable")
+
+
+@dataclass(frozen=True, slots=True)
+class StepRows:
+    """Rows of a step that belong together, as an objective needs them.
+
+    Attributes:
+        repeats: Number of consecutive copies of every sequence; a divisor of the sequences of a step.
+        iterations: Number of consecutive steps that read the same sequences.
+        group_size: Number of sequences, adjacent on disk, that stay adjacent and count as one; also a divisor.
+    """
+
+    repeats: int = 1
+    iterations: int = 1
+    group_size: int = 1
+
+    @property
+    def unit(self) -> int:
+        """Rows of a step per group of sequences."""
+        return self.repeats * self.group_size
+
+    def expand(self, groups: Int64) -> Int64:
+        """Return the row indices of groups, each row repeated."""
+        rows = groups[:, None] * self.group_size + np.arange(self.group_size)
+        return rows.ravel().repeat(self.repeats)
+
+
 class Batches:
     """Deterministic order over packed sequences, cut into steps.
 
     Args:
         sequences: Sequences of one source or of several.
         sequences_per_step: Sequences of one step over all data-parallel ranks.
-        seed: Seed of the order.
-        shuffle: Whether each epoch has its own order; else every epoch has the order on disk.
+        order: Order of the sequences.
+        rows: Rows of a step that belong together; a group counts as one of `num_sequences`.
         tail: Behaviour when an epoch ends inside a step. `wrap`: the step continues with the next epoch (training).
             `pad`: the step is filled with dummy rows without labels and the next step starts the next epoch
             (evaluation: every sequence exactly once, the same number of microbatches on every rank).
         limit: Number of sequences to use, spread evenly over those on disk; None: all.
         fingerprint: Hash of the data, stored in checkpoints.
-        weights: Shares of the sources of `JoinedSequences`, each of which has its own epochs; empty: all sequences are
-            read equally often.
-        repeats: Number of consecutive copies of every sequence; a divisor of `sequences_per_step`.
-        iterations: Number of consecutive steps that read the same sequences.
-        group_size: Number of sequences, adjacent on disk, that stay adjacent and count as one of `num_sequences`;
-            also a divisor of `sequences_per_step`.
 
     Raises:
         NoData: HP602 when there is no sequence.
@@ -113,27 +161,19 @@ class Batches:
         sequences: PackedSequences | JoinedSequences,
         *,
         sequences_per_step: int,
-        seed: int = 0,
-        shuffle: bool = True,
+        order: Order = Order(),
+        rows: StepRows = StepRows(),
         tail: Literal["wrap", "pad"] = "wrap",
         limit: int | None = None,
         fingerprint: str = "",
-        weights: Sequence[float] = (),
-        repeats: int = 1,
-        iterations: int = 1,
-        group_size: int = 1,
     ) -> None:
         if sequences_per_step < 1:
             problem = "a step must hold at least one sequence"
             raise BatchMismatch(problem, got=sequences_per_step, allowed="1 or more")
         self.sequences = sequences
         self.sequences_per_step = sequences_per_step
-        self._repeats, self._iterations, self._group_size = repeats, iterations, group_size
-        self.seed = seed
-        self.shuffle = shuffle
-        self.tail = tail
-        self.fingerprint = fingerprint
-        count = len(sequences) // group_size
+        self.order, self.rows, self.tail, self.fingerprint = order, rows, tail, fingerprint
+        count = len(sequences) // rows.group_size
         self.num_sequences = count if limit is None else min(limit, count)
         if self.num_sequences == 0:
             raise NoData("there is no sequence to read", where=f"{sequences.split} data")
@@ -141,30 +181,26 @@ class Batches:
         every = np.arange(self.num_sequences, dtype=np.int64)
         self._picked = every * count // self.num_sequences
         self._origin = 0
-        self._order: tuple[int, Int64] = (-1, np.zeros(0, np.int64))
+        self._shuffled: tuple[int, Int64] = (-1, np.zeros(0, np.int64))
+        weights = order.weights
         self._shares = np.asarray(weights, np.float64) / sum(weights) if weights else None
         # Number of sequences of each source before every block of a mixture.
         self._before = [np.zeros(len(weights), np.int64)]
 
     @property
-    def unit(self) -> int:
-        """Rows of a step per sequence of `num_sequences`."""
-        return self._repeats * self._group_size
-
-    @property
     def steps_per_epoch(self) -> int:
         """Number of steps, from the start of an epoch, that visit every sequence at least once."""
-        return -(-self.num_sequences * self.unit // self.sequences_per_step)
+        return -(-self.num_sequences * self.rows.unit // self.sequences_per_step)
 
     def step_batch(self, step: int) -> Int64:
         """Return the indices of a step's sequences over all ranks, [sequences_per_step]; -1 is a dummy row."""
         size = self.sequences_per_step
         if self.tail == "pad":
             epoch, within = divmod(step, self.steps_per_epoch)
-            part = self._rows(self._epoch(epoch))[within * size : (within + 1) * size]
+            part = self.rows.expand(self._epoch(epoch))[within * size : (within + 1) * size]
             return np.concatenate([part, np.full(size - len(part), -1, np.int64)])
         seen = self.sequences_seen(step)
-        position, end = seen // self.unit, (seen + size) // self.unit
+        position, end = seen // self.rows.unit, (seen + size) // self.rows.unit
         parts = []
         while position < end and self._shares is not None:
             block, within = divmod(position, _BLOCK)
@@ -174,12 +210,7 @@ class Batches:
             epoch, within = divmod(position, self.num_sequences)
             parts.append(self._epoch(epoch)[within : within + end - position])
             position += len(parts[-1])
-        return self._rows(np.concatenate(parts))
-
-    def _rows(self, sequences: Int64) -> Int64:
-        """Return the row indices of sequences: groups expanded, each row repeated."""
-        rows = sequences[:, None] * self._group_size + np.arange(self._group_size)
-        return rows.ravel().repeat(self._repeats)
+        return self.rows.expand(np.concatenate(parts))
 
     def _mixture_block(self, block: int) -> Int64:
         """Return the sequences of one block of a mixture.
@@ -197,27 +228,27 @@ class Batches:
                 )
             self._before.append(self._before[-1] + counts)
         first, last = self._before[block], self._before[block + 1]
-        keys = np.random.PCG64([self.seed, 2, block]).random_raw(_BLOCK)
-        sources = np.repeat(np.arange(len(first)), last - first)[np.argsort(keys, kind="stable")]
+        mixed = self.order.permutation(_BLOCK, 2, block)
+        sources = np.repeat(np.arange(len(first)), last - first)[mixed]
         chosen = np.empty(_BLOCK, np.int64)
         for source, part in enumerate(self.sequences.parts):
-            count = len(part) // self._group_size
+            count = len(part) // self.rows.group_size
             epochs, local = np.divmod(np.arange(first[source], last[source]), count)
-            for epoch in np.unique(epochs) if self.shuffle else ():
-                keys = np.random.PCG64([self.seed, 0, int(epoch), source]).random_raw(count)
-                order = np.argsort(keys, kind="stable")
+            for epoch in np.unique(epochs) if self.order.shuffle else ():
+                order = self.order.permutation(count, 0, int(epoch), source)
                 local[epochs == epoch] = order[local[epochs == epoch]]
-            chosen[sources == source] = self.sequences.starts[source] // self._group_size + local
+            chosen[sources == source] = (
+                self.sequences.starts[source] // self.rows.group_size + local
+            )
         return chosen
 
     def _epoch(self, epoch: int) -> Int64:
-        if not self.shuffle:
+        if not self.order.shuffle:
             return self._picked
-        if self._order[0] != epoch:
-            # The raw bits of PCG64 never change between numpy versions; `permutation` may.
-            keys = np.random.PCG64([self.seed, 0, epoch]).random_raw(self.num_sequences)
-            self._order = (epoch, self._picked[np.argsort(keys, kind="stable")])
-        return self._order[1]
+        if self._shuffled[0] != epoch:
+            permutation = self.order.permutation(self.num_sequences, 0, epoch)
+            self._shuffled = (epoch, self._picked[permutation])
+        return self._shuffled[1]
 
     def num_valid(self, step: int) -> int:
         """Return the number of labels with loss in a step over all ranks; needs no communication."""
@@ -244,7 +275,7 @@ class Batches:
 
     def sequences_seen(self, step: int) -> int:
         """Return the number of sequences read before a step, including earlier batch sizes of a resumed run."""
-        return self._origin + step // self._iterations * self.sequences_per_step
+        return self._origin + step // self.rows.iterations * self.sequences_per_step
 
     def state_dict(self, step: int) -> dict[str, Any]:
         """Return the data position before a step, for a checkpoint: plain values, equal on every rank and layout."""
@@ -254,8 +285,8 @@ class Batches:
             "sequences_per_step": self.sequences_per_step,
             "num_sequences": self.num_sequences,
             "fingerprint": self.fingerprint,
-            "seed": self.seed,
-            "shuffle": self.shuffle,
+            "seed": self.order.seed,
+            "shuffle": self.order.shuffle,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -23,9 +23,10 @@ from hyper_parallel.backends.torch.dropout import disable_dropout, original_conf
 from hyper_parallel.backends.torch.peft_adapters import add_adapters
 from hyper_parallel.backends.torch.token_scores import scores_tokens
 from hyper_parallel.backends.torch.weights.unused_tensors import CARRIED_FILE, carried_weights
-from hyper_parallel.config import Recipe
+from hyper_parallel.config import LoadedRecipe, Recipe
 from hyper_parallel.errors import (
     BadValue,
+    Contradiction,
     DoesNotFit,
     ModelUnreadable,
     PlanMismatch,
@@ -96,6 +97,29 @@ def build_model(recipe: Recipe) -> nn.Module:
 _NOT_MEASURED: Final = (
     "the activations that the model keeps could not be measured: formulas alone price them"
 )
+
+
+def read_recipe_spec(loaded: LoadedRecipe) -> ModelSpec:
+    """Return the model of a recipe for planning; errors as for `read_spec`."""
+    recipe = loaded.recipe
+    return read_spec(
+        recipe.model.path,
+        loaded.where("model.path"),
+        trusted=recipe.model.trust_remote_code,
+        tried=recipe.parallel.auto,
+        scores=recipe.stage == "rm",
+    )
+
+
+def refuse_submodels(loaded: LoadedRecipe, problem: str, *words: str) -> None:
+    """Raise Contradiction (HP104) for a recipe with sub-models, in a command (`words`) on layouts of a whole model."""
+    if loaded.recipe.parallel.submodels is not None:
+        raise Contradiction(
+            problem,
+            where=loaded.where("parallel.submodels"),
+            got=", ".join(("parallel.submodels", *words)),
+            hint="parallel.submodels=null",
+        )
 
 
 def read_spec(

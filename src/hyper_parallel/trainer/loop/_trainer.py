@@ -65,14 +65,12 @@ class StepResult:
     routing: dict[str, Any] | None = None  # routing of the experts; None for other models
     offload: dict[str, Any] | None = None  # predictions and measurements; None when off
     loss_scale: float | None = None  # scale of the loss in this step; None without scaling
-    skipped: int | None = (
-        None  # 1 when the step was skipped: gradients overflowed or spiked; None if steps are never skipped
-    )
+    # 1 when the step was skipped: gradients overflowed or spiked; None if steps are never skipped
+    skipped: int | None = None
     rollout: dict[str, Any] | None = None  # rewards and lengths of completions
     preference: dict[str, Any] | None = None  # scores of pairs of answers
-    overlap: dict[str, Any] | None = (
-        None  # half-batches, and exposed communication; None without either
-    )
+    # Half-batches, and exposed communication; None without either
+    overlap: dict[str, Any] | None = None
     stop: bool = False  # a rank requests the end of the run after this step
     save: bool = False  # a rank requests a checkpoint after this step
 
@@ -152,9 +150,8 @@ class Summary:
     """Outcome of a run, returned on rank 0."""
 
     steps: int  # last step
-    first_eval_loss: (
-        float  # held-out loss before the first step of the run, NaN without held-out text
-    )
+    # Held-out loss before the first step of the run, NaN without held-out text
+    first_eval_loss: float
     last_eval_loss: float  # held-out loss after the last step
     loss: float  # training loss of the last step, NaN if no step was run
     seconds: float  # seconds of training, evaluations included

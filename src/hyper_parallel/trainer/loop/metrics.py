@@ -47,21 +47,18 @@ class StepRecord:
     tps: float  # tokens per second and device
     tflops: float  # model TFLOP/s per device, recomputation not counted
     mfu: float  # model FLOP/s utilisation (Chowdhery et al., PaLM, arXiv:2204.02311, appendix B)
-    memory_bytes: (
-        int  # peak of the step on the fullest rank; with offload the peak of the budgeted device
-    )
+    # Peak of the step on the fullest rank; with offload the peak of the budgeted device
+    memory_bytes: int
     pred_step_s: float | None  # step time the plan predicts; None for another machine
     routing: dict[str, Any] | None = None  # routing of the experts; None for other models
     offload: dict[str, Any] | None = None  # predictions and measurements; None when off
     loss_scale: float | None = None  # scale of the loss in this step; None without scaling
-    skipped: int | None = (
-        None  # 1 when the step was skipped: gradients overflowed or spiked; None if steps are never skipped
-    )
+    # 1 when the step was skipped: gradients overflowed or spiked; None if steps are never skipped
+    skipped: int | None = None
     rollout: dict[str, Any] | None = None  # rewards and lengths of completions
     preference: dict[str, Any] | None = None  # scores of pairs of answers
-    overlap: dict[str, Any] | None = (
-        None  # layers run on half-batches and whole; in recorded steps exposed communication of rank 0
-    )
+    # Layers run on half-batches and whole; in recorded steps exposed communication of rank 0
+    overlap: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -110,9 +110,8 @@ def context_attention(
     scale = 1.0 / math.sqrt(query.shape[-1]) if scaling is None else scaling
     rules = AttentionRules(scale, sliding_window, softcap, view.documents, causal)
     group, ulysses = context.group, context.ulysses
-    if (
-        ulysses > 1
-    ):  # from all heads of this rank's tokens to this rank's heads of the position's tokens
+    # From all heads of this rank's tokens to this rank's heads of the position's tokens
+    if ulysses > 1:
         query, key, value = _exchange_tokens_for_heads(context, query, key, value)
         if s_aux is not None:
             s_aux = s_aux.chunk(ulysses)[group.rank() % ulysses]

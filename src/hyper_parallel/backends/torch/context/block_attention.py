@@ -215,9 +215,8 @@ class AttentionBlock:
             if dk.shape[1] != groups:
                 dk, dv = (x.unflatten(1, (groups, -1)).to(exact).sum(2) for x in (dk, dv))
         else:
-            rng_state = torch.empty(
-                2, dtype=torch.uint64, device=q.device
-            )  # unused without dropout
+            # Unused without dropout
+            rng_state = torch.empty(2, dtype=torch.uint64, device=q.device)
             dq, dk, dv = ops._scaled_dot_product_flash_attention_backward(
                 grad, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, rng_state, rng_state,
                 scale=scale,

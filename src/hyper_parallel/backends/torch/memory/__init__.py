@@ -5,28 +5,21 @@
 
 from hyper_parallel.backends.torch.memory._capture import StepCapture
 from hyper_parallel.backends.torch.memory._captured import Captured
-from hyper_parallel.backends.torch.memory._chunked_loss import chunked_loss
-from hyper_parallel.backends.torch.memory._cpu_kernels import with_kernel_bytes
 from hyper_parallel.backends.torch.memory._device import Measured, PlannedDevice
 from hyper_parallel.backends.torch.memory._fake_values import FakeKernels, Workspace
 from hyper_parallel.backends.torch.memory._lru_spill import LruSpillMode
-from hyper_parallel.backends.torch.memory._recorder import Recorder, Recording
+from hyper_parallel.backends.torch.memory._recorder import Recorder
 from hyper_parallel.backends.torch.memory._run_folder import run_folder
-from hyper_parallel.backends.torch.memory._spill_mode import spill_mode, within_device
+from hyper_parallel.backends.torch.memory._spill_mode import spill_mode
 from hyper_parallel.backends.torch.memory._steps import (
-    cache_state,
-    capture_inference,
-    capture_training,
     model_state,
     optimizer_state,
     record,
-    training_step,
 )
 from hyper_parallel.backends.torch.memory._storage_watch import StorageWatch
 from hyper_parallel.backends.torch.memory._tiers import FileTier, Meter
 from hyper_parallel.backends.torch.memory._views import (
     CommCounter,
-    LiveTensor,
     Peak,
     collectives_of,
     peak_of,
@@ -44,24 +37,18 @@ __all__ = [
     "DeviceApi",
     "FakeKernels",
     "FileTier",
-    "LiveTensor",
     "LruSpillMode",
     "Measured",
     "Meter",
     "Peak",
     "PlannedDevice",
     "Recorder",
-    "Recording",
     "ReferenceStep",
     "StepCapture",
     "StepOutcome",
     "StorageWatch",
     "View",
     "Workspace",
-    "cache_state",
-    "capture_inference",
-    "capture_training",
-    "chunked_loss",
     "collectives_of",
     "cpu_workspace",
     "device_workspace",
@@ -71,7 +58,4 @@ __all__ = [
     "record",
     "run_folder",
     "spill_mode",
-    "training_step",
-    "with_kernel_bytes",
-    "within_device",
 ]

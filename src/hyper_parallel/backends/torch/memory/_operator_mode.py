@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -34,16 +34,12 @@ class OperatorMode(TorchDispatchMode):
         self._handler = handler
         self.fake: Any = None
 
-    def __enter__(self) -> OperatorMode:
+    def __enter__(self) -> Self:
         self.fake = fake_mode()
         return super().__enter__()
 
     def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         if not _PLAIN.issuperset(types):

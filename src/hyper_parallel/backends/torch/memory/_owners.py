@@ -24,9 +24,8 @@ class Owners:
     def __init__(self, captured: Captured) -> None:
         self._captured = captured
         self._stubs: list[tuple[torch.Tensor, type]] = []
-        self._input_state: list[
-            tuple[int, torch.Tensor, int]
-        ] = []  # (storage, its tensor, its version)
+        # (storage, its tensor, its version)
+        self._input_state: list[tuple[int, torch.Tensor, int]] = []
         # Checked in every step; the key identifies a torch storage.
         self._tensors = [tensor for _, tensor in captured.owners]
         self._recorded = [_KEY(captured.state[s].untyped_storage()) for s, _ in captured.owners]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -62,7 +62,7 @@ class Recording:
     num_operators: int
 
 
-class Recorder:
+class Recorder(OperatorMode):
     """Context that records operators over the storages that they allocate or send, and over named storages.
 
     Args:
@@ -71,8 +71,8 @@ class Recorder:
     """
 
     def __init__(self, alignment_bytes: int = 1, kernels: Kernels = run_directly) -> None:
+        super().__init__(self._operator)
         self.storages = Storages(alignment_bytes, self._on_end)
-        self._mode = OperatorMode(self._operator)
         self._alignment, self._kernels = alignment_bytes, kernels
         self._groups: dict[str, tuple[int, ...]] = {}
         self._begin("setup")
@@ -123,13 +123,6 @@ class Recorder:
             program, tuple(self._actions), tuple(entries), tuple(self._segments), dict(self._groups),
             self._count,
         )  # fmt: skip
-
-    def __enter__(self) -> Self:
-        self._mode.__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._mode.__exit__(*error)
 
     def _operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._count += 1

@@ -1,4 +1,4 @@
-"""Recording of the steps of an unmodified Hugging Face model: training, prefill, decode."""
+"""Recording of a step of an unmodified Hugging Face model, and the names of its state."""
 
 from __future__ import annotations
 
@@ -10,131 +10,15 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import is_fake
 
-from hyper_parallel.backends.torch.forward_variants import cache_argument
 from hyper_parallel.backends.torch.memory._capture import StepCapture
 from hyper_parallel.backends.torch.memory._captured import Captured
-from hyper_parallel.backends.torch.memory._chunked_loss import chunked_loss
 from hyper_parallel.backends.torch.memory._fake_values import fake_mode
 from hyper_parallel.backends.torch.memory._lru_spill import LruSpillMode
-from hyper_parallel.backends.torch.memory.step_source import CaptureSource
 from hyper_parallel.backends.torch.weights.shard_ranges import local
 from hyper_parallel.errors import CaptureUnsupported
 from hyper_parallel.ir import StorageKind
 
 Named = dict[str, tuple[torch.Tensor, StorageKind]]
-
-
-def capture_training(
-    model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
-    inputs: Mapping[str, torch.Tensor],
-    *,
-    clip_norm: float | None = None,
-    loss_chunks: int | None = None,
-    alignment_bytes: int = 512,
-) -> Captured:
-    """Record one training step: forward, loss, backward, optional clipping, optimizer.
-
-    The optimizer must have taken a step before (its state exists then) and must keep its step count in tensors
-    (`fused=True`): a count held in Python would be a constant of the recorded program, and is refused by a guard.
-
-    Args:
-        model: Returns an object with `.loss`.
-        optimizer: Any torch optimizer.
-        inputs: Keyword arguments of the model, labels included.
-        clip_norm: Clip the global gradient norm to this.
-        loss_chunks: Number of chunks of tokens for head and loss, see `chunked_loss`; None: the model's own loss.
-        alignment_bytes: See `MemoryProgram`.
-    """
-
-    def step(**batch: torch.Tensor) -> torch.Tensor:
-        return training_step(model, optimizer, batch, clip_norm=clip_norm, loss_chunks=loss_chunks)
-
-    named = {**model_state(model), **optimizer_state(model, optimizer)}
-    name = f"{type(model).__name__} train"
-    captured = record(
-        step, inputs, named, name=name, training=True, alignment_bytes=alignment_bytes
-    )
-    captured.source = CaptureSource(model, optimizer)
-    return captured
-
-
-def training_step(
-    model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
-    batch: Mapping[str, torch.Tensor],
-    *,
-    clip_norm: float | None = None,
-    loss_chunks: int | None = None,
-) -> torch.Tensor:
-    """Run one eager training step, the one that `capture_training` records.
-
-    Args:
-        model: See `capture_training`.
-        optimizer: See there.
-        batch: Keyword arguments of the model, labels included.
-        clip_norm: See there.
-        loss_chunks: See there.
-    """
-    loss = (
-        chunked_loss(model, batch, loss_chunks)
-        if loss_chunks
-        else model(**batch, use_cache=False).loss
-    )
-    loss.backward()
-    if clip_norm is not None:
-        torch.nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    return loss.detach()
-
-
-def capture_inference(
-    model: torch.nn.Module,
-    inputs: Mapping[str, torch.Tensor],
-    cache: Any,
-    *,
-    alignment_bytes: int = 512,
-) -> Captured:
-    """Record one forward pass with a static KV cache: a prefill, or one decode step.
-
-    Args:
-        model: In eval mode.
-        inputs: Keyword arguments of the model, such as `input_ids`.
-        cache: A `transformers.StaticCache` that is initialised: its tensors keep their storage.
-        alignment_bytes: See `MemoryProgram`.
-
-    Raises:
-        CaptureUnsupported: HP511 for a step at a later position of a cache that counts its tokens in Python, as layers
-            with a sliding window do: the program would repeat the recorded position. A prompt at position 0 is
-            recorded; running it on a cache that was not reset raises HP512.
-    """
-
-    def step(**batch: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad():
-            for layer in cache.layers:
-                if hasattr(layer, "cumulative_length_int") and not is_fake(layer.cumulative_length):
-                    bool(layer.cumulative_length == 0)  # read, so it becomes a guard
-            return model(**batch, **{cache_argument(model.forward): cache}, use_cache=True).logits
-
-    named = {**model_state(model), **cache_state(cache)}
-    name = f"{type(model).__name__} inference"
-    before = _counts(cache)
-    captured = record(
-        step, inputs, named, name=name, training=False, alignment_bytes=alignment_bytes
-    )
-    changed_counts = {key: n for key, n in _counts(cache).items() if before.get(key, 0) != n}
-    late_keys = [key for key in changed_counts if before.get(key, 0)]
-    if late_keys:
-        raise CaptureUnsupported(
-            "the cache counts its tokens in Python, so the recorded step holds for this position only",
-            got=late_keys[0],
-            hint="record the prompt on a cache that was reset, or generate with `PlannedGeneration`",
-        )
-    if changed_counts:
-        captured.run_eager = None  # a second run would continue at the position that Python counts
-    captured.source = CaptureSource(model)
-    return captured
 
 
 def model_state(model: torch.nn.Module) -> Named:
@@ -160,26 +44,6 @@ def optimizer_state(
         for p, slots in optimizer.state.items()
         for key, value in slots.items()
         if isinstance(value, torch.Tensor)
-    }
-
-
-def cache_state(cache: Any) -> Named:
-    """Return keys, values and lengths of a static cache, layer by layer."""
-    state: Named = {}
-    for index, layer in enumerate(cache.layers):
-        for key, value in sorted(vars(layer).items()):
-            if isinstance(value, torch.Tensor):
-                state[f"cache.{index}.{key}"] = (value, "kv" if value.dim() == 4 else "input")
-    return state
-
-
-def _counts(cache: Any) -> dict[str, int]:
-    """Return the Python integers of a cache's layers by name."""
-    return {
-        f"layer {index}: {type(layer).__name__}.{key}": value
-        for index, layer in enumerate(cache.layers)
-        for key, value in vars(layer).items()
-        if type(value) is int
     }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Self
+from typing import Any
 
 from torch import Tensor
 
@@ -16,9 +16,8 @@ from hyper_parallel.backends.torch.memory.storages import Entry, Storages
 
 def shared_tensors(func: Any, tensors: list[Tensor]) -> list[Tensor]:
     """Return the tensors of an operator that other ranks read or write."""
-    if (
-        func.namespace == "fsdp"
-    ):  # the first tensor of its operators is the one that all ranks share
+    # The first tensor of its operators is the one that all ranks share
+    if func.namespace == "fsdp":
         return tensors[:1]
     return tensors if func.namespace in COMMUNICATION else []
 
@@ -31,7 +30,7 @@ def _properties(func: Any) -> tuple[bool, bool, bool]:
     return func.is_view, func.namespace == "aten", func is EMPTY or returns_input
 
 
-class StorageWatch:
+class StorageWatch(OperatorMode):
     """Context that tracks storages: tracked tensors, results of operators, and operands of collectives.
 
     Args:
@@ -39,8 +38,8 @@ class StorageWatch:
     """
 
     def __init__(self, *, sample: Callable[[int, int], None] | None = None) -> None:
+        super().__init__(self._operator)
         self._storages = Storages(alignment_bytes=1)
-        self._mode = OperatorMode(self._operator)
         self._sample = sample
 
     def track(self, tensor: Tensor) -> None:
@@ -53,13 +52,6 @@ class StorageWatch:
         """Highest live bytes so far."""
         self._record_resizes(everywhere=True)
         return self._storages.peak_bytes
-
-    def __enter__(self) -> Self:
-        self._mode.__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._mode.__exit__(*error)
 
     def _operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         is_view, is_aten, resizable = _properties(func)

@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import torch.distributed as dist
 
@@ -74,13 +74,12 @@ class Peak:
     top: tuple[LiveTensor, ...]
 
 
-def peak_of(recording: Recording, top: int = 12) -> Peak:
-    """Return the memory peak of a recorded program, from its replay.
+_LISTED = 12
+"""Largest tensors of a peak that are listed."""
 
-    Args:
-        recording: The recorded program.
-        top: Largest tensors to list.
-    """
+
+def peak_of(recording: Recording) -> Peak:
+    """Return the memory peak of a recorded program, from its replay."""
     program, actions = recording.program, recording.actions
     replayed = replay(program, program.on_device, actions)
     unit = program.alignment_bytes
@@ -107,7 +106,7 @@ def peak_of(recording: Recording, top: int = 12) -> Peak:
     breakdown: Counter[str] = Counter()
     for size, *_, category in live:
         breakdown[category] += size
-    ranked = sorted(Counter(live).items(), key=lambda item: -item[0][0] * item[1])[:top]
+    ranked = sorted(Counter(live).items(), key=lambda item: -item[0][0] * item[1])[:_LISTED]
     return Peak(
         most,
         during,
@@ -191,7 +190,7 @@ def _fsdp_purpose(kind: str, axes: tuple[str, ...], fsdp_axes: tuple[str, ...]) 
     return Purpose.EXPERT_PARAMETERS if kind == "all_gather" else Purpose.EXPERT_GRADIENTS
 
 
-class CommCounter:
+class CommCounter(OperatorMode):
     """Context that counts every collective of a rank by kind and mesh axes; see `collectives_of`.
 
     Args:
@@ -201,9 +200,9 @@ class CommCounter:
     """
 
     def __init__(self, mesh: Mesh, rank: int, *extra_meshes: Mesh) -> None:
+        super().__init__(self._operator)
         self._axes = group_axes(rank, mesh, *extra_meshes)
         self._records: list[tuple[str, tuple[int, ...], str, int]] = []
-        self._mode = OperatorMode(self._operator)
 
     def _operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = func(*args, **kwargs)
@@ -233,10 +232,3 @@ class CommCounter:
         for c in self.collectives:
             sent[c.kind, c.axes] += c.sent_bytes
         return sent
-
-    def __enter__(self) -> Self:
-        self._mode.__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._mode.__exit__(*error)

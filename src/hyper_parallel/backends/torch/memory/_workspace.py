@@ -3,7 +3,7 @@
 Workspace never reaches the dispatcher, so a counter of storages cannot see it. The rules here cover workspace that
 grows with the tensors, as measured by the allocator's own events (a test does so for every operator of a step).
 Workspace that a library chooses is not covered: the blocks of flash attention on a CPU, and the operands that mkldnn
-packs for bfloat16 products (1.5 MiB for layers of 256). `with_kernel_bytes` measures it.
+packs for bfloat16 products (1.5 MiB for layers of 256). `benchmarks/offload_meter.py` measures it.
 """
 
 from __future__ import annotations

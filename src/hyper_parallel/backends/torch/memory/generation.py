@@ -257,9 +257,7 @@ class PlannedGeneration(_TwoSteps):
         device: Device of the steps; a CPU simulates one.
 
     Raises:
-        CaptureUnsupported: HP511 when the model's steps cannot be recorded once and run at every position.
-        BudgetImpossible: HP402 with the smallest sufficient device budget of both steps.
-        TierFull: HP403 when the offloaded bytes exceed DRAM and flash, with a sufficient DRAM size.
+        HyperParallelError: See `_TwoSteps`.
     """
 
     def __init__(

@@ -41,7 +41,7 @@ _NUMBERS: Final = ("mul.Scalar", "div.Scalar", "add.Scalar", "sub.Scalar")
 
 
 def out_variant(call: Call) -> OutVariant | None:
-    """Return the out variant of a recorded call; None: it has none."""
+    """Return the out variant of a recorded call, or None if it has none."""
     func, results = call.func, call.results
     if (begin := bind_collective(call)) is not None:
         return begin

@@ -68,9 +68,8 @@ class HostTasks:
         """
         task = self._updates[index]
         finish(task)
-        del self._updates[
-            index
-        ]  # not before `finish`: later operators order themselves by this entry
+        # Not before `finish`: later operators order themselves by this entry
+        del self._updates[index]
         for s in operator.writes:
             if self._writers.get(s) is task:
                 del self._writers[s]

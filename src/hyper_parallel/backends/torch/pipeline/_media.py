@@ -32,9 +32,8 @@ class MediaTrace(TorchDispatchMode):
     def __init__(self, media: Mapping[str, Tensor], allowed: Set[int]) -> None:
         super().__init__()
         self._allowed = allowed
-        self._dependent: dict[
-            int, Any
-        ] = {}  # the values keep storages alive, so that no address is used again
+        # The values keep storages alive, so that no address is used again
+        self._dependent: dict[int, Any] = {}
         self._layers: list[int] = []
         self._mark([*media.values()])
 

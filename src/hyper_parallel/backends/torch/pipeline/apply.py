@@ -54,8 +54,6 @@ class Pipeline:
         model: The model, split into stages.
         stages: Stages of this rank.
         strategy: The strategy of the plan.
-        group: Process group of the pipeline ranks.
-        device: Device of this rank.
         tp: State of tensor parallelism, or None.
         context: State of context parallelism, or None.
         balance: Auxiliary loss of experts, or None.
@@ -67,14 +65,12 @@ class Pipeline:
         model: nn.Module,
         stages: StageModules,
         strategy: Strategy,
-        group: dist.ProcessGroup,
-        device: torch.device,
         tp: TpState | None,
         context: ContextState | None,
         balance: BalanceLoss | None,
         fsdp: Sequence[nn.Module],
     ) -> None:
-        self.stages, self.group, self.rank, self.device = stages, group, group.rank(), device
+        self.stages, self.group, self.rank = stages, stages.group, stages.group.rank()
         self.balance = balance
         self.last = strategy.stages - 1
         self._strategy, self.tp, self._context, self._fsdp = strategy, tp, context, fsdp
@@ -143,7 +139,7 @@ class Pipeline:
         shape: tuple[int, ...] = (*tokens, *stages.tail)
         if tp is not None:
             shape = tp.grid_of(tokens).part_shape(*stages.tail)
-        return torch.empty(shape, dtype=stages.dtype, device=self.device)
+        return torch.empty(shape, dtype=stages.dtype, device=stages.device)
 
     def tokens(self, batch: Microbatch) -> tuple[int, int]:
         """Return the number of sequences and of local tokens per sequence."""
@@ -236,7 +232,7 @@ class _PipelinePass:
         self._splits = pipeline.splits(model)
         # Evaluation computes the cross entropy only.
         self._balance = pipeline.balance if train else None
-        self._total = torch.zeros((), dtype=torch.float64, device=pipeline.device)
+        self._total = torch.zeros((), dtype=torch.float64, device=pipeline.stages.device)
         # Messages by direction ("F" forward, "B" backward), receiving stage and microbatch: produced on this rank,
         # being received, and being sent.
         self._outgoing: dict[tuple[str, int, int], _Message] = {}

@@ -29,9 +29,8 @@ def run_stages(pipeline: Pipeline, model: nn.Module, inputs: Mapping[str, Any]) 
             hidden = pipeline.message(inputs)
             dist.recv(hidden, group=pipeline.group, group_src=source)
         if pipeline.tp is not None:
-            pipeline.tp.shape = PassShape(
-                pipeline.tokens(inputs)
-            )  # set by the model's first layer otherwise
+            # Set by the model's first layer otherwise
+            pipeline.tp.shape = PassShape(pipeline.tokens(inputs))
         running = stages.running
         with running.run(stage, hidden), running.trace_media(model, inputs):
             output = model(**inputs)

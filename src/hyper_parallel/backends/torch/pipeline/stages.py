@@ -23,6 +23,7 @@ from itertools import islice
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_leaves
@@ -144,6 +145,8 @@ class StageModules:
         layers: This rank's decoder layers by stage, in model order.
         tail: Sizes of the dims of activations after [B, S].
         dtype: Dtype of activations.
+        device: Device of activations.
+        group: Process group of the pipeline ranks.
     """
 
     running: StageLayers
@@ -153,6 +156,8 @@ class StageModules:
     layers: dict[int, list[nn.Module]]
     tail: tuple[int, ...]
     dtype: torch.dtype
+    device: torch.device
+    group: dist.ProcessGroup
     _outer_modules: list[_OuterModule]
 
     def layers_running(self) -> range:
@@ -180,7 +185,9 @@ class StageModules:
         model.register_forward_pre_hook(before, with_kwargs=True)
 
 
-def split_model(model: nn.Module, plan: Plan, mesh: DeviceMesh | None) -> StageModules | None:
+def split_model(
+    model: nn.Module, plan: Plan, mesh: DeviceMesh | None, device: torch.device
+) -> StageModules | None:
     """Split a model at the layers of the plan, or by cost; return None for a plan without pipeline.
 
     Raises:
@@ -196,7 +203,7 @@ def split_model(model: nn.Module, plan: Plan, mesh: DeviceMesh | None) -> StageM
         spec = read_model(model, type(model).__name__)
         counts = stage_layers(spec, strategy, workload.seq_len)
     dtype = getattr(torch, workload.compute_dtype)
-    return _split(model, flow, strategy, counts, mesh.get_local_rank("pp"), dtype)
+    return _split(model, flow, strategy, counts, dtype, device, mesh["pp"].get_group())
 
 
 def trace_stages(model: nn.Module, plan: Plan) -> LayerFlow:
@@ -214,10 +221,12 @@ def _split(
     flow: LayerFlow,
     strategy: Strategy,
     counts: Sequence[int],
-    pp_rank: int,
     dtype: torch.dtype,
+    device: torch.device,
+    group: dist.ProcessGroup,
 ) -> StageModules:
     """Replace the modules of other pipeline ranks by placeholders; `counts` are the layers of each stage."""
+    pp_rank = group.rank()
     ranges = tuple(range(sum(counts[:i]), sum(counts[: i + 1])) for i in range(len(counts)))
     last = strategy.stages - 1
     rank_of = {s: r for r in range(strategy.pp) for s in strategy.stages_of(r)}
@@ -251,7 +260,8 @@ def _split(
         stage: [running._modules[str(i)] for i in ranges[stage]]
         for stage in strategy.stages_of(pp_rank)
     }
-    return StageModules(running, rank_of, holders, shared, by_stage, flow.tail, dtype, ends)
+    activations = (flow.tail, dtype, device)
+    return StageModules(running, rank_of, holders, shared, by_stage, *activations, group, ends)
 
 
 def _keep_properties(model: nn.Module) -> None:

@@ -305,9 +305,8 @@ class TensorParallel:
         def forward(ids: Tensor) -> Tensor:
             outside = (ids < first) | (ids >= first + rows)
             index = (ids - first).masked_fill_(outside, 0)
-            weight = dict.__getitem__(
-                module._parameters, "weight"
-            )  # this rank's shard, without the all-gather
+            # This rank's shard, without the all-gather
+            weight = dict.__getitem__(module._parameters, "weight")
             out = F.embedding(index, state.local(weight), pad)
             out = out.masked_fill(outside.unsqueeze(-1), 0)
             if scaled:  # read at run time: buffers of a meta model are materialized later

@@ -42,11 +42,7 @@ class ShardedNorm(TorchFunctionMode):
         """True if a statistic was computed over all ranks."""
 
     def __torch_function__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func in _OTHERS:
             raise self._refusal(getattr(func, "__name__", str(func)))

@@ -1,0 +1,114 @@
+"""Replacement of the forwards of a model whose parameters are sharded, for the axes that change its computation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from hyper_parallel.backends.torch._flow_checks import ForwardTrials
+from hyper_parallel.backends.torch.context.apply import apply_context_parallel, mask_documents
+from hyper_parallel.backends.torch.context.state import ContextState
+from hyper_parallel.backends.torch.experts.apply import apply_to_experts
+from hyper_parallel.backends.torch.experts.balance_loss import BalanceLoss
+from hyper_parallel.backends.torch.experts.routing import ExpertState
+from hyper_parallel.backends.torch.forward_state import reset_before_calls
+from hyper_parallel.backends.torch.forward_variants import (
+    keep_float64,
+    loop_over_experts,
+    recompute_layers,
+)
+from hyper_parallel.backends.torch.half_batch import HalfBatch
+from hyper_parallel.backends.torch.model_structure import decoder_of, layers_of
+from hyper_parallel.backends.torch.pipeline.stages import StageModules
+from hyper_parallel.backends.torch.rotary_lengths import document_lengths, rotate_by_document
+from hyper_parallel.backends.torch.tensor.apply import (
+    apply_tensor_parallel,
+    tensor_mesh,
+    tensor_state,
+)
+from hyper_parallel.backends.torch.tensor.state import TpState
+from hyper_parallel.backends.torch.token_rows import Tokens, watch_padding
+from hyper_parallel.ir import Layout, Plan
+from hyper_parallel.shard import ShardPlan
+
+
+@dataclass(frozen=True, slots=True)
+class ShardedModel:
+    """State after the parameters are sharded: the model has this rank's parameters only.
+
+    Attributes:
+        shard_plan: Layouts and styles of the complete model.
+        layouts: Layouts of this rank's parameters.
+        shapes: Logical shapes of this rank's parameters.
+        stages: Pipeline stages of this rank, or None.
+        trials: Results of the trials of the forward pass.
+        experts: Expert-parallel state, or None.
+        balance: Auxiliary loss of experts, or None.
+    """
+
+    shard_plan: ShardPlan
+    layouts: dict[str, Layout]
+    shapes: dict[str, tuple[int, ...]]
+    stages: StageModules | None
+    trials: ForwardTrials
+    experts: ExpertState | None
+    balance: BalanceLoss | None
+
+    @property
+    def expert_modules(self) -> tuple[str, ...]:
+        """Names of the modules of routed experts."""
+        return () if self.experts is None else self.experts.modules
+
+
+def replace_forwards(
+    model: nn.Module, plan: Plan, mesh: DeviceMesh | None, sharded: ShardedModel
+) -> tuple[TpState | None, ContextState | None, HalfBatch | None, list[nn.Module]]:
+    """Replace forwards for tensor, context and expert parallelism, half-batches and recomputation.
+
+    Returns:
+        State of tensor parallelism, state of context parallelism, half-batches, and the layers of this rank.
+    """
+    strategy, decoder = plan.strategy, decoder_of(model)
+    compute = getattr(torch, plan.workload.compute_dtype)
+    exact = compute == torch.float64
+    shard_plan, stages, trials = sharded.shard_plan, sharded.stages, sharded.trials
+    tp_mesh = tensor_mesh(mesh, strategy)
+    tp = tensor_state(tp_mesh, strategy, shard_plan.hidden_cut, shard_plan.whole_stream)
+    running_layers = None if stages is None else stages.layers_running
+    context = apply_context_parallel(
+        model, decoder, strategy, mesh, running_layers, trials.attention_calls
+    )
+
+    rotate_by_document(model, document_lengths if context is None else context.local_lengths)
+    reset_before_calls(model)
+
+    # From the innermost forward to the outermost: recomputed code runs on tokens that are already sharded.
+    if context is None and decoder is not None:
+        mask_documents(decoder[0], compute)
+    per_module = tp is not None and (decoder is None or tp.replicated_activations)
+    by_stage = [layers_of(model)] if stages is None else list(stages.layers.values())
+    tokens = Tokens(None if tp is not None and tp.replicated_activations else tp, context)
+    layers = [layer for stage in by_stage for layer in stage]
+    halves = None
+    if strategy.overlap.half_batch:
+        # Wrappers around a layer's forward must not return before the layer is done.
+        halves = HalfBatch(strategy.overlap, tp, per_module or strategy.recompute != "none")
+        halves.install(layers)
+        halves.watch(model)
+    if tp is not None and per_module:
+        apply_tensor_parallel(model, decoder, shard_plan.styles, tp, strategy, trials.tensor)
+    watch_padding(model, tokens)
+    recompute_layers(by_stage, strategy, tp, context, exact, tokens)
+    if exact:
+        keep_float64(model)
+    loop_over_experts(model, compute)
+    if sharded.experts is not None:
+        apply_to_experts(model, sharded.experts, tokens, in_decoder=decoder is not None)
+    if sharded.balance is not None:
+        sharded.balance.watch(model, tokens)
+    if tp is not None and not per_module:
+        apply_tensor_parallel(model, decoder, shard_plan.styles, tp, strategy, trials.tensor)
+    return tp, context, halves, layers
