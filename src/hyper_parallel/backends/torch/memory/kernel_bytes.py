@@ -161,10 +161,8 @@ def columns(call: Call) -> tuple[range, ...]:
     if scaled or table.num_bytes <= call.reusable_bytes:
         return ()
     # Every piece sorts the rows, so pieces are as wide as the reusable workspace allows.
-    num_columns, max_pieces = (
-        table.size[1],
-        min(GRADIENT_PIECES, table.num_bytes // _MIN_PIECE_BYTES),
-    )
+    num_columns = table.size[1]
+    max_pieces = min(GRADIENT_PIECES, table.num_bytes // _MIN_PIECE_BYTES)
     fitting_columns = (
         num_columns * call.reusable_bytes // sum(piece_bytes(call, (range(num_columns),)))
     )
