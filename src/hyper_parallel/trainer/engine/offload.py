@@ -55,10 +55,7 @@ from hyper_parallel.trainer.engine._offload_budget import (
     plan_or_refuse,
     refuse_above,
 )
-from hyper_parallel.trainer.engine.offload_machine import (
-    OffloadMachine,
-    measured_machine,
-)
+from hyper_parallel.trainer.engine.offload_machine import OffloadMachine, measured_machine
 from hyper_parallel.trainer.engine.optimizer import set_lr
 from hyper_parallel.trainer.engine.step_gauges import PhaseSpans
 from hyper_parallel.trainer.engine.step_loop import Loop, StepInputs, statistics

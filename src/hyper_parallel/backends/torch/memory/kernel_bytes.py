@@ -61,10 +61,7 @@ Timed = tuple[range, Events]
 
 
 def run_measured(
-    func: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    tensors: Sequence[torch.Tensor],
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: Sequence[torch.Tensor]
 ) -> tuple[Any, tuple[int, ...], Events | None]:
     """Run an operator.
 
@@ -191,10 +188,7 @@ def widest(pieces: tuple[range, ...], args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def in_pieces(
-    pieces: tuple[range, ...],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    out: torch.Tensor,
+    pieces: tuple[range, ...], args: tuple[Any, ...], kwargs: dict[str, Any], out: torch.Tensor
 ) -> Callable[[], None]:
     """Return a call that runs the operator piece by piece into `out` [rows, columns]."""
     op = torch.ops.aten.embedding_dense_backward.default
