@@ -10,6 +10,7 @@ from hyper_parallel.config import load_recipe
 from hyper_parallel.errors import BadValue, Contradiction, HyperParallelError, UnknownKey
 from hyper_parallel.trainer.data import prepare
 from tests.e2e.runs import assert_same_curve, command, curve, rows, train, write_functions
+from tests.slow import slow_cells
 
 pytestmark = pytest.mark.e2e
 
@@ -108,6 +109,7 @@ def whole(place, out, *overrides):
     return row["loss"] * count, row["grad_norm"] * count, count
 
 
+@slow_cells("sft")
 @pytest.mark.parametrize("stage", ["sft", "pt"])
 def test_documents_in_one_row_learn_what_they_learn_alone(place, stage):
     source = conversations(place, 12)
@@ -205,6 +207,7 @@ def test_a_memory_plan_does_not_keep_documents_apart(place):
     dry(place, *words, "data.packing=false")
 
 
+@pytest.mark.slow
 def test_a_stream_is_resumed_on_other_ranks_and_judged_by_a_validation_file(place):
     write_functions(place / "valid.txt", 40)
     words = ("data.streaming=true", f"data.source={place / 'text.txt'}", "training.lr_schedule=constant",
@@ -260,6 +263,7 @@ def test_a_mixture_is_the_same_on_two_ranks_and_says_its_shares(place):
         dry(place, mixed, "data.streaming=true")
 
 
+@pytest.mark.slow
 def test_a_tokenizer_larger_than_the_model_is_refused_for_presets_too(place):
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast

@@ -52,6 +52,7 @@ def one_rank(place: Path) -> list[dict]:
 TWO = ("parallel.dp_shard=2", "parallel.ep=2")
 
 
+@pytest.mark.slow
 def test_experts_on_two_ranks_learn_what_one_rank_learns(place: Path, one_rank: list[dict]) -> None:
     for mine, theirs in zip(
         _train(place, "two", *TWO, "sample_prompt=def ", report=True), one_rank, strict=True

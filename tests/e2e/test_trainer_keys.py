@@ -89,6 +89,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_optimizers_learn_the_same_on_every_layout_and_after_a_checkpoint(place: Path) -> None:
     one = {}
     for name in ("sgd", "muon", "adafactor"):

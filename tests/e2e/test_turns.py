@@ -68,6 +68,7 @@ def read_export(run):
     return model
 
 
+@pytest.mark.slow
 def test_a_completion_goes_on_behind_what_an_environment_says(place):
     """The step of one rank in plain transformers, from the completions of a rank that only samples."""
     common = ("training.steps=1", "training.lr=1e-30", "checkpoint.export=true")

@@ -173,6 +173,7 @@ def _one_device() -> tuple[float, dict[str, torch.Tensor]]:
     return loss, {n: p.grad for n, p in model.named_parameters()}
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_steps_without_zeroing_add_up_and_evaluation_gives_the_same_loss() -> None:
     loss, grads = _one_device()
