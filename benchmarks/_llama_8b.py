@@ -47,9 +47,8 @@ def _flash(
     del module, mask, kwargs
     causal = query.shape[2] == key.shape[2]
     groups = query.shape[1] // key.shape[1]
-    if (
-        query.shape[2] == 1
-    ):  # decode: fold the group into the query's rows, so that keys are read once
+    # decode: fold the group into the query's rows, so that keys are read once
+    if query.shape[2] == 1:
         query = query.reshape(query.shape[0], key.shape[1], groups, query.shape[3])
         out = F.scaled_dot_product_attention(query, key, value, scale=scaling)
         return out.reshape(out.shape[0], 1, -1, out.shape[3]), None

@@ -96,9 +96,8 @@ def _by_hand(model: nn.Module, world: World, ids: Tensor, labels: Tensor, count:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh, reshard_after_forward=False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    scale = (
-        RANKS / count
-    )  # FSDP averages over its ranks; the sum over the tokens of all ranks is wanted
+    # FSDP averages over its ranks; the sum over the tokens of all ranks is wanted
+    scale = RANKS / count
 
     def step() -> float:
         logits = model(input_ids=ids, use_cache=False).logits.flatten(0, 1)

@@ -100,9 +100,8 @@ class Shape:
     def token_s(self, sequences: float) -> float:
         """Seconds of a decode step of a server: weights or FLOPs, keys and values, and what is fixed."""
         dense = max(2 * PARAMS / BYTES_S, sequences * 2 * PARAMS / (FLOPS * self.share))
-        context = (
-            self.mean * math.exp(self.sigma**2) / 2
-        )  # of a sequence met at random: E[n^2] / 2 E[n]
+        # Of a sequence met at random: E[n^2] / 2 E[n]
+        context = self.mean * math.exp(self.sigma**2) / 2
         return self.fixed_s + (dense + sequences * context * KV_BYTES / BYTES_S) / TP
 
     def read_s(self, tokens: float, devices: int) -> float:

@@ -22,7 +22,7 @@ from hyper_parallel.errors import HyperParallelError
 from tests.hints import problems_of
 from tests.pasting import Pasting
 from tests.printed_hints import hints_of_ranks, watch_processes
-from tests.slow import mark_slow_tests
+from tests.slow import mark_slow_cells
 
 gc.disable()  # until the tests are collected: imports leave nothing to collect
 os.environ.setdefault(
@@ -119,7 +119,7 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
 
 @pytest.hookimpl(tryfirst=True)  # before tests are deselected by their marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    mark_slow_tests(items, whole_modules=not any("::" in word for word in config.args))
+    mark_slow_cells(items, whole_modules=not any("::" in word for word in config.args))
     order = config.getoption("modules")
     if order == "as-collected":
         return

@@ -379,6 +379,7 @@ def test_only_older_releases_pay_for_every_copy_of_a_token():
         assert (predict(run).step_s > predict(run, none).step_s) == grows
 
 
+@pytest.mark.slow
 def test_a_fit_leaves_out_models_with_experts_and_predicts_no_memory_too_low():
     """A dense run of a stack that publishes memory and two models with experts, one of them twice as slow."""
     cards = read_cards()

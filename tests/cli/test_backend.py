@@ -9,7 +9,7 @@ import pytest
 from hyper_parallel.config import load_recipe
 from hyper_parallel.errors import HyperParallelError
 from hyper_parallel.trainer import prepare_job
-from tests.slow import cells
+from tests.slow import slow_cells
 
 MODEL = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 384, "hidden_size": 32,
@@ -94,9 +94,8 @@ def test_programs_of_sharded_parameters_have_the_shapes_of_a_rank(recipe, instal
         assert any(op.startswith("_c10d_functional.") for op in program.operators())
 
 
-@pytest.mark.parametrize(
-    "refused", cells(REFUSED, slow=REFUSED[2:]), ids=lambda refused: refused[0][0]
-)
+@slow_cells("training.dtype=bfloat16", *REFUSED[2:])
+@pytest.mark.parametrize("refused", REFUSED, ids=lambda refused: refused[0][0])
 def test_features_without_programs_are_refused(recipe, installed, refused):
     overrides, code = refused
     with pytest.raises(HyperParallelError) as error:

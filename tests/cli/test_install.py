@@ -46,6 +46,7 @@ def environ(tmp_path_factory):
     return {**left, "PATH": path, "OMP_NUM_THREADS": "1"}
 
 
+@pytest.mark.slow
 @pytest.mark.e2e
 @pytest.mark.timeout(400)
 def test_every_command_of_the_readme_runs_as_written(environ, tmp_path):

@@ -63,6 +63,7 @@ def test_plan_prints_a_panel_and_the_next_command(tmp_path):
     assert spoken[1] == "train recipe.yaml" + " --dry-run" * larger
 
 
+@pytest.mark.slow
 def test_quiet_is_one_line_and_explain_has_everything(tmp_path):
     done = run(*BIG, cwd=tmp_path, options=["-q"])
     assert (done.stdout.count("\n"), done.stderr) == (1, "")
@@ -105,6 +106,7 @@ def test_a_search_chooses_what_runs_and_pins_what_they_ask_for(tmp_path):
     assert any("cannot run this plan yet (etp=2" in note for note in etp.notes)
 
 
+@pytest.mark.slow
 def test_tp_is_tp_x_as_in_a_recipe(tmp_path):
     strategy = planned(tmp_path, *BIG, "--pin", "tp=8").strategy
     assert (strategy.tp_x, strategy.tp_y) == (8, 1)
@@ -112,6 +114,7 @@ def test_tp_is_tp_x_as_in_a_recipe(tmp_path):
     assert (strategy.tp_x, strategy.tp_y) == (4, 2)
 
 
+@pytest.mark.slow
 def test_a_share_of_the_memory_stays_free(tmp_path):
     asked = ("llama-3-70b", "-t", "dgx-h100", "--devices", "64")
     usual, half = planned(tmp_path, *asked), planned(tmp_path, *asked, "--memory-headroom", "50%")
@@ -180,6 +183,7 @@ def test_a_pipeline_is_printed_and_written_as_csv(tmp_path):
     assert not (tmp_path / "none.csv").exists()
 
 
+@pytest.mark.slow
 def test_diff_of_two_files(tmp_path):
     for name, seq_len in (("a.json", "4096"), ("b.json", "8192")):
         done = run("llama-3-8b", "-t", "dgx-h100", "--seq-len", seq_len, "-o", name, cwd=tmp_path)

@@ -15,6 +15,7 @@ from tests.e2e.runs import CONFIG, write_functions
 SOURCE = Path(__file__).resolve().parents[2] / "src"
 
 
+@pytest.mark.slow
 @pytest.mark.e2e
 def test_quiet_training_says_one_line(tmp_path):
     (tmp_path / "model.json").write_text(json.dumps(CONFIG))

@@ -16,6 +16,7 @@ from hyper_parallel.runtime import World
 from hyper_parallel.trainer import differences, dry_run, trace_rank
 from tests.e2e.runs import command
 from tests.parity.universal import EAGER, Setup
+from tests.slow import slow_cells
 
 pytestmark = pytest.mark.torch
 
@@ -39,6 +40,13 @@ def _trace(setup, strategy, **options):
     return trace_rank(build, plan, Training(), 0, **options), plan
 
 
+@slow_cells(
+    "deepseek_v3-dp_shard=2 ep=2",
+    "gemma2-dp_shard=2",
+    "qwen3_moe-dp_shard=2 tp_x=2 ep=2 recompute=full",
+    "qwen3_moe-dp_shard=4 ep=4",
+    "llama-cp=4 cp_kind=ulysses",
+)
 @pytest.mark.parametrize(
     ("family", "strategy"),
     [
@@ -58,6 +66,7 @@ def test_collectives_are_those_of_the_formulas(family, strategy):
     assert any(c.sent_bytes for c in traced.collectives)
 
 
+@slow_cells("dp_shard=2 recompute=full", "pp=2 schedule=1f1b recompute=full")
 @pytest.mark.parametrize(
     "strategy",
     [Strategy(dp_shard=2, recompute="full"), Strategy(pp=2, recompute="full")],
@@ -93,6 +102,7 @@ def _run(*arguments):
     return command("train", *map(str, arguments)).stdout
 
 
+@pytest.mark.slow
 def test_eight_thousand_ranks_of_a_supernode(recipe):
     found = json.loads(_run(recipe, "--dry-run", "--topology", "cloudmatrix384", "--json"))
     assert found["plan"]["topology"] == "cloudmatrix384"
@@ -139,6 +149,7 @@ def test_mistakes_are_refused(recipe):
         _run(recipe, "--dry-run", "-t", "cloudmatrix384", "--ranks", "16")
 
 
+@pytest.mark.slow
 def test_a_type_that_no_reader_knows_is_planned_and_traced_as_the_module_it_is(recipe):
     """And attention with values narrower than keys is fused, as on the accelerator: nothing is as large as scores."""
     config = {
@@ -176,6 +187,7 @@ def test_a_fake_world_is_closed_and_another_can_be_opened():
             assert counter.sent_bytes["all_reduce", ("dp_shard",)] == 2 * 32 * (size - 1) // size
 
 
+@pytest.mark.slow
 def test_experts_in_float32_are_traced(tmp_path):
     """torch's shape rule of grouped products knows bfloat16 only."""
     experts = {
@@ -195,6 +207,9 @@ def test_experts_in_float32_are_traced(tmp_path):
     assert json.loads(shown)["differences"] == [[]]
 
 
+@slow_cells(
+    "gradients of one layer of experts, not of a mean layer", "saved inputs of experts count once"
+)
 @pytest.mark.parametrize(
     ("width", "layers", "every"),
     [

@@ -12,6 +12,7 @@ from hyper_parallel.trainer import differences, trace_rank
 from tests.dryrun.measured import inside_operators, measure, of_tensors
 from tests.parity._case import Case
 from tests.parity.planned import by_group
+from tests.slow import slow_cells
 
 pytestmark = pytest.mark.dist
 
@@ -36,6 +37,12 @@ def _trace(case, plan, rank=0):
     return trace_rank(lambda: _build(case), plan, TRAINING, rank, workspace=cpu_workspace)
 
 
+@slow_cells(
+    "dp_shard=2 zero=1 recompute=full:1-accumulation=2",
+    "pp=2 tp_x=2 schedule=1f1b recompute=full-compute_dtype=bfloat16 accumulation=2 vocab=4096",
+    "tp_x=2 tp_y=2 shapes=2d/2d-plain",
+    "dp_shard=2 zero=2-accumulation=2",
+)
 @pytest.mark.parametrize(
     ("strategy", "case"),
     [
@@ -79,6 +86,7 @@ def test_the_traced_peak_is_the_measured_one(strategy, case):
     assert differences(traced, plan) == ()
 
 
+@pytest.mark.slow
 def test_every_rank_can_be_traced():
     """85 rows of the head and 6 layers' vectors do not divide by 4: ranks hold different bytes."""
     case = Case(**{**SIZES, "vocab": 510, "mlp": 378})

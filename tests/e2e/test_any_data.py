@@ -19,6 +19,7 @@ from tests.e2e.runs import (
     write_functions,
     write_records,
 )
+from tests.slow import slow_cells
 
 pytestmark = pytest.mark.e2e
 
@@ -117,6 +118,7 @@ def whole(place, out, *overrides):
     return row["loss"] * count, row["grad_norm"] * count, count
 
 
+@slow_cells("sft")
 @pytest.mark.parametrize("stage", ["sft", "pt"])
 def test_documents_in_one_row_learn_what_they_learn_alone(place, stage):
     source = conversations(place, 12)
@@ -232,6 +234,7 @@ def test_a_memory_plan_does_not_keep_documents_apart(place):
     dry(place, *words, "data.packing=false")
 
 
+@pytest.mark.slow
 def test_a_stream_is_resumed_on_other_ranks_and_judged_by_a_validation_file(place):
     write_functions(place / "valid.txt", 40)
     words = ("data.streaming=true", f"data.source={place / 'text.txt'}", "training.lr_schedule=constant",
@@ -261,6 +264,7 @@ def test_keys_that_cannot_hold_together_are_refused(place, words, match):
         dry(place, *words)
 
 
+@pytest.mark.slow
 def test_a_mixture_is_the_same_on_two_ranks_and_says_its_shares(place):
     write_functions(place / "other.txt", 100)
     mixed = (f"data.source=[{{source: {place / 'text.txt'}, weight: 3}}, "
@@ -287,6 +291,7 @@ def test_a_mixture_is_the_same_on_two_ranks_and_says_its_shares(place):
         dry(place, mixed, "data.streaming=true")
 
 
+@pytest.mark.slow
 def test_a_tokenizer_larger_than_the_model_is_refused_for_presets_too(place):
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast

@@ -39,6 +39,7 @@ def place(tmp_path_factory):
     return make_stage_place(place, "dpo", PAIRS)
 
 
+@pytest.mark.slow
 def test_every_layout_learns_what_one_rank_does_and_a_resumed_run_keeps_its_reference(place):
     train(place, place / "one", EXPORT)
     one = rows(place / "one" / "metrics.jsonl")
@@ -224,6 +225,7 @@ def test_pairs_stay_neighbours_in_every_order(place):
     assert len(set(seen[:, 0])) == 12
 
 
+@pytest.mark.slow
 def test_orpo_is_a_stage_too_with_adapters_on_four_ranks_as_on_one(place):
     adapters = ("lora.r=2", "data.seq_len=32", "training.steps=2")
     tokens = "training.tokens_per_step=256"

@@ -50,6 +50,7 @@ def test_the_rule_is_that_of_transformers():
             mine = EarlyStopping(patience, threshold, **mine.state_dict())
 
 
+@pytest.mark.slow
 @pytest.mark.e2e
 def test_a_run_ends_on_all_ranks_and_one_that_goes_on_remembers(place, tmp_path):
     train(place, tmp_path / "one", *ENDS)

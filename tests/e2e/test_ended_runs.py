@@ -40,6 +40,7 @@ def place(tmp_path_factory):
     return make_place(tmp_path_factory.mktemp("train"))
 
 
+@pytest.mark.slow
 def test_when_a_rank_dies_the_run_ends_with_its_name(place):
     out = place / "killed"
     with start(place, out, "parallel.dp_shard=3", "training.tokens_per_step=192", "training.microbatch=2",
@@ -123,6 +124,7 @@ class Lost(Callback):
 """
 
 
+@pytest.mark.slow
 def test_a_lost_rank_costs_one_step_where_every_step_has_a_snapshot(
     place, tmp_path, monkeypatch, caplog
 ):
@@ -176,6 +178,7 @@ def test_a_signal_ends_the_run_with_a_checkpoint_and_the_command_that_goes_on(
         assert "hint: torchrun --standalone --nproc-per-node=2 -m hyper_parallel train" in errors
 
 
+@pytest.mark.slow
 def test_a_second_signal_stops_at_once(place, tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     out = place / "at_once"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.slow import cells
+from tests.slow import slow_cells
 
 pytestmark = pytest.mark.e2e
 
@@ -38,9 +38,16 @@ def _run(script: Path, stdout: Path, stderr: Path) -> None:
     runpy.run_path(str(script), run_name="__main__")
 
 
-@pytest.mark.parametrize(
-    "name", cells(PROMISES, slow=("05_custom_objective.py", "08_offload_ranks.py"))
+@slow_cells(
+    "05_custom_objective.py",
+    "08_offload_ranks.py",
+    "03_parallelize.py",
+    "04_own_loop_any_model.py",
+    "06_save_and_load.py",
+    "own_roles.py",
+    "07_offload.py",
 )
+@pytest.mark.parametrize("name", PROMISES)
 def test_example(name: str, tmp_path: Path) -> None:
     """In a process forked from this one, which has imported what they import; the first one imports little."""
     script, said, errors = ROOT / "examples" / name, tmp_path / "stdout", tmp_path / "stderr"

@@ -94,6 +94,7 @@ def test_every_document_has_the_frequencies_that_it_has_alone(rope):
     assert torch.equal(tables(by_document, new), torch.cat(expected, 1))
 
 
+@pytest.mark.slow
 @pytest.mark.e2e
 def test_layouts_and_resumed_runs_with_packed_documents_learn_what_one_rank_learns(tmp_path):
     place = make_stage_place(

@@ -80,6 +80,7 @@ def records(out):
     ]
 
 
+@pytest.mark.slow
 def test_layouts_sample_reward_and_learn_alike_and_a_resumed_run_goes_on(place):
     train(place, place / "one")
     one = records(place / "one")

@@ -19,6 +19,7 @@ from tests.e2e.runs import (
     train,
     write_records,
 )
+from tests.slow import slow_cells
 
 pytestmark = pytest.mark.e2e
 
@@ -73,6 +74,7 @@ def logps(place, name, ids, targets):
     return (picked * (targets != -100)).sum(-1)
 
 
+@slow_cells("dpo-tp")
 @pytest.mark.parametrize(
     ("stage", "axes"),
     [
@@ -97,6 +99,7 @@ def test_every_layout_measures_what_one_rank_does(place, one, stage, axes):
             assert mine["preference"] == pytest.approx(theirs["preference"], rel=1e-8, abs=1e-10)
 
 
+@slow_cells("kto", "orpo", "rm", "dpo")
 @pytest.mark.parametrize("stage", STAGES)
 def test_an_evaluation_leaves_no_trace_and_a_resumed_run_measures_the_same(place, one, stage):
     run(place, stage, f"{stage}_blind", "training.eval_every=0")

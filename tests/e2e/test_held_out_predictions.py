@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hyper_parallel.errors import Contradiction
 from tests.e2e.runs import QUESTIONS, make_stage_place, rows, train, write_records
-from tests.slow import cells
+from tests.slow import slow_cells
 
 pytestmark = pytest.mark.e2e
 
@@ -70,12 +70,10 @@ def test_answers_that_nobody_can_give_are_refused(place, override, hint):
     assert caught.value.hint == hint
 
 
+@slow_cells("parallel.pp=2", "parallel.dp_shard=2")
 @pytest.mark.parametrize(
     "layout",
-    cells(
-        ["parallel.tp=2", "parallel.cp=2", "parallel.pp=2", "parallel.dp_shard=2"],
-        slow=("parallel.pp=2", "parallel.dp_shard=2"),
-    ),
+    ["parallel.tp=2", "parallel.cp=2", "parallel.pp=2", "parallel.dp_shard=2"],
 )
 def test_every_layout_counts_what_one_rank_does(place, one, layout):
     """The trained model is evaluated on the layout; its one step changes nothing."""

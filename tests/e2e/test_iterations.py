@@ -50,6 +50,7 @@ def logprobs_of(run, made):
     return logp.gather(-1, made["tokens"][:, 1:, None])[..., 0], model
 
 
+@pytest.mark.slow
 def test_a_second_step_is_that_of_decoupled_ppo(place):
     """The fourth step in plain transformers: completions by the first weights, proximal those after two steps."""
     epsilon, high = 2e-3, 5e-3

@@ -51,6 +51,7 @@ def test_every_layout_learns_what_one_rank_does_and_goes_on_bit_for_bit(place, o
     assert curve(place / "resumed") == curve(place / "one")
 
 
+@pytest.mark.slow
 def test_the_second_step_is_that_of_plain_transformers(place, one):
     def exported(name, *changes):
         train(place, place / name, *KTO, "checkpoint.export=true", "training.steps=1", *changes)
@@ -87,6 +88,7 @@ def test_the_second_step_is_that_of_plain_transformers(place, one):
     assert second["preference"]["rejected"] == pytest.approx(scores[~good].mean(), rel=1e-9)
 
 
+@pytest.mark.slow
 def test_adapters_learn_on_a_layout_what_they_do_on_one_rank(place):
     adapters = ("lora.r=2", "training.lr=0.1", "training.steps=2")
     train(place, place / "lora", *adapters)

@@ -248,6 +248,7 @@ def test_what_is_not_done_is_refused_by_name(root, override, code, says):
     assert says.format(root=root) in caught.value.render()
 
 
+@pytest.mark.slow
 def test_a_file_with_expert_parallel_keys_trains_as_without_them(root):
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -325,6 +326,7 @@ assert (get_cp_rank(cp), get_dp_rank(cp), get_cp_group_ranks(cp)) == (1, 2, (4, 
 FOURTH = "from hyper_parallel.integration.llamafactory.expert_parallel import ep_prepare_model"
 
 
+@pytest.mark.slow
 def test_names_of_later_versions_need_neither_llamafactory_nor_transformers_nor_accelerate():
     absent = "import sys\nfor name in ('llamafactory', 'transformers', 'accelerate'): sys.modules[name] = None\n"
     done = subprocess.run(

@@ -53,6 +53,7 @@ def _logits(model):
         return model(torch.arange(60)[None] % 97).logits
 
 
+@pytest.mark.slow
 def test_a_run_on_two_layouts_with_recompute_equals_one_rank(place, one_rank, tmp_path):
     words = (*LORA, "training.eval_tokens=100")
     first = ("parallel.dp_shard=2", "parallel.tp=2", "training.steps=2")
@@ -194,6 +195,7 @@ def test_without_peft_the_extra_is_named(place, tmp_path, monkeypatch):
         train(place, tmp_path / "out", "lora.r=2")
 
 
+@pytest.mark.slow
 def test_frozen_parameters_stay_as_they_are_on_every_layout(place, tmp_path):
     """The first of the stages trains nothing at all."""
     words = ("training.freeze=[model.embed_tokens.*,model.layers.0.*]", "training.eval_tokens=100")
@@ -225,6 +227,7 @@ def _bytes(run, kind):
     return planned, measured
 
 
+@pytest.mark.slow
 def test_weights_under_adapters_that_were_exchanged_are_refused(place, one_rank, tmp_path):
     base, run = tmp_path / "base", tmp_path / "run"
     shutil.copytree(place / "base" / "export", base)

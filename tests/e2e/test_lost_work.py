@@ -13,7 +13,7 @@ import pytest
 from hyper_parallel.errors import LossNotFinite, OutputNotWritable, RunDirectoryLost
 from hyper_parallel.trainer.engine import step_loop
 from tests.e2e.runs import command, make_place, published, rows, start, train, wait_for_steps
-from tests.slow import cells
+from tests.slow import slow_cells
 
 pytestmark = pytest.mark.e2e
 FEW = ("training.eval_tokens=100", "training.report_to=[]", "training.warmup_steps=0")
@@ -56,7 +56,8 @@ WAYS = [
 ]
 
 
-@pytest.mark.parametrize("words", cells(WAYS, slow=WAYS[1:]))
+@slow_cells(*WAYS[1:])
+@pytest.mark.parametrize("words", WAYS)
 def test_weights_that_overflow_are_not_saved_and_the_hint_goes_on(
     place, tmp_path, overflowing, words
 ):
@@ -73,7 +74,8 @@ def test_weights_that_overflow_are_not_saved_and_the_hint_goes_on(
     assert [r["step"] for r in rows(out / "metrics.jsonl")] == [1, 2, 3, 4]
 
 
-@pytest.mark.parametrize("lr", cells(["1e39", "3e38"], slow=["3e38"]))
+@slow_cells("3e38")
+@pytest.mark.parametrize("lr", ["1e39", "3e38"])
 def test_a_first_update_that_overflows_leaves_no_export(place, tmp_path, lr):
     out = tmp_path / "out"
     words = (
@@ -144,7 +146,8 @@ def replaced(out: Path, place: Path) -> None:
     (out / "thesis.txt").write_text("mine")
 
 
-@pytest.mark.parametrize("how", cells([removed, moved, replaced], slow=[removed, moved]))
+@slow_cells("replaced", removed, moved)
+@pytest.mark.parametrize("how", [removed, moved, replaced])
 def test_a_run_whose_directory_is_gone_ends_at_its_next_record(place, tmp_path, how):
     out = tmp_path / "out"
     words = (*FEW, "training.steps=100000", "checkpoint.every=5", "checkpoint.export=false")

@@ -18,7 +18,7 @@ from hyper_parallel.errors import Contradiction, HyperParallelError, OutputNotWr
 from hyper_parallel.owned_folder import MARKER
 from tests.e2e.runs import command, make_place, rows, train
 from tests.owned_folder.test_replacement import listing
-from tests.slow import cells
+from tests.slow import slow_cells
 
 pytestmark = pytest.mark.e2e
 FEW = (
@@ -242,9 +242,8 @@ FIRST_LINKS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "link", cells(EVERY_LINK, slow=[link for link in EVERY_LINK if link not in FIRST_LINKS])
-)
+@slow_cells(*[link for link in EVERY_LINK if link not in FIRST_LINKS])
+@pytest.mark.parametrize("link", EVERY_LINK)
 def test_a_received_run_directory_writes_nothing_outside_of_itself(place, run, link):
     name, kind = link
     outside = run.parent / "outside"

@@ -63,6 +63,7 @@ def test_a_pipeline_run_equals_one_rank_and_goes_on_on_one(place, one_rank):
     assert mine == pytest.approx([reference[0], mine[1], mine[1], reference[1]], rel=1e-10)
 
 
+@pytest.mark.slow
 def test_the_timeline_shows_every_action_of_every_rank(place):
     out = place / "timeline"
     train(place, out, "parallel.pp=2", "checkpoint.export=false", "training.compile=false")

@@ -64,6 +64,7 @@ def step_rows(run, step):
     return tuple(torch.from_numpy(a) for a in job.packed.train.read(at))
 
 
+@pytest.mark.slow
 def test_every_layout_learns_what_one_rank_does_and_goes_on_bit_for_bit(place, one):
     assert one[-1]["preference"]["accuracy"] > 0.5
     again = ("checkpoint.every=2", "training.steps=2")
@@ -174,6 +175,7 @@ def test_adapters_and_the_head_learn_on_a_layout_what_they_do_on_one_rank(place,
     assert merged.numpy() == pytest.approx(by_peft.numpy(), rel=1e-6)
 
 
+@pytest.mark.slow
 def test_completions_are_rewarded_by_a_reward_model(place, one):
     (place / "sums.jsonl").write_text(
         "".join(f'{{"prompt": "{a}+1=", "completion": "{a + 1}"}}\n' for a in range(4))

@@ -30,6 +30,7 @@ def words(out, cache, *more):
     return ("train", str(RECIPE), *SHORT, *where, *more)
 
 
+@pytest.mark.slow
 def test_the_ranks_of_a_run_are_split_as_planned_and_its_recipe_has_the_numbers(tmp_path):
     auto = (
         "parallel=auto",

@@ -100,6 +100,7 @@ def weights(out):
     return (out / "export" / "model.safetensors").read_bytes()
 
 
+@pytest.mark.slow
 def test_without_staleness_the_run_is_that_of_one_program(place):
     kept = (EXPORT, "grpo.beta=0.04")
     train(place, place / "serial", *kept)

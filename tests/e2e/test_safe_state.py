@@ -47,6 +47,7 @@ checkpoint: {{every: 2, keep: 1, keep_best: true, export: false}}
     return root
 
 
+@pytest.mark.slow
 def test_an_imported_model_starts_a_run_that_goes_on_with_its_own_checkpoints(place):
     command("checkpoint", "import", str(place / "hf"), str(place / "base"))
     out, start = place / "out", f"checkpoint.from_dir={place / 'base'}"

@@ -35,6 +35,7 @@ checkpoint: {{every: 0, export: false}}
     return root
 
 
+@pytest.mark.slow
 def test_the_hint_of_an_impossible_budget_names_one_that_trains(place):
     with pytest.raises(BudgetImpossible, match="does not fit") as caught:
         runs.train(place, place / "small", f"offload.budget={TOO_SMALL}")

@@ -119,6 +119,7 @@ def test_a_checkpoint_is_exported_as_the_model_it_is_of(place, tmp_path):
                 assert (generation["top_k"], generation["eos_token_id"]) == (7, [0, 3])
 
 
+@pytest.mark.slow
 def test_a_recipe_names_files_beside_itself(place, tmp_path, monkeypatch):
     """And its run is continued from anywhere, here under the topology of another machine."""
     (tmp_path / "here").mkdir()
@@ -189,6 +190,7 @@ def test_a_planned_recipe_names_the_model_by_its_path(place, tmp_path):
     assert "dgx-h100" in command("plan", "--recipe", recipe, "-t", "dgx-h100").stdout
 
 
+@pytest.mark.slow
 def test_a_scaled_embedding_starts_from_scratch_on_tensor_parallel_ranks(place, tmp_path):
     """Its scale is a buffer of the sharded module, computed on every rank."""
     gemma = {k: v for k, v in CONFIG.items() if k not in ("architectures", "model_type")}

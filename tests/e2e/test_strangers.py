@@ -17,7 +17,7 @@ from hyper_parallel.model import read_config
 from hyper_parallel.runtime import World, clip_grad_norm_, forward_backward, launch, parallelize
 from hyper_parallel.trainer.engine.recipe_model import read_spec
 from tests.e2e.runs import assert_same_curve, command, curve, train, write_functions
-from tests.slow import cells
+from tests.slow import slow_cells
 
 pytestmark = pytest.mark.e2e
 
@@ -54,7 +54,8 @@ def place(request, tmp_path_factory):
     return tmp_path
 
 
-@pytest.mark.parametrize("place", cells(STRANGERS, slow=("mamba", "granitemoe")), indirect=True)
+@slow_cells("mamba", "granitemoe", "gpt_neox")
+@pytest.mark.parametrize("place", STRANGERS, indirect=True)
 def test_a_stranger_trains_sharded_as_on_one_rank(place):
     train(place, place / "one", "parallel.dp_shard=1")
     train(place, place / "two", "parallel.dp_shard=2", "training.recompute=full")
@@ -92,6 +93,12 @@ def tool():
     return module
 
 
+@slow_cells(
+    "loss and places of its own",
+    "more of the images' layers than of the text's",
+    "rows of the embedding read without a call",
+    "images and text",
+)
 @pytest.mark.parametrize(
     ("name", "axis"),
     [
@@ -184,6 +191,7 @@ def test_rows_of_two_processes_stay_beside_each_other(tool, tmp_path, monkeypatc
 
 
 # transformers hands out pictures' features as a view; nothing here writes to them.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
 def test_a_model_called_with_images_steps_sharded_as_in_plain_transformers(tool):
     config = tool.tiny("llava")

@@ -43,6 +43,7 @@ from tests.e2e.runs import (
     start,
     train,
 )
+from tests.slow import slow_cells
 
 pytestmark = pytest.mark.e2e
 
@@ -110,6 +111,7 @@ def test_two_ranks_write_a_whole_run_that_equals_one_rank(place, one_rank):
     assert command(*words, "--max-new-tokens=2").stdout.startswith("def ")
 
 
+@pytest.mark.slow
 def test_parity_proves_a_layout_and_names_the_parameter_that_a_fault_changes(place, monkeypatch):
     words = ("parity", str(place / "recipe.yaml"), "--steps=1")
     degrees = ("parallel.tp=4", "parallel.cp=2")
@@ -152,6 +154,7 @@ def test_parity_proves_a_layout_and_names_the_parameter_that_a_fault_changes(pla
             command(*words, *uneven, f"parallel.{axis}=2")
 
 
+@slow_cells("4-ranks-to-2")
 @pytest.mark.parametrize(
     ("before", "after"),
     [
@@ -172,6 +175,7 @@ def test_a_run_resumes_on_another_layout(place, one_rank, tmp_path, before, afte
     assert [r["step"] for r in rows(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4]
 
 
+@pytest.mark.slow
 def test_a_run_resumes_with_other_stages_and_layers_that_are_mixed_up_show(
     place, one_rank, tmp_path, monkeypatch
 ):
@@ -192,6 +196,7 @@ def test_a_run_resumes_with_other_stages_and_layers_that_are_mixed_up_show(
     assert loss != pytest.approx(loss_0, rel=1e-4)
 
 
+@slow_cells("parallel.dp_shard=2")
 @pytest.mark.parametrize("degrees", ["parallel.dp_shard=1", "parallel.dp_shard=2"])
 def test_bfloat16_computes_near_float64_with_float32_parameters(place, one_rank, tmp_path, degrees):
     train(place, tmp_path, degrees, "training.dtype=bfloat16", *CURVE)
@@ -216,6 +221,7 @@ def test_never_resuming_starts_over(place, one_rank):
         assert curve(out) == curve(one_rank)[:2]
 
 
+@pytest.mark.slow
 def test_microbatches_and_recompute_change_nothing(place, one_rank):
     out = place / "accumulated"
     train(place, out, "training.microbatch=1", "training.recompute=full", *CURVE)
@@ -246,6 +252,7 @@ def test_ranks_with_different_numbers_of_labels_share_one_mean(place):
     assert all(0 < count < 256 for count in counts[0])
 
 
+@pytest.mark.slow
 def test_the_first_run_on_a_machine_measures_it_once(place, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     arguments = [

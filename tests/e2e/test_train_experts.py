@@ -9,6 +9,7 @@ import pytest
 
 from hyper_parallel.errors import NotDivisible, UnsupportedSharding
 from tests.e2e.runs import rows, train, write_functions
+from tests.slow import slow_cells
 
 pytestmark = pytest.mark.e2e
 
@@ -52,6 +53,7 @@ def one_rank(place: Path) -> list[dict]:
 TWO = ("parallel.dp_shard=2", "parallel.ep=2")
 
 
+@pytest.mark.slow
 def test_experts_on_two_ranks_learn_what_one_rank_learns(place: Path, one_rank: list[dict]) -> None:
     for mine, theirs in zip(
         _train(place, "two", *TWO, "sample_prompt=def ", report=True), one_rank, strict=True
@@ -115,6 +117,7 @@ def _padded(place: Path, name: str, seq_len: int, *overrides: str) -> dict:
     return row
 
 
+@slow_cells("common0-layout0")
 @pytest.mark.parametrize(
     ("common", "layout"),
     [

@@ -129,6 +129,7 @@ def test_two_ranks_that_share_parameters_and_state(place, metered):
     assert assert_same(place / "two", place / "two-plain") >= 3 * BUDGET
 
 
+@pytest.mark.slow
 def test_a_finished_run_is_evaluated_and_exported_again_within_the_budget(place):
     done = place / "done"
     runs.train(place, done, f"offload.budget={BUDGET}", *SHORT)
@@ -140,12 +141,14 @@ def test_a_finished_run_is_evaluated_and_exported_again_within_the_budget(place)
     assert all(torch.equal(after[key], tensor) for key, tensor in before.items())
 
 
+@pytest.mark.slow
 def test_state_that_is_brought_to_the_device_is_seen(place, metered, monkeypatch):
     monkeypatch.setattr(PlannedSteps, "streamed", lambda self: self._device.materialized())
     with pytest.raises(TransferFailed, match="all of the state is on the device"):
         runs.train(place, place / "seen", f"offload.budget={BUDGET}", *SHORT)
 
 
+@pytest.mark.slow
 def test_an_evaluation_above_the_budget_is_refused_before_the_first_step(place, monkeypatch):
     evaluate = Loop.evaluate
 

@@ -21,7 +21,7 @@ from hyper_parallel.ir import Plan
 from hyper_parallel.trainer.checkpoints.manifest import check
 from tests.e2e import runs
 from tests.e2e.runs import CONFIG, curve, rows, write_functions
-from tests.slow import cells
+from tests.slow import slow_cells
 
 pytestmark = pytest.mark.e2e
 
@@ -122,13 +122,15 @@ def test_one_rank_through_three_tiers(place, train):
     assert "counted device bytes" in page
 
 
+@pytest.mark.slow
 def test_a_step_that_recomputes_every_layer(train):
     given = ("training.recompute=full", "training.steps=3")
     mine = train("full recompute-off", *given, "offload.max_slowdown=0.05")
     assert_same_run(mine, train("full recompute", *given), last=3)
 
 
-@pytest.mark.parametrize("reorder", cells(["true", "false"], slow=("false",)))
+@slow_cells("false", "true")
+@pytest.mark.parametrize("reorder", ["true", "false"])
 def test_two_ranks_of_fsdp(train, reorder):
     given = ("parallel.dp_shard=2", FREE)
     mine = train(
@@ -137,6 +139,7 @@ def test_two_ranks_of_fsdp(train, reorder):
     assert_same_run(mine, train("two", *given))
 
 
+@slow_cells("experts-3", "gpt2-2")
 @pytest.mark.parametrize(("model", "ranks"), [("gpt2", 2), ("experts", 3)])
 def test_fsdp_whose_shards_are_uneven(place, train, model, ranks):
     """GPT-2 with an odd vocabulary, its head the embedding, with dropout; the third rank has none of four experts."""
@@ -186,6 +189,7 @@ def test_messages_between_two_ranks(place, train, given, request):
     assert assert_same_run(mine, train(name, *given), last=5) <= 900 * 1024
 
 
+@pytest.mark.slow
 def test_two_ranks_update_their_shards_on_the_host(place, train):
     """Where the link is slow: gradients and parameters cross it, moments do not."""
     given = ("parallel.dp_shard=2", FREE, f"model.path={place}/one_layer.json")
@@ -196,6 +200,7 @@ def test_two_ranks_update_their_shards_on_the_host(place, train):
     assert '"host"' in (mine / "report.html").read_text()  # its lane
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_a_plain_run_is_continued_by_plan(place, train):
     """And the first planned step is then not the first step of all."""
     plain = train("two", "parallel.dp_shard=2", FREE)
@@ -236,6 +241,7 @@ def _quantity(value):
     return f"{{value: {value}, source: test, certainty: general}}"
 
 
+@pytest.mark.slow
 def test_a_slower_link_than_planned_is_noticed_and_planned_again(place, train):
     """The link really has 70 % of the bandwidth that the plan was made for."""
     machine = place / "machine.yaml"
@@ -252,6 +258,7 @@ def test_a_slower_link_than_planned_is_noticed_and_planned_again(place, train):
     assert curve(mine) == curve(train("one-clipped", "training.steps=6"))
 
 
+@pytest.mark.slow
 def test_an_impossible_budget_is_refused_before_the_first_step(place, train):
     given = ("parallel.dp_shard=2", f"model.path={place}/one_layer.json")
     with pytest.raises(BudgetImpossible, match=r"offload\.budget=") as caught:
@@ -267,6 +274,7 @@ def test_an_impossible_budget_is_refused_before_the_first_step(place, train):
         train("no-dram", *given[1:], "offload.budget=600KiB", "offload.dram=10KiB")
 
 
+@pytest.mark.slow
 def test_the_budget_auto_is_said(train):
     mine = train("auto", "offload.budget=auto", "training.steps=2", "training.eval_every=0")
     plan = Plan.load(mine / "plan.json")
@@ -297,6 +305,7 @@ def test_a_flash_directory_that_cannot_be_written_is_refused_before_any_rank(pla
     assert not (place / "refused").exists()
 
 
+@pytest.mark.slow
 def test_experts_and_their_routing(place, train):
     """Experts of one rank: their routing is counted inside the planned step."""
     given = (f"model.path={place}/experts.json", "training.steps=6", FREE)
@@ -309,6 +318,7 @@ def test_experts_and_their_routing(place, train):
         assert a["offload"]["difference_bytes"] == 0
 
 
+@pytest.mark.slow
 def test_expert_parallelism_with_a_capacity(place, train):
     """Every expert has as many rows in every step, whatever the router says; some tokens are dropped."""
     given = (
@@ -337,6 +347,7 @@ def test_experts_of_any_size_are_refused_by_name(place, train, model, given):
     assert not (place / "refused").exists()
 
 
+@pytest.mark.slow
 def test_experts_in_rows_that_grouped_products_refuse(place, train):
     """Rows of 20 in bfloat16 are 40 bytes, no multiple of 16: the model's own loop, on as many rows in every step."""
     given = (
@@ -347,6 +358,7 @@ def test_experts_in_rows_that_grouped_products_refuse(place, train):
     assert_same_run(mine, train("odd", *given), last=3)
 
 
+@slow_cells("full", "truncated")
 @pytest.mark.parametrize("fault", ["truncated", "full", "dies"])
 def test_a_failing_copy_ends_the_run_with_its_cause(place, train, monkeypatch, fault):
     """During a step a file is cut short, the disk is full, or the copy thread dies."""

@@ -89,6 +89,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_optimizers_learn_the_same_on_every_layout_and_after_a_checkpoint(place: Path) -> None:
     one = {}
     for name in ("sgd", "muon", "adafactor"):
@@ -170,6 +171,7 @@ def test_a_rank_that_computes_other_bits_is_named(place: Path, monkeypatch) -> N
         assert found.value.where == "step 2"
 
 
+@pytest.mark.slow
 def test_float16_scales_the_loss_and_a_resumed_run_goes_on_with_its_scale(place: Path) -> None:
     half = "training.dtype=fp16"
     train(place, place / "half", half, "training.steps=2")

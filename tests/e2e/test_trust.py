@@ -118,6 +118,7 @@ def test_what_may_change_takes_effect_and_is_recorded(place, tmp_path):
     }
 
 
+@pytest.mark.slow
 def test_arguments_of_the_optimizer_take_effect_both_ways_or_are_refused(place, tmp_path):
     maximize = "training.optimizer_args={maximize: true}"
     run = copied(place, tmp_path)
@@ -162,6 +163,7 @@ def test_recipe_and_plan_state_what_was_trained_part_by_part(place, tmp_path, mo
     assert b"lr: 0.02" in second["config.yaml"]
 
 
+@pytest.mark.slow
 def test_dropout_goes_on_with_the_same_masks(place, tmp_path):
     drop = (f"model.path={place}/drop.json", "training.deterministic=true", "parallel.dp_shard=2")
     train(place, tmp_path, *drop, "checkpoint.every=2")
@@ -217,6 +219,7 @@ def test_a_gradient_that_is_not_finite_is_named_or_left_out(place, tmp_path, mon
             train(place, tmp_path / "off", key, "offload.budget=1GiB", "--dry-run")
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_damaged_files_of_every_format_are_read_or_refused_by_code(tmp_path, monkeypatch):
     """A short `make attack`."""

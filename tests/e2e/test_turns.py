@@ -68,6 +68,7 @@ def read_export(run):
     return model
 
 
+@pytest.mark.slow
 def test_a_completion_goes_on_behind_what_an_environment_says(place):
     """The step of one rank in plain transformers, from the completions of a rank that only samples."""
     common = ("training.steps=1", "training.lr=1e-30", "checkpoint.export=true")
@@ -177,6 +178,7 @@ def test_tokens_of_newer_weights_are_drawn_from_these(slots):
     assert len(seen) >= 3
 
 
+@pytest.mark.slow
 def test_rollouts_go_on_under_newer_weights_within_the_bound(place):
     words = (
         "grpo.rollout_ranks=1",

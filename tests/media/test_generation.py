@@ -24,7 +24,7 @@ from tests.media.tiny_models import (
     write_model,
     write_recordings,
 )
-from tests.slow import cells
+from tests.slow import slow_cells
 
 transformers = pytest.importorskip("transformers")
 
@@ -72,7 +72,8 @@ def _expected(folder: Path, turns: list[dict[str, Any]]) -> list[int]:
     return tokens[0, inputs["input_ids"].shape[1] :].tolist()
 
 
-@pytest.mark.parametrize("case", cells(CASES, slow=[case for case in CASES if case not in FAST]))
+@slow_cells(*[case for case in CASES if case not in FAST])
+@pytest.mark.parametrize("case", CASES)
 def test_tokens_are_those_of_transformers(tmp_path: Path, case: tuple[str, str]) -> None:
     family, kind = case
     needs_torchvision(family)

@@ -25,7 +25,7 @@ from tests.media.tiny_models import (
     write_model,
     write_recordings,
 )
-from tests.slow import cells
+from tests.slow import slow_cells
 
 transformers = pytest.importorskip("transformers")
 
@@ -266,9 +266,10 @@ STEPS = ("iitt", "ttit", "tttt", "iiii", "titi")
 """Rows of each step with an item (i) or text only (t); the first two belong to rank 0 of two data ranks."""
 
 
+@slow_cells("llava", "qwen2_audio", *SLOW)
 @pytest.mark.dist
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")
-@pytest.mark.parametrize("family", cells(MEDIA, slow=SLOW))
+@pytest.mark.parametrize("family", MEDIA)
 def test_ranks_with_and_without_media_repeat_one_rank(tmp_path: Path, family: str) -> None:
     needs_torchvision(family)
     write_model(family, tmp_path / "model")

@@ -64,6 +64,7 @@ def test_layouts_repeat_one_rank_and_the_export_reads_images(place: Path) -> Non
         assert model(**inputs).logits.isfinite().all()
 
 
+@pytest.mark.slow
 def test_recordings_train_alike_on_two_ranks_and_the_export_reads_them(tmp_path: Path) -> None:
     write_place(tmp_path, TRAINING, family="qwen2_audio", kind="audio")
     train(tmp_path, tmp_path / "one", "parallel.dp_shard=1", "checkpoint.export=true", report=True)
@@ -79,6 +80,7 @@ def test_recordings_train_alike_on_two_ranks_and_the_export_reads_them(tmp_path:
         assert model(**inputs).logits.isfinite().all()
 
 
+@pytest.mark.slow
 def test_adapters_and_a_frozen_tower_train_the_language_part(place: Path) -> None:
     frozen = "training.freeze=['model.vision_tower.*']"
     train(place, place / "frozen", "parallel.dp_shard=2", frozen)

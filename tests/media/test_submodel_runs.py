@@ -53,6 +53,7 @@ def test_a_tower_on_its_own_rank_repeats_one_rank(place: Path) -> None:
         torch.testing.assert_close(weight, expected[name], rtol=1e-9, atol=1e-11)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_sub_models_continues_on_one_rank(place: Path) -> None:
     frozen = "training.freeze=['model.vision_tower.*', 'model.multi_modal_projector.*']"
     shared = "parallel.submodels={vision: {dp_shard: 2}, language: {dp_shard: 2}}"

@@ -18,7 +18,7 @@ from hyper_parallel.trainer.data import Batches, Order, prepare
 from tests.media.records import write_data
 from tests.media.tiny_models import MEDIA, needs_torchvision, write_model
 from tests.parity._case import Case
-from tests.slow import cells
+from tests.slow import slow_cells
 
 transformers = pytest.importorskip("transformers")
 
@@ -110,10 +110,18 @@ def _ranks(layouts: Layouts) -> int:
     return sum(2 if layout else 1 for layout in layouts.values())
 
 
-@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
-@pytest.mark.parametrize(
-    "family", cells(FAMILIES, slow=("qwen2_5_vl", "qwen3_vl", "internvl", "gemma3"))
+@slow_cells(
+    "qwen2_5_vl",
+    "qwen3_vl",
+    "internvl",
+    "gemma3",
+    "llava-frozen",
+    "llava-trained",
+    "qwen2_audio-frozen",
+    "qwen2_audio-trained",
 )
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_tower_on_its_own_ranks_repeats_one_rank(
     tmp_path: Path, family: str, frozen: bool
 ) -> None:

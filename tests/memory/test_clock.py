@@ -88,6 +88,7 @@ def test_the_clock_is_the_simulation(emission):
     assert peaks(simulated) == plan.peak_bytes
 
 
+@pytest.mark.slow
 def test_drawn_emissions_have_every_kind_of_action():
     """Else the test above would hold for a clock that does not know a kind."""
     seen = set()

@@ -358,6 +358,7 @@ def test_any_order_keeps_dependencies_and_what_ranks_do_together(program, depth,
     assert comm_order(program, reordered) == comm_order(program, range(len(program.operators)))
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(communicating(), machines(), st.floats(0.3, 1.1), st.booleans())
 def test_any_plan_is_legal(program, machine, share, budgeted):

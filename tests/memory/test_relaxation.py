@@ -9,6 +9,7 @@ from hyper_parallel.memory.linear_program import LinearProgram, SolverFailed
 from hyper_parallel.memory.residency_lp import ResidencyLP
 from hyper_parallel.memory.rounding import Rounding
 from tests.memory.programs import training_chain
+from tests.slow import slow_cells
 
 pytestmark = pytest.mark.unit
 SLOW = MemoryMachine(Channel(10.0, 0), Channel(10.0, 0))
@@ -96,6 +97,7 @@ def test_results_that_are_cheaper_to_copy_than_to_recompute_are_copied(
     assert choice.optimum.seconds == pytest.approx(program.seconds + added_s)
 
 
+@slow_cells("12-250.0-0.35-2.1")
 @pytest.mark.parametrize(
     ("layers", "bytes_s", "share", "most"),
     [(12, 400.0, 0.35, 1.45), (12, 250.0, 0.35, 2.1), (20, 600.0, 0.3, 1.1)],

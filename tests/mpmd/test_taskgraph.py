@@ -189,6 +189,7 @@ def test_time_is_exact_however_long_the_run():
     assert simulate(TaskGraph(tasks)).end_s == 20_000 * 100_000_001 / 1e9
 
 
+@pytest.mark.slow
 def test_a_large_schedule_simulates_quickly():
     """64 ranks x 8 stages: time per task at 64 microbatches against 4; anything quadratic would be 16 times."""
 

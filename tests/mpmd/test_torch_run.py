@@ -100,6 +100,7 @@ def _run_rank(rank, cases, folder, dp=1):
     return results
 
 
+@pytest.mark.slow
 def test_torch_runs_our_schedules_with_the_gradients_of_one_process(tmp_path):
     cases = []
     for name, microbatches, v in (

@@ -12,7 +12,7 @@ from hyper_parallel.errors import UnsupportedSharding
 from hyper_parallel.ir import Strategy
 from hyper_parallel.runtime import World, launch, parallelize
 from tests.parity.universal import Reference, Setup, check_on_ranks, run
-from tests.slow import cells
+from tests.slow import slow_cells
 
 pytestmark = pytest.mark.parity
 
@@ -89,7 +89,8 @@ CASES: dict[str, tuple[int, list[tuple[Setup, Strategy]]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", cells(CASES, slow=("2", "more on 4", "8")))
+@slow_cells("2", "more on 4", "8", "4")
+@pytest.mark.parametrize("name", CASES)
 def test_context_parallelism_equals_one_device(name: str) -> None:
     size, cases = CASES[name]
     check_on_ranks(size, cases)

@@ -15,7 +15,7 @@ from hyper_parallel.runtime import Routing, World, forward_backward, handle, lau
 from hyper_parallel.trainer.checkpoints.checkpointer import Checkpointer
 from tests.parity.listed import EXPERTS, WIDTH, Listed, SparseBlock
 from tests.parity.universal import Reference, check
-from tests.slow import cells
+from tests.slow import slow_cells
 
 pytestmark = pytest.mark.parity
 
@@ -41,7 +41,8 @@ CASES: dict[int, dict[Listed, tuple[Strategy, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("ranks", cells(CASES, slow=(4,)))
+@slow_cells(4, "2")
+@pytest.mark.parametrize("ranks", CASES)
 def test_lists_repeat_one_device(ranks: int) -> None:
     references = {setup: Reference(setup) for setup in CASES[ranks]}
 
@@ -116,6 +117,7 @@ def test_what_cannot_be_sent_is_refused() -> None:
     launch(rank, 2, timeout_s=180)
 
 
+@pytest.mark.slow
 def test_checkpoints_do_not_depend_on_ep(tmp_path: Path) -> None:
     def saver(name: str) -> Checkpointer:
         return Checkpointer(tmp_path / name, keep=1, asynchronous=False, fingerprint={})

@@ -22,6 +22,7 @@ from hyper_parallel.runtime import (
 from hyper_parallel.trainer.checkpoints.checkpointer import Checkpointer
 from hyper_parallel.trainer.checkpoints.model_export import export_hf
 from tests.parity.universal import Setup, check_on_ranks
+from tests.slow import slow_cells
 
 pytestmark = pytest.mark.parity
 
@@ -67,6 +68,7 @@ EIGHT = {
 }
 
 
+@slow_cells("4-cases1")
 @pytest.mark.parametrize(
     ("ranks", "cases"),
     [

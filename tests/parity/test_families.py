@@ -17,7 +17,7 @@ from hyper_parallel.model import spec_from_config
 from hyper_parallel.runtime import CommCounter, World, clip_grad_norm_, launch, parallelize
 from hyper_parallel.shard import family_rules, plan_layouts
 from tests.parity._case import Case
-from tests.slow import cells
+from tests.slow import slow_cells
 
 pytestmark = pytest.mark.parity
 
@@ -73,7 +73,8 @@ def _gradients(model: nn.Module, family: str, strategy: Strategy, world: World):
     return float(out.loss.detach()), grads, dict(counter.sent_bytes), formula
 
 
-@pytest.mark.parametrize("family", cells(FAMILIES, slow=("mistral", "qwen2")))
+@slow_cells("mistral", "qwen2", "gemma2", "granite", "gemma3_text")
+@pytest.mark.parametrize("family", FAMILIES)
 def test_family_repeats_one_device(family: str) -> None:
     model = _build(family)
     with World.join("cpu") as world:

@@ -24,6 +24,7 @@ from hyper_parallel.errors import UnsupportedSharding
 from hyper_parallel.ir import Overlap, Strategy
 from hyper_parallel.runtime import World, forward_backward, launch, parallelize
 from tests.parity.universal import Reference, Setup, check
+from tests.slow import slow_cells
 
 pytestmark = pytest.mark.parity
 
@@ -111,6 +112,7 @@ def record(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Recorder, Record
     return forward, backward
 
 
+@slow_cells("qwen3_moe-strategy2-<lambda>-<lambda>", "llama-strategy0-<lambda>-<lambda>")
 @pytest.mark.parametrize(
     ("family", "strategy", "issued", "exposed"),
     [
@@ -227,6 +229,7 @@ SETUPS = [
 ]
 
 
+@pytest.mark.slow
 def test_code_between_layers_sees_both_halves() -> None:
     references = [Reference(setup) for setup in SETUPS]
 

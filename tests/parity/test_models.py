@@ -19,7 +19,7 @@ from hyper_parallel.ir import Rule, Strategy
 from hyper_parallel.runtime import World, launch, parallelize
 from tests.parity.plain import Plain
 from tests.parity.universal import Reference, Setup, check, check_on_ranks
-from tests.slow import cells
+from tests.slow import slow_cells
 
 pytestmark = [pytest.mark.parity, pytest.mark.timeout(200)]
 
@@ -67,12 +67,16 @@ SLOW = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", cells(CASES, slow=SLOW))
+@slow_cells(
+    "glm4", "glm", "olmo2", "olmo3", "phi3-exchanged", "phi3-shared-heads", *SLOW, "gpt_oss"
+)
+@pytest.mark.parametrize("name", CASES)
 def test_family_repeats_one_device(name: str) -> None:
     setup, strategies = CASES[name]
     check_on_ranks(4, [(setup, strategy) for strategy in strategies], timeout_s=180)
 
 
+@slow_cells("strategies0")
 @pytest.mark.parametrize(
     "strategies",
     [
@@ -140,6 +144,7 @@ def test_an_output_that_fsdp_cannot_look_into_is_refused() -> None:
     assert launch(rank, 2, timeout_s=180) == ["SimpleNamespace", "SimpleNamespace"]
 
 
+@slow_cells("deepseek_v3", "olmo2", "phi3")
 @pytest.mark.parametrize(
     "setup",
     [

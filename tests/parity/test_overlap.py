@@ -7,6 +7,7 @@ import pytest
 from hyper_parallel.ir import Overlap, Strategy
 from hyper_parallel.runtime import World, launch
 from tests.parity.universal import FAMILIES, Setup, check, reference
+from tests.slow import slow_cells
 
 pytestmark = pytest.mark.parity
 
@@ -60,6 +61,7 @@ MORE = {
 """Foldings that TWO chunks on two ranks and FOUR on four, and halves under FSDP as FOUR."""
 
 
+@slow_cells("2-cases0", "4-cases1")
 @pytest.mark.parametrize(
     ("ranks", "cases"),
     [

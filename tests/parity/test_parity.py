@@ -9,6 +9,7 @@ import pytest
 from hyper_parallel.ir import Strategy
 from hyper_parallel.runtime import World, launch
 from tests.parity._case import STEPS, Case, Reference, Run, run, strategies
+from tests.slow import slow_cells
 
 # One fork runs a whole group of layouts, so its first test takes the time of all of them.
 pytestmark = [pytest.mark.parity, pytest.mark.timeout(300)]
@@ -100,6 +101,7 @@ def _results(case: str, size: int) -> dict[Strategy, list[Run]]:
     return {s: [r[i] for r in ranks] for i, s in enumerate(wanted)}
 
 
+@slow_cells("llama-tied-uneven-tp_x=2", "qwen3-tied-accumulated-tp_x=2", "qwen3-uneven-tp_x=2")
 @pytest.mark.parametrize(
     ("case", "size", "strategy"),
     [pytest.param(*c, marks=pytest.mark.slow if c[:2] in SLOW else ()) for c in MATRIX],

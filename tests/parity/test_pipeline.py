@@ -9,7 +9,7 @@ import pytest
 from hyper_parallel.ir import Strategy
 from hyper_parallel.runtime import World, launch
 from tests.parity.universal import Reference, Setup, check
-from tests.slow import cells
+from tests.slow import slow_cells
 
 pytestmark = [pytest.mark.parity, pytest.mark.timeout(300)]
 
@@ -110,7 +110,8 @@ def _reference(name: str) -> Reference:
     return Reference(SETUPS[name])
 
 
-@pytest.mark.parametrize("group", cells(GROUPS, slow=SLOW))
+@slow_cells("experts-4", "llama-2", *SLOW, "deepseek-2")
+@pytest.mark.parametrize("group", GROUPS)
 def test_pipelines_repeat_one_device(group: str) -> None:
     name, ranks, strategies = GROUPS[group]
     reference = _reference(name)

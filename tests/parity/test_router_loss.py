@@ -212,6 +212,7 @@ def _rank(rank: int) -> list[tuple[float, float]]:
     return found
 
 
+@pytest.mark.slow
 def test_router_losses_on_two_ranks_are_those_of_transformers() -> None:
     expected = [_plain(_build(values), IDS) for values, _ in CASES_ON_TWO]
     model, loss = _build(_QWEN), 0.0

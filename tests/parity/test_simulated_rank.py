@@ -27,6 +27,7 @@ def _benchmark() -> ModuleType:
     return module
 
 
+@pytest.mark.slow
 def test_counted_bytes_of_a_wide_grid_equal_the_formula() -> None:
     def rank(_: int) -> list[float]:
         benchmark = _benchmark()

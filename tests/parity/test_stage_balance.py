@@ -11,6 +11,7 @@ from torch import Tensor
 from hyper_parallel.ir import Strategy
 from hyper_parallel.runtime import World, end_step, forward_backward, launch, parallelize
 from tests.parity.universal import Reference, Setup, check
+from tests.slow import slow_cells
 
 pytestmark = pytest.mark.parity
 
@@ -25,6 +26,7 @@ class _Dealt(Setup):
         return {k: torch.stack(v.chunk(2), 1).flatten(0, 1) for k, v in super().batch().items()}
 
 
+@slow_cells("True")
 @pytest.mark.parametrize("few", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_the_auxiliary_loss_passes_over_pipeline_stages(few: bool) -> None:
     """Some stages have no experts, all need the load of the others; the loss is that of all data ranks together."""

@@ -89,6 +89,7 @@ def one_step(model: nn.Module) -> tuple[float, float]:
     return float(loss), float(clip_grad_norm_(model, None))
 
 
+@pytest.mark.slow
 def test_stages_and_parts_of_tokens_repeat_one_device(tmp_path: Path) -> None:
     models = {family: stranger(tmp_path, family) for family, _ in CASES}
     plans = [(family, planned(tmp_path, family, **{axis: 2})) for family, axis in CASES]

@@ -14,7 +14,7 @@ from hyper_parallel.ir import BLOCK_SHAPES, Strategy
 from hyper_parallel.runtime import World, clip_grad_norm_, forward_backward, launch, parallelize
 from hyper_parallel.trainer.checkpoints.checkpointer import Checkpointer
 from tests.parity.universal import Setup, check_on_ranks
-from tests.slow import cells
+from tests.slow import slow_cells
 
 pytestmark = pytest.mark.parity
 
@@ -95,18 +95,24 @@ CASES: dict[str, tuple[int, list[tuple[Setup, Strategy]]]] = {
 }  # fmt: skip
 
 
+@slow_cells(
+    "every pair of shapes",
+    "more families",
+    "experts",
+    "eight ranks",
+    "sixteen ranks",
+    "one axis gathers again",
+)
 @pytest.mark.parametrize(
     "name",
-    cells(
-        CASES,
-        slow=("every pair of shapes", "more families", "experts", "eight ranks", "sixteen ranks"),
-    ),
+    CASES,
 )
 def test_two_axes_repeat_one_device(name: str) -> None:
     world_size, cases = CASES[name]
     check_on_ranks(world_size, cases, timeout_s=110)
 
 
+@pytest.mark.slow
 def test_outputs_are_whole_and_text_is_the_same() -> None:
     setup = Setup("qwen3", config=(("num_key_value_heads", 2),))
     model = setup.build().eval()
@@ -131,6 +137,7 @@ def test_outputs_are_whole_and_text_is_the_same() -> None:
     launch(rank, 4, timeout_s=100)
 
 
+@pytest.mark.slow
 def test_checkpoints_move_between_one_and_two_axes(tmp_path: Path) -> None:
     setup = Setup("qwen3", tied=True)
     model = setup.build()

@@ -11,6 +11,7 @@ from tests.parity.universal import Reference, Setup, check
 pytestmark = pytest.mark.parity
 
 
+@pytest.mark.slow
 def test_two_layouts_of_four_ranks() -> None:
     references = [Reference(Setup("llama", accumulation=2)), Reference(Setup("qwen3", tied=True))]
 

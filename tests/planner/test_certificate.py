@@ -20,11 +20,15 @@ from hyper_parallel.planner.search import BranchAndBound
 from hyper_parallel.planner.strategy_space import Space
 from tests.planner.draws import draw_case, draw_pins
 from tests.planner.exhaustive import COLUMNS, TWO, closed_forms, every_strategy
-from tests.slow import cells
+from tests.slow import slow_cells
 
 pytestmark = pytest.mark.unit
 
 
+@slow_cells(
+    "qwen3-235b-a22b-dgx-h100-256-workload0-pins0-inside0",
+    "gpt-oss-120b-dgx-h100-64-None-pins1-inside1",
+)
 @pytest.mark.parametrize(
     ("model", "topology", "devices", "workload", "pins", "inside"),
     [
@@ -60,6 +64,7 @@ def test_siblings_that_differ_in_their_schedule_are_simulated(
         assert found.certificate.value == found.step_s
 
 
+@slow_cells("case1", "case4")
 @pytest.mark.parametrize(
     "case",
     [
@@ -94,8 +99,9 @@ def own_choices(request):
     return {*map(tuple, rows.tolist())}
 
 
+@slow_cells(*range(3, 6), "0-True")
 @pytest.mark.parametrize("executable", [False, True])
-@pytest.mark.parametrize("seed", cells(range(6), slow=range(3, 6)))
+@pytest.mark.parametrize("seed", range(6))
 def test_every_pinned_part_is_in_the_space(seed, executable, few_orders):
     model, supernode, _, _ = draw_case(seed)
     workload = Workload(500, 500 * 12)
@@ -158,7 +164,8 @@ def test_no_bound_of_any_level_exceeds_what_becomes_of_it(seed, pins, gib, few_o
     assert levels > 5
 
 
-@pytest.mark.parametrize("seed", cells(range(24), slow=range(10, 24)))
+@slow_cells(*range(10, 24))
+@pytest.mark.parametrize("seed", range(24))
 def test_no_pinned_part_of_the_space_beats_the_whole(seed):
     model, supernode, workload, devices = draw_case(seed)
     try:

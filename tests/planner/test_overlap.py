@@ -17,12 +17,14 @@ from hyper_parallel.planner.request import resolve
 from tests.cost.machines import machine, small_model
 from tests.planner.draws import draw_case, moe_model
 from tests.planner.exhaustive import least, least_refined
+from tests.slow import slow_cells
 
 pytestmark = pytest.mark.unit
 
 AUTO = check_pins({"overlap": "auto"})
 
 
+@slow_cells("4")
 @pytest.mark.parametrize("seed", [1, 4, 8, 11])
 def test_search_with_overlap_equals_brute_force(seed, few_orders):
     model, supernode, workload, devices = draw_case(seed)

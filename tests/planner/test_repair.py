@@ -16,6 +16,7 @@ from hyper_parallel.model import load_model
 from hyper_parallel.planner import plan
 from hyper_parallel.planner.refusals import follow_changes
 from hyper_parallel.topology import load_topology
+from tests.slow import slow_cells
 
 pytestmark = pytest.mark.unit
 
@@ -51,6 +52,7 @@ def refusal(model, machine, workload, strategy):
     return None
 
 
+@slow_cells("deepseek-v3", "mixtral-8x7b", "qwen3-30b-a3b")
 @pytest.mark.parametrize("name", ["llama-3-8b", "deepseek-v3", "qwen3-30b-a3b", "mixtral-8x7b"])
 def test_the_hint_of_every_refusal_makes_the_strategy_legal(name):
     draw, model, machine = random.Random(name), load_model(name), load_topology("dgx-h100")

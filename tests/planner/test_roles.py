@@ -14,6 +14,7 @@ from hyper_parallel.ir import Plan, role_tasks
 from hyper_parallel.mpmd import on_shared_cores
 from hyper_parallel.planner import plan_recipe
 from hyper_parallel.sim import steady_step_s
+from tests.slow import slow_cells
 
 pytestmark = pytest.mark.unit
 
@@ -176,6 +177,7 @@ def explicit(make, ranks, tp, staleness, devices, tight):
             yield plan.roles.step_s
 
 
+@slow_cells("64-1-1", "64-100-0")
 @pytest.mark.parametrize(
     ("memory", "link", "staleness"),
     [(64, 100, 0), (64, 100, 1), (64, 1, 1), pytest.param(2.4, 20, 1, marks=pytest.mark.slow)],

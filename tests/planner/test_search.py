@@ -23,12 +23,13 @@ from hyper_parallel.sim import simulate
 from tests.cost.machines import machine, small_model
 from tests.planner.draws import draw_case
 from tests.planner.exhaustive import closed_forms, least, least_refined
-from tests.slow import cells
+from tests.slow import slow_cells
 
 pytestmark = pytest.mark.unit
 
 
-@pytest.mark.parametrize("seed", cells(range(18), slow=range(9, 18)))
+@slow_cells(*range(9, 18))
+@pytest.mark.parametrize("seed", range(18))
 def test_search_equals_brute_force(seed, few_orders):
     model, supernode, workload, devices = draw_case(seed)
     request = resolve(model, supernode, workload, devices)
@@ -55,7 +56,8 @@ def test_search_of_all_orders_equals_brute_force(seed):
     assert len({*priced["order"].tolist()}) > 1
 
 
-@pytest.mark.parametrize("seed", cells(range(8), slow=range(4, 8)))
+@slow_cells(*range(4, 8))
+@pytest.mark.parametrize("seed", range(8))
 def test_search_with_offload_equals_brute_force(seed, few_orders):
     model, supernode, workload, devices = draw_case(seed)
     draw = random.Random(seed + 1000)
@@ -79,6 +81,7 @@ def test_search_with_offload_equals_brute_force(seed, few_orders):
         assert chosen.memory_bytes == pytest.approx(request.machine.memory_bytes, rel=1e-3)
 
 
+@slow_cells("1-pins0")
 @pytest.mark.parametrize(
     ("seed", "pins"),
     [
@@ -127,6 +130,7 @@ def test_runners_up_are_the_next_best_degrees(few_orders):
     assert got == pytest.approx(wanted, rel=1e-9)
 
 
+@pytest.mark.slow
 def test_small_nodes_are_proved():
     # Nodes of 8 under a model whose states need hundreds of devices: many orders, many ways to shard.
     found = plan("deepseek-v3", "dgx-h100", num_devices=2048).certificate
@@ -269,6 +273,7 @@ def test_choices_that_are_pinned_have_their_own_price(pins):
     assert plan("llama-3-8b", "dgx-h100", workload, strategy=other).step_s != again.step_s
 
 
+@slow_cells("8-4-pins0-head")
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "pins", "scatter"),
     [

@@ -9,7 +9,7 @@ import pytest
 from hyper_parallel.config import KNOWN_REWARDS, Recipe, leaves, load_recipe, recipe_to_yaml
 from hyper_parallel.errors import HyperParallelError, abbreviated
 from tests.received.bounds import refusal, within_bounds
-from tests.slow import cells
+from tests.slow import slow_cells
 
 pytestmark = pytest.mark.unit
 
@@ -112,7 +112,8 @@ MANY: list[Any] = [
 ]
 
 
-@pytest.mark.parametrize("values", cells(("few", "many"), slow=("many",)))
+@slow_cells("many")
+@pytest.mark.parametrize("values", ["few", "many"])
 def test_every_key_takes_a_value_or_refuses_it_with_a_code(tmp_path: Path, values: str) -> None:
     path, counts = tmp_path / "recipe.json", {"read": 0, "refused": 0}
     for key, _ in leaves(Recipe):

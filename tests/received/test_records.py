@@ -12,6 +12,7 @@ from hyper_parallel.config import Data
 from hyper_parallel.trainer.data.json_array import ArrayReader
 from hyper_parallel.trainer.data.sources import Document, resolve
 from tests.received.bounds import refusal, within_bounds
+from tests.slow import slow_cells
 
 pytestmark = pytest.mark.unit
 
@@ -63,6 +64,7 @@ def test_a_record_beyond_the_limit_is_named(tmp_path: Path, name: str) -> None:
     assert len(documents(path, max_record_bytes=4 * MIB)) == 2
 
 
+@slow_cells("rows1-how1")
 @pytest.mark.torch
 @pytest.mark.parametrize(
     ("rows", "how"),

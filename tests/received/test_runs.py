@@ -154,6 +154,7 @@ def test_another_file_of_a_run_is_refused_by_name(place, name, text):
     assert len(raised.value.render()) < 1000
 
 
+@pytest.mark.slow
 def test_many_lanes_and_steps_are_drawn_in_little_time(place):
     timeline = encode(make_timeline())
     span = timeline["spans"][0]

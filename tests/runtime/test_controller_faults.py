@@ -8,6 +8,7 @@ import pytest
 
 from hyper_parallel.errors import RankFailed, RestartsUsedUp
 from tests.runtime.own_roles import CALLS, STEPS, alive, answered, by_role, oracle, ran, run  # noqa: F401
+from tests.slow import slow_cells
 
 pytestmark = pytest.mark.dist
 DRAWN = random.Random(20261125)
@@ -28,6 +29,7 @@ def test_ahead_by_one_is_the_same_program_on_both(tmp_path, oracle):  # noqa: F8
     assert answered(folders[0]) == answered(folders[1])
 
 
+@slow_cells("Sampler-2-before", "Scorer-1-after")
 @pytest.mark.parametrize(
     ("role", "at", "when"),
     [
@@ -54,6 +56,7 @@ def test_a_frozen_role_is_started_again(tmp_path, oracle, caplog):  # noqa: F811
     assert "[HP620] role `Learner`: rank 0 is stopped by a signal since 4 s" in caplog.text
 
 
+@slow_cells('Scorer-2-{"role": "Learner", "numb')
 @pytest.mark.parametrize(
     ("role", "at", "torn"), [("Learner", 3, b""), ("Scorer", 2, b'{"role": "Learner", "numb')]
 )

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from tests.slow import slow_cells
+
 pytestmark = [pytest.mark.sanity, pytest.mark.parity]
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -71,6 +73,7 @@ def test_no_family_is_refused_where_all_must_train(tool: ModuleType, table) -> N
         assert tool.NUMBER.fullmatch(cells["tp 4"]), f"{row}: {cells['tp 4']}"
 
 
+@slow_cells("glm4-cp ring", "phi3-tp 4")
 @pytest.mark.parametrize(
     ("row", "name"), [("phi3", "tp 4"), ("glm4", "cp ring"), ("deepseek_v3", "tp 2-D")]
 )

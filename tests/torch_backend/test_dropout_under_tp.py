@@ -15,6 +15,7 @@ from hyper_parallel.trainer.engine.torch_engine import TorchEngine
 from hyper_parallel.trainer.job import prepare_job
 from hyper_parallel.trainer.loop import Display
 from tests.e2e.runs import make_stage_place
+from tests.slow import slow_cells
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 APERTUS = SIZES | {"num_key_value_heads": 4, "intermediate_size": 48, "attention_dropout": 0.5}
@@ -82,6 +83,7 @@ def test_heads_of_each_rank_have_masks_of_their_own_and_what_is_whole_has_one(fa
     assert all(torch.equal(grad, other_whole[name]) for name, grad in whole.items())
 
 
+@slow_cells("apertus", "opt")
 @pytest.mark.dist
 def test_a_recomputed_layer_draws_the_masks_of_its_forward_pass(family):
     (_, _, kept), _ = passes(family)
@@ -90,6 +92,7 @@ def test_a_recomputed_layer_draws_the_masks_of_its_forward_pass(family):
         torch.testing.assert_close(recomputed[name], grad, rtol=1e-10, atol=1e-14)
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_whole_parameters_stay_the_same_on_all_ranks_over_steps_of_a_run(tmp_path):
     place = make_stage_place(tmp_path, "pt", [{"text": "a b c d " * 40}] * 9)

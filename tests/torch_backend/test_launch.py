@@ -175,6 +175,7 @@ def test_a_stopped_process_is_found_in_any_phase_and_a_pause_is_forgiven(
         other.kill()
 
 
+@pytest.mark.slow
 def test_lost_ranks_are_started_again_so_often_and_not_more() -> None:
     def body(rank: int, number: int) -> int:
         if rank == 1 and number < 1:
@@ -241,6 +242,7 @@ def test_a_closed_world_leaves_no_threads_to_forked_ranks() -> None:
     assert not [name for name in _threads() if "gloo" in name]
 
 
+@pytest.mark.slow
 def test_no_rank_is_forked_while_another_thread_computes() -> None:
     """The fork would wait for the lock of BLAS, as long as the thread computes."""
     ended, matrix = threading.Event(), np.ones((600, 600))
@@ -281,6 +283,7 @@ def test_ranks_compute_with_threads_after_a_parent_that_did() -> None:
         torch.set_num_threads(before[0])
 
 
+@pytest.mark.slow
 def test_ranks_tokenize_after_a_parent_that_did(monkeypatch: pytest.MonkeyPatch) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
 

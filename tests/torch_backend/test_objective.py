@@ -131,6 +131,7 @@ def compare(model: nn.Module, oracle: Oracle, over: str, loss: Tensor | None = N
         )
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_every_axis_alone() -> None:
     oracle, uneven = Oracle(), Oracle(47)

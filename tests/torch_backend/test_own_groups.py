@@ -33,6 +33,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_no_thread_of_a_process_group_outlives_python(tmp_path: Path) -> None:
     """The groups of meshes end even where the caller's loop has begun the default group and ended it."""

@@ -93,6 +93,7 @@ def test_one_device_is_the_plain_model() -> None:
     torch.testing.assert_close(own, expected, rtol=1e-6, atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_plain_backward_calls_add_up() -> None:
     """Gradients are right after every call, whether or not the caller announces microbatches."""
@@ -241,6 +242,7 @@ def test_any_module_with_rules() -> None:
     launch(rank, 4, timeout_s=180)
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_lower_precision_stays_close() -> None:
     """float32 repeats float32; bfloat16 compute with float32 parameters and reductions stays near it."""

@@ -72,6 +72,7 @@ def _assert_equal(found: Any, expected: Any) -> None:
                 torch.testing.assert_close(gradient, right[name], rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_ranks_that_run_different_blocks_repeat_one_rank() -> None:
     torch.manual_seed(0)

@@ -24,6 +24,7 @@ from hyper_parallel.runtime import (
 from hyper_parallel.trainer.checkpoints.checkpointer import Checkpointer
 from hyper_parallel.trainer.checkpoints.model_export import export_hf
 from tests.parity.universal import Setup
+from tests.slow import slow_cells
 
 SETUP = Setup("qwen3", tied=True, accumulation=4, config=(("num_hidden_layers", 4),))
 LAYOUTS = (
@@ -173,6 +174,7 @@ def _one_device() -> tuple[float, dict[str, torch.Tensor]]:
     return loss, {n: p.grad for n, p in model.named_parameters()}
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_steps_without_zeroing_add_up_and_evaluation_gives_the_same_loss() -> None:
     loss, grads = _one_device()
@@ -200,6 +202,7 @@ def test_steps_without_zeroing_add_up_and_evaluation_gives_the_same_loss() -> No
         assert sum(shares) == pytest.approx(loss, rel=1e-10)
 
 
+@slow_cells("zbv")
 @pytest.mark.dist
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 def test_bfloat16_stages_compute_what_one_device_computes(schedule) -> None:

@@ -15,6 +15,7 @@ from torch import nn
 import hyper_parallel as hp
 from hyper_parallel.backends.torch.memory import StorageWatch
 from hyper_parallel.errors import BudgetImpossible, HyperParallelError
+from tests.slow import slow_cells
 from tests.torch_memory.drawn import (
     COUNT,
     FUSED,
@@ -202,6 +203,7 @@ def programs(odd: bool):
     )
 
 
+@slow_cells("False-0.5-13")
 @pytest.mark.parametrize(
     ("odd", "equal", "count"),
     [

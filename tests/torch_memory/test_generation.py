@@ -18,6 +18,7 @@ from hyper_parallel.errors import BudgetImpossible, CaptureUnsupported, TierFull
 from hyper_parallel.memory import Channel, MemoryMachine, Roofline
 from hyper_parallel.trainer.decoding import Decoder, DecodingSequence
 from hyper_parallel.trainer.generation import Sampling, decode_tokens
+from tests.slow import slow_cells
 from tests.torch_memory.models import tiny_model
 
 pytestmark = pytest.mark.torch
@@ -94,6 +95,13 @@ def planned(model, sampling, device_bytes, **tiers):
     return tokens, steps.use
 
 
+@slow_cells(
+    "gemma3_text-dtype5-17000",
+    "gpt_oss-dtype6-95000",
+    "qwen3_moe-dtype2-30000",
+    "falcon-dtype7-34000",
+    "gpt2-dtype3-33000",
+)
 @pytest.mark.parametrize(
     ("family", "dtype", "budget"),
     [
@@ -150,6 +158,7 @@ def test_an_impossible_budget_is_refused_with_one_that_works():
         PlannedGeneration(model, len(PROMPT), length, limits(least // 2))
 
 
+@pytest.mark.slow
 def test_the_way_to_the_decode_plan_is_predicted():
     """Where state leaves the device while all DRAM buffers of its size are in use, one more is needed between steps."""
     model, sampling, more = model_of("gpt2"), Sampling(3, temperature=0), 0
@@ -177,6 +186,7 @@ def test_logits_are_bitwise_those_of_the_steps_without_a_budget(family):
         assert torch.equal(a, b)
 
 
+@pytest.mark.slow
 def test_two_generations_in_one_flash_folder_keep_to_their_own_files(tmp_path):
     """Their storages have the same numbers and sizes: a file of the other one would be read without a word."""
     wide = {"initializer_range": 0.3, "num_hidden_layers": 2}
@@ -209,6 +219,7 @@ def test_through_flash(tmp_path):
     assert not list(folder.iterdir())
 
 
+@pytest.mark.slow
 def test_dram_that_is_too_small_is_refused_with_what_is_enough():
     """Prompt and decode step need buffers of other sizes; the number is for both."""
     model, sampling = model_of("llama"), Sampling(6, temperature=0)
@@ -322,6 +333,7 @@ class FixedPasses(Passes):
         self.at[source], self.at[target] = self.at[target], self.at[source]
 
 
+@slow_cells("gemma3_text-dtype4-112000", "llama-dtype1-33000")
 @pytest.mark.parametrize(
     ("family", "dtype", "budget"),
     [

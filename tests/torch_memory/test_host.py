@@ -14,6 +14,7 @@ from hyper_parallel.backends.torch.memory.tier_copies import CopyLanes
 from hyper_parallel.errors import TransferFailed
 from hyper_parallel.ir import Operator
 from hyper_parallel.memory import Channel, MemoryMachine, Roofline, order_peak, plan_memory
+from tests.slow import slow_cells
 from tests.torch_memory.models import tiny_model
 from tests.torch_memory.test_parity import (
     ROOFLINE,
@@ -40,6 +41,7 @@ def planned(captured, **kw):
     return plan_memory(program, HOST, budget_bytes=int(0.7 * peak), **kw)
 
 
+@slow_cells("0.5")
 @pytest.mark.parametrize("clip_norm", [None, 0.5])
 def test_bits_and_bytes_do_not_depend_on_when_updates_run(clip_norm):
     reference, reference_optimizer, losses = plain_losses("llama", clip_norm)
@@ -76,6 +78,7 @@ def test_on_streams_updates_wait_for_the_events_of_their_gradients():
     assert len(spans) == kinds(plan)["update"] > 0
 
 
+@pytest.mark.slow
 def test_a_foreach_optimizer_keeps_what_makes_something_on_the_device():
     """Momentum of SGD: lists are cut per tensor, in-place parts may run on the host."""
 

@@ -8,6 +8,7 @@ from torch import nn
 
 import hyper_parallel as hp
 from hyper_parallel.errors import BadValue, BudgetImpossible, CaptureUnsupported, StepChanged
+from tests.slow import slow_cells
 
 WIDTH, ROWS = 64, 48
 
@@ -111,6 +112,7 @@ def test_a_scheduler_changes_the_rate_and_an_evaluation_sees_the_weights() -> No
     assert train(True) == plain
 
 
+@pytest.mark.slow
 def test_an_optimizer_without_state_is_planned_too() -> None:
     _, _, step = make(torch.optim.SGD, fused=True)
     plain = run(step, [ROWS] * 4)
@@ -150,6 +152,7 @@ def test_gradients_may_go_at_the_beginning_of_a_step_and_not_be_added_up() -> No
         train(True, zero=False)
 
 
+@slow_cells("Adagrad-settings0")
 @pytest.mark.parametrize(
     ("kind", "settings"),
     [(torch.optim.Adagrad, {"fused": True}), (torch.optim.AdamW, {"foreach": True})],
@@ -191,6 +194,7 @@ def test_what_cannot_be_is_refused_with_what_to_write() -> None:
         run(hp.offload(counted, max_slowdown=0.1), [ROWS] * 4)
 
 
+@pytest.mark.slow
 def test_an_optimizer_of_accelerate_is_the_one_that_it_wraps() -> None:
     Accelerator = pytest.importorskip("accelerate").Accelerator
 

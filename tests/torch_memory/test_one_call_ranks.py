@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 import hyper_parallel as hp
 from hyper_parallel.errors import BudgetImpossible
 from hyper_parallel.runtime import World, launch
+from tests.slow import slow_cells
 from tests.torch_memory.models import tiny_model
 
 pytestmark = pytest.mark.torch
@@ -106,6 +107,7 @@ def rank_body(kinds: tuple[str, ...]) -> None:
             assert 0 < most <= budget, kind
 
 
+@slow_cells("kinds0")
 @pytest.mark.dist
 @pytest.mark.parametrize(
     "kinds",
@@ -155,6 +157,7 @@ def parallel_body(layout: str) -> None:
         assert all(map(torch.equal, mine, state))
 
 
+@slow_cells("pp=2")
 @pytest.mark.dist
 @pytest.mark.parametrize("layout", ["pp=2", pytest.param("tp=2", marks=pytest.mark.slow)])
 def test_a_loop_around_a_parallelized_model(layout: str) -> None:

@@ -17,7 +17,7 @@ from hyper_parallel.memory import (
     order_peak,
     plan_memory,
 )
-from tests.slow import cells
+from tests.slow import slow_cells
 from tests.torch_memory.models import FAMILIES, static_cache, tiny_model, tokens
 
 pytestmark = pytest.mark.torch
@@ -69,6 +69,7 @@ def assert_same_state(model, optimizer, other, other_optimizer):
             assert torch.equal(value, other_optimizer.state[b][key]), (name, key)
 
 
+@slow_cells("gemma-True", "gpt2-True", "llama-False", "qwen3-True", "mixtral-False", "mixtral-True")
 @pytest.mark.parametrize(
     ("family", "reorder"),
     [*((family, True) for family in FAMILIES), ("llama", False), ("mixtral", False)],
@@ -123,6 +124,7 @@ def test_bits_do_not_depend_on_when_copies_happen(tmp_path):
     assert_same_state(model, optimizer, reference, reference_optimizer)
 
 
+@pytest.mark.slow
 def test_clipping_keeps_updates_after_backward_and_stays_bitwise():
     reference, reference_optimizer, losses = plain_losses("llama", clip_norm=0.5)
     model, optimizer, captured = captured_training("llama", clip_norm=0.5)
@@ -163,7 +165,8 @@ def assert_same_cache(cache, other):
         assert torch.equal(a.cumulative_length, b.cumulative_length)
 
 
-@pytest.mark.parametrize("family", cells(FAMILIES, slow=AS_OTHERS))
+@slow_cells(*AS_OTHERS)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_prefill(family):
     prompts = [tokens(i, length=12) for i in range(4)]
     reference = tiny_model(family).eval()
@@ -189,7 +192,8 @@ def test_prefill(family):
     assert_same_cache(mine, cache)
 
 
-@pytest.mark.parametrize("family", cells(FAMILIES, slow=AS_OTHERS))
+@slow_cells("qwen3_moe", *AS_OTHERS)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_decode(family):
     """The recorded decode step at position 13 is replayed at positions 14 and on."""
     following = [tokens(20 + i, length=1) for i in range(7)]

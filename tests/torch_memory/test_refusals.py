@@ -200,6 +200,7 @@ def test_a_dead_copy_thread_stops_the_step(tmp_path):
         device.step(data)
 
 
+@pytest.mark.slow
 def test_dram_that_is_just_enough_and_one_byte_less(tmp_path):
     """What the pool takes is what the plan says, to the byte."""
     device, data = three_tier_device(tmp_path)

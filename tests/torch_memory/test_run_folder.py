@@ -46,6 +46,7 @@ def holding(parent, how="alone"):
         process.stdout.close()
 
 
+@pytest.mark.slow
 def test_a_killed_process_leaves_its_folder_to_the_next_run(tmp_path):
     (tmp_path / "run-older").mkdir()  # no lock: nobody can tell whose it is
     (tmp_path / "other.lock").write_text("of another program")
@@ -68,6 +69,7 @@ def test_a_killed_process_leaves_its_folder_to_the_next_run(tmp_path):
     assert sorted(tmp_path.iterdir()) == theirs
 
 
+@pytest.mark.slow
 def test_a_folder_lives_as_long_as_a_rank_of_its_run(tmp_path):
     with holding(tmp_path, "with-rank") as (parent, folder, rank):
         parent.kill()

@@ -14,6 +14,7 @@ from hyper_parallel.backends.torch.memory.arena_state import ArenaState
 from hyper_parallel.backends.torch.memory.hardware import Hardware
 from hyper_parallel.errors import TransferFailed
 from hyper_parallel.memory import Channel, MemoryMachine, Roofline, plan_memory, wrong_address
+from tests.slow import slow_cells
 from tests.torch_memory.ordering import Order, Watch, executor_of
 
 pytestmark = pytest.mark.torch
@@ -182,6 +183,7 @@ def test_every_copy_and_every_reuse_is_ordered(tmp_path, monkeypatch, flash):
     assert not flash or {"hyper-copy_in", "hyper-copy_out"} <= set(waits)
 
 
+@slow_cells("prefetch-1.0", "store-0.75", "compute-1.0")
 @pytest.mark.parametrize(("agent", "share"), [("compute", 1.0), ("prefetch", 1.0), ("store", 0.75)])
 def test_leaving_out_one_wait_is_found(tmp_path, monkeypatch, agent, share):
     """In the second step, whose state was written by the copies of the first.
@@ -196,6 +198,7 @@ def test_leaving_out_one_wait_is_found(tmp_path, monkeypatch, agent, share):
     assert len(found) >= share * len(numbers), found
 
 
+@pytest.mark.slow
 def test_without_a_wait_addresses_that_are_used_again_are_found(tmp_path, monkeypatch):
     """By the addresses alone: what is unordered lies in the same place of the arena."""
     found, first, waits = ordered(tmp_path, monkeypatch, False, anywhere=False)
@@ -232,6 +235,7 @@ def test_a_file_thread_that_does_not_wait_is_found(tmp_path, monkeypatch, agent)
     )
 
 
+@pytest.mark.slow
 def test_updates_in_host_memory_are_ordered_and_a_missing_wait_is_found(tmp_path, monkeypatch):
     found, first, waits = ordered(tmp_path, monkeypatch, False, host=True)
     assert not found

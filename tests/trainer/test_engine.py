@@ -91,6 +91,7 @@ def drive(job, out: Path) -> list:
     return json.loads(done.stdout)
 
 
+@pytest.mark.slow
 def test_the_trainer_drives_an_engine_without_torch_and_resumes_exactly(tmp_path):
     (tmp_path / "text.txt").write_text("to be or not to be that is the question " * 400)
     recipe = tmp_path / "recipe.yaml"

@@ -37,6 +37,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
     return loss.item()
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_any_layout_continues_what_another_saved(tmp_path: Path) -> None:
     model = build()

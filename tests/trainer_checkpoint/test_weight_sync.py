@@ -15,6 +15,7 @@ from hyper_parallel.trainer.checkpoints.manifest import steps
 from hyper_parallel.trainer.stages.rollout_folder import RolloutFolder
 from hyper_parallel.trainer.stages.rollouts import Publisher
 from tests.parity.planned import whole
+from tests.slow import slow_cells
 from tests.weights.models import on_meta, qwen3_moe
 
 LAYOUTS = {
@@ -106,6 +107,7 @@ def held_by_all(version, root):
     return found
 
 
+@slow_cells("versions0")
 @pytest.mark.dist
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("versions", [(3, 4, 5), pytest.param((*LAYOUTS,), marks=pytest.mark.slow)])

@@ -15,7 +15,7 @@ from transformers.models.auto.tokenization_auto import (
 from hyper_parallel.config import Data
 from hyper_parallel.errors import BadValue, HyperParallelError
 from hyper_parallel.trainer.data import copy_tokenizer, load_tokenizer, prepare
-from tests.slow import cells
+from tests.slow import slow_cells
 
 pytestmark = pytest.mark.torch
 
@@ -239,8 +239,10 @@ def _types():
 QUICK = ("qwen2", "gpt_neox")
 
 
-@pytest.mark.parametrize("kind", cells(KINDS, slow=KINDS[1:]))
-@pytest.mark.parametrize("model_type", cells(_types(), slow={*_types()} - {*QUICK}))
+@slow_cells(*({*_types()} - {*QUICK}))
+@slow_cells(*KINDS[1:])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("model_type", _types())
 def test_no_class_of_any_model_type_changes_tokens_silently(
     folder, run, tmp_path, model_type, kind
 ):

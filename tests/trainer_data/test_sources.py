@@ -20,6 +20,7 @@ def write(path, *records):
     return path
 
 
+@pytest.mark.slow
 def test_standard_library_is_several_megabytes_of_python_in_a_fixed_order():
     source = resolve(Data(), "pt")
     assert source.num_bytes > 5e6

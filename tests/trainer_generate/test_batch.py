@@ -8,6 +8,7 @@ from hyper_parallel.backends.torch.decode_slots import SlotPasses, passes_of, sl
 from hyper_parallel.backends.torch.forward_variants import keep_float64, loop_over_experts
 from hyper_parallel.errors import BadValue
 from hyper_parallel.trainer.decoding import Decoder, DecodingSequence, Sampling, numbers
+from tests.slow import slow_cells
 
 pytestmark = pytest.mark.torch
 
@@ -113,6 +114,7 @@ def decoded(model, sequences, sampling, slots=3, **more):
     return sequences
 
 
+@slow_cells("bloom", "gemma2", "gpt_oss", "granite", "mistral", "mixtral", "qwen2", "starcoder2")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_tokens_are_those_of_transformers(family):
     """Five prompts of different lengths on three slots, in chunks; log-probabilities are those of one whole pass."""

@@ -283,6 +283,7 @@ def test_the_command_prints_text_and_json(run_dir):
     assert result["text"] == expected.text
 
 
+@pytest.mark.slow
 @pytest.mark.e2e
 def test_the_command_with_a_device_smaller_than_the_model(run_dir, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

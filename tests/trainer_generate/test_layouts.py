@@ -13,6 +13,7 @@ from hyper_parallel.errors import HyperParallelError, UnsupportedSharding
 from hyper_parallel.ir import Workload
 from hyper_parallel.runtime import World, launch, parallelize, plan_of
 from hyper_parallel.trainer.decoding import Sampling, make_decoder
+from tests.slow import slow_cells
 from tests.trainer_generate.test_batch import FAMILIES, decoded, model_of, running
 
 pytestmark = [pytest.mark.torch, pytest.mark.e2e]
@@ -50,6 +51,7 @@ def tokens_on(world, family, layout):
     return [(s.number, s.text) for s in sequences], cached
 
 
+@slow_cells("cases0")
 @pytest.mark.parametrize(
     "cases", [FEW, pytest.param([*product(FAMILIES, LAYOUTS)], marks=pytest.mark.slow)]
 )

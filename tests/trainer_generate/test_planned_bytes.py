@@ -50,6 +50,7 @@ def test_one_device_has_the_predicted_bytes(family):
     assert predicted(model) == measured(model)
 
 
+@pytest.mark.slow
 def test_the_fullest_of_two_ranks_has_the_predicted_bytes():
     def rank(_):
         with World.join("cpu") as world:

@@ -135,6 +135,7 @@ def _layouts(layouts, build, world, **kwargs):
     launch(rank_fn, world, timeout_s=100)
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_same_weights_on_four_ranks():
     layouts = [

@@ -13,7 +13,7 @@ from hyper_parallel.runtime import World, launch, parallelize
 from hyper_parallel.trainer.checkpoints.checkpointer import Checkpointer
 from hyper_parallel.trainer.checkpoints.model_export import export_hf
 from tests.parity.universal import Setup
-from tests.slow import cells
+from tests.slow import slow_cells
 from tests.weights.models import assert_same
 from tests.weights.test_with_parallelize import step, whole
 
@@ -35,7 +35,8 @@ def on_meta(setup):
         return AutoModelForCausalLM.from_config(setup.model_config()).double()
 
 
-@pytest.mark.parametrize("name", cells(CASES, slow=("phi3", "glm4")))
+@slow_cells("phi3", "glm4", "gpt_oss", "phi3-exchanged", "olmo2")
+@pytest.mark.parametrize("name", CASES)
 def test_every_layout_loads_resumes_and_exports_alike(name, tmp_path):
     setup, strategies = CASES[name]
     plain = on_meta(setup)

@@ -37,6 +37,7 @@ def step(model, optimizer):
     optimizer.zero_grad()
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_every_layout_starts_resumes_and_exports_alike(tmp_path):
     case = Case(family="qwen3", tied=True, dtype="float32")

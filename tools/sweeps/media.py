@@ -225,9 +225,8 @@ def _compare(found: list[Any], wanted: list[Any], *, whole: bool) -> str:
             return f"wrong: gradients of {odd[:2]}"
         largest = max(float(g.abs().max()) for g in right.values())
         for name, gradient in gradients.items():
-            expected = right.get(
-                name, 0
-            )  # shared weights that a kind of media does not use have gradients of 0
+            # Shared weights that a kind of media does not use have gradients of 0
+            expected = right.get(name, 0)
             error = float((gradient - expected).abs().max())
             if not error <= LIMIT * largest:
                 return f"wrong: gradient of {name} off by {error:.3g}"

@@ -15,20 +15,9 @@ from hyper_parallel.calibration._local import (
     fit_stack,
     mean_rates,
 )
-from hyper_parallel.calibration._prediction import (
-    Cards,
-    predict,
-    predict_file,
-    read_cards,
-)
+from hyper_parallel.calibration._prediction import Cards, predict, predict_file, read_cards
 from hyper_parallel.calibration._published_run import PublishedRun, read_run
-from hyper_parallel.calibration.card_fit import (
-    FOLDS,
-    Fit,
-    fit_runs,
-    read_runs,
-    write_cards,
-)
+from hyper_parallel.calibration.card_fit import FOLDS, Fit, fit_runs, read_runs, write_cards
 from hyper_parallel.calibration.csv_rows import RowError
 
 __all__ = [

@@ -157,8 +157,7 @@ def export(
         str | None, typer.Option(help="float32, bfloat16 or float16. Default: as trained.")
     ] = None,
     merge: Annotated[
-        bool,
-        typer.Option("--merge", help="For a LoRA run: export the model with adapters merged."),
+        bool, typer.Option("--merge", help="For a LoRA run: export the model with adapters merged.")
     ] = False,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:

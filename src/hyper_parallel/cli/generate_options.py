@@ -73,17 +73,14 @@ DeviceMemory = Annotated[
     ),
 ]
 Dram = Annotated[
-    str | None,
-    typer.Option(help="With --device-memory: DRAM to use. Default: unlimited."),
+    str | None, typer.Option(help="With --device-memory: DRAM to use. Default: unlimited.")
 ]
 FlashDir = Annotated[
-    Path | None,
-    typer.Option(help="With --device-memory: folder for data that exceeds DRAM."),
+    Path | None, typer.Option(help="With --device-memory: folder for data that exceeds DRAM.")
 ]
 Topology = Annotated[str, typer.Option(help="With --device-memory: machine to plan for.")]
 TrustRemoteCode = Annotated[
-    bool,
-    typer.Option("--trust-remote-code", help="Run Python code in the model directory."),
+    bool, typer.Option("--trust-remote-code", help="Run Python code in the model directory.")
 ]
 AsJson = Annotated[
     bool, typer.Option("--json", help="Print one JSON object with text, tokens and time.")

@@ -27,8 +27,7 @@ _NAMED = re.compile(
 
 def init(
     name: Annotated[
-        str | None,
-        typer.Argument(help="Recipe to write. Default: list all.", show_default=False),
+        str | None, typer.Argument(help="Recipe to write. Default: list all.", show_default=False)
     ] = None,
 ) -> None:
     """Write a recipe and the files it needs into ./recipes; without a name, list the recipes."""

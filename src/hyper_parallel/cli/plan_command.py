@@ -15,11 +15,7 @@ import typer
 
 from hyper_parallel.cli import plan_options as options
 from hyper_parallel.cli.app import NoCode, is_quiet, say
-from hyper_parallel.cli.schedule_command import (
-    check_schedule_file,
-    pipeline_text,
-    write_schedule,
-)
+from hyper_parallel.cli.schedule_command import check_schedule_file, pipeline_text, write_schedule
 from hyper_parallel.errors import BadValue, Contradiction, OutputNotWritable
 
 if TYPE_CHECKING:
@@ -249,11 +245,7 @@ def _shown(plan: Plan, explain: bool, gantt: bool) -> str:
 
 
 def _next(
-    ctx: typer.Context,
-    recipe: Path | None,
-    topology: str | None,
-    ranks: int,
-    output: Path | None,
+    ctx: typer.Context, recipe: Path | None, topology: str | None, ranks: int, output: Path | None
 ) -> Iterator[str]:
     """Yield the suggested next commands: write a recipe and train it, or a dry run if this machine is too small."""
     from hyper_parallel.topology import find_accelerators, rank_capacity

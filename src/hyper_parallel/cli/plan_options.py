@@ -26,8 +26,7 @@ Devices = Annotated[
     int | None, typer.Option(min=1, help="Devices to use. Default: all of the topology.")
 ]
 SeqLen = Annotated[
-    int | None,
-    typer.Option(min=2, help="Tokens per sequence. Default: the model's, at most 8192."),
+    int | None, typer.Option(min=2, help="Tokens per sequence. Default: the model's, at most 8192.")
 ]
 TokensPerStep = Annotated[
     int | None, typer.Option(min=1, help="Tokens of one step over all devices.")
@@ -67,7 +66,7 @@ AllLayouts = Annotated[
 MemoryHeadroom = Annotated[
     str | None,
     typer.Option(
-        help="Fraction of device memory to leave free. Default: 5% on accelerators, 0% on a CPU.",
+        help="Fraction of device memory to leave free. Default: 5% on accelerators, 0% on a CPU."
     ),
 ]
 Recipe = Annotated[Path | None, typer.Option(help="Plan this recipe instead of a model.")]
@@ -81,8 +80,7 @@ ScheduleCsv = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Write no files.")]
 Explain = Annotated[
-    bool,
-    typer.Option("--explain", help="Print every cost term, layout, collective and runner-up."),
+    bool, typer.Option("--explain", help="Print every cost term, layout, collective and runner-up.")
 ]
 Gantt = Annotated[bool, typer.Option("--gantt", help="Also draw the simulated schedule.")]
 Launch = Annotated[
@@ -101,8 +99,7 @@ Purpose = Annotated[
     typer.Option("--for", help="Purpose: train, or generate (prompts continued by `generate`)."),
 ]
 Prompts = Annotated[
-    int | None,
-    typer.Option(help="For generation: prompts over all devices. Default: 32."),
+    int | None, typer.Option(help="For generation: prompts over all devices. Default: 32.")
 ]
 PromptLen = Annotated[
     int | None, typer.Option(help="For generation: tokens per prompt. Default: 512.")
@@ -114,6 +111,5 @@ Parallel = Annotated[
     str | None, typer.Option(help='For generation: use this layout: "tp=8", "pp=2 tp=4".')
 ]
 Dtype = Annotated[
-    str | None,
-    typer.Option(help="For generation: float32, bfloat16, ... Default: as stored."),
+    str | None, typer.Option(help="For generation: float32, bfloat16, ... Default: as stored.")
 ]

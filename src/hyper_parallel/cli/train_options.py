@@ -23,8 +23,7 @@ Topology = Annotated[
     typer.Option("--topology", "-t", help="With --dry-run: trace for this topology instead."),
 ]
 Ranks = Annotated[
-    int | None,
-    typer.Option(min=1, help="With --trace: ranks of the run. Default: the recipe's."),
+    int | None, typer.Option(min=1, help="With --trace: ranks of the run. Default: the recipe's.")
 ]
 Rank = Annotated[
     int | None,
@@ -33,8 +32,7 @@ Rank = Annotated[
     ),
 ]
 NoCalibrate = Annotated[
-    bool,
-    typer.Option("--no-calibrate", help="Do not measure this machine before its first run."),
+    bool, typer.Option("--no-calibrate", help="Do not measure this machine before its first run.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="With --trace: print the result as JSON.")]
 Launcher = Annotated[

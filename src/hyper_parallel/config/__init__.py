@@ -26,14 +26,7 @@ from hyper_parallel.config._preference_sections import (
 from hyper_parallel.config._problems import describe, leaves, read_section, validated
 from hyper_parallel.config._read import parse_yaml, read_mapping
 from hyper_parallel.config._recipe import Recipe
-from hyper_parallel.config._sections import (
-    Checkpoint,
-    Data,
-    Model,
-    Parallel,
-    Section,
-    Training,
-)
+from hyper_parallel.config._sections import Checkpoint, Data, Model, Parallel, Section, Training
 from hyper_parallel.config.foreign_keys import FOREIGN_KEYS
 from hyper_parallel.config.schedules import SCHEDULE_ARGS
 

@@ -57,12 +57,7 @@ from hyper_parallel.errors import (
     printable,
 )
 from hyper_parallel.hub import name_of_snapshot
-from hyper_parallel.near_paths import (
-    command_with_data,
-    is_data_file,
-    is_recipe_file,
-    nearest_path,
-)
+from hyper_parallel.near_paths import command_with_data, is_data_file, is_recipe_file, nearest_path
 from hyper_parallel.received import LimitExceeded
 
 _LONGEST_HINT: Final = 300
@@ -425,9 +420,7 @@ def _override_value(path: Path, name: str, key: _Key, text: str) -> Any:
 
 
 def _merge_layers(
-    path: Path,
-    overrides: Sequence[str],
-    layers: Sequence[tuple[str, Mapping[str, Any]]] | None,
+    path: Path, overrides: Sequence[str], layers: Sequence[tuple[str, Mapping[str, Any]]] | None
 ) -> dict[_Key, tuple[Any, str]]:
     """Return the value and origin of every key after merging all layers; arguments as for `load_recipe`."""
     merged: dict[_Key, tuple[Any, str]] = {("parallel", "auto"): (True, _DEFAULT)}

@@ -211,9 +211,7 @@ class Candidates:
                 stage_layers=default.stage_layers,
             )
         resolved = replace(
-            workload,
-            microbatch=row["microbatch"],
-            accumulation_steps=row["accumulation"],
+            workload, microbatch=row["microbatch"], accumulation_steps=row["accumulation"]
         ).resolve(strategy.dp)
         return strategy, resolved
 

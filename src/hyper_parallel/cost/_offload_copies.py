@@ -342,10 +342,7 @@ def move_to_host(
     total = {TERM_OF_KIND[name]: float(getattr(offloaded, name)[0]) for name in TERM_OF_KIND}
     host_terms = tuple(
         MemoryTerm(
-            name,
-            "dram",
-            math.ceil(size),
-            "offloaded at the peak: bytes beyond the device's budget",
+            name, "dram", math.ceil(size), "offloaded at the peak: bytes beyond the device's budget"
         )
         for name, size in total.items()
         if size >= 1.0

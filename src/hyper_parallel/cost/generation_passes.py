@@ -86,10 +86,8 @@ def pass_seconds(
     """
     passes, prompt = work.prompt_passes, work.prompt_len
     whole, chunk, token = (_of_length(s, n) for n in (prompt, -(-prompt // passes), 1))
-    mean_prefill_length, mean_decode_length = (
-        prompt * (passes + 1) / (2.0 * passes),
-        prompt + work.new_tokens / 2.0,
-    )
+    mean_prefill_length = prompt * (passes + 1) / (2.0 * passes)
+    mean_decode_length = prompt + work.new_tokens / 2.0
     prefill: PassSeconds = {}
     decode: PassSeconds = {}
     for layers, n, latent in kinds:

@@ -36,12 +36,7 @@ class StageSplit:
 
 
 def split_layers_closed_form(
-    c: Candidates,
-    layers: int,
-    layer_s: Array,
-    head_s: Array,
-    even: bool,
-    pace: Speed | None = None,
+    c: Candidates, layers: int, layer_s: Array, head_s: Array, even: bool, pace: Speed | None = None
 ) -> StageSplit:
     """Split equal layers into stages: with the fastest slowest stage, or evenly with the fewest layers on the last.
 

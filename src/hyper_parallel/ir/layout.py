@@ -60,7 +60,7 @@ class Layout:
             )
         if self.parts and (len(self.parts) != len(self.axes) or min(self.parts) < 1):
             raise LayoutError(
-                "a layout needs one number of parts per dim",
+                "the parts of a layout are not one number per dim",
                 got=self.parts,
                 allowed=f"{len(self.axes)} numbers of at least 1",
             )

@@ -55,10 +55,7 @@ class Overlap:
         return 2 if self.half_batch and sequences % 2 == 0 and sequences != length else 1
 
     def __str__(self) -> str:
-        shown = {
-            "half-batch": self.half_batch,
-            f"chunks:{self.ep_chunks}": self.ep_chunks > 1,
-        }
+        shown = {"half-batch": self.half_batch, f"chunks:{self.ep_chunks}": self.ep_chunks > 1}
         return ",".join(text for text, is_on in shown.items() if is_on) or "none"
 
 

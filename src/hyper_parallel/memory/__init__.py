@@ -5,11 +5,7 @@ or stream it, emits residency actions, simulates them, and assigns static addres
 that a front end delivers and the execution of the result.
 """
 
-from hyper_parallel.memory._address import (
-    assign_addresses,
-    find_overlap,
-    wrong_address,
-)
+from hyper_parallel.memory._address import assign_addresses, find_overlap, wrong_address
 from hyper_parallel.memory._clock import Copied, ProgramClock, clocked
 from hyper_parallel.memory._goals import with_capacity_hint
 from hyper_parallel.memory._order import order_peak, order_seconds, overlapped, refine_order
@@ -21,12 +17,7 @@ from hyper_parallel.memory.def_use import (
     use_definitions,
     working_set_bytes,
 )
-from hyper_parallel.memory.memory_machine import (
-    Channel,
-    MemoryMachine,
-    Roofline,
-    with_seconds,
-)
+from hyper_parallel.memory.memory_machine import Channel, MemoryMachine, Roofline, with_seconds
 from hyper_parallel.memory.memory_planner import plan_memory
 from hyper_parallel.memory.plan_cache import plan_memory_cached
 

@@ -40,10 +40,7 @@ _Probe = Callable[[MemoryMachine], EmittedProgram | None]
 
 
 def least_time(
-    searches: Sequence[Search],
-    budget: int,
-    finish: _Finish,
-    limit_s: float = float("inf"),
+    searches: Sequence[Search], budget: int, finish: _Finish, limit_s: float = float("inf")
 ) -> _PlannedProgram:
     """Return the fastest program whose arena and staging buffers fit the budget, with its plan.
 
@@ -166,10 +163,7 @@ def _quality(result: _PlannedProgram) -> tuple[float, float]:
 
 
 def least_peak(
-    searches: Sequence[Search],
-    identity: EmittedProgram,
-    limit_s: float,
-    finish: _Finish,
+    searches: Sequence[Search], identity: EmittedProgram, limit_s: float, finish: _Finish
 ) -> _PlannedProgram:
     """Return the program of least peak within a time, with its plan; the identity when no program lowers the peak."""
     best, programs = identity, {identity.actions: identity}
@@ -245,10 +239,7 @@ def _descending_peaks(
 
 
 def _capacity_error(
-    searches: Sequence[Search],
-    budget: int,
-    finish: _Finish,
-    error: BudgetImpossible,
+    searches: Sequence[Search], budget: int, finish: _Finish, error: BudgetImpossible
 ) -> TierFull | None:
     """Return HP403 when more DRAM or flash would make the budget possible; None otherwise."""
     program, machine = searches[0].program, searches[0].machine

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from hyper_parallel.ir import MemoryAction, MemoryProgram
 from hyper_parallel.memory._comms import plain_actions
 
@@ -52,6 +54,18 @@ def use_definitions(
         for s in op.allocs:
             producer[s] = index
     return UseDef(tuple(order), tuple(map(tuple, uses)), tuple(map(tuple, writes)), tuple(producer))
+
+
+def live_bytes(program: MemoryProgram, chains: UseDef) -> np.ndarray:
+    """Return the device bytes of every position while no storage moves."""
+    change = np.zeros(len(chains.order) + 1, np.int64)
+    for s, storage in enumerate(program.storages):
+        uses = chains.uses[s]
+        if uses or storage.persistent:
+            change[0 if storage.at_start else uses[0]] += program.sizes[s]
+            if not storage.at_end:
+                change[uses[-1] + 1] -= program.sizes[s]
+    return np.cumsum(change[:-1])
 
 
 def dependencies(program: MemoryProgram) -> list[set[int]]:

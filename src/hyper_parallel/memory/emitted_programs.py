@@ -60,10 +60,7 @@ class EmittedProgram:
 
     def excess_bytes(self, machine: MemoryMachine) -> int:
         """Return the bytes by which the program exceeds the capacities of DRAM and flash."""
-        tiers = (
-            (self.dram_bytes, machine.dram_bytes),
-            (self.peaks["flash"], machine.flash_bytes),
-        )
+        tiers = ((self.dram_bytes, machine.dram_bytes), (self.peaks["flash"], machine.flash_bytes))
         return sum(max(size - cap, 0) for size, cap in tiers if cap is not None)
 
 

@@ -308,10 +308,7 @@ def _meets_deadlines(reloads: list[tuple[float, float]]) -> bool:
 
 
 def defer_host_readers(
-    program: MemoryProgram,
-    machine: MemoryMachine,
-    order: tuple[int, ...],
-    hosted: frozenset[int],
+    program: MemoryProgram, machine: MemoryMachine, order: tuple[int, ...], hosted: frozenset[int]
 ) -> tuple[int, ...]:
     """Return the order in which readers of host results wait while the device runs other operators.
 

@@ -130,10 +130,7 @@ class Rounding:
         return copied
 
     def choice(
-        self,
-        target_bytes: int,
-        reserve: Mapping[int, float],
-        limit_s: float = float("inf"),
+        self, target_bytes: int, reserve: Mapping[int, float], limit_s: float = float("inf")
     ) -> ResidencyChoice | None:
         """Return the rounded optimum for a target; None when it is out of reach or takes longer than the limit.
 

@@ -37,10 +37,8 @@ def read_blocks(config: ConfigView) -> tuple[Block, ...]:
             hint="give a causal language model",
         )
     hidden, vocab = config.integer("hidden_size"), config.integer("vocab_size")
-    heads, positions = (
-        config.integer("num_attention_heads"),
-        config.integer("max_position_embeddings"),
-    )
+    heads = config.integer("num_attention_heads")
+    positions = config.integer("max_position_embeddings")
     if hidden % heads:
         raise ModelUnreadable(
             "`n_embd` is not a multiple of `n_head`",

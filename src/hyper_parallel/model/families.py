@@ -88,26 +88,17 @@ _MOE_KEYS = (*STANDARD_KEYS, "num_experts", "num_experts_per_tok")
 _LOCAL = MappingProxyType({"num_experts": "num_local_experts"})
 _QWEN_WINDOW = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
 
-LLAMA = Family(
-    qkv_bias="attention_bias",
-    o_bias="attention_bias",
-    mlp_bias="mlp_bias",
-)
+LLAMA = Family(qkv_bias="attention_bias", o_bias="attention_bias", mlp_bias="mlp_bias")
 """Llama, also used for an unknown Llama-like decoder."""
 
 _GLM = {"num_key_value_heads": 2, "head_dim": 128, "attention_bias": True}
-_GEMMA = {
-    "tie_word_embeddings": True,
-    "vocab_size": 256000,
-    "head_dim": 256,
-}
+_GEMMA = {"tie_word_embeddings": True, "vocab_size": 256000, "head_dim": 256}
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
         "llama": LLAMA,
         "mistral": Family(
-            defaults={"num_key_value_heads": 8, "sliding_window": 4096},
-            windows="all",
+            defaults={"num_key_value_heads": 8, "sliding_window": 4096}, windows="all"
         ),
         "mixtral": Family(
             defaults={"num_key_value_heads": 8, "num_experts_per_tok": 2, "num_experts": 8},
@@ -121,9 +112,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             required=_MOE_KEYS,
         ),
         "qwen2": Family(
-            defaults={"num_key_value_heads": 32, **_QWEN_WINDOW},
-            qkv_bias=True,
-            windows="upper",
+            defaults={"num_key_value_heads": 32, **_QWEN_WINDOW}, qkv_bias=True, windows="upper"
         ),
         "qwen3": Family(
             defaults={"num_key_value_heads": 32, "head_dim": 128, **_QWEN_WINDOW},

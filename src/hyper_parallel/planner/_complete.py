@@ -8,16 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hyper_parallel.cost import distinct, memory_key
-from hyper_parallel.planner.bounds import (
-    FREED,
-    FULL,
-    PRICES,
-    TIE,
-    Array,
-    Choice,
-    Pricer,
-    select,
-)
+from hyper_parallel.planner.bounds import FREED, FULL, PRICES, TIE, Array, Choice, Pricer, select
 from hyper_parallel.planner.strategy_space import Columns
 
 

@@ -109,10 +109,8 @@ def offload_note(cost: Sequence[CostTerm], held_bytes: int) -> tuple[str, ...]:
     if term is None:
         return ()
     offloaded, _ = OffloadDemand.of_term(term).cheapest()
-    copied, recomputed = (
-        float(offloaded.copied[0]),
-        float(offloaded.passing[0] + offloaded.products[0]),
-    )
+    copied = float(offloaded.copied[0])
+    recomputed = float(offloaded.passing[0] + offloaded.products[0])
     resident, moved, redone = (format_bytes(int(b)) for b in (held_bytes, copied, recomputed))
     return (
         f"offload: {resident} on a device, {moved} in host memory at the peak and {redone} recomputed, for "

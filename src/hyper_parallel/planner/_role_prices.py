@@ -106,11 +106,9 @@ class Roles:
     """Prices of the splits of a number of devices."""
 
     def __init__(self, recipe: Recipe, request: PlanRequest, devices: int) -> None:
-        self.grpo, self.request, self.devices = (
-            recipe.grpo,
-            request.sharing_cores_with(devices),
-            devices,
-        )
+        self.grpo = recipe.grpo
+        self.request = request.sharing_cores_with(devices)
+        self.devices = devices
         seq_len, new = request.workload.seq_len, recipe.grpo.max_completion_length
         self.new_tokens = min(new, seq_len)
         self.prompt_len = max(1, seq_len - new)

@@ -16,12 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hyper_parallel.cost.generation_passes import pass_seconds
-from hyper_parallel.errors import (
-    BadValue,
-    DoesNotFit,
-    NoLegalStrategy,
-    UnsupportedSharding,
-)
+from hyper_parallel.errors import BadValue, DoesNotFit, NoLegalStrategy, UnsupportedSharding
 from hyper_parallel.ir import GenerateWorkload, Strategy, Workload
 from hyper_parallel.model import FAMILIES_READ, ModelSpec
 from hyper_parallel.planner._generation_layouts import (

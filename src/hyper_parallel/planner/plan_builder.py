@@ -9,15 +9,7 @@ import numpy as np
 
 from hyper_parallel.cost import step_collectives
 from hyper_parallel.errors import HyperParallelError, PlanMismatch, UnsupportedSharding, overrides
-from hyper_parallel.ir import (
-    Alternative,
-    Certificate,
-    Layout,
-    Plan,
-    Rejected,
-    Strategy,
-    Workload,
-)
+from hyper_parallel.ir import Alternative, Certificate, Layout, Plan, Rejected, Strategy, Workload
 from hyper_parallel.model import ModelSpec
 from hyper_parallel.mpmd import step_schedule
 from hyper_parallel.planner._explain import (

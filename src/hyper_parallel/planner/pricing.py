@@ -114,10 +114,8 @@ def price(request: PlanRequest, strategy: Strategy, workload: Workload) -> Price
     layers = -(-request.model.num_layers // strategy.pp)
     kept_per_layer = _scalar(kept_bytes(recomputed_case))
     if strategy.recompute != "none" and recomputed_layers is not None:
-        share, plain = (
-            recomputed_layers / layers,
-            recomputed_case.with_columns(recompute=np.zeros(1)),
-        )
+        share = recomputed_layers / layers
+        plain = recomputed_case.with_columns(recompute=np.zeros(1))
         kept_per_layer = (1.0 - share) * _scalar(kept_bytes(plain)) + share * kept_per_layer
         cost = _mixed_time(score(plain), scores, share)
         terms = memory_terms(recomputed_case, recomputed_layers)

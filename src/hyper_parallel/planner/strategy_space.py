@@ -278,10 +278,8 @@ class Space:
 
     def _experts(self, tp: int, ranks: int) -> list[tuple[int, int]]:
         """Return legal (ep, etp): ranks that share the experts, and ranks that share each expert."""
-        r, inner = (
-            self.request,
-            math.gcd(self.request.experts, ranks) if self.request.experts else 1,
-        )
+        r = self.request
+        inner = math.gcd(self.request.experts, ranks) if self.request.experts else 1
         divisible = not r.experts or all(w % tp == 0 for w in r.model.intermediate_sizes)
         free = r.experts and self._any_etp
         return [
@@ -421,10 +419,8 @@ class Space:
             reason = f"zero={self.request.pins['zero']} shards nothing where dp_shard * cp is 1"
             self.rule_out(reason, int((~has_pinned).sum()))
             return has_pinned
-        single_microbatch, single_shard = (
-            rows["accumulation"] == 1,
-            rows["dp_shard"] * rows["cp"] == 1,
-        )
+        single_microbatch = rows["accumulation"] == 1
+        single_shard = rows["dp_shard"] * rows["cp"] == 1
         distinct: NDArray[np.bool_] = ~((rows["zero"] == 1) & single_microbatch) & ~(
             (rows["zero"] == 0) & single_shard
         )

@@ -136,11 +136,7 @@ def _step_starts(timeline: Timeline) -> list[tuple[int, float]]:
 
 
 def _counters(
-    events: list[dict[str, Any]],
-    pid: int,
-    counters: Sequence[Counter],
-    offset_s: float,
-    unit: str,
+    events: list[dict[str, Any]], pid: int, counters: Sequence[Counter], offset_s: float, unit: str
 ) -> None:
     for c in counters:
         event = {"ph": "C", "pid": pid, "name": c.lane, "ts": (c.time_s + offset_s) * 1e6}

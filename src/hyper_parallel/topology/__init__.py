@@ -1,17 +1,7 @@
 """Supernode: machines as planning sees them, from YAML presets or detected."""
 
-from hyper_parallel.topology._supernode import (
-    Device,
-    MemoryPool,
-    Quantity,
-    Supernode,
-    Tier,
-)
-from hyper_parallel.topology.cpu_machine import (
-    cache_dir,
-    forget_measurements,
-    rank_threads,
-)
+from hyper_parallel.topology._supernode import Device, MemoryPool, Quantity, Supernode, Tier
+from hyper_parallel.topology.cpu_machine import cache_dir, forget_measurements, rank_threads
 from hyper_parallel.topology.loading import (
     Accelerator,
     detect_local,

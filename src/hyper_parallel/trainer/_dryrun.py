@@ -14,11 +14,7 @@ from hyper_parallel.errors import BadValue, Contradiction
 from hyper_parallel.ir import Plan
 from hyper_parallel.topology import Supernode, load_topology
 from hyper_parallel.trainer._trace import TracedRank, trace_rank
-from hyper_parallel.trainer.engine.recipe_model import (
-    build_model,
-    read_spec,
-    refuse_submodels,
-)
+from hyper_parallel.trainer.engine.recipe_model import build_model, read_spec, refuse_submodels
 from hyper_parallel.trainer.engine.trained_parameters import trained_of
 
 _ALLOCATOR_BLOCK = 512

@@ -48,13 +48,7 @@ from hyper_parallel.trainer._pick_device import pick_device
 from hyper_parallel.trainer.checkpoints.adapter_files import ADAPTER_WEIGHTS, load_adapter
 from hyper_parallel.trainer.data import has_tokenizer, load_tokenizer
 from hyper_parallel.trainer.data.prompt_media import PromptMedia
-from hyper_parallel.trainer.decoding import (
-    SLOTS,
-    Decoder,
-    DecodingSequence,
-    Sampling,
-    make_decoder,
-)
+from hyper_parallel.trainer.decoding import SLOTS, Decoder, DecodingSequence, Sampling, make_decoder
 from hyper_parallel.trainer.engine.base_weights import check_base
 from hyper_parallel.trainer.exported_model import from_pretrained
 from hyper_parallel.trainer.generation_memory import DeviceMemory
@@ -102,11 +96,7 @@ def find_export(directory: str | Path) -> Path:
 
 
 def load(
-    directory: str | Path,
-    *,
-    device: str = "auto",
-    dtype: str | None = None,
-    trusted: bool = False,
+    directory: str | Path, *, device: str = "auto", dtype: str | None = None, trusted: bool = False
 ) -> tuple[Any, Any]:
     """Return the model, in evaluation mode, and the tokenizer of a run or a Hugging Face directory.
 

@@ -16,12 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hyper_parallel.backends.torch import (
-    check_flow,
-    check_pretrained,
-    data_share,
-    load_pretrained,
-)
+from hyper_parallel.backends.torch import check_flow, check_pretrained, data_share, load_pretrained
 from hyper_parallel.backends.torch.forward_variants import loop_over_experts
 from hyper_parallel.errors import UnsupportedSharding
 from hyper_parallel.ir import Plan, Strategy, Workload

@@ -34,11 +34,7 @@ _NOTHING: Final = "nothing"
 
 
 def properties_of(
-    file: ConfigFile,
-    attention: str | None = None,
-    *,
-    trusted: bool = False,
-    scores: bool = False,
+    file: ConfigFile, attention: str | None = None, *, trusted: bool = False, scores: bool = False
 ) -> ModelProperties:
     """Return the measured properties of a config's model.
 
@@ -180,11 +176,7 @@ def _unmeasured(model_class: str, why: str) -> ModelProperties:
 
 @driver_untouched()
 def measure_config(
-    file: ConfigFile,
-    attention: str | None = None,
-    *,
-    trusted: bool = False,
-    scores: bool = False,
+    file: ConfigFile, attention: str | None = None, *, trusted: bool = False, scores: bool = False
 ) -> ModelProperties:
     """Measure the first small copy of a config's model that runs, in this process.
 

@@ -116,10 +116,7 @@ class LogitsHook:
 
 
 def replace_loss(
-    model: nn.Module,
-    tp: TpState | None,
-    context: ContextState | None,
-    balance: BalanceLoss | None,
+    model: nn.Module, tp: TpState | None, context: ContextState | None, balance: BalanceLoss | None
 ) -> LogitsHook | None:
     """Replace the loss of a causal language model or of a token scorer; return None for other models."""
     hook = None

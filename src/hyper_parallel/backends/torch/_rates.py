@@ -180,13 +180,11 @@ def _layer(
 ) -> Callable[[], object]:
     """Return an action that runs forward and backward of a decoder layer without parallelism."""
     x = torch.randn(tokens, width, device=device, requires_grad=True)
-    norm, qkv, out, up, down = (
-        nn.RMSNorm(width),
-        nn.Linear(width, 3 * width),
-        nn.Linear(width, width),
-        nn.Linear(width, 6 * width),
-        nn.Linear(3 * width, width),
-    )
+    norm = nn.RMSNorm(width)
+    qkv = nn.Linear(width, 3 * width)
+    out = nn.Linear(width, width)
+    up = nn.Linear(width, 6 * width)
+    down = nn.Linear(3 * width, width)
 
     def action() -> None:
         q, k, v = qkv(norm(x)).view(1, tokens, 3 * heads, -1).transpose(1, 2).chunk(3, dim=1)

@@ -97,7 +97,5 @@ def read_adapter_config(directory: Path) -> Any:
             )
     except (ValueError, TypeError) as error:  # contradictory keys
         raise WeightsUnreadable(
-            "peft rejects the configuration of the adapter",
-            where=str(file),
-            got=f"{error!s:.200}",
+            "peft rejects the configuration of the adapter", where=str(file), got=f"{error!s:.200}"
         ) from error

@@ -18,11 +18,7 @@ from hyper_parallel.backends.torch.decode_slots import SlotPasses, slot_cache_re
 from hyper_parallel.backends.torch.forward_variants import keep_float64
 from hyper_parallel.backends.torch.half_batch import HalfBatch
 from hyper_parallel.backends.torch.model_structure import layers_of
-from hyper_parallel.backends.torch.static_cache import (
-    GrowingSteps,
-    StaticSteps,
-    why_no_own_cache,
-)
+from hyper_parallel.backends.torch.static_cache import GrowingSteps, StaticSteps, why_no_own_cache
 from hyper_parallel.ir import Overlap
 from hyper_parallel.model import ModelProperties, Property
 

@@ -15,11 +15,7 @@ from typing import Any, Final
 from torch import Tensor, nn
 
 from hyper_parallel.backends.torch.flow_tracer import FlowTracer
-from hyper_parallel.backends.torch.layer_flow import (
-    flow_error,
-    preserve_module_state,
-    run_on_meta,
-)
+from hyper_parallel.backends.torch.layer_flow import flow_error, preserve_module_state, run_on_meta
 from hyper_parallel.errors import UnsupportedSharding
 from hyper_parallel.ir import Strategy
 

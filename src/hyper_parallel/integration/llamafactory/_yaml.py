@@ -38,10 +38,7 @@ _ALL: Final = 10**6
 """Number of checkpoints to keep that no run exceeds."""
 
 _DEGREES: Final = ("dp_replicate", "dp_shard", "cp", "tp_x", "ep")
-_SERVED: Final = {
-    "activation_mode": ("none", "recompute"),
-    "reduce_dtype": (None, "float32"),
-}
+_SERVED: Final = {"activation_mode": ("none", "recompute"), "reduce_dtype": (None, "float32")}
 """Supported values of `hyper_parallel_args` keys without a recipe key; the hint shows the last one."""
 
 Layer = tuple[str, dict[str, Any]]

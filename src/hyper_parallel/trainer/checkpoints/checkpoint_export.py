@@ -87,13 +87,7 @@ def export_checkpoint(
 
 
 def _load(
-    model: nn.Module,
-    loader: Checkpointer,
-    step: int,
-    model_dir: Path,
-    *,
-    lora: bool,
-    merge: bool,
+    model: nn.Module, loader: Checkpointer, step: int, model_dir: Path, *, lora: bool, merge: bool
 ) -> None:
     """Load the weights of a checkpoint into a model on the meta device; with `merge`, also the base weights."""
     base = None

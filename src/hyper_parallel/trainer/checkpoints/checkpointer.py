@@ -170,10 +170,7 @@ class Checkpointer:
         return max(files.steps(self.directory), default=None)
 
     def load(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer | None,
-        step: int | None = None,
+        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, step: int | None = None
     ) -> tuple[int, dict[str, Any]]:
         """Load a checkpoint into a model and an optimizer with allocated storage; each rank reads its shards.
 

@@ -14,7 +14,7 @@ from hyper_parallel.model import ConfigFile
 
 _MISSING_OUTPUTS: Final = {
     # Llama4ForConditionalGeneration raises in transformers 5.24 because the output of its language model lacks this.
-    "Llama4ForConditionalGeneration": ("language_model", "image_outputs"),
+    "Llama4ForConditionalGeneration": ("language_model", "image_outputs")
 }
 """By class: a module, and an attribute that the class reads of the module's output without need."""
 

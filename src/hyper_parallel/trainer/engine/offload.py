@@ -55,10 +55,7 @@ from hyper_parallel.trainer.engine._offload_budget import (
     plan_or_refuse,
     refuse_above,
 )
-from hyper_parallel.trainer.engine.offload_machine import (
-    OffloadMachine,
-    measured_machine,
-)
+from hyper_parallel.trainer.engine.offload_machine import OffloadMachine, measured_machine
 from hyper_parallel.trainer.engine.optimizer import set_lr
 from hyper_parallel.trainer.engine.step_gauges import PhaseSpans
 from hyper_parallel.trainer.engine.step_loop import Loop, StepInputs, statistics
@@ -484,10 +481,8 @@ def _memory_terms(plan: MemoryPlan) -> tuple[MemoryTerm, ...]:
 def offload_line(plan: MemoryPlan) -> str:
     """Return the predicted peaks and step time of a memory plan, in one line."""
     recorded = range(len(plan.program.operators))
-    recorded_peak, recorded_s = (
-        order_peak(plan.program, recorded),
-        order_seconds(plan.program, recorded),
-    )
+    recorded_peak = order_peak(plan.program, recorded)
+    recorded_s = order_seconds(plan.program, recorded)
     most = {"device": plan.device_bytes, "dram": plan.dram_bytes, "flash": plan.peak_bytes["flash"]}
     tiers = ", ".join(f"{tier} {format_bytes(size)}" for tier, size in most.items() if size)
     return (

@@ -14,11 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from hyper_parallel.backends.torch.parameter_roles import (
-    UNDECAYED,
-    ParameterRole,
-    parameter_roles,
-)
+from hyper_parallel.backends.torch.parameter_roles import UNDECAYED, ParameterRole, parameter_roles
 from hyper_parallel.backends.torch.weights.shard_ranges import local
 from hyper_parallel.config import Recipe, Training
 from hyper_parallel.errors import BadValue, CheckpointMismatch, Contradiction

@@ -27,12 +27,7 @@ if TYPE_CHECKING:
 
 
 def build_stage(
-    job: Job,
-    world: World,
-    model: nn.Module,
-    done: int,
-    recorder: SpanRecorder,
-    inputs: RunInputs,
+    job: Job, world: World, model: nn.Module, done: int, recorder: SpanRecorder, inputs: RunInputs
 ) -> LearningStage | None:
     """Return the learning stage of a recipe; None for cross entropy on the tokens of the data.
 

@@ -64,9 +64,7 @@ class DpoStage:
 
     @staticmethod
     def _with_reference(
-        microbatches: list[dict[str, Tensor]],
-        rows: NDArray[np.int64],
-        reference: Reference | None,
+        microbatches: list[dict[str, Tensor]], rows: NDArray[np.int64], reference: Reference | None
     ) -> list[dict[str, Tensor]]:
         size, parts = len(microbatches[0]["input_ids"]), []
         for number, part in enumerate(microbatches):

@@ -41,12 +41,7 @@ class PairScores:
         self.pairs = (rows if held_out is None else (held_out.step_batch(0) >= 0).sum()) / 2
 
     def mean(
-        self,
-        losses: Tensor,
-        chosen: Tensor,
-        rejected: Tensor,
-        real: Tensor,
-        rounding: Tensor,
+        self, losses: Tensor, chosen: Tensor, rejected: Tensor, real: Tensor, rounding: Tensor
     ) -> Tensor:
         """Return this microbatch's part of the mean loss of all pairs, and add its scores to the record.
 

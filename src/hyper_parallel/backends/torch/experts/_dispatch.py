@@ -97,12 +97,7 @@ def _scatter(rows: Tensor, index: Tensor, size: int, overflow_row: bool) -> Tens
 
 
 def _launch_exchange(
-    rows: Tensor,
-    *,
-    send: list[int],
-    receive: list[int],
-    group: dist.ProcessGroup,
-    async_op: bool,
+    rows: Tensor, *, send: list[int], receive: list[int], group: dist.ProcessGroup, async_op: bool
 ) -> Callable[[], Tensor]:
     out = rows.new_empty(sum(receive), *rows.shape[1:])
     return launch_all_to_all(

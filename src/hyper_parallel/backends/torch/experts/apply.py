@@ -76,10 +76,7 @@ def expert_state(
 
 
 def apply_to_experts(
-    model: nn.Module,
-    state: ExpertState,
-    tokens: Tokens,
-    in_decoder: bool,
+    model: nn.Module, state: ExpertState, tokens: Tokens, in_decoder: bool
 ) -> None:
     """Wrap every module of experts on this rank with dispatch.
 

@@ -11,19 +11,10 @@ from hyper_parallel.backends.torch.memory._lru_spill import LruSpillMode
 from hyper_parallel.backends.torch.memory._recorder import Recorder
 from hyper_parallel.backends.torch.memory._run_folder import run_folder
 from hyper_parallel.backends.torch.memory._spill_mode import spill_mode
-from hyper_parallel.backends.torch.memory._steps import (
-    model_state,
-    optimizer_state,
-    record,
-)
+from hyper_parallel.backends.torch.memory._steps import model_state, optimizer_state, record
 from hyper_parallel.backends.torch.memory._storage_watch import StorageWatch
 from hyper_parallel.backends.torch.memory._tiers import FileTier, Meter
-from hyper_parallel.backends.torch.memory._views import (
-    CommCounter,
-    Peak,
-    collectives_of,
-    peak_of,
-)
+from hyper_parallel.backends.torch.memory._views import CommCounter, Peak, collectives_of, peak_of
 from hyper_parallel.backends.torch.memory._workspace import cpu_workspace, device_workspace
 from hyper_parallel.backends.torch.memory.first_step import ULPS, ReferenceStep, StepOutcome
 from hyper_parallel.backends.torch.memory.operators import Call, View

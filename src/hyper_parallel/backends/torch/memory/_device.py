@@ -28,13 +28,7 @@ from hyper_parallel.backends.torch.memory.operators import View
 from hyper_parallel.backends.torch.memory.plan_transition import transfer_state
 from hyper_parallel.errors import StepChanged
 from hyper_parallel.ir import Counter, MemoryPlan, Timeline
-from hyper_parallel.memory import (
-    Copied,
-    MemoryMachine,
-    ProgramClock,
-    clocked,
-    predicted_timeline,
-)
+from hyper_parallel.memory import Copied, MemoryMachine, ProgramClock, clocked, predicted_timeline
 
 _Sample = tuple[Any, tuple[tuple[str, int], ...]]
 """(seconds or event, live bytes by tier) between two actions of a step."""

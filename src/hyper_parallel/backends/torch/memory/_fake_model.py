@@ -8,11 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import (
-    DynamicOutputShapeException,
-    FakeCopyMode,
-    FakeTensorMode,
-)
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeCopyMode, FakeTensorMode
 
 from hyper_parallel.backends.torch.memory._fake_values import grouped_products
 from hyper_parallel.backends.torch.memory._operator_mode import OperatorMode

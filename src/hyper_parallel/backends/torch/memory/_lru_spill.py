@@ -94,10 +94,8 @@ class LruSpillMode:
     def __init__(
         self, num_bytes: int | None, device: torch.device, *, keep_offloaded: bool = False
     ) -> None:
-        self._mode, self._raw_access = (
-            OperatorMode(self._operator),
-            RawAccessMode(self._on_raw_access),
-        )
+        self._mode = OperatorMode(self._operator)
+        self._raw_access = RawAccessMode(self._on_raw_access)
         self._resizes = StorageResizes(self._before_resize)
         self._limit, self._device, self._keep_offloaded = num_bytes, device, keep_offloaded
         self._records: dict[int, _Record] = {}
@@ -116,12 +114,10 @@ class LruSpillMode:
     def track_offloaded(self, base: torch.UntypedStorage, num_bytes: int, content: Content) -> None:
         """Track an empty storage whose content is in host memory or a file; writes reach that host memory."""
         record = self._add(base)
-        record.num_bytes, record.resident, record.copy, record.current = (
-            num_bytes,
-            False,
-            content,
-            True,
-        )
+        record.num_bytes = num_bytes
+        record.resident = False
+        record.copy = content
+        record.current = True
         self._lru.pop(base._cdata, None)
 
     def pop_content(self, base: torch.UntypedStorage) -> Content:
@@ -322,12 +318,10 @@ class LruSpillMode:
         self._fix(record)
         self._fixed_bytes += num_bytes - record.num_bytes
         self._live += num_bytes - (record.num_bytes if record.resident else 0)
-        record.num_bytes, record.resident, record.current, record.resized = (
-            num_bytes,
-            True,
-            False,
-            True,
-        )
+        record.num_bytes = num_bytes
+        record.resident = True
+        record.current = False
+        record.resized = True
         self.require(self._fixed_bytes)
         if update_peak:
             self._grow(0)

@@ -114,10 +114,7 @@ class Recorder(OperatorMode):
         for number in self.storages.living:
             entries[number].at_end = True
         program = MemoryProgram(
-            name,
-            tuple(entry.storage for entry in entries),
-            tuple(self._operators),
-            self._alignment,
+            name, tuple(entry.storage for entry in entries), tuple(self._operators), self._alignment
         )
         return Recording(
             program, tuple(self._actions), tuple(entries), tuple(self._segments), dict(self._groups),

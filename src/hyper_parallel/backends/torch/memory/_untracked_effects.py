@@ -159,10 +159,8 @@ class UntrackedEffects:
         call, declared = _CallEffects(), {id(tensor) for tensor in written}
         foreign = func.namespace not in TORCH and fake_mode() is None
         bases = [t.untyped_storage() for t in tensors if id(t) not in declared] if foreign else []
-        states, before = (
-            generator_states(bases) if foreign else [],
-            [digest(base) for base in bases],
-        )
+        states = generator_states(bases) if foreign else []
+        before = [digest(base) for base in bases]
         fake_communication = func.namespace in COMMUNICATION and fake_mode() is not None
         self._inside, random_state = True, random.getstate() if fake_communication else None
         try:

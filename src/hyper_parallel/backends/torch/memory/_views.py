@@ -13,12 +13,7 @@ import torch.distributed as dist
 from hyper_parallel.backends.torch.collectives import current_purpose
 from hyper_parallel.backends.torch.memory._operator_mode import OperatorMode
 from hyper_parallel.backends.torch.memory._recorder import Recording
-from hyper_parallel.backends.torch.memory._traffic import (
-    group_axes,
-    group_of,
-    kind_of,
-    sent_bytes,
-)
+from hyper_parallel.backends.torch.memory._traffic import group_axes, group_of, kind_of, sent_bytes
 from hyper_parallel.backends.torch.memory.storages import Entry
 from hyper_parallel.ir import Collective, Extent, Mesh, Purpose, StorageKind, replay
 

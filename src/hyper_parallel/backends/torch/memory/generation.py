@@ -57,11 +57,7 @@ class _TwoSteps:
     """
 
     def __init__(
-        self,
-        model: Any,
-        fixed: TextSteps | SlotSteps,
-        limits: MemoryLimits,
-        device: torch.device,
+        self, model: Any, fixed: TextSteps | SlotSteps, limits: MemoryLimits, device: torch.device
     ) -> None:
         self.model, self.limits, self._fixed = model, limits, fixed
         self.use = MemoryUse(simulated=device.type == "cpu")
@@ -197,10 +193,7 @@ class _TwoSteps:
         if self.limits.flash is not None:
             self._files = self._stack.enter_context(run_folder(self.limits.flash, "generate"))
         self._device = PlannedDevice(
-            self._captured[0],
-            self._plans[0],
-            self.limits.machine,
-            flash=self._files,
+            self._captured[0], self._plans[0], self.limits.machine, flash=self._files
         )
 
     def enter_decode(self) -> None:

@@ -67,11 +67,7 @@ class Hardware:
     """
 
     def __init__(
-        self,
-        device: torch.device,
-        machine: MemoryMachine,
-        alignment_bytes: int,
-        copies: CopyMode,
+        self, device: torch.device, machine: MemoryMachine, alignment_bytes: int, copies: CopyMode
     ) -> None:
         if not isinstance(copies, DeviceApi) and device.type != "cpu":
             copies = DeviceApi.of(device)

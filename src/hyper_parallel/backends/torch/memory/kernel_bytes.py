@@ -61,10 +61,7 @@ Timed = tuple[range, Events]
 
 
 def run_measured(
-    func: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    tensors: Sequence[torch.Tensor],
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: Sequence[torch.Tensor]
 ) -> tuple[Any, tuple[int, ...], Events | None]:
     """Run an operator.
 
@@ -161,10 +158,8 @@ def columns(call: Call) -> tuple[range, ...]:
     if scaled or table.num_bytes <= call.reusable_bytes:
         return ()
     # Every piece sorts the rows, so pieces are as wide as the reusable workspace allows.
-    num_columns, max_pieces = (
-        table.size[1],
-        min(GRADIENT_PIECES, table.num_bytes // _MIN_PIECE_BYTES),
-    )
+    num_columns = table.size[1]
+    max_pieces = min(GRADIENT_PIECES, table.num_bytes // _MIN_PIECE_BYTES)
     fitting_columns = (
         num_columns * call.reusable_bytes // sum(piece_bytes(call, (range(num_columns),)))
     )
@@ -193,10 +188,7 @@ def widest(pieces: tuple[range, ...], args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def in_pieces(
-    pieces: tuple[range, ...],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    out: torch.Tensor,
+    pieces: tuple[range, ...], args: tuple[Any, ...], kwargs: dict[str, Any], out: torch.Tensor
 ) -> Callable[[], None]:
     """Return a call that runs the operator piece by piece into `out` [rows, columns]."""
     op = torch.ops.aten.embedding_dense_backward.default

@@ -117,10 +117,7 @@ def apply_tensor_parallel(
 
 
 def watch_gradients(
-    model: nn.Module,
-    layouts: dict[str, Layout],
-    state: TpState,
-    trial: TensorTrial | None,
+    model: nn.Module, layouts: dict[str, Layout], state: TpState, trial: TensorTrial | None
 ) -> None:
     """Register the gradients to sum: those of parameters replicated over a tensor-parallel axis.
 

@@ -84,10 +84,7 @@ def summand_owners(
 
 
 def try_forward(
-    model: nn.Module,
-    layouts: Mapping[str, Layout],
-    styles: Mapping[str, str],
-    strategy: Strategy,
+    model: nn.Module, layouts: Mapping[str, Layout], styles: Mapping[str, str], strategy: Strategy
 ) -> TensorTrial:
     """Run an unwrapped model once on meta tensors and trace the values that tensor parallelism would shard.
 

@@ -165,11 +165,7 @@ def map_names(
         unknown = [k for k in stored if k not in wanted]
         return NameMap({k: v for k, v in full.items() if k in wanted}, [], unknown, {})
     from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import (
-        WeightConverter,
-        dot_natural_key,
-        rename_source_key,
-    )
+    from transformers.core_model_loading import WeightConverter, dot_natural_key, rename_source_key
 
     transforms = get_model_conversion_mapping(reference)
     converters = [t for t in transforms if isinstance(t, WeightConverter)]

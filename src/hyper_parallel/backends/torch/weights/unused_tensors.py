@@ -107,8 +107,7 @@ def open_carried(carried: CarriedWeights | None, exported: Collection[str]) -> d
         unused = {name: tensors[name] for name in names}
     except (WeightsUnreadable, KeyError):
         logger.warning(
-            "omitted from the export: %d unused tensors that %s no longer has, first `%s`",
-            *facts,
+            "omitted from the export: %d unused tensors that %s no longer has, first `%s`", *facts
         )
         return {}
     logger.info(
