@@ -23,6 +23,7 @@ COMMAND = re.compile(r"hyper-parallel ((?:(?! or |, |;|`| \(|\) ).)+)")
 OPTION = re.compile(r"(?:^|leave out |give )(--[a-z][a-z-]*)")
 CALL = re.compile(r"[\w.]+\([^()]*\)")
 """Python that is pasted into a script: its keywords are no keys of a recipe."""
+RENAMED = re.compile(r"the key is `([\w.]+)`")
 PLACEHOLDER = re.compile(r"<|^\"|\b[A-Z][A-Z_']+\b|\.\.\.$|^[A-Z]$")
 """A value that only the user knows, or that is computed."""
 
@@ -119,6 +120,12 @@ def pasted(words: list[str], error: HyperParallelError) -> list[str] | None:
     hint = filled(error.hint)
     if match := re.search(r"hyper-parallel ((?:(?! or |, with|;|`).)*)", hint):
         return shlex.split(match[1])
+    if hint.startswith("remove the key") or (renamed := RENAMED.match(hint)):
+        key, new = _wrong_key(error), "" if hint.startswith("remove") else renamed[1]
+        given = [word for word in words if word.partition("=")[0] == key]
+        assert given, f"not pasted: {error.hint}"
+        rest = [word for word in words if word not in given]
+        return [*rest, *(f"{new}={word.partition('=')[2]}" for word in given if new)]
     if hint.startswith("did you mean"):
         given, meant = str(error.where or error.got).partition(": ")[0], hint.split("`")[1]
         assert {given, str(error.got)} & {*words}, (words, given)
@@ -153,23 +160,28 @@ def pasted(words: list[str], error: HyperParallelError) -> list[str] | None:
 
 
 def corrected_recipe(error: HyperParallelError) -> tuple[Path, str] | None:
-    """Return the recipe that an error names, and its text with the line of the hint instead of the wrong key.
+    """Return the recipe that an error names, and its text with the hint followed: a line, another key or no key.
 
-    None if the hint is no line of a recipe, or the error names no file.
+    None if the hint says none of these, or the wrong key is not in a file.
     """
-    line = re.match(r"write `([\w.]+): (.+)`", error.hint or "")
-    name, _, key = str(error.where).partition(": ")
-    if line is None or Path(name).suffix not in (".yaml", ".yml", ".json"):
+    hint, name = error.hint or "", str(error.where).partition(": ")[0]
+    line, renamed = re.match(r"write `([\w.]+): (.+)`", hint), RENAMED.match(hint)
+    if not (line or renamed or hint.startswith("remove the key")):
         return None
-    *sections, last = key.split(".")
-    *new_sections, new = line[1].split(".")
+    *sections, last = _wrong_key(error).split(".")
     try:
         tree = yaml.safe_load(Path(name).read_text())
-        _section(tree, sections).pop(last, None)
-        _section(tree, new_sections)[new] = yaml.safe_load(line[2])
-    except (OSError, yaml.YAMLError, AttributeError, TypeError):  # no mappings of mappings
+        value = _section(tree, sections).pop(last)
+        if line or renamed:
+            *sections, last = (line or renamed)[1].split(".")
+            _section(tree, sections)[last] = yaml.safe_load(line[2]) if line else value
+    except (OSError, yaml.YAMLError, AttributeError, TypeError, KeyError):
         return None
     return Path(name), json.dumps(tree)
+
+
+def _wrong_key(error: HyperParallelError) -> str:
+    return str(error.where).partition(" (")[0].rpartition(": ")[2]
 
 
 def _section(tree: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import pytest
 from hyper_parallel.config import load_recipe
 from hyper_parallel.errors import BadValue, UnknownKey
 from tests.conftest import PASTING, SEEN_HINTS
-from tests.hints import problems_of
+from tests.hints import corrected_recipe, pasted, problems_of
 from tests.pasting import Pasting
 from tests.printed_hints import hints_of_ranks, printed_errors
 
@@ -71,3 +71,23 @@ def test_a_line_of_a_hint_is_written_into_the_recipe_that_its_error_names(tmp_pa
     wrong.paste(["config", "show", str(recipe)], error)
     assert ["same error" in problem for problem in wrong.problems] == [True]
     SEEN_HINTS.clear()
+
+
+@pytest.mark.parametrize(
+    ("hint", "text"),
+    [
+        ("remove the key: recipes have no such setting", '{"data": {"source": "a"}}'),
+        ("the key is `data.holdout`: a number", '{"data": {"source": "a", "holdout": 3}}'),
+        ("write `training.steps: 5`", '{"data": {"source": "a"}, "training": {"steps": 5}}'),
+    ],
+)
+def test_a_hint_on_a_key_is_followed_in_a_recipe_and_in_a_command(tmp_path, hint, text):
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text("data: {source: a, eval_share: 3}\n")
+    error = UnknownKey("unknown", where=f"{recipe}: data.eval_share", hint=hint)
+    assert corrected_recipe(error) == (recipe, text)
+    error.where = f"{recipe}: data.eval_part (set by command line)"
+    assert corrected_recipe(error) is None, "the key is not in the file"
+    if not hint.startswith("write"):
+        words = ["train", str(recipe), "data.eval_part=3"]
+        assert pasted(words, error) == [*words[:2], *["data.holdout=3"] * ("holdout" in hint)]

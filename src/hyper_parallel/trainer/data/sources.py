@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import itertools
 import os
+import re
 import shlex
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
@@ -54,6 +55,9 @@ PlainText = Literal["never", "pairs", "all"]
 _TEMPLATED: Final = (
     "pairs of texts written through the chat template (data.chat_template=none: as plain text)"
 )
+_SPECIAL: Final = (
+    "conversations with special tokens of the tokenizer in their words, which are read as markers"
+)
 _WORDLESS: Final = "conversations with answers without words, which are not trained on"
 _JOINED: Final = "pairs of texts joined as plain text, without a chat template"
 _STDLIB_SKIP = frozenset({"test", "tests", "idle_test", "site-packages", "__pycache__"})
@@ -91,6 +95,8 @@ class Source:
     """Rules by which keys of records are read."""
     plain: PlainText = "never"
     """Conversations that are joined as plain text, without a chat template."""
+    special: re.Pattern[str] | None = None
+    """Pattern of the special tokens of the tokenizer."""
 
     @property
     def counts(self) -> DataCounts:
@@ -194,6 +200,9 @@ class Source:
         conversations = conversations_of(record, self.shape, where, stage, self.rules)
         if stage != "pt":
             conversations = [self._without_empty(one, record, where) for one in conversations]
+        turns = (turn for one in conversations for turn in one.messages)
+        if self.special and any(self.special.search(turn.get("content") or "") for turn in turns):
+            self.counts.remarks[_SPECIAL] += 1
         return [
             Document(
                 where,

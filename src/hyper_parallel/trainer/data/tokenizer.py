@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -148,8 +149,13 @@ def _too_large(
 
 
 def bind_tokenizer(source: Source, data: Data, tokenizer: Tokenizer) -> Source:
-    """Return a source that counts the tokenizer's unknown token and writes pairs of texts as the recipe says."""
+    """Return a source that counts the tokenizer's unknown and special tokens, and writes pairs as the recipe says."""
     source.counts.unknown_id = unknown_token(tokenizer.hf)
+    names = [
+        str(one) for one in tokenizer.hf.added_tokens_decoder.values() if one.special and str(one)
+    ]
+    special = re.compile("|".join(map(re.escape, sorted(names, key=len)))) if names else None
+    source = replace(source, special=special)
     return with_template(source, data, own_template=tokenizer.hf.chat_template != PLAIN)
 
 
