@@ -19,7 +19,7 @@ from hyper_parallel.mpmd._strategy import (
     step_schedule,
 )
 from hyper_parallel.mpmd._tasks import bubble_fraction, on_shared_cores, schedule_tasks, unit_starts
-from hyper_parallel.mpmd._verify import in_flight, verify
+from hyper_parallel.mpmd._verify import held_bytes, in_flight, verify
 
 __all__ = [
     "SCHEDULES",
@@ -28,6 +28,7 @@ __all__ = [
     "check_pipeline",
     "check_virtual",
     "forward_schedule",
+    "held_bytes",
     "in_flight",
     "in_flight_limit",
     "is_legal",
