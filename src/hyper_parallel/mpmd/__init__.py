@@ -1,6 +1,7 @@
 """Pipeline schedules: construction, lowering to communication, verification and task graphs. No framework."""
 
 from hyper_parallel.ir import StageCost
+from hyper_parallel.mpmd._list_schedule import list_schedule
 from hyper_parallel.mpmd._lower import lower, one_by_one
 from hyper_parallel.mpmd._makespan import makespan_s
 from hyper_parallel.mpmd._replay import replay
@@ -33,6 +34,7 @@ __all__ = [
     "in_flight_limit",
     "is_legal",
     "legal_microbatches",
+    "list_schedule",
     "lower",
     "make_schedule",
     "makespan_s",

@@ -168,6 +168,7 @@ class _Builder:
         self.producers: dict[_Key, int] = {}
         self.last_compute: dict[int, int] = {}
         self.last_exposed: dict[int, int] = {}
+        self.last_backward: dict[tuple[int, int], int] = {}
 
     def add(self, rank: int, actions: tuple[Action, ...], factor: float = 1.0) -> None:
         """Add one action, or the parts of an overlap as one task of `factor` times the sum of their times."""
@@ -189,6 +190,8 @@ class _Builder:
             self.last_exposed[rank] = task
         self.last_compute[rank] = task
         for a in actions:
+            if a.kind in ("B", "W"):
+                self.last_backward[a.stage, rank] = task
             if a.kind != "W":
                 self._send(rank, a, task)
 
@@ -241,9 +244,10 @@ class _Builder:
         s, i, kind = action.stage, action.microbatch, action.kind
         key: _Key = (s, kind, rank if i is None else i, None)
         lane = "communication"
-        waits = sorted(self.copies[s]) if kind == "REDUCE_GRAD" else [rank]
-        deps = [self.last_compute[r] for r in waits if r in self.last_compute]
-        if kind == "UNSHARD":
+        deps = [self.last_compute[rank]] if rank in self.last_compute else []
+        if kind == "REDUCE_GRAD" and len(self.copies[s]) > 1:
+            deps = [self.last_backward[s, copy] for copy in sorted(self.copies[s])]
+        elif kind == "UNSHARD":
             deps = []  # prefetch: waits only for earlier tasks on its lane, among them the frees of its memory
         elif kind == "OFFLOAD":
             lane, key, deps = "copy", (s, "copy", i, None), [self.producers[s, "F", i, None]]
