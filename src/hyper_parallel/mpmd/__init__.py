@@ -1,6 +1,13 @@
 """Pipeline schedules: construction, lowering to communication, verification and task graphs. No framework."""
 
 from hyper_parallel.ir import StageCost
+from hyper_parallel.mpmd._assignment import (
+    Assignment,
+    Choice,
+    Devices,
+    SubModel,
+    assign_submodels,
+)
 from hyper_parallel.mpmd._list_schedule import list_schedule
 from hyper_parallel.mpmd._lower import lower, one_by_one
 from hyper_parallel.mpmd._makespan import makespan_s
@@ -24,7 +31,12 @@ from hyper_parallel.mpmd._verify import held_bytes, in_flight, verify
 
 __all__ = [
     "SCHEDULES",
+    "Assignment",
+    "Choice",
+    "Devices",
     "StageCost",
+    "SubModel",
+    "assign_submodels",
     "bubble_fraction",
     "check_pipeline",
     "check_virtual",

@@ -4,7 +4,8 @@ Whenever a rank is free, it starts its most urgent action that is ready and fits
 
     1. B or I whose gradient another stage waits for;
     2. F, if the activations of all earlier microbatches still find room after it;
-    3. W, and B or I of stages without trained producers: nothing waits for them, so they fill bubbles.
+    3. W, and B or I of stages without trained producers: nothing waits for them, so they fill bubbles. With
+       `reduce_first`, those of stages with a gradient reduction come first, so that other fillers hide the reduction.
 
 Ties go to the earlier microbatch, then to the deeper stage. A rank that can start an action does not wait for a more
 urgent one. By rule 2, the earliest unfinished microbatch can always finish, so memory limits lead to no deadlock.
@@ -37,6 +38,7 @@ def list_schedule(
     max_bytes: Sequence[int] | None = None,
     split: bool = True,
     order: Sequence[int] | None = None,
+    reduce_first: bool = False,
 ) -> Schedule:
     """Return a compute-only schedule in the order of list scheduling.
 
@@ -48,12 +50,13 @@ def list_schedule(
         max_bytes: Limit of `held_bytes` per rank; None: no limit.
         split: Whether backwards are split into I and W.
         order: Microbatches, most urgent first; None: 0, 1, 2, ...
+        reduce_first: Whether stages with a gradient reduction come first among the actions that fill bubbles.
 
     Raises:
         ScheduleError: HP320 when one microbatch exceeds the limit of a rank.
     """
     problem = ListProblem(graph, homes, costs, transfer_s, split)
-    result = problem.arrange(order or range(len(homes[0])), max_bytes)
+    result = problem.arrange(order or range(len(homes[0])), max_bytes, reduce_first)
     assert result is not None, "without a limit of time, every schedule is finished"
     return problem.schedule(result[0])
 
@@ -108,19 +111,24 @@ class ListProblem:
         return nanoseconds(own) + nanoseconds(c.exposed_backward_s)
 
     def arrange(
-        self, order: Sequence[int], max_bytes: Sequence[int] | None = None, stop: int = _NEVER
+        self,
+        order: Sequence[int],
+        max_bytes: Sequence[int] | None,
+        reduce_first: bool,
+        stop: int = _NEVER,
     ) -> tuple[list[_Row], int] | None:
         """Return the actions of every rank, and the end in nanoseconds with gradient reductions.
 
         Args:
             order: Microbatches, most urgent first.
             max_bytes: Limit of held bytes per rank.
+            reduce_first: As for `list_schedule`.
             stop: Return None as soon as the end cannot be earlier.
 
         Raises:
             ScheduleError: HP320 when one microbatch exceeds the limit of a rank.
         """
-        return _Arrangement(self, order, max_bytes).run(stop)
+        return _Arrangement(self, order, max_bytes, reduce_first).run(stop)
 
     def schedule(self, rows: Sequence[_Row]) -> Schedule:
         """Return arranged actions as a schedule."""
@@ -155,15 +163,19 @@ class _Arrangement:
     """Run of list scheduling; the rules are at the top of the file."""
 
     def __init__(
-        self, problem: ListProblem, order: Sequence[int], max_bytes: Sequence[int] | None
+        self,
+        problem: ListProblem,
+        order: Sequence[int],
+        max_bytes: Sequence[int] | None,
+        reduce_first: bool,
     ) -> None:
         p = self._p = problem
         count, m = 1 + max(map(max, p.homes)), p.m
         self._order, self._position = order, [0] * m
         for position, i in enumerate(order):
             self._position[i] = position
-        self._ranks = [_Rank(0, 0, 0, [0] * m, [0] * m, [], ([], [], [])) for _ in range(count)]
-        self._limits = max_bytes
+        self._ranks = [_Rank(0, 0, 0, [0] * m, [0] * m, [], ([], [], [], [])) for _ in range(count)]
+        self._limits, self._reduce_first = max_bytes, reduce_first
         self._links: dict[tuple[int, int], int] = {}
         # Missing inputs of F and of B or I, and the arrival of the latest so far, by stage and microbatch.
         self._missing = [
@@ -206,7 +218,10 @@ class _Arrangement:
 
     def _queue(self, kind: int, stage: int, microbatch: int, time: int) -> None:
         p = self._p
-        rule = 1 if kind == _F else 0 if kind == _B and p.producers[stage] else 2
+        if kind == _B and p.producers[stage]:
+            rule = 0
+        else:
+            rule = 1 if kind == _F else 2 if self._reduce_first and p.reduce[stage] else 3
         action = (self._position[microbatch], -stage, kind)
         heappush(self._ranks[p.homes[stage][microbatch]].coming, (time, rule, action))
 
@@ -226,8 +241,8 @@ class _Arrangement:
         while rank.coming and rank.coming[0][0] <= rank.free:
             _, rule, action = heappop(rank.coming)
             heappush(rank.ready[rule], action)
-        backward, forward, filler = rank.ready
-        if backward or filler or (forward and self._fits(r, forward[0])):
+        backward, forward, early, late = rank.ready
+        if backward or early or late or (forward and self._fits(r, forward[0])):
             return rank.free
         first = forward[0] if forward else None
         for time, rule, action in sorted(rank.coming):
@@ -264,9 +279,9 @@ class _Arrangement:
         while rank.coming and rank.coming[0][0] <= start:
             _, rule, action = heappop(rank.coming)
             heappush(rank.ready[rule], action)
-        backward, forward, filler = rank.ready
+        backward, forward, early, late = rank.ready
         fits = not backward and forward and self._fits(r, forward[0])
-        position, stage, kind = heappop(backward or (forward if fits else filler))
+        position, stage, kind = heappop(backward or (forward if fits else early or late))
         stage, i = -stage, self._order[position]
         duration = p.duration[kind][stage][i]
         end = rank.free = start + duration
