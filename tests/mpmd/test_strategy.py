@@ -98,6 +98,9 @@ def test_a_schedule_comes_from_a_file(tmp_path):
     path.write_text(make_schedule("zbv", 2, 4).to_csv())
     with pytest.raises(ScheduleError, match="assigns stages to other ranks"):
         step_schedule(strategy, 4)
+    path.write_text(made.to_csv() + "graph,0>1,1>2,2>3\n")
+    with pytest.raises(ScheduleError, match="executes only a chain"):
+        step_schedule(strategy, 4)
     rows = [list(row) for row in made.compute_only().ranks]
     rows[0].reverse()
     path.write_text(Schedule("mine", 4, 4, tuple(map(tuple, rows))).to_csv())

@@ -53,7 +53,7 @@ from hyper_parallel.ir.purpose import Purpose
 from hyper_parallel.ir.redistribution import CollectiveStep, redistribute
 from hyper_parallel.ir.replay import replay
 from hyper_parallel.ir.roles import RejectedRoles, RolesPlan, role_tasks
-from hyper_parallel.ir.schedule import Action, ActionKind, Schedule, grid
+from hyper_parallel.ir.schedule import Action, ActionKind, Schedule, StageGraph, grid
 from hyper_parallel.ir.sequence import Interval, SequenceCut, sees_all, sees_some
 from hyper_parallel.ir.strategy import (
     BLOCK_SHAPES,
@@ -118,6 +118,7 @@ __all__ = [
     "Span",
     "Stage",
     "StageCost",
+    "StageGraph",
     "Storage",
     "StorageKind",
     "Strategy",

@@ -5,6 +5,9 @@ forward of stage 2 on microbatch 0, `1RECV_B3` receives the gradient of microbat
 parameters of stage 0, `(0F4;3B1)OVERLAP_F_B` runs a forward and a backward together. One CSV row per rank. OFFLOAD and
 RELOAD are extensions that torch does not read.
 
+Stages are a chain unless the schedule has a `StageGraph`. A message that does not go to the neighbour in the chain
+names the stage at its other end: `0SEND_F3:2` sends the output of stage 0 on microbatch 3 to stage 2.
+
 A schedule defines an order, not times. It may be illegal; `hyper_parallel.mpmd.verify` checks it.
 """
 
@@ -14,7 +17,7 @@ import csv
 import io
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Final, Literal, TypeAlias, get_args
 
@@ -42,17 +45,18 @@ COMPUTE: Final = frozenset({"F", "I", "W", "B", "OVERLAP_F_B"})
 _PER_STAGE: Final = frozenset({"UNSHARD", "RESHARD", "REDUCE_GRAD"})
 _OURS: Final = frozenset({"OFFLOAD", "RELOAD"})
 _TEXT: Final = re.compile(
-    rf"(\d+)({'|'.join(k for k in get_args(ActionKind) if k != 'OVERLAP_F_B')})(\d*)"
+    rf"(\d+)({'|'.join(k for k in get_args(ActionKind) if k != 'OVERLAP_F_B')})(\d*)(?::(\d+))?"
 )
 _SLOTS: Final = {"F": 1, "I": 1, "W": 1, "B": 2}
 _SENDS: Final[dict[str, ActionKind]] = {"F": "SEND_F", "B": "SEND_B", "I": "SEND_B"}
+_GRAPH: Final = re.compile(r"(\d+)>(\d+)|(\d+) (frozen|copied)")
 PEERS: Final[dict[str, tuple[int, ActionKind]]] = {
     "SEND_F": (1, "RECV_F"),
     "RECV_F": (-1, "SEND_F"),
     "SEND_B": (-1, "RECV_B"),
     "RECV_B": (1, "SEND_B"),
 }
-"""Stage offset of the peer, and its action, for each send or receive."""
+"""Stage offset of the peer in a chain, and its action, for each send or receive."""
 _OVERLAP: Final = re.compile(r"\((.+)\)OVERLAP_F_B")
 
 
@@ -65,12 +69,14 @@ class Action:
         kind: Kind of action.
         microbatch: Index of the microbatch; None for UNSHARD, RESHARD, REDUCE_GRAD and OVERLAP_F_B.
         parts: Actions of an OVERLAP_F_B.
+        other: Stage at the other end of a message; None for the neighbour in the chain.
     """
 
     stage: int
     kind: ActionKind
     microbatch: int | None = None
     parts: tuple[Action, ...] = ()
+    other: int | None = None
 
     @property
     def leaves(self) -> tuple[Action, ...]:
@@ -81,13 +87,8 @@ class Action:
     def peer(self) -> Action:
         """The receive of a send, the send of a receive."""
         step, kind = PEERS[self.kind]
-        return Action(self.stage + step, kind, self.microbatch)
-
-    @property
-    def send(self) -> Action | None:
-        """Send action for the result of a computation; None for W and other kinds."""
-        kind = _SENDS.get(self.kind)
-        return Action(self.stage, kind, self.microbatch) if kind else None
+        other = self.stage + step if self.other is None else self.other
+        return message(other, kind, self.microbatch, self.stage)
 
     @property
     def slots(self) -> int:
@@ -97,7 +98,8 @@ class Action:
     def __str__(self) -> str:
         if self.parts:
             return f"({';'.join(str(part) for part in self.parts)}){self.kind}"
-        return f"{self.stage}{self.kind}{'' if self.microbatch is None else self.microbatch}"
+        end = "" if self.other is None else f":{self.other}"
+        return f"{self.stage}{self.kind}{'' if self.microbatch is None else self.microbatch}{end}"
 
     @staticmethod
     def parse(text: str) -> Action:
@@ -116,15 +118,82 @@ def _parse(text: str) -> Action:
         if all(part.kind in COMPUTE and not part.parts for part in parts):
             return Action(-1, "OVERLAP_F_B", None, parts)
     elif match := _TEXT.fullmatch(text):
-        stage, kind, microbatch = match.groups()
-        if (kind in _PER_STAGE) != bool(microbatch):
+        stage, kind, microbatch, other = match.groups()
+        if (kind in _PER_STAGE) != bool(microbatch) and (kind in PEERS or other is None):
             number = int(microbatch) if microbatch else None
+            if other is not None:
+                return message(int(stage), kind, number, int(other))  # type: ignore[arg-type]
             return Action(int(stage), kind, number)  # type: ignore[arg-type]
     raise ScheduleError(
         f"`{text}` is not a schedule action",
         got=text,
         allowed="stage, kind, microbatch: 2F0, 1RECV_B3, 0UNSHARD, (0F4;3B1)OVERLAP_F_B",
     )
+
+
+def message(stage: int, kind: ActionKind, microbatch: int | None, other: int) -> Action:
+    """Return the send or receive of a stage whose other end is a given stage."""
+    chained = other == stage + PEERS[kind][0]
+    return Action(stage, kind, microbatch, other=None if chained else other)
+
+
+@dataclass(frozen=True, slots=True)
+class StageGraph:
+    """Stages that do not form a chain.
+
+    Attributes:
+        edges: (producer, consumer) pairs of stages; a producer has the smaller number.
+        frozen: Stages without a backward; their producers are frozen too.
+        copied: Stages with copies on several ranks; each copy computes some of the microbatches.
+
+    Raises:
+        ScheduleError: HP320 for an edge to the same or a smaller stage, or from a trained stage to a frozen one.
+    """
+
+    edges: tuple[tuple[int, int], ...]
+    frozen: frozenset[int] = frozenset()
+    copied: frozenset[int] = frozenset()
+
+    def __post_init__(self) -> None:
+        for source, target in self.edges:
+            if source >= target:
+                raise ScheduleError(
+                    f"the edge {source}>{target} does not lead to a larger stage",
+                    hint="number the stages in the order of their edges",
+                )
+            if target in self.frozen and source not in self.frozen:
+                raise ScheduleError(
+                    f"stage {source} gets no gradient, because stage {target} is frozen",
+                    hint=f"freeze stage {source} too",
+                )
+
+    def __str__(self) -> str:
+        marks = (("frozen", self.frozen), ("copied", self.copied))
+        cells = [f"{source}>{target}" for source, target in self.edges]
+        return ",".join(
+            [*cells, *(f"{s} {word}" for word, stages in marks for s in sorted(stages))]
+        )
+
+    @staticmethod
+    def parse(cells: Sequence[str]) -> StageGraph:
+        """Read the cells of the text form: `0>2`, `0 frozen`, `1 copied`.
+
+        Raises:
+            ScheduleError: HP320 for another cell.
+        """
+        edges, marked = [], {"frozen": set[int](), "copied": set[int]()}
+        for cell in filter(None, map(str.strip, cells)):
+            match = _GRAPH.fullmatch(cell)
+            if match is None:
+                raise ScheduleError(
+                    f"`{cell}` is not part of a stage graph", allowed="0>2, 0 frozen, 1 copied"
+                )
+            source, target, stage, word = match.groups()
+            if word:
+                marked[word].add(int(stage))
+            else:
+                edges.append((int(source), int(target)))
+        return StageGraph(tuple(edges), *map(frozenset, marked.values()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,12 +205,55 @@ class Schedule:
         stages: Virtual stages of the whole pipeline.
         microbatches: Microbatches of one step.
         ranks: Actions of each rank, in order. Idle steps are not stored: time comes from a simulation.
+        graph: Edges between stages; None for the chain 0, 1, 2, ...
+
+    Raises:
+        ScheduleError: HP320 when the graph has a stage that the schedule lacks.
     """
 
     name: str
     stages: int
     microbatches: int
     ranks: tuple[tuple[Action, ...], ...]
+    graph: StageGraph | None = None
+
+    def __post_init__(self) -> None:
+        for edge in self.graph.edges if self.graph else ():
+            if edge[1] >= self.stages:
+                raise ScheduleError(
+                    f"the edge {edge[0]}>{edge[1]} leads to no stage", allowed=range(self.stages)
+                )
+
+    def before(self, stage: int) -> tuple[int, ...]:
+        """Return the producers of a stage's inputs."""
+        if self.graph is None:
+            return (stage - 1,) if stage else ()
+        return tuple(source for source, target in self.graph.edges if target == stage)
+
+    def after(self, stage: int) -> tuple[int, ...]:
+        """Return the consumers of a stage's output."""
+        if self.graph is None:
+            return (stage + 1,) if stage + 1 < self.stages else ()
+        return tuple(target for source, target in self.graph.edges if source == stage)
+
+    def is_trained(self, stage: int) -> bool:
+        """Return whether a stage has a backward."""
+        return self.graph is None or stage not in self.graph.frozen
+
+    def inputs(self, action: Action) -> tuple[int, ...]:
+        """Return the stages whose results a computation needs: outputs for F, gradients for B and I."""
+        if action.kind == "F":
+            return self.before(action.stage)
+        return self.after(action.stage) if action.kind in ("B", "I") else ()
+
+    def messages(self, action: Action) -> tuple[Action, ...]:
+        """Return the sends of a computation's result, one per stage that needs it, on whatever rank."""
+        kind = _SENDS.get(action.kind)
+        if kind is None:
+            return ()
+        s = action.stage
+        others = self.after(s) if kind == "SEND_F" else filter(self.is_trained, self.before(s))
+        return tuple(message(s, kind, action.microbatch, other) for other in others)
 
     @property
     def has_communication(self) -> bool:
@@ -155,38 +267,64 @@ class Schedule:
                 for leaf in action.leaves:
                     yield rank, position, leaf
 
-    def placement(self) -> dict[int, int]:
-        """Stage to rank, from where a stage computes.
+    def homes(self) -> dict[tuple[int, int | None], int]:
+        """(stage, microbatch) to the rank that computes it.
 
         Raises:
-            ScheduleError: HP320 when a stage computes on two ranks, or on none.
+            ScheduleError: HP320 when a stage computes on no rank or, without copies, on two; or when the computations
+                of one microbatch lie on two copies.
         """
+        copied = self.graph.copied if self.graph else frozenset()
         place: dict[int, int] = {}
+        homes: dict[tuple[int, int | None], int] = {}
         for rank, position, leaf in self.leaves():
-            if leaf.kind in COMPUTE and place.setdefault(leaf.stage, rank) != rank:
+            if leaf.kind not in COMPUTE:
+                continue
+            s, i = leaf.stage, leaf.microbatch
+            first = place.setdefault(s, rank) if s not in copied else rank
+            home = homes.setdefault((s, i), rank)
+            if rank != (first if s not in copied else home):
+                name, other = (f"microbatch {i} of ", home) if s in copied else ("", first)
                 raise ScheduleError(
-                    f"stage {leaf.stage} computes on rank {place[leaf.stage]} and on rank {rank}",
+                    f"{name}stage {s} computes on rank {other} and on rank {rank}",
                     where=at(self, rank, position),
                 )
-        lost = sorted(set(range(self.stages)) - set(place))
+        used = sorted({s for s, _ in homes})
+        lost = sorted(set(range(self.stages)).difference(used))
         if lost:
-            raise ScheduleError(f"stage {lost[0]} never computes", got=f"stages {sorted(place)}")
-        return place
+            raise ScheduleError(f"stage {lost[0]} never computes", got=f"stages {used}")
+        return homes
+
+    def placement(self) -> dict[int, int]:
+        """Stage to rank, from where a stage computes; copied stages are left out.
+
+        Raises:
+            ScheduleError: HP320 as for `homes`.
+        """
+        copied = self.graph.copied if self.graph else frozenset()
+        return {s: rank for (s, _), rank in self.homes().items() if s not in copied}
 
     def compute_only(self) -> Schedule:
         """Return the schedule without communication, sharding and offload actions."""
         ranks = tuple(tuple(a for a in rank if a.kind in COMPUTE) for rank in self.ranks)
-        return Schedule(self.name, self.stages, self.microbatches, ranks)
+        return replace(self, ranks=ranks)
 
     def to_csv(self, *, extended: bool = False) -> str:
         """Return the CSV form, one row per rank; torch reads it with `_load_csv`.
 
         Args:
-            extended: Also write OFFLOAD and RELOAD, which torch does not read.
+            extended: Also write OFFLOAD, RELOAD and a last row with the graph, which torch does not read.
 
         Raises:
-            ScheduleError: HP320 for an OFFLOAD or RELOAD when not `extended`.
+            ScheduleError: HP320 for an OFFLOAD, a RELOAD or a graph when not `extended`.
         """
+        if self.graph and not extended:
+            raise ScheduleError(
+                "torch.distributed.pipelining knows only a chain of stages",
+                where=self.name,
+                got=str(self.graph),
+                hint="schedule.to_csv(extended=True)",
+            )
         for rank, position, leaf in self.leaves():
             if leaf.kind in _OURS and not extended:
                 raise ScheduleError(
@@ -194,7 +332,9 @@ class Schedule:
                     where=at(self, rank, position),
                     hint="schedule.to_csv(extended=True)",
                 )
-        return "".join(",".join(map(str, rank)) + "\n" for rank in self.ranks)
+        rows = [",".join(map(str, rank)) for rank in self.ranks]
+        rows += [f"graph,{self.graph}"] if self.graph else []
+        return "".join(f"{row}\n" for row in rows)
 
     @staticmethod
     def from_csv(text: str, name: str = "csv") -> Schedule:
@@ -204,7 +344,11 @@ class Schedule:
             ScheduleError: HP320 for a cell that is no action, with its row and column, or a file without actions.
         """
         ranks: list[list[Action]] = []
+        graph = None
         for row, cells in enumerate(csv.reader(io.StringIO(text)), start=1):
+            if cells and cells[0].strip() == "graph":
+                graph = StageGraph.parse(cells[1:])
+                continue
             ranks.append([])
             for column, cell in enumerate(cells, start=1):
                 try:
@@ -217,7 +361,7 @@ class Schedule:
             raise ScheduleError("the schedule has no actions", where=name)
         stages = 1 + max(leaf.stage for leaf in leaves)
         numbers = [leaf.microbatch for leaf in leaves if leaf.microbatch is not None]
-        return Schedule(name, stages, 1 + max(numbers, default=-1), tuple(map(tuple, ranks)))
+        return Schedule(name, stages, 1 + max(numbers, default=-1), tuple(map(tuple, ranks)), graph)
 
 
 def grid(

@@ -1,6 +1,14 @@
 """Pipeline schedules: construction, lowering to communication, verification and task graphs. No framework."""
 
 from hyper_parallel.ir import StageCost
+from hyper_parallel.mpmd._assignment import (
+    Assignment,
+    Choice,
+    Devices,
+    SubModel,
+    assign_submodels,
+)
+from hyper_parallel.mpmd._list_schedule import list_schedule
 from hyper_parallel.mpmd._lower import lower, one_by_one
 from hyper_parallel.mpmd._makespan import makespan_s
 from hyper_parallel.mpmd._replay import replay
@@ -19,19 +27,26 @@ from hyper_parallel.mpmd._strategy import (
     step_schedule,
 )
 from hyper_parallel.mpmd._tasks import bubble_fraction, on_shared_cores, schedule_tasks, unit_starts
-from hyper_parallel.mpmd._verify import in_flight, verify
+from hyper_parallel.mpmd._verify import held_bytes, in_flight, verify
 
 __all__ = [
     "SCHEDULES",
+    "Assignment",
+    "Choice",
+    "Devices",
     "StageCost",
+    "SubModel",
+    "assign_submodels",
     "bubble_fraction",
     "check_pipeline",
     "check_virtual",
     "forward_schedule",
+    "held_bytes",
     "in_flight",
     "in_flight_limit",
     "is_legal",
     "legal_microbatches",
+    "list_schedule",
     "lower",
     "make_schedule",
     "makespan_s",

@@ -3,23 +3,32 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from types import MappingProxyType
 
 from hyper_parallel.errors import ScheduleError
 from hyper_parallel.ir import Action, Schedule
 from hyper_parallel.ir.schedule import COMPUTE, at
-from hyper_parallel.mpmd._tasks import unit_starts
+from hyper_parallel.mpmd._tasks import StageCosts, Transfers, action_times
 
 
 def lower(
-    schedule: Schedule, *, unshard: bool = False, max_unsharded: int = 3, reduce_grad: bool = True
+    schedule: Schedule,
+    *,
+    unshard: bool = False,
+    max_unsharded: int = 3,
+    reduce_grad: bool = True,
+    costs: StageCosts | None = None,
+    transfer_s: Transfers = MappingProxyType({}),
 ) -> Schedule:
     """Add SEND, RECV and, if wanted, UNSHARD, RESHARD and REDUCE_GRAD to a compute-only schedule.
 
-    Actions are placed in the order of a replay with unit times. When a computation ends and another rank needs its
-    result, the send is appended to one rank and the receive to the other at the same moment. A total order of all
-    actions therefore exists in which each send is adjacent to its receive. This excludes deadlock even with blocking
-    sends. Between two ranks, receives have the order of the sends, as NCCL requires because it has no message tags.
+    Actions are placed in the order of a simulation, by default with unit times. When a computation ends and another
+    rank needs its result, the send is appended to one rank and the receive to the other at the same moment. A total
+    order of all actions therefore exists in which each send is adjacent to its receive. This excludes deadlock even
+    with blocking sends. Between two ranks, receives have the order of the sends, as NCCL requires because it has no
+    message tags. The copies of a stage reduce their gradients together, so their reductions are appended at one moment.
 
     Args:
         schedule: Compute-only schedule.
@@ -28,6 +37,8 @@ def lower(
         max_unsharded: Stages whose parameters a rank holds gathered at once, prefetched ones included; 2 or more.
         reduce_grad: Reduce (and scale) the gradients of a stage after its last backward. torch's runtime needs this
             action without data parallelism too, because it divides by the number of microbatches.
+        costs: Costs as for `schedule_tasks`; None: F, I and W take one unit of time each, B two.
+        transfer_s: Seconds per edge as for `schedule_tasks`.
 
     Raises:
         ScheduleError: HP320 when the schedule contains other actions, deadlocks, or `max_unsharded` is below 2.
@@ -45,43 +56,53 @@ def lower(
             got=f"max_unsharded={max_unsharded}",
             allowed="2 and more",
         )
-    out = _with_messages(schedule)
+    out = _with_messages(schedule, action_times(schedule, costs, transfer_s), reduce_grad)
     ranks = [_with_unshard(row, max_unsharded) if unshard else row for row in out]
-    if reduce_grad:
-        ranks = [_with_reduce(row, schedule.microbatches) for row in ranks]
-    return Schedule(
-        schedule.name, schedule.stages, schedule.microbatches, tuple(tuple(row) for row in ranks)
-    )
+    return replace(schedule, ranks=tuple(map(tuple, ranks)))
 
 
-def _with_messages(schedule: Schedule) -> list[list[Action]]:
-    """Return the actions of each rank with sends and receives, in the order of a replay with unit times."""
-    place = schedule.placement()
-    starts = unit_starts(schedule)
-    events = [
-        # At equal times, ends (0) precede starts (1): a message is received before its use.
-        (
-            start + (0 if starting else schedule.ranks[rank][position].slots),
-            starting,
-            rank,
-            position,
-        )
-        for rank, row in enumerate(starts)
-        for position, start in enumerate(row)
-        for starting in (0, 1)
-    ]
+def _with_messages(
+    schedule: Schedule, times: Sequence[Sequence[tuple[int, int]]], reduce_grad: bool
+) -> list[list[Action]]:
+    """Return the actions of each rank with messages and, if wanted, reductions, in the order of `times`."""
+    homes = schedule.homes()
+    copied = schedule.graph.copied if schedule.graph else frozenset()
+    unreduced = Counter(a.stage for _, _, a in schedule.leaves() if a.kind in ("B", "W"))
     out: list[list[Action]] = [[] for _ in schedule.ranks]
-    for _, starting, rank, position in sorted(events):
+
+    def reduced(action: Action, copies: bool) -> Iterator[int]:
+        for leaf in action.leaves:
+            if reduce_grad and leaf.kind in ("B", "W") and (leaf.stage in copied) == copies:
+                unreduced[leaf.stage] -= 1
+                if not unreduced[leaf.stage]:
+                    yield leaf.stage
+
+    for _, starting, rank, position in _events(times):
         action = schedule.ranks[rank][position]
         if starting:
             out[rank].append(action)
+            out[rank] += [Action(s, "REDUCE_GRAD") for s in reduced(action, copies=False)]
             continue
-        for leaf in action.leaves:
-            send = leaf.send
-            if send and (to := place.get(send.peer.stage, rank)) != rank:
+        for send in (send for leaf in action.leaves for send in schedule.messages(leaf)):
+            to = homes.get((send.peer.stage, send.microbatch), rank)
+            if to != rank:
                 out[rank].append(send)
                 out[to].append(send.peer)
+        for s in reduced(action, copies=True):
+            for copy in sorted({r for (stage, _), r in homes.items() if stage == s}):
+                out[copy].append(Action(s, "REDUCE_GRAD"))
     return out
+
+
+def _events(times: Sequence[Sequence[tuple[int, int]]]) -> list[tuple[int, bool, int, int]]:
+    """Return (time, whether it is a start, rank, position) for starts and ends of all actions, in order."""
+    # At equal times, ends precede starts: a message is received before its use.
+    return sorted(
+        (time, starting, rank, position)
+        for rank, row in enumerate(times)
+        for position, start_and_end in enumerate(row)
+        for time, starting in zip(start_and_end, (True, False), strict=True)
+    )
 
 
 def one_by_one(schedule: Schedule) -> Schedule:
@@ -99,7 +120,7 @@ def one_by_one(schedule: Schedule) -> Schedule:
         tuple(leaf for action in rank for leaf in action.leaves)
         for rank in schedule.compute_only().ranks
     )
-    return lower(Schedule(schedule.name, schedule.stages, schedule.microbatches, rows))
+    return lower(replace(schedule, ranks=rows))
 
 
 def _with_unshard(row: Sequence[Action], limit: int) -> list[Action]:
@@ -120,16 +141,3 @@ def _with_unshard(row: Sequence[Action], limit: int) -> list[Action]:
             gathered = wanted
         out.append(action)
     return out + [Action(s, "RESHARD") for s in gathered]
-
-
-def _with_reduce(row: Sequence[Action], microbatches: int) -> list[Action]:
-    """Insert REDUCE_GRAD after the last backward of each stage."""
-    done = Counter[int]()
-    out: list[Action] = []
-    for action in row:
-        out.append(action)
-        for leaf in action.leaves:
-            done[leaf.stage] += leaf.kind in ("B", "W")
-            if leaf.kind in ("B", "W") and done[leaf.stage] == microbatches:
-                out.append(Action(leaf.stage, "REDUCE_GRAD"))
-    return out

@@ -85,10 +85,9 @@ class _Program:
     @classmethod
     def of(cls, schedule: Schedule) -> _Program:
         """Build the arrays: number the computations of a schedule round by round."""
-        place = schedule.placement()
-        producer: dict[
-            tuple[int, str, int | None], int
-        ] = {}  # producer of an output (F) or a gradient (B)
+        homes = schedule.homes()
+        # Producer of an output (F) or a gradient (B); the stages of a preset form a chain.
+        producer: dict[tuple[int, str, int | None], int] = {}
         on_rank: dict[int, int] = {}
         on_link: dict[tuple[int, int], int] = {}
         round_of = {-1: -1}
@@ -99,15 +98,15 @@ class _Program:
                 send, source, link_before = "", -1, -1
                 before, on_rank[rank] = on_rank.get(rank, -1), number
                 if leaf.kind != "W":
-                    direction, step = ("F", 1) if leaf.kind == "F" else ("B", -1)
-                    source, producer[s, direction, i] = (
-                        producer.get((s - step, direction, i), -1),
-                        number,
-                    )
-                    link = rank, place.get(s + step, rank)
-                    if link[1] != rank:
-                        send = f"SEND_{direction}"
-                        link_before, on_link[link] = on_link.get(link, -1), number
+                    direction = "F" if leaf.kind == "F" else "B"
+                    for other in schedule.inputs(leaf):
+                        source = producer[other, direction, i]
+                    producer[s, direction, i] = number
+                    for result in schedule.messages(leaf):
+                        link = rank, homes[result.peer.stage, i]
+                        if link[1] != rank:
+                            send = result.kind
+                            link_before, on_link[link] = on_link.get(link, -1), number
                 times = [len(_TIMES) * s + _TIMES.index(kind) for kind in (leaf.kind, send)]
                 rows.append((*times, source, before, link_before))
                 round_of[number] = 1 + max(round_of[source], round_of[before])

@@ -3,61 +3,63 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 from hyper_parallel.errors import ScheduleError
 from hyper_parallel.ir import Action, Schedule
-from hyper_parallel.ir.schedule import PEERS, at
+from hyper_parallel.ir.schedule import PEERS, at, message
 
-_Event: TypeAlias = tuple[int, str, int | None]
-"""Stage, kind and microbatch of a completed action; I also counts as B for the previous stage."""
-
-
-def _event(action: Action) -> _Event:
-    return action.stage, action.kind, action.microbatch
+_Event: TypeAlias = Action | tuple[Action, int]
+"""Completed action, without the rank except for a reduction; I also counts as B for the producers of its stage."""
 
 
 def _waits_for(schedule: Schedule, rendezvous: bool) -> Callable[[Action], Iterator[_Event]]:
     """Return a function from an action to the events that must precede its end."""
-    place = schedule.placement()
+    homes = schedule.homes()
     communicates = schedule.has_communication
-    last = schedule.stages - 1
+    copies: dict[int, set[int]] = {}
+    for (stage, _), rank in homes.items():
+        copies.setdefault(stage, set()).add(rank)
 
-    def result(kind: str, stage: int, other: int, i: int) -> _Event:
-        if communicates and place[stage] != place[other]:
-            return stage, f"RECV_{kind}", i
-        return other, kind, i
+    def result(kind: Literal["F", "B"], stage: int, other: int, i: int) -> _Event:
+        if communicates and homes.get((stage, i)) != homes.get((other, i)):
+            return message(stage, "RECV_F" if kind == "F" else "RECV_B", i, other)
+        return Action(other, kind, i)
 
     def needs(action: Action) -> Iterator[_Event]:
         s, kind, i = action.stage, action.kind, action.microbatch
+        if kind == "REDUCE_GRAD":
+            yield from ((action, rank) for rank in sorted(copies[s]))
         if i is None:
             return
-        if kind == "F":
-            if s:
-                yield result("F", s, s - 1, i)
-        elif kind in ("B", "I"):
-            yield s, "F", i
-            if s < last:
-                yield result("B", s, s + 1, i)
+        if kind in ("F", "B", "I"):
+            if kind != "F":
+                yield Action(s, "F", i)
+            for other in schedule.inputs(action):
+                yield result("F" if kind == "F" else "B", s, other, i)
         elif kind == "W":
-            yield s, "I", i
+            yield Action(s, "I", i)
         elif kind in ("OFFLOAD", "RELOAD"):
-            yield s, "F" if kind == "OFFLOAD" else "OFFLOAD", i
+            yield Action(s, "F" if kind == "OFFLOAD" else "OFFLOAD", i)
         else:
             if kind.startswith("SEND"):
-                yield s, kind[-1], i
+                yield Action(s, "F" if kind == "SEND_F" else "B", i)
             if rendezvous or kind.startswith("RECV"):
-                step, peer = PEERS[kind]
-                yield s + step, peer, i
+                yield action.peer
 
     return needs
+
+
+def _text(event: _Event) -> str:
+    return str(event) if isinstance(event, Action) else "{} of rank {}".format(*event)
 
 
 def replay(schedule: Schedule, *, rendezvous: bool = False) -> list[tuple[int, int]]:
     """Return (rank, position) of all actions in an order that satisfies every dependency.
 
-    A receive waits for its send. In a compute-only schedule, a computation waits for the computation of the
-    neighbouring stage. OVERLAP_F_B starts when both parts can start.
+    A receive waits for its send. In a compute-only schedule, a computation waits for the computations of the stages
+    whose results it needs. OVERLAP_F_B starts when both parts can start. A gradient reduction ends when all copies of
+    the stage have reached it.
 
     Args:
         schedule: Schedule with or without communication, complete in the sense of `verify`.
@@ -78,23 +80,23 @@ def replay(schedule: Schedule, *, rendezvous: bool = False) -> list[tuple[int, i
                 action = actions[head[rank]]
                 if action.kind in PEERS:
                     # A peer waits until this action is reached: a rendezvous completes on both sides at once.
-                    happened.add(_event(action))
+                    happened.add(action)
+                elif action.kind == "REDUCE_GRAD":
+                    happened.add((action, rank))
                 lacks = (e for leaf in action.leaves for e in needs(leaf) if e not in happened)
                 if event := next(lacks, None):
                     missing[rank] = event
                     break
                 for leaf in action.leaves:
-                    happened.add(_event(leaf))
+                    happened.add(leaf)
                     if leaf.kind == "I":
-                        happened.add((leaf.stage, "B", leaf.microbatch))
+                        happened.add(Action(leaf.stage, "B", leaf.microbatch))
                 order.append((rank, head[rank]))
                 head[rank] += 1
     stuck = [rank for rank, actions in enumerate(schedule.ranks) if head[rank] < len(actions)]
     if stuck:
         lines = [
-            "rank {}, action {}: {} waits for {}{}{}".format(
-                r, head[r], schedule.ranks[r][head[r]], *missing[r]
-            )
+            f"rank {r}, action {head[r]}: {schedule.ranks[r][head[r]]} waits for {_text(missing[r])}"
             for r in stuck
         ]
         sends = " when sends wait for their receives" if rendezvous else ""

@@ -161,6 +161,13 @@ def _read(strategy: Strategy, microbatches: int) -> Schedule:
             "the schedule file cannot be read", where=path, got=error.strerror
         ) from error
     schedule = Schedule.from_csv(text, name=path)
+    if schedule.graph is not None:
+        raise ScheduleError(
+            "a graph of stages can be simulated, but the pipeline executes only a chain",
+            where=path,
+            got=str(schedule.graph),
+            hint="remove the last row of the file, `graph,...`, and the stages outside the chain",
+        )
     got = (len(schedule.ranks), schedule.stages, schedule.microbatches)
     wanted = (strategy.pp, strategy.stages, microbatches)
     if got != wanted:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
-from typing import Literal
+from types import MappingProxyType
+from typing import Literal, TypeAlias
 
 from hyper_parallel.errors import ScheduleError
 from hyper_parallel.ir import Action, Cores, Schedule, StageCost, Task, TaskGraph, Timeline
@@ -13,9 +14,18 @@ from hyper_parallel.ir.schedule import COMPUTE, PEERS
 from hyper_parallel.mpmd._replay import replay
 from hyper_parallel.sim import simulate
 
+StageCosts: TypeAlias = Sequence[StageCost | Sequence[StageCost]]
+"""Cost of each stage: one for all microbatches, or one per microbatch."""
+Transfers: TypeAlias = Mapping[tuple[int, int], Sequence[float]]
+"""Edge between two stages to the seconds of its transfer per microbatch, the same in both directions."""
+
 
 def schedule_tasks(
-    schedule: Schedule, costs: Sequence[StageCost], *, overlap: float | None = None
+    schedule: Schedule,
+    costs: StageCosts,
+    *,
+    overlap: float | None = None,
+    transfer_s: Transfers = MappingProxyType({}),
 ) -> TaskGraph:
     """Return the task graph of a schedule.
 
@@ -24,14 +34,16 @@ def schedule_tasks(
       assumed to slow neither each other nor the computation. Sends and receives of a lowered schedule add no tasks:
       they are these transfers, started as soon as the data exists.
     * Exposed collectives follow their computation on `rank r/communication`; the rank computes nothing until they end.
-    * Gathers and reductions run in order on the same lane; offload and reload run on `rank r/copy`.
+    * Gathers and reductions run in order on the same lane; offload and reload run on `rank r/copy`. The copies of a
+      stage start to reduce its gradients when the last one is ready.
     * The counter `rank r/device` is the memory of a rank's device.
 
     Args:
         schedule: Schedule that passes `verify`, with or without communication; only deadlocks are detected here.
-        costs: One per stage.
+        costs: One per stage, or one per stage and microbatch.
         overlap: Time of an OVERLAP_F_B, run as one task, over the sum of its parts' times. None: the parts run one
             after the other, and each sends its result when it ends.
+        transfer_s: Transfers between ranks; an edge that is missing has the times of its sender's cost.
 
     Raises:
         ScheduleError: HP320 when the schedule deadlocks, or the number of costs is not the number of stages.
@@ -40,7 +52,7 @@ def schedule_tasks(
         raise ScheduleError(
             "every stage needs its cost", got=f"{len(costs)} costs", allowed=schedule.stages
         )
-    builder = _Builder(schedule, costs)
+    builder = _Builder(schedule, costs, transfer_s)
     for rank, position in replay(schedule):
         leaves = schedule.ranks[rank][position].leaves
         if overlap is not None and len(leaves) > 1:
@@ -63,20 +75,66 @@ def unit_starts(schedule: Schedule) -> tuple[tuple[int, ...], ...]:
         raise ScheduleError(
             "start slots exist only for compute-only schedules", hint="schedule.compute_only()"
         )
-    costs = [StageCost(1e-9, 1e-9, 1e-9)] * schedule.stages  # one slot is one nanosecond
-    starts: list[list[int]] = [[] for _ in schedule.ranks]
-    for span in simulate(schedule_tasks(schedule, costs, overlap=1.0)).spans:
-        starts[int(span.lane.removeprefix("rank ").removesuffix("/compute"))].append(
-            round(span.start_s * 1e9)
-        )
-    return tuple(map(tuple, starts))
+    return tuple(tuple(start for start, _ in row) for row in action_times(schedule))
 
 
-def action_costs(c: StageCost) -> dict[str, tuple[float, float, int, int]]:
+def action_times(
+    schedule: Schedule,
+    costs: StageCosts | None = None,
+    transfer_s: Transfers = MappingProxyType({}),
+) -> list[list[tuple[int, int]]]:
+    """Return start and end of every action of a compute-only schedule, in nanoseconds of 1 and more.
+
+    Args:
+        schedule: Compute-only schedule.
+        costs: As for `schedule_tasks`; None: one nanosecond for F, I and W, two for B.
+        transfer_s: As for `schedule_tasks`.
+    """
+    costs = costs or [StageCost(1e-9, 1e-9, 1e-9)] * schedule.stages
+    graph = schedule_tasks(schedule, costs, overlap=1.0, transfer_s=transfer_s)
+    tasks = tuple(replace(t, duration_ns=max(1, t.duration_ns)) for t in graph.tasks)
+    times: list[list[tuple[int, int]]] = [[] for _ in schedule.ranks]
+    for span in simulate(replace(graph, tasks=tasks)).spans:
+        if span.lane.endswith("/compute"):
+            start, end = round(span.start_s * 1e9), round((span.start_s + span.duration_s) * 1e9)
+            times[int(span.lane.removeprefix("rank ").removesuffix("/compute"))].append(
+                (start, end)
+            )
+    return times
+
+
+def byte_changes(schedule: Schedule, costs: StageCosts) -> Callable[[Action], tuple[int, int]]:
+    """Return a function from an action to the changes in bytes of its rank's memory at its start and end."""
+    table = _table(schedule, costs)
+    return lambda a: _of(table, a)[2:]
+
+
+_Costs: TypeAlias = dict[str, tuple[float, float, int, int]]
+
+
+def _table(schedule: Schedule, costs: StageCosts) -> list[list[_Costs]]:
+    """Return `action_costs` per stage and microbatch; one entry for all microbatches if they have one cost."""
+    return [
+        [
+            action_costs(c, schedule.is_trained(s))
+            for c in ([cost] if isinstance(cost, StageCost) else cost)
+        ]
+        for s, cost in enumerate(costs)
+    ]
+
+
+def _of(table: list[list[_Costs]], action: Action) -> tuple[float, float, int, int]:
+    costs = table[action.stage]
+    return costs[(action.microbatch or 0) if len(costs) > 1 else 0].get(
+        action.kind, (0.0, 0.0, 0, 0)
+    )
+
+
+def action_costs(c: StageCost, trained: bool = True) -> _Costs:
     """Return per kind: seconds, seconds of exposed collectives after it, and byte changes at its start and end."""
     activation, grad_input = c.activation_bytes, c.weight_grad_input_bytes
     return {
-        "F": (c.forward_s, c.exposed_forward_s, activation, 0),
+        "F": (c.forward_s, c.exposed_forward_s, activation, 0 if trained else -activation),
         "I": (c.input_grad_s, c.exposed_backward_s, 0, grad_input - activation),
         "W": (c.weight_grad_s, 0.0, 0, -grad_input),
         "B": (c.input_grad_s + c.weight_grad_s, c.exposed_backward_s, 0, -activation),
@@ -90,32 +148,41 @@ def action_costs(c: StageCost) -> dict[str, tuple[float, float, int, int]]:
     }
 
 
+_Key: TypeAlias = tuple[int, str, int | None, int | None]
+
+
 class _Builder:
     """Builder of a task graph, one action at a time; records the task that produces each value."""
 
-    def __init__(self, schedule: Schedule, costs: Sequence[StageCost]) -> None:
-        self.place = schedule.placement()
-        self.costs = [action_costs(c) for c in costs]
+    def __init__(self, schedule: Schedule, costs: StageCosts, transfer_s: Transfers) -> None:
+        self._schedule, self._transfer_s = schedule, transfer_s
+        self.homes = schedule.homes()
+        self.copies: dict[int, set[int]] = {}
+        for (stage, _), rank in self.homes.items():
+            self.copies.setdefault(stage, set()).add(rank)
+        self.costs = _table(schedule, costs)
         self.tasks: list[Task] = []
         self.policies: dict[str, Literal["order", "priority"]] = {}
-        # (stage, value, microbatch) to the task that produces it. Values: output (F), gradient (B), gathered
-        # parameters (UNSHARD), copied activation (OFFLOAD, RELOAD).
-        self.producers: dict[tuple[int, str, int | None], int] = {}
+        # (stage, value, microbatch or rank, reader) to the task that produces it. Values: output (F) or gradient (B)
+        # for a stage, gathered parameters (UNSHARD) on a rank, copied activation (OFFLOAD, RELOAD).
+        self.producers: dict[_Key, int] = {}
         self.last_compute: dict[int, int] = {}
         self.last_exposed: dict[int, int] = {}
+        self.last_backward: dict[tuple[int, int], int] = {}
 
     def add(self, rank: int, actions: tuple[Action, ...], factor: float = 1.0) -> None:
         """Add one action, or the parts of an overlap as one task of `factor` times the sum of their times."""
         if actions[0].kind in PEERS:
             return
-        effects = (self.costs[a.stage][a.kind] for a in actions)
+        effects = (_of(self.costs, a) for a in actions)
         seconds, exposed, at_start, at_end = map(sum, zip(*effects, strict=True))
         name = str(actions[0] if len(actions) == 1 else Action(-1, "OVERLAP_F_B", None, actions))
         if actions[0].kind not in COMPUTE:
             self._move(rank, actions[0], seconds, at_start, at_end)
             return
         deps = [self.last_exposed[rank]] if rank in self.last_exposed else []
-        deps += (self.producers[key] for a in actions for key in _needs(a) if key in self.producers)
+        keys = (key for a in actions for key in self._needs(a, rank))
+        deps += (self.producers[key] for key in keys if key in self.producers)
         task = self._append(name, rank, "compute", seconds * factor, deps, at_start, at_end)
         if exposed > 0:
             name = f"{name} collectives"
@@ -123,6 +190,8 @@ class _Builder:
             self.last_exposed[rank] = task
         self.last_compute[rank] = task
         for a in actions:
+            if a.kind in ("B", "W"):
+                self.last_backward[a.stage, rank] = task
             if a.kind != "W":
                 self._send(rank, a, task)
 
@@ -142,44 +211,50 @@ class _Builder:
         self.tasks.append(Task(name, executor, ns, lane, tuple(deps), 0, starts, ends))
         return len(self.tasks) - 1
 
-    def _send(self, rank: int, action: Action, task: int) -> None:
-        """Record the task after which the neighbouring stage has a result: the transfer or the computation itself."""
+    def _needs(self, action: Action, rank: int) -> Iterator[_Key]:
+        """Yield the possible inputs of a computation."""
         s, i = action.stage, action.microbatch
-        way, to = ("F", s + 1) if action.kind == "F" else ("B", s - 1)
-        seconds = self.costs[s][f"SEND_{way}"][0]
-        peer = self.place.get(to, rank)
-        if peer != rank and seconds > 0:
-            link = f"link {rank}->{peer}"
-            self.policies[link] = "priority"
-            name, ns = f"{s}SEND_{way}{i}", nanoseconds(seconds)
-            self.tasks.append(Task(name, link, ns, "communication", (task,)))
-            task = len(self.tasks) - 1
-        self.producers[s, way, i] = task
+        yield s, "UNSHARD", rank, None
+        yield from ((o, action.kind.replace("I", "B"), i, s) for o in self._schedule.inputs(action))
+        if action.kind in ("B", "I"):
+            yield s, "copy", i, None
+
+    def _send(self, rank: int, action: Action, task: int) -> None:
+        """Record the task after which each reader has a result: the transfer or the computation itself."""
+        s, i = action.stage, action.microbatch
+        way = "F" if action.kind == "F" else "B"
+        self.producers[s, way, i, None] = task
+        for send in self._schedule.messages(action):
+            to, arrival = send.peer.stage, task
+            edge = min(s, to), max(s, to)
+            seconds = _of(self.costs, send)[0]
+            if edge in self._transfer_s:
+                seconds = self._transfer_s[edge][i or 0]
+            peer = self.homes.get((to, i), rank)
+            if peer != rank and seconds > 0:
+                link = f"link {rank}->{peer}"
+                self.policies[link] = "priority"
+                transfer = Task(str(send), link, nanoseconds(seconds), "communication", (task,))
+                self.tasks.append(transfer)
+                arrival = len(self.tasks) - 1
+            self.producers[s, way, i, to] = self.producers[s, way, i, None] = arrival
 
     def _move(self, rank: int, action: Action, seconds: float, at_start: int, at_end: int) -> None:
         """Add a gather, free or reduction on the communication lane, or an offload or reload on the copy lane."""
         s, i, kind = action.stage, action.microbatch, action.kind
-        key: tuple[int, str, int | None] = (s, kind, i)
+        key: _Key = (s, kind, rank if i is None else i, None)
         lane = "communication"
         deps = [self.last_compute[rank]] if rank in self.last_compute else []
-        if kind == "UNSHARD":
+        if kind == "REDUCE_GRAD" and len(self.copies[s]) > 1:
+            deps = [self.last_backward[s, copy] for copy in sorted(self.copies[s])]
+        elif kind == "UNSHARD":
             deps = []  # prefetch: waits only for earlier tasks on its lane, among them the frees of its memory
         elif kind == "OFFLOAD":
-            lane, key, deps = "copy", (s, "copy", i), [self.producers[s, "F", i]]
+            lane, key, deps = "copy", (s, "copy", i, None), [self.producers[s, "F", i, None]]
         elif kind == "RELOAD":
-            lane, key = "copy", (s, "copy", i)
+            lane, key = "copy", (s, "copy", i, None)
             deps.append(self.producers[key])
         self.producers[key] = self._append(str(action), rank, lane, seconds, deps, at_start, at_end)
-
-
-def _needs(action: Action) -> tuple[tuple[int, str, int | None], ...]:
-    """Return the possible inputs of a computation, as keys of `_Builder.producers`."""
-    s, i = action.stage, action.microbatch
-    if action.kind == "F":
-        return (s, "UNSHARD", None), (s - 1, "F", i)
-    if action.kind == "W":
-        return ((s, "UNSHARD", None),)
-    return (s, "UNSHARD", None), (s + 1, "B", i), (s, "copy", i)
 
 
 def on_shared_cores(graph: TaskGraph, pace: Sequence[float]) -> TaskGraph:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, pairwise, product
 from typing import Final, NoReturn, TypeAlias
 
@@ -11,6 +11,7 @@ from hyper_parallel.errors import ScheduleError
 from hyper_parallel.ir import Action, ActionKind, Schedule
 from hyper_parallel.ir.schedule import COMPUTE, PEERS, at
 from hyper_parallel.mpmd._replay import replay
+from hyper_parallel.mpmd._tasks import StageCosts, byte_changes
 
 _Spot: TypeAlias = tuple[int, int]
 _Wrong: TypeAlias = tuple[_Spot, str]
@@ -22,32 +23,36 @@ def verify(
     *,
     max_in_flight: int | Sequence[int] | None = None,
     rendezvous: bool = True,
+    costs: StageCosts = (),
+    max_bytes: int | Sequence[int] | None = None,
 ) -> None:
     """Prove that a schedule can run and computes every gradient once.
 
     Checks:
-        * each stage lies on one rank;
-        * each (stage, microbatch) has one F, then either one B or one I followed by one W;
+        * each stage lies on one rank, or each microbatch of a copied stage on one of its copies;
+        * each (stage, microbatch) has one F, then, unless frozen, either one B or one I followed by one W;
         * sends and receives, if present, are complete, on the right ranks, after the producer and before the consumer,
           and in one order per pair of ranks and direction;
         * parameters are gathered and offloaded activations reloaded before their use;
         * the ranks do not deadlock with blocking receives;
-        * activations in flight stay within the limit.
+        * activations in flight, and their bytes, stay within the limits.
 
     Args:
         schedule: Schedule with or without communication.
         max_in_flight: Limit of (stage, microbatch) activations in flight on a rank: one number, or one per rank.
         rendezvous: Also prove it for sends that block until their receives.
+        costs: Costs as for `schedule_tasks`, whose bytes are limited.
+        max_bytes: Limit of `held_bytes`: one number, or one per rank.
 
     Raises:
         ScheduleError: HP320 for the first violation, marked in the grid.
     """
     spots = _index(schedule)
-    place = schedule.placement()
+    homes = schedule.homes()
     wrong = chain(
         _wrong_computations(schedule, spots),
-        _wrong_messages(schedule, spots, place) if schedule.has_communication else (),
-        _wrong_sharding(schedule, place),
+        _wrong_messages(schedule, spots, homes) if schedule.has_communication else (),
+        _wrong_sharding(schedule),
         _wrong_offload(spots),
     )
     for spot, what in wrong:
@@ -58,30 +63,62 @@ def verify(
         replay(schedule)  # a deadlock with buffered sends is reported as such
         raise
     if max_in_flight is not None:
-        _check_in_flight(schedule, max_in_flight)
+        _check_live(schedule, _counted(schedule), max_in_flight, "activations at once")
+    if max_bytes is not None:
+        _check_live(schedule, byte_changes(schedule, costs), max_bytes, "bytes at once")
 
 
 def in_flight(schedule: Schedule) -> tuple[int, ...]:
-    """Return the maximum of activations in flight on each rank: from F to B or W, without offloaded ones."""
-    return tuple(max((n for n, _ in _live(row)), default=0) for row in schedule.ranks)
+    """Return the maximum of activations in flight on each rank: from F to B or W, without offloaded ones.
+
+    The activations of a frozen stage live only during F.
+    """
+    return _maxima(schedule, _counted(schedule))
 
 
-def _live(row: Sequence[Action]) -> list[tuple[int, int]]:
-    change = {"F": 1, "B": -1, "W": -1, "OFFLOAD": -1, "RELOAD": 1}
-    live, out = 0, []
+def held_bytes(schedule: Schedule, costs: StageCosts) -> tuple[int, ...]:
+    """Return the maximum of activation and gathered parameter bytes on each rank, as in the simulation.
+
+    Args:
+        schedule: Schedule of any form.
+        costs: Costs as for `schedule_tasks`.
+    """
+    return _maxima(schedule, byte_changes(schedule, costs))
+
+
+_Changes: TypeAlias = Callable[[Action], tuple[int, int]]
+"""Function from an action to the changes of an amount at its start and at its end."""
+
+
+def _counted(schedule: Schedule) -> _Changes:
+    change = {"F": (1, 0), "B": (0, -1), "W": (0, -1), "OFFLOAD": (0, -1), "RELOAD": (1, 0)}
+    return lambda a: (
+        change.get(a.kind, (0, 0)) if a.kind != "F" or schedule.is_trained(a.stage) else (1, -1)
+    )
+
+
+def _maxima(schedule: Schedule, changes: _Changes) -> tuple[int, ...]:
+    return tuple(max((n for n, _ in _live(row, changes)), default=0) for row in schedule.ranks)
+
+
+def _live(row: Sequence[Action], changes: _Changes) -> Iterator[tuple[int, int]]:
+    """Yield the amount during each action, and its position."""
+    live = 0
     for position, action in enumerate(row):
         for leaf in action.leaves:
-            live += change.get(leaf.kind, 0)
-            out.append((live, position))
-    return out
+            at_start, at_end = changes(leaf)
+            yield live + at_start, position
+            live += at_start + at_end
 
 
-def _check_in_flight(schedule: Schedule, limit: int | Sequence[int]) -> None:
+def _check_live(
+    schedule: Schedule, changes: _Changes, limit: int | Sequence[int], unit: str
+) -> None:
     for rank, row in enumerate(schedule.ranks):
         allowed = limit if isinstance(limit, int) else limit[rank]
-        for live, position in _live(row):
+        for live, position in _live(row, changes):
             if live > allowed:
-                what, most = f"rank {rank} holds {live} activations at once", f"at most {allowed}"
+                what, most = f"rank {rank} holds {live} {unit}", f"at most {allowed}"
                 _fail(schedule, (rank, position), what, got=live, allowed=most)
 
 
@@ -115,14 +152,16 @@ def _wrong_computations(schedule: Schedule, spots: dict[Action, _Spot]) -> Itera
     for s, i in product(range(schedule.stages), range(schedule.microbatches)):
         f, b, gi, gw = (spots.get(Action(s, kind, i)) for kind in ("F", "B", "I", "W"))
         parts = [spot for spot in (gi, gw) if spot]
-        if not f:
+        if not schedule.is_trained(s) and (b or parts):
+            yield b or parts[0], f"the frozen stage {s} has a backward of microbatch {i}"
+        elif not f:
             last = max(spot for a, spot in spots.items() if a.stage == s)
             yield last, f"stage {s} has no forward of microbatch {i}"
         elif b and parts:
             yield b, f"the backward of {s}F{i} is scheduled both as B and as I/W"
         elif len(parts) == 1:
             yield parts[0], f"the backward of {s}F{i} has no {s}{'W' if gi else 'I'}{i}"
-        elif not b and not parts:
+        elif not b and not parts and schedule.is_trained(s):
             yield f, f"{s}F{i} has no backward"
         else:
             for earlier, later in pairwise((f, *parts, *filter(None, (b,)))):
@@ -134,15 +173,17 @@ def _wrong_computations(schedule: Schedule, spots: dict[Action, _Spot]) -> Itera
 
 
 def _wrong_messages(
-    schedule: Schedule, spots: dict[Action, _Spot], place: dict[int, int]
+    schedule: Schedule, spots: dict[Action, _Spot], homes: dict[tuple[int, int | None], int]
 ) -> Iterator[_Wrong]:
     """Yield edges between ranks that lack a send or receive, and messages received out of order."""
     expected: set[Action] = set()
-    for computed, maker in spots.items():
-        send = computed.send
-        if send is None or place.get(send.peer.stage, maker[0]) == maker[0]:
-            continue
+    pairs = (
+        (spot, send) for computed, spot in spots.items() for send in schedule.messages(computed)
+    )
+    for maker, send in pairs:
         receive = send.peer
+        if homes[receive.stage, send.microbatch] == maker[0]:
+            continue
         expected |= {send, receive}
         sent, received = spots.get(send), spots.get(receive)
         uses = (Action(receive.stage, kind, send.microbatch) for kind in _USES[receive.kind])
@@ -163,9 +204,9 @@ def _wrong_messages(
         if a not in expected:
             yield spots[a], f"{a} has no peer stage on another rank"
         elif a.kind.startswith("SEND"):
-            sends.setdefault((rank, place[a.peer.stage]), []).append(a.peer)
+            sends.setdefault((rank, homes[a.peer.stage, a.microbatch]), []).append(a.peer)
         else:
-            receives.setdefault((place[a.peer.stage], rank), []).append(a)
+            receives.setdefault((homes[a.peer.stage, a.microbatch], rank), []).append(a)
     # Receives must have the order of the sends: NCCL has no tags to match messages.
     for (sender, receiver), sent_for in sends.items():
         for wanted, a in zip(sent_for, receives[sender, receiver], strict=True):
@@ -174,35 +215,37 @@ def _wrong_messages(
                 yield spots[a], what
 
 
-def _wrong_sharding(schedule: Schedule, place: dict[int, int]) -> Iterator[_Wrong]:
+def _wrong_sharding(schedule: Schedule) -> Iterator[_Wrong]:
     """Yield computations without gathered parameters, and gradients reduced before the last backward or never."""
     sharded = any(leaf.kind == "UNSHARD" for _, _, leaf in schedule.leaves())
-    gathered: set[int] = set()
-    reduced: set[int] = set()
-    backwards = Counter[int]()
+    # Stage and rank: every copy of a stage gathers and reduces for itself.
+    gathered: set[tuple[int, int]] = set()
+    reduced: set[tuple[int, int]] = set()
+    left = Counter((a.stage, r) for r, _, a in schedule.leaves() if a.kind in ("B", "W"))
     for rank, position, a in schedule.leaves():
-        spot, s = (rank, position), a.stage
+        spot, s, copy = (rank, position), a.stage, (a.stage, rank)
         if a.kind == "UNSHARD":
-            if s in gathered:
+            if copy in gathered:
                 yield spot, f"stage {s} is gathered twice"
-            gathered.add(s)
+            gathered.add(copy)
         elif a.kind == "RESHARD":
-            if s not in gathered:
+            if copy not in gathered:
                 yield spot, f"stage {s} is freed without being gathered"
-            gathered.remove(s)
+            gathered.remove(copy)
         elif a.kind == "REDUCE_GRAD":
-            if s in reduced or backwards[s] != schedule.microbatches:
+            if copy in reduced or left[copy]:
                 yield spot, f"gradients of stage {s} are reduced twice or before the last backward"
-            reduced.add(s)
-        elif a.kind in COMPUTE and sharded and s not in gathered:
+            reduced.add(copy)
+        elif a.kind in COMPUTE and sharded and copy not in gathered:
             yield spot, f"{a} computes with parameters that are not gathered"
-        backwards[s] += a.kind in ("B", "W")
+        left[copy] -= a.kind in ("B", "W")
     for rank, position, a in schedule.leaves():
-        if reduced and a.kind == "F" and a.stage not in reduced:
+        unreduced = schedule.is_trained(a.stage) and (a.stage, rank) not in reduced
+        if reduced and a.kind == "F" and unreduced:
             what = f"gradients of stage {a.stage} are never reduced, unlike those of other stages"
             yield (rank, position), what
-    for s in sorted(gathered):
-        end = (place[s], len(schedule.ranks[place[s]]) - 1)
+    for s, rank in sorted(gathered):
+        end = (rank, len(schedule.ranks[rank]) - 1)
         yield end, f"stage {s} holds gathered parameters at the end"
 
 

@@ -1,0 +1,503 @@
+"""Assignment of the sub-models of a multimodal model to devices, searched from the costs of one step's microbatches.
+
+A rank is a group of devices that works in lockstep. Language ranks form a pipeline; ranks of their own compute
+encoders only; and copies of the encoders may lie on language ranks, where they fill bubbles. An encoder has several
+stages; each microbatch passes through one copy of each, and the copies of a stage reduce their gradients once per step.
+
+Each choice of widths, copies, stages, I/W split and order of microbatches is completed by balanced layers, balanced
+encoder microbatches and list scheduling, and has a lower bound. Choices are tried in the order of their bounds until
+the next bound reaches the best step, so the result is the best of all choices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from itertools import product
+from types import MappingProxyType
+from typing import Final, Literal, TypeAlias, get_args
+
+from hyper_parallel.errors import ScheduleError
+from hyper_parallel.ir import Action, Schedule, StageCost, StageGraph
+from hyper_parallel.mpmd._list_schedule import ListProblem
+from hyper_parallel.mpmd._tasks import nanoseconds, schedule_tasks
+from hyper_parallel.sim import simulate
+
+_Order: TypeAlias = Literal["given", "light", "heavy", "mixed"]
+_Variant: TypeAlias = tuple[bool, _Order, bool]
+"""The last three fields of a choice, which share layers and homes."""
+_ORDERS: Final[tuple[_Order, ...]] = get_args(_Order)
+_MOST_PIECES: Final = 6
+"""Stages of an encoder: a rank can run more urgent actions between them, and large microbatches divide over ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class SubModel:
+    """Encoder or language part, with its costs on one device.
+
+    Attributes:
+        name: Name for people: `vision`, `language`.
+        layers: Number of equal layers.
+        forward_s: Seconds of the forward of each microbatch; 0 for an encoder without data.
+        activation_bytes: Saved activations of each microbatch.
+        output_bytes: Bytes sent per microbatch: features of an encoder, hidden states of the language part.
+        state_bytes: Parameters, gradients and optimizer state.
+        gradient_bytes: Gradients, which the copies reduce.
+        frozen: Whether an encoder has no backward.
+        input_grad: Seconds of I relative to F.
+        weight_grad: Seconds of W relative to F.
+        speedup: Speed on 1, 2, ... devices relative to one.
+        readers: First layers of the language part that read the features; more than one for deepstack.
+    """
+
+    name: str
+    layers: int
+    forward_s: tuple[float, ...]
+    activation_bytes: tuple[int, ...]
+    output_bytes: tuple[int, ...]
+    state_bytes: int
+    gradient_bytes: int
+    frozen: bool = False
+    input_grad: float = 1.0
+    weight_grad: float = 1.0
+    speedup: Mapping[int, float] = field(default_factory=lambda: {1: 1.0})
+    readers: int = 1
+
+    @property
+    def passes(self) -> float:
+        """Seconds of forward and backward relative to the forward."""
+        return 1.0 if self.frozen else 1.0 + self.input_grad + self.weight_grad
+
+    def stage_costs(self, share: float, width: int, reduce_s: float = 0.0) -> list[StageCost]:
+        """Return the cost of each microbatch on a stage with a share of the layers."""
+        factor = share / self.speedup[width]
+        return [
+            StageCost(
+                seconds * factor,
+                seconds * factor * self.input_grad,
+                seconds * factor * self.weight_grad,
+                activation_bytes=round(held * share),
+                weight_grad_input_bytes=round(held * share),
+                reduce_grad_s=reduce_s,
+            )
+            for seconds, held in zip(self.forward_s, self.activation_bytes, strict=True)
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class Devices:
+    """Equal devices.
+
+    Attributes:
+        count: Number of devices.
+        memory_bytes: Memory of one device.
+        bytes_per_s: Bandwidth between two ranks.
+    """
+
+    count: int
+    memory_bytes: int
+    bytes_per_s: float
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Choice:
+    """Point of the searched space; a pin fixes one of its fields.
+
+    Attributes:
+        width: Devices of each language rank.
+        own: Devices that compute encoders only, each a rank.
+        copies: Language ranks with copies of the encoders, counted from the first.
+        stages_per_rank: Language stages of a rank: 1 for a chain, 2 for a V.
+        split: Whether backwards are split into I and W.
+        order: Order of microbatches: `given`, `light` or `heavy` encoder costs first, or `mixed`: a quarter light ones,
+            which start the pipeline soon, then the heavy ones.
+        reduce_first: As for `list_schedule`.
+    """
+
+    width: int
+    own: int
+    copies: int
+    stages_per_rank: int
+    split: bool
+    order: _Order
+    reduce_first: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """Result of the search.
+
+    Attributes:
+        choice: The best choice.
+        parts: Name of the sub-model of each stage.
+        layers: Layers of each language stage.
+        widths: Devices of each rank: language ranks first, then those of encoders only.
+        schedule: Compute-only schedule; `lower(schedule, costs=..., transfer_s=...)` adds messages.
+        costs: Cost per stage and microbatch.
+        transfer_s: Seconds per edge and microbatch.
+        max_bytes: Memory of each rank for activations.
+        value_s: Seconds of the step, gradient reductions included.
+        lower_s: Seconds that no assignment of the searched space can beat, whatever its order.
+        tried: Number of choices, and number of those that were scheduled.
+    """
+
+    choice: Choice
+    parts: tuple[str, ...]
+    layers: tuple[int, ...]
+    widths: tuple[int, ...]
+    schedule: Schedule
+    costs: Sequence[Sequence[StageCost]]
+    transfer_s: Mapping[tuple[int, int], Sequence[float]]
+    max_bytes: tuple[int, ...]
+    value_s: float
+    lower_s: float
+    tried: tuple[int, int]
+
+    @property
+    def gap(self) -> float:
+        """Fraction of the step by which it may exceed the optimum."""
+        return 1.0 - self.lower_s / self.value_s
+
+    @property
+    def bubble(self) -> float:
+        """Fraction of the device time of a step without computation."""
+        busy = 0.0
+        for rank, _, a in self.schedule.leaves():
+            c = self.costs[a.stage][a.microbatch or 0]
+            both = c.input_grad_s + c.weight_grad_s
+            seconds = {"F": c.forward_s, "I": c.input_grad_s, "W": c.weight_grad_s, "B": both}
+            busy += seconds[a.kind] * self.widths[rank]
+        return 1.0 - busy / (sum(self.widths) * self.value_s)
+
+    def lanes(self, columns: int = 96) -> str:
+        """Return the step as text: one lane per rank and sub-model, with the kind of action in each column.
+
+        Args:
+            columns: Columns of the whole step; an action shorter than a column may not show.
+        """
+        tasks = schedule_tasks(self.schedule, self.costs, transfer_s=self.transfer_s)
+        rows: dict[tuple[int, str], list[str]] = {}
+        for span in simulate(tasks).spans:
+            if not span.lane.endswith("/compute"):
+                continue
+            rank, action = int(span.lane[5:].removesuffix("/compute")), Action.parse(span.name)
+            row = rows.setdefault((rank, self.parts[action.stage]), ["."] * columns)
+            first = int(span.start_s / self.value_s * columns)
+            last = int((span.start_s + span.duration_s) / self.value_s * columns)
+            row[first:last] = action.kind * (last - first)
+        names = {key: f"rank {key[0]} ({self.widths[key[0]]})  {key[1]}" for key in rows}
+        width = max(map(len, names.values()))
+        return "\n".join(f"{names[key]:<{width}}  {''.join(rows[key])}" for key in sorted(rows))
+
+
+def assign_submodels(
+    encoders: Sequence[SubModel],
+    language: SubModel,
+    devices: Devices,
+    pins: Mapping[str, object] = MappingProxyType({}),
+) -> Assignment:
+    """Return the fastest assignment of encoders and language part to devices.
+
+    Args:
+        encoders: Encoders, which do not read each other.
+        language: Language part, trained, of at least as many layers as language stages.
+        devices: Devices to use, all of them.
+        pins: Field of `Choice` to its only value.
+
+    Raises:
+        ScheduleError: HP320 for an unknown pin, incomplete costs, or when no choice fits into memory.
+    """
+    _check([*encoders, language])
+    names = [f.name for f in fields(Choice)]
+    if unknown := sorted(set(pins) - set(names)):
+        raise ScheduleError(f"unknown pin `{unknown[0]}`", got=unknown[0], allowed=names)
+    plans = [
+        plan
+        for key in _geometries(encoders, language, devices)
+        if all(value == pins.get(name, value) for name, value in zip(names, key, strict=False))
+        and (plan := _Plan(encoders, language, devices, key)).is_possible
+    ]
+    variants = [
+        variant
+        for variant in product((True, False), _ORDERS, (False, True))
+        if all(v == pins.get(name, v) for name, v in zip(names[4:], variant, strict=True))
+    ]
+    queue = sorted(
+        (plan.bound(variant[0]), number, position)
+        for number, plan in enumerate(plans)
+        for position, variant in enumerate(variants)
+    )
+    best: tuple[int, int, int] | None = None
+    tried = 0
+    for bound, number, position in queue:
+        if best is not None and bound >= best[0]:
+            break
+        tried += 1
+        end = plans[number].end(variants[position], best[0] if best else None)
+        if end is not None:
+            best = end, number, position
+    if best is None:
+        raise ScheduleError(
+            "no assignment fits into the memory of the devices",
+            got=f"{devices.count} devices of {devices.memory_bytes} bytes",
+            hint="raise memory_bytes, or use more devices",
+        )
+    lower = min(plan.work_bound for plan in plans)
+    return plans[best[1]].assignment(variants[best[2]], best[0], lower, (len(queue), tried))
+
+
+def _check(parts: Sequence[SubModel]) -> None:
+    """Refuse sub-models with equal names, without a speed on one device, or without a cost for every microbatch."""
+    names, count = [part.name for part in parts], len(parts[-1].forward_s)
+    if len(set(names)) < len(names):
+        raise ScheduleError("two sub-models have one name", got=names)
+    for part in parts:
+        lengths = [len(x) for x in (part.forward_s, part.activation_bytes, part.output_bytes)]
+        if lengths != [count] * 3 or not count:
+            raise ScheduleError(
+                f"the sub-model `{part.name}` needs one cost per microbatch",
+                got=f"{lengths} seconds, activation bytes and output bytes",
+                allowed=f"{count} each, as the language part has, and at least one",
+            )
+        if 1 not in part.speedup:
+            raise ScheduleError(
+                f"the sub-model `{part.name}` needs its speed on one device",
+                got=f"speedup={dict(part.speedup)}",
+                hint="speedup={1: 1.0, ...}",
+            )
+
+
+def _geometries(
+    encoders: Sequence[SubModel], language: SubModel, devices: Devices
+) -> Iterator[tuple[int, int, int, int]]:
+    """Yield widths, own devices, copies and stages per rank that use all devices."""
+    for width, own in product(sorted(language.speedup), range(devices.count)):
+        ranks, rest = divmod(devices.count - own, width)
+        if rest or not ranks:
+            continue
+        shareable = all(width in e.speedup for e in encoders)
+        copies = {0} if own else set()
+        copies |= {1, (ranks + 1) // 2, ranks} if shareable else set()
+        if not encoders:
+            copies = {0} if not own else set()
+        for copy, stages in product(sorted(copies), (1, 2) if ranks > 1 else (1,)):
+            if ranks * stages <= language.layers:
+                yield width, own, copy, stages
+
+
+class _Plan:
+    """Choice of widths, copies and stages, completed by layers and homes of encoder microbatches."""
+
+    def __init__(
+        self,
+        encoders: Sequence[SubModel],
+        language: SubModel,
+        devices: Devices,
+        key: tuple[int, int, int, int],
+    ) -> None:
+        self._encoders, self._language, self._devices, self._key = encoders, language, devices, key
+        width, own, copies, per_rank = key
+        self._ranks = ranks = (devices.count - own) // width
+        self.widths = (width,) * ranks + (1,) * own
+        self._hosts = [*range(copies), *range(ranks, ranks + own)]
+        down = list(range(ranks))
+        self._places = down + down[::-1] if per_rank == 2 else down
+        self._language_s = sum(language.forward_s) * language.passes / language.speedup[width]
+        # An encoder stage is somewhat shorter than a language stage, so that it delays none for long.
+        stage_s = sum(language.forward_s) / language.speedup[width] / len(self._places)
+        self._pieces = [
+            max(1, min(_MOST_PIECES, e.layers, round(1.5 * sum(e.forward_s) / stage_s)))
+            for e in encoders
+        ]
+        # Ranks with copies have fewer layers if other ranks have none.
+        encoder_s = sum(sum(e.forward_s) * e.passes for e in encoders)
+        level = (encoder_s + self._language_s) / (own + ranks)
+        share = max(0.0, encoder_s - own * level) / copies if 0 < copies < ranks else 0.0
+        shares = [share if r < copies else 0.0 for r in range(ranks)]
+        counts, self._homes, self._loads = self._balanced(shares)
+        self._layers = tuple(counts)
+        if per_rank == 2:
+            self._layers = (*(n - n // 2 for n in counts), *(n // 2 for n in reversed(counts)))
+
+    def _balanced(self, shares: Sequence[float]) -> tuple[list[int], list[list[int]], list[float]]:
+        """Return layers per language rank, rank of every microbatch per encoder, and seconds of work per rank.
+
+        Layers go where the load with the share of encoders is least; then the encoders' microbatches, the longest
+        first, where the load stays least.
+        """
+        p, per_rank = self._ranks, self._key[3]
+        layer_s = self._language_s / self._language.layers
+        counts = [per_rank] * p
+        for _ in range(self._language.layers - per_rank * p):
+            loads = [s + n * layer_s for s, n in zip(shares, counts, strict=True)]
+            counts[loads.index(min(loads))] += 1
+        loads = [n * layer_s for n in counts] + [0.0] * (len(self.widths) - p)
+        pieces = [
+            (e, k) for e, k in zip(self._encoders, self._pieces, strict=True) for _ in range(k)
+        ]
+        homes = [[0] * len(e.forward_s) for e, _ in pieces]
+        work = sorted(
+            (-e.forward_s[i] * e.passes / k, i, number)
+            for number, (e, k) in enumerate(pieces)
+            for i in range(len(e.forward_s))
+        )
+        for seconds, i, number in work:
+            speed = pieces[number][0].speedup
+            options = [loads[r] - seconds / speed[self.widths[r]] for r in self._hosts]
+            homes[number][i] = rank = self._hosts[options.index(min(options))]
+            loads[rank] = min(options)
+        return counts, homes, loads
+
+    @cached_property
+    def _max_bytes(self) -> tuple[int, ...]:
+        """Memory of each rank without the state of its sub-models."""
+        memory = [self._devices.memory_bytes * width for width in self.widths]
+        for rank, layers in zip(self._places, self._layers, strict=True):
+            memory[rank] -= -(-self._language.state_bytes * layers // self._language.layers)
+        owners = [e for e, k in zip(self._encoders, self._pieces, strict=True) for _ in range(k)]
+        for e, homes in zip(owners, self._homes, strict=True):
+            for rank in set(homes):
+                memory[rank] -= -(-e.state_bytes // owners.count(e))
+        return tuple(memory)
+
+    @property
+    def is_possible(self) -> bool:
+        """True if the state of the sub-models fits."""
+        return min(self._max_bytes) >= 0
+
+    def bound(self, split: bool) -> int:
+        """Return nanoseconds of the fullest rank: its work, after the first inputs and before the last backward."""
+        language, width = self._language, self._key[0]
+        used = {rank for homes in self._homes for rank in homes}
+        first = min(
+            max((e.forward_s[i] / max(e.speedup.values()) for e in self._encoders), default=0.0)
+            for i in range(len(language.forward_s))
+        )
+        way, seen, worst = 0.0, set[int](), max(self._loads)
+        layer_s = min(language.forward_s) / language.speedup[width] / language.layers
+        for rank, layers in zip(self._places, self._layers, strict=True):
+            if rank not in seen and rank not in used:
+                back = 0.0 if split else way * (language.input_grad + language.weight_grad)
+                worst = max(worst, self._loads[rank] + first + way + back)
+            seen.add(rank)
+            way += layer_s * layers
+        return _floor(worst)
+
+    @property
+    def work_bound(self) -> int:
+        """Nanoseconds for any layers, homes and order: all work on all devices, or one microbatch from end to end."""
+        (width, own, copies, _), n = self._key, self._devices.count
+        language_s, shared_s, alone_s = self._language_s * width, 0.0, 0.0
+        longest = [0.0] * len(self._language.forward_s)
+        for e in self._encoders:
+            rates = [1.0] * bool(own) + [e.speedup[width] / width] * bool(copies)
+            shared_s += sum(e.forward_s) * e.passes / max(rates)
+            alone_s += sum(e.forward_s) * e.passes
+            way = 1.0 if e.frozen else 1.0 + e.input_grad
+            fastest = max([1.0] * bool(own) + [e.speedup[width]] * bool(copies))
+            longest = [max(s, f * way / fastest) for s, f in zip(longest, e.forward_s, strict=True)]
+        way = (1.0 + self._language.input_grad) / self._language.speedup[width]
+        chain = max(s + f * way for s, f in zip(longest, self._language.forward_s, strict=True))
+        work = (language_s + shared_s) / n
+        if not copies and own:
+            work = max(language_s / (n - own), alone_s / own)
+        return _floor(max(work, chain))
+
+    @cached_property
+    def _graph(self) -> tuple[StageGraph, list[list[int]], list[list[StageCost]], tuple[str, ...]]:
+        """Stages of the encoders, then those of the language part: graph, homes, costs and names."""
+        language, (width, *_) = self._language, self._key
+        edges, frozen, copied = [], set[int](), set[int]()
+        homes: list[list[int]] = []
+        costs: list[list[StageCost]] = []
+        names: list[str] = []
+        ends = []
+        for e, pieces in zip(self._encoders, self._pieces, strict=True):
+            for piece in range(pieces):
+                s = len(homes)
+                edges += [(s - 1, s)] if piece else []
+                homes.append(ranks := self._homes[s])
+                copies = len(set(ranks))
+                ring = 2 * (copies - 1) / copies * e.gradient_bytes / self._devices.bytes_per_s
+                by_width = {
+                    w: e.stage_costs(1 / pieces, w, ring / pieces)
+                    for w in {self.widths[r] for r in ranks}
+                }
+                costs.append([by_width[self.widths[r]][i] for i, r in enumerate(ranks)])
+                copied.add(s)
+                frozen.update([s] if e.frozen else ())
+            ends.append(len(homes) - 1)
+            names += [e.name] * pieces
+        first, layer = len(homes), 0
+        for k, (rank, layers) in enumerate(zip(self._places, self._layers, strict=True)):
+            edges += [
+                (end, first + k)
+                for end, e in zip(ends, self._encoders, strict=True)
+                if layer < e.readers
+            ]
+            edges += [(first + k - 1, first + k)] if k else []
+            homes.append([rank] * len(language.forward_s))
+            costs.append(language.stage_costs(layers / language.layers, width))
+            layer += layers
+        graph = StageGraph(tuple(edges), frozenset(frozen), frozenset(copied))
+        return graph, homes, costs, (*names, *[language.name] * len(self._places))
+
+    @cached_property
+    def _transfer_s(self) -> dict[tuple[int, int], list[float]]:
+        graph, _, _, names = self._graph
+        parts = {part.name: part for part in (*self._encoders, self._language)}
+        return {
+            (s, t): [n / self._devices.bytes_per_s for n in parts[names[s]].output_bytes]
+            for s, t in graph.edges
+        }
+
+    def _order(self, order: str) -> list[int]:
+        given = list(range(len(self._language.forward_s)))
+        light = sorted(given, key=lambda i: sum(e.forward_s[i] for e in self._encoders))
+        few = len(light) // 4
+        mixed = light[:few] + light[few:][::-1]
+        return {"given": given, "light": light, "heavy": light[::-1], "mixed": mixed}[order]
+
+    def _problem(self, split: bool) -> ListProblem:
+        graph, homes, costs, _ = self._graph
+        return ListProblem(graph, homes, costs, self._transfer_s, split)
+
+    def end(self, variant: _Variant, stop: int | None) -> int | None:
+        """Return the nanoseconds of a step, or None if they reach `stop` or a microbatch does not fit."""
+        split, order, reduce_first = variant
+        options = {} if stop is None else {"stop": stop}
+        try:
+            result = self._problem(split).arrange(
+                self._order(order), self._max_bytes, reduce_first, **options
+            )
+        except ScheduleError:
+            return None
+        return None if result is None else result[1]
+
+    def assignment(
+        self, variant: _Variant, end: int, lower: int, tried: tuple[int, int]
+    ) -> Assignment:
+        """Return the result with the schedule of a variant."""
+        split, order, reduce_first = variant
+        problem = self._problem(split)
+        arranged = problem.arrange(self._order(order), self._max_bytes, reduce_first)
+        assert arranged is not None, "the variant has been arranged before"
+        return Assignment(
+            Choice(*self._key, *variant),
+            self._graph[3],
+            self._layers,
+            self.widths,
+            problem.schedule(arranged[0]),
+            self._graph[2],
+            self._transfer_s,
+            self._max_bytes,
+            end / 1e9,
+            lower / 1e9,
+            tried,
+        )
+
+
+def _floor(seconds: float) -> int:
+    """Return nanoseconds that rounded durations of actions cannot undercut."""
+    return nanoseconds(seconds * (1 - 1e-6))

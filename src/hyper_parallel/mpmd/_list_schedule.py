@@ -1,0 +1,313 @@
+"""List scheduling: an order of actions from costs, for any graph of stages and costs per microbatch.
+
+Whenever a rank is free, it starts its most urgent action that is ready and fits its memory:
+
+    1. B or I whose gradient another stage waits for;
+    2. F, if the activations of all earlier microbatches still find room after it;
+    3. W, and B or I of stages without trained producers: nothing waits for them, so they fill bubbles. With
+       `reduce_first`, those of stages with a gradient reduction come first, so that other fillers hide the reduction.
+
+Ties go to the earlier microbatch, then to the deeper stage. A rank that can start an action does not wait for a more
+urgent one. By rule 2, the earliest unfinished microbatch can always finish, so memory limits lead to no deadlock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from types import MappingProxyType
+from typing import Final, TypeAlias
+
+from hyper_parallel.errors import ScheduleError
+from hyper_parallel.ir import Action, Schedule, StageCost, StageGraph
+from hyper_parallel.mpmd._tasks import StageCosts, Transfers, nanoseconds
+
+_F, _B, _W = range(3)
+_NEVER: Final = 1 << 62
+_Row: TypeAlias = list[tuple[int, int, int]]
+"""Actions of a rank as (kind, stage, microbatch); the kinds are F, B or I, and W."""
+
+
+def list_schedule(
+    graph: StageGraph,
+    homes: Sequence[Sequence[int]],
+    costs: StageCosts,
+    *,
+    transfer_s: Transfers = MappingProxyType({}),
+    max_bytes: Sequence[int] | None = None,
+    split: bool = True,
+    order: Sequence[int] | None = None,
+    reduce_first: bool = False,
+) -> Schedule:
+    """Return a compute-only schedule in the order of list scheduling.
+
+    Args:
+        graph: Stages; those with homes on several ranks must be `copied`.
+        homes: Rank of every microbatch, per stage.
+        costs: Costs as for `schedule_tasks`.
+        transfer_s: Seconds per edge as for `schedule_tasks`.
+        max_bytes: Limit of `held_bytes` per rank; None: no limit.
+        split: Whether backwards are split into I and W.
+        order: Microbatches, most urgent first; None: 0, 1, 2, ...
+        reduce_first: Whether stages with a gradient reduction come first among the actions that fill bubbles.
+
+    Raises:
+        ScheduleError: HP320 when one microbatch exceeds the limit of a rank.
+    """
+    problem = ListProblem(graph, homes, costs, transfer_s, split)
+    result = problem.arrange(order or range(len(homes[0])), max_bytes, reduce_first)
+    assert result is not None, "without a limit of time, every schedule is finished"
+    return problem.schedule(result[0])
+
+
+class ListProblem:
+    """Costs of every (stage, microbatch) in whole nanoseconds, for list scheduling; arguments as for `list_schedule`.
+
+    Attributes:
+        duration: Nanoseconds per kind, stage and microbatch; 0 for actions that do not exist.
+        held: Bytes from the start of F to the end of B or I, and those of them until the end of W, likewise.
+        transfer: Nanoseconds per pair of stages and microbatch.
+        reduce: Nanoseconds to reduce the gradients of each stage.
+    """
+
+    def __init__(
+        self,
+        graph: StageGraph,
+        homes: Sequence[Sequence[int]],
+        costs: StageCosts,
+        transfer_s: Transfers,
+        split: bool,
+    ) -> None:
+        stages, m = range(len(homes)), len(homes[0])
+        form = self._form = Schedule("list", len(homes), m, (), graph)
+        self.homes, self.split, self.stages, self.m = homes, split, stages, m
+        self.trained = [form.is_trained(s) for s in stages]
+        self.before, self.after = [form.before(s) for s in stages], [form.after(s) for s in stages]
+        self.producers = [[q for q in self.before[s] if self.trained[q]] for s in stages]
+        rows = [[c] * m if isinstance(c, StageCost) else c for c in costs]
+        self.duration = [
+            [[self._duration(kind, s, c) for c in rows[s]] for s in stages] for kind in range(3)
+        ]
+        self.held = [
+            [(c.activation_bytes, c.weight_grad_input_bytes if split else 0) for c in row]
+            for row in rows
+        ]
+        self.transfer: dict[tuple[int, int], list[int]] = {}
+        for s, t in graph.edges:
+            ways = ([c.send_forward_s for c in rows[s]], [c.send_backward_s for c in rows[t]])
+            both = (transfer_s[s, t],) * 2 if (s, t) in transfer_s else ways
+            self.transfer[s, t], self.transfer[t, s] = (list(map(nanoseconds, w)) for w in both)
+        self.reduce = [nanoseconds(rows[s][0].reduce_grad_s) * self.trained[s] for s in stages]
+
+    def _duration(self, kind: int, stage: int, c: StageCost) -> int:
+        if kind == _F:
+            return nanoseconds(c.forward_s) + nanoseconds(c.exposed_forward_s)
+        if not self.trained[stage] or (kind == _W and not self.split):
+            return 0
+        if kind == _W:
+            return nanoseconds(c.weight_grad_s)
+        own = c.input_grad_s if self.split else c.input_grad_s + c.weight_grad_s
+        return nanoseconds(own) + nanoseconds(c.exposed_backward_s)
+
+    def arrange(
+        self,
+        order: Sequence[int],
+        max_bytes: Sequence[int] | None,
+        reduce_first: bool,
+        stop: int = _NEVER,
+    ) -> tuple[list[_Row], int] | None:
+        """Return the actions of every rank, and the end in nanoseconds with gradient reductions.
+
+        Args:
+            order: Microbatches, most urgent first.
+            max_bytes: Limit of held bytes per rank.
+            reduce_first: As for `list_schedule`.
+            stop: Return None as soon as the end cannot be earlier.
+
+        Raises:
+            ScheduleError: HP320 when one microbatch exceeds the limit of a rank.
+        """
+        return _Arrangement(self, order, max_bytes, reduce_first).run(stop)
+
+    def schedule(self, rows: Sequence[_Row]) -> Schedule:
+        """Return arranged actions as a schedule."""
+        kinds = ("F", "I" if self.split else "B", "W")
+        ranks = tuple(tuple(Action(s, kinds[k], i) for k, s, i in row) for row in rows)  # type: ignore[arg-type]
+        return Schedule("list", len(self.stages), self.m, ranks, self._form.graph)
+
+
+@dataclass(slots=True)
+class _Rank:
+    """State of a rank; an action is (position of its microbatch, -stage, kind).
+
+    Attributes:
+        left: Nanoseconds of its actions that have not started.
+        free: End of its last action.
+        held: Bytes held, in all, and by each microbatch.
+        needed: Bytes that the forwards of each microbatch will still take.
+        coming: Actions by the time at which their last input arrives, with their rule.
+        ready: Actions whose inputs have arrived, per rule.
+    """
+
+    left: int
+    free: int
+    held: int
+    held_by: list[int]
+    needed: list[int]
+    coming: list[tuple[int, int, tuple[int, int, int]]]
+    ready: tuple[list[tuple[int, int, int]], ...]
+
+
+class _Arrangement:
+    """Run of list scheduling; the rules are at the top of the file."""
+
+    def __init__(
+        self,
+        problem: ListProblem,
+        order: Sequence[int],
+        max_bytes: Sequence[int] | None,
+        reduce_first: bool,
+    ) -> None:
+        p = self._p = problem
+        count, m = 1 + max(map(max, p.homes)), p.m
+        self._order, self._position = order, [0] * m
+        for position, i in enumerate(order):
+            self._position[i] = position
+        self._ranks = [_Rank(0, 0, 0, [0] * m, [0] * m, [], ([], [], [], [])) for _ in range(count)]
+        self._limits, self._reduce_first = max_bytes, reduce_first
+        self._links: dict[tuple[int, int], int] = {}
+        # Missing inputs of F and of B or I, and the arrival of the latest so far, by stage and microbatch.
+        self._missing = [
+            [[len(p.before[s])] * m for s in p.stages],
+            [[1 + len(p.after[s])] * m for s in p.stages],
+        ]
+        self._arrived = [[[0] * m for _ in p.stages] for _ in range(2)]
+        self._rows: list[_Row] = [[] for _ in range(count)]
+        self._last_backward = [0] * len(p.stages)
+        for s in p.stages:
+            for i, home in enumerate(p.homes[s]):
+                rank = self._ranks[home]
+                rank.left += sum(p.duration[kind][s][i] for kind in range(3))
+                rank.needed[self._position[i]] += p.held[s][i][0]
+                if not p.before[s]:
+                    self._queue(_F, s, i, 0)
+        self._most_needed = [max(rank.needed) for rank in self._ranks]
+
+    def run(self, stop: int) -> tuple[list[_Row], int] | None:
+        """Return as `ListProblem.arrange`."""
+        p = self._p
+        actions = sum((1 + (1 + p.split) * trained) * p.m for trained in p.trained)
+        starts = [self._start(r) for r in range(len(self._ranks))]
+        for _ in range(actions):
+            start = min(starts)
+            if start == _NEVER:
+                raise ScheduleError("the activations of one microbatch exceed the memory of a rank")
+            r = starts.index(start)
+            for touched in self._execute(r, start):
+                starts[touched] = self._start(touched)
+            if self._ranks[r].free + self._ranks[r].left >= stop:
+                return None
+        end = max([rank.free for rank in self._ranks])
+        lanes = [0] * len(self._ranks)
+        for ready, s in sorted((self._last_backward[s], s) for s in p.stages if p.reduce[s]):
+            for r in set(p.homes[s]):
+                lanes[r] = max(lanes[r], ready) + p.reduce[s]
+        end = max(end, *lanes)
+        return None if end >= stop else (self._rows, end)
+
+    def _queue(self, kind: int, stage: int, microbatch: int, time: int) -> None:
+        p = self._p
+        if kind == _B and p.producers[stage]:
+            rule = 0
+        else:
+            rule = 1 if kind == _F else 2 if self._reduce_first and p.reduce[stage] else 3
+        action = (self._position[microbatch], -stage, kind)
+        heappush(self._ranks[p.homes[stage][microbatch]].coming, (time, rule, action))
+
+    def _arrive(self, kind: int, stage: int, microbatch: int, time: int) -> int:
+        """Count an input of an action; return the action's rank."""
+        missing, arrived = self._missing[kind][stage], self._arrived[kind][stage]
+        missing[microbatch] -= 1
+        if time > arrived[microbatch]:
+            arrived[microbatch] = time
+        if not missing[microbatch]:
+            self._queue(kind, stage, microbatch, arrived[microbatch])
+        return self._p.homes[stage][microbatch]
+
+    def _start(self, r: int) -> int:
+        """Return the time at which a rank can start an action, given all arrivals known so far."""
+        rank = self._ranks[r]
+        while rank.coming and rank.coming[0][0] <= rank.free:
+            _, rule, action = heappop(rank.coming)
+            heappush(rank.ready[rule], action)
+        backward, forward, early, late = rank.ready
+        if backward or early or late or (forward and self._fits(r, forward[0])):
+            return rank.free
+        first = forward[0] if forward else None
+        for time, rule, action in sorted(rank.coming):
+            if rule != 1:
+                return time
+            if first is None or action < first:
+                if self._fits(r, action):
+                    return time
+                first = action
+        return _NEVER
+
+    def _fits(self, r: int, action: tuple[int, int, int]) -> bool:
+        """Return whether all earlier microbatches find room after a forward has started."""
+        if self._limits is None:
+            return True
+        rank, limit = self._ranks[r], self._limits[r]
+        position, stage = action[0], -action[1]
+        own = self._p.held[stage][self._order[position]][0]
+        total = rank.held + own
+        if total + self._most_needed[r] <= limit:
+            return True
+        if total > limit:
+            return False
+        for k in range(position + 1):
+            needed = rank.needed[k] - (own if k == position else 0)
+            if needed and total + needed > limit:
+                return False
+            total -= rank.held_by[k]
+        return True
+
+    def _execute(self, r: int, start: int) -> Iterator[int]:
+        """Start the most urgent action of a rank, and yield the ranks with new arrivals."""
+        p, rank = self._p, self._ranks[r]
+        while rank.coming and rank.coming[0][0] <= start:
+            _, rule, action = heappop(rank.coming)
+            heappush(rank.ready[rule], action)
+        backward, forward, early, late = rank.ready
+        fits = not backward and forward and self._fits(r, forward[0])
+        position, stage, kind = heappop(backward or (forward if fits else early or late))
+        stage, i = -stage, self._order[position]
+        duration = p.duration[kind][stage][i]
+        end = rank.free = start + duration
+        rank.left -= duration
+        self._rows[r].append((kind, stage, i))
+        self._hold(rank, kind, stage, i)
+        others = p.after[stage] if kind == _F else p.producers[stage] if kind == _B else ()
+        for other in others:
+            home, time = p.homes[other][i], end
+            if home != r and (transfer := p.transfer[stage, other][i]):
+                time = self._links[r, home] = max(self._links.get((r, home), 0), end) + transfer
+            yield self._arrive(kind, other, i, time)
+        if kind == _F and p.trained[stage]:
+            self._arrive(_B, stage, i, end)
+        elif kind == _B and p.split:
+            self._queue(_W, stage, i, end)
+        if kind != _F:
+            self._last_backward[stage] = max(self._last_backward[stage], end)
+        yield r
+
+    def _hold(self, rank: _Rank, kind: int, stage: int, i: int) -> None:
+        """Count the bytes of an action as they are at its end."""
+        activation, kept = self._p.held[stage][i]
+        change = (activation if self._p.trained[stage] else 0, kept - activation, -kept)[kind]
+        position = self._position[i]
+        rank.held += change
+        rank.held_by[position] += change
+        if kind == _F:
+            rank.needed[position] -= activation
