@@ -351,7 +351,11 @@ def cumsum(x, dim, dtype=None):
 
 
 def softmax(x, dim, half_to_float=False):
-    return ops.Softmax(dim)(ops.cast(x, ms.float32) if half_to_float else x)
+    value = ops.cast(x, ms.float32) if half_to_float else x
+    # MindSpore returns zeros for a row of -inf, and for all rows after it.
+    masked = ops.equal(ops.ReduceMax(keep_dims=True)(value, dim), float("-inf"))
+    result = ops.Softmax(dim)(ops.masked_fill(value, masked, 0.0))
+    return ops.masked_fill(result, masked, float("nan"))
 
 
 def log_softmax(x, dim, half_to_float=False):

@@ -27,6 +27,8 @@ def to_source(
     outputs = ", ".join(f"v{i}" for i in program.outputs.values())
     return "\n".join(
         [
+            "from math import inf, nan",
+            "",
             "from hyper_parallel.backends.mindspore import kernels as k",
             "",
             *(f't_{t} = k.dtype("{t}")' for t in types),
@@ -63,6 +65,4 @@ def _text(value: Any) -> str:
         return f"v{value.index}"
     if isinstance(value, (list, tuple)):
         return "(" + "".join(f"{_text(part)}, " for part in value) + ")"
-    if isinstance(value, float) and value in (float("inf"), float("-inf")):
-        return f"({'-' if value < 0 else ''}3.4028234663852886e38)"
     return repr(value)
