@@ -221,7 +221,9 @@ def test_a_function_computes_its_operator(name):
 
 def test_programs_have_infinities_where_torch_has_them(tmp_path):
     values = torch.tensor([[1.0, -2.0, 0.5], [3.0, 0.1, 0.2], [-1.0, 2.0, 0.0]])
-    allowed = torch.tensor([[True, False, True], [False] * 3, [True] * 3])  # one row is masked in full
+    allowed = torch.tensor(
+        [[True, False, True], [False] * 3, [True] * 3]
+    )  # one row is masked in full
 
     def masked(given):
         scores = given["values"].masked_fill(~given["allowed"], float("-inf"))

@@ -18,7 +18,10 @@ CPU_SECONDS = 120
 NEEDS = ("mindspore",)
 PRELOADED = (
     *("hyper_parallel.backends.torch.program_capture", "transformers.modeling_utils"),
-    *("hyper_parallel.backends.mindspore.runner", "census_models"),  # it starts threads in `join` only
+    *(
+        "hyper_parallel.backends.mindspore.runner",
+        "census_models",
+    ),  # it starts threads in `join` only
 )
 ROWS, LENGTH, STEPS, LR, LIMIT = 2, 8, 5, 0.05, 1e-5
 

@@ -697,6 +697,12 @@ def reduce_scatter(x, reduction, ranks, group):
     return _narrow(all_reduce(x, reduction, group), 0, group[1] * size, size)
 
 
+def all_to_all(x, receive, send, group):
+    ranks = len(send)  # equal parts; the CPU has no kernel for it
+    parts = ops.reshape(ops.AllGather(group[0])(x), (ranks, ranks, -1, *x.shape[1:]))
+    return ops.reshape(select(parts, 1, group[1]), x.shape)
+
+
 def dtype(name: str) -> Any:
     """Return MindSpore's data type of torch's name."""
     return ms.bool_ if name == "bool" else getattr(ms, name)

@@ -10,6 +10,7 @@ from hyper_parallel.backends.step_program import Node
 OPERATORS: Final = {
     "_c10d_functional.all_gather_into_tensor.default": "all_gather",
     "_c10d_functional.all_reduce.default": "all_reduce",
+    "_c10d_functional.all_to_all_single.default": "all_to_all",
     "_c10d_functional.reduce_scatter_tensor.default": "reduce_scatter",
     "aten._log_softmax.default": "log_softmax",
     "aten._softmax.default": "softmax",
@@ -159,6 +160,10 @@ def _has_one_dim(node: Node) -> bool:
 _CONVOLUTION: Final = "one dimension, a stride of 1, one group or one per channel", _has_one_dim
 _FLOATS: Final = "numbers of floating point", _of_floats
 LIMITS: Final[dict[str, tuple[str, Callable[[Node], bool]]]] = {
+    "_c10d_functional.all_to_all_single.default": (
+        "equal parts",
+        lambda node: len({*node.args[1], *node.args[2]}) == 1,
+    ),
     "aten.convolution.default": _CONVOLUTION,
     "aten.convolution_backward.default": _CONVOLUTION,
     "aten.max.dim": _FLOATS,

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hyper_parallel.backends.mindspore.operators import OPERATORS
-from hyper_parallel.backends.step_program import Node, Ref, StepProgram
+from hyper_parallel.backends.step_program import COLLECTIVES, Node, Ref, StepProgram
 
 
 def to_source(
@@ -46,10 +46,12 @@ def to_source(
 def _call(node: Node) -> str:
     kwargs = {k: v for k, v in node.kwargs.items() if k not in _IGNORED and v is not None}
     args = [*map(_text, node.args)]
-    if node.op.startswith("_c10d_functional."):  # the last argument is the axis
+    if node.op.startswith(COLLECTIVES):
         args[-1] = f"g_{node.args[-1]}"
     words = [*args, *(f"{k}={_keyword(k, v)}" for k, v in kwargs.items())]
     results = ", ".join(f"v{i}" for i in node.results)
+    if node.op == "aten.split_with_sizes.default":  # a tuple, also of one part
+        results += ","
     return f"{results} = k.{OPERATORS[node.op]}({', '.join(words)})"
 
 
