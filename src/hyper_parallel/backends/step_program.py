@@ -1,8 +1,8 @@
 """Step program: one rank's training step as a list of core ATen operators, without torch.
 
 A back end that does not run torch executes it. Values are numbered in the order of creation: inputs, constants, then
-one value per result of a node. All shapes are static. The last argument of a collective names its group: a mesh axis, or
-the ranks of the group, see `group_name`.
+one value per result of a node. All shapes are static. The last argument of a collective names its group: a mesh axis,
+or the ranks of the group, see `group_name`.
 """
 
 from __future__ import annotations
