@@ -177,7 +177,7 @@ def _gathered(
     named = dict(zip(leaves, values, strict=True))
     if shards.ranks > 1:
         for name, param in model.named_parameters():
-            whole = shards.gather(named[name].detach(), param.shape[0])
+            whole = shards.gather(named[name].detach(), leaves[name].shape[0])
             named[name] = whole.requires_grad_(param.requires_grad)
     return named
 
