@@ -102,6 +102,7 @@ CASES = {
     "aten.mean.dim": [((X, [-1], True), {}), ((X, [0, 1]), {})],
     "aten.mean.default": [((X,), {})],
     "aten.var.correction": [((X, [-1]), {"correction": 0, "keepdim": True}), ((X, [1]), {"correction": 1})],
+    "aten.linalg_vector_norm.default": [((X,), {}), ((X, 2, [-1], True), {}), ((X, 2.0, [0, 1]), {})],
     "aten.amax.default": [((X, [-1], True), {})],
     "aten.amin.default": [((X, [0]), {})],
     "aten.max.dim": [((X, 1), {})],
@@ -155,6 +156,7 @@ CASES = {
     ],
     "aten.full.default": [(([2, 3], 4.0), {"dtype": torch.float32}), (([2], 1), {"dtype": torch.int64})],
     "aten.full_like.default": [((X, 0), {}), ((LONG, 2), {"dtype": torch.float32})],
+    "aten.new_empty_strided.default": [((X, [2, 3], [3, 1]), {}), ((X, [4], [1]), {"dtype": torch.int64})],
     "aten.scalar_tensor.default": [((3.0,), {"dtype": torch.float32})],
     "aten._to_copy.default": [
         ((X,), {"dtype": torch.int64}),
@@ -216,6 +218,9 @@ def test_a_function_computes_its_operator(name):
         assert len(wanted) == len(result)
         for theirs, ours in zip(wanted, result, strict=True):
             assert ours.asnumpy().dtype == theirs.numpy().dtype
+            if operator == "new_empty_strided":  # values that no operator reads
+                assert ours.shape == theirs.shape
+                continue
             np.testing.assert_allclose(ours.asnumpy(), theirs.numpy(), rtol=TOLERANCE, atol=5e-6)
 
 

@@ -95,13 +95,18 @@ def test_sgd_and_its_export_are_those_of_torch(place, sgd_on_torch):
     assert (theirs - start).abs().max() > 1e-3  # training has changed the model
 
 
-@pytest.mark.parametrize("axis", ["dp_replicate", "dp_shard", "tp"])
-def test_two_processes_train_as_one(place, sgd_on_torch, axis):
-    degrees = [f"parallel.{a}={2 if a == axis else 1}" for a in ("dp_replicate", "dp_shard", "tp")]
-    rows = _train(place, axis, "backend=mindspore", *degrees, *SGD)
+@pytest.mark.parametrize(
+    "layout", ["dp_replicate", "dp_shard", "tp", "dp_replicate tp", "dp_replicate dp_shard"]
+)
+def test_several_processes_train_as_one(place, sgd_on_torch, layout):
+    """Each axis of a layout has two ranks."""
+    degrees = {"dp_replicate": 1} | dict.fromkeys(layout.split(), 2)
+    words = [f"parallel.{axis}={degree}" for axis, degree in degrees.items()]
+    name = layout.replace(" ", "_")
+    rows = _train(place, name, "backend=mindspore", *words, *SGD)
     _same(rows, sgd_on_torch, 1e-5, norms=6)
     torch.testing.assert_close(
-        _logits(place / axis / "export"), _logits(place / "torch" / "export"), rtol=0, atol=1e-5
+        _logits(place / name / "export"), _logits(place / "torch" / "export"), rtol=0, atol=1e-5
     )
 
 

@@ -11,13 +11,13 @@ from hyper_parallel.backends.step_program import COLLECTIVES, Node, Ref, StepPro
 
 
 def to_source(
-    program: StepProgram, groups: Mapping[str, tuple[str, int]], name: str = "step"
+    program: StepProgram, groups: Mapping[str, tuple[Any, ...]], name: str = "step"
 ) -> str:
     """Return the source of a module with a function of the inputs and constants that returns the outputs.
 
     Args:
         program: The program.
-        groups: Axis to the name of a group of ranks and the position of this rank in it.
+        groups: Name to the group of ranks, as `kernels` describes it.
         name: Name of the function.
     """
     numbers = [*(i for i, _ in program.inputs.values()), *program.constants]
