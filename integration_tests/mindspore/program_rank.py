@@ -1,7 +1,7 @@
 """One rank of a job that runs saved step programs once, without torch: `program_rank.py FOLDER RANK RANKS PORT`.
 
-FOLDER/*/ are programs of one rank each, FOLDER/*.npz the inputs: `NAME.npz` of all ranks or `NAME_RANK.npz`. Outputs
-are written to `NAME_out_RANK.npz`. Names that begin with `one_` run on rank 0 only.
+FOLDER/NAME/ is a program of all ranks, FOLDER/NAME.RANK/ one of a single rank. `NAME_RANK.npz` are the inputs. Outputs
+are written to `NAME_out_RANK.npz`.
 """
 
 import sys
@@ -14,21 +14,18 @@ from hyper_parallel.backends.step_program import StepProgram
 
 
 def main(folder, rank, ranks, port):
-    axes = ("dp_replicate", "dp_shard")
-    groups = {axis: range(ranks) for axis in axes}
+    places = sorted(path.parent for path in folder.glob("*/program.json"))
+    programs = {p: StepProgram.load(p) for p in places if p.suffix in ("", f".{rank}")}
+    groups = {axis: range(ranks) for axis in ("dp_replicate", "dp_shard")}
+    for program in programs.values():
+        groups |= program.groups()
     runner = join_ranks("mindspore", rank, ranks, lambda _: port, groups)
-    for place in sorted(path.parent for path in folder.glob("*/program.json")):
-        if rank and place.name.startswith("one_"):
-            continue
-        program = StepProgram.load(place)
-        step = runner.compile(program, folder / f"{place.name}_{rank}.py")
-        values = {}
-        for name in (f"{place.name}.npz", f"{place.name}_{rank}.npz"):
-            if (folder / name).is_file():
-                with np.load(folder / name) as arrays:
-                    values |= {key: runner.value(arrays[key]) for key in arrays.files}
+    for place, program in programs.items():
+        step = runner.compile(program, folder / f"{place.stem}_{rank}.py")
+        with np.load(folder / f"{place.stem}_{rank}.npz") as arrays:
+            values = {key: runner.value(arrays[key]) for key in arrays.files}
         out = {key: runner.array(value) for key, value in step(values).items()}
-        np.savez(folder / f"{place.name}_out_{rank}.npz", **out)
+        np.savez(folder / f"{place.stem}_out_{rank}.npz", **out)
     runner.close(failed=False)
 
 

@@ -1,6 +1,7 @@
 """Recipes on MindSpore beside the same recipes on torch, through the command line."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -94,18 +95,42 @@ def test_sgd_and_its_export_are_those_of_torch(place, sgd_on_torch):
     assert (theirs - start).abs().max() > 1e-3  # training has changed the model
 
 
-@pytest.mark.parametrize("axis", ["dp_replicate", "dp_shard"])
-def test_two_processes_train_as_one(place, sgd_on_torch, axis):
-    degrees = [f"parallel.{a}={2 if a == axis else 1}" for a in ("dp_replicate", "dp_shard")]
-    rows = _train(place, axis, "backend=mindspore", *degrees, *SGD)
+@pytest.mark.parametrize(
+    "layout", ["dp_replicate", "dp_shard", "tp", "dp_replicate tp", "dp_replicate dp_shard"]
+)
+def test_several_processes_train_as_one(place, sgd_on_torch, layout):
+    """Each axis of a layout has two ranks."""
+    degrees = {"dp_replicate": 1} | dict.fromkeys(layout.split(), 2)
+    words = [f"parallel.{axis}={degree}" for axis, degree in degrees.items()]
+    name = layout.replace(" ", "_")
+    rows = _train(place, name, "backend=mindspore", *words, *SGD)
     _same(rows, sgd_on_torch, 1e-5, norms=6)
     torch.testing.assert_close(
-        _logits(place / axis / "export"), _logits(place / "torch" / "export"), rtol=0, atol=1e-5
+        _logits(place / name / "export"), _logits(place / "torch" / "export"), rtol=0, atol=1e-5
     )
 
 
 def test_a_run_changes_the_back_end_twice(place):
-    same = "training.lr_schedule=constant"
-    for steps, backend in ((2, "torch"), (4, "mindspore"), (6, "torch")):
-        rows = _train(place, "changing", same, f"training.steps={steps}", f"backend={backend}")
-    _same(rows, _train(place, "constant", same), 1e-4, norms=1)
+    same = "training.lr_schedule=constant", "training.lr=3e-3"
+    for steps, backend in ((10, "torch"), (20, "mindspore"), (30, "torch")):
+        rows = _train(place, "changing", *same, f"training.steps={steps}", f"backend={backend}")
+    wanted = _train(place, "constant", *same, "training.steps=30")
+    _same(rows, wanted, 1e-4, norms=1)
+    assert rows[0]["loss"] - rows[-1]["loss"] > 0.5
+    torch.testing.assert_close(
+        _logits(place / "changing" / "export"),
+        _logits(place / "constant" / "export"),
+        rtol=0,
+        atol=1e-3,
+    )
+
+
+def test_exports_of_one_checkpoint_are_equal(place):
+    """The back end that goes on without a step exports the weights of the other."""
+    for first, second in (("torch", "mindspore"), ("mindspore", "torch")):
+        name = f"from_{first}"
+        _train(place, name, "training.steps=2", f"backend={first}")
+        wanted = _logits(place / name / "export")
+        shutil.rmtree(place / name / "export")
+        _train(place, name, "training.steps=2", f"backend={second}")
+        torch.testing.assert_close(_logits(place / name / "export"), wanted, rtol=0, atol=0)

@@ -25,11 +25,12 @@ BASE = [
 
 REFUSED = [
     (("training.dtype=bfloat16",), "HP104"),
-    (("parallel.tp=2",), "HP205"),
+    (("parallel.dp_shard=2", "parallel.tp=2"), "HP205"),
     (("training.optimizer=muon",), "HP104"),
     (("training.neftune_noise_alpha=5",), "HP104"),
     (("training.check_ranks_every=2", "training.deterministic=true"), "HP104"),
     (("parallel.pp=2",), "HP205"),
+    (("parallel.tp_x=2", "parallel.tp_y=2"), "HP205"),
 ]
 
 
@@ -72,10 +73,11 @@ def test_a_missing_framework_is_named(recipe):
 
 def test_programs_of_the_step_belong_to_the_job(recipe, installed, tmp_path):
     job = _prepare(recipe)
+    (programs,) = job.programs
     assert {"loss", "param.model.norm.weight"} <= (
-        job.programs.gradients.outputs.keys() | job.programs.gradients.inputs.keys()
+        programs.gradients.outputs.keys() | programs.gradients.inputs.keys()
     )
-    assert "grad_norm" in job.programs.update.outputs
+    assert "grad_norm" in programs.update.outputs
     (tmp_path / "run").mkdir()
     job.write(job.plan)
     assert (tmp_path / "run" / "programs" / "update" / "program.json").is_file()
@@ -83,7 +85,7 @@ def test_programs_of_the_step_belong_to_the_job(recipe, installed, tmp_path):
 
 
 def test_programs_of_sharded_parameters_have_the_shapes_of_a_rank(recipe, installed):
-    programs = _prepare(recipe, "parallel.dp_shard=2").programs
+    (programs,) = _prepare(recipe, "parallel.dp_shard=2").programs
     name = "model.embed_tokens.weight"
     for program, kind in (
         (programs.loss, "param"),
@@ -92,6 +94,18 @@ def test_programs_of_sharded_parameters_have_the_shapes_of_a_rank(recipe, instal
     ):
         assert program.inputs[f"{kind}.{name}"][1].shape == (192, 32)
         assert any(op.startswith("_c10d_functional.") for op in program.operators())
+
+
+def test_each_tensor_parallel_rank_has_programs(recipe, installed, tmp_path):
+    job = _prepare(recipe, "parallel.tp=2", "parallel.dp_replicate=2")
+    for programs in job.programs:
+        shape = programs.gradients.inputs["param.model.layers.0.self_attn.q_proj.weight"][1].shape
+        assert shape == (16, 32)
+        assert programs.update.inputs["exp_avg.model.norm.weight"][1].shape == (32,)
+        assert {*programs.gradients.groups()} == {*programs.update.groups()} == {"ranks_0_1"}
+    (tmp_path / "run").mkdir()
+    job.write(job.plan)
+    assert (tmp_path / "run/programs/tp_rank1/update/program.json").is_file()
 
 
 @slow_cells("training.dtype=bfloat16", *REFUSED[2:])

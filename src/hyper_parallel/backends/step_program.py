@@ -1,20 +1,26 @@
 """Step program: one rank's training step as a list of core ATen operators, without torch.
 
 A back end that does not run torch executes it. Values are numbered in the order of creation: inputs, constants, then
-one value per result of a node. All shapes are static.
+one value per result of a node. All shapes are static. The last argument of a collective names its group: a mesh axis,
+or the ranks of the group, see `group_name`.
 """
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
+
+COLLECTIVES: Final = "_c10d_functional."
+"""Prefix of the names of collectives."""
+
+_RANKS: Final = "ranks_"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +79,15 @@ class StepProgram:
         """Return the number of nodes of each operator."""
         return Counter(node.op for node in self.nodes)
 
+    def groups(self) -> dict[str, tuple[int, ...]]:
+        """Return the groups that collectives name by their ranks."""
+        names = {n.args[-1] for n in self.nodes if n.op.startswith(COLLECTIVES)}
+        return {
+            name: tuple(map(int, name.removeprefix(_RANKS).split("_")))
+            for name in sorted(names)
+            if name.startswith(_RANKS)
+        }
+
     def save(self, folder: Path) -> None:
         """Write `program.json` (operators, a line each) and `constants.npz` into a folder."""
         folder.mkdir(parents=True, exist_ok=True)
@@ -98,6 +113,11 @@ class StepProgram:
             tuple(_node_from(n) for n in data["nodes"]),
             data["outputs"],
         )
+
+
+def group_name(ranks: Iterable[int]) -> str:
+    """Return the name of a group of ranks, an identifier."""
+    return _RANKS + "_".join(map(str, ranks))
 
 
 def refs(argument: Any) -> Iterator[Ref]:

@@ -121,17 +121,17 @@ class World:
         return world
 
     @classmethod
-    def fake(cls, rank: int, world_size: int) -> World:
+    def fake(cls, rank: int, world_size: int, backend: str = "fake") -> World:
         """Create one rank of a simulated world, in which collectives return at once and transfer nothing.
 
         Traces the operations of a rank, for any number of ranks, in one process. The default process group must not be
-        initialized; `close` destroys it.
+        initialized; `close` destroys it. `backend` is `fake` or `TRACED`.
         """
         # Importing the module registers the backend.
         from torch.testing._internal.distributed.fake_pg import FakeStore
 
-        world = cls(rank, world_size, 0, torch.device("cpu"), "fake")
-        dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+        world = cls(rank, world_size, 0, torch.device("cpu"), backend)
+        dist.init_process_group(backend, rank=rank, world_size=world_size, store=FakeStore())
         world._owns_group = True
         return world
 

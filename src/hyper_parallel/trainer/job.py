@@ -90,7 +90,7 @@ class Job:
         trained: Description of adapters and trained parameters; empty when all parameters are trained.
         restarted: Whether this is a restart after lost ranks, which continues from the run's own checkpoints.
         router_loss: Description of the auxiliary loss of expert routers; None: no such loss.
-        programs: Programs of the step, for a back end other than torch; None: torch.
+        programs: Programs of the step of each tensor-parallel rank, for a back end other than torch; None: torch.
     """
 
     recipe: Recipe
@@ -103,7 +103,7 @@ class Job:
     trained: str = ""
     restarted: bool = False
     router_loss: str | None = None
-    programs: StepPrograms | None = None
+    programs: tuple[StepPrograms, ...] | None = None
 
     @property
     def worlds(self) -> tuple[int, ...]:
@@ -209,8 +209,8 @@ class Job:
         write_text(out / "plan.json", plan.to_json() + "\n")
         write_data_record(self)
         _write_prediction(self.plan, out / "predicted_timeline.json")
-        if self.programs is not None:
-            self.programs.save(out / "programs")
+        for position, programs in enumerate(self.programs or ()):
+            programs.save(out / "programs" / (f"tp_rank{position}" if position else ""))
         if keeps_model(self.recipe):
             return
         folder = Replacement(self.model_dir, "model", "the model directory of the run")
@@ -450,8 +450,10 @@ def _check_model(loaded: LoadedRecipe, plan: Plan, model: Any) -> tuple[Plan, st
     return plan, router_loss
 
 
-def _capture(loaded: LoadedRecipe, plan: Plan, router_loss: str | None) -> StepPrograms | None:
-    """Return the programs of the step for a back end other than torch; None for torch."""
+def _capture(
+    loaded: LoadedRecipe, plan: Plan, router_loss: str | None
+) -> tuple[StepPrograms, ...] | None:
+    """Return the programs of the step, see `capture_programs`, for a back end other than torch; None for torch."""
     if loaded.recipe.backend == "torch":
         return None
     from hyper_parallel.trainer.engine.step_programs import capture_programs

@@ -309,6 +309,11 @@ def variance(x, dims=None, correction=1, keepdim=False):
     return ops.ReduceSum(keep_dims=keepdim)(centred * centred, axes) / (count - correction)
 
 
+def vector_norm(x, order=2, dims=None, keepdim=False, dtype=None):
+    value = x if dtype is None else ops.cast(x, dtype)
+    return ops.sqrt(sum_over(value * value, dims, keepdim))
+
+
 def amax(x, dims=(), keepdim=False):
     return ops.ReduceMax(keep_dims=keepdim)(x, dims)
 
@@ -351,7 +356,11 @@ def cumsum(x, dim, dtype=None):
 
 
 def softmax(x, dim, half_to_float=False):
-    return ops.Softmax(dim)(ops.cast(x, ms.float32) if half_to_float else x)
+    value = ops.cast(x, ms.float32) if half_to_float else x
+    # MindSpore returns zeros for a row of -inf, and for all rows after it.
+    masked = ops.equal(ops.ReduceMax(keep_dims=True)(value, dim), float("-inf"))
+    result = ops.Softmax(dim)(ops.masked_fill(value, masked, 0.0))
+    return ops.masked_fill(result, masked, float("nan"))
 
 
 def log_softmax(x, dim, half_to_float=False):
@@ -532,6 +541,10 @@ def full_like(x, value, dtype=None):
     return ops.fill(x.dtype if dtype is None else dtype, x.shape, value)
 
 
+def new_empty(x, shape, strides=None, dtype=None):
+    return ops.fill(x.dtype if dtype is None else dtype, shape, 0)
+
+
 def scalar_tensor(value, dtype=None):
     return ops.fill(ms.float32 if dtype is None else dtype, (), value)
 
@@ -677,20 +690,42 @@ def convolution_backward(
 
 
 # --- collectives ----------------------------------------------------------------------------------------------------
-# A group is the name of a communicator and the position of this rank.
+# A group is the name of the communicator of all ranks, the position of this rank in the group, the number of all ranks,
+# and the ranks of the group. The CPU has kernels for all ranks only: all of them run the same collectives, and those of
+# a smaller group select its part.
+
+
+def _of_members(x, group):
+    """Return the tensors of the ranks of a group, stacked."""
+    rows = ops.AllGather(group[0])(ops.reshape(x, (-1,)))
+    everyone = ops.reshape(rows, (group[2], *x.shape))
+    parts = ()
+    for rank in group[3]:
+        parts = (*parts, _narrow(everyone, 0, rank, 1))
+    return ops.cat(parts, 0)
 
 
 def all_reduce(x, _, group):
+    if len(group[3]) < group[2]:
+        return ops.ReduceSum()(_of_members(x, group), 0)
     return ops.reshape(ops.AllReduce("sum", group[0])(ops.reshape(x, (-1,))), x.shape)
 
 
 def all_gather(x, _, group):
+    if len(group[3]) < group[2]:
+        return ops.reshape(_of_members(x, group), (len(group[3]) * x.shape[0], *x.shape[1:]))
     return ops.AllGather(group[0])(x)
 
 
 def reduce_scatter(x, reduction, ranks, group):
     size = x.shape[0] // ranks  # the CPU has no kernel for it
     return _narrow(all_reduce(x, reduction, group), 0, group[1] * size, size)
+
+
+def all_to_all(x, receive, send, group):
+    ranks = len(send)  # equal parts; the CPU has no kernel for it
+    parts = ops.reshape(all_gather(x, ranks, group), (ranks, ranks, -1, *x.shape[1:]))
+    return ops.reshape(select(parts, 1, group[1]), x.shape)
 
 
 def dtype(name: str) -> Any:

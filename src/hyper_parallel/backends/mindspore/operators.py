@@ -10,6 +10,7 @@ from hyper_parallel.backends.step_program import Node
 OPERATORS: Final = {
     "_c10d_functional.all_gather_into_tensor.default": "all_gather",
     "_c10d_functional.all_reduce.default": "all_reduce",
+    "_c10d_functional.all_to_all_single.default": "all_to_all",
     "_c10d_functional.reduce_scatter_tensor.default": "reduce_scatter",
     "aten._log_softmax.default": "log_softmax",
     "aten._softmax.default": "softmax",
@@ -74,6 +75,7 @@ OPERATORS: Final = {
     "aten.le.Scalar": "less_equal",
     "aten.le.Tensor": "less_equal",
     "aten.leaky_relu.default": "leaky_relu",
+    "aten.linalg_vector_norm.default": "vector_norm",
     "aten.log.default": "log",
     "aten.log1p.default": "log1p",
     "aten.logical_and.default": "logical_and",
@@ -95,6 +97,7 @@ OPERATORS: Final = {
     "aten.ne.Scalar": "not_equal",
     "aten.ne.Tensor": "not_equal",
     "aten.neg.default": "neg",
+    "aten.new_empty_strided.default": "new_empty",
     "aten.permute.default": "permute",
     "aten.pow.Scalar": "power",
     "aten.pow.Tensor_Scalar": "power",
@@ -159,8 +162,13 @@ def _has_one_dim(node: Node) -> bool:
 _CONVOLUTION: Final = "one dimension, a stride of 1, one group or one per channel", _has_one_dim
 _FLOATS: Final = "numbers of floating point", _of_floats
 LIMITS: Final[dict[str, tuple[str, Callable[[Node], bool]]]] = {
+    "_c10d_functional.all_to_all_single.default": (
+        "equal parts",
+        lambda node: len({*node.args[1], *node.args[2]}) == 1,
+    ),
     "aten.convolution.default": _CONVOLUTION,
     "aten.convolution_backward.default": _CONVOLUTION,
+    "aten.linalg_vector_norm.default": ("order 2", lambda node: node.args[1:2] in ((), (2,))),
     "aten.max.dim": _FLOATS,
     "aten.min.dim": _FLOATS,
     "aten.sort.default": _FLOATS,

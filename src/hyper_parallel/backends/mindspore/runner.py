@@ -28,13 +28,13 @@ class MindSporeRunner:
     """MindSpore on the CPU of this rank.
 
     Args:
-        groups: Axis to the name of this rank's group in MindSpore and the position of this rank in it.
+        groups: Name to the group of ranks, as `kernels` describes it.
         scheduler: Process with which the ranks have registered, on the rank that started it.
     """
 
     def __init__(
         self,
-        groups: Mapping[str, tuple[str, int]],
+        groups: Mapping[str, tuple[Any, ...]],
         scheduler: subprocess.Popen[bytes] | None = None,
     ) -> None:
         self._groups = groups
@@ -102,21 +102,12 @@ def join(
     ms.set_device("CPU")
     if ranks > 1:
         ms.communication.init("mccl")
+    world = ms.communication.GlobalComm.WORLD_COMM_GROUP
     named = {
-        axis: (_group(axis, members, ranks), members.index(rank))
-        for axis, members in groups.items()
+        name: (world, members.index(rank), ranks, tuple(members))
+        for name, members in groups.items()
     }
     return MindSporeRunner(named, process)
-
-
-def _group(axis: str, members: Sequence[int], ranks: int) -> str:
-    """Return the name of a group of ranks, which is created unless it has all ranks."""
-    if len(members) == ranks:
-        world: str = ms.communication.GlobalComm.WORLD_COMM_GROUP
-        return world
-    name = "_".join([axis, *map(str, members)])
-    ms.communication.create_group(name, [*members])
-    return name
 
 
 def _free_port() -> int:

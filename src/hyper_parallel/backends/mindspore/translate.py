@@ -7,17 +7,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from hyper_parallel.backends.mindspore.operators import OPERATORS
-from hyper_parallel.backends.step_program import Node, Ref, StepProgram
+from hyper_parallel.backends.step_program import COLLECTIVES, Node, Ref, StepProgram
 
 
 def to_source(
-    program: StepProgram, groups: Mapping[str, tuple[str, int]], name: str = "step"
+    program: StepProgram, groups: Mapping[str, tuple[Any, ...]], name: str = "step"
 ) -> str:
     """Return the source of a module with a function of the inputs and constants that returns the outputs.
 
     Args:
         program: The program.
-        groups: Axis to the name of a group of ranks and the position of this rank in it.
+        groups: Name to the group of ranks, as `kernels` describes it.
         name: Name of the function.
     """
     numbers = [*(i for i, _ in program.inputs.values()), *program.constants]
@@ -27,6 +27,8 @@ def to_source(
     outputs = ", ".join(f"v{i}" for i in program.outputs.values())
     return "\n".join(
         [
+            "from math import inf, nan",
+            "",
             "from hyper_parallel.backends.mindspore import kernels as k",
             "",
             *(f't_{t} = k.dtype("{t}")' for t in types),
@@ -44,10 +46,12 @@ def to_source(
 def _call(node: Node) -> str:
     kwargs = {k: v for k, v in node.kwargs.items() if k not in _IGNORED and v is not None}
     args = [*map(_text, node.args)]
-    if node.op.startswith("_c10d_functional."):  # the last argument is the axis
+    if node.op.startswith(COLLECTIVES):
         args[-1] = f"g_{node.args[-1]}"
     words = [*args, *(f"{k}={_keyword(k, v)}" for k, v in kwargs.items())]
     results = ", ".join(f"v{i}" for i in node.results)
+    if node.op == "aten.split_with_sizes.default":  # a tuple, also of one part
+        results += ","
     return f"{results} = k.{OPERATORS[node.op]}({', '.join(words)})"
 
 
@@ -63,6 +67,4 @@ def _text(value: Any) -> str:
         return f"v{value.index}"
     if isinstance(value, (list, tuple)):
         return "(" + "".join(f"{_text(part)}, " for part in value) + ")"
-    if isinstance(value, float) and value in (float("inf"), float("-inf")):
-        return f"({'-' if value < 0 else ''}3.4028234663852886e38)"
     return repr(value)

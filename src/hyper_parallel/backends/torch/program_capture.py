@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch._decomp import core_aten_decompositions
 from torch._subclasses.fake_tensor import DataDependentOutputException
@@ -23,8 +24,17 @@ from torch.nn.modules.module import (
 )
 from torch.utils._pytree import tree_map
 
-from hyper_parallel.backends.step_program import Node, Ref, StepProgram, ValueType, refs
-from hyper_parallel.backends.torch.program_shards import Shards
+from hyper_parallel.backends.step_program import (
+    Node,
+    Ref,
+    StepProgram,
+    ValueType,
+    group_name,
+    refs,
+)
+from hyper_parallel.backends.torch.parallel_handle import attached
+from hyper_parallel.backends.torch.program_shards import Shards, sum_over
+from hyper_parallel.backends.torch.weights.shard_ranges import local
 from hyper_parallel.errors import Contradiction
 
 _SAME_VALUE: Final = (
@@ -66,13 +76,16 @@ def capture_gradients(
     """
     leaves = _leaves(model)
     trained = [name for name, leaf in leaves.items() if leaf.requires_grad]
+    axes = _partial_gradients(model)
 
     def step(values: list[Tensor], sums: list[Tensor], given: list[Tensor]) -> list[Tensor]:
         named = _gathered(model, leaves, values, shards)
         value = _call_with(model, loss, named, batch, given)
         grads = torch.autograd.grad(value, [named[name] for name in trained], allow_unused=True)
-        pairs = zip(sums, grads, strict=True)
-        added = (s if g is None else s + shards.reduce(g) for s, g in pairs)
+        pairs = zip(trained, sums, grads, strict=True)
+        added = (
+            s if g is None else s + shards.reduce(_summed(g, axes.get(n))) for n, s, g in pairs
+        )
         return [value.detach(), *added]
 
     parts = _parts(model, leaves, shards)
@@ -127,9 +140,23 @@ def _leaves(model: nn.Module) -> dict[str, Tensor]:
     saved = model.state_dict().keys()
     buffers = ((name, buffer) for name, buffer in model.named_buffers() if name in saved)
     return {
-        name: torch.empty(t.shape, dtype=t.dtype, requires_grad=t.requires_grad)
+        name: torch.empty(local(t).shape, dtype=t.dtype, requires_grad=t.requires_grad)
         for name, t in (*model.named_parameters(), *buffers)
     }
+
+
+def _partial_gradients(model: nn.Module) -> dict[str, str]:
+    """Return the parameters whose gradients tensor-parallel ranks sum, each with the name of their group."""
+    handle = attached(model)
+    if handle is None or handle.tp is None:
+        return {}
+    names = {param: name for name, param in model.named_parameters()}
+    pairs = handle.tp.gradients.partial_parameters()
+    return {names[param]: group_name(dist.get_process_group_ranks(group)) for param, group in pairs}
+
+
+def _summed(grad: Tensor, group: str | None) -> Tensor:
+    return grad if group is None else sum_over(grad, group)
 
 
 def _parts(model: nn.Module, leaves: Mapping[str, Tensor], shards: Shards) -> dict[str, Tensor]:
@@ -150,7 +177,7 @@ def _gathered(
     named = dict(zip(leaves, values, strict=True))
     if shards.ranks > 1:
         for name, param in model.named_parameters():
-            whole = shards.gather(named[name].detach(), param.shape[0])
+            whole = shards.gather(named[name].detach(), leaves[name].shape[0])
             named[name] = whole.requires_grad_(param.requires_grad)
     return named
 
@@ -172,6 +199,8 @@ def _call_with(
         def forward(self, **kwargs: Tensor) -> Tensor:
             return loss(self.model, **kwargs)
 
+    if (handle := attached(model)) is not None and handle.tp is not None:
+        handle.tp.same_random = True  # programs draw no random numbers
     own = {f"model.{name}": value for name, value in parameters.items()}
     with _module_names(model) as running:
         try:
@@ -325,8 +354,10 @@ class _Builder:
             return
         if name in _SAME_VALUE:
             source = node.args[0]
-            if source in self._folded:
-                self._folded[node] = self._folded[source]
+            if (
+                source in self._folded
+            ):  # called for its strides: later nodes may need them for a view
+                self._folded[node] = node.target(self._folded[source], **node.kwargs)
             else:
                 self._numbers[node] = self.value(source)
             return

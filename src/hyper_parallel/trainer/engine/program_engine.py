@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hyper_parallel.backends.program_runner import CompiledProgram, ProgramRunner, join_ranks
-from hyper_parallel.backends.torch import local
+from hyper_parallel.backends.torch import handle, local
 from hyper_parallel.trainer.data import Batches, StreamBatches
 from hyper_parallel.trainer.engine.step_loop import Loop, StepInputs
 from hyper_parallel.trainer.engine.step_programs import (
@@ -106,11 +106,13 @@ class ProgramLoop(Loop):
 
     Attributes:
         runner: The framework.
+        reports: Whether this rank reports its losses: tensor-parallel ranks compute the same ones.
         state: Weights and optimizer state.
         programs: Compiled programs by name: loss, gradients, update.
     """
 
     runner: ProgramRunner = field(init=False)
+    reports: bool = field(init=False)
     state: FrameworkState = field(init=False)
     programs: dict[str, CompiledProgram] = field(init=False)
     _pending: dict[str, Any] = field(init=False, default_factory=dict)
@@ -120,6 +122,8 @@ class ProgramLoop(Loop):
     ) -> None:
         """Take the weights and the optimizer state from torch."""
         self.runner, self.programs = runner, compiled
+        plan, rank = handle(self.model).plan, handle(self.model).ranks.rank
+        self.reports = plan.mesh.coordinate(rank)["tp_x"] == 0
         inputs = programs.gradients.inputs | programs.update.inputs
         shapes = {name: kind.shape for name, (_, kind) in inputs.items()}
         self.state = FrameworkState(self.model, self.optimizer, runner, shapes)
@@ -144,7 +148,9 @@ class ProgramLoop(Loop):
             given = {k: self.runner.value(torch.tensor(v).numpy()) for k, v in scalars.items()}
             self._pending = self.programs["update"](self.state.values | grads | given)
             norm = float(self.runner.array(self._pending.pop("grad_norm")))
-        return torch.tensor(loss, dtype=torch.float64), torch.tensor(norm, dtype=torch.float64)
+        return torch.tensor(loss * self.reports, dtype=torch.float64), torch.tensor(
+            norm, dtype=torch.float64
+        )
 
     def update(self, lr: float | Tensor, skip: Tensor | None = None) -> None:
         """Adopt the prepared update unless `skip` is true."""
@@ -158,7 +164,7 @@ class ProgramLoop(Loop):
             self.programs["loss"](self.state.parameters | self._batch(part, count))["loss"]
             for part in parts
         )
-        return torch.tensor(sum(float(self.runner.array(loss)) for loss in losses))
+        return torch.tensor(sum(float(self.runner.array(loss)) for loss in losses) * self.reports)
 
     def count_routing(self) -> None:
         """Return None: the programs do not count the tokens of experts."""
@@ -193,6 +199,10 @@ class ProgramEngine(TorchEngine):
     def __enter__(self) -> ProgramEngine:
         mesh = self._job.plan.mesh
         groups = {axis: mesh.group(self.rank, axis) for axis in AXES if mesh.degree(axis) > 1}
+        if mesh.degree("tp_x") > 1:  # programs name positions on the axis
+            ranks = mesh.group(self.rank, "tp_x")
+            positions = self._programs.gradients.groups() | self._programs.update.groups()
+            groups |= {name: [ranks[p] for p in own] for name, own in positions.items()}
         backend = self._recipe.backend
         self._runner = join_ranks(backend, self.rank, self.world_size, self._agree, groups)
         return self
@@ -204,8 +214,7 @@ class ProgramEngine(TorchEngine):
     def begin(self, done: int, batches: Batches | StreamBatches) -> None:
         """Open the run's checkpoints, and compile the programs."""
         super().begin(done, batches)
-        programs = self._job.programs
-        assert programs is not None
+        programs = self._programs
         folder = Path(self._job.output_dir) / "programs"
         folder.mkdir(exist_ok=True)
         compiled = {
@@ -216,6 +225,13 @@ class ProgramEngine(TorchEngine):
         }
         assert isinstance(self._loop, ProgramLoop)
         self._loop.connect(self._runner, programs, compiled)
+
+    @property
+    def _programs(self) -> StepPrograms:
+        """Programs of this rank."""
+        programs, mesh = self._job.programs, self._job.plan.mesh
+        assert programs is not None
+        return programs[mesh.coordinate(self.rank)["tp_x"]]
 
     def facts(self) -> dict[str, Any]:
         """Return facts about device and versions for the record of the run."""

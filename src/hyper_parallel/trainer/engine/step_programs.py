@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,17 +14,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hyper_parallel.backends.program_runner import unsupported_operators
-from hyper_parallel.backends.step_program import StepProgram
+from hyper_parallel.backends.step_program import StepProgram, group_name
+from hyper_parallel.backends.torch import handle, local, materialize
 from hyper_parallel.backends.torch.dropout import has_dropout
+from hyper_parallel.backends.torch.parallel_handle import attached
 from hyper_parallel.backends.torch.program_capture import (
     capture_gradients,
     capture_loss,
     capture_update,
 )
 from hyper_parallel.backends.torch.program_shards import Shards, sum_over
+from hyper_parallel.backends.torch.traced_groups import TRACED
 from hyper_parallel.config import Recipe
 from hyper_parallel.errors import Contradiction, MissingDependency, UnsupportedSharding
 from hyper_parallel.ir import Plan, Strategy
+from hyper_parallel.runtime import World, parallelize
 from hyper_parallel.trainer.engine.optimizer import build_optimizer
 from hyper_parallel.trainer.engine.recipe_model import build_model
 
@@ -32,7 +36,7 @@ VALID_TOKENS: Final = "valid_tokens"
 """Name of the batch's value by which the loss is divided."""
 
 AXES: Final = ("dp_replicate", "dp_shard")
-"""Mesh axes that programs have collectives for."""
+"""Mesh axes that collectives name as their group; those of tensor parallelism name positions on the axis."""
 
 _STATES: Final[dict[type, tuple[str, ...]]] = {
     torch.optim.AdamW: ("exp_avg", "exp_avg_sq"),
@@ -74,7 +78,7 @@ def _check_installed(backend: str, where: Callable[[str], str]) -> None:
 
 def capture_programs(
     recipe: Recipe, plan: Plan, router_loss: str | None, where: Callable[[str], str]
-) -> StepPrograms:
+) -> tuple[StepPrograms, ...]:
     """Capture the programs of a recipe, after checks of features that they cannot express.
 
     Args:
@@ -83,15 +87,43 @@ def capture_programs(
         router_loss: Description of the auxiliary loss of expert routers; None: no such loss.
         where: Origin of a recipe key, for errors.
 
+    Returns:
+        Programs of each position on the tensor-parallel axis.
+
     Raises:
         MissingDependency: HP501 when the back end is not installed.
         Contradiction: HP104 for a feature of the recipe that programs do not have, or for operators that the back end
             does not have.
-        UnsupportedSharding: HP205 for a layout with other axes than `AXES`.
+        UnsupportedSharding: HP205 for a layout with other axes.
     """
     _check_installed(recipe.backend, where)
     _check_recipe(recipe, plan, router_loss, where)
-    model = _model_with_buffers(recipe)
+    if plan.strategy.tp == 1:
+        model = _model_with_buffers(recipe)
+        captured = [_capture(recipe, plan, model, where)]
+    else:
+        captured = []
+        for position in range(plan.strategy.tp):
+            with World.fake(position, plan.strategy.tp, TRACED) as world:
+                model = _model_with_buffers(recipe, partial(_parallel, plan, world))
+                captured.append(_capture(recipe, plan, model, where))
+    missing: dict[str, str] = {}
+    for program in (p for step in captured for p in (step.gradients, step.update, step.loss)):
+        missing = unsupported_operators(recipe.backend, program) | missing
+    if missing:
+        raise Contradiction(
+            f"{type(model).__name__} uses operators that the back end does not have",
+            where=where("backend"),
+            got=", ".join(f"{op} ({module})" if module else op for op, module in missing.items()),
+            hint="backend=torch",
+        )
+    return tuple(captured)
+
+
+def _capture(
+    recipe: Recipe, plan: Plan, model: nn.Module, where: Callable[[str], str]
+) -> StepPrograms:
+    """Return the programs of a rank, whose parameters the model has."""
     if has_dropout(model):
         raise _refused(
             "dropout", where("training.disable_dropout"), "training.disable_dropout=true"
@@ -104,23 +136,26 @@ def capture_programs(
     }  # fmt: skip
     optimizer = build_optimizer(model, recipe.training)
     shards = Shards(plan.strategy.dp_shard)
-    clip = partial(_clipped, plan.strategy, recipe.training.max_grad_norm)
-    programs = StepPrograms(
-        capture_loss(model, batch, _loss, shards),
-        capture_gradients(model, batch, _loss, shards),
+    clip = partial(_clipped, plan.strategy, recipe.training.max_grad_norm, _copies(model))
+    loss = _loss if plan.strategy.tp == 1 else _loss_of_model
+    return StepPrograms(
+        capture_loss(model, batch, loss, shards),
+        capture_gradients(model, batch, loss, shards),
         _update_program(model, optimizer, shards, clip),
     )
-    missing: dict[str, str] = {}
-    for program in (programs.gradients, programs.update, programs.loss):
-        missing = unsupported_operators(recipe.backend, program) | missing
-    if missing:
-        raise Contradiction(
-            f"{type(model).__name__} uses operators that the back end does not have",
-            where=where("backend"),
-            got=", ".join(f"{op} ({module})" if module else op for op, module in missing.items()),
-            hint="backend=torch",
-        )
-    return programs
+
+
+def _parallel(plan: Plan, world: World, model: nn.Module) -> nn.Module:
+    """Return a model in the tensor-parallel layout of a plan, without its data-parallel ranks."""
+    alone = replace(plan.strategy, dp_replicate=1)
+    return parallelize(model, replace(plan, strategy=alone), world)
+
+
+def _copies(model: nn.Module) -> dict[str, int]:
+    """Return the number of tensor-parallel ranks that have the same elements of each parameter."""
+    if attached(model) is None:
+        return {}
+    return {name: handle(model).copies(name) for name, _ in model.named_parameters()}
 
 
 def update_scalars(optimizer: torch.optim.Optimizer, step: int, lr: float) -> dict[str, float]:
@@ -151,18 +186,38 @@ def _loss(
     return F.cross_entropy(logits, shift_labels.flatten(), reduction="sum") / valid_tokens
 
 
-def _model_with_buffers(recipe: Recipe) -> nn.Module:
-    """Return the model, parameters without values and buffers with them, in forms that have static shapes."""
-    from hyper_parallel.backends.torch import materialize
+def _loss_of_model(
+    model: nn.Module,
+    input_ids: Tensor,
+    shift_labels: Tensor,
+    position_ids: Tensor,
+    valid_tokens: Tensor,
+) -> Tensor:
+    """Return the same loss, computed from logits that tensor-parallel ranks share."""
+    loss: Tensor = model(
+        input_ids=input_ids,
+        labels=shift_labels,
+        shift_labels=shift_labels,
+        position_ids=position_ids,
+        num_items_in_batch=valid_tokens,
+        use_cache=False,
+    ).loss
+    return loss
 
+
+def _model_with_buffers(
+    recipe: Recipe, layout: Callable[[nn.Module], nn.Module] = lambda model: model
+) -> nn.Module:
+    """Return the model in a layout, with values of its buffers, in forms that have static shapes."""
     model = build_model(recipe)
-    materialize(model, seed=recipe.training.seed, device=torch.device("cpu"))
     for name, form in (
         ("set_attn_implementation", "eager"),
         ("set_experts_implementation", "batched_mm"),
     ):
         if hasattr(model, name):
             getattr(model, name)(form)
+    model = layout(model)
+    materialize(model, seed=recipe.training.seed, device=torch.device("cpu"))
     return model
 
 
@@ -198,17 +253,27 @@ def _check_recipe(
     for key, (applies, text, hint) in refused.items():
         if applies:
             raise _refused(text, where(key), hint)
-    strategy = plan.strategy
-    if strategy.world_size != strategy.dp_replicate * strategy.dp_shard:
-        tp = ("tp_x", "tp_y") if strategy.tp_y > 1 else ("tp",)
-        axes = [a for a in ("pp", "cp", *tp, "ep") if getattr(strategy, a) > 1]
-        single = [f"parallel.{axis}=1" for axis in ("dp_shard", *axes)]
-        raise UnsupportedSharding(
-            f"the back end {recipe.backend} runs data parallelism only: {', '.join(AXES)}",
-            where=where("parallel"),
-            got=str(strategy),
-            hint=f"parallel.dp_replicate={strategy.world_size} {' '.join(single)}",
-        )
+    _check_layout(recipe.backend, plan.strategy, where("parallel"))
+
+
+def _check_layout(backend: str, strategy: Strategy, where: str) -> None:
+    """Refuse axes without programs; the hint keeps the number of ranks."""
+    axes = [a for a in ("pp", "cp", "tp_y", "ep") if getattr(strategy, a) > 1]
+    if strategy.tp > 1 and strategy.dp_shard > 1:
+        axes.append("dp_shard")
+    if not axes:
+        return
+    single = {"tp": 1, "dp_shard": 1} | dict.fromkeys(axes, 1)
+    if strategy.tp_y > 1:
+        single |= {"tp_x": 1}
+        del single["tp"]
+    degrees = {"dp_replicate": strategy.world_size} | single
+    raise UnsupportedSharding(
+        f"the back end {backend} runs the axes {', '.join(AXES)}, and tp with dp_replicate",
+        where=where,
+        got=str(strategy),
+        hint=" ".join(f"parallel.{axis}={degree}" for axis, degree in degrees.items()),
+    )
 
 
 def _refused(text: str, where: str, hint: str) -> Contradiction:
@@ -221,13 +286,23 @@ def _refused(text: str, where: str, hint: str) -> Contradiction:
 
 
 def _clipped(
-    strategy: Strategy, max_norm: float | None, grads: Mapping[str, Tensor]
+    strategy: Strategy,
+    max_norm: float | None,
+    copies: Mapping[str, int],
+    grads: Mapping[str, Tensor],
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the norm of the gradients, summed over replicas, and the clipped gradients."""
     if strategy.dp_replicate > 1:
         grads = {name: sum_over(grad, "dp_replicate") for name, grad in grads.items()}
-    squares = torch.stack([g.float().square().sum() for g in grads.values()]).sum()
-    norm = (sum_over(squares, "dp_shard") if strategy.dp_shard > 1 else squares).sqrt()
+    squares = torch.stack(
+        [g.float().square().sum() / copies.get(n, 1) for n, g in grads.items()]
+    ).sum()
+    for axis, ranks in (
+        ("dp_shard", strategy.dp_shard),
+        (group_name(range(strategy.tp)), strategy.tp),
+    ):
+        squares = sum_over(squares, axis) if ranks > 1 else squares
+    norm = squares.sqrt()
     if max_norm is None:
         return norm, dict(grads)
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
@@ -243,7 +318,7 @@ def _update_program(
     names = {p: n for n, p in model.named_parameters()}
     groups = {names[p]: group for group in optimizer.param_groups for p in group["params"]}
     shapes = {
-        name: torch.empty(shards.shape(p.shape), dtype=p.dtype)
+        name: torch.empty(shards.shape(local(p).shape), dtype=p.dtype)
         for p, name in names.items()
         if name in groups
     }

@@ -25,6 +25,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import _disable_current_modes
 
 from hyper_parallel.backends.torch.data._event_sequence import EventSequence, HostExchange
+from hyper_parallel.backends.torch.traced_groups import TRACED
 from hyper_parallel.errors import CollectiveMismatch
 
 _POST_BACKWARD: Final = "POST_BACKWARD"
@@ -327,7 +328,7 @@ def order_units(
 ) -> None:
     """Run FSDP's collectives in one order on all ranks; see `UnitOrder` for the arguments."""
     ranks = 1 if group is None else dist.get_world_size(group)
-    if ranks == 1 or model not in modules or dist.get_backend(group) == "fake":
+    if ranks == 1 or model not in modules or dist.get_backend(group) in ("fake", TRACED):
         return
     assert group is not None
     UnitOrder(model, modules, group, [model.get_submodule(name) for name in unskippable], one_order)

@@ -129,6 +129,10 @@ class TpGradients:
         self._list_params = list_params
         self._params = [(p, group) for p, group in list_params() if p.requires_grad]
 
+    def partial_parameters(self) -> tuple[PartialParameter, ...]:
+        """Return the registered parameters, for callers that compute gradients without `backward`."""
+        return tuple(self._list_params())
+
     def begin_forward(self) -> None:
         """Reset the state of a backward that ended with an error."""
         self._queued = False
