@@ -4,18 +4,17 @@
     language   forward with the features received     <- send    gradients of the features
 
 Every microbatch of the language part has one message of features, empty without media, and one message of gradients if
-its features require them. Both sides derive the sender and the order of messages from the number of ranks, so no
-schedule is exchanged, and a tower rank runs ahead of its backward passes by enough rounds that no rank waits in a
-circle.
+its features require them. A rank may be on both sides. All ranks derive one order of the passes of a step, of which
+each runs its own: every pass comes after those whose results it needs, so no rank waits in a circle.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -29,6 +28,8 @@ from hyper_parallel.errors import CollectiveMismatch
 from hyper_parallel.ir import Purpose
 
 Span = Callable[[str, str], AbstractContextManager[Any]]
+_T = TypeVar("_T")
+Pass = Literal["forward", "language", "backward"]
 Source = tuple[int, int] | None
 """Data-parallel rank of the language part and index of its microbatch; None: no microbatch."""
 
@@ -46,14 +47,6 @@ class Border:
     tower: tuple[int, ...]
     readers: tuple[tuple[int, ...], ...]
 
-    @property
-    def rounds_ahead(self) -> int:
-        """Rounds of forward passes before the first backward pass.
-
-        The backward pass of a microbatch begins once all readers have its features.
-        """
-        return -(-len(self.readers) // len(self.tower))
-
     def owner(self, share: int, index: int) -> int:
         """Return the tower rank, in the world, that computes the features of a microbatch."""
         return self.tower[(index * len(self.readers) + share) % len(self.tower)]
@@ -69,30 +62,29 @@ class Border:
         sources = [self.source(tower_rank, number) for number in rounds]
         return [source if source[1] < count else None for source in sources]
 
+    def passes(self, rounds: int) -> Iterator[tuple[Pass, int]]:
+        """Yield the passes of a step in their order: rounds of the tower, and indices of microbatches of the readers.
 
-class Submodel:
-    """State of one rank of a model whose parts are on different ranks.
-
-    Args:
-        border: Ranks of both parts.
-        group: All of these ranks.
-        is_first: Whether this rank is the first of its part.
-    """
-
-    def __init__(self, border: Border, group: dist.ProcessGroup, is_first: bool) -> None:
-        self.border, self._group, self._is_first = border, group, is_first
-
-    def sum_over_parts(self, value: Tensor, name: Purpose) -> Tensor:
-        """Return the sum over the parts of a value that is equal on all ranks of a part."""
-        return all_reduce(value if self._is_first else torch.zeros_like(value), self._group, name)
+        The tower is one microbatch of each reader ahead.
+        """
+        shares, towers = len(self.readers), len(self.tower)
+        forward = backward = 0
+        for index in range(rounds * towers // shares):
+            ahead = min(rounds, -(-(index + 2) * shares // towers))
+            yield from (("forward", number) for number in range(forward, ahead))
+            yield "language", index
+            done = (index + 1) * shares // towers
+            yield from (("backward", number) for number in range(backward, done))
+            forward, backward = ahead, done
+        yield from (("forward", number) for number in range(forward, rounds))
+        yield from (("backward", number) for number in range(backward, rounds))
 
 
-class Tower(Submodel):
+class Tower:
     """Service of a tower rank.
 
     Args:
-        border: See `Submodel`.
-        group: See `Submodel`.
+        border: Ranks of both sides.
         rank: Data-parallel rank in the tower.
         features: Messages to the readers.
         gradients: Messages from the readers.
@@ -101,12 +93,11 @@ class Tower(Submodel):
     def __init__(
         self,
         border: Border,
-        group: dist.ProcessGroup,
         rank: int,
         features: Channel,
         gradients: Channel,
     ) -> None:
-        super().__init__(border, group, rank == 0)
+        self.border = border
         self.rank, self._features, self._gradients = rank, features, gradients
 
     def serve(
@@ -116,8 +107,10 @@ class Tower(Submodel):
         span: Span,
         train: bool,
         deferred: Callable[[nn.Module], AbstractContextManager[None]],
-    ) -> None:
+    ) -> Iterator[int]:
         """Compute the features of the microbatches of a step, and the gradients of the tower if `train`.
+
+        Yields the index of each microbatch of the language part at the moment at which a rank with both parts runs it.
 
         Args:
             model: `TowerModel` that passed through `parallelize`.
@@ -127,24 +120,33 @@ class Tower(Submodel):
             deferred: Context of the backward passes of all microbatches but the last.
         """
         trained = train and any(p.requires_grad for p in model.parameters())
-        running: deque[tuple[Source, list[Tensor], Tensor]] = deque()
-        for number, batch in enumerate(microbatches):
-            with span("forward", "compute"), torch.set_grad_enabled(trained):
-                structure, tensors, start = model(**(batch or {}))
-            source = None if batch is None else self.border.source(self.rank, number)
-            if source is not None:
-                for reader in self.border.readers[source[0]]:
-                    self._features.send(structure, tensors, reader)
-            if trained:
-                running.append((source, tensors, start))
-            if len(running) > self.border.rounds_ahead:
-                with deferred(model):
-                    self._backward(*running.popleft(), span)
-        while running:
-            last = len(running) == 1
-            with nullcontext() if last else deferred(model):
-                self._backward(*running.popleft(), span)
+        running: dict[int, tuple[Source, list[Tensor], Tensor]] = {}
+        for kind, number in self.border.passes(len(microbatches)):
+            if kind == "language":
+                yield number
+            elif kind == "forward":
+                with torch.set_grad_enabled(trained):
+                    results = self._forward(model, microbatches[number], number, span)
+                if trained:
+                    running[number] = results
+            elif trained:
+                with nullcontext() if number + 1 == len(microbatches) else deferred(model):
+                    self._backward(*running.pop(number), span)
+
+    def flush(self) -> None:
+        """Wait until every message is sent."""
         self._features.flush()
+
+    def _forward(
+        self, model: nn.Module, batch: Mapping[str, Any] | None, number: int, span: Span
+    ) -> tuple[Source, list[Tensor], Tensor]:
+        with span("forward", "compute"):
+            structure, tensors, start = model(**(batch or {}))
+        source = None if batch is None else self.border.source(self.rank, number)
+        if source is not None:
+            for reader in self.border.readers[source[0]]:
+                self._features.send(structure, tensors, reader)
+        return source, tensors, start
 
     def _backward(self, source: Source, tensors: list[Tensor], start: Tensor, span: Span) -> None:
         outputs = [t for t in tensors if t.requires_grad]
@@ -161,12 +163,11 @@ class Tower(Submodel):
             )
 
 
-class Reader(Submodel):
+class Reader:
     """Features on a rank of the language part.
 
     Args:
-        border: See `Submodel`.
-        group: See `Submodel`.
+        border: Ranks of both sides.
         rank: Rank of this process in the world.
         features: Messages from the tower.
         gradients: Messages to the tower.
@@ -175,12 +176,11 @@ class Reader(Submodel):
     def __init__(
         self,
         border: Border,
-        group: dist.ProcessGroup,
         rank: int,
         features: Channel,
         gradients: Channel,
     ) -> None:
-        super().__init__(border, group, rank == border.readers[0][0])
+        self.border = border
         self.share = next(i for i, ranks in enumerate(border.readers) if rank in ranks)
         self._sends = border.readers[self.share][0] == rank
         self._features, self._gradients = features, gradients
@@ -208,6 +208,9 @@ class Reader(Submodel):
             yield
         finally:
             self._index = None
+
+    def flush(self) -> None:
+        """Wait until every message is sent."""
         self._gradients.flush()
 
     def receive(self, label: str) -> Any:
@@ -215,13 +218,13 @@ class Reader(Submodel):
         received = self._message()
         found, output = received.popleft() if received else ("no further features", None)
         if found != label:
-            raise self._mismatch(f"the model calls `{label}`, the tower sent {found}")
+            raise mismatch(f"the model calls `{label}`, the tower sent {found}")
         return output
 
     def _message(self) -> deque[tuple[str, Any]]:
         if self._received is None:
             if self._index is None:
-                raise self._mismatch("a forward pass outside of a step")
+                raise mismatch("a forward pass outside of a step")
             message = self._features.receive(self.border.owner(self.share, self._index))
             self._leaves = [t for t in _tensors(message) if t.requires_grad]
             self._received = deque(message)
@@ -232,7 +235,7 @@ class Reader(Submodel):
 
     def _end(self, model: nn.Module, args: Any, output: Any) -> None:
         if rest := self._message():
-            raise self._mismatch(f"the tower sent `{rest[0][0]}`, which the model does not call")
+            raise mismatch(f"the tower sent `{rest[0][0]}`, which the model does not call")
         assert self._index is not None
         target, leaves = self.border.owner(self.share, self._index), self._leaves
         self._index += 1
@@ -261,13 +264,91 @@ class Reader(Submodel):
         if self._sends:
             self._gradients.send(*pack(grads), target)
 
-    def _mismatch(self, got: str) -> CollectiveMismatch:
-        return CollectiveMismatch(
-            "the ranks of the tower and of the language part run different microbatches",
-            where=f"rank {dist.get_rank()}",
-            got=got,
-            hint="pass the microbatches of `hp.microbatch_sources` to `hp.forward_backward` on every rank",
-        )
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """Part of a model on this rank.
+
+    Attributes:
+        part: `TowerModel`, or the language part, that passed through `parallelize`.
+        side: Its side of the exchange.
+        reports: Whether this rank is the first of the part.
+    """
+
+    part: nn.Module
+    side: Tower | Reader
+    reports: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Submodels:
+    """State of one rank of a model whose parts have ranks of their own.
+
+    Attributes:
+        group: Ranks of all parts.
+        roles: Parts of this rank, the language part first.
+    """
+
+    group: dist.ProcessGroup
+    roles: tuple[Role, ...]
+
+    @property
+    def language(self) -> tuple[nn.Module, Reader] | None:
+        """Language part and its side of the exchange; None on a rank without it."""
+        role = self.roles[0]
+        return (role.part, role.side) if isinstance(role.side, Reader) else None
+
+    @property
+    def towers(self) -> list[tuple[nn.Module, Tower]]:
+        """Towers and their sides of the exchange."""
+        return [(role.part, role.side) for role in self.roles if isinstance(role.side, Tower)]
+
+    def sources(self, count: int) -> list[Source]:
+        """Return the microbatches of this rank: those of the language part, then those of the towers."""
+        own: list[Source] = []
+        if self.language is not None:
+            own = [(self.language[1].share, index) for index in range(count)]
+        served = (tower.border.sources(tower.rank, count) for _, tower in self.towers)
+        return [*own, *(source for sources in served for source in sources)]
+
+    def divided(self, microbatches: Sequence[_T]) -> tuple[Sequence[_T], list[Sequence[_T]]]:
+        """Return the microbatches of the language part and those of each tower, in the order of `sources`."""
+        given = len(microbatches)
+        most = given * max((len(tower.border.tower) for _, tower in self.towers), default=1)
+        count = next((c for c in range(most + 1) if len(self.sources(c)) == given), None)
+        if count is None:
+            raise mismatch(f"{given} microbatches")
+        start = 0 if self.language is None else count
+        served = []
+        for _, tower in self.towers:
+            end = start + len(tower.border.sources(tower.rank, count))
+            served.append(microbatches[start:end])
+            start = end
+        return microbatches[: 0 if self.language is None else count], served
+
+    def sum_over_parts(self, values: Sequence[Tensor], name: Purpose) -> Tensor:
+        """Return the sum over all parts of a value, given for each part of this rank and equal on all of its ranks."""
+        pairs = zip(values, self.roles, strict=True)
+        reported = [value if role.reports else torch.zeros_like(value) for value, role in pairs]
+        return all_reduce(torch.stack(reported).sum(0), self.group, name)
+
+
+def rounds_of(services: Iterable[Iterator[int]]) -> Iterator[None]:
+    """Run services of several towers in turn, up to their next microbatch of the language part."""
+    running = [*services]
+    while running:
+        running = [service for service in running if next(service, None) is not None]
+        yield
+
+
+def mismatch(got: str) -> CollectiveMismatch:
+    """Return the error of ranks that run different microbatches."""
+    return CollectiveMismatch(
+        "the ranks of the tower and of the language part run different microbatches",
+        where=f"rank {dist.get_rank()}",
+        got=got,
+        hint="pass the microbatches of `hp.microbatch_sources` to `hp.forward_backward` on every rank",
+    )
 
 
 def _tensors(value: Any) -> list[Tensor]:

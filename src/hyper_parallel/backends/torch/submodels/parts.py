@@ -8,6 +8,7 @@ are replaced on the instance. These calls are the model's own `get_image_feature
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -154,6 +155,47 @@ def _answer_for(module: nn.Module, model: nn.Module) -> None:
         if hasattr(type(module), name)
     }
     module.__class__ = type(type(module).__name__, (type(module),), answers)
+
+
+def twin_of(model: nn.Module) -> nn.Module:
+    """Return a copy of a model that shares its parameters and buffers, for a rank with both parts."""
+    shared = [*model.parameters(), *model.buffers()]
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in shared})
+
+
+def join_parts(language: nn.Module, tower: TowerModel, division: Division) -> nn.Module:
+    """Return one module with the parameters of both parts of this rank, for optimizers and checkpoints.
+
+    Modules above both parts are copies, because each part is complete in itself: FSDP of one must not find the other.
+    """
+    joined = _joined(language, tower, "", division)
+
+    def train(mode: bool = True) -> nn.Module:
+        joined.training = mode
+        language.train(mode)
+        tower.train(mode)
+        return joined
+
+    object.__setattr__(joined, "train", train)
+    return joined
+
+
+def _joined(language: nn.Module, tower: nn.Module, name: str, division: Division) -> nn.Module:
+    if name in division.modules:
+        return tower
+    joined: nn.Module = object.__new__(
+        type(language)
+    )  # `FSDPModule.__new__` would run the constructor
+    joined.__dict__.update(language.__dict__)
+    joined._modules = {**language._modules}
+    tower._buffers = language._buffers  # one table, as storage may replace its entries
+    if any(parameter is not None for parameter in tower._parameters.values()):
+        joined._parameters = tower._parameters
+    for key, child in tower._modules.items():
+        inner = f"{name}.{key}".lstrip(".")
+        if any(f"{module}.".startswith(f"{inner}.") for module in division.modules):
+            joined._modules[key] = _joined(language._modules[key], child, inner, division)
+    return joined
 
 
 class _DecoderReached(BaseException):
