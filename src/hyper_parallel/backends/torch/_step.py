@@ -127,7 +127,7 @@ def _run(
     if num_tokens is not None:
         return total
     totals = [total, *(torch.zeros_like(total) for _ in submodels.roles[1:])]
-    return submodels.sum_over_parts(totals, Purpose.LOSS)
+    return submodels.sum_over_parts(totals)
 
 
 def _run_losses(
@@ -305,7 +305,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float | None) -> Tensor:
         total = _square_sum(model, grads)
     else:
         sums = [_square_sum(role.part, grads) for role in submodels.roles]
-        total = submodels.sum_over_parts(sums, Purpose.GRADIENT_NORM)
+        total = submodels.sum_over_parts(sums)
     norm = total.sqrt()
     if max_norm is not None and math.isfinite(max_norm):
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)

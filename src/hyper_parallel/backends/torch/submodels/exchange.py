@@ -326,11 +326,11 @@ class Submodels:
             start = end
         return microbatches[: 0 if self.language is None else count], served
 
-    def sum_over_parts(self, values: Sequence[Tensor], name: Purpose) -> Tensor:
+    def sum_over_parts(self, values: Sequence[Tensor]) -> Tensor:
         """Return the sum over all parts of a value, given for each part of this rank and equal on all of its ranks."""
         pairs = zip(values, self.roles, strict=True)
         reported = [value if role.reports else torch.zeros_like(value) for value, role in pairs]
-        return all_reduce(torch.stack(reported).sum(0), self.group, name)
+        return all_reduce(torch.stack(reported).sum(0), self.group, Purpose.SUBMODELS_SUM)
 
 
 def rounds_of(services: Iterable[Iterator[int]]) -> Iterator[None]:
