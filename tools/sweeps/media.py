@@ -22,7 +22,7 @@ COLUMNS = ("plain", "one rank", "dp_shard 2", "tp 2", "pp 2")
 SECONDS = 300
 LAYOUTS = {"dp_shard 2": "dp_shard=2", "tp 2": "tp=2", "pp 2": "pp=2"}
 LIMIT = 1e-10
-MOST_PARAMETERS = 8_000_000
+MOST_PARAMETERS = 11_000_000
 
 
 def model_types() -> list[str]:
