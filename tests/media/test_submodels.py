@@ -13,6 +13,7 @@ from torch import Tensor
 import hyper_parallel as hp
 from hyper_parallel.config import Data
 from hyper_parallel.errors import BadValue, DegreesMismatch, UnsupportedSharding
+from hyper_parallel.planner import parse_strategy
 from hyper_parallel.runtime import submodel_strategies
 from hyper_parallel.trainer.data import Batches, prepare
 from tests.media.records import write_data
@@ -116,12 +117,19 @@ OVERLAPPING: tuple[tuple[Layouts, Placement], ...] = (
 )
 
 
+PIPELINES: tuple[Layouts, ...] = (
+    {"vision": "", "language": "pp=2"},
+    {"language": "pp=2 dp_shard=2", "vision": "dp_shard=2"},
+    {"language": "pp=2 schedule=zb-h1", "vision": ""},
+)
+
+
 def _named(values: Mapping[str, Any], kind: str) -> dict[str, Any]:
     return {kind if name == "vision" else name: value for name, value in values.items()}
 
 
 def _ranks(layouts: Layouts) -> int:
-    return sum(2 if layout else 1 for layout in layouts.values())
+    return sum(parse_strategy(layout).world_size for layout in layouts.values())
 
 
 @pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
@@ -144,12 +152,12 @@ def test_a_tower_on_its_own_ranks_repeats_one_rank(
             return {name for name, _ in part.named_parameters()}
 
     every = {name for name, _ in single.named_parameters()}
-    for layouts in DISJOINT if family == "llava" else DISJOINT[:2]:
+    pipelines = PIPELINES if family == "llava" else PIPELINES[: family != "qwen3_vl"]
+    for layouts in (*(DISJOINT if family == "llava" else DISJOINT[:2]), *pipelines):
         layouts = _named(layouts, kind)
         owned = hp.launch(lambda _, g=layouts: rank(g, None), _ranks(layouts), timeout_s=200)
-        first, last = owned[0], owned[-1]
-        assert first.isdisjoint(last)
-        assert first | last == every
+        assert owned[0].isdisjoint(owned[-1])
+        assert set.union(*owned) == every
     for layouts, ranks in OVERLAPPING if family == "llava" else OVERLAPPING[:2]:
         given = _named(layouts, kind), _named(ranks, kind)
         size = len({r for members in ranks.values() for r in members})
@@ -224,12 +232,24 @@ def test_layouts_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     for layouts, ranks, error in (
         ({"vision": "", "language": "tp=2"}, 2, DegreesMismatch),
         ({"vision": "tp=2", "language": ""}, 3, UnsupportedSharding),
-        ({"vision": "", "language": "pp=2"}, 3, UnsupportedSharding),
+        ({"vision": "", "language": "cp=2"}, 3, UnsupportedSharding),
+        (
+            {"vision": "", "language": "pp=2 schedule=interleaved virtual_stages=2"},
+            3,
+            UnsupportedSharding,
+        ),
         ({"audio": "", "language": ""}, 2, BadValue),
         ({"language": "tp=2"}, 2, BadValue),
     ):
         with pytest.raises(error):
             submodel_strategies(model, layouts, ranks)
+    write_model("qwen3_vl", tmp_path / "deepstack")
+    deepstack = transformers.AutoModelForMultimodalLM.from_pretrained(tmp_path / "deepstack")
+    with pytest.raises(UnsupportedSharding, match="features enter layers"):
+        submodel_strategies(deepstack, {"vision": "", "language": "pp=2"}, 3)
+    shared = {"vision": (0,), "language": (0, 1)}
+    with pytest.raises(UnsupportedSharding, match="cannot share ranks"):
+        submodel_strategies(model, {"vision": "", "language": "pp=2"}, 2, shared)
     layouts = {"vision": "", "language": "tp=2"}
     for ranks, error in (
         ({"vision": (0, 1), "language": (0, 1)}, BadValue),

@@ -491,6 +491,13 @@ def _check_members(submodels: Submodels, conflict: _Conflict) -> None:
             )
             return
     used = {rank for ranks in submodels.members.values() for rank in ranks}
+    if submodels.language.pp > 1 and len(used) < sum(map(len, submodels.members.values())):
+        conflict(
+            "parallel.submodels.language.pp",
+            "a language part with pipeline stages cannot share ranks with an encoder",
+            f"pp={submodels.language.pp}, {submodels.members}",
+            "set `parallel.submodels.language.pp=1`",
+        )
     if missing := sorted({*range(max(used) + 1)} - used):
         conflict(
             "parallel.submodels",

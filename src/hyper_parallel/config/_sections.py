@@ -360,6 +360,8 @@ class LanguageDegrees(TowerDegrees):
     """Like `parallel.tp_x`."""
     tp_y: int = Field(default=1, ge=1, le=MOST_RANKS)
     """Like `parallel.tp_y`."""
+    pp: int = Field(default=1, ge=1, le=MOST_STAGES)
+    """Like `parallel.pp`. The first stage reads the features; only on ranks without an encoder."""
 
 
 class Submodels(Section):
@@ -385,9 +387,8 @@ class Submodels(Section):
         members = {name: part.ranks for name, part in parts.items() if part.ranks is not None}
         for name, part in parts.items():
             used = {rank for ranks in members.values() for rank in ranks}
-            if name not in members:
-                free = (rank for rank in count() if rank not in used)
-                members[name] = tuple(islice(free, min(part.num_ranks, MOST_RANKS)))
+            free = count() if name == "language" else (r for r in count() if r not in used)
+            members.setdefault(name, tuple(islice(free, min(part.num_ranks, MOST_RANKS))))
         return {name: members[name] for name in parts}
 
 

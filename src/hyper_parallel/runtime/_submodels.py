@@ -35,9 +35,11 @@ from hyper_parallel.runtime._plan_of import plan_of
 from hyper_parallel.runtime._save_method import attach_save_pretrained
 from hyper_parallel.runtime._world import World
 
+_ALL: Final = 2**31
+"""Microbatches ahead under schedules that may run all forward passes first."""
 _TOWER_AXES: Final = ("dp_replicate", "dp_shard")
-_LANGUAGE_AXES: Final = (*_TOWER_AXES, "tp_x", "tp_y")
-_AXES: Final = (*_LANGUAGE_AXES, "pp", "cp", "ep")
+_LANGUAGE_AXES: Final = (*_TOWER_AXES, "tp_x", "tp_y", "pp")
+_AXES: Final = (*_LANGUAGE_AXES, "cp", "ep")
 
 
 def parallelize_submodels(
@@ -94,9 +96,10 @@ def parallelize_submodels(
         own = routing if name == LANGUAGE else None
         parallelize(part, plan, world, members[name], routing=own)
         if isinstance(side, Reader):
-            tp = handle(part).tp
+            tp, pipeline = handle(part).tp, handle(part).pipeline
             # Every rank reads its part of a sharded stream, and all tokens of a replicated one.
-            side.watch(part, None if tp is None or tp.replicated_activations else tp.group)
+            group = None if tp is None or tp.replicated_activations else tp.group
+            side.watch(part, group, None if pipeline is None else pipeline.stages.running)
         roles.append(Role(part, side, world.rank == _first_rank(side)))
     return _whole(roles, division)
 
@@ -145,14 +148,18 @@ def _sides(
     features, gradients = (Channel(dist.new_group(everyone), world.device) for _ in range(2))
     language = strategies[LANGUAGE]
     readers: list[list[int]] = [[] for _ in range(language.dp)]
+    shares: dict[int, int] = {}
     for position, rank in enumerate(members[LANGUAGE]):
         coordinate = language.mesh().coordinate(position)
-        share = coordinate["dp_replicate"] * language.dp_shard + coordinate["dp_shard"]
-        readers[share].append(rank)
-    border = Border(members[division.kind], tuple(map(tuple, readers)))
+        shares[rank] = coordinate["dp_replicate"] * language.dp_shard + coordinate["dp_shard"]
+        if coordinate["pp"] == 0:
+            readers[shares[rank]].append(rank)
+    known = language.schedule == "1f1b" and not language.schedule_file
+    ahead = language.pp if known else _ALL
+    border = Border(members[division.kind], tuple(map(tuple, readers)), ahead)
     sides: dict[str, Tower | Reader] = {}
-    if world.rank in members[LANGUAGE]:
-        sides[LANGUAGE] = Reader(border, world.rank, features, gradients)
+    if world.rank in shares:
+        sides[LANGUAGE] = Reader(border, shares[world.rank], world.rank, features, gradients)
     if world.rank in border.tower:
         tower_rank = border.tower.index(world.rank)
         sides[division.kind] = Tower(border, tower_rank, features, gradients)
@@ -207,6 +214,7 @@ def _checked(
                     allowed=", ".join(allowed),
                     hint=f"leave out `{axis}` of `{name}`",
                 )
+    _check_stages(strategies[LANGUAGE], division)
     if ranks is not None:
         _check_ranks(strategies, ranks, world_size)
         return strategies
@@ -220,6 +228,20 @@ def _checked(
             hint=f"start {needed} ranks",
         )
     return strategies
+
+
+def _check_stages(language: Strategy, division: Division) -> None:
+    """Raise for pipeline stages after the first that read features, and for several stages on a rank."""
+    if language.pp > 1 and (division.layers_with_features or language.virtual_stages > 1):
+        raise UnsupportedSharding(
+            "features enter layers after the first pipeline stage"
+            if division.layers_with_features
+            else "a rank has several pipeline stages of the language part",
+            where="parallel.submodels.language.pp",
+            got=f"pp={language.pp}, virtual_stages={language.virtual_stages}",
+            allowed="pp=1, or one stage per rank and a model that reads features in its first layer",
+            hint="parallel.submodels.language.pp=1",
+        )
 
 
 def _check_ranks(
@@ -237,6 +259,13 @@ def _check_ranks(
                 hint=f"parallel.submodels.{name}.ranks=[{first}]",
             )
     used = {rank for name in strategies for rank in ranks[name]}
+    if strategies[LANGUAGE].pp > 1 and len(used) < sum(s.world_size for s in strategies.values()):
+        raise UnsupportedSharding(
+            "sub-models with pipeline stages cannot share ranks",
+            where="parallel.submodels.language.pp",
+            got=f"pp={strategies[LANGUAGE].pp} and shared ranks",
+            hint="parallel.submodels.language.pp=1",
+        )
     if used != {*range(world_size)}:
         raise DegreesMismatch(
             "the sub-models do not use exactly the ranks of the run",

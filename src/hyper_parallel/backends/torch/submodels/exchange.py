@@ -23,6 +23,7 @@ from torch.autograd import Variable
 from torch.utils._pytree import tree_leaves
 
 from hyper_parallel.backends.torch.collectives import all_reduce
+from hyper_parallel.backends.torch.pipeline.stages import StageLayers
 from hyper_parallel.backends.torch.submodels.channel import Channel, pack
 from hyper_parallel.errors import CollectiveMismatch
 from hyper_parallel.ir import Purpose
@@ -40,12 +41,14 @@ class Border:
 
     Attributes:
         tower: Rank of the world by data-parallel rank of the tower.
-        readers: Ranks of the world with the data of each data-parallel rank of the language part; the first sends the
-            gradients.
+        readers: Ranks of the world that read the features of each data-parallel rank of the language part, those of its
+            first pipeline stage; the first sends the gradients.
+        ahead: Microbatches whose forward passes the readers may run before a backward pass.
     """
 
     tower: tuple[int, ...]
     readers: tuple[tuple[int, ...], ...]
+    ahead: int = 1
 
     def owner(self, share: int, index: int) -> int:
         """Return the tower rank, in the world, that computes the features of a microbatch."""
@@ -65,12 +68,12 @@ class Border:
     def passes(self, rounds: int) -> Iterator[tuple[Pass, int]]:
         """Yield the passes of a step in their order: rounds of the tower, and indices of microbatches of the readers.
 
-        The tower is one microbatch of each reader ahead.
+        The tower is `ahead` microbatches of each reader ahead.
         """
         shares, towers = len(self.readers), len(self.tower)
         forward = backward = 0
         for index in range(rounds * towers // shares):
-            ahead = min(rounds, -(-(index + 2) * shares // towers))
+            ahead = min(rounds, -(-(index + 1 + self.ahead) * shares // towers))
             yield from (("forward", number) for number in range(forward, ahead))
             yield "language", index
             done = (index + 1) * shares // towers
@@ -168,6 +171,7 @@ class Reader:
 
     Args:
         border: Ranks of both sides.
+        share: Data-parallel rank in the language part.
         rank: Rank of this process in the world.
         features: Messages from the tower.
         gradients: Messages to the tower.
@@ -176,27 +180,37 @@ class Reader:
     def __init__(
         self,
         border: Border,
+        share: int,
         rank: int,
         features: Channel,
         gradients: Channel,
     ) -> None:
-        self.border = border
-        self.share = next(i for i, ranks in enumerate(border.readers) if rank in ranks)
-        self._sends = border.readers[self.share][0] == rank
+        self.border, self.share = border, share
+        self._reads = rank in border.readers[share]
+        self._sends = border.readers[share][0] == rank
         self._features, self._gradients = features, gradients
         self._summed_over: dist.ProcessGroup | None = None
         self._index: int | None = None
         self._received: deque[tuple[str, Any]] | None = None
         self._leaves: list[Tensor] = []
+        self._stages: StageLayers | None = None
 
-    def watch(self, model: nn.Module, summed_over: dist.ProcessGroup | None) -> None:
-        """Read features in the forward passes of a model.
+    def watch(
+        self,
+        model: nn.Module,
+        summed_over: dist.ProcessGroup | None,
+        stages: StageLayers | None = None,
+    ) -> None:
+        """Read features in the forward passes of a model, except on later pipeline stages.
 
         Args:
             model: Language part that passed through `parallelize`.
             summed_over: Ranks whose gradients of one feature are summands; None: every rank has complete gradients.
+            stages: Pipeline stages of this rank, if any.
         """
-        self._summed_over = summed_over
+        if not self._reads:
+            return
+        self._summed_over, self._stages = summed_over, stages
         model.register_forward_pre_hook(self._begin)
         model.register_forward_hook(self._end)
 
@@ -226,7 +240,10 @@ class Reader:
             if self._index is None:
                 raise mismatch("a forward pass outside of a step")
             message = self._features.receive(self.border.owner(self.share, self._index))
-            self._leaves = [t for t in _tensors(message) if t.requires_grad]
+            tensors = _tensors(message)
+            self._leaves = [t for t in tensors if t.requires_grad]
+            if self._stages is not None and self._stages.trace is not None:
+                self._stages.trace.mark(tensors)
             self._received = deque(message)
         return self._received
 
@@ -241,6 +258,8 @@ class Reader:
         self._index += 1
         if not leaves:
             return
+        if self._stages is not None:
+            output = self._stages.output
         queued: list[bool] = []
 
         def begin_backward(_: Tensor) -> None:

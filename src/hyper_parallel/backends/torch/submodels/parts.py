@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 from hyper_parallel.backends.torch.flow_tracer import FlowTracer
 from hyper_parallel.backends.torch.layer_flow import preserve_module_state, run_on_meta
 from hyper_parallel.backends.torch.model_structure import decoder_of
+from hyper_parallel.backends.torch.pipeline.media import layers_with_media
 from hyper_parallel.backends.torch.submodels.channel import pack
 from hyper_parallel.backends.torch.submodels.exchange import Reader
 from hyper_parallel.backends.torch.weights.huggingface import COMPLETE, model_of_part
@@ -42,11 +43,13 @@ class Division:
         kind: Name of the tower: vision or audio.
         tower: Names of its parameters.
         modules: Names of its outermost modules.
+        layers_with_features: Decoder layers that features enter besides the first one.
     """
 
     kind: str
     tower: frozenset[str]
     modules: tuple[str, ...]
+    layers_with_features: frozenset[int] = frozenset()
 
 
 class _ParameterUses(FlowTracer):
@@ -94,7 +97,8 @@ def divide(model: nn.Module) -> Division:
         inside = any(name.startswith(f"{outer}.") for outer in modules)
         if parameters and not inside and owned.issuperset(parameters):
             modules.append(name)
-    return Division(kinds[0], frozenset(tower), tuple(modules))
+    layers = frozenset(layers_with_media(model))
+    return Division(kinds[0], frozenset(tower), tuple(modules), layers)
 
 
 def _refusal(model: nn.Module, why: str, got: str) -> UnsupportedSharding:
